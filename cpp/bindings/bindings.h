@@ -1,0 +1,13 @@
+// One function per topic fills the extension module; module.cc calls them.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace megacore::bindings {
+
+void bind_parallel(pybind11::module_& module);
+void bind_pipeline(pybind11::module_& module);
+void bind_buffer(pybind11::module_& module);
+
+}  // namespace megacore::bindings

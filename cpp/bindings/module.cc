@@ -1,0 +1,9 @@
+#include "bindings.h"
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "Native core of megacore. Use the Python packages; this module is private.";
+  module.attr("__version__") = MEGACORE_VERSION;
+  megacore::bindings::bind_parallel(module);
+  megacore::bindings::bind_pipeline(module);
+  megacore::bindings::bind_buffer(module);
+}

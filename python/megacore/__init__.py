@@ -1,0 +1,1 @@
+"""megacore: a distributed training runtime, a C++/CUDA core under a thin PyTorch package."""
