@@ -1,4 +1,4 @@
-"""Test-wide settings: one OpenMP thread (forked ranks need it), the GPU skip rule, hypothesis profiles."""
+"""Test-wide settings: one OpenMP thread (forked ranks need it), GPU skip rule, hypothesis."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 settings.register_profile(

@@ -1,4 +1,7 @@
-"""The errors a user can meet. A command that ends in one prints its sentence and exits with 2 (or 1 for a lost peer)."""
+"""The errors a user can meet.
+
+A command that ends in one prints its sentence and exits with 2 (1 for a lost peer).
+"""
 
 from __future__ import annotations
 

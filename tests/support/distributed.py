@@ -1,7 +1,8 @@
 """Real gloo processes for tests.
 
-Ranks are forked from the test process, which has imported torch once: a test of four ranks starts in a few tenths of
-a second. Forking is safe here because ``tests/conftest.py`` pins OpenMP to one thread before torch is imported.
+Ranks are forked from the test process, which has imported torch once: a test of four ranks starts
+in a few tenths of a second. Forking is safe here because ``tests/conftest.py`` pins OpenMP to one
+thread before torch is imported.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``world_size`` gloo ranks and return the results by rank.
 
-    The first error of a rank is raised again here with that rank's traceback; a rank that does not finish within
-    ``timeout_s`` seconds fails the test. No process outlives the call.
+    The first error of a rank is raised again here with that rank's traceback; a rank that does not
+    finish within ``timeout_s`` seconds fails the test. No process outlives the call.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +42,9 @@ def run_ranks(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_child, args=(rank, world_size, str(store_path), sender, fn, args), daemon=True
+                target=_child,
+                args=(rank, world_size, str(store_path), sender, fn, args),
+                daemon=True,
             )
             process.start()
             sender.close()

@@ -1,0 +1,100 @@
+"""Includes and imports point down only (docs/architecture: base <- parallel <- ... <- cli)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+CPP_MAY_INCLUDE = {
+    "base": set(),
+    "parallel": {"base"},
+    "pipeline": {"base", "parallel"},
+    "buffer": {"base", "parallel"},
+    "moe": {"base", "parallel"},
+    "graph": {"base", "parallel"},
+}
+
+# Each layer may import every layer that stands in an earlier row, and itself.
+PYTHON_LAYERS = [
+    {"_core", "_cuda"},
+    {"errors", "ops", "config"},
+    {"parallel"},
+    {"pipeline", "buffers", "graphs"},
+    {"optim", "moe"},
+    {"models"},
+    {"data", "report"},
+    {"train"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in names}
+
+
+def cpp_violations(area: str, text: str) -> list[str]:
+    included = re.findall(r'#include "megacore/(\w+)/', text)
+    return [name for name in included if name != area and name not in CPP_MAY_INCLUDE[area]]
+
+
+def python_violations(package: str, text: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("megacore"):
+            parts = node.module.split(".")
+            names = [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [
+                alias.name.split(".")[1]
+                for alias in node.names
+                if alias.name.startswith("megacore.")
+            ]
+        for name in names:
+            known = name in LEVEL
+            below = known and LEVEL[name] < LEVEL[package]
+            # errors is the one module of its level that its siblings may use.
+            if known and name not in {package, "errors"} and not below:
+                found.append(name)
+    return found
+
+
+def test_cpp_includes_point_down() -> None:
+    for path in sorted((ROOT / "cpp").rglob("*")):
+        area = path.parent.name
+        if path.suffix in {".h", ".cc"} and area in CPP_MAY_INCLUDE:
+            assert not cpp_violations(area, path.read_text()), path
+
+
+def test_python_imports_point_down() -> None:
+    package_root = ROOT / "python" / "megacore"
+    for path in sorted(package_root.rglob("*.py")):
+        parts = path.relative_to(package_root).with_suffix("").parts
+        if parts[0] in LEVEL:
+            assert not python_violations(parts[0], path.read_text()), path
+        else:
+            assert parts[0] in {"__init__", "__main__"}, f"{path} belongs to no layer"
+
+
+@pytest.mark.parametrize("area", ["pipeline", "buffer"])
+def test_a_planted_sibling_include_is_found(area: str) -> None:
+    sibling = {"pipeline": "buffer", "buffer": "pipeline"}[area]
+    assert cpp_violations(area, f'#include "megacore/{sibling}/x.h"') == [sibling]
+
+
+def test_planted_upward_imports_are_found() -> None:
+    assert python_violations("parallel", "from megacore.models.gpt import GPTChunk") == ["models"]
+    assert python_violations("pipeline", "import megacore.buffers.plan") == ["buffers"]
+    assert python_violations("ops", "from megacore import config") == ["config"]
+
+
+def test_cpp_core_knows_neither_torch_nor_cuda_nor_python() -> None:
+    for folder in ("include", "src"):
+        for path in (ROOT / "cpp" / folder).rglob("*"):
+            if path.suffix in {".h", ".cc"}:
+                text = path.read_text()
+                assert not re.search(
+                    r"#include [<\"](torch|ATen|c10|cuda|pybind11|Python)", text
+                ), path
