@@ -1,0 +1,54 @@
+"""One microbatch of tokens, as the data code makes it and the model takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """The tokens of one forward pass on one data-parallel rank.
+
+    Every rank of a pipeline and of a tensor-parallel group gets the same microbatch.
+
+    Attributes:
+        tokens: Token ids, ``(B, S)``, int64.
+        labels: The token that follows each one, ``(B, S)``, int64; ``None`` if no loss is wanted.
+        sample_ids: Global number of each sample, ``(B,)``, int64. Together with the step it
+            identifies a sample in every layout, so that dropout hits the same elements wherever
+            the sample is computed.
+        step: Optimizer step the microbatch belongs to, from 0.
+
+    Raises:
+        ValueError: If the shapes disagree.
+
+    Example:
+        >>> import torch
+        >>> rows = torch.arange(6).view(2, 3)
+        >>> Microbatch(tokens=rows, labels=rows + 1, sample_ids=torch.arange(2), step=0).shape
+        (2, 3)
+    """
+
+    tokens: Tensor
+    labels: Tensor | None
+    sample_ids: Tensor
+    step: int
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.tokens.shape)
+        if len(shape) != 2:
+            raise ValueError(f"tokens have shape {shape}, expected (batch, sequence)")
+        if self.labels is not None and tuple(self.labels.shape) != shape:
+            raise ValueError(f"labels have shape {tuple(self.labels.shape)}, tokens have {shape}")
+        if tuple(self.sample_ids.shape) != shape[:1]:
+            raise ValueError(
+                f"sample_ids have shape {tuple(self.sample_ids.shape)}, expected {shape[:1]}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(B, S)``: samples and tokens per sample."""
+        batch, sequence = self.tokens.shape
+        return batch, sequence
