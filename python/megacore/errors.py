@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class MegacoreError(Exception):
-    """Base of every error that is addressed to the user: one clear sentence, no traceback needed."""
+    """Base of every error addressed to the user: one clear sentence, no traceback needed."""
 
 
 class ConfigError(MegacoreError, ValueError):
