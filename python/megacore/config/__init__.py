@@ -1,0 +1,40 @@
+"""Typed configuration: frozen sections, a TOML file, ``--section.key=value`` overrides.
+
+All mistakes of a configuration are reported at once, each with its place and the nearest fix.
+"""
+
+from __future__ import annotations
+
+from megacore.config.base import filled
+from megacore.config.load import config_to_toml, load_config, split_overrides
+from megacore.config.resolve import resolve
+from megacore.config.sections import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainSectionConfig,
+    section_classes,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PipelineConfig",
+    "RunConfig",
+    "TrainSectionConfig",
+    "config_to_toml",
+    "filled",
+    "load_config",
+    "resolve",
+    "section_classes",
+    "split_overrides",
+]

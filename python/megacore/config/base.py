@@ -1,0 +1,70 @@
+"""What every section shares: the strict base model, origins of values, words for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+T = TypeVar("T")
+
+
+def filled(value: T | None) -> T:
+    """The value of a derived field of a resolved configuration.
+
+    Raises:
+        RuntimeError: If the field is still ``None``, that is, the configuration was never resolved.
+
+    Example:
+        >>> filled(3)
+        3
+    """
+    if value is None:
+        raise RuntimeError("a derived setting is still empty: call megacore.config.resolve first")
+    return value
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, finite numbers only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where settings came from: ``"parallel.tp" -> "demo.toml:9"`` or ``"--parallel.tp=2"``.
+
+    Origins never make two configurations differ: all origins compare equal.
+    """
+
+    where: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+
+    def __reduce__(self) -> tuple[type[Origins], tuple[dict[str, str]]]:
+        return (Origins, (dict(self.where),))  # a mapping proxy cannot be pickled
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of ``unit`` around ``value``, for messages.
+
+    Example:
+        >>> nearest_multiples(130, 4), nearest_multiples(2, 4)
+        ('128 or 132', '4')
+    """
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below > 0 else f"{unit}"
+
+
+def nearest_divisors(value: int, whole: int) -> str:
+    """The divisors of ``whole`` around ``value``, for messages.
+
+    Example:
+        >>> nearest_divisors(3, 8), nearest_divisors(9, 8)
+        ('2 or 4', '8')
+    """
+    divisors = [number for number in range(1, whole + 1) if whole % number == 0]
+    below = [number for number in divisors if number <= value]
+    above = [number for number in divisors if number > value]
+    return " or ".join(str(number) for number in (below[-1:] + above[:1]))

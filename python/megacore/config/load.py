@@ -1,0 +1,331 @@
+"""From a TOML file and command line overrides to a `Config`, all mistakes reported at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from megacore.config.base import Section
+from megacore.config.sections import Config, section_classes
+from megacore.errors import ConfigError
+
+Overrides = Sequence[tuple[str, str]]
+
+
+def load_config(path: str | Path | None, overrides: Overrides = ()) -> Config:
+    """Read a TOML file, apply overrides, and check every section.
+
+    Args:
+        path: The file; ``None`` starts from the defaults.
+        overrides: Pairs such as ``("parallel.tp", "2")``; the text becomes the field's type,
+            ``none`` empties an optional field. Later pairs win.
+
+    Raises:
+        ConfigError: One error for all mistakes: unknown keys (with the closest known one), wrong
+            types, values out of range, each with its place.
+
+    Example:
+        >>> load_config(None, [("parallel.tp", "2"), ("optimizer.lr", "1e-3")]).parallel.tp
+        2
+    """
+    data, where = ({}, {}) if path is None else _read_file(Path(path))
+    problems = [
+        _apply_override(data, where, key.replace("-", "_"), text) for key, text in overrides
+    ]
+    found = [problem for problem in problems if problem is not None]
+    try:
+        config = Config.model_validate(data, strict=True)
+    except ValidationError as error:
+        places = _Places(where=where, file=None if path is None else str(path))
+        found += [_describe(details, places) for details in error.errors()]
+        raise ConfigError(join_problems(found)) from None
+    if found:
+        raise ConfigError(join_problems(found))
+    return config.with_origins(where)
+
+
+def split_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Turn ``--section.key=value`` and ``--section.key value`` arguments into pairs.
+
+    A switch without a value (``--run.plain``) means ``true``. ``-`` and ``_`` are the same in keys.
+
+    Raises:
+        ConfigError: If an argument is no such setting.
+
+    Example:
+        >>> split_overrides(["--train.steps=20", "--parallel.sequence-parallel", "--run.name", "x"])
+        [('train.steps', '20'), ('parallel.sequence_parallel', 'true'), ('run.name', 'x')]
+    """
+    pairs: list[tuple[str, str]] = []
+    problems: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            problems.append(f"unexpected {argument!r}; settings look like --train.steps=20")
+            continue
+        name, equals, value = argument[2:].partition("=")
+        key = name.replace("-", "_")
+        if "." not in key:
+            problems.append(f"unknown option --{name}{_suggest_option(key)}")
+        if equals:
+            pairs.append((key, value))
+        elif rest and not rest[0].startswith("--"):
+            pairs.append((key, rest.pop(0)))
+        elif _annotation(key) is bool:
+            pairs.append((key, "true"))
+        elif "." in key:
+            problems.append(f"--{name} needs a value, as in --{name}=VALUE")
+    if problems:
+        raise ConfigError(join_problems(problems))
+    return pairs
+
+
+def config_to_toml(config: Config) -> str:
+    """The configuration as TOML without its empty settings; it reads back to the same value.
+
+    Example:
+        >>> config_to_toml(Config()).splitlines()[0]
+        '[model]'
+    """
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def join_problems(problems: Sequence[str]) -> str:
+    """One sentence for one problem, a counted list for several."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return f"{len(problems)} problems in the configuration:{lines}"
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """``"; did you mean X?"`` if a known word is close, else nothing.
+
+    Example:
+        >>> did_you_mean("tarin", ["train", "plan"])
+        '; did you mean train?'
+    """
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+# ---- reading the file ----------------------------------------------------------------------------
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(_explain_unreadable(path, error)) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text in UTF-8; expected a TOML file") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return data, {key: f"{path}:{line}" for key, line in key_lines(text).items()}
+
+
+def _explain_unreadable(path: Path, error: OSError) -> str:
+    if path.is_dir():
+        return f"{path} is a folder, not a TOML file{_list_toml(path)}"
+    if isinstance(error, FileNotFoundError):
+        parent = path.parent
+        if not parent.is_dir():
+            return f"there is no configuration file {path}: the folder {parent} does not exist"
+        names = [entry.name for entry in parent.iterdir() if entry.is_file()]
+        close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+        if close:
+            best = " or ".join(str(parent / name) for name in close)
+            return f"there is no configuration file {path}; did you mean {best}?"
+        return f"there is no configuration file {path}{_list_toml(parent)}"
+    return f"cannot read {path}: {error.strerror}"
+
+
+def _list_toml(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.glob("*.toml"))
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"; {folder} holds {shown}" if names else f"; {folder} holds no .toml file"
+
+
+def key_lines(text: str) -> dict[str, int]:
+    r"""Line number (from 1) of every ``section.key`` and ``section`` of a valid TOML text.
+
+    Example:
+        >>> key_lines("[parallel]\ntp = 2\n")
+        {'parallel': 1, 'parallel.tp': 2}
+    """
+    lines: dict[str, int] = {}
+    section = ""
+    open_quote = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if open_quote:
+            if open_quote in line:
+                open_quote = ""
+            continue
+        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
+            section = _plain_key(header[1])
+            lines.setdefault(section, number)
+        elif pair := re.match(r"\s*([\w\"'. -]+?)\s*=(.*)", line):
+            key = _plain_key(pair[1])
+            lines.setdefault(f"{section}.{key}" if section else key, number)
+            for quote in ('"""', "'''"):
+                if pair[2].count(quote) == 1:
+                    open_quote = quote
+    return lines
+
+
+def _plain_key(text: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in text.split("."))
+
+
+# ---- overrides -----------------------------------------------------------------------------------
+
+
+def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text: str) -> str | None:
+    """Put one override into ``data``; returns a problem instead if it has no section to go to."""
+    flag = f"--{key}={text}"
+    section, dot, name = key.partition(".")
+    if not dot or section not in section_classes():
+        return f"{flag}: {_unknown_key(section, name)}"
+    table = data.setdefault(section, {})
+    if isinstance(table, dict):
+        table[name] = _typed(key, text)
+        where[key] = flag
+    return None
+
+
+def _typed(key: str, text: str) -> Any:
+    """``text`` as the type of field ``key``, or unchanged for validation to report."""
+    annotation = _annotation(key)
+    if annotation is None:
+        return text
+    if text.lower() in ("none", "null") and NoneType in typing.get_args(annotation):
+        return None
+    try:
+        return TypeAdapter[Any](annotation).validate_python(text)
+    except ValidationError:
+        return text
+
+
+def _annotation(key: str) -> Any:
+    section, _, name = key.partition(".")
+    fields = section_classes().get(section, Section).model_fields
+    return fields[name].annotation if name in fields else None
+
+
+def _suggest_option(key: str) -> str:
+    homes = [
+        f"--{section}.{key}"
+        for section, cls in section_classes().items()
+        if key in cls.model_fields
+    ]
+    return f"; did you mean {' or '.join(homes)}?" if homes else ""
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Where keys stand: file lines and overrides."""
+
+    where: Mapping[str, str]
+    file: str | None
+
+    def prefix(self, key: str) -> str:
+        place = self.where.get(key) or self.where.get(key.partition(".")[0]) or self.file
+        return f"{place}: " if place else ""
+
+
+_TYPES = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text in quotes",
+}
+
+
+def _describe(details: ErrorDetails, places: _Places) -> str:
+    """One line for one pydantic error: place, key and value, the rule, the nearest fix."""
+    key = ".".join(str(part) for part in details["loc"])
+    section, _, name = key.partition(".")
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    prefix = places.prefix(key)
+    if kind == "extra_forbidden":
+        return prefix + _unknown_key(section, name)
+    if kind == "value_error" and not name:
+        return f"{prefix}[{section}] {context['error']}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{prefix}[{section}] must be a table of settings, but it is {value!r}"
+    shown = f"{prefix}{key} = {_toml_value(value)}: "
+    if kind == "literal_error":
+        return shown + f"expected one of {context['expected']}" + _closest_literal(value, context)
+    return shown + _rule(kind, context, details["msg"])
+
+
+def _rule(kind: str, context: Mapping[str, Any], fallback: str) -> str:
+    if kind in _TYPES:
+        return f"expected {_TYPES[kind]}"
+    rules = {
+        "greater_than_equal": "must be at least {ge:g}",
+        "greater_than": "must be above {gt:g}",
+        "less_than_equal": "must be at most {le:g}",
+        "less_than": "must be below {lt:g}",
+        "string_too_short": "must not be empty",
+        "value_error": "{error}",
+    }
+    return rules[kind].format(**context) if kind in rules else fallback
+
+
+def _closest_literal(value: Any, context: Mapping[str, Any]) -> str:
+    known = re.findall(r"'([^']*)'", str(context["expected"]))
+    return did_you_mean(value, known) if isinstance(value, str) else ""
+
+
+def _toml_value(value: Any) -> str:
+    try:
+        return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
+    except TypeError:
+        return repr(value)
+
+
+def _unknown_key(section: str, name: str) -> str:
+    """What to say about a section or key that does not exist."""
+    classes = section_classes()
+    if section not in classes:
+        if homes := _homes(section):
+            return f"{section} stands outside any section; did you mean {' or '.join(homes)}?"
+        close = difflib.get_close_matches(section, list(classes), n=1, cutoff=0.6)
+        if close:
+            return f"unknown section [{section}]; did you mean [{close[0]}]?"
+        return f"unknown section [{section}]; the sections are {', '.join(classes)}"
+    close = difflib.get_close_matches(name, list(classes[section].model_fields), n=1, cutoff=0.6)
+    if close:
+        return f"unknown key {section}.{name}; did you mean {section}.{close[0]}?"
+    if homes := _homes(name):
+        return f"unknown key {section}.{name}; did you mean {' or '.join(homes)}?"
+    known = ", ".join(classes[section].model_fields)
+    return f"unknown key {section}.{name}; [{section}] has {known}"
+
+
+def _homes(name: str) -> list[str]:
+    """The full keys of all fields called ``name``."""
+    return [f"{home}.{name}" for home, cls in section_classes().items() if name in cls.model_fields]

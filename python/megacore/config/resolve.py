@@ -1,0 +1,306 @@
+"""Fill derived settings; check rules that span sections or concern the number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacore.config.base import filled, nearest_divisors, nearest_multiples
+from megacore.config.load import join_problems
+from megacore.config.sections import AXES, Config
+from megacore.errors import ConfigError
+
+
+def resolve(
+    config: Config,
+    world_size: int,
+    *,
+    vocab_size: int | None = None,
+    cuda: bool | None = None,
+    launcher: str = "--nproc",
+) -> Config:
+    """Fill every derived setting and check the whole, for a run on ``world_size`` processes.
+
+    Resolving a resolved configuration changes nothing.
+
+    Args:
+        config: As loaded.
+        world_size: Number of processes.
+        vocab_size: Tokens of the tokenizer; fills an empty ``model.vocab_size``, which stays empty
+            without it.
+        cuda: Whether ranks use GPUs; ``None`` asks torch.
+        launcher: What set the process count, for messages.
+
+    Raises:
+        ConfigError: One error for all rules that are broken, each with values, their places and the
+            nearest fix.
+
+    Example:
+        >>> done = resolve(Config(), world_size=2, vocab_size=256, cuda=False)
+        >>> done.model.ffn_hidden_size, done.run.dir, done.checkpoint.dir
+        (384, 'runs/default', 'runs/default/checkpoints')
+    """
+    problems = _Problems(config=config, world_size=world_size, launcher=launcher)
+    filled_in = _fill(config, world_size, vocab_size, cuda)
+    for check in _CHECKS:
+        check(problems, filled_in)
+    if vocab_size is not None and filled(filled_in.model.vocab_size) < vocab_size:
+        problems.add(
+            f"{problems.shown('model.vocab_size')} is smaller than the tokenizer's vocabulary of "
+            f"{vocab_size} tokens; leave it out or use at least {vocab_size}"
+        )
+    if problems.found:
+        raise ConfigError(join_problems(problems.found))
+    return filled_in
+
+
+# ---- derived settings ----------------------------------------------------------------------------
+
+
+def _fill(config: Config, world_size: int, vocab_size: int | None, cuda: bool | None) -> Config:
+    model, parallel, run = config.model, config.parallel, config.run
+    steps = config.train.steps
+    run_dir = run.dir or f"runs/{run.name}"
+    sections = {
+        "model": _filling(
+            model,
+            num_kv_heads=model.num_heads,
+            ffn_hidden_size=-(-8 * model.hidden_size // 192) * 64,
+            vocab_size=vocab_size,
+        ),
+        "parallel": _filling(parallel, etp=parallel.tp),
+        "pipeline": _filling(
+            config.pipeline,
+            group_size=parallel.pp if config.pipeline.schedule == "interleaved_1f1b" else None,
+        ),
+        "optimizer": _filling(
+            config.optimizer,
+            min_lr=config.optimizer.lr / 10,
+            decay_steps={"cosine": steps, "wsd": max(1, steps // 5), "constant": 0}[
+                config.optimizer.schedule
+            ],
+        ),
+        "checkpoint": _filling(config.checkpoint, dir=f"{run_dir}/checkpoints"),
+        "run": _filling(
+            run,
+            dir=run_dir,
+            nproc=world_size,
+            backend=run.backend or default_backend(cuda),
+            trace_step=steps // 2,
+        ),
+    }
+    return config.model_copy(update=sections)
+
+
+def _filling(section: Any, **defaults: Any) -> Any:
+    """The section with its empty fields among ``defaults`` filled."""
+    empty = {name: value for name, value in defaults.items() if getattr(section, name) is None}
+    return section.model_copy(update=empty)
+
+
+def default_backend(cuda: bool | None) -> str:
+    """``"nccl"`` where torch sees a GPU, else ``"gloo"``; ``cuda`` given saves the look."""
+    if cuda is None:
+        import torch
+
+        cuda = torch.cuda.is_available()
+    return "nccl" if cuda else "gloo"
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Problems:
+    """Collects broken rules; knows how to show a setting with its place."""
+
+    config: Config
+    world_size: int
+    launcher: str
+    found: list[str] = field(default_factory=list)
+
+    def add(self, problem: str) -> None:
+        self.found.append(problem)
+
+    def shown(self, key: str, value: Any = None) -> str:
+        """``"parallel.tp = 2 (demo.toml:9)"``; a derived value is given by the caller."""
+        section, _, name = key.partition(".")
+        set_value = getattr(getattr(self.config, section), name)
+        shown = set_value if set_value is not None else value
+        return f"{key} = {shown} ({self.config.origin(key)})"
+
+
+def _check_available(problems: _Problems, config: Config) -> None:
+    for key in ("cp", "ep"):
+        if getattr(config.parallel, key) > 1:
+            problems.add(
+                f"{problems.shown(f'parallel.{key}')} is not yet available in training; set it to 1"
+            )
+    if config.parallel.etp not in (1, config.parallel.tp):
+        problems.add(
+            f"{problems.shown('parallel.etp')} is not yet available in training; leave it out"
+        )
+
+
+def _check_layout(problems: _Problems, config: Config) -> None:
+    parallel, world = config.parallel, problems.world_size
+    product = parallel.tp * parallel.cp * parallel.pp
+    if world % product == 0:
+        if world > product and "dp" not in parallel.order.split("-"):
+            problems.add(
+                f"{problems.shown('parallel.order')} leaves out dp, which has size "
+                f'{world // product} on {world} processes; for example "{"-".join(AXES)}"'
+            )
+        return
+    factors = " x ".join(
+        f"{axis} {getattr(parallel, axis)} ({config.origin(f'parallel.{axis}')})"
+        for axis in ("tp", "cp", "pp")
+    )
+    fixes = [f"start {nearest_multiples(world, product)} processes"]
+    fixes += [f"use {layout}" for layout in _nearest_layouts(config, world)]
+    problems.add(
+        f"the layout does not fit {_count(world, 'process')} ({problems.launcher}): {factors} = "
+        f"{product}, and {world} is not a multiple of it; nearest: {', or '.join(fixes)}"
+    )
+
+
+def _nearest_layouts(config: Config, world: int) -> list[str]:
+    """Up to two settings of tp and pp that fit the world and the model, fewest changes first."""
+    tp, pp, model = config.parallel.tp, config.parallel.pp, config.model
+    stages_per_rank = config.pipeline.num_chunks
+    fitting = [
+        (new_tp, new_pp)
+        for new_tp in _divisors(world)
+        for new_pp in _divisors(world // new_tp)
+        if filled(model.num_kv_heads) % new_tp == 0 and new_pp * stages_per_rank <= model.num_layers
+    ]
+
+    def distance(layout: tuple[int, int]) -> tuple[int, float]:
+        changed = (layout[0] != tp) + (layout[1] != pp)
+        return changed, abs(layout[0] - tp) / tp + abs(layout[1] - pp) / pp
+
+    best = sorted(fitting, key=distance)[:2]
+    return [f"tp={new_tp} pp={new_pp}" for new_tp, new_pp in best]
+
+
+def _check_model_fits_tp(problems: _Problems, config: Config) -> None:
+    tp = config.parallel.tp
+    keys = ["num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_pad_multiple"]
+    if config.parallel.sequence_parallel:
+        keys.append("seq_length")
+    for key in keys:
+        value = getattr(config.model, key)
+        if value % tp:
+            shown = problems.shown(f"model.{key}", value)
+            problems.add(
+                f"{shown} is not a multiple of {problems.shown('parallel.tp')}; nearest: "
+                f"tp={nearest_divisors(tp, value)}, or {key}={nearest_multiples(value, tp)}"
+            )
+
+
+def _check_pipeline(problems: _Problems, config: Config) -> None:
+    pipeline, pp = config.pipeline, config.parallel.pp
+    interleaved = pipeline.schedule == "interleaved_1f1b"
+    schedule = problems.shown("pipeline.schedule")
+    if interleaved and pipeline.num_chunks == 1:
+        problems.add(f"{schedule} needs pipeline.num_chunks > 1; set it to 2, or use 1f1b")
+    if interleaved and pp == 1:
+        problems.add(f"{schedule} needs parallel.pp > 1; set it to 2, or use 1f1b")
+    if not interleaved and pipeline.num_chunks > 1:
+        problems.add(
+            f"{problems.shown('pipeline.num_chunks')} needs the schedule interleaved_1f1b, but "
+            f"{schedule}; set num_chunks to 1 or change the schedule"
+        )
+    _check_layers(problems, config)
+
+
+def _check_layers(problems: _Problems, config: Config) -> None:
+    pipeline, pp, layers = config.pipeline, config.parallel.pp, config.model.num_layers
+    stages = pp * pipeline.num_chunks
+    units = layers + pipeline.account_for_embedding + pipeline.account_for_loss
+    if stages > units:
+        problems.add(
+            f"{problems.shown('model.num_layers')} cannot fill the {stages} stages of "
+            f"{problems.shown('parallel.pp')} x {problems.shown('pipeline.num_chunks')}; "
+            f"use at least {stages} layers, or at most {units} stages"
+        )
+    fixed = (pipeline.first_layers or 0) + (pipeline.last_layers or 0)
+    if fixed > layers:
+        problems.add(
+            f"pipeline.first_layers + pipeline.last_layers = {fixed} is more than "
+            f"{problems.shown('model.num_layers')}"
+        )
+
+
+def _check_batch(problems: _Problems, config: Config) -> None:
+    dp = config.dp(problems.world_size)
+    if dp == 0 or problems.world_size % dp:
+        return  # The layout itself is wrong and already reported.
+    unit = config.train.microbatch_size * dp
+    batch = config.train.global_batch_size
+    if batch % unit:
+        problems.add(
+            f"{problems.shown('train.global_batch_size')} is not a multiple of "
+            f"{problems.shown('train.microbatch_size')} x dp {dp} "
+            f"({problems.world_size} processes / tp*cp*pp) = {unit}; "
+            f"nearest: {nearest_multiples(batch, unit)}"
+        )
+        return
+    _check_interleaving(problems, config, num_microbatches=batch // unit, dp=dp)
+
+
+def _check_interleaving(
+    problems: _Problems, config: Config, *, num_microbatches: int, dp: int
+) -> None:
+    if config.pipeline.schedule != "interleaved_1f1b":
+        return
+    group, pp = filled(config.pipeline.group_size), config.parallel.pp
+    if group < pp:
+        problems.add(
+            f"{problems.shown('pipeline.group_size', group)} is below "
+            f"{problems.shown('parallel.pp')}; use at least {pp}"
+        )
+    if num_microbatches % pp:
+        unit = config.train.microbatch_size * dp * pp
+        problems.add(
+            f"the interleaved schedule needs a number of microbatches that is a multiple of "
+            f"{problems.shown('parallel.pp')}, but there are {num_microbatches}; nearest "
+            f"train.global_batch_size: {nearest_multiples(config.train.global_batch_size, unit)}"
+        )
+
+
+def _check_steps(problems: _Problems, config: Config) -> None:
+    steps, optimizer = config.train.steps, config.optimizer
+    warmup = problems.shown("optimizer.warmup_steps")
+    if optimizer.warmup_steps >= steps and optimizer.warmup_steps > 0:
+        problems.add(
+            f"{warmup} leaves no step after the warmup: {problems.shown('train.steps')}; "
+            f"use at most {steps - 1}"
+        )
+    elif optimizer.schedule == "wsd":
+        room = steps - optimizer.warmup_steps
+        decay = filled(optimizer.decay_steps)
+        if decay > room:
+            problems.add(
+                f"{problems.shown('optimizer.decay_steps', decay)} plus {warmup} is more than "
+                f"{problems.shown('train.steps')}; use at most {room} decay steps"
+            )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}es"
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+_CHECKS: tuple[Callable[[_Problems, Config], None], ...] = (
+    _check_available,
+    _check_layout,
+    _check_model_fits_tp,
+    _check_pipeline,
+    _check_batch,
+    _check_steps,
+)

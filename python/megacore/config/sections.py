@@ -1,0 +1,394 @@
+"""The configuration as frozen models: one class per section of the TOML file.
+
+Every field carries its default, its range and one sentence of meaning; ``docs/configuration.md``
+is made from them. A rule that concerns one section is checked here; a rule between sections, or
+with the number of processes, lives in ``megacore.config.resolve``. A default of ``None`` means
+"derived": ``resolve`` fills it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, Self
+
+from pydantic import Field, PrivateAttr, field_validator, model_validator
+
+from megacore.config.base import Origins, Section, filled, nearest_divisors, nearest_multiples
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+
+
+class ModelConfig(Section):
+    """``[model]``: the shape of the GPT."""
+
+    hidden_size: int = Field(default=128, ge=1, description="Width of the residual stream.")
+    num_layers: int = Field(default=4, ge=1, description="Number of transformer layers.")
+    num_heads: int = Field(
+        default=4, ge=1, description="Attention heads; must divide `hidden_size`."
+    )
+    num_kv_heads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Heads of keys and values (grouped-query attention); must divide `num_heads`. "
+        "Default: `num_heads`.",
+    )
+    ffn_hidden_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Inner width of the SwiGLU. "
+        "Default: 8/3 of `hidden_size`, rounded up to a multiple of 64.",
+    )
+    vocab_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of tokens in the vocabulary. Default: the tokenizer's.",
+    )
+    vocab_pad_multiple: int = Field(
+        default=128,
+        ge=1,
+        description="The embedding gets rows up to a multiple of this number; "
+        "`parallel.tp` must divide it.",
+    )
+    seq_length: int = Field(default=128, ge=1, description="Tokens per sequence.")
+    tie_embeddings: bool = Field(
+        default=True, description="Use one matrix for the token embedding and the output layer."
+    )
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability.")
+    rope_base: float = Field(default=10000.0, gt=0.0, description="Base of the rotary embedding.")
+    norm_eps: float = Field(default=1e-5, gt=0.0, description="Epsilon of RMSNorm.")
+    init_std: float = Field(
+        default=0.02, gt=0.0, description="Standard deviation of initial weights."
+    )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the full embedding: ``vocab_size`` up to a multiple of ``vocab_pad_multiple``.
+
+        It does not depend on ``parallel.tp``, so a checkpoint fits every layout.
+
+        Example:
+            >>> ModelConfig(vocab_size=300).padded_vocab_size
+            384
+        """
+        unit = self.vocab_pad_multiple
+        return -(-filled(self.vocab_size) // unit) * unit
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} is not a multiple of num_heads = "
+                f"{self.num_heads}; nearest hidden_size: "
+                f"{nearest_multiples(self.hidden_size, self.num_heads)}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"hidden_size / num_heads = {self.head_dim} is odd, but rotary embedding turns "
+                f"pairs; nearest hidden_size: "
+                f"{nearest_multiples(self.hidden_size, 2 * self.num_heads)}"
+            )
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}; "
+                f"nearest: {nearest_divisors(self.num_kv_heads, self.num_heads)}"
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    """``[parallel]``: how many ranks share what. ``dp`` follows from the number of processes."""
+
+    tp: int = Field(
+        default=1, ge=1, description="Tensor parallel size: ranks that share each layer."
+    )
+    cp: int = Field(
+        default=1, ge=1, description="Context parallel size: ranks that share each sequence."
+    )
+    pp: int = Field(
+        default=1, ge=1, description="Pipeline parallel size: parts of the model in a row."
+    )
+    ep: int = Field(
+        default=1, ge=1, description="Expert parallel size: ranks that share the experts."
+    )
+    etp: int | None = Field(
+        default=None, ge=1, description="Tensor parallel size inside an expert. Default: `tp`."
+    )
+    order: str = Field(
+        default="tp-cp-ep-dp-pp", description="Axes from adjacent ranks to far ones, joined by `-`."
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Split the activations between tensor parallel regions along the sequence.",
+    )
+
+    @field_validator("order")
+    @classmethod
+    def _check_order(cls, order: str) -> str:
+        axes = order.split("-")
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(f'axis "{axis}" is unknown; the axes are {", ".join(AXES)}')
+            if axes.count(axis) > 1:
+                raise ValueError(f'axis "{axis}" is named {axes.count(axis)} times; name it once')
+        return order
+
+    @model_validator(mode="after")
+    def _check_order_is_complete(self) -> Self:
+        named = self.order.split("-")
+        for axis in ("tp", "cp", "ep", "pp"):
+            size = getattr(self, axis)
+            if size > 1 and axis not in named:
+                raise ValueError(
+                    f'order = "{self.order}" leaves out {axis}, which has size {size}; '
+                    f'for example "{"-".join(AXES)}"'
+                )
+        return self
+
+
+class PipelineConfig(Section):
+    """``[pipeline]``: the schedule and the way layers are dealt to stages."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = Field(
+        default="1f1b", description="Order of forward and backward passes."
+    )
+    num_chunks: int = Field(
+        default=1,
+        ge=1,
+        description="Model chunks per pipeline rank; more than 1 needs `interleaved_1f1b`.",
+    )
+    group_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Microbatches that run through one chunk before the next (interleaved). "
+        "Default: `parallel.pp`.",
+    )
+    first_layers: int | None = Field(
+        default=None,
+        ge=0,
+        description="Layers of the first pipeline rank. Default: as even as the others.",
+    )
+    last_layers: int | None = Field(
+        default=None,
+        ge=0,
+        description="Layers of the last pipeline rank. Default: as even as the others.",
+    )
+    account_for_embedding: bool = Field(
+        default=False, description="Count the embedding as one layer when layers are dealt out."
+    )
+    account_for_loss: bool = Field(
+        default=False,
+        description="Count the output layer and loss as one layer when layers are dealt out.",
+    )
+
+
+class OptimizerConfig(Section):
+    """``[optimizer]``: AdamW, the learning rate over time, gradient clipping, ZeRO-1."""
+
+    lr: float = Field(default=3e-3, ge=0.0, description="Highest learning rate.")
+    min_lr: float | None = Field(
+        default=None, ge=0.0, description="Learning rate after the decay. Default: `lr` / 10."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise from 0 to `lr`.")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        default="cosine",
+        description="Shape after the warmup: cosine decay, warmup-stable-decay, or constant.",
+    )
+    decay_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="cosine: the step at which `min_lr` is reached (default `train.steps`); "
+        "wsd: length of the final decay (default 20% of `train.steps`); constant: unused.",
+    )
+    weight_decay: float = Field(default=0.1, ge=0.0, description="AdamW weight decay of matrices.")
+    beta1: float = Field(
+        default=0.9, ge=0.0, lt=1.0, description="AdamW decay of the first moment."
+    )
+    beta2: float = Field(
+        default=0.95, ge=0.0, lt=1.0, description="AdamW decay of the second moment."
+    )
+    eps: float = Field(default=1e-8, gt=0.0, description="AdamW epsilon.")
+    clip_grad: float = Field(
+        default=1.0, ge=0.0, description="Largest global gradient norm; 0 turns clipping off."
+    )
+    distributed: bool = Field(
+        default=True, description="Shard the optimizer state over data parallel ranks (ZeRO-1)."
+    )
+    bucket_numel: int | None = Field(
+        default=None,
+        ge=1,
+        description="Elements per gradient bucket. Default: chosen from the data parallel size.",
+    )
+
+    @model_validator(mode="after")
+    def _check_min_lr(self) -> Self:
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise ValueError(
+                f"min_lr = {self.min_lr:g} is above lr = {self.lr:g}; use at most {self.lr:g}"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """``[data]``: the text, its tokenizer, and the part kept for validation."""
+
+    source: str = Field(
+        default="python-docs",
+        min_length=1,
+        description="`python-docs` or `stdlib` (text that comes with Python), a text file, a "
+        "folder, or the prefix of a `.bin`/`.idx` pair.",
+    )
+    tokenizer: str = Field(
+        default="bytes", min_length=1, description="`bytes`, or the path of a `tokenizer.json`."
+    )
+    split: str = Field(
+        default="95,5", description="Shares of training and validation data, as weights: `95,5`."
+    )
+
+    @property
+    def split_fractions(self) -> tuple[float, ...]:
+        """Shares that sum to 1: training, validation and, if a third weight is given, a rest.
+
+        Example:
+            >>> DataConfig(split="3,1").split_fractions
+            (0.75, 0.25)
+        """
+        weights = [float(part) for part in self.split.split(",")]
+        return tuple(weight / sum(weights) for weight in weights)
+
+    @field_validator("split")
+    @classmethod
+    def _check_split(cls, split: str) -> str:
+        rule = 'expected two or three weights like "95,5", none negative, the first above 0'
+        try:
+            weights = [float(part) for part in split.split(",")]
+        except ValueError:
+            raise ValueError(rule) from None
+        in_range = all(0.0 <= weight < float("inf") for weight in weights)
+        if len(weights) not in (2, 3) or not in_range or weights[0] == 0.0:
+            raise ValueError(rule)
+        return split
+
+
+class TrainSectionConfig(Section):
+    """``[train]``: steps, batch sizes, number format, seed, validation."""
+
+    steps: int = Field(default=100, ge=1, description="Number of optimizer steps.")
+    microbatch_size: int = Field(
+        default=4, ge=1, description="Sequences per forward pass of one rank."
+    )
+    global_batch_size: int = Field(
+        default=32, ge=1, description="Sequences per optimizer step, all ranks."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Number format of weights and activations; main weights are float32.",
+    )
+    seed: int = Field(default=1234, ge=0, description="Seed of weights, data order and dropout.")
+    eval_interval: int = Field(
+        default=50, ge=0, description="Steps between validations; 0 turns them off."
+    )
+    eval_steps: int = Field(default=4, ge=1, description="Global batches per validation.")
+
+
+class CheckpointConfig(Section):
+    """``[checkpoint]``: where and when to save, and what to start from."""
+
+    dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of checkpoints. Default: `<run.dir>/checkpoints`.",
+    )
+    interval: int = Field(
+        default=0,
+        ge=-1,
+        description="Steps between checkpoints; 0 saves only at the end, -1 never.",
+    )
+    keep: int = Field(default=2, ge=1, description="Number of newest checkpoints that are kept.")
+    resume: str | None = Field(
+        default=None,
+        min_length=1,
+        description="`auto` continues from the newest checkpoint if there is one; a path continues "
+        "from that checkpoint. Default: start anew.",
+    )
+
+
+class RunConfig(Section):
+    """``[run]``: the run's folder, its processes and their supervision."""
+
+    dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of all that the run writes. Default: `runs/<name>`.",
+    )
+    name: str = Field(default="default", min_length=1, description="Name of the run.")
+    nproc: int | None = Field(
+        default=None,
+        ge=1,
+        description="Processes to start (as `--nproc`). Default: one GPU each, else 1.",
+    )
+    backend: Literal["gloo", "nccl"] | None = Field(
+        default=None,
+        description="Communication library. Default: `nccl` with a GPU, else `gloo`.",
+    )
+    timeout_s: float = Field(
+        default=300.0, gt=0.0, description="Seconds after which a collective operation gives up."
+    )
+    peer_timeout_s: float = Field(
+        default=20.0, ge=1.0, description="Seconds of silence after which a rank counts as lost."
+    )
+    trace_step: int | None = Field(
+        default=None,
+        ge=-1,
+        description="Step (from 0) whose timeline is recorded; -1 for none. Default: `steps` / 2.",
+    )
+    plain: bool = Field(
+        default=False, description="Print plain lines instead of a live progress bar."
+    )
+
+
+class Config(Section):
+    """A whole configuration. Made by `load_config`, completed by `resolve`."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    train: TrainSectionConfig = TrainSectionConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+
+    _origins: Origins = PrivateAttr(default_factory=Origins)
+
+    def origin(self, key: str) -> str:
+        """Where ``"section.key"`` was set: ``file:line``, the override, or ``default``."""
+        return self._origins.where.get(key, "default")
+
+    def with_origins(self, where: Mapping[str, str]) -> Config:
+        """The same configuration with the places its values came from."""
+        copy = self.model_copy()
+        copy._origins = Origins(MappingProxyType(dict(where)))
+        return copy
+
+    def dp(self, world_size: int) -> int:
+        """Data parallel size in a world of ``world_size`` ranks that the layout divides."""
+        return world_size // (self.parallel.tp * self.parallel.cp * self.parallel.pp)
+
+    def num_microbatches(self, world_size: int) -> int:
+        """Microbatches per data parallel rank and optimizer step."""
+        return self.train.global_batch_size // (self.train.microbatch_size * self.dp(world_size))
+
+
+def section_classes() -> dict[str, type[Section]]:
+    """Section name to its class, in the order of the file."""
+    return {
+        name: info.annotation
+        for name, info in Config.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+    }
