@@ -1,0 +1,34 @@
+"""Text, tokens and samples: what is trained on, in an order that needs no state."""
+
+from __future__ import annotations
+
+from megacore.data.dataset import (
+    Dataset,
+    SampleOrder,
+    microbatch,
+    num_microbatches,
+    unigram_entropy,
+)
+from megacore.data.indexed import IndexedTokens, read_indexed, write_indexed
+from megacore.data.loading import TrainingData, load_data
+from megacore.data.sources import TokenSource, load_tokens
+from megacore.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "ByteTokenizer",
+    "Dataset",
+    "IndexedTokens",
+    "JsonTokenizer",
+    "SampleOrder",
+    "TokenSource",
+    "Tokenizer",
+    "TrainingData",
+    "load_data",
+    "load_tokenizer",
+    "load_tokens",
+    "microbatch",
+    "num_microbatches",
+    "read_indexed",
+    "unigram_entropy",
+    "write_indexed",
+]

@@ -1,0 +1,279 @@
+"""Samples in a random order that is a pure function of the sample counter.
+
+A token stream of ``T`` tokens is cut into windows of ``seq_length + 1`` tokens, each starting
+``seq_length`` tokens after the one before, so that every label is used once per epoch. Which window
+a sample shows follows from the sample counter and the seed alone:
+
+    epoch, index = divmod(sample, windows per epoch)
+    start        = phase(seed, epoch) + seq_length * permutation(seed, epoch)(index)
+
+Nothing is stored, so resuming needs the counter and nothing else, and no rank needs to know what
+another one read. The phase shifts the cuts from epoch to epoch; the permutation is a small keyed
+bijection, so an order of a billion windows costs no memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megacore.data.sources import check_token_range
+from megacore.data.tokenizer import TokenArray
+from megacore.errors import ConfigError, DataError
+from megacore.parallel.batch import Microbatch
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """Where each sample of an endless random order starts in a token stream.
+
+    Attributes:
+        num_tokens: Length of the stream.
+        seq_length: Tokens a sample predicts; it spans one more.
+        seed: Chooses the order.
+        reshuffle: A new order with newly placed cuts in every epoch (training). ``False`` repeats
+            one order with cuts that start at 0 (validation).
+
+    Raises:
+        ValueError: If the stream is too short for one sample, or a number is out of range.
+
+    Example:
+        >>> order = SampleOrder(num_tokens=41, seq_length=10, seed=1, reshuffle=False)
+        >>> order.num_windows, sorted(order.start(sample) for sample in range(4))
+        (4, [0, 10, 20, 30])
+    """
+
+    num_tokens: int
+    seq_length: int
+    seed: int
+    reshuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 1 or self.seed < 0:
+            raise ValueError(
+                f"seq_length must be at least 1 and seed at least 0; "
+                f"got seq_length = {self.seq_length}, seed = {self.seed}"
+            )
+        if self.num_tokens < self.seq_length + 1:
+            raise ValueError(
+                f"{self.num_tokens} tokens are too few for one sample of "
+                f"{self.seq_length} + 1 tokens; use seq_length <= {self.num_tokens - 1}"
+            )
+
+    @property
+    def num_windows(self) -> int:
+        """Samples per epoch."""
+        whole = (self.num_tokens - 1) // self.seq_length
+        if not self.reshuffle:
+            return whole
+        # Room for any phase below seq_length, unless that would leave no window at all.
+        return max(1, (self.num_tokens - self.seq_length) // self.seq_length)
+
+    def start(self, sample: int) -> int:
+        """Position of the first token of sample number ``sample`` (from 0, without end).
+
+        Raises:
+            ValueError: If ``sample`` is negative.
+        """
+        if sample < 0:
+            raise ValueError(f"sample = {sample} must be at least 0")
+        epoch, index = divmod(sample, self.num_windows)
+        key = _mix(_mix(self.seed) ^ (epoch if self.reshuffle else 0))
+        window = _permute(index, self.num_windows, key)
+        return self._phase(key) + window * self.seq_length
+
+    def _phase(self, key: int) -> int:
+        if not self.reshuffle:
+            return 0
+        spare = self.num_tokens - 1 - self.num_windows * self.seq_length
+        return _mix(key ^ _MASK) % (min(spare, self.seq_length - 1) + 1)
+
+
+class Dataset:
+    """Samples of a token stream, by their number.
+
+    Args:
+        tokens: Token ids, 1-D, any integer type; may be mapped from a file.
+        name: What the data is called in messages.
+        seq_length: Tokens a sample predicts.
+        seed: Chooses the order.
+        vocab_size: Every token read is checked to be in ``[0, vocab_size)``.
+        reshuffle: See :class:`SampleOrder`.
+
+    Raises:
+        DataError: If there are too few tokens for one sample.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenArray,
+        *,
+        name: str,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        reshuffle: bool = True,
+    ) -> None:
+        if len(tokens) < seq_length + 1:
+            shorter = (
+                f", or set model.seq_length to at most {len(tokens) - 1}" if len(tokens) > 1 else ""
+            )
+            raise DataError(
+                f"{name} has {len(tokens):,} tokens, but one sample takes model.seq_length + 1 = "
+                f"{seq_length + 1:,}; use more text{shorter}"
+            )
+        self.name = name
+        self.tokens = tokens
+        self.vocab_size = vocab_size
+        self.order = SampleOrder(
+            num_tokens=len(tokens), seq_length=seq_length, seed=seed, reshuffle=reshuffle
+        )
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens a sample predicts."""
+        return self.order.seq_length
+
+    @property
+    def num_windows(self) -> int:
+        """Samples per epoch."""
+        return self.order.num_windows
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Tokens of sample ``number``, ``(seq_length + 1,)``, int64. Any number >= 0 is legal.
+
+        Raises:
+            DataError: If a token is not in the vocabulary.
+        """
+        start = self.order.start(number)
+        window = self.tokens[start : start + self.seq_length + 1]
+        check_token_range(window, vocab_size=self.vocab_size, name=self.name)
+        return window.astype(np.int64)
+
+
+def microbatch(
+    dataset: Dataset,
+    *,
+    step: int,
+    microbatch: int,
+    dp_position: int,
+    dp_size: int,
+    microbatch_size: int,
+    global_batch_size: int,
+) -> Microbatch:
+    """The samples that one data-parallel rank computes in one microbatch of one step.
+
+    Step ``s`` consumes the samples ``[s * G, (s + 1) * G)`` in every layout, cut into the same
+    groups of ``microbatch_size``: microbatch ``m`` of rank ``d`` is group ``m * dp_size + d``. So a
+    run on one rank with ``2 m`` microbatches computes the same groups as two ranks with ``m``.
+
+    Args:
+        dataset: Gives the samples.
+        step: Step number, from 0.
+        microbatch: Number of the microbatch on this rank, from 0.
+        dp_position: Position of this rank on the data-parallel axis.
+        dp_size: Data-parallel size.
+        microbatch_size: B, samples per microbatch.
+        global_batch_size: G, samples per step over all ranks.
+
+    Returns:
+        ``tokens`` and ``labels`` ``(B, seq_length)``, ``sample_ids`` ``(B,)``; int64, CPU.
+
+    Raises:
+        ConfigError: If ``global_batch_size`` is no multiple of ``microbatch_size * dp_size``.
+        ValueError: If ``microbatch`` or ``dp_position`` is out of range.
+    """
+    count = num_microbatches(global_batch_size, microbatch_size=microbatch_size, dp_size=dp_size)
+    if not 0 <= microbatch < count or not 0 <= dp_position < dp_size:
+        raise ValueError(
+            f"microbatch {microbatch} of dp rank {dp_position}: "
+            f"there are {count} microbatches on each of {dp_size} dp ranks"
+        )
+    group = microbatch * dp_size + dp_position
+    first = step * global_batch_size + group * microbatch_size
+    numbers = range(first, first + microbatch_size)
+    rows = torch.from_numpy(np.stack([dataset.sample(number) for number in numbers]))
+    return Microbatch(
+        tokens=rows[:, :-1].contiguous(),
+        labels=rows[:, 1:].contiguous(),
+        sample_ids=torch.tensor(numbers, dtype=torch.int64),
+        step=step,
+    )
+
+
+def num_microbatches(global_batch_size: int, *, microbatch_size: int, dp_size: int) -> int:
+    """Microbatches per data-parallel rank and step.
+
+    Raises:
+        ConfigError: If they do not divide, with the nearest legal batch sizes.
+
+    Example:
+        >>> num_microbatches(32, microbatch_size=4, dp_size=2)
+        4
+    """
+    unit = microbatch_size * dp_size
+    if unit < 1 or global_batch_size < 1 or global_batch_size % unit:
+        below = global_batch_size // unit * unit if unit > 0 else 0
+        nearest = f"{below} or {below + unit}" if below else f"{unit}"
+        raise ConfigError(
+            f"train.global_batch_size = {global_batch_size} is no multiple of "
+            f"train.microbatch_size * dp = {microbatch_size} * {dp_size} = {unit}; "
+            f"nearest legal values: {nearest}"
+        )
+    return global_batch_size // unit
+
+
+def unigram_entropy(tokens: TokenArray, *, max_tokens: int = 1 << 24) -> float:
+    """Entropy of single tokens in nats: the loss of a model that knows only how frequent each is.
+
+    Args:
+        tokens: Token ids, 1-D, not negative.
+        max_tokens: Only so many tokens from the start are counted.
+
+    Example:
+        >>> round(unigram_entropy(np.array([0, 1, 0, 1])), 4)
+        0.6931
+    """
+    counts = np.bincount(tokens[:max_tokens])
+    shares = counts[counts > 0] / max(1, counts.sum())
+    return math.fsum(float(-share * np.log(share)) for share in shares)
+
+
+def _mix(value: int) -> int:
+    """Scramble 64 bits; a bijection of ``[0, 2**64)``.
+
+    Source: splitmix64, Steele, Lea and Flood, OOPSLA 2014.
+    """
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _permute(index: int, size: int, key: int) -> int:
+    """Image of ``index`` under a random-looking permutation of ``[0, size)`` chosen by ``key``.
+
+    A Feistel network on pairs (left, right) with ``left < rows``, ``right < columns``: each round
+    adds a keyed hash of one half to the other, which can be undone, so the whole is a bijection of
+    ``[0, rows * columns)``. Results outside ``[0, size)`` are sent through again.
+
+    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
+    """
+    columns = math.isqrt(size - 1) + 1
+    rows = -(-size // columns)
+    value = index
+    while True:
+        left, right = divmod(value, columns)
+        for number in range(0, _ROUNDS, 2):
+            left = (left + _mix(_mix(key + number) ^ right)) % rows
+            right = (right + _mix(_mix(key + number + 1) ^ left)) % columns
+        value = left * columns + right
+        if value < size:
+            return value

@@ -1,0 +1,191 @@
+r"""Megatron's indexed dataset: token ids in ``<prefix>.bin``, their borders in ``<prefix>.idx``.
+
+``.bin`` holds the token ids of all sequences, little-endian, without header or padding. ``.idx`` is
+packed and little-endian:
+
+    offset  type       meaning
+    0       9 bytes    magic "MMIDIDX\0\0"
+    9       u64        version, 1
+    17      u8         token type: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 6 f64, 7 f32, 8 u16
+    18      u64        S, number of sequences
+    26      u64        D, number of documents + 1
+    34      i32[S]     length of each sequence in tokens
+    34+4S   i64[S]     start of each sequence in bytes
+    34+12S  i64[D]     document borders, as sequence numbers, from 0 to S
+    (then)  i8[S]      optional: mode per sequence, multimodal data only; ignored here
+
+No array behind offset 34 is aligned, so they are read as bytes and reinterpreted.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megacore.data.paths import missing_path
+from megacore.data.tokenizer import TokenArray
+from megacore.errors import DataError
+
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_OF_CODE = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+# The writer of the format takes u16 below this vocabulary size, else i32.
+U16_VOCAB_LIMIT = 65_500
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedTokens:
+    """What an indexed dataset holds.
+
+    Attributes:
+        tokens: All tokens in sequence order, 1-D; mapped from the file where its order allows.
+        lengths: Tokens per sequence, ``(num_sequences,)``, int32.
+        document_borders: Sequence number at which each document starts, and the number of
+            sequences at the end, ``(num_documents + 1,)``, int64.
+    """
+
+    tokens: TokenArray
+    lengths: NDArray[np.int32]
+    document_borders: NDArray[np.int64]
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.document_borders) - 1
+
+
+def indexed_prefix(source: str | Path) -> Path | None:
+    """The prefix of an indexed dataset if ``source`` names one: the prefix, or either file."""
+    path = Path(source)
+    prefix = path.with_suffix("") if path.suffix in {".bin", ".idx"} else path
+    # A prefix may hold dots ("v1.2_text_document"), so suffixes are appended, not replaced.
+    for candidate in (path, prefix):
+        if _file(candidate, ".bin").is_file() and _file(candidate, ".idx").is_file():
+            return candidate
+    return None
+
+
+def read_indexed(prefix: str | Path) -> IndexedTokens:
+    """Open an indexed dataset without reading its tokens.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``.
+
+    Raises:
+        DataError: If a file is missing, damaged, of another format, or holds no integers.
+    """
+    prefix = Path(prefix)
+    index_path, data_path = _file(prefix, ".idx"), _file(prefix, ".bin")
+    for path in (index_path, data_path):
+        if not path.is_file():
+            raise DataError(missing_path("indexed data file", path))
+    raw = index_path.read_bytes()
+    dtype, num_sequences, num_borders = _read_header(index_path, raw)
+    lengths, starts, borders = _read_arrays(index_path, raw, num_sequences, num_borders)
+    num_bytes = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+    file_bytes = data_path.stat().st_size
+    end = int((starts + lengths.astype(np.int64) * dtype.itemsize).max(initial=0))
+    if end > file_bytes:
+        raise DataError(
+            f"{data_path} has {file_bytes:,} bytes, but {index_path.name} describes {end:,}: "
+            f"the file is cut off or belongs to another index; write or copy both files again"
+        )
+    stored = np.memmap(data_path, dtype=dtype, mode="r") if file_bytes else np.empty(0, dtype=dtype)
+    expected = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64) * dtype.itemsize))
+    if num_sequences == 0 or np.array_equal(starts, expected):
+        tokens = stored[: num_bytes // dtype.itemsize]
+    else:  # sequences that were reordered or share tokens
+        begins = starts // dtype.itemsize
+        tokens = np.concatenate(
+            [stored[b : b + n] for b, n in zip(begins, lengths, strict=True)] or [stored[:0]]
+        )
+    return IndexedTokens(tokens=tokens, lengths=lengths, document_borders=borders)
+
+
+def write_indexed(
+    prefix: str | Path, documents: Iterable[TokenArray | list[int]], *, vocab_size: int
+) -> None:
+    """Write documents as an indexed dataset, one sequence per document.
+
+    Both files are written under temporary names and renamed, so a reader never sees half of them.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``; its folder is made.
+        documents: Token ids of each document, 1-D. They are written as they come.
+        vocab_size: Decides the width on disk: u16 below 65,500, else i32.
+
+    Raises:
+        DataError: If a token id is not in ``[0, vocab_size)``.
+    """
+    prefix = Path(prefix)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    dtype = np.dtype("<u2" if vocab_size < U16_VOCAB_LIMIT else "<i4")
+    code = next(code for code, name in DTYPE_OF_CODE.items() if np.dtype(name) == dtype)
+    data_part, index_part = _file(prefix, ".bin.partial"), _file(prefix, ".idx.partial")
+    lengths: list[int] = []
+    with data_part.open("wb") as file:
+        for number, document in enumerate(documents):
+            ids = np.asarray(document)
+            if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+                raise DataError(
+                    f"document {number} holds token ids from {ids.min()} to {ids.max()}; "
+                    f"with vocab_size = {vocab_size} they must be in [0, {vocab_size})"
+                )
+            file.write(ids.astype(dtype).tobytes())
+            lengths.append(ids.size)
+    sizes = np.asarray(lengths, dtype="<i4")
+    ends = np.cumsum(sizes, dtype="<i8") * dtype.itemsize
+    starts = ends - sizes.astype("<i8") * dtype.itemsize
+    borders = np.arange(len(lengths) + 1, dtype="<i8")
+    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(borders))
+    index_part.write_bytes(header + sizes.tobytes() + starts.tobytes() + borders.tobytes())
+    data_part.replace(_file(prefix, ".bin"))
+    index_part.replace(_file(prefix, ".idx"))
+
+
+def _file(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(prefix.name + suffix)
+
+
+def _read_header(path: Path, raw: bytes) -> tuple[np.dtype[np.integer], int, int]:
+    if len(raw) < HEADER.size or not raw.startswith(MAGIC):
+        raise DataError(
+            f"{path} is no index of an indexed dataset: it does not start with {MAGIC!r}; "
+            f"make one with megacore.data.write_indexed or Megatron's preprocess_data.py"
+        )
+    _, version, code, num_sequences, num_borders = HEADER.unpack_from(raw)
+    if version != 1:
+        raise DataError(f"{path} has format version {version}; this reader knows version 1")
+    if code not in DTYPE_OF_CODE:
+        raise DataError(f"{path} names token type {code}; known types are 1 to 8")
+    dtype = np.dtype(DTYPE_OF_CODE[code])
+    if not np.issubdtype(dtype, np.integer):
+        raise DataError(f"{path} holds {dtype.name} values; token ids must be integers")
+    return dtype, num_sequences, num_borders
+
+
+def _read_arrays(
+    path: Path, raw: bytes, num_sequences: int, num_borders: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    needed = HEADER.size + 12 * num_sequences + 8 * num_borders
+    if len(raw) not in {needed, needed + num_sequences}:
+        raise DataError(
+            f"{path} has {len(raw):,} bytes; {num_sequences:,} sequences and {num_borders:,} "
+            f"document borders take {needed:,}: the file is damaged, write or copy it again"
+        )
+    at = HEADER.size
+    lengths = np.frombuffer(raw, dtype="<i4", count=num_sequences, offset=at)
+    starts = np.frombuffer(raw, dtype="<i8", count=num_sequences, offset=at + 4 * num_sequences)
+    borders = np.frombuffer(raw, dtype="<i8", count=num_borders, offset=at + 12 * num_sequences)
+    broken = (lengths < 0).any() or (starts < 0).any() or (np.diff(borders) < 0).any()
+    if broken or num_borders == 0 or borders[0] != 0 or borders[-1] != num_sequences:
+        raise DataError(
+            f"{path} is damaged: lengths and starts must not be negative, and document borders "
+            f"must rise from 0 to {num_sequences}; write or copy it again"
+        )
+    return lengths, starts, borders

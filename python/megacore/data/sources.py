@@ -1,0 +1,210 @@
+"""Where training text comes from: the Python installation itself, files, folders, token files."""
+
+from __future__ import annotations
+
+import importlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megacore.data.indexed import indexed_prefix, read_indexed
+from megacore.data.paths import missing_path
+from megacore.data.tokenizer import TokenArray, Tokenizer
+from megacore.errors import DataError
+
+# Between two documents of one stream.
+SEPARATOR = "\n\n"
+BUILT_IN = ("python-docs", "stdlib")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSource:
+    """One stream of token ids.
+
+    Attributes:
+        name: What the user wrote in ``data.source``.
+        description: The same for people, e.g. ``"79 topics of the Python language reference"``.
+        tokens: Token ids, 1-D, any integer type; may be mapped from a file.
+        num_documents: Number of documents the stream was joined from.
+    """
+
+    name: str
+    description: str
+    tokens: TokenArray
+    num_documents: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the stream."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Text:
+    description: str
+    documents: list[str]
+
+
+def load_tokens(source: str, tokenizer: Tokenizer) -> TokenSource:
+    """Read a source of text and turn it into one stream of tokens.
+
+    Args:
+        source: ``"python-docs"`` (English prose of the Python reference, about 0.5 MB, in every
+            Python installation), ``"stdlib"`` (the standard library's own sources, about 10 MB),
+            a text file in UTF-8, a folder of such files, or the prefix of a ``.bin``/``.idx`` pair.
+        tokenizer: Encodes text. A ``.bin``/``.idx`` pair is taken as it is.
+
+    Raises:
+        DataError: If the source does not exist (with the closest names), holds no text, or is not
+            UTF-8.
+    """
+    prefix = None if source in BUILT_IN else indexed_prefix(source)
+    if prefix is not None:
+        return _load_indexed(source, prefix)
+    text = _read_text(source)
+    last = len(text.documents) - 1
+    parts = [
+        tokenizer.encode(document if number == last else document + SEPARATOR)
+        for number, document in enumerate(text.documents)
+    ]
+    return TokenSource(
+        name=source,
+        description=text.description,
+        tokens=np.concatenate(parts),
+        num_documents=len(parts),
+    )
+
+
+def check_token_range(tokens: TokenArray, *, vocab_size: int, name: str) -> None:
+    """Check that token ids fit the vocabulary.
+
+    Raises:
+        DataError: If one does not, naming it and its position in ``tokens``.
+    """
+    if len(tokens) == 0:
+        return
+    # Minimum and maximum first: they need no memory, and nearly always all is well.
+    if int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
+        return
+    position = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+    raise DataError(
+        f"{name} holds token id {int(tokens[position])} (at position {position:,}), but the "
+        f"vocabulary has {vocab_size:,} ids; set data.tokenizer to the tokenizer.json these "
+        f"tokens were made with, or model.vocab_size to its size"
+    )
+
+
+def _load_indexed(source: str, prefix: Path) -> TokenSource:
+    indexed = read_indexed(prefix)
+    return TokenSource(
+        name=source,
+        description=f"token files {prefix}.bin and .idx, {indexed.num_documents:,} documents",
+        tokens=indexed.tokens,
+        num_documents=indexed.num_documents,
+    )
+
+
+def _read_text(source: str) -> _Text:
+    if source == "python-docs":
+        return _python_docs()
+    if source == "stdlib":
+        return _stdlib()
+    path = Path(source)
+    if path.is_dir():
+        return _folder(path)
+    if path.is_file():
+        return _file(path)
+    known = ' (data.source is "python-docs", "stdlib", a file, a folder or a .bin/.idx prefix)'
+    for half, other in ((".bin", ".idx"), (".idx", ".bin")):
+        if Path(source + half).is_file():
+            raise DataError(f"{source}{half} exists but {source}{other} does not; both are needed")
+    raise DataError(missing_path("data source", path, names=BUILT_IN) + known)
+
+
+def _python_docs() -> _Text:
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ImportError as error:
+        raise DataError(
+            "this Python has no pydoc_data.topics (some distributions strip it); "
+            'set data.source to "stdlib" or to a text file'
+        ) from error
+    return _Text(
+        description=f"{len(topics)} topics of the Python language reference",
+        documents=[topics[name] for name in sorted(topics)],
+    )
+
+
+def _stdlib() -> _Text:
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    documents = [
+        text
+        for path in _files_below(root, skipped)
+        if path.suffix == ".py" and (text := _text_or_none(path)) is not None
+    ]
+    if not documents:
+        raise DataError(
+            f"the standard library folder {root} holds no .py files; "
+            f'set data.source to "python-docs" or to a text file'
+        )
+    return _Text(
+        description=f"{len(documents)} modules of Python's standard library", documents=documents
+    )
+
+
+def _folder(folder: Path) -> _Text:
+    paths = list(_files_below(folder, {"__pycache__"}))
+    texts = [text for path in paths if (text := _text_or_none(path)) is not None]
+    if not texts:
+        found = f"{len(paths)} files, none of them text in UTF-8" if paths else "no files"
+        raise DataError(f"data source {folder} has no text: found {found}")
+    others = len(paths) - len(texts)
+    note = f" ({others} other files left out)" if others else ""
+    return _Text(description=f"{len(texts)} text files of {folder}{note}", documents=texts)
+
+
+def _file(path: Path) -> _Text:
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read data file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"data file {path} is not UTF-8 text: byte {error.start:,} is "
+            f"0x{raw[error.start]:02x}; convert it, e.g. iconv -f latin1 -t utf-8"
+        ) from error
+    if not text.strip():
+        raise DataError(f"data file {path} is empty")
+    return _Text(description=f"text file {path}", documents=[text])
+
+
+def _files_below(folder: Path, skipped: set[str]) -> Iterator[Path]:
+    """Regular, visible files below ``folder`` in an order that is the same everywhere."""
+    try:
+        entries = sorted(folder.iterdir(), key=lambda path: path.name)
+    except OSError as error:
+        raise DataError(f"cannot read data folder {folder}: {error.strerror}") from error
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name in skipped:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _files_below(entry, skipped)
+        elif entry.is_file():
+            yield entry
+
+
+def _text_or_none(path: Path) -> str | None:
+    """The text of a file, or None if it is empty, binary, or not UTF-8."""
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        raise DataError(f"cannot read data file {path}: {error.strerror}") from error
+    return None if "\0" in text or not text.strip() else text

@@ -1,0 +1,124 @@
+"""Text to token ids and back: bytes without any library, or a ``tokenizer.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megacore.data.paths import missing_path
+from megacore.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as _LibraryTokenizer
+
+TokenArray = NDArray[np.integer]
+
+
+class Tokenizer(Protocol):
+    """What data and generation need from a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """What a user writes in ``data.tokenizer``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different ids; every id is in ``[0, vocab_size)``."""
+
+    def encode(self, text: str) -> TokenArray:
+        """Token ids of ``text``, 1-D, in the smallest integer type that holds ``vocab_size``."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids. Broken UTF-8 shows as the replacement character."""
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8: 256 ids, nothing to download, no unknown tokens.
+
+    Example:
+        >>> tokenizer = ByteTokenizer()
+        >>> tokenizer.encode("né").tolist()
+        [110, 195, 169]
+        >>> tokenizer.decode([110, 195, 169])
+        'né'
+    """
+
+    name = "bytes"
+    vocab_size = 256
+
+    def encode(self, text: str) -> TokenArray:
+        """UTF-8 bytes of ``text``, uint8."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the bytes ``ids``.
+
+        Raises:
+            ValueError: If an id is not in ``[0, 256)``.
+        """
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"token id {token} is no byte; the byte tokenizer has ids 0 to 255"
+                )
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A ``tokenizer.json`` of the Hugging Face ``tokenizers`` library.
+
+    No special tokens are added: the text is one stream that training cuts into samples.
+
+    Raises:
+        DataError: If the package or the file is missing, or the file is no tokenizer.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.name = str(path)
+        self._tokenizer = _open_tokenizer(Path(path))
+        # Ids need not be dense: what counts is the largest one.
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self._dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
+
+    def encode(self, text: str) -> TokenArray:
+        """Token ids of ``text``: uint16 if the vocabulary allows, else int32."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, dtype=self._dtype)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names: ``"bytes"`` or the path of a ``tokenizer.json``.
+
+    Raises:
+        DataError: See :class:`JsonTokenizer`.
+    """
+    return ByteTokenizer() if name == ByteTokenizer.name else JsonTokenizer(name)
+
+
+def _open_tokenizer(path: Path) -> _LibraryTokenizer:
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        hint = ' (data.tokenizer is "bytes" or the path of a tokenizer.json)'
+        raise DataError(missing_path("tokenizer file", path) + hint)
+    try:
+        from tokenizers import Tokenizer as LibraryTokenizer
+    except ImportError as error:
+        raise DataError(
+            f"data.tokenizer = {str(path)!r} needs the tokenizers package: "
+            f"pip install 'megacore[tokenizers]' (or set data.tokenizer = \"bytes\")"
+        ) from error
+    try:
+        return LibraryTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for every kind of bad file
+        raise DataError(
+            f"{path} is no tokenizer.json of the tokenizers library: {error}"
+        ) from error

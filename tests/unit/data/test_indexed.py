@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacore.data import read_indexed, write_indexed
+from megacore.data.indexed import indexed_prefix
+from megacore.errors import DataError
+
+documents = st.lists(st.lists(st.integers(0, 99), max_size=8), max_size=6)
+
+
+@given(docs=documents, wide=st.booleans())
+def test_what_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, docs: list[list[int]], wide: bool
+) -> None:
+    prefix = tmp_path_factory.mktemp("indexed") / "x.v1"
+    write_indexed(prefix, docs, vocab_size=70_000 if wide else 100)
+    data = read_indexed(prefix)
+    assert data.tokens.tolist() == [token for doc in docs for token in doc]
+    assert data.lengths.tolist() == [len(doc) for doc in docs]
+    assert data.num_documents == len(docs)
+    assert data.tokens.dtype == (np.int32 if wide else np.uint16)
+
+
+def test_the_bytes_on_disk_are_those_of_the_format(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "x", [[1, 2, 3], [4]], vocab_size=300)
+    assert (tmp_path / "x.bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 4)
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3)
+    index += struct.pack("<2i", 3, 1) + struct.pack("<2q", 0, 6) + struct.pack("<3q", 0, 1, 2)
+    assert (tmp_path / "x.idx").read_bytes() == index
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+def test_sequences_in_another_order_are_gathered(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(struct.pack("<5i", 10, 11, 12, 13, 14))
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 2, 2)
+    index += struct.pack("<2i", 2, 3) + struct.pack("<2q", 12, 0) + struct.pack("<2q", 0, 2)
+    index += b"\0\0"  # modes of a multimodal dataset
+    (tmp_path / "x.idx").write_bytes(index)
+    data = read_indexed(tmp_path / "x")
+    assert data.tokens.tolist() == [13, 14, 10, 11, 12]
+    assert data.num_documents == 1
+
+
+def test_a_prefix_or_either_file_names_the_dataset(tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus_v1.2_document"
+    write_indexed(prefix, [[1]], vocab_size=10)
+    for name in ("", ".bin", ".idx"):
+        assert indexed_prefix(f"{prefix}{name}") == prefix
+    assert indexed_prefix(tmp_path / "other") is None
+
+
+def test_tokens_outside_the_vocabulary_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="document 1 holds token ids from 3 to 10"):
+        write_indexed(tmp_path / "x", [[1], [3, 10]], vocab_size=10)
+    assert not (tmp_path / "x.bin").exists()
+
+
+def _damage(prefix: Path, how: str) -> None:
+    index, data = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
+    raw = bytearray(index.read_bytes())
+    if how == "magic":
+        raw[0] = 0
+    elif how == "version":
+        raw[9] = 2
+    elif how == "type":
+        raw[17] = 9
+    elif how == "floats":
+        raw[17] = 7
+    elif how == "index cut":
+        raw = raw[:-8]
+    elif how == "borders":
+        raw[-8] = 7
+    elif how == "tokens cut":
+        data.write_bytes(data.read_bytes()[:-1])
+    index.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("magic", "is no index of an indexed dataset"),
+        ("version", "format version 2"),
+        ("type", "token type 9"),
+        ("floats", "holds float32 values"),
+        ("index cut", r"has 74 bytes; .* take 82"),
+        ("borders", r"borders must rise from 0 to 2"),
+        ("tokens cut", r"has 7 bytes, but x.idx describes 8"),
+    ],
+)
+def test_damage_is_reported_with_the_file_and_numbers(
+    tmp_path: Path, how: str, message: str
+) -> None:
+    prefix = tmp_path / "x"
+    write_indexed(prefix, [[1, 2, 3], [4]], vocab_size=300)
+    _damage(prefix, how)
+    with pytest.raises(DataError, match=message) as caught:
+        read_indexed(prefix)
+    assert str(prefix) in str(caught.value)
+
+
+def test_a_missing_half_is_named(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "x", [[1]], vocab_size=300)
+    (tmp_path / "x.bin").unlink()
+    with pytest.raises(DataError, match=r"x\.bin does not exist"):
+        read_indexed(tmp_path / "x")

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacore.data import ByteTokenizer, JsonTokenizer, load_tokenizer
+from megacore.errors import DataError
+
+
+@given(st.text())
+def test_bytes_decode_to_the_text_they_encode(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint8
+    assert tokenizer.decode(ids.tolist()) == text
+
+
+def test_broken_utf8_decodes_to_replacement_characters() -> None:
+    assert ByteTokenizer().decode([0xC3, ord("x")]) == "\ufffdx"
+
+
+@pytest.mark.parametrize("token", [-1, 256])
+def test_the_byte_tokenizer_refuses_an_id_that_is_no_byte(token: int) -> None:
+    with pytest.raises(ValueError, match=f"token id {token} is no byte"):
+        ByteTokenizer().decode([65, token])
+
+
+@pytest.fixture
+def tokenizer_json(tmp_path: Path) -> Path:
+    library = pytest.importorskip("tokenizers")
+    model = library.models.WordLevel({"<unk>": 0, "the": 1, "cat": 7}, unk_token="<unk>")
+    tokenizer = library.Tokenizer(model)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_json_encodes_and_counts_up_to_its_largest_id(tokenizer_json: Path) -> None:
+    tokenizer = load_tokenizer(str(tokenizer_json))
+    assert tokenizer.vocab_size == 8
+    ids = tokenizer.encode("the cat the dog")
+    assert ids.tolist() == [1, 7, 1, 0]
+    assert ids.dtype == np.uint16
+    assert tokenizer.decode([1, 7]) == "the cat"
+
+
+def test_the_folder_of_a_tokenizer_json_is_enough(tokenizer_json: Path) -> None:
+    assert JsonTokenizer(tokenizer_json.parent).encode("cat").tolist() == [7]
+
+
+def test_a_missing_tokenizer_file_names_the_closest_one(tokenizer_json: Path) -> None:
+    wrong = tokenizer_json.with_name("tokeniser.json")
+    with pytest.raises(DataError, match=r"did you mean .*tokenizer\.json\?"):
+        load_tokenizer(str(wrong))
+
+
+def test_a_missing_package_names_the_line_that_installs_it(
+    tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_import = builtins.__import__
+
+    def without_tokenizers(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "tokenizers":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_tokenizers)
+    with pytest.raises(DataError, match=r"pip install 'megacore\[tokenizers\]'"):
+        load_tokenizer(str(tokenizer_json))
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(DataError, match=r"is no tokenizer\.json"):
+        load_tokenizer(str(path))
