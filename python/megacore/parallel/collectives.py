@@ -1,0 +1,344 @@
+"""Collectives and messages over a ``Group``: a thin, checked layer over torch.distributed.
+
+Every function checks shapes, dtypes, layout and device before it calls the backend, because gloo
+ends the process where sizes disagree. In a group of one, collectives copy or do nothing.
+
+Sync: with NCCL a call returns when the work is queued on the current stream; with gloo when it is
+done.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from megacore.parallel.process_groups import Group
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@torch.no_grad()
+def all_reduce_(tensor: Tensor, group: Group, *, op: Literal["sum", "max", "avg"] = "sum") -> None:
+    """Replace a tensor by its sum, maximum or mean over the group, in place.
+
+    On gloo, bfloat16 and float16 are reduced in float32 and rounded once.
+
+    Args:
+        tensor: Any shape, contiguous, the same shape and dtype on every member.
+        group: The members.
+        op: ``"avg"`` needs a floating point dtype.
+
+    Raises:
+        ValueError: If the tensor cannot be reduced as asked.
+    """
+    _check_tensor("all_reduce_", "tensor", tensor, group)
+    _check_op("all_reduce_", op, ("sum", "max", "avg"), tensor)
+    handle = group.handle
+    if handle is None:
+        return
+    if not _is_gloo(handle, tensor):
+        dist.all_reduce(tensor, op=_reduce_op(op), group=handle)
+        return
+    # Low precision is summed in float32: gloo would round after every addition, differently on each
+    # rank.
+    work = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    dist.all_reduce(work, op=_reduce_op("sum" if op == "avg" else op), group=handle)
+    if op == "avg":
+        work.div_(group.size)
+    if work is not tensor:
+        tensor.copy_(work)
+
+
+@torch.no_grad()
+def reduce_scatter(
+    output: Tensor, input: Tensor, group: Group, *, op: Literal["sum", "avg"] = "sum"
+) -> None:
+    """Reduce ``input`` over the group and give each member its own slice.
+
+    Member ``p`` receives elements ``[p * n, (p + 1) * n)`` of the flattened sum, ``n =
+    output.numel()``. On gloo the slices are exchanged and added in the order of the ranks, in
+    float32 for bfloat16 and float16, so the result does not depend on timing.
+
+    Args:
+        output: ``n`` elements, contiguous; may be a slice of ``input``. Its dtype may differ from
+            the input's: the reduced value is cast to it.
+        input: ``n * group.size`` elements, contiguous.
+        group: The members.
+        op: ``"avg"`` needs a floating point input.
+
+    Raises:
+        ValueError: If sizes, dtypes or devices do not fit.
+    """
+    _check_tensor("reduce_scatter", "output", output, group)
+    _check_tensor("reduce_scatter", "input", input, group)
+    _check_op("reduce_scatter", op, ("sum", "avg"), input)
+    _check_same_device("reduce_scatter", output, input)
+    _check_parts("reduce_scatter", "input", input, "output", output, group)
+    handle = group.handle
+    if handle is None:
+        output.copy_(input.view(output.shape))
+    elif _is_gloo(handle, input):
+        _exchange_and_add(output, input, group, handle, op)
+    elif output.dtype == input.dtype:
+        _native("reduce_scatter_single", "reduce_scatter_tensor")(
+            output.view(-1), input.view(-1), op=_reduce_op(op), group=handle
+        )
+    else:
+        reduced = torch.empty_like(output, dtype=input.dtype)
+        reduce_scatter(reduced, input, group, op=op)
+        output.copy_(reduced)
+
+
+@torch.no_grad()
+def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
+    """Concatenate the inputs of all members along dimension 0, in the order of their positions.
+
+    Args:
+        output: Shape of ``input`` with dimension 0 multiplied by the group size, contiguous, same
+            dtype.
+        input: Contiguous, the same shape on every member; may be this member's slice of ``output``.
+        group: The members.
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit.
+    """
+    _check_tensor("all_gather", "output", output, group)
+    _check_tensor("all_gather", "input", input, group)
+    _check_same_device("all_gather", output, input)
+    _check_parts("all_gather", "output", output, "input", input, group)
+    expected = (input.shape[0] * group.size, *input.shape[1:]) if input.dim() else (group.size,)
+    if tuple(output.shape) != expected or output.dtype != input.dtype:
+        raise ValueError(
+            f"all_gather over {_about(group)}: an input {_shape(input)} needs an output "
+            f"{list(expected)} {_dtype(input)}, got {_shape(output)}"
+        )
+    if group.handle is None:
+        output.copy_(input.view(output.shape))
+        return
+    _native("all_gather_single", "all_gather_into_tensor")(output, input, group=group.handle)
+
+
+@torch.no_grad()
+def broadcast_(tensor: Tensor, group: Group, *, source_position: int = 0) -> None:
+    """Copy the tensor of one member to all, in place.
+
+    Args:
+        tensor: Any shape, contiguous, the same shape and dtype on every member.
+        group: The members.
+        source_position: Position in the group of the member that has the value.
+
+    Raises:
+        ValueError: If there is no such position or the tensor cannot be sent.
+    """
+    _check_tensor("broadcast_", "tensor", tensor, group)
+    source = _rank_at("broadcast_", "source_position", source_position, group)
+    if group.handle is not None:
+        dist.broadcast(tensor, src=source, group=group.handle)
+
+
+def barrier(group: Group) -> None:
+    """Wait until every member has arrived.
+
+    Sync: waits for all earlier work on the current device when the group uses NCCL.
+    """
+    if group.handle is None:
+        return
+    if "nccl" in dist.get_backend(group.handle):
+        dist.barrier(group=group.handle, device_ids=[torch.cuda.current_device()])
+    else:
+        dist.barrier(group=group.handle)
+
+
+def gather_objects(obj: Any, group: Group) -> list[Any]:
+    """Collect one picklable object per member at position 0; the others get ``[]``."""
+    if group.handle is None:
+        return [obj]
+    objects: list[Any] | None = [None] * group.size if group.position == 0 else None
+    dist.gather_object(obj, objects, dst=group.ranks[0], group=group.handle)
+    return objects or []
+
+
+def all_gather_objects(obj: Any, group: Group) -> list[Any]:
+    """Collect one picklable object per member on every member, in the order of positions."""
+    if group.handle is None:
+        return [obj]
+    objects: list[Any] = [None] * group.size
+    dist.all_gather_object(objects, obj, group=group.handle)
+    return objects
+
+
+def isend(tensor: Tensor, group: Group, *, to_position: int, tag: int) -> Work:
+    """Start to send a tensor to another member; leave it untouched until ``wait()`` on the result.
+
+    Messages between two ranks arrive in the order they were sent. On gloo the tags must agree as
+    well; NCCL ignores them.
+
+    Args:
+        tensor: Any shape, contiguous.
+        group: A group of at least two.
+        to_position: Position of the receiver, not one's own.
+        tag: Any number >= 0 that the receiver gives as well.
+
+    Raises:
+        ValueError: If there is no such other member or the tensor cannot be sent.
+    """
+    peer, handle = _check_message("isend", "to_position", tensor, group, to_position, tag)
+    return _started(dist.isend(tensor, dst=peer, group=handle, tag=tag))
+
+
+def irecv(tensor: Tensor, group: Group, *, from_position: int, tag: int) -> Work:
+    """Start to receive a tensor from another member; it is valid after ``wait()`` on the result.
+
+    Args:
+        tensor: Filled in place; shape and dtype must be those that are sent, contiguous.
+        group: A group of at least two.
+        from_position: Position of the sender, not one's own.
+        tag: The number the sender gives.
+
+    Raises:
+        ValueError: If there is no such other member or the tensor cannot be received into.
+    """
+    peer, handle = _check_message("irecv", "from_position", tensor, group, from_position, tag)
+    return _started(dist.irecv(tensor, src=peer, group=handle, tag=tag))
+
+
+def _exchange_and_add(
+    output: Tensor, input: Tensor, group: Group, handle: ProcessGroup, op: str
+) -> None:
+    parts = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
+    dist.all_to_all_single(parts.view(-1), input.view(-1), group=handle)
+    low_precision = input.dtype in (torch.bfloat16, torch.float16)
+    wide = torch.float32 if low_precision else input.dtype
+    # The output itself is the accumulator where its dtype allows: parts no longer alias it.
+    total = output.view(-1) if output.dtype == wide else torch.empty_like(parts[0], dtype=wide)
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+    if op == "avg":
+        total.div_(group.size)
+    if output.dtype != wide:
+        output.copy_(total.view(output.shape))
+
+
+def _native(name: str, old_name: str) -> Any:
+    """Return a function of torch.distributed by its name since torch 2.13, or by the one before."""
+    return getattr(dist, name, None) or getattr(dist, old_name)
+
+
+def _is_gloo(handle: ProcessGroup, tensor: Tensor) -> bool:
+    backend = dist.get_backend_config(handle)
+    for entry in backend.split(","):
+        device, _, name = entry.rpartition(":")
+        if not device or device == tensor.device.type:
+            return name == "gloo"
+    return False
+
+
+def _reduce_op(op: str) -> Any:
+    return {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "avg": dist.ReduceOp.AVG}[op]
+
+
+def _started(work: Work | None) -> Work:
+    if work is None:
+        raise RuntimeError("megacore bug: torch.distributed started no message for a group member")
+    return work
+
+
+def _check_tensor(function: str, argument: str, tensor: Tensor, group: Group) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"{function} over {_about(group)}: {argument} has dtype {_dtype(tensor)}, which "
+            "cannot be communicated; view it as uint8 or convert it"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{function} over {_about(group)}: {argument} {_shape(tensor)} with strides "
+            f"{list(tensor.stride())} is not contiguous; pass tensor.contiguous()"
+        )
+    if group.handle is not None and tensor.device.type == "cpu":
+        devices = dist.get_backend_config(group.handle)
+        if "nccl" in devices and "cpu:" not in devices:
+            raise ValueError(
+                f"{function} over {_about(group)}: {argument} is on the CPU, but the group "
+                "uses NCCL; move it to the GPU or make the groups with backend='gloo'"
+            )
+
+
+def _check_op(function: str, op: str, legal: tuple[str, ...], tensor: Tensor) -> None:
+    if op not in legal:
+        raise ValueError(f"{function}: unknown op {op!r}; use one of {', '.join(map(repr, legal))}")
+    if op == "avg" and not tensor.is_floating_point():
+        raise ValueError(
+            f"{function}: op 'avg' needs a floating point tensor, got {_dtype(tensor)}; "
+            "use op 'sum'"
+        )
+
+
+def _check_same_device(function: str, output: Tensor, input: Tensor) -> None:
+    if output.device != input.device:
+        raise ValueError(
+            f"{function}: output is on {output.device} but input on {input.device}; "
+            "they must share a device"
+        )
+
+
+def _check_parts(
+    function: str, whole_name: str, whole: Tensor, part_name: str, part: Tensor, group: Group
+) -> None:
+    if whole.numel() != part.numel() * group.size:
+        raise ValueError(
+            f"{function} over {_about(group)}: {whole_name} {_shape(whole)} has {whole.numel()} "
+            f"elements; it needs {part.numel()} x {group.size} = {part.numel() * group.size} "
+            f"for {part_name} {_shape(part)}"
+        )
+
+
+def _check_message(
+    function: str, argument: str, tensor: Tensor, group: Group, position: int, tag: int
+) -> tuple[int, ProcessGroup]:
+    _check_tensor(function, "tensor", tensor, group)
+    peer = _rank_at(function, argument, position, group)
+    if position == group.position or group.handle is None:
+        raise ValueError(
+            f"{function} over {_about(group)}: {argument} {position} is this rank itself"
+        )
+    if tag < 0:
+        raise ValueError(f"{function} over {_about(group)}: tag is {tag}; it must be at least 0")
+    return peer, group.handle
+
+
+def _rank_at(function: str, argument: str, position: int, group: Group) -> int:
+    if not 0 <= position < group.size:
+        raise ValueError(
+            f"{function} over {_about(group)}: {argument} is {position}; "
+            f"it must be in [0, {group.size})"
+        )
+    return group.ranks[position]
+
+
+def _about(group: Group) -> str:
+    ranks = ", ".join(map(str, group.ranks[:8])) + (", ..." if group.size > 8 else "")
+    return f"group {group.name} (ranks {ranks}; here rank {group.rank})"
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {_dtype(tensor)}"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,262 @@
+"""The process groups one rank uses: made once, frozen, and passed to whoever communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
+
+from megacore.errors import ConfigError
+from megacore.parallel.topology import Topology
+
+# Field of ProcessGroups -> (view of the topology, token). The order is the canonical order of
+# creation.
+_AXIS_GROUPS = MappingProxyType(
+    {
+        "tp": ("dense", "tp"),
+        "cp": ("dense", "cp"),
+        "dp": ("dense", "dp"),
+        "dp_cp": ("dense", "dp-cp"),
+        "pp": ("dense", "pp"),
+        "ep": ("expert", "ep"),
+        "etp": ("expert", "etp"),
+        "expert_dp": ("expert", "edp"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One process group as seen by one of its members.
+
+    Attributes:
+        name: What the group is for, such as ``"tp"``; used in messages.
+        ranks: Global ranks of the members, increasing.
+        position: Index of this rank in ``ranks``.
+        handle: The torch process group, or ``None`` for a group of one, which never communicates.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    position: int
+    handle: ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.position < len(self.ranks):
+            raise ValueError(f"group {self.name}: no position {self.position} in {self.ranks}")
+        if self.handle is None and len(self.ranks) > 1:
+            raise ValueError(f"group {self.name} has {len(self.ranks)} ranks but no handle")
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this member."""
+        return self.ranks[self.position]
+
+    @classmethod
+    def solo(cls, rank: int = 0, name: str = "solo") -> Group:
+        """Return the group of one rank, which needs no torch.distributed.
+
+        Example:
+            >>> Group.solo().size
+            1
+        """
+        return cls(name, (rank,), 0, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroups:
+    """All groups that one rank is a member of.
+
+    Attributes:
+        topology: The layout the groups were made from.
+        rank: Global rank of this process.
+        world: All ranks.
+        tp: Tensor parallel group of dense layers.
+        cp: Context parallel group.
+        dp: Data parallel group: same model slice, same context slice.
+        dp_cp: Data and context parallel ranks together: all holders of the same dense parameters.
+        pp: Pipeline group, position = stage of the first model chunk.
+        ep: Expert parallel group.
+        etp: Tensor parallel group of expert layers.
+        expert_dp: All holders of the same expert parameters.
+        embedding: First and last rank of my pipeline (which share a tied word embedding); on the
+            ranks between them, and without a pipeline, a group of one.
+    """
+
+    topology: Topology
+    rank: int
+    world: Group
+    tp: Group
+    cp: Group
+    dp: Group
+    dp_cp: Group
+    pp: Group
+    ep: Group
+    etp: Group
+    expert_dp: Group
+    embedding: Group
+
+    @classmethod
+    def create(
+        cls, topology: Topology, *, timeout_s: float = 120.0, backend: str | None = None
+    ) -> ProcessGroups:
+        """Make the groups of this rank; every rank must call it, with the same topology.
+
+        Only groups this rank belongs to are made, in one order that is the same everywhere. Groups
+        with equal rank lists share one torch group; a group of all ranks is the default group; a
+        group of one needs none.
+
+        Args:
+            topology: The layout. Its ``world_size`` must be the number of running processes.
+            timeout_s: Seconds after which a collective on the new groups gives up.
+            backend: ``"gloo"``, ``"nccl"`` or ``None`` for the default group's backend.
+
+        Raises:
+            ConfigError: If torch.distributed is not initialised, the number of processes is not the
+                topology's, or another rank came with another topology. Found before any collective.
+
+        Sync:
+            Does not wait for the device. NCCL connects a group at its first collective, unless the
+            default group was bound to a device (``init_process_group(device_id=...)``): then NCCL
+            connects here and all ranks wait for each other.
+        """
+        if topology.world_size == 1 and not dist.is_initialized():
+            return cls(topology=topology, rank=0, **_solo_groups())
+        _require_matching_world(topology)
+        _require_same_call_on_all_ranks(topology, backend)
+        maker = _GroupMaker(timeout=timedelta(seconds=timeout_s), backend=backend)
+        groups = {"world": maker.make("world", [list(range(topology.world_size))])}
+        for name, (view, token) in _AXIS_GROUPS.items():
+            generator = topology.expert if view == "expert" else topology.dense
+            groups[name] = maker.make(name, generator.get_ranks(token))
+        groups["embedding"] = maker.make("embedding", _embedding_groups(topology))
+        return cls(topology=topology, rank=maker.rank, **groups)
+
+    @classmethod
+    def single(cls) -> ProcessGroups:
+        """Return the groups of one process alone; torch.distributed need not be initialised.
+
+        Example:
+            >>> groups = ProcessGroups.single()
+            >>> groups.tp.size, groups.world.handle
+            (1, None)
+        """
+        return cls(topology=Topology(world_size=1), rank=0, **_solo_groups())
+
+
+class _GroupMaker:
+    """Makes torch groups for one rank, one per distinct rank list.
+
+    By default only the members of a group make it (``use_local_synchronization``) and meet through
+    the store, so the cost does not grow with the world. Torch names such a group after its ranks
+    *and* the number of groups the process has made before; that number must therefore stay equal on
+    all ranks, or members wait for each other under different names.
+
+    Where the default group is bound to a device, torch splits its NCCL communicator for every new
+    group, and a split is a collective of the whole world: then all ranks call ``new_group`` for
+    every group.
+    """
+
+    def __init__(self, *, timeout: timedelta, backend: str | None) -> None:
+        default = _get_default_group()
+        self.rank = dist.get_rank()
+        self._timeout = timeout
+        self._backend = backend
+        self._members_only = default.bound_device_id is None
+        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+        if backend is None or backend == dist.get_backend():
+            self._made[tuple(range(dist.get_world_size()))] = default
+
+    def make(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
+        """Return my group among disjoint rank lists; a group of one where no list has this rank."""
+        mine: tuple[int, ...] = (self.rank,)
+        for ranks in map(tuple, partition):
+            if self.rank in ranks:
+                mine = ranks
+            if len(ranks) > 1 and not (self._members_only and self.rank not in ranks):
+                self._make_once(name, ranks)
+        if self._members_only and mine == (self.rank,) and any(len(r) > 1 for r in partition):
+            self._make_once(name, mine)  # unused; keeps the number of groups equal on all ranks
+        return Group(name, mine, mine.index(self.rank), self._handle(mine))
+
+    def _handle(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        return self._made[ranks] if len(ranks) > 1 else None
+
+    def _make_once(self, name: str, ranks: tuple[int, ...]) -> None:
+        if ranks in self._made:
+            return
+        self._made[ranks] = dist.new_group(
+            list(ranks),
+            timeout=self._timeout,
+            backend=self._backend,
+            use_local_synchronization=self._members_only,
+            group_desc=f"megacore {name}",
+        )
+
+
+def _solo_groups() -> dict[str, Group]:
+    return {name: Group.solo(name=name) for name in ("world", *_AXIS_GROUPS, "embedding")}
+
+
+def _embedding_groups(topology: Topology) -> list[list[int]]:
+    pipelines = topology.dense.groups("pp")
+    if topology.pp == 1:
+        return []
+    ends: list[list[int]] = pipelines[:, [0, -1]].tolist()
+    return ends
+
+
+def _require_matching_world(topology: Topology) -> None:
+    wanted = topology.world_size
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"a layout of {wanted} processes needs torch.distributed, which is not initialised; "
+            f"start the ranks with `megacore train --nproc {wanted}` or torchrun, or call "
+            "torch.distributed.init_process_group first"
+        )
+    running = dist.get_world_size()
+    if running == wanted:
+        return
+    product = " x ".join(f"{axis} {size}" for axis, size in topology.dense.sizes.items())
+    try:
+        fitting = Topology(
+            world_size=running,
+            tp=topology.tp,
+            cp=topology.cp,
+            pp=topology.pp,
+            ep=topology.ep,
+            etp=topology.etp,
+            order=topology.order,
+        )
+        alternative = f"or make the topology with world_size={running}, which gives dp {fitting.dp}"
+    except ConfigError as error:
+        alternative = f"or change the layout ({error})"
+    raise ConfigError(
+        f"the layout {product} = {wanted} is for {wanted} processes, but {running} are running; "
+        f"start {wanted} processes (--nproc {wanted}), {alternative}"
+    )
+
+
+def _require_same_call_on_all_ranks(topology: Topology, backend: str | None) -> None:
+    """Compare this call with that of the rank that came first, through the store alone."""
+    if dist.get_backend() == "fake":  # a fake world has one process and no store
+        return
+    store = _get_default_store()
+    call = store.add(f"megacore/process_groups/calls/{dist.get_rank()}", 1)
+    mine = f"{topology}, backend {backend}, after {len(_world.pg_names)} other groups"
+    first = store.compare_set(f"megacore/process_groups/call_{call}", "", mine).decode()
+    if first != mine:
+        raise ConfigError(
+            f"rank {dist.get_rank()} makes its process groups from {mine}, but another rank from "
+            f"{first}; give every rank the same settings and make the groups in the same order"
+        )
