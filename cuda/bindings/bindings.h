@@ -1,0 +1,24 @@
+// One function per topic fills the extension module; module.cc calls them.
+
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace megacore::bindings {
+
+// Tensors and streams cross the boundary as integers (Tensor.data_ptr(), Stream.cuda_stream).
+template <typename T>
+T* device_pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+inline cudaStream_t stream_handle(uintptr_t stream) {
+  return reinterpret_cast<cudaStream_t>(stream);
+}
+
+void bind_optim(pybind11::module_& module);
+
+}  // namespace megacore::bindings

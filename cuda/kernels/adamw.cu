@@ -1,0 +1,89 @@
+// AdamW is bound by memory: 28 bytes move per element for some ten operations. The kernel therefore
+// only has to keep enough wide loads in flight; the arithmetic is that of the CPU, one element at a
+// time.
+
+#include <algorithm>
+
+#include "megacore/cuda/check.h"
+#include "megacore/cuda/optim.h"
+
+namespace megacore::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+// More blocks than any device runs at once; each block then walks the array in strides.
+constexpr int64_t kMaxBlocks = 4096;
+
+__device__ __forceinline__ void step_one(const AdamWParams& p, int64_t i) {
+  const buffer::AdamWElement next =
+      buffer::adamw_element({p.param[i], p.exp_avg[i], p.exp_avg_sq[i]}, p.grad[i], p.scalars);
+  p.param[i] = next.param;
+  p.exp_avg[i] = next.exp_avg;
+  p.exp_avg_sq[i] = next.exp_avg_sq;
+  if (p.param_bf16 != nullptr) {
+    p.param_bf16[i] = buffer::bfloat16_bits(next.param);
+  }
+}
+
+__device__ __forceinline__ void step_four(const AdamWParams& p, int64_t i) {
+  float4 param = reinterpret_cast<float4*>(p.param)[i];
+  float4 exp_avg = reinterpret_cast<float4*>(p.exp_avg)[i];
+  float4 exp_avg_sq = reinterpret_cast<float4*>(p.exp_avg_sq)[i];
+  const float4 grad = __ldg(reinterpret_cast<const float4*>(p.grad) + i);
+  const auto step = [&](float& value, float g, float& m, float& v) {
+    const buffer::AdamWElement next = buffer::adamw_element({value, m, v}, g, p.scalars);
+    value = next.param;
+    m = next.exp_avg;
+    v = next.exp_avg_sq;
+  };
+  step(param.x, grad.x, exp_avg.x, exp_avg_sq.x);
+  step(param.y, grad.y, exp_avg.y, exp_avg_sq.y);
+  step(param.z, grad.z, exp_avg.z, exp_avg_sq.z);
+  step(param.w, grad.w, exp_avg.w, exp_avg_sq.w);
+  reinterpret_cast<float4*>(p.param)[i] = param;
+  reinterpret_cast<float4*>(p.exp_avg)[i] = exp_avg;
+  reinterpret_cast<float4*>(p.exp_avg_sq)[i] = exp_avg_sq;
+  if (p.param_bf16 != nullptr) {
+    reinterpret_cast<ushort4*>(p.param_bf16)[i] = {buffer::bfloat16_bits(param.x),
+                                                   buffer::bfloat16_bits(param.y),
+                                                   buffer::bfloat16_bits(param.z),
+                                                   buffer::bfloat16_bits(param.w)};
+  }
+}
+
+// Elements [0, 4 * num_vectors) four at a time, the rest one at a time.
+__global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWParams params, int64_t num_vectors) {
+  const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = thread; i < num_vectors; i += stride) {
+    step_four(params, i);
+  }
+  for (int64_t i = 4 * num_vectors + thread; i < params.numel; i += stride) {
+    step_one(params, i);
+  }
+}
+
+bool is_aligned(const void* pointer, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+bool allows_vectors(const AdamWParams& p) {
+  return is_aligned(p.param, sizeof(float4)) && is_aligned(p.grad, sizeof(float4)) &&
+         is_aligned(p.exp_avg, sizeof(float4)) && is_aligned(p.exp_avg_sq, sizeof(float4)) &&
+         is_aligned(p.param_bf16, sizeof(ushort4));
+}
+
+}  // namespace
+
+void adamw_step(const AdamWParams& params, cudaStream_t stream) {
+  if (params.numel == 0) {
+    return;  // a grid of no blocks is an error
+  }
+  const int64_t num_vectors = allows_vectors(params) ? params.numel / 4 : 0;
+  const int64_t work = num_vectors > 0 ? num_vectors : params.numel;
+  const int64_t blocks = std::min((work + kThreads - 1) / kThreads, kMaxBlocks);
+  adamw_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, num_vectors);
+  check(cudaGetLastError(), "launching adamw_step on ", params.numel, " elements");
+}
+
+}  // namespace megacore::cuda

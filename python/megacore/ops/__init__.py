@@ -1,0 +1,38 @@
+"""Kernels on tensors: a CPU tensor takes the native CPU code, a CUDA tensor the CUDA kernel.
+
+Every operation has a reference in plain torch of the same signature beside it. This is the only
+file that imports the optional CUDA module.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+try:
+    from megacore import _cuda
+
+    _CUDA: ModuleType | None = _cuda
+except ImportError:  # built without nvcc
+    _CUDA = None
+
+
+def has_cuda_kernels() -> bool:
+    """Tell whether this installation was built with the CUDA kernels.
+
+    Says nothing about a device: asking the driver would keep this process from forking ranks.
+    """
+    return _CUDA is not None
+
+
+def cuda_kernels() -> ModuleType:
+    """Return the CUDA extension module.
+
+    Raises:
+        RuntimeError: If megacore was built without it.
+    """
+    if _CUDA is None:
+        raise RuntimeError(
+            "this megacore was built without CUDA kernels; install it again on a machine with nvcc "
+            "on PATH (MEGACORE_CUDA=ON turns a missing compiler into an error)"
+        )
+    return _CUDA
