@@ -1,0 +1,1 @@
+"""The GPT: layers that tensor parallelism splits, chunks that pipeline stages hold, generation."""

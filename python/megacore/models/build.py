@@ -1,0 +1,68 @@
+"""The model chunks of one rank, from a resolved configuration."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megacore.config import Config
+from megacore.models.gpt import GPTChunk
+from megacore.parallel.process_groups import ProcessGroups
+from megacore.pipeline import partition_layers
+
+
+def build_chunks(
+    config: Config, groups: ProcessGroups, *, device: torch.device | str = "cpu"
+) -> list[GPTChunk]:
+    """Build this pipeline rank's chunks, in order: chunk c is stage ``c * pp + pp_rank``.
+
+    Args:
+        config: A resolved configuration.
+        groups: This rank's process groups; the position in ``groups.pp`` says which stages.
+        device: Where the parameters live.
+
+    Returns:
+        ``pipeline.num_chunks`` chunks. The first stage has the embedding, the last one the head.
+        If one rank holds both in different chunks and they are tied, the head uses the embedding's
+        parameter.
+
+    Raises:
+        ConfigError: If layers or tensor-parallel sizes do not work out.
+    """
+    pipeline, pp = config.pipeline, groups.pp.size
+    stages = partition_layers(
+        config.model.num_layers,
+        num_ranks=pp,
+        num_chunks=pipeline.num_chunks,
+        first=pipeline.first_layers,
+        last=pipeline.last_layers,
+        account_for_embedding=pipeline.account_for_embedding,
+        account_for_loss=pipeline.account_for_loss,
+    )
+    chunks: list[GPTChunk] = []
+    for stage in range(groups.pp.position, len(stages), pp):
+        chunks.append(
+            GPTChunk(
+                config.model,
+                layers=stages[stage],
+                has_embedding=stage == 0,
+                has_head=stage == len(stages) - 1,
+                groups=groups,
+                sequence_parallel=config.parallel.sequence_parallel,
+                dtype=torch_dtype(config.train.dtype),
+                device=device,
+                seed=config.train.seed,
+                tied_weight=_embedding_weight(chunks),
+            )
+        )
+    return chunks
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``"float32"`` or ``"bfloat16"`` as torch's dtype."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _embedding_weight(chunks: list[GPTChunk]) -> nn.Parameter | None:
+    embedding = chunks[0].embedding if chunks else None
+    return embedding.words.weight if embedding is not None else None

@@ -1,0 +1,114 @@
+"""Continue a text with a whole model in one process.
+
+Shapes: B batch, S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacore.models.gpt import GPTChunk
+from megacore.parallel.batch import Microbatch
+
+
+@torch.no_grad()
+def generate(
+    model: GPTChunk,
+    tokens_BS: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Tensor:
+    """Append tokens that the model predicts, one at a time.
+
+    Each token is predicted from the last ``seq_length`` tokens at most, anew: there is no cache of
+    keys and values, because the positions of a full window shift with every token.
+
+    Args:
+        model: A chunk with the embedding, all layers and the head, on one rank. Its training mode
+            is restored afterwards.
+        tokens_BS: The prompts, ``(B, S)``, int64, ``S >= 1``.
+        max_new_tokens: Tokens to append to each prompt.
+        temperature: Logits are divided by it; 0 always takes the most likely token.
+        top_p: Only the most likely tokens that together reach this probability are drawn from.
+        seed: Seed of the draws. Row b draws the same tokens whatever the other rows are.
+
+    Returns:
+        ``(B, S + max_new_tokens)``, int64, prompts included.
+
+    Raises:
+        ValueError: If an argument is out of range or the model is not whole.
+    """
+    _check(model, tokens_BS, max_new_tokens, temperature, top_p)
+    generators = [torch.Generator().manual_seed(seed + row) for row in range(tokens_BS.shape[0])]
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            window_BS = tokens_BS[:, -model.shape.seq_length :]
+            logits_BV = model.logits(None, _batch(window_BS), last_only=True)[:, 0]
+            next_B = _choose(logits_BV, temperature, top_p, generators)
+            tokens_BS = torch.cat((tokens_BS, next_B[:, None]), dim=1)
+    finally:
+        model.train(was_training)
+    return tokens_BS
+
+
+def _choose(
+    logits_BV: Tensor, temperature: float, top_p: float, generators: list[torch.Generator]
+) -> Tensor:
+    if temperature == 0.0:
+        return logits_BV.argmax(-1)
+    probs_BV = nucleus((logits_BV / temperature).softmax(-1), top_p).cpu()
+    rows = [
+        torch.multinomial(probs_V, 1, generator=generator)
+        for probs_V, generator in zip(probs_BV, generators, strict=True)
+    ]
+    return torch.cat(rows).to(logits_BV.device)
+
+
+def nucleus(probs_BV: Tensor, top_p: float) -> Tensor:
+    """Zero all but the smallest set of most likely tokens whose probabilities reach ``top_p``.
+
+    The most likely token always stays. The result is not normalised.
+
+    Source:
+        Holtzman et al., arXiv:1904.09751.
+
+    Example:
+        >>> nucleus(torch.tensor([[0.5, 0.125, 0.375]]), 0.75).tolist()
+        [[0.5, 0.0, 0.375]]
+    """
+    if top_p >= 1.0:
+        return probs_BV
+    sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True)
+    reached_before_BV = sorted_BV.cumsum(-1) - sorted_BV >= top_p
+    return torch.zeros_like(probs_BV).scatter(
+        -1, order_BV, sorted_BV.masked_fill(reached_before_BV, 0.0)
+    )
+
+
+def _batch(tokens_BS: Tensor) -> Microbatch:
+    sample_ids_B = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
+    return Microbatch(tokens=tokens_BS, labels=None, sample_ids=sample_ids_B, step=0)
+
+
+def _check(
+    model: GPTChunk, tokens_BS: Tensor, max_new_tokens: int, temperature: float, top_p: float
+) -> None:
+    if model.embedding is None or model.head is None or model.region.group.size > 1:
+        raise ValueError("generate needs the whole model in one process: embedding, layers, head")
+    if tokens_BS.dim() != 2 or tokens_BS.shape[1] == 0:
+        raise ValueError(
+            f"the prompt has shape {tuple(tokens_BS.shape)}; expected (batch, sequence) with at "
+            "least one token"
+        )
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {max_new_tokens} is negative; use 0 or more")
+    if temperature < 0.0:
+        raise ValueError(f"temperature = {temperature} is negative; use 0 (greedy) or more")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p = {top_p} is not in (0, 1]; 1 draws from all tokens")

@@ -1,0 +1,243 @@
+"""A slice of a GPT: some of its layers, perhaps with the embedding or the head.
+
+Shapes: S sequence, B batch, H hidden, V vocabulary. Activations are ``(S, B, H)``, or slices
+``(S/tp, B, H)`` with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from megacore.config import ModelConfig
+from megacore.models.dropout import Site
+from megacore.models.functional import rotary_tables
+from megacore.models.init import ParamFactory
+from megacore.models.layers import ModelContext, ResidualDropout, RMSNorm, VocabEmbedding
+from megacore.models.loss import cross_entropy
+from megacore.models.mappings import Region
+from megacore.models.shape import GPTShape
+from megacore.models.transformer import TransformerLayer
+from megacore.parallel.batch import Microbatch
+from megacore.parallel.collectives import all_gather
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
+
+
+class GPTChunk(nn.Module):
+    """One rank's part of the layers ``layers`` of a GPT.
+
+    The whole model is ``GPTChunk(config, layers=range(num_layers), has_embedding=True,
+    has_head=True, groups=ProcessGroups.single())``. Chunks that follow each other compute exactly
+    what the whole model computes. A chunk may have no layers.
+
+    Args:
+        config: A resolved ``[model]`` section.
+        layers: Global indices of the layers in this chunk.
+        has_embedding: The chunk starts the model: it takes tokens.
+        has_head: The chunk ends the model: it returns the loss.
+        groups: Process groups; the tp group splits the layers.
+        sequence_parallel: Split activations between tensor-parallel regions along the sequence.
+        dtype: Number format of parameters and activations. Norms and the loss are computed in
+            float32 at least.
+        device: Where the parameters live.
+        seed: Seed of initial weights and dropout.
+        tied_weight: With tied embeddings: the embedding of another chunk on this rank, used by this
+            chunk's head in place of a copy.
+
+    Raises:
+        ConfigError: If the tp size does not divide what it splits.
+
+    Example:
+        >>> config = ModelConfig(hidden_size=8, num_heads=2, num_kv_heads=1, ffn_hidden_size=16,
+        ...                      num_layers=1, vocab_size=10, seq_length=4)
+        >>> model = GPTChunk(config, layers=range(1), has_embedding=True, has_head=True,
+        ...                  groups=ProcessGroups.single())
+        >>> tokens = torch.tensor([[1, 2, 3, 4]])
+        >>> batch = Microbatch(tokens=tokens, labels=tokens + 1,
+        ...                    sample_ids=torch.tensor([0]), step=0)
+        >>> model(None, batch).shape, model.logits(None, batch).shape
+        (torch.Size([]), torch.Size([1, 4, 10]))
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layers: range,
+        has_embedding: bool,
+        has_head: bool,
+        groups: ProcessGroups,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 1234,
+        tied_weight: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = GPTShape.from_config(config)
+        self.shape.check_layout(tp=groups.tp.size, sequence_parallel=sequence_parallel)
+        self.region = Region(group=groups.tp, sequence_parallel=sequence_parallel)
+        params = ParamFactory(seed=seed, tp=groups.tp, dtype=dtype, device=torch.device(device))
+        context = ModelContext(config=config, shape=self.shape, region=self.region, params=params)
+        self.embedding = Embedding(context, with_head=has_head) if has_embedding else None
+        self.layers = nn.ModuleList(TransformerLayer(index, context) for index in layers)
+        if has_head and self.embedding is not None and self.shape.tie_embeddings:
+            tied_weight = self.embedding.words.weight
+        self.head = Head(context, tied_weight=tied_weight) if has_head else None
+        cos, sin = rotary_tables(
+            self.shape.seq_length, self.shape.head_dim, base=config.rope_base, device=params.device
+        )
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._param_infos = tuple(params.made)
+
+    def forward(self, hidden_SBH: Tensor | None, batch: Microbatch) -> Tensor:
+        """Run the chunk.
+
+        Args:
+            hidden_SBH: Output of the chunk before, ``(S[/tp], B, H)``; ``None`` with the embedding.
+            batch: The microbatch, the same on every chunk.
+
+        Returns:
+            ``(S[/tp], B, H)``; with the head the scalar mean loss over the microbatch's tokens,
+            float32.
+
+        Raises:
+            ValueError: If the input does not belong to this chunk, the sequence is too long or has
+                no even slices, or a head gets no labels.
+        """
+        hidden_SBH = self._hidden(hidden_SBH, batch)
+        if self.head is None:
+            return hidden_SBH
+        if batch.labels is None:
+            raise ValueError("the chunk with the head computes a loss, but the batch has no labels")
+        return self.head(hidden_SBH, batch.labels)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def logits(
+        self, hidden_SBH: Tensor | None, batch: Microbatch, *, last_only: bool = False
+    ) -> Tensor:
+        """Scores of the next token, for generation; only on a chunk with the head.
+
+        Args:
+            hidden_SBH: As for `forward`.
+            batch: As for `forward`; labels are not needed.
+            last_only: Only the scores after the last token.
+
+        Returns:
+            ``(B, S, vocab_size)``, float32, without padding, the same on every tp rank;
+            ``(B, 1, vocab_size)`` with ``last_only``.
+
+        Raises:
+            ValueError: As `forward`, or if the chunk has no head.
+        """
+        if self.head is None:
+            raise ValueError("only the chunk with the head has logits")
+        return self.head.logits(self._hidden(hidden_SBH, batch), last_only=last_only)
+
+    def param_infos(self) -> list[tuple[ParamInfo, nn.Parameter]]:
+        """Every parameter this chunk owns with its description, in order of creation."""
+        return list(self._param_infos)
+
+    def _hidden(self, hidden_SBH: Tensor | None, batch: Microbatch) -> Tensor:
+        sequence = batch.shape[1]
+        if sequence > self.shape.seq_length:
+            raise ValueError(
+                f"the batch has {sequence} tokens per sample, but the model was made for "
+                f"seq_length = {self.shape.seq_length}"
+            )
+        if sequence % self.region.num_slices:
+            raise ValueError(
+                f"sequence parallelism over {self.region.num_slices} ranks must divide the "
+                f"sequence, but it has {sequence} tokens"
+            )
+        if self.embedding is not None:
+            if hidden_SBH is not None:
+                raise ValueError("the chunk with the embedding takes tokens only, no activations")
+            x_SBH: Tensor = self.embedding(batch)
+        elif hidden_SBH is not None:
+            x_SBH = hidden_SBH
+        else:
+            raise ValueError("a chunk without the embedding takes the output of the chunk before")
+        for layer in self.layers:
+            x_SBH = layer(x_SBH, (self.cos, self.sin), batch)
+        return x_SBH
+
+
+class Embedding(nn.Module):
+    """Token embedding and its dropout."""
+
+    def __init__(self, context: ModelContext, *, with_head: bool) -> None:
+        super().__init__()
+        shared = "embedding" if context.shape.tie_embeddings and not with_head else None
+        weight = _vocab_matrix("embedding", context, shared=shared)
+        self.words = VocabEmbedding(weight, context=context)
+        self.dropout = ResidualDropout(layer=0, site=Site.EMBEDDING, context=context)
+
+    def forward(self, batch: Microbatch) -> Tensor:
+        """Tokens ``(B, S)`` to ``(S[/tp], B, H)``."""
+        output: Tensor = self.dropout(self.words(batch.tokens), batch)
+        return output
+
+
+class Head(nn.Module):
+    """Final norm, output layer split over the vocabulary, and loss.
+
+    Columns of the padded vocabulary are never computed, so the loss does not depend on padding.
+    """
+
+    def __init__(self, context: ModelContext, *, tied_weight: nn.Parameter | None) -> None:
+        super().__init__()
+        self.region = context.region
+        self.norm = RMSNorm("final_norm", context)
+        if not context.shape.tie_embeddings:
+            self.weight = _vocab_matrix("head", context)
+        elif tied_weight is not None:
+            self.weight = tied_weight
+        else:
+            self.weight = _vocab_matrix(
+                "embedding", context, shared="embedding", is_shared_copy=True
+            )
+        self.vocab = context.shape.vocab
+        num_rows = self.weight.shape[0]
+        self.first_column = context.region.group.position * num_rows
+        self.num_columns = min(max(self.vocab - self.first_column, 0), num_rows)
+
+    def forward(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
+        """``(S[/tp], B, H)`` and labels ``(B, S)`` to the mean loss."""
+        return cross_entropy(
+            linear(self.region.enter(self.norm(x_SBH)), self.weight[: self.num_columns]),
+            labels_BS.t(),
+            first_column=self.first_column,
+            group=self.region.group,
+        )
+
+    def logits(self, x_SBH: Tensor, *, last_only: bool) -> Tensor:
+        """``(S[/tp], B, H)`` to float32 scores ``(B, S, vocab)``, or of the last token only."""
+        x_SBH = self.region.enter(self.norm(x_SBH))
+        # All rows, with padding: every rank must bring equally many. The vocabulary comes first,
+        # because all_gather joins along dimension 0.
+        local_VSB = linear(x_SBH[-1:] if last_only else x_SBH, self.weight).movedim(-1, 0)
+        group = self.region.group
+        full_VSB = local_VSB.new_empty(group.size * local_VSB.shape[0], *local_VSB.shape[1:])
+        all_gather(full_VSB, local_VSB.contiguous(), group)
+        return full_VSB[: self.vocab].permute(2, 1, 0).float()
+
+
+def _vocab_matrix(
+    name: str, context: ModelContext, *, shared: str | None = None, is_shared_copy: bool = False
+) -> nn.Parameter:
+    shape = context.shape
+    info = ParamInfo(
+        name=name,
+        full_shape=(shape.padded_vocab, shape.hidden),
+        tp_dim=0,
+        shared=shared,
+        is_shared_copy=is_shared_copy,
+    )
+    return context.params.normal(info, std=context.config.init_std, drawn_rows=shape.vocab)

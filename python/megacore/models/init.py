@@ -1,0 +1,84 @@
+"""Initial weights that depend on the seed and the parameter's name, never on the layout.
+
+Every parameter has its own random stream, seeded by its name. A rank draws the *full* tensor and
+keeps its part, so any tp, pp or dp starts from the same weights; the price is one full tensor of
+temporary memory per parameter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megacore.parallel.params import ParamInfo, shard
+from megacore.parallel.process_groups import Group
+
+
+def name_seed(seed: int, name: str) -> int:
+    """A 63-bit seed for the random stream of one parameter.
+
+    Source:
+        The first 8 bytes of SHA-256 of ``"seed|name"``, the top bit dropped.
+
+    Example:
+        >>> name_seed(1, "head") == name_seed(2, "head")
+        False
+    """
+    digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def draw_full(info: ParamInfo, *, seed: int, std: float, drawn_rows: int | None = None) -> Tensor:
+    """Draw the whole parameter from a normal distribution with mean 0.
+
+    Args:
+        info: Which parameter.
+        seed: Seed of the run.
+        std: Standard deviation.
+        drawn_rows: Rows of dimension 0 that are drawn, the others are 0. A vocabulary draws its
+            true rows only, so that its padding changes no weight.
+
+    Returns:
+        Shape ``info.full_shape``, float32, on the CPU.
+    """
+    rows = info.full_shape[0] if drawn_rows is None else drawn_rows
+    generator = torch.Generator().manual_seed(name_seed(seed, info.name))
+    full = torch.zeros(info.full_shape, dtype=torch.float32)
+    full[:rows] = torch.empty(rows, *info.full_shape[1:]).normal_(0.0, std, generator=generator)
+    return full
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamFactory:
+    """Makes the parameters of one model chunk and remembers their descriptions.
+
+    Attributes:
+        seed: Seed of the run.
+        tp: Tensor-parallel group, which says what part to keep.
+        dtype: Number format of the parameters.
+        device: Where they live.
+        made: Every parameter made so far, in order.
+    """
+
+    seed: int
+    tp: Group
+    dtype: torch.dtype
+    device: torch.device
+    made: list[tuple[ParamInfo, nn.Parameter]] = field(default_factory=list)
+
+    def normal(self, info: ParamInfo, *, std: float, drawn_rows: int | None = None) -> nn.Parameter:
+        """A matrix of normal random numbers, see `draw_full`."""
+        return self._make(info, draw_full(info, seed=self.seed, std=std, drawn_rows=drawn_rows))
+
+    def ones(self, info: ParamInfo) -> nn.Parameter:
+        """A vector of ones."""
+        return self._make(info, torch.ones(info.full_shape))
+
+    def _make(self, info: ParamInfo, full: Tensor) -> nn.Parameter:
+        local = shard(full, info, tp_position=self.tp.position, tp_size=self.tp.size)
+        parameter = nn.Parameter(local.to(device=self.device, dtype=self.dtype))
+        self.made.append((info, parameter))
+        return parameter

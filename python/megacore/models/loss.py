@@ -1,0 +1,92 @@
+"""Cross entropy over a vocabulary that is split over tensor-parallel ranks.
+
+Logits are never gathered: ranks exchange one maximum and two sums per token.
+
+Shapes: S sequence, B batch, V this rank's true (unpadded) vocabulary columns, possibly none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.process_groups import Group
+
+
+def cross_entropy(
+    logits_SBV: Tensor, labels_SB: Tensor, *, first_column: int, group: Group
+) -> Tensor:
+    """Mean negative log likelihood of the labels.
+
+    Args:
+        logits_SBV: This rank's columns, ``(S, B, V)``, any float dtype; ``V`` may differ between
+            ranks and may be 0.
+        labels_SB: Global token ids, ``(S, B)``, int64, each a column of exactly one rank.
+        first_column: Global id of column 0.
+        group: The tp group.
+
+    Returns:
+        Scalar, float32 (float64 for float64 logits), the same on every rank. The gradient of a
+        rank's logits needs no communication.
+
+    Sync:
+        Two all-reduces over ``group``; none for a group of one.
+
+    Example:
+        >>> logits, labels = torch.zeros(1, 1, 4), torch.tensor([[2]])
+        >>> loss = cross_entropy(logits, labels, first_column=0, group=Group.solo())
+        >>> f"{loss.item():.4f}"  # ln(4)
+        '1.3863'
+    """
+    result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits_SBV, labels_SB, first_column, group
+    )
+    return result
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, first_column: int, group: Group
+    ) -> Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        num_columns = wide.shape[-1]
+        shifted = wide - _maximum(wide, group)[..., None]
+        column = labels - first_column
+        here = (column >= 0) & (column < num_columns)
+        column = column.clamp(0, max(num_columns - 1, 0))[..., None]
+        if num_columns > 0:
+            label_logit = shifted.gather(-1, column).squeeze(-1).mul_(here)
+        else:
+            label_logit = shifted.new_zeros(labels.shape)
+        softmax = shifted.exp_()
+        sums = torch.stack((softmax.sum(-1), label_logit))
+        all_reduce_(sums, group)
+        softmax.div_(sums[0, ..., None])
+        ctx.save_for_backward(softmax, column, here)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, column, here = ctx.saved_tensors
+        scale = grad / here.numel()
+        grad_logits = softmax * scale
+        if grad_logits.shape[-1] > 0:
+            grad_logits.scatter_add_(-1, column, (here * -scale)[..., None])
+        return grad_logits.to(ctx.dtype), None, None, None
+
+
+def _maximum(logits: Tensor, group: Group) -> Tensor:
+    """The largest logit of each token over the whole vocabulary, ``(S, B)``."""
+    if logits.shape[-1] > 0:
+        maximum = logits.amax(-1)
+    else:
+        maximum = logits.new_full(logits.shape[:-1], -torch.inf)
+    all_reduce_(maximum, group, op="max")
+    return maximum

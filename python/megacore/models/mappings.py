@@ -1,0 +1,212 @@
+"""Autograd functions at the borders of tensor-parallel regions.
+
+Each one moves activations over a group in the forward pass and does the adjoint in the backward
+pass. Over a group of one rank they return their input.
+
+==============================  ==========================  ==============================
+function                        forward                     backward
+==============================  ==========================  ==============================
+``copy_to_group``               identity                    all-reduce
+``reduce_from_group``           all-reduce                  identity
+``scatter_sequence``            this rank's slice           all-gather
+``gather_sequence``             all-gather                  this rank's slice
+``all_gather_sequence``         all-gather                  reduce-scatter
+``reduce_scatter_sequence``     reduce-scatter              all-gather
+==============================  ==========================  ==============================
+
+``gather_sequence`` is for a result that every rank uses in the same way (each then holds the whole
+gradient); ``all_gather_sequence`` for one that every rank uses differently (each holds a part).
+
+Shapes: S sequence (dimension 0), B batch, H hidden. The sequence comes first, so that the slice of
+a rank is contiguous and collectives need no copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatter
+from megacore.parallel.process_groups import Group
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Enter a region where each rank computes a part from the whole ``x``."""
+    return x if group.size == 1 else _apply(_Copy, x, group)
+
+
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """Leave a region: sum the parts ``x`` of all ranks."""
+    return x if group.size == 1 else _apply(_Reduce, x, group)
+
+
+def scatter_sequence(x_SBH: Tensor, group: Group) -> Tensor:
+    """Keep this rank's slice of a tensor that is the same on every rank.
+
+    Raises:
+        ValueError: If the group size does not divide the sequence.
+    """
+    return x_SBH if group.size == 1 else _apply(_Scatter, x_SBH, group)
+
+
+def gather_sequence(x_SBH: Tensor, group: Group) -> Tensor:
+    """Join the slices of all ranks, for use in the same way on every rank."""
+    return x_SBH if group.size == 1 else _apply(_Gather, x_SBH, group)
+
+
+def all_gather_sequence(x_SBH: Tensor, group: Group) -> Tensor:
+    """Join the slices of all ranks, to enter a region where each rank computes its part."""
+    return x_SBH if group.size == 1 else _apply(_AllGather, x_SBH, group)
+
+
+def reduce_scatter_sequence(x_SBH: Tensor, group: Group) -> Tensor:
+    """Leave a region: sum the parts of all ranks and keep this rank's slice of the sum.
+
+    Raises:
+        ValueError: If the group size does not divide the sequence.
+    """
+    return x_SBH if group.size == 1 else _apply(_ReduceScatter, x_SBH, group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """How activations enter and leave the parts of the model that tensor parallelism splits.
+
+    Attributes:
+        group: The tp group.
+        sequence_parallel: Between regions each rank holds only its slice of the sequence.
+    """
+
+    group: Group
+    sequence_parallel: bool
+
+    def enter(self, x_SBH: Tensor) -> Tensor:
+        """Give every rank the whole sequence: ``(S[/tp], B, H)`` to ``(S, B, H)``."""
+        mapping = all_gather_sequence if self.sequence_parallel else copy_to_group
+        return mapping(x_SBH, self.group)
+
+    def leave(self, x_SBH: Tensor) -> Tensor:
+        """Sum the ranks' parts: ``(S, B, H)`` to ``(S[/tp], B, H)``."""
+        mapping = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
+        return mapping(x_SBH, self.group)
+
+    @property
+    def num_slices(self) -> int:
+        """Slices that the sequence is cut into outside of regions."""
+        return self.group.size if self.sequence_parallel else 1
+
+    @property
+    def slice_index(self) -> int:
+        """Which of these slices this rank holds."""
+        return self.group.position if self.sequence_parallel else 0
+
+
+# ---- collectives with a result -------------------------------------------------------------------
+
+
+def _all_reduced(x: Tensor, group: Group) -> Tensor:
+    result = x.clone(memory_format=torch.contiguous_format)
+    all_reduce_(result, group)
+    return result
+
+
+def _gathered(x: Tensor, group: Group) -> Tensor:
+    result = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    all_gather(result, x.contiguous(), group)
+    return result
+
+
+def _reduce_scattered(x: Tensor, group: Group) -> Tensor:
+    result = x.new_empty(_slice_length(x, group), *x.shape[1:])
+    reduce_scatter(result, x.contiguous(), group)
+    return result
+
+
+def _own_slice(x: Tensor, group: Group) -> Tensor:
+    length = _slice_length(x, group)
+    return x.narrow(0, group.position * length, length).clone()
+
+
+def _slice_length(x: Tensor, group: Group) -> int:
+    if x.shape[0] % group.size:
+        raise ValueError(
+            f"sequence parallelism over {group.size} ranks must divide the sequence, "
+            f"but it has {x.shape[0]} tokens"
+        )
+    return x.shape[0] // group.size
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Tensor:
+    result: Tensor = function.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduced(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ARG004
+        return _all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grad, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _own_slice(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_slice(grad, ctx.group), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scattered(grad, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scattered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.group), None

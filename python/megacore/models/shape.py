@@ -1,0 +1,90 @@
+"""The sizes of a GPT with every derived value filled in, and what a tensor-parallel layout asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megacore.config import ModelConfig, filled
+from megacore.config.base import nearest_divisors
+from megacore.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTShape:
+    """Sizes of the whole model, the same for every layout.
+
+    Example:
+        >>> config = ModelConfig(num_kv_heads=2, ffn_hidden_size=384, vocab_size=300)
+        >>> shape = GPTShape.from_config(config)
+        >>> shape.head_dim, shape.q_per_kv, shape.padded_vocab
+        (32, 2, 384)
+    """
+
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn: int
+    vocab: int
+    padded_vocab: int
+    seq_length: int
+    tie_embeddings: bool
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> GPTShape:
+        """Take the sizes from a resolved ``[model]`` section.
+
+        Raises:
+            RuntimeError: If a derived setting is still empty.
+        """
+        return cls(
+            hidden=config.hidden_size,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=filled(config.num_kv_heads),
+            ffn=filled(config.ffn_hidden_size),
+            vocab=filled(config.vocab_size),
+            padded_vocab=config.padded_vocab_size,
+            seq_length=config.seq_length,
+            tie_embeddings=config.tie_embeddings,
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.num_heads
+
+    @property
+    def q_per_kv(self) -> int:
+        """Query heads that share one head of keys and values."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def qkv_full_shape(self) -> tuple[int, int, int]:
+        """``(num_kv_heads, (q_per_kv + 2) * head_dim, hidden)``: a row of heads ``q.. k v``."""
+        return (self.num_kv_heads, (self.q_per_kv + 2) * self.head_dim, self.hidden)
+
+    def check_layout(self, *, tp: int, sequence_parallel: bool) -> None:
+        """Refuse a tensor-parallel size that does not divide what it splits.
+
+        Raises:
+            ConfigError: Names every size that ``tp`` does not divide, and the nearest legal tp.
+        """
+        broken = [
+            f"{name} = {size} (nearest tp: {nearest_divisors(tp, size)})"
+            for name, size in self._split_sizes(sequence_parallel)
+            if size % tp
+        ]
+        if broken:
+            raise ConfigError(
+                f"parallel.tp = {tp} must divide the sizes it splits, but not {', '.join(broken)}"
+            )
+
+    def _split_sizes(self, sequence_parallel: bool) -> Iterator[tuple[str, int]]:
+        yield "model.num_heads", self.num_heads
+        yield "model.num_kv_heads", self.num_kv_heads
+        yield "model.ffn_hidden_size", self.ffn
+        yield "the padded vocabulary", self.padded_vocab
+        if sequence_parallel:
+            yield "model.seq_length", self.seq_length

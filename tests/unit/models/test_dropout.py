@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.models.dropout import DropoutKey, Site, dropout, keep_mask
+from tests.support.models import random_batch, tiny_config, whole_model
+
+KEY = DropoutKey(seed=1, step=2, layer=3, site=Site.MLP)
+
+
+def mask(key: DropoutKey = KEY, *, p: float = 0.5, num_features: int = 64) -> Tensor:
+    """64 positions, 64 samples."""
+    return keep_mask(
+        key,
+        p=p,
+        sample_ids_B=torch.arange(64),
+        positions_S=torch.arange(64),
+        num_features=num_features,
+    )
+
+
+def splitmix64(state: int) -> int:
+    """The published generator's mixer, on Python integers."""
+    z = state % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def test_the_mask_is_the_documented_function_of_its_arguments() -> None:
+    golden, p = 0x9E3779B97F4A7C15, 0.3
+    samples, positions = [0, 5, 2**40], [0, 1, 700]
+    ours = keep_mask(
+        KEY,
+        p=p,
+        sample_ids_B=torch.tensor(samples),
+        positions_S=torch.tensor(positions),
+        num_features=9,
+    )
+    for (s, position), (b, sample), f in itertools.product(
+        enumerate(positions), enumerate(samples), range(9)
+    ):
+        token = splitmix64(splitmix64(KEY.as_int64() + sample * golden) + position * golden)
+        number = splitmix64(token + (f + 1) * golden)
+        signed = number - 2**64 if number >= 2**63 else number
+        assert ours[s, b, f].item() == (signed >= p * 2**64 - 2**63)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_each_element_is_kept_with_probability_one_minus_p(p: float) -> None:
+    keep = mask(p=p).double()
+    for dims, count in (((0, 1, 2), 64**3), ((0, 1), 64**2), ((0, 2), 64**2), ((1, 2), 64**2)):
+        sigma = (p * (1 - p) / count) ** 0.5
+        assert (keep.mean(dims) - (1 - p)).abs().max().item() <= 5 * sigma
+
+
+def test_neighbours_along_every_dimension_are_independent() -> None:
+    sign = mask().double() * 2 - 1
+    for dim, distance in itertools.product(range(3), (1, 2, 32)):
+        length = sign.shape[dim] - distance
+        product = sign.narrow(dim, 0, length) * sign.narrow(dim, distance, length)
+        assert abs(product.mean().item()) < 5 / product.numel() ** 0.5
+
+
+def test_two_by_two_patterns_are_uniform() -> None:
+    bits = mask().long()
+    pattern = bits[0::2, :, 0::2] * 8 + bits[1::2, :, 0::2] * 4
+    pattern += bits[0::2, :, 1::2] * 2 + bits[1::2, :, 1::2]
+    counts = pattern.flatten().bincount(minlength=16).double()
+    expected = counts.sum() / 16
+    chi_squared = ((counts - expected) ** 2 / expected).sum().item()
+    assert chi_squared < 45  # 15 degrees of freedom: 1 in 10,000 fair masks is above
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(KEY, seed=2),
+        replace(KEY, step=3),
+        replace(KEY, layer=4),
+        replace(KEY, site=Site.ATTENTION),
+    ],
+)
+def test_another_seed_step_layer_or_site_gives_an_unrelated_mask(other: DropoutKey) -> None:
+    agree = (mask() == mask(other)).double().mean().item()
+    assert agree == pytest.approx(0.5, abs=5 * 0.5 / 64**1.5)
+
+
+def test_a_sample_has_the_same_mask_in_any_microbatch_slice_and_width() -> None:
+    whole = mask()
+    part = keep_mask(
+        KEY,
+        p=0.5,
+        sample_ids_B=torch.tensor([9, 4]),
+        positions_S=torch.arange(16, 32),
+        num_features=10,
+    )
+    assert torch.equal(part, whole[16:32, [9, 4], :10])
+
+
+def test_dropout_keeps_the_expectation_and_passes_gradients_of_kept_elements() -> None:
+    x = torch.ones(64, 64, 64, requires_grad=True)
+    keep = mask(p=0.25)
+    out = dropout(x, keep, 0.25)
+    assert set(out.detach().unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
+    out.sum().backward()
+    assert torch.equal(x.grad, out)  # d(x * m)/dx = m, and x is 1
+
+
+def test_the_model_drops_in_training_only_and_anew_in_every_step() -> None:
+    config = tiny_config(dropout=0.2)
+    model, plain = whole_model(config), whole_model(tiny_config())
+    batch = random_batch(config)
+    with torch.no_grad():
+        losses = [model(None, replace(batch, step=step)).item() for step in (0, 1, 0)]
+        assert losses[0] == losses[2]
+        assert losses[0] != losses[1]
+        model.eval()
+        assert model(None, batch) == plain(None, batch)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.nn.functional import silu
+
+from megacore.models.functional import rms_norm, rotary_tables, split_and_rotate, swiglu
+from tests.support.models import plain_rotate
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def test_rms_norm_equals_torch_forward_and_backward() -> None:
+    inputs = [draw(3, 2, 8).requires_grad_(), draw(8, seed=1).requires_grad_()]
+    ours = rms_norm(*inputs, 1e-3)
+    theirs = torch_rms_norm(inputs[0], (8,), inputs[1], 1e-3)
+    torch.testing.assert_close(ours, theirs)
+    grad = draw(3, 2, 8, seed=2)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad)
+    )
+
+
+def test_rms_norm_of_bfloat16_is_computed_in_float32() -> None:
+    x, weight = draw(64, 32, dtype=torch.bfloat16), draw(32, dtype=torch.bfloat16, seed=1)
+    exact = rms_norm(x.double(), weight.double(), 1e-5)
+    # Equal up to one rounding: half a unit in the last of 8 bits.
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_narrow_inputs_have_the_inputs_dtype(dtype: torch.dtype) -> None:
+    x, weight = draw(4, 8, dtype=dtype).requires_grad_(), torch.ones(8, dtype=dtype)
+    weight.requires_grad_()
+    (rms_norm(x, weight, 1e-5).sum() + swiglu(x).sum()).backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert x.grad.dtype == weight.grad.dtype == dtype
+
+
+def test_swiglu_equals_its_formula_forward_and_backward() -> None:
+    x = draw(3, 2, 10).requires_grad_()
+    ours, theirs = swiglu(x), silu(x[..., :5]) * x[..., 5:]
+    torch.testing.assert_close(ours, theirs)
+    grad = draw(3, 2, 5, seed=1)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, x, grad), torch.autograd.grad(theirs, x, grad)
+    )
+
+
+def test_swiglu_gradient_is_right_for_a_gradient_with_gaps() -> None:
+    x = draw(2, 3, 8).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: swiglu(x)[..., ::2], x)
+
+
+@pytest.mark.parametrize("q_per_kv", [1, 3])
+def test_queries_and_keys_are_rotated_pair_by_pair_and_values_are_not(q_per_kv: int) -> None:
+    sequence, batch, groups, head_dim = 5, 2, 2, 6
+    qkv = draw(sequence, batch, groups, (q_per_kv + 2) * head_dim)
+    cos, sin = rotary_tables(8, head_dim, base=100.0, device=torch.device("cpu"))
+    q, k, v = split_and_rotate(qkv, cos, sin, head_dim=head_dim)
+    heads = qkv.view(sequence, batch, groups, q_per_kv + 2, head_dim)
+    for s in range(sequence):
+        for g in range(groups):
+            for j in range(q_per_kv):
+                expected = plain_rotate(heads[s, 1, g, j], s, base=100.0)
+                torch.testing.assert_close(q[s, 1, g * q_per_kv + j], expected, rtol=0, atol=1e-6)
+            expected = plain_rotate(heads[s, 1, g, -2], s, base=100.0)
+            torch.testing.assert_close(k[s, 1, g], expected, rtol=0, atol=1e-6)
+            assert torch.equal(v[s, 1, g], heads[s, 1, g, -1])
+
+
+@pytest.mark.parametrize("q_per_kv", [1, 2])
+def test_the_gradient_of_the_rotation_is_right(q_per_kv: int) -> None:
+    cos, sin = rotary_tables(3, 4, base=10.0, device=torch.device("cpu"))
+    qkv = draw(3, 2, 2, (q_per_kv + 2) * 4).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: split_and_rotate(x, cos.double(), sin.double(), head_dim=4), qkv
+    )
+
+
+def test_rotated_scores_depend_on_the_distance_only() -> None:
+    cos, sin = rotary_tables(10, 8, base=10.0, device=torch.device("cpu"))
+    qkv = draw(1, 1, 1, 24).expand(10, 1, 1, 24)
+    q, k, _ = split_and_rotate(qkv, cos.double(), sin.double(), head_dim=8)
+    scores = q.view(10, 8) @ k.view(10, 8).T
+    for distance in range(10):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-6)
+
+
+def test_rotation_of_bfloat16_is_computed_in_float32() -> None:
+    cos, sin = rotary_tables(100, 8, base=10.0, device=torch.device("cpu"))
+    qkv = draw(100, 2, 1, 24, dtype=torch.bfloat16)
+    q, k, _ = split_and_rotate(qkv, cos, sin, head_dim=8)
+    exact_q, exact_k, _ = split_and_rotate(qkv.double(), cos, sin, head_dim=8)
+    for ours, exact in ((q, exact_q), (k, exact_k)):
+        torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-6)

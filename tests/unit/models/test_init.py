@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.models.init import draw_full, name_seed
+from megacore.parallel.params import ParamInfo, shard
+from megacore.parallel.process_groups import Group, ProcessGroups
+from tests.support.models import params_by_name, tiny_config, whole_model
+
+
+def groups_at(tp_position: int, tp_size: int) -> ProcessGroups:
+    """Groups of a tp rank that never communicates: enough to build parameters."""
+    handle: Any = object()
+    tp = Group("tp", tuple(range(tp_size)), tp_position, handle)
+    return replace(ProcessGroups.single(), tp=tp)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_layout_holds_slices_of_the_same_weights(tp: int, tied: bool) -> None:
+    config = tiny_config(tie_embeddings=tied)
+    whole = params_by_name(whole_model(config))
+    for position in range(tp):
+        groups = groups_at(position, tp)
+        first = whole_model(config, groups=groups, layers=range(1), has_head=False)
+        last = whole_model(config, groups=groups, layers=range(1, 2), has_embedding=False)
+        assert params_by_name(first, last).keys() == whole.keys()
+        for info, parameter in first.param_infos() + last.param_infos():
+            expected = shard(whole[info.name], info, tp_position=position, tp_size=tp)
+            assert torch.equal(parameter, expected), info.name
+
+
+def test_seeds_and_names_give_different_weights() -> None:
+    info = ParamInfo(name="a", full_shape=(4, 4), tp_dim=None)
+    other = ParamInfo(name="b", full_shape=(4, 4), tp_dim=None)
+    draws = [
+        draw_full(info, seed=1, std=1.0),
+        draw_full(info, seed=2, std=1.0),
+        draw_full(other, seed=1, std=1.0),
+    ]
+    assert not any(torch.equal(draws[i], draws[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    assert torch.equal(draws[0], draw_full(info, seed=1, std=1.0))
+
+
+def test_the_stream_of_a_name_never_changes() -> None:
+    # A changed value would silently change every run of the same seed.
+    assert name_seed(1234, "layers.0.attention.qkv") == 433130053500800226
+
+
+def test_weights_have_the_configured_spread() -> None:
+    config = tiny_config(hidden_size=64, ffn_hidden_size=192, init_std=0.02, num_layers=8)
+    params = params_by_name(whole_model(config))
+    small = 0.02 / math.sqrt(16)
+    for name, std in {
+        "embedding": 0.02,
+        "layers.0.attention.qkv": 0.02,
+        "layers.0.attention.output": small,
+        "layers.7.mlp.gate_up": 0.02,
+        "layers.7.mlp.down": small,
+    }.items():
+        drawn = params[name][:50] if name == "embedding" else params[name]
+        assert drawn.mean().item() == pytest.approx(0.0, abs=4 * std / drawn.numel() ** 0.5)
+        assert drawn.std().item() == pytest.approx(std, rel=0.05)
+    assert (params["layers.0.mlp.norm"] == 1).all()
+
+
+def test_padding_of_the_vocabulary_changes_no_weight_and_starts_at_zero() -> None:
+    narrow = params_by_name(whole_model(tiny_config(vocab_pad_multiple=1)))
+    padded = params_by_name(whole_model(tiny_config(vocab_pad_multiple=128)))
+    assert padded["embedding"].shape[0] == 128
+    for name, parameter in narrow.items():
+        assert torch.equal(padded[name][: parameter.shape[0]], parameter)
+    assert (padded["embedding"][50:] == 0).all()
+
+
+def test_bfloat16_weights_are_the_rounded_float32_weights() -> None:
+    wide = params_by_name(whole_model(tiny_config()))
+    narrow = params_by_name(whole_model(tiny_config(), dtype=torch.bfloat16))
+    assert all(torch.equal(narrow[name], wide[name].bfloat16()) for name in wide)
