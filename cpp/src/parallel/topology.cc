@@ -3,18 +3,20 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <limits>
 #include <numeric>
 #include <span>
 #include <string_view>
 #include <vector>
 
 #include "megacore/base/check.h"
-#include "megacore/base/intmath.h"
 
 namespace megacore::parallel {
 namespace {
 
 using base::concat;
+
+constexpr int64_t kMaxWorldSize = std::numeric_limits<int32_t>::max();
 
 int64_t etp_of(const TopologyConfig& config) { return config.etp.value_or(config.tp); }
 
@@ -55,6 +57,9 @@ bool same_pipeline_groups(const TopologyConfig& config,
 }
 
 bool is_legal(const TopologyConfig& config) {
+  if (config.world_size < 1 || config.world_size > kMaxWorldSize) {
+    return false;
+  }
   const std::vector<AxisSize> dense = dense_factors(config);
   const std::vector<AxisSize> expert = expert_factors(config);
   for (const std::vector<AxisSize>& factors : {dense, expert}) {
@@ -113,13 +118,16 @@ void add_nearest(std::vector<std::string>& out,
 std::vector<std::string> nearest_worlds(const TopologyConfig& config) {
   const int64_t dense = product(dense_factors(config));
   const int64_t expert = product(expert_factors(config));
-  const int64_t step = base::checked_mul(dense / std::gcd(dense, expert), expert);
+  if (dense > kMaxWorldSize || expert > kMaxWorldSize) {
+    return {};
+  }
+  const int64_t step = dense / std::gcd(dense, expert) * expert;
   const int64_t below = config.world_size / step * step;
   std::vector<std::string> found;
   for (const int64_t world : {below, below + step}) {
     TopologyConfig changed = config;
     changed.world_size = world;
-    if (world >= 1 && world != config.world_size && is_legal(changed)) {
+    if (world != config.world_size && is_legal(changed)) {
       found.push_back(std::to_string(world));
     }
   }
@@ -157,8 +165,11 @@ std::string nearest_settings(const TopologyConfig& config) {
 }
 
 void require_sizes(const TopologyConfig& config) {
-  MC_REQUIRE(
-      config.world_size >= 1, "world_size is ", config.world_size, "; it must be at least 1");
+  MC_REQUIRE(1 <= config.world_size && config.world_size <= kMaxWorldSize,
+             "world_size is ",
+             config.world_size,
+             "; it must be between 1 and ",
+             kMaxWorldSize);
   const std::array<AxisSize, 5> sizes = {{{"tp", config.tp},
                                           {"cp", config.cp},
                                           {"pp", config.pp},
@@ -188,7 +199,7 @@ void require_divisible(const TopologyConfig& config,
 }
 
 std::string factors_text(std::span<const AxisSize> factors) {
-  return factors.empty() ? std::string("= 1") : product_text(factors);
+  return factors.empty() ? std::string("1") : product_text(factors);
 }
 
 void require_same_pipeline_groups(const TopologyConfig& config,

@@ -22,11 +22,12 @@ namespace megacore::parallel {
 
 struct TopologyConfig {
   int64_t world_size = 1;
-  int64_t tp = 1;              // tensor parallel ranks of dense layers
-  int64_t cp = 1;              // context parallel ranks
-  int64_t pp = 1;              // pipeline ranks
-  int64_t ep = 1;              // expert parallel ranks
-  std::optional<int64_t> etp;  // tensor parallel ranks of expert layers; tp when not given
+  int64_t tp = 1;  // tensor parallel ranks of dense layers
+  int64_t cp = 1;  // context parallel ranks
+  int64_t pp = 1;  // pipeline ranks
+  int64_t ep = 1;  // expert parallel ranks
+  // Tensor parallel ranks of expert layers; tp when not given.
+  std::optional<int64_t> etp = std::nullopt;
   std::string order{kDefaultOrder};
 
   friend bool operator==(const TopologyConfig&, const TopologyConfig&) = default;
