@@ -1,0 +1,28 @@
+"""Saving and loading a run, from any layout to any layout.
+
+A checkpoint appears under its name only when it is complete: all ranks write into
+``step_00000100.partial``, flush to disk and meet; then rank 0 writes the index, renames the folder
+and points ``latest`` at it. Whatever goes wrong on one rank is raised on all of them, so none is
+left waiting.
+"""
+
+from __future__ import annotations
+
+from megacore.train.checkpoint.find import FoundCheckpoint, find_checkpoint, resolve_checkpoint
+from megacore.train.checkpoint.format import CheckpointIndex, TrainState, read_index
+from megacore.train.checkpoint.load import load_checkpoint, load_full_weights
+from megacore.train.checkpoint.pieces import Piece
+from megacore.train.checkpoint.save import save_checkpoint
+
+__all__ = [
+    "CheckpointIndex",
+    "FoundCheckpoint",
+    "Piece",
+    "TrainState",
+    "find_checkpoint",
+    "load_checkpoint",
+    "load_full_weights",
+    "read_index",
+    "resolve_checkpoint",
+    "save_checkpoint",
+]

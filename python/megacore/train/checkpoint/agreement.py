@@ -1,0 +1,62 @@
+"""Work that must succeed on all ranks or fail on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from megacore.errors import CheckpointError
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.process_groups import ProcessGroups
+
+T = TypeVar("T")
+
+
+def gather_results(action: Callable[[], T], groups: ProcessGroups) -> list[T]:
+    """Run ``action`` on every rank and return the results of all, by rank. Collective.
+
+    Raises:
+        CheckpointError: On every rank, with the error of the first rank on which ``action`` failed.
+            An error that is neither a :class:`CheckpointError` nor an ``OSError`` is our own bug
+            and is raised as it is where it happened.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        failure = error
+    outcomes = all_gather_objects((_describe(failure), result), groups.world)
+    if failure is not None and not isinstance(failure, CheckpointError | OSError):
+        raise failure
+    for rank, (message, _) in enumerate(outcomes):
+        if message is not None:
+            prefix = f"rank {rank}: " if rank > 0 else ""
+            raise CheckpointError(prefix + message) from failure
+    return [value for _, value in outcomes]
+
+
+def on_every_rank(action: Callable[[], T], groups: ProcessGroups) -> T:
+    """Run ``action`` on every rank and return this rank's result; errors as `gather_results`."""
+    results: list[T] = []
+    gather_results(lambda: results.append(action()), groups)
+    return results[0]
+
+
+def on_rank_0(action: Callable[[], T], groups: ProcessGroups) -> T:
+    """Run ``action`` on rank 0 and return its result everywhere; errors as `gather_results`."""
+
+    def act() -> list[T]:
+        return [action()] if groups.rank == 0 else []
+
+    return gather_results(act, groups)[0][0]
+
+
+def _describe(failure: Exception | None) -> str | None:
+    if failure is None:
+        return None
+    if isinstance(failure, OSError) and failure.strerror:
+        return f"{failure.strerror}: {failure.filename}"
+    if isinstance(failure, CheckpointError):
+        return str(failure)
+    return f"{type(failure).__name__}: {failure}"

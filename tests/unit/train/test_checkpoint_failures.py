@@ -1,0 +1,344 @@
+"""What a user sees when a checkpoint is missing, damaged, or does not fit; what is never lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megacore.errors import CheckpointError
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
+from megacore.train.checkpoint import (
+    TrainState,
+    find_checkpoint,
+    load_checkpoint,
+    load_full_weights,
+    resolve_checkpoint,
+    save_checkpoint,
+)
+from megacore.train.checkpoint import save as save_module
+from tests.support.checkpoints import FakePiece, ThreadWorld, make_pieces
+
+GROUPS = ProcessGroups.single()
+WEIGHT = ParamInfo(name="layers.0.w", full_shape=(16, 16), tp_dim=0)
+NORM = ParamInfo(name="norm", full_shape=(16,), tp_dim=None)
+CONFIG = {"model": {"num_layers": 1, "hidden_size": 16}}
+
+
+def _pieces(*infos: ParamInfo) -> list[FakePiece]:
+    return make_pieces(infos or (WEIGHT, NORM), tp=(0, 1), dp=(0, 1))
+
+
+def _save(directory: Path, step: int = 3, **options: Any) -> Path:
+    state = TrainState(step=step, samples=step * 8, optimizer_steps=step)
+    return save_checkpoint(
+        directory, _pieces(), state=state, config=CONFIG, groups=GROUPS, **options
+    )
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def _edit_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        data = json.loads((folder / "index.json").read_text())
+        change(data)
+        (folder / "index.json").write_text(json.dumps(data))
+
+    return edit
+
+
+def _cut_file(folder: Path) -> None:
+    file = folder / "rank_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def _flip_a_bit(folder: Path) -> None:
+    file = folder / "rank_00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+
+
+def _break_header(folder: Path) -> None:
+    file = folder / "rank_00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[:8] = b"\xff" * 8
+    file.write_bytes(raw)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated file": (
+        _cut_file,
+        r"rank_00000\.safetensors has [\d,]+ bytes, but was written with [\d,]+: it was cut off",
+    ),
+    "flipped bit": (
+        _flip_a_bit,
+        r"rank_00000\.safetensors is damaged: \w+ of parameter \S+ does not match its checksum",
+    ),
+    "broken header": (_break_header, r"cannot read \w+ of parameter \S+ from .*rank_00000"),
+    "missing file": (
+        lambda folder: (folder / "rank_00000.safetensors").unlink(),
+        r"rank_00000\.safetensors is missing",
+    ),
+    "missing index": (
+        lambda folder: (folder / "index.json").unlink(),
+        r"is no checkpoint: it has no index\.json",
+    ),
+    "torn index": (
+        lambda folder: (folder / "index.json").write_text('{"format": "mega'),
+        r"cannot read .*index\.json: Unterminated string",
+    ),
+    "index without a field": (
+        _edit_index(lambda data: data.pop("files")),
+        r"index\.json is damaged \(KeyError\('files'\)\)",
+    ),
+    "newer format": (
+        _edit_index(lambda data: data.update(format_version=2)),
+        r"has format version 2, this megacore reads version 1",
+    ),
+    "foreign index": (
+        _edit_index(lambda data: data.pop("format")),
+        r"does not describe a checkpoint of megacore",
+    ),
+    "missing range": (
+        _edit_index(lambda data: data["params"]["norm"]["pieces"].clear()),
+        r"parameter norm: shard 0 has 0 of 16 elements",
+    ),
+    "missing parameter": (
+        _edit_index(lambda data: data["params"].pop("norm")),
+        r"has no parameter norm",
+    ),
+    "missing moments": (
+        _edit_index(lambda data: data.update(kinds=["main_param"])),
+        r"holds main_param of each parameter, but no exp_avg",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_damage_is_named_with_its_file_and_parameter(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    folder = _save(tmp_path)
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(folder, _pieces(), groups=GROUPS)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["truncated file", "flipped bit", "missing index", "newer format"])
+def test_generation_reports_damage_too(tmp_path: Path, name: str) -> None:
+    folder = _save(tmp_path)
+    damage, message = DAMAGES[name]
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        load_full_weights(folder)
+
+
+def test_another_shape_names_both_and_the_setting(tmp_path: Path) -> None:
+    folder = _save(tmp_path)
+    wide = ParamInfo(name="layers.0.w", full_shape=(32, 16), tp_dim=0)
+    message = (
+        r"layers\.0\.w has shape \[16, 16\] in checkpoint .*, but \[32, 16\] in this model; "
+        r"model\.hidden_size is 16 there and 32 here$"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(
+            folder,
+            _pieces(wide, NORM),
+            groups=GROUPS,
+            config={"model": {"num_layers": 1, "hidden_size": 32}},
+        )
+
+
+def test_parameters_the_model_does_not_use_are_an_error(tmp_path: Path) -> None:
+    folder = _save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"does not use, such as norm \(1 in all\)"):
+        load_checkpoint(folder, _pieces(WEIGHT), groups=GROUPS)
+
+
+def test_a_missing_path_suggests_the_closest_folder(tmp_path: Path) -> None:
+    _save(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*chekpoints; did you mean .*/check"):
+        resolve_checkpoint(tmp_path / "chekpoints")
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*/zz; .* holds checkpoints"):
+        find_checkpoint(str(tmp_path / "zz"), tmp_path, groups=GROUPS)
+
+
+def test_an_unfinished_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = _save(tmp_path)
+    folder.rename(tmp_path / "step_00000003.partial")
+    with pytest.raises(CheckpointError, match="unfinished checkpoint"):
+        resolve_checkpoint(tmp_path / "step_00000003.partial")
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no index\.json"):
+        resolve_checkpoint(tmp_path)
+
+
+def test_a_run_and_its_checkpoint_folder_mean_the_latest(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    _save(directory, step=1)
+    newest = _save(directory, step=2)
+    assert resolve_checkpoint(tmp_path) == newest
+    assert resolve_checkpoint(directory) == newest
+    assert resolve_checkpoint(newest) == newest
+    (directory / "latest").write_text("step_00000001\n")
+    assert resolve_checkpoint(directory).name == "step_00000001"
+
+
+# ---- choosing and keeping ----------------------------------------------------------------------
+
+
+def test_auto_starts_anew_without_a_checkpoint(tmp_path: Path) -> None:
+    found = find_checkpoint("auto", tmp_path / "none", groups=GROUPS)
+    assert found.path is None
+    assert found.skipped == ()
+    assert find_checkpoint(None, tmp_path, groups=GROUPS).path is None
+
+
+def test_auto_takes_the_newest_complete_checkpoint_and_says_what_it_passed_over(
+    tmp_path: Path,
+) -> None:
+    good = _save(tmp_path, step=1, keep=5)
+    _cut_file(_save(tmp_path, step=2, keep=5))
+    _save(tmp_path, step=3, keep=5).rename(tmp_path / "step_00000003.partial")
+    found = find_checkpoint("auto", tmp_path, groups=GROUPS)
+    assert found.path == good
+    assert len(found.skipped) == 1
+    assert "step_00000002" in found.skipped[0]
+    assert "cut off" in found.skipped[0]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        _save(tmp_path, step=step, keep=2)
+    assert _names(tmp_path) == ["latest", "step_00000003", "step_00000004"]
+    assert (tmp_path / "latest").read_text() == "step_00000004\n"
+
+
+def test_going_back_leaves_later_checkpoints_but_continues_from_the_new_one(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        _save(tmp_path, step=step, keep=5)
+    again = _save(tmp_path, step=15, keep=1)
+    assert _names(tmp_path) == ["latest", "step_00000015", "step_00000020", "step_00000030"]
+    assert find_checkpoint("auto", tmp_path, groups=GROUPS).path == again
+
+
+def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
+    _cut_file(_save(tmp_path))
+    load_checkpoint(_save(tmp_path), _pieces(), groups=GROUPS)
+    assert _names(tmp_path) == ["latest", "step_00000003"]
+
+
+def test_leftovers_of_a_killed_run_do_not_disturb(tmp_path: Path) -> None:
+    leftover = tmp_path / "step_00000003.partial"
+    leftover.mkdir()
+    (leftover / "rank_00007.safetensors").write_bytes(b"half")
+    folder = _save(tmp_path)
+    assert _names(folder) == ["index.json", "rank_00000.safetensors"]
+    assert _names(tmp_path) == ["latest", "step_00000003"]
+
+
+# ---- failing to write --------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, step=1)
+    usage = SimpleNamespace(free=1_000_000)
+    monkeypatch.setattr(save_module.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"it takes 1\.1 MB, but .* has 1\.0 MB left"):
+        _save(tmp_path, step=2)
+    assert _names(tmp_path) == ["latest", "step_00000001"]
+
+
+def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_save_file = save_module.save_file
+
+    def failing(tensors: Any, path: Path, metadata: Any) -> None:
+        if path.name == "rank_00002.safetensors":
+            raise OSError(28, "No space left on device", str(path))
+        real_save_file(tensors, path, metadata)
+
+    monkeypatch.setattr(save_module, "save_file", failing)
+    world = ThreadWorld(tp=2, dp=2)
+    world.patch(monkeypatch)
+    messages = world.run(lambda groups: _message_of_saving(tmp_path, groups))
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("rank 2: cannot write checkpoint file")
+    assert "No space left" in messages[0]
+    assert _names(tmp_path) == []
+
+
+def _message_of_saving(directory: Path, groups: ProcessGroups) -> str:
+    pieces = make_pieces([WEIGHT, NORM], tp=(groups.tp.position, 2), dp=(groups.dp.position, 2))
+    state = TrainState(step=1, samples=8, optimizer_steps=1)
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(directory, pieces, state=state, config={}, groups=groups)
+    return str(caught.value)
+
+
+def test_a_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(CheckpointError, match=r"(File exists|Not a directory): .*taken"):
+        _save(tmp_path / "taken")
+
+
+def test_ranks_without_a_shared_disk_are_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_module, "save_file", lambda _, path, **__: path.write_bytes(b"x"))
+    real_write = save_module._write_pieces
+
+    def write_elsewhere(*args: Any) -> Any:
+        written = real_write(*args)
+        shutil.rmtree(args[0])
+        args[0].mkdir()
+        return written
+
+    monkeypatch.setattr(save_module, "_write_pieces", write_elsewhere)
+    with pytest.raises(CheckpointError, match="must be on a file system that all ranks share"):
+        _save(tmp_path)
+
+
+def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Path, __: Any, rank: int) -> None:
+        if rank == 1:
+            raise KeyError("bug")
+
+    monkeypatch.setattr(save_module, "_write_pieces", broken)
+    world = ThreadWorld(tp=1, dp=2)
+    world.patch(monkeypatch)
+
+    def save(groups: ProcessGroups) -> str:
+        pieces = make_pieces([NORM], tp=(0, 1), dp=(groups.dp.position, 2))
+        state = TrainState(step=1, samples=8, optimizer_steps=1)
+        with pytest.raises((CheckpointError, KeyError)) as caught:
+            save_checkpoint(tmp_path, pieces, state=state, config={}, groups=groups)
+        return type(caught.value).__name__
+
+    assert world.run(save) == ["CheckpointError", "KeyError"]
+
+
+def test_pieces_with_a_hole_are_our_own_bug(tmp_path: Path) -> None:
+    [whole] = make_pieces([NORM], tp=(0, 1), dp=(0, 1))
+    tensors = {kind: values[:4] for kind, values in whole.tensors.items()}
+    half = FakePiece(info=NORM, start=0, end=4, tensors=tensors)
+    state = TrainState(step=1, samples=8, optimizer_steps=1)
+    with pytest.raises(RuntimeError, match="norm do not tile it: shard 0 has 4 of 16 elements"):
+        save_checkpoint(tmp_path, [half], state=state, config={}, groups=GROUPS)

@@ -1,0 +1,211 @@
+"""Saving on one layout and loading on another, with ranks as threads."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
+from megacore.train.checkpoint import (
+    TrainState,
+    load_checkpoint,
+    load_full_weights,
+    read_index,
+    save_checkpoint,
+)
+from tests.support.checkpoints import (
+    KINDS,
+    FakePiece,
+    ThreadWorld,
+    assert_equal_pieces,
+    full_values,
+    make_pieces,
+)
+
+STATE = TrainState(step=7, samples=224, optimizer_steps=6, num_skipped=1)
+CONFIG = {"model": {"num_layers": 2}}
+EMBEDDING = ParamInfo(name="embedding", full_shape=(8, 6), tp_dim=0, shared="embedding")
+QKV = ParamInfo(name="layers.0.qkv", full_shape=(3, 4, 5), tp_dim=1)
+NORM = ParamInfo(name="norm", full_shape=(7,), tp_dim=None)
+INFOS = [EMBEDDING, QKV, NORM]
+
+Cut = Callable[[str, int], Sequence[int]]
+
+
+def _save(
+    directory: Path,
+    infos: Sequence[ParamInfo],
+    *,
+    tp: int,
+    dp: int,
+    distributed: bool = True,
+    cut: Cut | None = None,
+) -> Path:
+    def save(groups: ProcessGroups) -> Path:
+        pieces = make_pieces(
+            infos,
+            tp=(groups.tp.position, tp),
+            dp=(groups.dp.position, dp),
+            distributed=distributed,
+            cut=cut,
+        )
+        return save_checkpoint(directory, pieces, state=STATE, config=CONFIG, groups=groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        world = ThreadWorld(tp=tp, dp=dp)
+        world.patch(patch)
+        paths = world.run(save)
+    assert len(set(paths)) == 1
+    return paths[0]
+
+
+def _load_and_compare(
+    path: Path, infos: Sequence[ParamInfo], *, tp: int, dp: int, cut: Cut | None = None
+) -> None:
+    def load(groups: ProcessGroups) -> None:
+        where = {"tp": (groups.tp.position, tp), "dp": (groups.dp.position, dp), "cut": cut}
+        pieces = make_pieces(infos, **where, filled=False)
+        assert load_checkpoint(path, pieces, groups=groups) == STATE
+        assert_equal_pieces(pieces, make_pieces(infos, **where))
+
+    with pytest.MonkeyPatch.context() as patch:
+        world = ThreadWorld(tp=tp, dp=dp)
+        world.patch(patch)
+        world.run(load)
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> list[ParamInfo]:
+    """Parameters whose split dimension is a multiple of 12, so that tp = 1, 2, 3, 4 fit."""
+    infos = []
+    for number in range(draw(st.integers(1, 4))):
+        shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        tp_dim = draw(st.none() | st.integers(0, len(shape) - 1))
+        if tp_dim is not None:
+            shape[tp_dim] = 12
+        infos.append(ParamInfo(name=f"p{number}", full_shape=tuple(shape), tp_dim=tp_dim))
+    return infos
+
+
+def _random_cut(seed: int, dp: int) -> Cut:
+    def cut(name: str, numel: int) -> list[int]:
+        rng = random.Random(f"{seed} {name}")
+        return sorted(rng.randint(0, numel) for _ in range(dp - 1))
+
+    return cut
+
+
+@given(
+    infos=parameters(),
+    source=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    target=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    seed=st.integers(0, 1000),
+)
+def test_any_layout_reads_what_any_layout_wrote(
+    tmp_path_factory: pytest.TempPathFactory,
+    infos: list[ParamInfo],
+    source: tuple[int, int],
+    target: tuple[int, int],
+    seed: int,
+) -> None:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    path = _save(directory, infos, tp=source[0], dp=source[1], cut=_random_cut(seed, source[1]))
+    _load_and_compare(path, infos, tp=target[0], dp=target[1], cut=_random_cut(seed + 1, target[1]))
+    config, weights = load_full_weights(path)
+    assert config == CONFIG
+    assert set(weights) == {info.name for info in infos}
+    for info in infos:
+        assert torch.equal(weights[info.name], full_values(info, "main_param"))
+
+
+def test_every_bit_pattern_survives(tmp_path: Path) -> None:
+    info = ParamInfo(name="w", full_shape=(6,), tp_dim=None)
+    values = torch.tensor([0.0, -0.0, math.inf, math.nan, 1e-45, 3.4e38])
+    piece = FakePiece(info=info, start=0, end=6, tensors=dict.fromkeys(KINDS, values))
+    groups = ProcessGroups.single()
+    path = save_checkpoint(tmp_path, [piece], state=STATE, config={}, groups=groups)
+    empty = make_pieces([info], tp=(0, 1), dp=(0, 1), filled=False)
+    load_checkpoint(path, empty, groups=groups)
+    assert torch.equal(empty[0].tensors["exp_avg"].view(torch.int32), values.view(torch.int32))
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["sharded", "replicated"])
+def test_replicas_are_written_once_and_spread_over_the_ranks(
+    tmp_path: Path, distributed: bool
+) -> None:
+    infos = [
+        ParamInfo(name=f"layers.{n}.w", full_shape=(4, 64), tp_dim=None if n % 2 else 0)
+        for n in range(16)
+    ]
+    path = _save(tmp_path, infos, tp=2, dp=2, distributed=distributed)
+    total = sum(math.prod(info.full_shape) for info in infos) * 4 * len(KINDS)
+    sizes = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    # Each file has a header, of some 100 bytes per tensor.
+    assert total <= sum(sizes.values()) < total * 1.5
+    assert len(sizes) == 4
+    assert max(sizes.values()) < 1.2 * min(sizes.values())
+
+
+def test_a_shared_copy_is_not_written_but_is_filled(tmp_path: Path) -> None:
+    copy = ParamInfo(
+        name="embedding", full_shape=(8, 6), tp_dim=0, shared="embedding", is_shared_copy=True
+    )
+    groups = ProcessGroups.single()
+    written = make_pieces([EMBEDDING, copy], tp=(0, 1), dp=(0, 1))
+    path = save_checkpoint(tmp_path, written, state=STATE, config={}, groups=groups)
+    assert len(read_index(path).params["embedding"].pieces) == 1
+    pieces = make_pieces([EMBEDDING, copy], tp=(0, 1), dp=(0, 1), filled=False)
+    load_checkpoint(path, pieces, groups=groups)
+    assert_equal_pieces(pieces, written)
+
+
+def test_the_index_tells_where_everything_is(tmp_path: Path) -> None:
+    path = _save(tmp_path, INFOS, tp=2, dp=2)
+    index = read_index(path)
+    assert path.name == "step_00000007"
+    assert index.state == STATE
+    assert index.config == CONFIG
+    assert index.topology["tp"] == 2
+    assert index.topology["world_size"] == 4
+    assert set(index.kinds) == set(KINDS)
+    assert {name: param.full_shape for name, param in index.params.items()} == {
+        info.name: info.full_shape for info in INFOS
+    }
+    qkv = index.params["layers.0.qkv"]
+    assert (qkv.tp_dim, qkv.tp_size) == (1, 2)
+    ranges = sorted((piece.tp_position, piece.start, piece.end) for piece in qkv.pieces)
+    assert ranges == [(0, 0, 15), (0, 15, 30), (1, 0, 15), (1, 15, 30)]
+    assert index.params["norm"].tp_size == 1
+    assert {name: (path / name).stat().st_size for name in index.files} == index.files
+
+
+def test_a_parameter_split_along_another_dimension_is_cut_anew(tmp_path: Path) -> None:
+    path = _save(tmp_path, [ParamInfo(name="w", full_shape=(4, 6), tp_dim=0)], tp=2, dp=1)
+    _load_and_compare(path, [ParamInfo(name="w", full_shape=(4, 6), tp_dim=1)], tp=2, dp=2)
+    _load_and_compare(path, [ParamInfo(name="w", full_shape=(4, 6), tp_dim=None)], tp=2, dp=2)
+
+
+def test_expert_parameters_are_split_over_the_expert_tensor_parallel_group(tmp_path: Path) -> None:
+    info = ParamInfo(name="experts.3.w", full_shape=(4, 2), tp_dim=0, expert=True)
+    groups = ProcessGroups.single()  # etp = 1
+    world = ThreadWorld(tp=2, dp=1)
+    pieces = make_pieces([info], tp=(0, 1), dp=(0, 1))
+
+    def save(mine: ProcessGroups) -> Path:
+        held = pieces if mine.rank == 0 else []
+        without_etp = replace(mine, etp=groups.etp)
+        return save_checkpoint(tmp_path, held, state=STATE, config={}, groups=without_etp)
+
+    with pytest.MonkeyPatch.context() as patch:
+        world.patch(patch)
+        path = world.run(save)[0]
+    assert read_index(path).params["experts.3.w"].tp_size == 1
