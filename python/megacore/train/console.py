@@ -1,0 +1,320 @@
+"""What rank 0 prints: a start table, a progress bar or plain lines, and a summary."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import TimeRemainingColumn as RemainingColumn
+from rich.text import Text
+
+from megacore.train.metrics import StepRecord
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartInfo:
+    """What is said before the first step.
+
+    Attributes:
+        name: Name of the run.
+        layout: The ranks and how they share the work, e.g. ``"4 ranks = tp 2 x pp 2 (gloo, cpu)"``.
+        model: The model in words.
+        num_parameters: Parameters of the whole model, each counted once.
+        data: Description of the training text.
+        num_tokens: Tokens of the training part.
+        unigram_entropy: Of the training part, nats per token.
+        schedule: The pipeline schedule in words.
+        steps: Steps of the whole run.
+        first_step: First step that will run; above 0 after resuming.
+        run_dir: Where results go.
+        resumed_from: The checkpoint that was loaded.
+        notes: Anything else worth a line, e.g. checkpoints that were passed over.
+    """
+
+    name: str
+    layout: str
+    model: str
+    num_parameters: int
+    data: str
+    num_tokens: int
+    unigram_entropy: float
+    schedule: str
+    steps: int
+    first_step: int = 0
+    run_dir: Path
+    resumed_from: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each line of the start table."""
+        entropy = f"unigram entropy {self.unigram_entropy:.3f} nats"
+        rows = [
+            ("run", self.name),
+            ("layout", self.layout),
+            ("model", f"{self.model}, {short_count(self.num_parameters)} parameters"),
+            ("data", f"{self.data}: {short_count(self.num_tokens)} training tokens, {entropy}"),
+            ("schedule", self.schedule),
+            ("steps", f"{self.first_step + 1:,} to {self.steps:,}"),
+            ("results", str(self.run_dir)),
+        ]
+        if self.resumed_from is not None:
+            rows.append(("resumed", str(self.resumed_from)))
+        return rows + [("note", note) for note in self.notes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What is said after the last step.
+
+    Attributes:
+        loss: Training loss at the end.
+        validation_loss: Last validation loss, if there was one.
+        unigram_entropy: Of the training text, nats per token.
+        tokens_per_s: Average over the run.
+        wall_time_s: Wall time of the run in seconds.
+        num_skipped: Steps skipped because of a non-finite gradient.
+        files: What was written, by what it is: ``{"report": path, ...}``.
+    """
+
+    loss: float
+    validation_loss: float | None
+    unigram_entropy: float
+    tokens_per_s: float
+    wall_time_s: float
+    num_skipped: int
+    files: dict[str, Path]
+
+
+class Console:
+    """The only place of the trainer that prints. Silent on every rank but 0.
+
+    A live progress bar on a terminal; readable lines every ``every`` steps otherwise. Use it as a
+    context manager, so that the bar is taken down however the run ends.
+
+    Args:
+        rank: Global rank of this process.
+        steps: Steps of the whole run.
+        first_step: First step that will run.
+        plain: Print lines even on a terminal.
+        every: Steps between plain lines; default about 20 lines per run.
+        file: Where to print; default standard output.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        steps: int,
+        first_step: int = 0,
+        plain: bool = False,
+        every: int | None = None,
+        file: TextIO | None = None,
+    ) -> None:
+        self._silent = rank != 0
+        self._rich = RichConsole(file=file, quiet=self._silent, highlight=False)
+        live = self._rich.is_terminal and not self._rich.is_dumb_terminal and not plain
+        self._progress = _make_progress(self._rich) if live and not self._silent else None
+        self._task: TaskID | None = None
+        self._steps = steps
+        self._first_step = first_step
+        self._every = every or max(1, (steps - first_step) // 20)
+        self._started = time.monotonic()
+        self._num_skipped: int | None = None
+        self._losses: list[float] = []
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a progress bar is shown."""
+        return self._progress is not None
+
+    def start(self, info: StartInfo) -> None:
+        """Print the start table; the clock of the time left starts here."""
+        self._started = time.monotonic()
+        self._table(info.rows())
+        self._rich.print()
+
+    def step(self, record: StepRecord) -> None:
+        """Show one finished step."""
+        if self._silent:
+            return
+        self._losses.append(record.loss)
+        self._report_skips(record)
+        if self._progress is not None:
+            self._show_live(record)
+        elif self._is_due(record):
+            self._line(self._plain_line(record))
+        if record.validation_loss is not None and self._progress is not None:
+            self._line(f"step {record.step + 1:,}: {_validation_text(record.validation_loss)}")
+
+    def note(self, text: str) -> None:
+        """Print one line, above the bar if there is one."""
+        self._line(text)
+
+    def finish(self, summary: RunSummary) -> None:
+        """Take the bar down and print the end summary."""
+        self._stop()
+        if self._silent:
+            return
+        self._rich.print()
+        gap = summary.unigram_entropy - summary.loss
+        versus = f"{abs(gap):.3f} {'below' if gap > 0 else 'above'} the unigram entropy"
+        rows = [("loss", f"{summary.loss:.4f} nats per token, {versus}")]
+        if self._losses and self._rich.encoding.startswith("utf"):
+            rows.append(("", f"{self._losses[0]:.2f} {sparkline(self._losses)} {summary.loss:.2f}"))
+        if summary.validation_loss is not None:
+            rows.append(("validation", _validation_text(summary.validation_loss, name="loss")))
+        rows.append(("speed", f"{summary.tokens_per_s:,.0f} tokens/s"))
+        rows.append(("time", duration(summary.wall_time_s)))
+        if summary.num_skipped:
+            steps = "step" if summary.num_skipped == 1 else "steps"
+            rows.append(("skipped", f"{summary.num_skipped} {steps} with a non-finite gradient"))
+        rows += [(what, str(path)) for what, path in summary.files.items()]
+        self._table(rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.stop()
+            self._task = None
+
+    def _show_live(self, record: StepRecord) -> None:
+        progress = self._progress
+        assert progress is not None
+        if self._task is None:
+            # Added with the first step, so that the estimate leaves out loading and building.
+            self._task = progress.add_task(
+                "train", total=self._steps, completed=self._first_step, metrics=""
+            )
+            progress.start()
+        progress.update(
+            self._task, completed=record.step + 1, metrics="  ".join(_metric_texts(record))
+        )
+
+    def _is_due(self, record: StepRecord) -> bool:
+        number = record.step + 1
+        return (
+            number % self._every == 0
+            or number in {self._first_step + 1, self._steps}
+            or record.validation_loss is not None
+        )
+
+    def _plain_line(self, record: StepRecord) -> str:
+        done = record.step + 1 - self._first_step
+        left = (self._steps - record.step - 1) * (time.monotonic() - self._started) / done
+        width = len(f"{self._steps:,}")
+        parts = [f"step {record.step + 1:>{width},}/{self._steps:,}", *_metric_texts(record)]
+        if record.validation_loss is not None:
+            parts.append(_validation_text(record.validation_loss))
+        if record.step + 1 < self._steps:
+            parts.append(f"{duration(left)} left")
+        return "  ".join(parts)
+
+    def _report_skips(self, record: StepRecord) -> None:
+        before = record.num_skipped if self._num_skipped is None else self._num_skipped
+        first_was_skipped = self._num_skipped is None and not math.isfinite(record.grad_norm)
+        if record.num_skipped > before or first_was_skipped:
+            self._line(
+                f"step {record.step + 1:,}: the gradient is not finite, so the update was skipped "
+                f"({record.num_skipped} so far)"
+            )
+        self._num_skipped = record.num_skipped
+
+    def _table(self, rows: Sequence[tuple[str, str]]) -> None:
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self._rich.print(
+                Text.assemble((f"{name:<{width}}  ", "bold cyan"), value), soft_wrap=True
+            )
+
+    def _line(self, text: str) -> None:
+        self._rich.print(Text(text), soft_wrap=True)
+
+
+def short_count(number: int) -> str:
+    """A count with three significant digits.
+
+    Example:
+        >>> short_count(950), short_count(442958), short_count(12_000_000_000)
+        ('950', '443k', '12B')
+    """
+    for unit, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{suffix}"
+    return str(number)
+
+
+def duration(seconds: float) -> str:
+    """A time span for people.
+
+    Example:
+        >>> duration(4.2), duration(95), duration(7322)
+        ('4.2 s', '1:35', '2:02:02')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: Sequence[float], *, width: int = 40) -> str:
+    """A curve in one line of text; each character is the mean of a stretch of values.
+
+    Example:
+        >>> sparkline([5.0, 3.0, 2.0, 1.0])
+        '█▅▃▁'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    cuts = [len(finite) * k // count for k in range(count + 1)]
+    means = [math.fsum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _metric_texts(record: StepRecord) -> list[str]:
+    return [
+        f"loss {record.loss:.4f}",
+        f"lr {record.lr:.2e}",
+        f"grad {record.grad_norm:.2f}",
+        f"{record.tokens_per_s:,.0f} tok/s",
+    ]
+
+
+def _validation_text(loss: float, *, name: str = "validation loss") -> str:
+    perplexity = f" (perplexity {math.exp(loss):.2f})" if loss < 20 else ""
+    return f"{name} {loss:.4f}{perplexity}"
+
+
+def _make_progress(console: RichConsole) -> Progress:
+    return Progress(
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[metrics]}"),
+        RemainingColumn(compact=True),
+        console=console,
+        expand=True,
+    )

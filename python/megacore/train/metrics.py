@@ -1,0 +1,119 @@
+"""One JSON object per step in ``metrics.jsonl``, flushed at once, continued on resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What ``metrics.jsonl`` says about one step.
+
+    Attributes:
+        step: Number of the step, from 0.
+        loss: Training loss averaged over the global batch, nats per token.
+        grad_norm: Norm of the averaged gradient before clipping.
+        lr: Learning rate of the step.
+        tokens_per_s: Tokens of the global batch divided by the step time.
+        step_time_s: Wall time of the step in seconds, without validation and checkpoints.
+        num_skipped: Steps skipped so far because of a non-finite gradient.
+        samples: Samples consumed so far, this step included.
+        validation_loss: Loss on validation data after the step; ``None`` where it was not measured.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    step_time_s: float
+    num_skipped: int
+    samples: int
+    validation_loss: float | None = None
+
+    def to_json(self) -> str:
+        """One line. A value that is not finite becomes ``null``, since JSON has no NaN.
+
+        An unmeasured ``validation_loss`` is left out.
+        """
+        data = asdict(self)
+        if self.validation_loss is None:
+            del data["validation_loss"]
+        for name, value in data.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                data[name] = None
+        return json.dumps(data, allow_nan=False)
+
+
+class MetricsWriter:
+    """Appends records to a metrics file. Use it on rank 0 only.
+
+    A new run starts an empty file. A resumed one keeps the records of the steps before
+    ``resume_step`` and drops the rest (steps that ran after the checkpoint was taken, or a line cut
+    off by a crash), so each step occurs once.
+
+    Args:
+        path: The file; its folder is made.
+        resume_step: The first step that will be written; 0 for a new run.
+    """
+
+    def __init__(self, path: str | Path, *, resume_step: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _keep_before(self.path, resume_step)
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
+
+    def write(self, record: StepRecord) -> None:
+        """Append one record; it is in the file when this returns."""
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Read a metrics file; lines that are no complete record are passed over.
+
+    Returns:
+        The records in the order of the file; an empty list if there is no file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a run that was killed
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+def _keep_before(path: Path, step: int) -> None:
+    """Rewrite the file so that it holds the records of steps before ``step`` only."""
+    kept = {record["step"]: record for record in read_metrics(path) if record["step"] < step}
+    lines = [json.dumps(kept[number]) + "\n" for number in sorted(kept)]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(lines), encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+
+from megacore.train.console import Console, RunSummary, StartInfo, sparkline
+from megacore.train.metrics import StepRecord
+
+INFO = StartInfo(
+    name="[demo]",
+    layout="4 ranks = tp 2 x pp 2",
+    model="GPT, 4 layers",
+    num_parameters=885_000,
+    data="79 topics",
+    num_tokens=442_960,
+    unigram_entropy=3.26,
+    schedule="1f1b, 8 microbatches",
+    steps=40,
+    run_dir=Path("runs/demo"),
+    notes=("passed over step_00000003",),
+)
+SUMMARY = RunSummary(
+    loss=2.0,
+    validation_loss=2.5,
+    unigram_entropy=3.26,
+    tokens_per_s=12_000.0,
+    wall_time_s=99.0,
+    num_skipped=1,
+    files={"report": Path("runs/demo/report.html")},
+)
+
+
+def _record(step: int, **changes: float) -> StepRecord:
+    values = {
+        "step": step,
+        "loss": 5.0 - step / 20,
+        "grad_norm": 0.5,
+        "lr": 3e-3,
+        "tokens_per_s": 12_345.0,
+        "step_time_s": 0.1,
+        "num_skipped": 0,
+        "samples": 0,
+    }
+    return StepRecord(**(values | changes))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _plain(**options: object) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(rank=0, steps=40, file=file, **options), file
+
+
+def test_a_file_gets_plain_lines_without_control_characters() -> None:
+    console, file = _plain(every=10)
+    assert not console.is_live
+    with console:
+        console.start(INFO)
+        for step in range(40):
+            console.step(_record(step))
+        console.finish(SUMMARY)
+    text = file.getvalue()
+    assert "\x1b" not in text
+    steps = [line.split()[1] for line in text.splitlines() if line.startswith("step ")]
+    assert steps == ["1/40", "10/40", "20/40", "30/40", "40/40"]
+    assert "step 10/40  loss 4.5500  lr 3.00e-03  grad 0.50  12,345 tok/s  " in text
+
+
+def test_the_start_table_says_what_will_happen() -> None:
+    console, file = _plain()
+    console.start(INFO)
+    text = file.getvalue()
+    for part in (
+        "run       [demo]",
+        "layout    4 ranks = tp 2 x pp 2",
+        "885k parameters",
+        "443k training tokens, unigram entropy 3.260 nats",
+        "1f1b, 8 microbatches",
+        "1 to 40",
+        "passed over step_00000003",
+    ):
+        assert part in text
+    assert "resumed" not in text
+
+
+def test_long_lines_are_not_wrapped_in_a_file() -> None:
+    console, file = _plain()
+    console.note("x" * 300)
+    assert file.getvalue() == "x" * 300 + "\n"
+
+
+def test_validation_prints_a_line_whenever_it_happens() -> None:
+    console, file = _plain(every=100)
+    console.step(_record(0))
+    console.step(_record(6, validation_loss=2.0))
+    assert "validation loss 2.0000 (perplexity 7.39)" in file.getvalue()
+
+
+def test_a_skipped_step_is_reported_once() -> None:
+    console, file = _plain(every=100)
+    console.step(_record(0))
+    console.step(_record(1, grad_norm=math.nan, num_skipped=1))
+    console.step(_record(2, num_skipped=1))
+    text = file.getvalue()
+    assert text.count("not finite") == 1
+    assert "step 2: the gradient is not finite, so the update was skipped (1 so far)" in text
+
+
+def test_skips_before_a_resume_are_not_reported_again() -> None:
+    console, file = _plain(every=100, first_step=20)
+    console.step(_record(20, num_skipped=3))
+    assert "not finite" not in file.getvalue()
+
+
+def test_the_end_summary_compares_with_the_unigram_entropy() -> None:
+    console, file = _plain(every=100)
+    for step in range(40):
+        console.step(_record(step))
+    console.finish(SUMMARY)
+    text = file.getvalue()
+    assert "2.0000 nats per token, 1.260 below the unigram entropy" in text
+    assert "1 step with a non-finite gradient" in text
+    assert "runs/demo/report.html" in text
+    assert "5.00 █" in text
+
+
+def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console(rank=1, steps=40) as console:
+        console.start(INFO)
+        console.step(_record(0, grad_norm=math.nan, num_skipped=1, validation_loss=2.0))
+        console.note("hello")
+        console.finish(SUMMARY)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == ""
+
+
+def test_a_terminal_gets_a_bar_that_is_taken_down_on_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    file = Terminal()
+
+    def fail() -> None:
+        with Console(rank=0, steps=40, file=file) as console:
+            assert console.is_live
+            console.step(_record(0, validation_loss=2.0))
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    text = file.getvalue()
+    assert "1/40" in text
+    assert "loss 5.0000" in text
+    assert "step 1: validation loss 2.0000" in text
+    assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_plain_wins_over_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert not Console(rank=0, steps=4, plain=True, file=Terminal()).is_live
+    monkeypatch.setenv("TERM", "dumb")
+    assert not Console(rank=0, steps=4, file=Terminal()).is_live
+
+
+def test_a_sparkline_averages_stretches_and_ignores_what_is_not_finite() -> None:
+    assert sparkline([math.nan, 4.0, 4.0, 0.0, 0.0], width=2) == "█▁"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([math.inf]) == ""
