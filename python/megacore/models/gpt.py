@@ -210,8 +210,11 @@ class Head(nn.Module):
 
     def forward(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
         """``(S[/tp], B, H)`` and labels ``(B, S)`` to the mean loss."""
+        # A slice of everything would still cost a copy of the gradient.
+        padded = self.num_columns < self.weight.shape[0]
+        weight_VH = self.weight[: self.num_columns] if padded else self.weight
         return cross_entropy(
-            linear(self.region.enter(self.norm(x_SBH)), self.weight[: self.num_columns]),
+            linear(self.region.enter(self.norm(x_SBH)), weight_VH),
             labels_BS.t(),
             first_column=self.first_column,
             group=self.region.group,

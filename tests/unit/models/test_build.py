@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainSectionConfig
+from megacore.models.build import build_chunks
+from megacore.parallel import Group, ProcessGroups
+from tests.support.models import params_by_name, random_batch, tiny_config, whole_model
+
+
+def config_for(model: ModelConfig, *, pp: int, num_chunks: int = 1, **pipeline: Any) -> Config:
+    return Config(
+        model=model,
+        parallel=ParallelConfig(pp=pp),
+        pipeline=PipelineConfig(num_chunks=num_chunks, **pipeline),
+        train=TrainSectionConfig(seed=1234),
+    )
+
+
+def groups_of_stage(position: int, pp: int) -> ProcessGroups:
+    """Groups of a pipeline rank that never communicates."""
+    handle: Any = object() if pp > 1 else None
+    return replace(ProcessGroups.single(), pp=Group("pp", tuple(range(pp)), position, handle))
+
+
+@pytest.mark.parametrize(("pp", "num_chunks"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+def test_the_chunks_of_all_ranks_are_the_whole_model(pp: int, num_chunks: int) -> None:
+    model = tiny_config(num_layers=4)
+    config = config_for(model, pp=pp, num_chunks=num_chunks)
+    per_rank = [build_chunks(config, groups_of_stage(rank, pp)) for rank in range(pp)]
+    assert [len(chunks) for chunks in per_rank] == [num_chunks] * pp
+    batch, hidden = random_batch(model), None
+    for stage in range(pp * num_chunks):
+        hidden = per_rank[stage % pp][stage // pp](hidden, batch)
+    assert torch.equal(hidden, whole_model(model)(None, batch))
+
+
+def test_stages_may_hold_only_the_embedding_or_only_the_head() -> None:
+    model = tiny_config(num_layers=2)
+    config = config_for(model, pp=4, account_for_embedding=True, account_for_loss=True)
+    chunks = [build_chunks(config, groups_of_stage(rank, 4))[0] for rank in range(4)]
+    assert [len(chunk.layers) for chunk in chunks] == [0, 1, 1, 0]
+    batch, hidden = random_batch(model), None
+    for chunk in chunks:
+        hidden = chunk(hidden, batch)
+    assert torch.equal(hidden, whole_model(model)(None, batch))
+
+
+def test_a_rank_with_both_ends_in_two_chunks_holds_a_tied_embedding_once() -> None:
+    model = tiny_config(num_layers=2)
+    first, last = build_chunks(config_for(model, pp=1, num_chunks=2), groups_of_stage(0, 1))
+    assert last.head.weight is params_by_name(first)["embedding"]
+    assert "embedding" not in params_by_name(last)
+
+
+def test_dtype_and_seed_come_from_the_configuration() -> None:
+    model = tiny_config()
+    config = config_for(model, pp=1).model_copy(
+        update={"train": TrainSectionConfig(seed=7, dtype="bfloat16")}
+    )
+    (chunk,) = build_chunks(config, ProcessGroups.single())
+    expected = params_by_name(whole_model(model, seed=7, dtype=torch.bfloat16))
+    for name, parameter in params_by_name(chunk).items():
+        assert torch.equal(parameter, expected[name])
