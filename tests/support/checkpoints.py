@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -15,20 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.optim import ParamPiece
 from megacore.parallel.params import ParamInfo, shard
 from megacore.parallel.process_groups import Group, ProcessGroups
 
 KINDS = ("main_param", "exp_avg", "exp_avg_sq")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakePiece:
-    info: ParamInfo
-    start: int
-    end: int
-    tensors: dict[str, Tensor]
 
 
 def full_values(info: ParamInfo, kind: str) -> Tensor:
@@ -45,7 +38,7 @@ def make_pieces(
     cut: Callable[[str, int], Sequence[int]] | None = None,
     distributed: bool = True,
     filled: bool = True,
-) -> list[FakePiece]:
+) -> list[ParamPiece]:
     """What a rank at ``(position, size)`` on the tp and the dp axis holds.
 
     Args:
@@ -70,11 +63,11 @@ def make_pieces(
             local = shard(full_values(info, kind), info, tp_position=tp[0], tp_size=tp[1])
             values = local.flatten()[start:end].clone()
             tensors[kind] = values if filled else torch.full_like(values, math.nan)
-        pieces.append(FakePiece(info=info, start=start, end=end, tensors=tensors))
+        pieces.append(ParamPiece(info=info, start=start, end=end, tensors=tensors))
     return pieces
 
 
-def assert_equal_pieces(found: Sequence[FakePiece], expected: Sequence[FakePiece]) -> None:
+def assert_equal_pieces(found: Sequence[ParamPiece], expected: Sequence[ParamPiece]) -> None:
     """Compare bit for bit."""
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megacore.errors import CheckpointError
+from megacore.optim import ParamPiece
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint import (
@@ -23,7 +24,7 @@ from megacore.train.checkpoint import (
     save_checkpoint,
 )
 from megacore.train.checkpoint import save as save_module
-from tests.support.checkpoints import FakePiece, ThreadWorld, make_pieces
+from tests.support.checkpoints import ThreadWorld, make_pieces
 
 GROUPS = ProcessGroups.single()
 WEIGHT = ParamInfo(name="layers.0.w", full_shape=(16, 16), tp_dim=0)
@@ -31,7 +32,7 @@ NORM = ParamInfo(name="norm", full_shape=(16,), tp_dim=None)
 CONFIG = {"model": {"num_layers": 1, "hidden_size": 16}}
 
 
-def _pieces(*infos: ParamInfo) -> list[FakePiece]:
+def _pieces(*infos: ParamInfo) -> list[ParamPiece]:
     return make_pieces(infos or (WEIGHT, NORM), tp=(0, 1), dp=(0, 1))
 
 
@@ -338,7 +339,7 @@ def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(
 def test_pieces_with_a_hole_are_our_own_bug(tmp_path: Path) -> None:
     [whole] = make_pieces([NORM], tp=(0, 1), dp=(0, 1))
     tensors = {kind: values[:4] for kind, values in whole.tensors.items()}
-    half = FakePiece(info=NORM, start=0, end=4, tensors=tensors)
+    half = ParamPiece(info=NORM, start=0, end=4, tensors=tensors)
     state = TrainState(step=1, samples=8, optimizer_steps=1)
     with pytest.raises(RuntimeError, match="norm do not tile it: shard 0 has 4 of 16 elements"):
         save_checkpoint(tmp_path, [half], state=state, config={}, groups=GROUPS)

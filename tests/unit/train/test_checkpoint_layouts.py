@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megacore.optim import ParamPiece
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint import (
@@ -24,7 +25,6 @@ from megacore.train.checkpoint import (
 )
 from tests.support.checkpoints import (
     KINDS,
-    FakePiece,
     ThreadWorld,
     assert_equal_pieces,
     full_values,
@@ -130,7 +130,7 @@ def test_any_layout_reads_what_any_layout_wrote(
 def test_every_bit_pattern_survives(tmp_path: Path) -> None:
     info = ParamInfo(name="w", full_shape=(6,), tp_dim=None)
     values = torch.tensor([0.0, -0.0, math.inf, math.nan, 1e-45, 3.4e38])
-    piece = FakePiece(info=info, start=0, end=6, tensors=dict.fromkeys(KINDS, values))
+    piece = ParamPiece(info=info, start=0, end=6, tensors=dict.fromkeys(KINDS, values))
     groups = ProcessGroups.single()
     path = save_checkpoint(tmp_path, [piece], state=STATE, config={}, groups=groups)
     empty = make_pieces([info], tp=(0, 1), dp=(0, 1), filled=False)

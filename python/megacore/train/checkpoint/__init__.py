@@ -11,13 +11,11 @@ from __future__ import annotations
 from megacore.train.checkpoint.find import FoundCheckpoint, find_checkpoint, resolve_checkpoint
 from megacore.train.checkpoint.format import CheckpointIndex, TrainState, read_index
 from megacore.train.checkpoint.load import load_checkpoint, load_full_weights
-from megacore.train.checkpoint.pieces import Piece
 from megacore.train.checkpoint.save import save_checkpoint
 
 __all__ = [
     "CheckpointIndex",
     "FoundCheckpoint",
-    "Piece",
     "TrainState",
     "find_checkpoint",
     "load_checkpoint",

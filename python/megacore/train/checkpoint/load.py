@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megacore.errors import CheckpointError
+from megacore.optim import ParamPiece
 from megacore.parallel.params import shard
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint.agreement import gather_results, on_every_rank
@@ -21,12 +22,12 @@ from megacore.train.checkpoint.format import (
     TrainState,
     read_index,
 )
-from megacore.train.checkpoint.pieces import Piece, shards_of
+from megacore.train.checkpoint.shards import shards_of
 
 
 def load_checkpoint(
     path: str | Path,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ParamPiece],
     *,
     groups: ProcessGroups,
     config: Mapping[str, Any] | None = None,
@@ -89,7 +90,7 @@ def load_full_weights(path: str | Path) -> tuple[dict[str, Any], dict[str, Tenso
 def _check_fit(
     folder: Path,
     index: CheckpointIndex,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ParamPiece],
     *,
     config: Mapping[str, Any],
 ) -> set[str]:
@@ -118,9 +119,9 @@ def _check_fit(
 
 
 def _fill(
-    folder: Path, index: CheckpointIndex, pieces: Sequence[Piece], groups: ProcessGroups
+    folder: Path, index: CheckpointIndex, pieces: Sequence[ParamPiece], groups: ProcessGroups
 ) -> None:
-    by_name: dict[str, list[Piece]] = {}
+    by_name: dict[str, list[ParamPiece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.info.name, []).append(piece)
     with CheckpointReader(folder, index) as reader:
@@ -131,7 +132,7 @@ def _fill(
 def _fill_parameter(
     reader: CheckpointReader,
     stored: StoredParam,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ParamPiece],
     groups: ProcessGroups,
 ) -> None:
     info = pieces[0].info

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from megacore.errors import CheckpointError
+from megacore.optim import ParamPiece
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint.agreement import gather_results, on_rank_0
 from megacore.train.checkpoint.format import (
@@ -31,12 +32,12 @@ from megacore.train.checkpoint.format import (
     step_folders,
     tensor_checksum,
 )
-from megacore.train.checkpoint.pieces import Piece, shards_of
+from megacore.train.checkpoint.shards import shards_of
 
 
 def save_checkpoint(
     directory: str | Path,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ParamPiece],
     *,
     state: TrainState,
     config: Mapping[str, Any],
@@ -107,12 +108,12 @@ class _Range:
 @dataclass(frozen=True, kw_only=True)
 class _WritePlan:
     owners: dict[_Range, int]
-    mine: dict[_Range, Piece]
+    mine: dict[_Range, ParamPiece]
     kinds: tuple[str, ...]
     num_bytes: int
 
 
-def _plan_writes(pieces: Sequence[Piece], groups: ProcessGroups) -> _WritePlan:
+def _plan_writes(pieces: Sequence[ParamPiece], groups: ProcessGroups) -> _WritePlan:
     held = {
         _range_of(piece, groups): piece
         for piece in pieces
@@ -132,7 +133,7 @@ def _plan_writes(pieces: Sequence[Piece], groups: ProcessGroups) -> _WritePlan:
     )
 
 
-def _range_of(piece: Piece, groups: ProcessGroups) -> _Range:
+def _range_of(piece: ParamPiece, groups: ProcessGroups) -> _Range:
     info = piece.info
     size, position = shards_of(info, groups)
     return _Range(
@@ -185,7 +186,7 @@ class _Written:
     crc32: dict[_Range, dict[str, int]]
 
 
-def _write_pieces(partial: Path, pieces: Mapping[_Range, Piece], rank: int) -> _Written | None:
+def _write_pieces(partial: Path, pieces: Mapping[_Range, ParamPiece], rank: int) -> _Written | None:
     if not pieces:
         return None
     path = partial / f"rank_{rank:05d}.safetensors"
