@@ -1,0 +1,170 @@
+"""AdamW over gradient buffers, with its state sharded over data-parallel ranks (ZeRO-1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megacore.buffers import ParamGradBuffer
+from megacore.config import OptimizerConfig
+from megacore.ops.optim import AdamWSettings
+from megacore.optim.grad_norm import clip_coefficient, grad_ranges, norm_parts
+from megacore.optim.grad_sums import sum_sequence_parallel_grads, sum_shared_grads
+from megacore.optim.shard import OptimizerShard, ParamPiece
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.process_groups import ProcessGroups
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step found; the same on every rank.
+
+    Attributes:
+        grad_norm: Norm of the averaged gradient of the whole model before clipping; NaN if skipped.
+        skipped: A gradient was not finite somewhere, so no rank changed anything.
+        extra: The caller's numbers summed over the world, 1-D, fp64, on the CPU.
+    """
+
+    grad_norm: float
+    skipped: bool
+    extra: Tensor
+
+
+class DistributedOptimizer:
+    """AdamW whose state is spread over the data-parallel ranks, or kept whole on each.
+
+    A step takes the gradients that have accumulated in the buffers through their whole way: sums
+    over tied and sequence-parallel copies, mean over data-parallel ranks, norm and clipping, fp32
+    update of the owned slices, collection of the updated parameters. If a gradient is not finite
+    anywhere, every rank skips the update together.
+
+    Args:
+        buffers: The buffers of all parameters of this rank, see
+            :func:`megacore.buffers.make_buffers`.
+        groups: Process groups of this rank.
+        config: AdamW's numbers and ``clip_grad``. (Its ``distributed`` acts in ``make_buffers``.)
+
+    Attributes:
+        step_count: Updates taken so far; skipped steps do not count.
+        num_skipped: Steps skipped so far because of a non-finite gradient.
+
+    Raises:
+        ValueError: If there is no buffer.
+
+    Example:
+        >>> from megacore.buffers import make_buffers
+        >>> from megacore.parallel.params import ParamInfo
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> info = ParamInfo(name="w", full_shape=(2,), tp_dim=None, weight_decay=False)
+        >>> groups, config = ProcessGroups.single(), OptimizerConfig(clip_grad=0.0)
+        >>> buffers = make_buffers([(info, weight)], groups=groups, optimizer=config)
+        >>> optimizer = DistributedOptimizer(buffers, groups=groups, config=config)
+        >>> (weight * torch.tensor([3.0, -4.0])).sum().backward()
+        >>> optimizer.step(lr=0.5).grad_norm, [round(x, 4) for x in weight.tolist()]
+        (5.0, [0.5, 1.5])
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[ParamGradBuffer],
+        *,
+        groups: ProcessGroups,
+        config: OptimizerConfig,
+    ) -> None:
+        if not buffers:
+            raise ValueError("the optimizer needs at least one buffer of parameters")
+        self.buffers = tuple(buffers)
+        self.step_count = 0
+        self.num_skipped = 0
+        self._groups = groups
+        self._config = config
+        self._device = self.buffers[0].grad_data.device
+        self._shards = [OptimizerShard(buffer) for buffer in self.buffers]
+        self._grad_ranges = grad_ranges(self.buffers, groups)
+
+    def zero_grads(self) -> None:
+        """Set all gradients to zero; call it before the first backward pass of a step."""
+        for buffer in self.buffers:
+            buffer.zero_grads()
+
+    def step(self, *, lr: float, extra: Tensor | None = None) -> StepResult:
+        """Reduce the gradients and update the parameters. Collective over the world.
+
+        Args:
+            lr: Learning rate of this step, the same on every rank.
+            extra: Up to a few numbers, 1-D, of equal length on every rank, that ride along in the
+                one all-reduce of the step (the loss, say) and come back summed over the world.
+
+        Returns:
+            The gradient norm, whether the update was skipped, and the summed ``extra``.
+
+        Sync:
+            Waits for the device once, to read the norm.
+        """
+        sum_shared_grads(self.buffers, self._groups)
+        sum_sequence_parallel_grads(self.buffers, self._groups)
+        for buffer in self.buffers:
+            buffer.reduce_scatter_grads()
+        squared_norm, num_nonfinite, extra_sum = self._reduce_over_world(extra)
+        if num_nonfinite > 0:
+            self.num_skipped += 1
+            return StepResult(grad_norm=math.nan, skipped=True, extra=extra_sum)
+        grad_norm = math.sqrt(squared_norm)
+        self.step_count += 1
+        self._update(lr=lr, grad_norm=grad_norm)
+        for buffer in self.buffers:
+            buffer.all_gather_params()
+        return StepResult(grad_norm=grad_norm, skipped=False, extra=extra_sum)
+
+    def pieces(self) -> list[ParamPiece]:
+        """Return every range of every parameter that this rank optimizes, with its state.
+
+        Over the data-parallel ranks each element is in one piece; without sharding each rank has
+        them all. Tensor-parallel replicas and tied copies appear on each of their holders.
+        """
+        return [piece for shard in self._shards for piece in shard.pieces()]
+
+    def finish_load(self, step_count: int) -> None:
+        """Take over state that was filled into the tensors of :meth:`pieces`. Collective.
+
+        Args:
+            step_count: Updates behind the loaded state.
+
+        Raises:
+            ValueError: If ``step_count`` is negative.
+        """
+        if step_count < 0:
+            raise ValueError(f"step_count is {step_count}; it cannot be negative")
+        self.step_count = step_count
+        for shard in self._shards:
+            shard.copy_main_to_params()
+            shard.buffer.all_gather_params()
+
+    @torch.no_grad()
+    def _reduce_over_world(self, extra: Tensor | None) -> tuple[float, float, Tensor]:
+        """Sum ``[norm^2, non-finite ranks, *extra]`` over the world."""
+        parts = [norm_parts(self._grad_ranges, device=self._device)]
+        if extra is not None:
+            parts.append(extra.to(self._device, torch.float64))
+        vector = torch.cat(parts)
+        all_reduce_(vector, self._groups.world)
+        sums = vector.cpu()
+        return float(sums[0]), float(sums[1]), sums[2:]
+
+    def _update(self, *, lr: float, grad_norm: float) -> None:
+        config = self._config
+        undecayed = AdamWSettings(
+            step=self.step_count,
+            lr=lr,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            grad_scale=clip_coefficient(grad_norm, max_norm=config.clip_grad),
+        )
+        decayed = replace(undecayed, weight_decay=config.weight_decay)
+        for shard in self._shards:
+            shard.step(decayed=decayed, undecayed=undecayed)

@@ -1,0 +1,104 @@
+"""The norm of the whole model's gradient, each element counted once, and whether it is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.buffers import ParamGradBuffer, ShardPiece
+from megacore.ops.optim import sum_of_squares
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
+
+
+def is_counted(info: ParamInfo, groups: ProcessGroups) -> bool:
+    """Tell whether this rank's gradient of a parameter belongs in the norm.
+
+    Ranks that hold the same parameter have the same gradient; only one of them counts it: the
+    first tensor-parallel rank of a replicated parameter, and the first holder of a tied one.
+    """
+    if info.is_shared_copy:
+        return False
+    tp = groups.etp if info.expert else groups.tp
+    return info.tp_dim is not None or tp.position == 0
+
+
+def merge_neighbours(pieces: Iterable[tuple[ShardPiece, bool]]) -> list[tuple[ShardPiece, ...]]:
+    """Group consecutive pieces of one bucket that carry equal flags, in order.
+
+    Between such pieces lies only alignment padding, which is zero in every buffer, so a kernel may
+    run over a group from the first element to the last.
+    """
+    runs: list[tuple[bool, list[ShardPiece]]] = []
+    for piece, flag in pieces:
+        if runs and runs[-1][0] == flag and runs[-1][1][-1].bucket == piece.bucket:
+            runs[-1][1].append(piece)
+        else:
+            runs.append((flag, [piece]))
+    return [tuple(run) for _, run in runs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradRange:
+    """Consecutive reduced gradients of this rank and whether they count in the norm."""
+
+    grad: Tensor
+    counted: bool
+
+
+def grad_ranges(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> list[GradRange]:
+    """Cut the gradients that this rank reduces into ranges, as views of the buffers.
+
+    Over the data-parallel ranks each element is in one range, with ZeRO-1 or without, so both give
+    the same norm to the bit.
+    """
+    ranges = []
+    for buffer in buffers:
+        counted = [is_counted(info, groups) for info, _ in buffer.params]
+        pieces = [(piece, counted[piece.param_index]) for piece in buffer.reduced_pieces()]
+        for run in merge_neighbours(pieces):
+            grad = buffer.grad_data[run[0].world_start : run[-1].world_end]
+            ranges.append(GradRange(grad=grad, counted=counted[run[0].param_index]))
+    return ranges
+
+
+def norm_parts(ranges: Sequence[GradRange], *, device: torch.device) -> Tensor:
+    """Compute this rank's share of the squared norm and a flag for a non-finite gradient.
+
+    Ranges that do not count are checked too: a fault may hit one of several equal gradients.
+
+    Returns:
+        ``(2,)``, fp64: sum of squares of counted ranges (0 if not finite), and 0 or 1.
+
+    Sync:
+        None on CUDA.
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    counted, others = zero, zero
+    for item in ranges:
+        squares = sum_of_squares(item.grad)
+        if item.counted:
+            counted = counted + squares
+        else:
+            others = others + squares
+    finite = torch.isfinite(counted + others)
+    return torch.stack([torch.where(finite, counted, zero), (~finite).double()])
+
+
+def clip_coefficient(norm: float, *, max_norm: float) -> float:
+    """Return the factor that brings gradients of norm ``norm`` down to ``max_norm``; at most 1.
+
+    ``max_norm`` 0 turns clipping off.
+
+    Example:
+        >>> clip_coefficient(0.5, max_norm=1.0), clip_coefficient(3.0, max_norm=0.0)
+        (1.0, 1.0)
+        >>> round(clip_coefficient(4.0, max_norm=1.0), 3)
+        0.25
+    """
+    if max_norm == 0.0:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))
