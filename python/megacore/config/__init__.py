@@ -6,7 +6,13 @@ All mistakes of a configuration are reported at once, each with its place and th
 from __future__ import annotations
 
 from megacore.config.base import filled
-from megacore.config.load import config_to_toml, load_config, split_overrides
+from megacore.config.load import (
+    config_to_toml,
+    did_you_mean,
+    load_config,
+    setting_homes,
+    split_overrides,
+)
 from megacore.config.resolve import resolve
 from megacore.config.sections import (
     CheckpointConfig,
@@ -32,9 +38,11 @@ __all__ = [
     "RunConfig",
     "TrainSectionConfig",
     "config_to_toml",
+    "did_you_mean",
     "filled",
     "load_config",
     "resolve",
     "section_classes",
+    "setting_homes",
     "split_overrides",
 ]

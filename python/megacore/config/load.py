@@ -22,6 +22,8 @@ from megacore.errors import ConfigError
 
 Overrides = Sequence[tuple[str, str]]
 
+_BOOLS = ("true", "false", "1", "0", "yes", "no", "on", "off")
+
 
 def load_config(path: str | Path | None, overrides: Overrides = ()) -> Config:
     """Read a TOML file, apply overrides, and check every section.
@@ -55,41 +57,44 @@ def load_config(path: str | Path | None, overrides: Overrides = ()) -> Config:
     return config.with_origins(where)
 
 
-def split_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """Turn ``--section.key=value`` and ``--section.key value`` arguments into pairs.
+def split_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Take ``--section.key=value`` and ``--section.key value`` out of a command line.
 
     A switch without a value (``--run.plain``) means ``true``. ``-`` and ``_`` are the same in keys.
 
+    Returns:
+        The settings as pairs for `load_config`, and the other arguments.
+
     Raises:
-        ConfigError: If an argument is no such setting.
+        ConfigError: If a setting has no value.
 
     Example:
-        >>> split_overrides(["--train.steps=20", "--parallel.sequence-parallel", "--run.name", "x"])
-        [('train.steps', '20'), ('parallel.sequence_parallel', 'true'), ('run.name', 'x')]
+        >>> split_overrides(["x.toml", "--train.steps=20", "--run.plain", "--nproc", "2"])
+        ([('train.steps', '20'), ('run.plain', 'true')], ['x.toml', '--nproc', '2'])
     """
     pairs: list[tuple[str, str]] = []
-    problems: list[str] = []
+    others: list[str] = []
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
-        if not argument.startswith("--"):
-            problems.append(f"unexpected {argument!r}; settings look like --train.steps=20")
+        name, equals, value = argument.partition("=")
+        if not name.startswith("--") or "." not in name:
+            others.append(argument)
             continue
-        name, equals, value = argument[2:].partition("=")
-        key = name.replace("-", "_")
-        if "." not in key:
-            problems.append(f"unknown option --{name}{_suggest_option(key)}")
-        if equals:
-            pairs.append((key, value))
-        elif rest and not rest[0].startswith("--"):
-            pairs.append((key, rest.pop(0)))
-        elif _annotation(key) is bool:
-            pairs.append((key, "true"))
-        elif "." in key:
-            problems.append(f"--{name} needs a value, as in --{name}=VALUE")
-    if problems:
-        raise ConfigError(join_problems(problems))
-    return pairs
+        key = name[2:].replace("-", "_")
+        if not equals:
+            value = _next_value(key, rest)
+        pairs.append((key, value))
+    return pairs, others
+
+
+def _next_value(key: str, rest: list[str]) -> str:
+    is_switch = _annotation(key) is bool
+    if rest and not rest[0].startswith("--") and not (is_switch and rest[0] not in _BOOLS):
+        return rest.pop(0)
+    if is_switch:
+        return "true"
+    raise ConfigError(f"--{key} needs a value, as in --{key}=VALUE")
 
 
 def config_to_toml(config: Config) -> str:
@@ -226,15 +231,6 @@ def _annotation(key: str) -> Any:
     return fields[name].annotation if name in fields else None
 
 
-def _suggest_option(key: str) -> str:
-    homes = [
-        f"--{section}.{key}"
-        for section, cls in section_classes().items()
-        if key in cls.model_fields
-    ]
-    return f"; did you mean {' or '.join(homes)}?" if homes else ""
-
-
 # ---- messages ------------------------------------------------------------------------------------
 
 
@@ -275,7 +271,7 @@ def _describe(details: ErrorDetails, places: _Places) -> str:
         return f"{prefix}[{section}] {context['error']}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{prefix}[{section}] must be a table of settings, but it is {value!r}"
-    shown = f"{prefix}{key} = {_toml_value(value)}: "
+    shown = f"{prefix}{key} = {toml_value(value)}: "
     if kind == "literal_error":
         return shown + f"expected one of {context['expected']}" + _closest_literal(value, context)
     return shown + _rule(kind, context, details["msg"])
@@ -300,7 +296,7 @@ def _closest_literal(value: Any, context: Mapping[str, Any]) -> str:
     return did_you_mean(value, known) if isinstance(value, str) else ""
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
     try:
         return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
     except TypeError:
@@ -311,7 +307,7 @@ def _unknown_key(section: str, name: str) -> str:
     """What to say about a section or key that does not exist."""
     classes = section_classes()
     if section not in classes:
-        if homes := _homes(section):
+        if homes := setting_homes(section):
             return f"{section} stands outside any section; did you mean {' or '.join(homes)}?"
         close = difflib.get_close_matches(section, list(classes), n=1, cutoff=0.6)
         if close:
@@ -320,12 +316,17 @@ def _unknown_key(section: str, name: str) -> str:
     close = difflib.get_close_matches(name, list(classes[section].model_fields), n=1, cutoff=0.6)
     if close:
         return f"unknown key {section}.{name}; did you mean {section}.{close[0]}?"
-    if homes := _homes(name):
+    if homes := setting_homes(name):
         return f"unknown key {section}.{name}; did you mean {' or '.join(homes)}?"
     known = ", ".join(classes[section].model_fields)
     return f"unknown key {section}.{name}; [{section}] has {known}"
 
 
-def _homes(name: str) -> list[str]:
-    """The full keys of all fields called ``name``."""
+def setting_homes(name: str) -> list[str]:
+    """The full keys of all fields called ``name``.
+
+    Example:
+        >>> setting_homes("lr")
+        ['optimizer.lr']
+    """
     return [f"{home}.{name}" for home, cls in section_classes().items() if name in cls.model_fields]

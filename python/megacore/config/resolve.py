@@ -45,11 +45,6 @@ def resolve(
     filled_in = _fill(config, world_size, vocab_size, cuda)
     for check in _CHECKS:
         check(problems, filled_in)
-    if vocab_size is not None and filled(filled_in.model.vocab_size) < vocab_size:
-        problems.add(
-            f"{problems.shown('model.vocab_size')} is smaller than the tokenizer's vocabulary of "
-            f"{vocab_size} tokens; leave it out or use at least {vocab_size}"
-        )
     if problems.found:
         raise ConfigError(join_problems(problems.found))
     return filled_in

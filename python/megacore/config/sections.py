@@ -330,7 +330,8 @@ class RunConfig(Section):
     nproc: int | None = Field(
         default=None,
         ge=1,
-        description="Processes to start (as `--nproc`). Default: one GPU each, else 1.",
+        description="Processes to start (as `--nproc`). "
+        "Default: one per GPU; without GPUs `tp` * `cp` * `pp`.",
     )
     backend: Literal["gloo", "nccl"] | None = Field(
         default=None,

@@ -27,6 +27,7 @@ class LaunchOptions:
         peer_timeout_s: Seconds of silence after which a rank counts as lost.
         error_dir: Folder for ``rank_XX.err`` files; ``None`` writes none.
         debug: Show full tracebacks.
+        threads: Threads per rank for computing on the CPU; ``None`` shares the cores.
     """
 
     backend: Backend = "gloo"
@@ -34,6 +35,7 @@ class LaunchOptions:
     peer_timeout_s: float = 20.0
     error_dir: Path | None = None
     debug: bool = False
+    threads: int | None = None
 
     @property
     def timeout(self) -> timedelta:

@@ -108,8 +108,8 @@ def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) 
         ConfigError: If the environment is incomplete or the store does not answer.
     """
     options = options or LaunchOptions()
-    use_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     context = context_from_environment(options)
+    use_threads(options.threads, num_processes=context.local_world_size)
     if options.error_dir is not None:
         error_file(options.error_dir, context.rank).unlink(missing_ok=True)
     deliver = partial(_print_outcome, options=options, all_ranks=True)
@@ -321,7 +321,7 @@ def _child_main(child: _Child, pipe: Connection, inherited: socket.socket | None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    use_threads(child.nproc)
+    use_threads(child.options.threads, num_processes=child.nproc)
     if inherited is not None:
         inherited.close()
     options = child.options

@@ -216,7 +216,10 @@ def _last_frame(error: BaseException) -> str:
     return f" (at {last.filename}:{last.lineno} in {last.name})"
 
 
-def use_threads(num_processes: int) -> None:
-    """Share this machine's cores among its ranks. Must come first after a fork."""
+def use_threads(threads: int | None, *, num_processes: int) -> None:
+    """Set the number of threads, or share this machine's cores. Must come first after a fork."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+        return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, (cores or 1) // num_processes))

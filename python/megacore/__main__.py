@@ -1,0 +1,10 @@
+"""``python -m megacore`` is the ``megacore`` command."""
+
+from __future__ import annotations
+
+import sys
+
+from megacore.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""The ``megacore`` command. Each command is a module here, and only the one asked for loads.
+
+A command module has ``add_parser(subparsers)`` and ``run(args) -> int``. Everything heavy is
+imported inside ``run``, so help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NoReturn
+
+from megacore import __version__
+from megacore.config import did_you_mean, setting_homes, split_overrides
+from megacore.errors import ConfigError, MegacoreError, PeerLostError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One line of ``megacore --help``.
+
+    Attributes:
+        help: What the command does.
+        takes_settings: Whether ``--section.key=value`` settings may follow.
+    """
+
+    help: str
+    takes_settings: bool = False
+
+
+COMMANDS = {
+    "train": Command(help="train a model as a TOML file says", takes_settings=True),
+    "generate": Command(help="continue a text with a trained checkpoint"),
+    "plan": Command(
+        help="show layout, memory and schedule of a run without starting it", takes_settings=True
+    ),
+    "ranks": Command(help="show which ranks form a group, for a layout"),
+    "schedule": Command(help="show a pipeline schedule: who runs what, when"),
+    "doctor": Command(help="check this machine and this installation"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code.
+
+    0 is success; 2 a mistake of the user, told in one sentence; 1 a lost peer or an error of ours;
+    130 an interrupt. ``--debug`` adds the traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        return _run(arguments, debug=debug)
+    except SystemExit as error:  # --help and --version
+        return error.code if isinstance(error.code, int) else 0
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130, debug=debug)
+    except BrokenPipeError:
+        # The reader of our output left, as in `megacore ranks ... | head`.
+        sys.stderr.close()
+        return 0
+    except (MegacoreError, ValueError) as error:
+        return _complain(str(error), 1 if isinstance(error, PeerLostError) else 2, debug=debug)
+
+
+def _run(arguments: Sequence[str], *, debug: bool) -> int:
+    name = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if name is not None and name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        suggestion = did_you_mean(name, list(COMMANDS)) or f"; the commands are {known}"
+        raise ConfigError(f"unknown command {name!r}{suggestion}")
+    if name is None:
+        parser, _ = _build_parser(None)
+        parser.parse_args(_with_dashes(arguments))
+        parser.print_help()
+        return 0
+    module = importlib.import_module(f"megacore.cli.{name}")
+    settings: list[tuple[str, str]] = []
+    if COMMANDS[name].takes_settings:
+        settings, arguments = split_overrides(arguments)
+    parser, commands = _build_parser(module)
+    args, unknown = parser.parse_known_args(_with_dashes(arguments))
+    if unknown:
+        raise ConfigError(_describe_unknown(unknown, commands.choices[name], COMMANDS[name]))
+    args.settings, args.debug = settings, debug
+    exit_code: int = module.run(args)
+    return exit_code
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are one sentence instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing and leaving."""
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _build_parser(
+    module: ModuleType | None,
+) -> tuple[Parser, argparse._SubParsersAction[Parser]]:
+    parser = Parser(
+        prog="megacore",
+        description="Distributed training on CPUs and GPUs.",
+        epilog="megacore COMMAND --help explains a command; --debug adds tracebacks to messages.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"megacore {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    if module is not None:
+        module.add_parser(commands)
+    else:
+        for name, command in COMMANDS.items():
+            commands.add_parser(name, help=command.help)
+    return parser, commands
+
+
+def _with_dashes(arguments: Sequence[str]) -> list[str]:
+    """Make ``--world_size`` and ``--world-size`` the same; values are left alone."""
+    result = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        result.append(f"{name}{equals}{value}")
+    return result
+
+
+def _describe_unknown(
+    unknown: Sequence[str], parser: argparse.ArgumentParser, command: Command
+) -> str:
+    first = unknown[0].partition("=")[0]
+    if not first.startswith("-"):
+        return f"unexpected argument {first!r}; see {parser.prog} --help"
+    homes = setting_homes(first.lstrip("-").replace("-", "_")) if command.takes_settings else []
+    if homes:
+        return f"unknown option {first}; did you mean --{' or --'.join(homes)}?"
+    suggestion = did_you_mean(first, list(parser._option_string_actions))
+    return f"unknown option {first}{suggestion or f'; see {parser.prog} --help'}"
+
+
+def _complain(sentence: str, exit_code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"megacore: {sentence}", file=sys.stderr)
+    return exit_code

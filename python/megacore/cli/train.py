@@ -1,0 +1,185 @@
+"""``megacore train CONFIG.toml``: train a model, with our own ranks or as one of torchrun's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacore.config import Config, filled, load_config, resolve
+from megacore.errors import ConfigError, MegacoreError
+
+if TYPE_CHECKING:
+    from megacore.train.launch import LaunchOptions, RankContext
+
+EPILOG = """\
+Every setting of the file can be changed: --train.steps=20 --parallel.pp 2 --run.plain
+(docs/configuration.md lists them all). Under torchrun the command joins the ranks it is given.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command's arguments."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model as a TOML file says",
+        description="Train a model as a TOML file says.",
+        usage="megacore train CONFIG [--nproc N] [--section.key=value ...]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
+    parser.add_argument(
+        "--nproc", metavar="N", help="processes to start on this machine (as --run.nproc=N)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that can be checked at once, then start or join the ranks."""
+    settings = list(args.settings)
+    if args.nproc is not None:
+        settings.append(("run.nproc", args.nproc))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _join(args.config, settings, debug=args.debug)
+    return _start(args.config, settings, debug=args.debug)
+
+
+def _start(path: Path, settings: list[tuple[str, str]], *, debug: bool) -> int:
+    threads = _prepare_environment(debug=debug)
+    config = load_config(path, settings)
+    world_size = config.run.nproc or default_nproc(config)
+    config = resolve_for_training(config, world_size, launcher="--nproc")
+
+    from megacore.train.launch import run_ranks_local
+
+    _import_loop()
+    options = _options(config, threads=threads, debug=debug)
+    return run_ranks_local(world_size, partial(train_rank, config), options=options)
+
+
+def _join(path: Path, settings: list[tuple[str, str]], *, debug: bool) -> int:
+    threads = _prepare_environment(debug=debug)
+    try:
+        config = load_config(path, settings)
+        world_size = int(os.environ["WORLD_SIZE"])
+        config = resolve_for_training(config, world_size, launcher="torchrun, WORLD_SIZE")
+    except MegacoreError:
+        if os.environ["RANK"] != "0":
+            # Every rank finds the same mistake. Rank 0 tells it; the others wait a moment, because
+            # torchrun ends all ranks, and so rank 0, when the first of them leaves.
+            time.sleep(2.0)
+            os._exit(2)
+        raise
+
+    from megacore.train.launch import run_under_torchrun
+
+    options = _options(config, threads=threads, debug=debug)
+    return run_under_torchrun(partial(train_rank, config), options=options)
+
+
+def train_rank(config: Config, context: RankContext) -> int:
+    """The work of one rank."""
+    from megacore.train.loop import train
+
+    return train(config, context)
+
+
+def resolve_for_training(config: Config, world_size: int, *, launcher: str) -> Config:
+    """Resolve ``config`` and prove that its layout, schedule and data exist, in this process.
+
+    The cheap checks come first: they need neither torch nor the data.
+
+    Raises:
+        ConfigError: For a setting that cannot work.
+        DataError: If the tokenizer cannot be read.
+    """
+    resolve(config, world_size, cuda=False, launcher=launcher)
+
+    from megacore.data import load_tokenizer
+
+    vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
+    config = resolve(config, world_size, vocab_size=vocab_size, launcher=launcher)
+    check_plan(config, world_size)
+    return config
+
+
+def check_plan(config: Config, world_size: int) -> None:
+    """Make the layout, the layer partition and the schedule once, as every rank will.
+
+    Raises:
+        ConfigError: With the sentence of the planner that refuses.
+    """
+    from megacore.parallel import Topology
+    from megacore.pipeline import build_schedule, partition_layers
+
+    parallel, pipeline = config.parallel, config.pipeline
+    try:
+        Topology(
+            world_size=world_size,
+            tp=parallel.tp,
+            cp=parallel.cp,
+            pp=parallel.pp,
+            ep=parallel.ep,
+            etp=parallel.etp,
+            order=parallel.order,
+        )
+        partition_layers(
+            config.model.num_layers,
+            num_ranks=parallel.pp,
+            num_chunks=pipeline.num_chunks,
+            first=pipeline.first_layers,
+            last=pipeline.last_layers,
+            account_for_embedding=pipeline.account_for_embedding,
+            account_for_loss=pipeline.account_for_loss,
+        )
+        build_schedule(
+            pipeline.schedule,
+            num_ranks=parallel.pp,
+            num_microbatches=config.num_microbatches(world_size),
+            num_chunks=pipeline.num_chunks,
+            group_size=pipeline.group_size,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def default_nproc(config: Config) -> int:
+    """Processes to start when nobody says: one per GPU, else as few as the layout allows."""
+    import torch
+
+    if config.run.backend != "gloo" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return config.parallel.tp * config.parallel.cp * config.parallel.pp
+
+
+def _prepare_environment(*, debug: bool) -> int | None:
+    """Settle what torch reads when it is imported; returns the threads a user asked for."""
+    asked = os.environ.get("OMP_NUM_THREADS")
+    # A parent with more OpenMP threads cannot fork ranks safely; each rank sets its own number.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not debug:
+        # Connections break when a rank is lost. We say which; torch's stack dumps add nothing.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    return int(asked) if asked is not None and asked.isdecimal() else None
+
+
+def _import_loop() -> None:
+    """Import what the ranks need before they are forked, so that they share it."""
+    import megacore.train.loop  # noqa: F401
+
+
+def _options(config: Config, *, threads: int | None, debug: bool) -> LaunchOptions:
+    from megacore.train.launch import LaunchOptions
+
+    return LaunchOptions(
+        backend=filled(config.run.backend),
+        timeout_s=config.run.timeout_s,
+        peer_timeout_s=config.run.peer_timeout_s,
+        error_dir=Path(filled(config.run.dir)),
+        debug=debug,
+        threads=threads,
+    )

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacore import __version__
+from megacore.cli import COMMANDS, main
+
+DEMO = "[parallel]\ntp = 2\npp = 2\n"
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    path = tmp_path / "demo.toml"
+    path.write_text(DEMO)
+    return path
+
+
+def complaint_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on standard error of a command that must end with 2."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("megacore: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    without = capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == without
+    for name, command in COMMANDS.items():
+        assert f"{name} " in without
+        assert command.help.split()[0] in without
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"megacore {name}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megacore {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian", "x.toml"], "unknown command 'trian'; did you mean train?"),
+        (["zzz"], "unknown command 'zzz'; the commands are train, generate"),
+        (["train"], "the following arguments are required: CONFIG; see megacore train --help"),
+        (["train", "nowhere.toml"], "there is no configuration file nowhere.toml"),
+        (["train", "x.toml", "--lr", "3"], "unknown option --lr; did you mean --optimizer.lr?"),
+        (["train", "x.toml", "--nprox=3"], "unknown option --nprox; did you mean --nproc?"),
+        (["train", "x.toml", "y.toml"], "unexpected argument 'y.toml'"),
+        (["train", "x.toml", "--train.steps"], "--train.steps needs a value"),
+        (["doctor", "--jsn"], "unknown option --jsn; did you mean --json?"),
+        (["--vrsion"], "unrecognized arguments: --vrsion; see megacore --help"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = complaint_of(capsys, *arguments)
+    assert expected in message
+    assert message.count("\n") == 1
+
+
+def test_impossible_layout_is_refused_before_anything_starts(
+    demo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = complaint_of(capsys, "train", str(demo), "--nproc", "3")
+    assert f"tp 2 ({demo}:2) x cp 1 (default) x pp 2 ({demo}:3) = 4" in message
+    assert "nearest: start 4 processes" in message
+
+
+def test_process_count_is_checked_like_any_setting(
+    demo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = complaint_of(capsys, "train", str(demo), "--nproc=four", "--parallel.tpp=1")
+    assert 'run.nproc = "four": expected a whole number' in message
+    assert "unknown key parallel.tpp; did you mean parallel.tp?" in message
+
+
+def test_underscores_and_dashes_are_the_same_in_flags(
+    demo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for spelling in ("--train.global_batch_size=30", "--train.global-batch-size=30"):
+        message = complaint_of(capsys, "train", str(demo), "--nproc=8", spelling)
+        assert "train.global_batch_size = 30" in message
+
+
+def test_debug_adds_the_traceback(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--debug", "train", str(demo), "--nproc=3"]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" in captured.err
+    assert captured.err.splitlines()[-1].startswith("megacore: the layout does not fit")
+
+
+def test_interrupt_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megacore.cli.doctor.run", interrupt)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "megacore: interrupted\n"
+
+
+def test_module_runs_as_a_command() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "megacore", "trian"], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "megacore: unknown command 'trian'; did you mean train?\n"
+
+
+def test_output_may_be_cut_off_by_its_reader() -> None:
+    command = f"{sys.executable} -m megacore ranks --world-size 4096 --tp 2 | head -1"
+    result = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
+    )
+    assert result.stderr == ""
+    assert result.stdout.count("\n") == 1

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacore.config import Config, config_to_toml, load_config, resolve, split_overrides
+from megacore.config.load import key_lines
+from megacore.config.sections import section_classes
+from megacore.errors import ConfigError
+
+
+def write(folder: Path, text: str, name: str = "demo.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def message_of(path: Path | None, overrides: list[tuple[str, str]] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides or [])
+    return str(caught.value)
+
+
+def test_file_and_overrides_are_typed_and_the_override_wins(tmp_path: Path) -> None:
+    path = write(tmp_path, "[model]\nnum_layers = 6\nrope_base = 500\n[parallel]\ntp = 2\n")
+    config = load_config(
+        path,
+        [
+            ("parallel.tp", "4"),
+            ("optimizer.lr", "1e-3"),
+            ("run.plain", "true"),
+            ("run.name", "7"),
+            ("parallel.sequence-parallel", "yes"),
+        ],
+    )
+    assert (config.model.num_layers, config.model.rope_base) == (6, 500.0)
+    assert (config.parallel.tp, config.parallel.sequence_parallel) == (4, True)
+    assert (config.optimizer.lr, config.run.plain, config.run.name) == (1e-3, True, "7")
+
+
+def test_none_empties_an_optional_setting_only(tmp_path: Path) -> None:
+    path = write(tmp_path, '[checkpoint]\nresume = "auto"\n')
+    assert load_config(path, [("checkpoint.resume", "none")]).checkpoint.resume is None
+    assert "expected a whole number" in message_of(path, [("train.steps", "none")])
+
+
+def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '[model]\nnum_layers = "four"\n\n[parallel]\ntpp = 2\n[optimizer]\nlr = -1.0\n'
+        '[pipeline]\nschedule = "1f1bb"\n',
+    )
+    message = message_of(path, [("train.stepz", "3"), ("train.seed", "x")])
+    assert message.splitlines() == [
+        "6 problems in the configuration:",
+        f'  {path}:2: model.num_layers = "four": expected a whole number',
+        f"  {path}:5: unknown key parallel.tpp; did you mean parallel.tp?",
+        f'  {path}:9: pipeline.schedule = "1f1bb": '
+        "expected one of 'gpipe', '1f1b' or 'interleaved_1f1b'; did you mean 1f1b?",
+        f"  {path}:7: optimizer.lr = -1.0: must be at least 0",
+        '  --train.seed=x: train.seed = "x": expected a whole number',
+        "  --train.stepz=3: unknown key train.stepz; did you mean train.steps?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[modle]\nx = 1\n", ":1: unknown section [modle]; did you mean [model]?"),
+        ("[zzz]\nx = 1\n", ":1: unknown section [zzz]; the sections are model, parallel"),
+        ("lr = 1\n", ":1: lr stands outside any section; did you mean optimizer.lr?"),
+        ("[train]\nlr = 1\n", ":2: unknown key train.lr; did you mean optimizer.lr?"),
+        ("model = 3\n", ":1: [model] must be a table of settings, but it is 3"),
+        ("[train]\nzzzz = 1\n", "unknown key train.zzzz; [train] has steps, microbatch_size"),
+        ("[train]\nsteps = 0\n", ":2: train.steps = 0: must be at least 1"),
+        ("[train]\nsteps = true\n", ":2: train.steps = true: expected a whole number"),
+        ("[train]\nsteps = 2.5\n", ":2: train.steps = 2.5: expected a whole number"),
+        ("[model]\ndropout = 1.0\n", ":2: model.dropout = 1.0: must be below 1"),
+        ("[model]\nnorm_eps = 0.0\n", ":2: model.norm_eps = 0.0: must be above 0"),
+        ("[model]\nnorm_eps = inf\n", ":2: model.norm_eps = inf: expected a finite number"),
+        ("[run]\nname = 3\n", ":2: run.name = 3: expected text in quotes"),
+        ("[run]\nplain = 1\n", ":2: run.plain = 1: expected true or false"),
+        ('[run]\nname = ""\n', ':2: run.name = "": must not be empty'),
+        ("[train\n", "is not valid TOML"),
+        (
+            "[model]\nhidden_size = 130\n",
+            "[model] hidden_size = 130 is not a multiple of num_heads = 4; "
+            "nearest hidden_size: 128 or 132",
+        ),
+        ("[model]\nhidden_size = 12\n", "= 3 is odd, but rotary embedding turns pairs"),
+        (
+            "[model]\nnum_heads = 8\nnum_kv_heads = 3\n",
+            "num_kv_heads = 3 does not divide num_heads = 8; nearest: 2 or 4",
+        ),
+        ('[parallel]\norder = "tp-xp"\n', 'axis "xp" is unknown; the axes are tp, cp, ep, dp, pp'),
+        ('[parallel]\norder = "tp-tp-dp"\n', 'axis "tp" is named 2 times'),
+        ('[parallel]\npp = 2\norder = "tp-dp"\n', "leaves out pp, which has size 2"),
+        ("[optimizer]\nmin_lr = 1.0\n", "min_lr = 1 is above lr = 0.003"),
+        ('[data]\nsplit = "95"\n', 'expected two or three weights like "95,5"'),
+        ('[data]\nsplit = "0,5"\n', "the first above 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_a_fix(tmp_path: Path, text: str, expected: str) -> None:
+    message = message_of(write(tmp_path, text))
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_missing_file_shows_the_closest_names(tmp_path: Path) -> None:
+    path = write(tmp_path, "")
+    assert f"did you mean {path}?" in message_of(tmp_path / "dmo.toml")
+    assert f"{tmp_path} holds demo.toml" in message_of(tmp_path / "zzz")
+    assert "the folder" in message_of(tmp_path / "no" / "demo.toml")
+    assert f"{tmp_path} is a folder" in message_of(tmp_path)
+
+
+def test_binary_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "demo.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "not text in UTF-8" in message_of(path)
+
+
+def test_overrides_are_taken_out_of_a_command_line() -> None:
+    line = (
+        "--run.plain x.toml --parallel.sequence-parallel --train.steps 20 "
+        "--checkpoint.interval -1 --nproc=2 --run.plain false --run.name=a=b"
+    )
+    pairs, rest = split_overrides(line.split())
+    assert pairs == [
+        ("run.plain", "true"),
+        ("parallel.sequence_parallel", "true"),
+        ("train.steps", "20"),
+        ("checkpoint.interval", "-1"),
+        ("run.plain", "false"),
+        ("run.name", "a=b"),
+    ]
+    assert rest == ["x.toml", "--nproc=2"]
+    with pytest.raises(ConfigError, match=r"--train\.steps needs a value"):
+        split_overrides(["--train.steps", "--run.plain"])
+
+
+def test_lines_of_keys_survive_strings_and_spacing() -> None:
+    text = '# [x]\n[ a ]\n"k" = """\n[b]\nc = 1\n"""\nd=2 # e = 3\nf.g = 1\n'
+    assert key_lines(text) == {"a": 2, "a.k": 3, "a.d": 7, "a.f.g": 8}
+
+
+def test_origin_tells_file_line_override_or_default(tmp_path: Path) -> None:
+    path = write(tmp_path, "[parallel]\n\ntp = 2\n")
+    config = load_config(path, [("parallel.pp", "2")])
+    assert config.origin("parallel.tp") == f"{path}:3"
+    assert config.origin("parallel.pp") == "--parallel.pp=2"
+    assert config.origin("parallel.cp") == "default"
+    assert pickle.loads(pickle.dumps(config)).origin("parallel.tp") == f"{path}:3"
+    assert resolve(config, 4, cuda=False).origin("parallel.tp") == f"{path}:3"
+
+
+def test_config_is_frozen_and_compares_by_value() -> None:
+    config = load_config(None, [("train.steps", "3")])
+    assert config == Config.model_validate({"train": {"steps": 3}})
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.steps = 4  # type: ignore[misc]
+
+
+@given(
+    steps=st.integers(1, 10**6),
+    lr=st.floats(0, 1e3),
+    name=st.text(min_size=1).filter(lambda text: text.isprintable()),
+    world=st.sampled_from([1, 2, 4, 8]),
+    tie=st.booleans(),
+)
+def test_resolved_config_reads_back_to_the_same_value(
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: int,
+    lr: float,
+    name: str,
+    world: int,
+    tie: bool,
+) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"tie_embeddings": tie},
+            "train": {"steps": steps},
+            "optimizer": {"lr": lr},
+            "run": {"name": name},
+        }
+    )
+    resolved = resolve(config, world, vocab_size=256, cuda=False)
+    path = write(tmp_path_factory.mktemp("config"), config_to_toml(resolved), "config.toml")
+    assert load_config(path) == resolved
+
+
+def test_every_field_has_a_description() -> None:
+    for name, cls in section_classes().items():
+        for key, info in cls.model_fields.items():
+            assert info.description, f"{name}.{key}"
+            assert info.description.endswith("."), f"{name}.{key}"

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import pytest
+
+from megacore.config import Config, filled, load_config, resolve
+from megacore.errors import ConfigError
+
+
+def make(**settings: str) -> Config:
+    """A configuration from ``section__key="value"`` overrides."""
+    return load_config(None, [(key.replace("__", "."), text) for key, text in settings.items()])
+
+
+def message_of(config: Config, world_size: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, world_size, cuda=False)
+    return str(caught.value)
+
+
+def test_every_derived_setting_is_filled() -> None:
+    config = resolve(make(parallel__tp="2", run__name="x"), 4, vocab_size=300, cuda=False)
+    assert config.model.num_kv_heads == 4
+    assert config.model.ffn_hidden_size == 384
+    assert config.model.vocab_size == 300
+    assert config.parallel.etp == 2
+    assert config.optimizer.min_lr == pytest.approx(3e-4)
+    assert config.optimizer.decay_steps == 100
+    assert config.run.dir == "runs/x"
+    assert config.checkpoint.dir == "runs/x/checkpoints"
+    assert (config.run.nproc, config.run.backend, config.run.trace_step) == (4, "gloo", 50)
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(64, 192), (96, 256), (128, 384), (256, 704)])
+def test_ffn_width_is_eight_thirds_rounded_up_to_64(hidden: int, ffn: int) -> None:
+    config = resolve(make(model__hidden_size=str(hidden)), 1, cuda=False)
+    assert config.model.ffn_hidden_size == ffn
+
+
+def test_set_values_are_kept() -> None:
+    config = make(
+        model__vocab_size="100",
+        optimizer__min_lr="0",
+        run__dir="d",
+        checkpoint__dir="c",
+        run__backend="gloo",
+        optimizer__schedule="wsd",
+    )
+    config = resolve(config, 1, vocab_size=256, cuda=True)
+    assert (config.model.vocab_size, config.optimizer.min_lr) == (100, 0.0)
+    assert (config.run.dir, config.checkpoint.dir, config.run.backend) == ("d", "c", "gloo")
+    assert config.optimizer.decay_steps == 20
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = resolve(make(parallel__pp="2"), 4, vocab_size=256, cuda=False)
+    assert resolve(once, 4, vocab_size=256, cuda=True) == once
+
+
+def test_backend_follows_the_gpu() -> None:
+    assert resolve(make(), 1, cuda=True).run.backend == "nccl"
+    assert resolve(make(), 1, cuda=False).run.backend == "gloo"
+
+
+def test_layout_message_shows_factors_origins_and_fixes() -> None:
+    message = message_of(make(parallel__tp="4", parallel__pp="4"), 12)
+    assert message == (
+        "the layout does not fit 12 processes (--nproc): tp 4 (--parallel.tp=4) x cp 1 (default) x "
+        "pp 4 (--parallel.pp=4) = 16, and 12 is not a multiple of it; nearest: start 16 processes, "
+        "or use tp=4 pp=3, or use tp=1 pp=4"
+    )
+
+
+def test_suggested_layouts_do_fit() -> None:
+    message = message_of(make(parallel__tp="3", train__global_batch_size="96"), 8)
+    for part in message.split("use ")[1:]:
+        tp, pp = (int(word.strip(",\n").split("=")[1]) for word in part.split()[:2])
+        resolve(
+            make(parallel__tp=str(tp), parallel__pp=str(pp), train__global_batch_size="96"),
+            8,
+            cuda=False,
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "expected"),
+    [
+        ({"parallel__cp": "2"}, 2, "parallel.cp = 2 (--parallel.cp=2) is not yet available"),
+        ({"parallel__ep": "2"}, 2, "parallel.ep = 2 (--parallel.ep=2) is not yet available"),
+        ({"parallel__etp": "2"}, 2, "parallel.etp = 2 (--parallel.etp=2) is not yet available"),
+        (
+            {"parallel__tp": "8"},
+            8,
+            "model.num_heads = 4 (default) is not a multiple of parallel.tp = 8 (--parallel.tp=8); "
+            "nearest: tp=4, or num_heads=8",
+        ),
+        (
+            {"parallel__tp": "2", "model__num_kv_heads": "1"},
+            2,
+            "model.num_kv_heads = 1 (--model.num_kv_heads=1) is not a multiple of parallel.tp = 2",
+        ),
+        (
+            {"parallel__tp": "2", "parallel__sequence_parallel": "true", "model__seq_length": "9"},
+            2,
+            "nearest: tp=1 or 3, or seq_length=8 or 10",
+        ),
+        ({"parallel__tp": "2", "model__ffn_hidden_size": "99"}, 2, "ffn_hidden_size=98 or 100"),
+        ({"parallel__pp": "8"}, 8, "model.num_layers = 4 (default) cannot fill the 8 stages"),
+        ({"pipeline__num_chunks": "2"}, 1, "needs the schedule interleaved_1f1b"),
+        ({"pipeline__schedule": "interleaved_1f1b"}, 1, "needs pipeline.num_chunks > 1"),
+        ({"pipeline__schedule": "interleaved_1f1b"}, 1, "needs parallel.pp > 1"),
+        (
+            {"train__global_batch_size": "30"},
+            2,
+            "train.global_batch_size = 30 (--train.global_batch_size=30) is not a multiple of "
+            "train.microbatch_size = 4 (default) x dp 2 (2 processes / tp*cp*pp) = 8; "
+            "nearest: 24 or 32",
+        ),
+        (
+            {
+                "pipeline__schedule": "interleaved_1f1b",
+                "pipeline__num_chunks": "2",
+                "parallel__pp": "2",
+                "train__global_batch_size": "12",
+            },
+            2,
+            "nearest train.global_batch_size: 8 or 16",
+        ),
+        (
+            {
+                "pipeline__schedule": "interleaved_1f1b",
+                "pipeline__num_chunks": "2",
+                "pipeline__group_size": "1",
+                "parallel__pp": "2",
+            },
+            2,
+            "is below parallel.pp = 2",
+        ),
+        ({"pipeline__first_layers": "5"}, 1, "= 5 is more than model.num_layers = 4"),
+        ({"optimizer__warmup_steps": "100"}, 1, "leaves no step after the warmup"),
+        (
+            {"optimizer__schedule": "wsd", "optimizer__warmup_steps": "90"},
+            1,
+            "use at most 10 decay steps",
+        ),
+        ({"parallel__order": "tp-pp"}, 2, "leaves out dp, which has size 2"),
+    ],
+)
+def test_a_broken_rule_shows_values_origins_and_the_nearest_fix(
+    settings: dict[str, str], world: int, expected: str
+) -> None:
+    assert expected in message_of(make(**settings), world)
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    config = make(parallel__tp="3", pipeline__num_chunks="2", optimizer__warmup_steps="200")
+    lines = message_of(config, 4).splitlines()
+    assert lines[0] == f"{len(lines) - 1} problems in the configuration:"
+    assert len(lines) >= 5
+
+
+def test_expert_tensor_size_may_be_one_without_experts() -> None:
+    assert resolve(make(parallel__tp="2", parallel__etp="1"), 2, cuda=False).parallel.etp == 1
+
+
+def test_microbatches_follow_from_the_layout() -> None:
+    config = resolve(make(parallel__tp="2", train__global_batch_size="32"), 4, cuda=False)
+    assert (config.dp(4), config.num_microbatches(4)) == (2, 4)
+
+
+def test_empty_setting_of_an_unresolved_config_is_our_bug() -> None:
+    with pytest.raises(RuntimeError, match=r"call megacore\.config\.resolve first"):
+        filled(Config().model.num_kv_heads)

@@ -1,0 +1,52 @@
+"""What importing costs, measured in modules: times would depend on the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def modules_after(code: str) -> set[str]:
+    """Names of all modules that a fresh interpreter holds after ``code``."""
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}; import sys, json; print(json.dumps(list(sys.modules)))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded: list[str] = json.loads(result.stdout)
+    return set(loaded)
+
+
+@pytest.fixture(scope="module")
+def bare() -> set[str]:
+    return modules_after("pass")
+
+
+def test_importing_the_package_loads_next_to_nothing(bare: set[str]) -> None:
+    added = modules_after("import megacore") - bare
+    ours = {name for name in added if name.split(".")[0] == "megacore"}
+    assert ours == {"megacore"}
+    assert not {"torch", "numpy", "pydantic", "rich"} & added
+    assert len(added) < 20
+
+
+def test_help_and_mistakes_of_the_command_line_do_not_load_torch() -> None:
+    code = "from megacore.cli import main; main(['train', 'nowhere.toml'])"
+    assert not {"torch", "numpy", "rich"} & modules_after(code)
+
+
+def test_submodules_load_on_first_use(bare: set[str]) -> None:
+    added = modules_after("import megacore; megacore.config.Config") - bare
+    assert {"megacore.config", "pydantic"} <= added
+    assert "torch" not in added
+
+
+def test_unknown_attribute_is_an_attribute_error() -> None:
+    import megacore
+
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        megacore.nothing  # noqa: B018
