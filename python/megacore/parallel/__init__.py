@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from megacore.parallel.process_groups import Group, ProcessGroups
+from typing import TYPE_CHECKING, Any
+
 from megacore.parallel.topology import DEFAULT_ORDER, RankGenerator, Topology
 
+if TYPE_CHECKING:
+    from megacore.parallel.process_groups import Group, ProcessGroups
+
 __all__ = ["DEFAULT_ORDER", "Group", "ProcessGroups", "RankGenerator", "Topology"]
+
+
+def __getattr__(name: str) -> Any:
+    # Layouts are pure values; torch is imported only when process groups are wanted.
+    if name in ("Group", "ProcessGroups"):
+        from megacore.parallel import process_groups
+
+        return getattr(process_groups, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -104,8 +104,8 @@ def _document(
     width: float, height: float, topology: Topology, gpus_per_node: int, parts: Sequence[str]
 ) -> str:
     num_nodes = -(-topology.world_size // gpus_per_node)
-    nodes = f"{num_nodes:,} node{'s' if num_nodes > 1 else ''} of {gpus_per_node} GPUs"
-    title = f"{topology.world_size:,} ranks on {nodes}"
+    nodes = f"{_count(num_nodes, 'node')} of {_count(gpus_per_node, 'GPU')}"
+    title = f"{_count(topology.world_size, 'rank')} on {nodes}"
     near, far = topology.order.split("-")[0], topology.order.split("-")[-1]
     how = (
         f"Order {topology.order}: {near} ranks are neighbours, {far} ranks are farthest apart.",
@@ -204,9 +204,10 @@ def _draw_panel(panel: _Panel, x: float, y: float, width: float, height: float) 
     parts = [_rect(x, y, width, height, _CARD, radius=12, stroke=_LINE)]
     left = x + _PANEL_PAD
     heading = f"{panel.axis} {group_size:,}"
-    counts = f"{num_groups:,} group{'s' if num_groups > 1 else ''}"
     parts.append(_text(left, y + 34, heading, 20, weight=700))
-    parts.append(_text(left + 20 + 12 * len(heading), y + 34, counts, 13, fill=_MUTED))
+    parts.append(
+        _text(left + 20 + 12 * len(heading), y + 34, _count(num_groups, "group"), 13, fill=_MUTED)
+    )
     parts.append(_text(left, y + 58, _MEANINGS[panel.axis], 13, fill=_MUTED))
     parts += _badge(x + width - _PANEL_PAD, y + 17, near=panel.stays_in_node)
     per_row = _nodes_per_row(panel.num_nodes, panel.gpus_per_node)
@@ -292,7 +293,7 @@ def _legend(panel: _Panel) -> list[list[tuple[int | None, str]]]:
     ]
     more = len(panel.groups) - len(entries)
     if more:
-        lines.append([(None, f"... {more:,} more group{'s' if more > 1 else ''}")])
+        lines.append([(None, f"... {_count(more, 'more group')}")])
     if len(panel.nodes) < panel.num_nodes:
         shown = f"{len(panel.nodes)} of {panel.num_nodes:,} nodes drawn"
         lines.append([(None, f"{shown}: where the groups of node 0 are")])
@@ -323,6 +324,10 @@ def _badge(right: float, y: float, *, near: bool) -> list[str]:
         _rect(right - _BADGE_W, y, _BADGE_W, 22, back, radius=11),
         _text(right - _BADGE_W / 2, y + 15, text, 12, fill=ink, weight=600, anchor="middle"),
     ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def _rect(
