@@ -9,5 +9,6 @@ namespace megacore::bindings {
 void bind_parallel(pybind11::module_& module);
 void bind_pipeline(pybind11::module_& module);
 void bind_buffer(pybind11::module_& module);
+void bind_moe(pybind11::module_& module);
 
 }  // namespace megacore::bindings

@@ -6,4 +6,5 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_parallel(module);
   megacore::bindings::bind_pipeline(module);
   megacore::bindings::bind_buffer(module);
+  megacore::bindings::bind_moe(module);
 }

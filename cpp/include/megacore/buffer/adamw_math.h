@@ -10,11 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__CUDACC__)
-#define MC_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define MC_HOST_DEVICE inline
-#endif
+#include "megacore/base/host_device.h"
 
 namespace megacore::buffer {
 

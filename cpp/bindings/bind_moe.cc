@@ -1,0 +1,176 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings.h"
+#include "megacore/moe/documented.h"
+#include "megacore/moe/offload_plan.h"
+#include "megacore/moe/source_split.h"
+
+namespace py = pybind11;
+
+namespace megacore::bindings {
+namespace {
+
+using moe::OffloadPlan;
+using CountArray = py::array_t<int64_t, py::array::c_style>;
+
+moe::TokenCounts view(const CountArray& counts) {
+  return {.tokens = counts.data(), .num_ranks = counts.shape(0), .num_experts = counts.shape(1)};
+}
+
+// A read-only array on the plan's own memory; it keeps the plan alive.
+py::array_t<int64_t> share(const py::object& plan,
+                           const std::vector<int64_t>& values,
+                           const std::vector<int64_t>& shape) {
+  py::array_t<int64_t> array(shape, values.data(), plan);
+  array.attr("setflags")(py::arg("write") = false);
+  return array;
+}
+
+void bind_offload_plan(py::module_& module) {
+  py::class_<OffloadPlan>(module, "OffloadPlan")
+      .def_readonly("num_ranks", &OffloadPlan::num_ranks)
+      .def_readonly("num_experts", &OffloadPlan::num_experts)
+      .def_readonly("num_spare_slots", &OffloadPlan::num_spare_slots)
+      .def_readonly("max_load", &OffloadPlan::max_load)
+      .def_readonly("num_clones", &OffloadPlan::num_clones)
+      .def_readonly("bound", &OffloadPlan::bound)
+      .def_readonly("bound_holds", &OffloadPlan::bound_holds)
+      .def_property_readonly("slot_expert",
+                             [](const py::object& self) {
+                               const auto& plan = self.cast<const OffloadPlan&>();
+                               return share(
+                                   self, plan.slot_expert, {plan.num_ranks, plan.num_spare_slots});
+                             })
+      .def_property_readonly("rerouted",
+                             [](const py::object& self) {
+                               const auto& plan = self.cast<const OffloadPlan&>();
+                               return share(self,
+                                            plan.rerouted,
+                                            {plan.num_ranks, plan.num_ranks, plan.num_spare_slots});
+                             })
+      .def_property_readonly("load_before",
+                             [](const py::object& self) {
+                               const auto& plan = self.cast<const OffloadPlan&>();
+                               return share(self, plan.load_before, {plan.num_ranks});
+                             })
+      .def_property_readonly("load_after", [](const py::object& self) {
+        const auto& plan = self.cast<const OffloadPlan&>();
+        return share(self, plan.load_after, {plan.num_ranks});
+      });
+  module.def(
+      "plan_offload",
+      [](const CountArray& counts,
+         const std::string& method,
+         int64_t num_spare_slots,
+         int64_t tolerance_per_million,
+         int64_t min_imbalance_per_million,
+         int64_t domain_size) {
+        const moe::TokenCounts matrix = view(counts);
+        const py::gil_scoped_release release;
+        return moe::plan_offload(matrix,
+                                 {.method = moe::plan_method(method),
+                                  .num_spare_slots = num_spare_slots,
+                                  .tolerance_per_million = tolerance_per_million,
+                                  .min_imbalance_per_million = min_imbalance_per_million,
+                                  .domain_size = domain_size});
+      },
+      py::arg("counts"),
+      py::kw_only(),
+      py::arg("method"),
+      py::arg("num_spare_slots"),
+      py::arg("tolerance_per_million"),
+      py::arg("min_imbalance_per_million"),
+      py::arg("domain_size"));
+}
+
+// The documented planner's steps, for `megacore.moe.documented`.
+void bind_documented_steps(py::module_& module) {
+  using Values = std::vector<int64_t>;
+  module.def(
+      "floor_average",
+      [](const Values& rank_loads) { return moe::floor_average(rank_loads); },
+      py::arg("rank_loads"));
+  module.def(
+      "spare_capacity",
+      [](const Values& rank_loads, int64_t average) {
+        return moe::spare_capacity(rank_loads, average);
+      },
+      py::arg("rank_loads"),
+      py::arg("average"));
+  module.def(
+      "spillover",
+      [](const Values& expert_loads, int64_t num_ranks, int64_t average) {
+        return moe::spillover(expert_loads, num_ranks, average);
+      },
+      py::arg("expert_loads"),
+      py::kw_only(),
+      py::arg("num_ranks"),
+      py::arg("average"));
+  using PieceTuple = std::tuple<int64_t, int64_t, int64_t>;
+  const auto to_tuples = [](const std::vector<moe::Piece>& pieces) {
+    std::vector<PieceTuple> tuples;
+    for (const moe::Piece& piece : pieces) {
+      tuples.emplace_back(piece.chunk, piece.bucket, piece.tokens);
+    }
+    return tuples;
+  };
+  module.def(
+      "interval_overlap",
+      [to_tuples](const Values& chunks, const Values& buckets) {
+        return to_tuples(moe::interval_overlap(chunks, buckets));
+      },
+      py::arg("chunks"),
+      py::arg("buckets"));
+  module.def(
+      "assign_spillover",
+      [to_tuples](const Values& spillover, const Values& spare_capacity) {
+        return to_tuples(moe::assign_spillover(spillover, spare_capacity));
+      },
+      py::arg("spillover"),
+      py::arg("spare_capacity"));
+  module.def(
+      "top_pieces",
+      [](const std::vector<PieceTuple>& pieces, int64_t num_spare_slots) {
+        std::vector<moe::Piece> values;
+        for (const auto& [expert, rank, tokens] : pieces) {
+          values.push_back({expert, rank, tokens});
+        }
+        std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> clones;
+        for (const moe::Clone& clone : moe::top_pieces(values, num_spare_slots)) {
+          clones.emplace_back(clone.expert, clone.rank, clone.slot, clone.tokens);
+        }
+        return clones;
+      },
+      py::arg("pieces"),
+      py::kw_only(),
+      py::arg("num_spare_slots"));
+  module.def(
+      "breadth_first_shares",
+      [](const Values& tokens, const Values& amounts) {
+        return moe::breadth_first_shares(tokens, amounts);
+      },
+      py::arg("tokens"),
+      py::arg("amounts"));
+  module.def(
+      "depth_first_shares",
+      [](const Values& tokens_left, const Values& missing) {
+        return moe::depth_first_shares(tokens_left, missing);
+      },
+      py::arg("tokens_left"),
+      py::arg("missing"));
+}
+
+}  // namespace
+
+void bind_moe(py::module_& module) {
+  bind_offload_plan(module);
+  bind_documented_steps(module);
+}
+
+}  // namespace megacore::bindings

@@ -1,0 +1,62 @@
+// Which hot experts are cloned into which spare slots, and which tokens go to the clones.
+//
+// Every rank computes the same plan from the same counts: integers only, ties go to the lowest
+// index. A plan moves tokens off home experts and loses none:
+//
+//   tokens of e that source r keeps at home = counts[r, e] - sum over slots (p, s) that hold e
+//                                                            of rerouted[r, p, s]
+
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "megacore/moe/token_counts.h"
+
+namespace megacore::moe {
+
+enum class PlanMethod {
+  kDocumented,  // documented.h
+  kBalanced,    // balanced.h
+};
+
+// "echo" and "balanced". Throws std::invalid_argument for any other name.
+PlanMethod plan_method(std::string_view name);
+
+struct PlanSpec {
+  PlanMethod method = PlanMethod::kBalanced;
+  int64_t num_spare_slots = 1;
+  // Balanced only: room above the average that is not worth a clone, in millionths of the average.
+  int64_t tolerance_per_million = 10'000;
+  // No clones while the highest load is at most this many millionths of the average.
+  int64_t min_imbalance_per_million = kMillion;
+  // Balanced only: see BalancedSpec. 0 means all ranks.
+  int64_t domain_size = 0;
+};
+
+struct OffloadPlan {
+  int64_t num_ranks = 0;
+  int64_t num_experts = 0;
+  int64_t num_spare_slots = 0;
+  std::vector<int64_t> slot_expert = {};  // (rank, slot): cloned expert, -1 where unused
+  std::vector<int64_t> rerouted = {};     // (source rank, destination rank, slot): tokens
+  std::vector<int64_t> load_before = {};  // (rank,)
+  std::vector<int64_t> load_after = {};   // (rank,)
+  int64_t max_load = 0;                   // highest of load_after
+  int64_t num_clones = 0;
+  // Rows that a static receive buffer of a rank needs for this total. Balanced: the goal load, or
+  // the load below which no plan is made where that is more; documented: the floor average and the
+  // remainder that it leaves over.
+  int64_t bound = 0;
+  bool bound_holds = true;  // max_load <= bound; always, if balanced and slots >= experts per rank
+
+  friend bool operator==(const OffloadPlan&, const OffloadPlan&) = default;
+};
+
+// Throws std::invalid_argument for bad counts (see sum_loads), a negative number of slots, a
+// tolerance outside [0, 10^6], a minimum imbalance outside [10^6, 10^9], a domain size that does
+// not divide the number of ranks, or a domain with the documented method.
+OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec);
+
+}  // namespace megacore::moe

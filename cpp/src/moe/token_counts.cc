@@ -1,0 +1,89 @@
+#include "megacore/moe/token_counts.h"
+
+#include <algorithm>
+#include <string>
+
+#include "megacore/base/check.h"
+
+namespace megacore::moe {
+namespace {
+
+std::string nearest_multiples(int64_t value, int64_t unit) {
+  const int64_t below = value / unit * unit;
+  return below == 0 ? base::concat(unit) : base::concat(below, " or ", below + unit);
+}
+
+void require_shape(const TokenCounts& counts) {
+  MC_REQUIRE(counts.num_ranks >= 1 && counts.num_experts >= 1,
+             "the counts have shape (",
+             counts.num_ranks,
+             ", ",
+             counts.num_experts,
+             "), ranks x experts; both must be at least 1");
+  MC_REQUIRE(counts.num_experts % counts.num_ranks == 0,
+             counts.num_experts,
+             " experts do not divide over ",
+             counts.num_ranks,
+             " ranks; the nearest numbers of experts that do are ",
+             nearest_multiples(counts.num_experts, counts.num_ranks));
+  MC_REQUIRE(counts.num_experts <= kMaxExperts,
+             counts.num_experts,
+             " experts; the planner takes at most ",
+             kMaxExperts);
+}
+
+[[noreturn]] void report_negative(const TokenCounts& counts) {
+  const int64_t size = counts.num_ranks * counts.num_experts;
+  const int64_t* found =
+      std::find_if(counts.tokens, counts.tokens + size, [](int64_t count) { return count < 0; });
+  const int64_t index = found - counts.tokens;
+  throw std::invalid_argument(base::concat("the count of rank ",
+                                           index / counts.num_experts,
+                                           " for expert ",
+                                           index % counts.num_experts,
+                                           " is ",
+                                           *found,
+                                           "; a number of tokens is at least 0"));
+}
+
+void require_within_limit(int64_t tokens) {
+  MC_REQUIRE(tokens <= kMaxTokensPerExpert,
+             "an expert has more than ",
+             kMaxTokensPerExpert,
+             " tokens, which is the most that the planner takes");
+}
+
+}  // namespace
+
+int64_t Loads::highest() const { return *std::max_element(ranks.begin(), ranks.end()); }
+
+Loads sum_loads(const TokenCounts& counts) {
+  require_shape(counts);
+  Loads loads{.experts = std::vector<int64_t>(static_cast<size_t>(counts.num_experts), 0),
+              .ranks = std::vector<int64_t>(static_cast<size_t>(counts.num_ranks), 0)};
+  for (int64_t rank = 0; rank < counts.num_ranks; ++rank) {
+    const int64_t* row = counts.tokens + rank * counts.num_experts;
+    // The union of the bits is negative when one count is, and above the limit, which is all ones,
+    // when one count is: one pass without branches.
+    int64_t bits = 0;
+    for (int64_t expert = 0; expert < counts.num_experts; ++expert) {
+      bits |= row[expert];
+    }
+    if (bits < 0) {
+      report_negative(counts);
+    }
+    require_within_limit(bits);
+    for (size_t expert = 0; expert < loads.experts.size(); ++expert) {
+      bits |= loads.experts[expert] += row[expert];
+    }
+    require_within_limit(bits);
+  }
+  for (int64_t expert = 0; expert < counts.num_experts; ++expert) {
+    const int64_t tokens = loads.experts[static_cast<size_t>(expert)];
+    loads.ranks[static_cast<size_t>(counts.home(expert))] += tokens;
+    loads.total += tokens;
+  }
+  return loads;
+}
+
+}  // namespace megacore::moe
