@@ -1,7 +1,289 @@
+#include <pybind11/native_enum.h>
+#include <pybind11/operators.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
 #include "bindings.h"
+#include "megacore/pipeline/generators.h"
+#include "megacore/pipeline/lowering.h"
+#include "megacore/pipeline/partition.h"
+#include "megacore/pipeline/schedule_table.h"
+#include "megacore/pipeline/simulate.h"
+#include "megacore/pipeline/state_machine.h"
+#include "megacore/pipeline/validate.h"
 
 namespace megacore::bindings {
+namespace {
 
-void bind_pipeline(pybind11::module_& module) { static_cast<void>(module); }
+namespace py = pybind11;
+using namespace py::literals;
+using namespace megacore::pipeline;
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+void bind_action(py::module_& module) {
+  py::native_enum<ActionKind>(module, "ActionKind", "enum.IntEnum")
+      .value("FORWARD", ActionKind::kForward)
+      .value("BACKWARD", ActionKind::kBackward)
+      .value("BACKWARD_INPUT", ActionKind::kBackwardInput)
+      .value("BACKWARD_WEIGHT", ActionKind::kBackwardWeight)
+      .value("SEND_FORWARD", ActionKind::kSendForward)
+      .value("RECV_FORWARD", ActionKind::kRecvForward)
+      .value("SEND_BACKWARD", ActionKind::kSendBackward)
+      .value("RECV_BACKWARD", ActionKind::kRecvBackward)
+      .finalize();
+  py::class_<Action>(module, "Action", "One step of a pipeline rank; str() gives its text, 2F0.")
+      .def(py::init<int32_t, ActionKind, int32_t>(), "stage"_a, "kind"_a, "microbatch"_a)
+      .def_static(
+          "parse", &parse_action, "text"_a, "The action with this text; the inverse of str().")
+      .def_readonly("stage", &Action::stage)
+      .def_readonly("kind", &Action::kind)
+      .def_readonly("microbatch", &Action::microbatch)
+      .def(py::self == py::self)
+      .def("__hash__",
+           [](const Action& a) {
+             return py::hash(py::make_tuple(a.stage, static_cast<int>(a.kind), a.microbatch));
+           })
+      .def("__str__", [](const Action& a) { return to_text(a); })
+      .def("__repr__", [](const Action& a) { return "Action.parse('" + to_text(a) + "')"; })
+      .def("__reduce__", [](const Action& a) {
+        return py::make_tuple(py::type::of<Action>().attr("parse"), py::make_tuple(to_text(a)));
+      });
+}
+
+void bind_schedule(py::module_& module) {
+  py::class_<Timeline>(module, "Timeline")
+      .def_readonly("makespan", &Timeline::makespan)
+      .def_readonly("bubble_fraction", &Timeline::bubble_fraction)
+      .def_readonly("busy", &Timeline::busy)
+      .def_readonly("peak_in_flight", &Timeline::peak_in_flight)
+      .def_property_readonly("spans", [](const Timeline& timeline) {
+        py::list spans;
+        for (const TimedSpan& span : timeline.spans) {
+          spans.append(py::make_tuple(span.start, span.end));
+        }
+        return spans;
+      });
+  py::class_<Schedule>(module, "Schedule")
+      .def_static("from_text", &schedule_from_text, "text"_a, NoGil())
+      .def_static("from_csv", &schedule_from_csv, "text"_a, py::kw_only(), "name"_a, NoGil())
+      .def_readonly("name", &Schedule::name)
+      .def_property_readonly("num_ranks", &Schedule::num_ranks)
+      .def_property_readonly("num_stages", &Schedule::num_stages)
+      .def_property_readonly("num_chunks",
+                             [](const Schedule& s) { return s.placement.num_chunks(); })
+      .def_readonly("num_microbatches", &Schedule::num_microbatches)
+      .def_readonly("is_forward_only", &Schedule::forward_only)
+      .def(
+          "stages",
+          [](const Schedule& s, int rank) {
+            const auto stages = s.placement.stages_of(rank);
+            return std::vector<int32_t>(stages.begin(), stages.end());
+          },
+          "rank"_a)
+      .def(
+          "actions",
+          [](const Schedule& s, int rank) {
+            const auto actions = s.rank_actions(rank);
+            return std::vector<Action>(actions.begin(), actions.end());
+          },
+          "rank"_a)
+      .def("order", &order_list, "rank"_a)
+      .def("forward_only", py::overload_cast<const Schedule&>(&forward_only), NoGil())
+      .def("validate", &validate, NoGil())
+      .def("lower", &lower, NoGil())
+      .def(
+          "simulate",
+          [](const Schedule& s,
+             std::vector<double> forward,
+             std::vector<double> backward_input,
+             std::vector<double> backward_weight,
+             double send) {
+            return simulate(s,
+                            {.forward = std::move(forward),
+                             .backward_input = std::move(backward_input),
+                             .backward_weight = std::move(backward_weight),
+                             .send = send});
+          },
+          py::kw_only(),
+          "forward"_a,
+          "backward_input"_a,
+          "backward_weight"_a,
+          "send"_a,
+          NoGil())
+      .def("to_text", py::overload_cast<const Schedule&>(&to_text), NoGil())
+      .def("to_csv", &to_csv, NoGil())
+      .def(py::self == py::self);
+}
+
+void bind_generators(py::module_& module) {
+  module.def(
+      "gpipe",
+      [](int num_ranks, int num_microbatches) {
+        return gpipe({.num_ranks = num_ranks, .num_microbatches = num_microbatches});
+      },
+      py::kw_only(),
+      "num_ranks"_a,
+      "num_microbatches"_a,
+      NoGil());
+  module.def(
+      "one_f_one_b",
+      [](int num_ranks, int num_microbatches) {
+        return one_f_one_b({.num_ranks = num_ranks, .num_microbatches = num_microbatches});
+      },
+      py::kw_only(),
+      "num_ranks"_a,
+      "num_microbatches"_a,
+      NoGil());
+  module.def(
+      "interleaved_one_f_one_b",
+      [](int num_ranks, int num_chunks, int num_microbatches, std::optional<int> group_size) {
+        return interleaved_one_f_one_b({.num_ranks = num_ranks,
+                                        .num_chunks = num_chunks,
+                                        .num_microbatches = num_microbatches,
+                                        .group_size = group_size});
+      },
+      py::kw_only(),
+      "num_ranks"_a,
+      "num_chunks"_a,
+      "num_microbatches"_a,
+      "group_size"_a,
+      NoGil());
+  module.def(
+      "best_group_size",
+      [](int num_ranks, int num_chunks, int num_microbatches) {
+        return best_group_size({.num_ranks = num_ranks,
+                                .num_chunks = num_chunks,
+                                .num_microbatches = num_microbatches});
+      },
+      py::kw_only(),
+      "num_ranks"_a,
+      "num_chunks"_a,
+      "num_microbatches"_a);
+  module.def(
+      "schedule_table",
+      [](int num_microbatches, int num_chunks, int group_size) {
+        std::vector<std::tuple<int, int>> rows;
+        for (const TableEntry& entry : schedule_table({.num_microbatches = num_microbatches,
+                                                       .num_chunks = num_chunks,
+                                                       .group_size = group_size})) {
+          rows.emplace_back(entry.microbatch, entry.chunk);
+        }
+        return rows;
+      },
+      "num_microbatches"_a,
+      "num_chunks"_a,
+      "group_size"_a);
+  module.def(
+      "partition_layers",
+      [](int num_layers,
+         int num_ranks,
+         int num_chunks,
+         std::optional<int> first,
+         std::optional<int> last,
+         bool account_for_embedding,
+         bool account_for_loss) {
+        std::vector<std::tuple<int, int>> ranges;
+        for (const LayerRange& range :
+             partition_layers({.num_layers = num_layers,
+                               .num_ranks = num_ranks,
+                               .num_chunks = num_chunks,
+                               .first = first,
+                               .last = last,
+                               .account_for_embedding = account_for_embedding,
+                               .account_for_loss = account_for_loss})) {
+          ranges.emplace_back(range.begin, range.end);
+        }
+        return ranges;
+      },
+      "num_layers"_a,
+      py::kw_only(),
+      "num_ranks"_a,
+      "num_chunks"_a,
+      "first"_a,
+      "last"_a,
+      "account_for_embedding"_a,
+      "account_for_loss"_a);
+}
+
+// One field of every step, in order.
+template <typename Field>
+auto step_fields(Field ProgramStep::* field) {
+  return [field](const Program& program) {
+    std::vector<Field> values;
+    values.reserve(program.steps.size());
+    for (const ProgramStep& step : program.steps) values.push_back(step.*field);
+    return values;
+  };
+}
+
+void bind_program(py::module_& module) {
+  py::class_<Program>(
+      module,
+      "Program",
+      "One rank's actions with sends and receives, in execution order; iterate over "
+      "`actions`. `peers` holds the rank at the other end (-1: compute action), "
+      "`acknowledged` how many sends to that rank a receive proves received.")
+      .def_readonly("rank", &Program::rank)
+      .def_readonly("num_microbatches", &Program::num_microbatches)
+      .def_readonly("is_forward_only", &Program::forward_only)
+      .def_property_readonly("num_ranks", [](const Program& p) { return p.placement.num_ranks(); })
+      .def_property_readonly("num_stages",
+                             [](const Program& p) { return p.placement.num_stages(); })
+      .def_property_readonly("stages",
+                             [](const Program& p) {
+                               const auto stages = p.placement.stages_of(p.rank);
+                               return std::vector<int32_t>(stages.begin(), stages.end());
+                             })
+      .def_property_readonly("actions", step_fields(&ProgramStep::action))
+      .def_property_readonly("peers", step_fields(&ProgramStep::peer))
+      .def_property_readonly("acknowledged", step_fields(&ProgramStep::acknowledged))
+      .def("forward_only",
+           py::overload_cast<const Program&>(&forward_only),
+           NoGil(),
+           "The same program without backward and gradient messages, for evaluation.")
+      .def("to_text",
+           py::overload_cast<const Program&>(&to_text),
+           NoGil(),
+           "The actions, separated by blanks.")
+      .def("__len__", [](const Program& p) { return p.steps.size(); })
+      .def(py::self == py::self);
+  module.def(
+      "validate_programs",
+      [](const std::vector<Program>& programs) { validate_programs(programs); },
+      "programs"_a,
+      NoGil());
+
+  py::class_<StateMachine>(module,
+                           "StateMachine",
+                           "Walks a program; a step out of turn is a RuntimeError that names the "
+                           "position, the action expected and the one given.")
+      .def(py::init<Program>(), "program"_a)
+      .def_property_readonly("position", &StateMachine::position)
+      .def_property_readonly("is_running", &StateMachine::is_running)
+      .def(
+          "next",
+          [](const StateMachine& machine) -> std::optional<Action> {
+            const ProgramStep* step = machine.next();
+            return step == nullptr ? std::nullopt : std::optional(step->action);
+          },
+          "The action to start next, or the one that runs; None at the end.")
+      .def("start", &StateMachine::start, "action"_a)
+      .def("complete", &StateMachine::complete, "action"_a)
+      .def("reset", &StateMachine::reset, "Back to the first step, from anywhere.");
+}
+
+}  // namespace
+
+void bind_pipeline(pybind11::module_& module) {
+  bind_action(module);
+  bind_schedule(module);
+  bind_generators(module);
+  bind_program(module);
+}
 
 }  // namespace megacore::bindings

@@ -72,7 +72,8 @@ def resolve(module: ModuleType, dotted: str) -> object:
     target: object = module
     for part in dotted.split("."):
         target = inspect.getattr_static(target, part)
-    return target
+    # A staticmethod object has a docstring of its own, not that of its function.
+    return target.__func__ if isinstance(target, staticmethod) else target
 
 
 @pytest.mark.parametrize("name", modules())

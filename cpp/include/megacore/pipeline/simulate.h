@@ -1,0 +1,44 @@
+// When would each action run? A schedule, timed with costs per stage.
+//
+//   const Timeline timeline = simulate(one_f_one_b({.num_ranks = 4, .num_microbatches = 8}), {});
+//   timeline.makespan;         // 33: 3 (m + p - 1) with F = I = W = 1
+//   timeline.bubble_fraction;  // 3/11
+
+#pragma once
+
+#include <vector>
+
+#include "megacore/pipeline/schedule.h"
+
+namespace megacore::pipeline {
+
+// Times of one stage on one microbatch, in any unit. Each vector has one entry for all stages, or
+// one per stage. A fused backward takes backward_input + backward_weight.
+struct Costs {
+  std::vector<double> forward = {1.0};
+  std::vector<double> backward_input = {1.0};
+  std::vector<double> backward_weight = {1.0};
+  double send = 0.0;  // latency of a message between two ranks; it occupies neither of them
+};
+
+struct TimedSpan {
+  double start;
+  double end;
+};
+
+struct Timeline {
+  double makespan;           // end of the last action
+  double bubble_fraction;    // share of num_ranks * makespan in which a rank idles, in [0, 1)
+  std::vector<double> busy;  // [num_ranks] time spent in actions
+  // [num_ranks] largest number of (stage, microbatch) pairs whose activations are held at once:
+  // from F until B, or until W of a split backward. 1 at least in a forward-only schedule.
+  std::vector<int64_t> peak_in_flight;
+  std::vector<TimedSpan> spans;  // one per entry of schedule.actions
+};
+
+// Every rank runs its actions in order, each as early as its inputs allow. O(actions).
+// Throws std::invalid_argument for negative or missing costs, and for a schedule that deadlocks.
+// REQUIRES: stages and microbatches of all actions are in range (see validate()).
+Timeline simulate(const Schedule& schedule, const Costs& costs);
+
+}  // namespace megacore::pipeline

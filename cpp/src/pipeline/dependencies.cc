@@ -1,0 +1,75 @@
+#include "dependencies.h"
+
+#include <algorithm>
+
+#include "megacore/base/check.h"
+#include "schedule_table_text.h"
+
+namespace megacore::pipeline {
+namespace {
+
+constexpr size_t kMaxReasons = 16;
+
+// The place of the action that makes the same value as `wanted`: "2B0 (rank 2, position 5)".
+std::string place_of(const Schedule& schedule, const Action& wanted) {
+  const ValueIndex index(schedule.num_stages(), schedule.num_microbatches);
+  const int rank = schedule.placement.rank_of(wanted.stage);
+  const auto actions = schedule.rank_actions(rank);
+  for (size_t position = 0; position < actions.size(); ++position) {
+    if (index.of(actions[position]) == index.of(wanted)) {
+      return base::concat(
+          to_text(actions[position]), " (rank ", rank, ", position ", position, ")");
+    }
+  }
+  return base::concat(to_text(wanted), " (missing on rank ", rank, ")");
+}
+
+}  // namespace
+
+bool is_complete(const Schedule& schedule, const std::vector<int64_t>& num_run) {
+  for (size_t rank = 0; rank < num_run.size(); ++rank) {
+    if (num_run[rank] != schedule.offsets[rank + 1] - schedule.offsets[rank]) return false;
+  }
+  return true;
+}
+
+std::string deadlock_report(const Schedule& schedule, const std::vector<int64_t>& num_run) {
+  const ValueIndex index(schedule.num_stages(), schedule.num_microbatches);
+  std::vector<uint8_t> done(index.size(), 0);
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    const auto run = static_cast<size_t>(num_run[static_cast<size_t>(rank)]);
+    for (const Action& action : schedule.rank_actions(rank).first(run)) done[index.of(action)] = 1;
+  }
+  std::vector<Mark> marks;
+  std::string reasons;
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    const auto actions = schedule.rank_actions(rank);
+    const int64_t position = num_run[static_cast<size_t>(rank)];
+    if (position == static_cast<int64_t>(actions.size())) continue;
+    marks.push_back({rank, position});
+    if (marks.size() > kMaxReasons) continue;
+    const Action& stuck = actions[static_cast<size_t>(position)];
+    for (const Action& dependency : dependencies_of(stuck, schedule.placement)) {
+      if (done[index.of(dependency)] != 0) continue;
+      reasons += base::concat("  rank ",
+                              rank,
+                              " stops at position ",
+                              position,
+                              ": ",
+                              to_text(stuck),
+                              " waits for ",
+                              place_of(schedule, dependency),
+                              "\n");
+      break;
+    }
+  }
+  return base::concat("the schedule deadlocks: ",
+                      marks.size(),
+                      " of ",
+                      schedule.num_ranks(),
+                      " ranks wait for each other\n",
+                      reasons,
+                      marked_table(schedule.rows(), marks));
+}
+
+}  // namespace megacore::pipeline

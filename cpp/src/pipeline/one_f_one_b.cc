@@ -1,0 +1,28 @@
+#include <algorithm>
+
+#include "generate.h"
+
+namespace megacore::pipeline {
+
+Schedule one_f_one_b(const PipelineShape& shape) {
+  require_sizes(shape.num_ranks, 1, shape.num_microbatches);
+  return make_schedule("1f1b",
+                       Placement::loop({.num_ranks = shape.num_ranks, .num_chunks = 1}),
+                       shape.num_microbatches,
+                       [&](int rank, std::vector<Action>& actions) {
+                         const int warmup =
+                             std::min(shape.num_ranks - rank - 1, shape.num_microbatches);
+                         int forward = 0;
+                         int backward = 0;
+                         while (forward < warmup)
+                           actions.push_back({rank, ActionKind::kForward, forward++});
+                         while (forward < shape.num_microbatches) {
+                           actions.push_back({rank, ActionKind::kForward, forward++});
+                           actions.push_back({rank, ActionKind::kBackward, backward++});
+                         }
+                         while (backward < forward)
+                           actions.push_back({rank, ActionKind::kBackward, backward++});
+                       });
+}
+
+}  // namespace megacore::pipeline

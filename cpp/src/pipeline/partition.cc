@@ -1,0 +1,197 @@
+#include "megacore/pipeline/partition.h"
+
+#include <algorithm>
+#include <string>
+
+#include "megacore/base/check.h"
+
+namespace megacore::pipeline {
+namespace {
+
+using base::concat;
+
+constexpr int kMaxSize = 1 << 14;  // keeps products in int, and the search for legal values short
+
+// Either the number of layers of each stage, or the rule that fails.
+struct Attempt {
+  std::vector<int> layers;
+  std::string failure;
+};
+
+Attempt fail(std::string failure) { return {.layers = {}, .failure = std::move(failure)}; }
+
+std::string per_chunk(int num_chunks) {
+  return num_chunks > 1 ? concat(", ", num_chunks, " chunks each") : std::string();
+}
+
+Attempt split_evenly(const PartitionShape& s) {
+  const int num_stages = s.num_ranks * s.num_chunks;
+  const int units = s.num_layers + (s.account_for_embedding ? 1 : 0) + (s.account_for_loss ? 1 : 0);
+  if (units % num_stages != 0 || units < num_stages) {
+    std::string what = concat("num_layers ", s.num_layers);
+    if (s.account_for_embedding) what += " + 1 for the embedding";
+    if (s.account_for_loss) what += " + 1 for the loss";
+    return fail(concat(what,
+                       " cannot be spread evenly over ",
+                       num_stages,
+                       " stages (",
+                       s.num_ranks,
+                       " ranks",
+                       per_chunk(s.num_chunks),
+                       ")"));
+  }
+  Attempt attempt{.layers = std::vector<int>(static_cast<size_t>(num_stages), units / num_stages),
+                  .failure = {}};
+  if (s.account_for_embedding) --attempt.layers.front();
+  if (s.account_for_loss) --attempt.layers.back();
+  if (attempt.layers.front() < 0) return fail("one stage holds embedding and loss but no layer");
+  return attempt;
+}
+
+std::string check_end(const char* name, std::optional<int> layers, int num_chunks) {
+  if (!layers) return {};
+  if (*layers < 1) return concat(name, " is ", *layers, "; that rank needs at least 1 layer");
+  if (*layers % num_chunks != 0) {
+    return concat(name, " is ", *layers, ", which its ", num_chunks, " chunks cannot share evenly");
+  }
+  return {};
+}
+
+Attempt split_around_ends(const PartitionShape& s) {
+  if (s.account_for_embedding || s.account_for_loss) {
+    return fail("first and last cannot be combined with account_for_embedding or account_for_loss");
+  }
+  for (const std::string& failure :
+       {check_end("first", s.first, s.num_chunks), check_end("last", s.last, s.num_chunks)}) {
+    if (!failure.empty()) return fail(failure);
+  }
+  const int given = s.first.value_or(0) + s.last.value_or(0);
+  const int other_ranks = s.num_ranks - (s.first ? 1 : 0) - (s.last ? 1 : 0);
+  if (other_ranks < 0) return fail("with 1 rank, only one of first and last can be given");
+  const int rest = s.num_layers - given;
+  if (other_ranks == 0 && rest != 0) {
+    return fail(concat("num_layers is ",
+                       s.num_layers,
+                       ", but first and last make ",
+                       given,
+                       " and no other rank is left"));
+  }
+  const int other_stages = other_ranks * s.num_chunks;
+  if (other_ranks > 0 && (rest < other_stages || rest % other_stages != 0)) {
+    return fail(concat("of num_layers ",
+                       s.num_layers,
+                       ", first and last take ",
+                       given,
+                       "; the other ",
+                       rest,
+                       " cannot be spread evenly over ",
+                       other_stages,
+                       " stages (",
+                       other_ranks,
+                       " ranks",
+                       per_chunk(s.num_chunks),
+                       ")"));
+  }
+  Attempt attempt;
+  for (int chunk = 0; chunk < s.num_chunks; ++chunk) {
+    for (int rank = 0; rank < s.num_ranks; ++rank) {
+      const bool is_first = rank == 0 && s.first;
+      const bool is_last = rank == s.num_ranks - 1 && s.last;
+      attempt.layers.push_back(is_first  ? *s.first / s.num_chunks
+                               : is_last ? *s.last / s.num_chunks
+                                         : rest / other_stages);
+    }
+  }
+  return attempt;
+}
+
+Attempt attempt_split(const PartitionShape& s) {
+  return s.first || s.last ? split_around_ends(s) : split_evenly(s);
+}
+
+// The legal values of one setting nearest to its present one, as "num_layers 28 or 32", or empty.
+// `with(value)` is the shape with that setting changed.
+template <typename With>
+std::string nearest(const char* name, int value, int limit, const With& with) {
+  const auto legal = [&](int candidate) { return attempt_split(with(candidate)).failure.empty(); };
+  int below = value - 1;
+  while (below >= 1 && !legal(below)) --below;
+  int above = std::max(value + 1, 1);
+  while (above <= limit && !legal(above)) ++above;
+  if (below < 1 && above > limit) return {};
+  if (below < 1) return concat("; ", name, " ", above);
+  if (above > limit) return concat("; ", name, " ", below);
+  return concat("; ", name, " ", below, " or ", above);
+}
+
+std::string nearest_settings(const PartitionShape& s) {
+  std::string text;
+  const int num_stages = s.num_ranks * s.num_chunks;
+  const int enough = s.num_layers + s.first.value_or(0) + s.last.value_or(0) + num_stages;
+  text += nearest("num_layers", s.num_layers, std::min(enough, kMaxSize), [&](int value) {
+    PartitionShape other = s;
+    other.num_layers = value;
+    return other;
+  });
+  text += nearest("num_ranks", s.num_ranks, s.num_layers + 2, [&](int value) {
+    PartitionShape other = s;
+    other.num_ranks = value;
+    return other;
+  });
+  if (s.num_chunks > 1) {
+    text += nearest("num_chunks", s.num_chunks, s.num_layers + 2, [&](int value) {
+      PartitionShape other = s;
+      other.num_chunks = value;
+      return other;
+    });
+  }
+  if (s.first) {
+    text += nearest("first", *s.first, s.num_layers, [&](int value) {
+      PartitionShape other = s;
+      other.first = value;
+      return other;
+    });
+  }
+  if (s.last) {
+    text += nearest("last", *s.last, s.num_layers, [&](int value) {
+      PartitionShape other = s;
+      other.last = value;
+      return other;
+    });
+  }
+  return text.empty() ? text : ". Nearest legal values, changing one setting: " + text.substr(2);
+}
+
+}  // namespace
+
+std::vector<LayerRange> partition_layers(const PartitionShape& shape) {
+  MC_REQUIRE(shape.num_layers >= 1 && shape.num_layers <= kMaxSize,
+             "num_layers is ",
+             shape.num_layers,
+             "; it must be in 1..",
+             kMaxSize);
+  MC_REQUIRE(shape.num_ranks >= 1 && shape.num_ranks <= kMaxSize,
+             "num_ranks is ",
+             shape.num_ranks,
+             "; it must be in 1..",
+             kMaxSize);
+  MC_REQUIRE(shape.num_chunks >= 1 && shape.num_chunks <= kMaxSize,
+             "num_chunks is ",
+             shape.num_chunks,
+             "; it must be in 1..",
+             kMaxSize);
+  const Attempt attempt = attempt_split(shape);
+  MC_REQUIRE(attempt.failure.empty(), attempt.failure, nearest_settings(shape));
+
+  std::vector<LayerRange> ranges;
+  int begin = 0;
+  for (const int layers : attempt.layers) {
+    ranges.push_back({begin, begin + layers});
+    begin += layers;
+  }
+  MC_INVARIANT(
+      begin == shape.num_layers, "the stages hold ", begin, " layers, not ", shape.num_layers);
+  return ranges;
+}
+
+}  // namespace megacore::pipeline

@@ -1,0 +1,46 @@
+#include "megacore/pipeline/schedule.h"
+
+#include "megacore/base/check.h"
+
+namespace megacore::pipeline {
+
+std::span<const Action> Schedule::rank_actions(int rank) const {
+  MC_REQUIRE(rank >= 0 && rank < num_ranks(), "rank ", rank, " is outside 0..", num_ranks() - 1);
+  const auto begin = static_cast<size_t>(offsets[static_cast<size_t>(rank)]);
+  const auto end = static_cast<size_t>(offsets[static_cast<size_t>(rank) + 1]);
+  return std::span(actions).subspan(begin, end - begin);
+}
+
+std::vector<std::span<const Action>> Schedule::rows() const {
+  std::vector<std::span<const Action>> rows;
+  for (int rank = 0; rank < num_ranks(); ++rank) rows.push_back(rank_actions(rank));
+  return rows;
+}
+
+Schedule forward_only(const Schedule& schedule) {
+  Schedule result{.name = schedule.name,
+                  .placement = schedule.placement,
+                  .num_microbatches = schedule.num_microbatches,
+                  .forward_only = true,
+                  .actions = {},
+                  .offsets = {0}};
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    for (const Action& action : schedule.rank_actions(rank)) {
+      if (action.kind == ActionKind::kForward) result.actions.push_back(action);
+    }
+    result.offsets.push_back(static_cast<int64_t>(result.actions.size()));
+  }
+  return result;
+}
+
+std::vector<int32_t> order_list(const Schedule& schedule, int rank) {
+  std::vector<int32_t> order;
+  for (const Action& action : schedule.rank_actions(rank)) {
+    const int32_t token = schedule.placement.chunk_of(action.stage) + 1;
+    if (action.kind == ActionKind::kForward) order.push_back(token);
+    if (gives_input_gradient(action.kind)) order.push_back(-token);
+  }
+  return order;
+}
+
+}  // namespace megacore::pipeline

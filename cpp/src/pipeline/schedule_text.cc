@@ -1,0 +1,226 @@
+// Text and CSV forms of a schedule.
+
+#include <algorithm>
+#include <charconv>
+#include <optional>
+#include <utility>
+
+#include "megacore/base/check.h"
+#include "megacore/pipeline/schedule.h"
+
+namespace megacore::pipeline {
+namespace {
+
+using base::concat;
+
+constexpr std::string_view kHeader = "#megacore v1";
+
+std::string_view strip(std::string_view text) {
+  const size_t begin = text.find_first_not_of(" \t\r");
+  if (begin == std::string_view::npos) return {};
+  return text.substr(begin, text.find_last_not_of(" \t\r") - begin + 1);
+}
+
+// Cuts the text before `separator` off the front of `rest`.
+std::string_view take_until(char separator, std::string_view& rest) {
+  const size_t end = std::min(rest.find(separator), rest.size());
+  const std::string_view head = rest.substr(0, end);
+  rest.remove_prefix(std::min(end + 1, rest.size()));
+  return head;
+}
+
+// Collects the rows of a schedule and infers what the rows imply.
+class RowReader {
+ public:
+  void begin_row() { offsets_.push_back(static_cast<int64_t>(actions_.size())); }
+
+  // `where` is called for the text of an error only.
+  template <typename Where>
+  void add(std::string_view cell, const Where& where) {
+    Action action;
+    try {
+      action = parse_action(cell);
+    } catch (const std::invalid_argument& error) {
+      throw std::invalid_argument(concat(where(), ": ", error.what()));
+    }
+    MC_REQUIRE(is_compute(action.kind),
+               where(),
+               ": '",
+               cell,
+               "' is communication; a schedule holds compute actions only (F B I W), and sends and "
+               "receives are added by lowering");
+    place(action, where);
+    num_microbatches_ = std::max(num_microbatches_, action.microbatch + 1);
+    has_backward_ |= action.kind != ActionKind::kForward;
+    actions_.push_back(action);
+  }
+
+  Schedule finish(std::string name) && {
+    MC_REQUIRE(!actions_.empty(), "the schedule is empty; it needs one row per rank");
+    for (size_t stage = 0; stage < stage_ranks_.size(); ++stage) {
+      MC_REQUIRE(stage_ranks_[stage] >= 0,
+                 "no row runs stage ",
+                 stage,
+                 ", but stage ",
+                 stage_ranks_.size() - 1,
+                 " exists");
+    }
+    const size_t num_rows = offsets_.size();
+    offsets_.push_back(static_cast<int64_t>(actions_.size()));
+    Placement placement(std::move(stage_ranks_));
+    MC_REQUIRE(static_cast<size_t>(placement.num_ranks()) == num_rows,
+               "row ",
+               num_rows - 1,
+               " runs no stage; every rank needs one");
+    return {.name = std::move(name),
+            .placement = std::move(placement),
+            .num_microbatches = num_microbatches_,
+            .forward_only = !has_backward_,
+            .actions = std::move(actions_),
+            .offsets = std::move(offsets_)};
+  }
+
+ private:
+  // Bounds the table that a mistyped stage such as 2000000000F0 could ask for.
+  static constexpr int32_t kMaxStages = 1 << 20;
+
+  template <typename Where>
+  void place(const Action& action, const Where& where) {
+    MC_REQUIRE(action.stage < kMaxStages,
+               where(),
+               ": stage ",
+               action.stage,
+               " is above the limit of ",
+               kMaxStages - 1);
+    const auto stage = static_cast<size_t>(action.stage);
+    const auto rank = static_cast<int32_t>(offsets_.size()) - 1;
+    if (stage >= stage_ranks_.size()) stage_ranks_.resize(stage + 1, -1);
+    if (stage_ranks_[stage] < 0) stage_ranks_[stage] = rank;
+    MC_REQUIRE(stage_ranks_[stage] == rank,
+               where(),
+               ": stage ",
+               stage,
+               " runs on rank ",
+               stage_ranks_[stage],
+               " and on rank ",
+               rank,
+               "; a stage lives on one rank");
+  }
+
+  std::vector<Action> actions_;
+  std::vector<int64_t> offsets_;
+  std::vector<int32_t> stage_ranks_;
+  int32_t num_microbatches_ = 0;
+  bool has_backward_ = false;
+};
+
+std::string name_from_header(std::string_view line) {
+  MC_REQUIRE(line.starts_with(kHeader), "line 1: '", line, "' should start with '", kHeader, "'");
+  std::string_view rest = line.substr(kHeader.size());
+  while (!rest.empty()) {
+    const std::string_view field = take_until(' ', rest);
+    if (field.starts_with("name=")) return std::string(field.substr(5));
+  }
+  return "custom";
+}
+
+// The cells behind "rank 3:"; the number must be the expected one.
+std::string_view cells_of_line(std::string_view line, int64_t line_number, int64_t rank) {
+  const std::string prefix = concat("rank ", rank, ":");
+  MC_REQUIRE(line.starts_with(prefix),
+             "line ",
+             line_number,
+             ": '",
+             line.substr(0, 40),
+             "' should start with '",
+             prefix,
+             "'");
+  return line.substr(prefix.size());
+}
+
+}  // namespace
+
+std::string to_text(const Schedule& schedule) {
+  std::string text = concat(kHeader,
+                            " name=",
+                            schedule.name,
+                            " num_ranks=",
+                            schedule.num_ranks(),
+                            " num_stages=",
+                            schedule.num_stages(),
+                            " num_microbatches=",
+                            schedule.num_microbatches,
+                            "\n");
+  text.reserve(text.size() + schedule.actions.size() * 8);
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    text += concat("rank ", rank, ":");
+    for (const Action& action : schedule.rank_actions(rank)) {
+      text += ' ';
+      append_text(action, text);
+    }
+    text += '\n';
+  }
+  return text;
+}
+
+Schedule schedule_from_text(std::string_view text) {
+  RowReader reader;
+  std::string name = "custom";
+  int64_t line_number = 0;
+  int64_t rank = 0;
+  while (!text.empty()) {
+    const std::string_view line = strip(take_until('\n', text));
+    ++line_number;
+    if (line.empty()) continue;
+    if (line.starts_with('#')) {
+      MC_REQUIRE(rank == 0, "line ", line_number, ": the header stands after a rank");
+      name = name_from_header(line);
+      continue;
+    }
+    std::string_view cells = cells_of_line(line, line_number, rank);
+    const auto where = [&] { return concat("line ", line_number); };
+    reader.begin_row();
+    while (!cells.empty()) {
+      const std::string_view cell = take_until(' ', cells);
+      if (!cell.empty()) reader.add(cell, where);
+    }
+    ++rank;
+  }
+  return std::move(reader).finish(std::move(name));
+}
+
+std::string to_csv(const Schedule& schedule) {
+  std::string text;
+  text.reserve(schedule.actions.size() * 8);
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    bool first = true;
+    for (const Action& action : schedule.rank_actions(rank)) {
+      if (!first) text += ',';
+      first = false;
+      append_text(action, text);
+    }
+    text += "\r\n";
+  }
+  return text;
+}
+
+Schedule schedule_from_csv(std::string_view text, std::string_view name) {
+  RowReader reader;
+  int64_t row = 0;
+  while (!text.empty()) {
+    std::string_view cells = strip(take_until('\n', text));
+    if (cells.empty()) continue;
+    ++row;
+    int64_t column = 0;
+    const auto where = [&] { return concat("row ", row, ", column ", column); };
+    reader.begin_row();
+    while (!cells.empty()) {
+      const std::string_view cell = strip(take_until(',', cells));
+      ++column;
+      if (!cell.empty()) reader.add(cell, where);
+    }
+  }
+  return std::move(reader).finish(std::string(name));
+}
+
+}  // namespace megacore::pipeline

@@ -1,0 +1,196 @@
+#include "megacore/pipeline/validate.h"
+
+#include <string>
+#include <vector>
+
+#include "dependencies.h"
+#include "megacore/base/check.h"
+#include "megacore/base/intmath.h"
+#include "schedule_table_text.h"
+
+namespace megacore::pipeline {
+namespace {
+
+using base::concat;
+
+constexpr size_t kMaxProblems = 10;
+
+// Problems found so far; the first few are kept, in words and as marks.
+class Problems {
+ public:
+  void add(std::string text) {
+    if (count_++ < kMaxProblems) list_ += concat("  ", text, "\n");
+  }
+  void add_at(int rank, size_t position, std::string text) {
+    if (count_ < kMaxProblems) marks_.push_back({rank, static_cast<int64_t>(position)});
+    add(concat("rank ", rank, ", position ", position, ": ", text));
+  }
+  bool empty() const { return count_ == 0; }
+
+  std::string report(const Schedule& schedule) const {
+    std::string rest;
+    if (count_ > kMaxProblems) rest = concat("  and ", count_ - kMaxProblems, " more\n");
+    return concat("the schedule is not valid: ",
+                  count_,
+                  count_ == 1 ? " problem\n" : " problems\n",
+                  list_,
+                  rest,
+                  marked_table(schedule.rows(), marks_));
+  }
+
+ private:
+  size_t count_ = 0;
+  std::string list_;
+  std::vector<Mark> marks_;
+};
+
+void check_shape(const Schedule& schedule) {
+  MC_REQUIRE(schedule.num_microbatches >= 1,
+             "num_microbatches is ",
+             schedule.num_microbatches,
+             "; it must be at least 1");
+  MC_REQUIRE(schedule.offsets.size() == static_cast<size_t>(schedule.num_ranks()) + 1 &&
+                 schedule.offsets.front() == 0 &&
+                 schedule.offsets.back() == static_cast<int64_t>(schedule.actions.size()),
+             "the offsets of the schedule do not cover its ",
+             schedule.actions.size(),
+             " actions");
+  for (size_t rank = 0; rank + 1 < schedule.offsets.size(); ++rank) {
+    MC_REQUIRE(schedule.offsets[rank] <= schedule.offsets[rank + 1],
+               "the offsets of rank ",
+               rank,
+               " go backwards");
+  }
+  // Each pair needs a forward, so this many pairs cannot be complete; do not allocate for them.
+  const int64_t pairs = base::checked_mul(schedule.num_stages(), schedule.num_microbatches);
+  const auto num_actions = static_cast<int64_t>(schedule.actions.size());
+  MC_REQUIRE(pairs <= 4 * num_actions + 4096,
+             schedule.num_stages(),
+             " stages and ",
+             schedule.num_microbatches,
+             " microbatches need ",
+             pairs,
+             " forwards at least, but the schedule has ",
+             num_actions,
+             " actions");
+}
+
+// What is wrong with an action by itself, or an empty text.
+std::string misplaced(const Schedule& schedule, int rank, const Action& action) {
+  if (!is_compute(action.kind)) {
+    return concat(to_text(action), " is communication; a schedule holds compute actions only");
+  }
+  if (action.stage < 0 || action.stage >= schedule.num_stages()) {
+    return concat(
+        to_text(action), ": stage ", action.stage, " is outside 0..", schedule.num_stages() - 1);
+  }
+  if (action.microbatch < 0 || action.microbatch >= schedule.num_microbatches) {
+    return concat(to_text(action),
+                  ": microbatch ",
+                  action.microbatch,
+                  " is outside 0..",
+                  schedule.num_microbatches - 1);
+  }
+  if (schedule.forward_only && action.kind != ActionKind::kForward) {
+    return concat(to_text(action), " is a backward, but the schedule is forward-only");
+  }
+  const int owner = schedule.placement.rank_of(action.stage);
+  if (owner != rank) {
+    return concat(
+        to_text(action), " belongs to rank ", owner, ", which holds stage ", action.stage);
+  }
+  return {};
+}
+
+constexpr uint8_t bit(ActionKind kind) {
+  return static_cast<uint8_t>(1U << static_cast<unsigned>(kind));
+}
+constexpr uint8_t kF = bit(ActionKind::kForward);
+constexpr uint8_t kB = bit(ActionKind::kBackward);
+constexpr uint8_t kI = bit(ActionKind::kBackwardInput);
+constexpr uint8_t kW = bit(ActionKind::kBackwardWeight);
+
+// Marks each action's (kind, stage, microbatch) as seen; reports what does not belong or repeats.
+class Census {
+ public:
+  explicit Census(const Schedule& schedule)
+      : schedule_(schedule),
+        pairs_(static_cast<size_t>(schedule.num_stages()) *
+               static_cast<size_t>(schedule.num_microbatches)),
+        seen_(pairs_, 0) {}
+
+  void count(Problems& problems) {
+    for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
+      const auto actions = schedule_.rank_actions(rank);
+      for (size_t position = 0; position < actions.size(); ++position) {
+        count_one(rank, position, actions[position], problems);
+      }
+    }
+  }
+
+  void report_missing(Problems& problems) const {
+    for (size_t pair = 0; pair < pairs_; ++pair) {
+      if (is_whole(seen_[pair])) continue;
+      const auto m = static_cast<size_t>(schedule_.num_microbatches);
+      report_pair(static_cast<int>(pair / m), static_cast<int>(pair % m), seen_[pair], problems);
+    }
+  }
+
+ private:
+  void count_one(int rank, size_t position, const Action& action, Problems& problems) {
+    const std::string wrong = misplaced(schedule_, rank, action);
+    if (!wrong.empty()) return problems.add_at(rank, position, wrong);
+    uint8_t& seen =
+        seen_[static_cast<size_t>(action.stage) * static_cast<size_t>(schedule_.num_microbatches) +
+              static_cast<size_t>(action.microbatch)];
+    if ((seen & bit(action.kind)) != 0) {
+      return problems.add_at(rank, position, concat(to_text(action), " is repeated"));
+    }
+    seen = static_cast<uint8_t>(seen | bit(action.kind));
+  }
+
+  bool is_whole(uint8_t seen) const {
+    return schedule_.forward_only ? seen == kF : seen == (kF | kB) || seen == (kF | kI | kW);
+  }
+
+  void report_pair(int stage, int microbatch, uint8_t seen, Problems& problems) const {
+    const auto add = [&](ActionKind kind, const char* what) {
+      problems.add(concat("rank ",
+                          schedule_.placement.rank_of(stage),
+                          ": ",
+                          to_text({stage, kind, microbatch}),
+                          what));
+    };
+    if ((seen & kF) == 0) add(ActionKind::kForward, " is missing");
+    if (schedule_.forward_only) return;
+    const bool split = (seen & (kI | kW)) != 0;
+    if (split && (seen & kB) != 0) {
+      return add(ActionKind::kBackward, " stands beside I or W; a backward is one B, or I and W");
+    }
+    if (!split && (seen & kB) == 0) add(ActionKind::kBackward, " is missing");
+    if (split && (seen & kI) == 0) add(ActionKind::kBackwardInput, " is missing beside its W");
+    if (split && (seen & kW) == 0) add(ActionKind::kBackwardWeight, " is missing beside its I");
+  }
+
+  const Schedule& schedule_;
+  size_t pairs_;
+  std::vector<uint8_t> seen_;  // [stage * num_microbatches + microbatch], one bit per kind
+};
+
+}  // namespace
+
+void validate(const Schedule& schedule) {
+  check_shape(schedule);
+  Problems problems;
+  Census census(schedule);
+  census.count(problems);
+  census.report_missing(problems);
+  if (!problems.empty()) throw std::invalid_argument(problems.report(schedule));
+
+  const auto num_run = run_in_order(schedule, [](int64_t, const Action&, const Dependencies&) {});
+  if (!is_complete(schedule, num_run)) {
+    throw std::invalid_argument(deadlock_report(schedule, num_run));
+  }
+}
+
+}  // namespace megacore::pipeline
