@@ -248,6 +248,8 @@ def test_tied_parameters_on_one_rank_share_their_gradient() -> None:
     result = optimizer.step(lr=0.1)
     assert result.grad_norm == 5.0  # (3, 4, 0), counted once
     assert torch.equal(first, second)
+    one, two = (piece.tensors["exp_avg"] for piece in optimizer.pieces())
+    assert torch.equal(one, two)
 
 
 def test_no_buffers_is_a_mistake() -> None:

@@ -1,0 +1,130 @@
+"""The CUDA optimizer step has the bits of its CPU twin, and neither waits nor allocates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacore.buffers import make_buffers
+from megacore.config import OptimizerConfig
+from megacore.ops import cuda_kernels, has_cuda_kernels
+from megacore.ops.optim import (
+    AdamWSettings,
+    adamw_step_,
+    adamw_step_reference_,
+    sum_of_squares,
+)
+from megacore.optim import DistributedOptimizer
+from megacore.parallel import ProcessGroups
+from megacore.parallel.params import ParamInfo
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = AdamWSettings(step=3, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, grad_scale=0.7)
+
+
+def tensors(numel: int) -> list[Tensor]:
+    """Random param, grad, exp_avg and exp_avg_sq on the CPU, over many orders of magnitude."""
+    random = torch.Generator().manual_seed(numel)
+    made = [
+        torch.randn(numel, generator=random)
+        * 10.0 ** torch.randint(-8, 4, (numel,), generator=random)
+        for _ in range(4)
+    ]
+    made[3].abs_()
+    return made
+
+
+def test_the_kernels_are_built_and_the_device_is_seen() -> None:
+    assert has_cuda_kernels()
+    assert cuda_kernels().device_count() == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 4, 1023, 5_000_003])
+@pytest.mark.parametrize("skew", [0, 1])
+@pytest.mark.parametrize("copy", [False, True])
+def test_the_kernel_has_the_bits_of_the_cpu_step(numel: int, skew: int, copy: bool) -> None:
+    host = tensors(numel)
+    device = []
+    for tensor in host:  # a skew makes the kernel take its unaligned path
+        storage = torch.empty(numel + skew, device="cuda")
+        device.append(storage[skew:])
+        device[-1].copy_(tensor)
+    copies = [torch.zeros(numel, dtype=torch.bfloat16, device=d) for d in ("cpu", "cuda")]
+    adamw_step_(*host, SETTINGS, copy_out=copies[0] if copy else None)
+    adamw_step_(*device, SETTINGS, copy_out=copies[1] if copy else None)
+    for a, b in zip(host, device, strict=True):
+        assert torch.equal(a, b.cpu())
+    assert torch.equal(copies[0], copies[1].cpu())
+
+
+def test_the_reference_has_the_same_bits_on_the_gpu() -> None:
+    kernel = [t.cuda() for t in tensors(10_001)]
+    reference = [t.clone() for t in kernel]
+    adamw_step_(*kernel, SETTINGS)
+    adamw_step_reference_(*reference, SETTINGS)
+    for a, b in zip(kernel, reference, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_step_can_be_captured_and_does_not_wait() -> None:
+    eager = [t.cuda() for t in tensors(4096)]
+    captured = [t.clone() for t in eager]
+    adamw_step_(*eager, SETTINGS)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        adamw_step_(*captured, SETTINGS)
+    graph.replay()
+    for a, b in zip(eager, captured, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_step_runs_on_the_current_stream() -> None:
+    values = [t.cuda() for t in tensors(1 << 20)]
+    expected = [t.clone() for t in values]
+    adamw_step_(*expected, SETTINGS)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        values[1].mul_(0.0)
+        adamw_step_(*values, SETTINGS)
+    assert not stream.query()
+    torch.cuda.synchronize()
+    assert not torch.equal(values[0], expected[0])  # it saw the gradient after the sleep
+
+
+def test_sum_of_squares_stays_on_the_device() -> None:
+    values = torch.randn(100_003)
+    on_device = values.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        total = sum_of_squares(on_device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert total.device.type == "cuda"
+    assert total.item() == pytest.approx(sum_of_squares(values).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_on_the_gpu_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
+    found = {}
+    for device in ("cpu", "cuda"):
+        weights = [nn.Parameter(torch.linspace(-1, 1, n).to(device, dtype)) for n in (300, 7)]
+        infos = [
+            ParamInfo(name=f"w{i}", full_shape=tuple(w.shape), tp_dim=None)
+            for i, w in enumerate(weights)
+        ]
+        config, groups = OptimizerConfig(clip_grad=0.0), ProcessGroups.single()
+        params = list(zip(infos, weights, strict=True))
+        optimizer = DistributedOptimizer(
+            make_buffers(params, groups=groups, optimizer=config), groups=groups, config=config
+        )
+        for _ in range(3):
+            optimizer.zero_grads()
+            sum((w.float() * torch.arange(len(w), device=device)).sum() for w in weights).backward()  # type: ignore[union-attr]
+            optimizer.step(lr=1e-2)
+        found[device] = torch.cat([w.detach().cpu() for w in weights])
+    assert torch.equal(found["cpu"], found["cuda"])
