@@ -58,13 +58,14 @@ class StartInfo:
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of the start table."""
         entropy = f"unigram entropy {self.unigram_entropy:.3f} nats"
+        left = f"{self.first_step + 1:,} to {self.steps:,}"
         rows = [
             ("run", self.name),
             ("layout", self.layout),
             ("model", f"{self.model}, {short_count(self.num_parameters)} parameters"),
             ("data", f"{self.data}: {short_count(self.num_tokens)} training tokens, {entropy}"),
             ("schedule", self.schedule),
-            ("steps", f"{self.first_step + 1:,} to {self.steps:,}"),
+            ("steps", left if self.first_step < self.steps else f"all {self.steps:,} are done"),
             ("results", str(self.run_dir)),
         ]
         if self.resumed_from is not None:
@@ -96,16 +97,16 @@ class RunSummary:
 
 
 class Console:
-    """The only place of the trainer that prints. Silent on every rank but 0.
+    """The only place of the trainer that prints; all ranks but 0 make a silent one.
 
     A live progress bar on a terminal; readable lines every ``every`` steps otherwise. Use it as a
     context manager, so that the bar is taken down however the run ends.
 
     Args:
-        rank: Global rank of this process.
         steps: Steps of the whole run.
         first_step: First step that will run.
         plain: Print lines even on a terminal.
+        silent: Print nothing at all.
         every: Steps between plain lines; default about 20 lines per run.
         file: Where to print; default standard output.
     """
@@ -113,14 +114,14 @@ class Console:
     def __init__(
         self,
         *,
-        rank: int,
         steps: int,
         first_step: int = 0,
         plain: bool = False,
+        silent: bool = False,
         every: int | None = None,
         file: TextIO | None = None,
     ) -> None:
-        self._silent = rank != 0
+        self._silent = silent
         self._rich = RichConsole(file=file, quiet=self._silent, highlight=False)
         live = self._rich.is_terminal and not self._rich.is_dumb_terminal and not plain
         self._progress = _make_progress(self._rich) if live and not self._silent else None

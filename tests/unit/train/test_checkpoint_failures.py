@@ -168,8 +168,10 @@ def test_parameters_the_model_does_not_use_are_an_error(tmp_path: Path) -> None:
 
 def test_a_missing_path_suggests_the_closest_folder(tmp_path: Path) -> None:
     _save(tmp_path / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*chekpoints; did you mean .*/check"):
-        resolve_checkpoint(tmp_path / "chekpoints")
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint .*checkpoints-1; did you mean .*/check"
+    ):
+        resolve_checkpoint(tmp_path / "checkpoints-1")
     with pytest.raises(CheckpointError, match=r"no checkpoint .*/zz; .* holds checkpoints"):
         find_checkpoint(str(tmp_path / "zz"), tmp_path, groups=GROUPS)
 

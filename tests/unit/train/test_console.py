@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ class Terminal(io.StringIO):
 
 def _plain(**options: object) -> tuple[Console, io.StringIO]:
     file = io.StringIO()
-    return Console(rank=0, steps=40, file=file, **options), file
+    return Console(steps=40, file=file, **options), file
 
 
 def test_a_file_gets_plain_lines_without_control_characters() -> None:
@@ -87,6 +88,13 @@ def test_the_start_table_says_what_will_happen() -> None:
     ):
         assert part in text
     assert "resumed" not in text
+
+
+def test_a_finished_run_says_that_nothing_is_left() -> None:
+    console, file = _plain(first_step=40)
+    console.start(replace(INFO, first_step=40, resumed_from=Path("runs/demo/step_00000040")))
+    assert "steps     all 40 are done" in file.getvalue()
+    assert "resumed   runs/demo/step_00000040" in file.getvalue()
 
 
 def test_long_lines_are_not_wrapped_in_a_file() -> None:
@@ -130,8 +138,8 @@ def test_the_end_summary_compares_with_the_unigram_entropy() -> None:
     assert "5.00 █" in text
 
 
-def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with Console(rank=1, steps=40) as console:
+def test_a_silent_console_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console(steps=40, silent=True) as console:
         console.start(INFO)
         console.step(_record(0, grad_norm=math.nan, num_skipped=1, validation_loss=2.0))
         console.note("hello")
@@ -148,7 +156,7 @@ def test_a_terminal_gets_a_bar_that_is_taken_down_on_an_error(
     file = Terminal()
 
     def fail() -> None:
-        with Console(rank=0, steps=40, file=file) as console:
+        with Console(steps=40, file=file) as console:
             assert console.is_live
             console.step(_record(0, validation_loss=2.0))
             raise RuntimeError("boom")
@@ -164,9 +172,9 @@ def test_a_terminal_gets_a_bar_that_is_taken_down_on_an_error(
 
 def test_plain_wins_over_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    assert not Console(rank=0, steps=4, plain=True, file=Terminal()).is_live
+    assert not Console(steps=4, plain=True, file=Terminal()).is_live
     monkeypatch.setenv("TERM", "dumb")
-    assert not Console(rank=0, steps=4, file=Terminal()).is_live
+    assert not Console(steps=4, file=Terminal()).is_live
 
 
 def test_a_sparkline_averages_stretches_and_ignores_what_is_not_finite() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.train.metrics import MetricsWriter, StepRecord, read_metrics
+from megacore.report import read_metrics
+from megacore.train.metrics import MetricsWriter, StepRecord
 
 
 def _record(step: int, **changes: float) -> StepRecord:
