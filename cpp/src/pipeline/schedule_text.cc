@@ -81,17 +81,15 @@ class RowReader {
   }
 
  private:
-  // Bounds the table that a mistyped stage such as 2000000000F0 could ask for.
-  static constexpr int32_t kMaxStages = 1 << 20;
+  // Bounds the tables that a mistyped number such as 2000000000F0 could ask for.
+  static constexpr int32_t kMaxNumber = (1 << 20) - 1;
 
   template <typename Where>
   void place(const Action& action, const Where& where) {
-    MC_REQUIRE(action.stage < kMaxStages,
+    MC_REQUIRE(std::max(action.stage, action.microbatch) <= kMaxNumber,
                where(),
-               ": stage ",
-               action.stage,
-               " is above the limit of ",
-               kMaxStages - 1);
+               ": a stage or microbatch is above the limit of ",
+               kMaxNumber);
     const auto stage = static_cast<size_t>(action.stage);
     const auto rank = static_cast<int32_t>(offsets_.size()) - 1;
     if (stage >= stage_ranks_.size()) stage_ranks_.resize(stage + 1, -1);
