@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config import Config, filled, load_config, resolve
-from megacore.errors import ConfigError, MegacoreError
+from megacore.config import Config, config_to_toml, filled, load_config, resolve
+from megacore.errors import MegacoreError
 
 if TYPE_CHECKING:
     from megacore.train.launch import LaunchOptions, RankContext
@@ -83,8 +84,11 @@ def _join(path: Path, settings: list[tuple[str, str]], *, debug: bool) -> int:
 
 def train_rank(config: Config, context: RankContext) -> int:
     """The work of one rank."""
+    from megacore.train.context import agree
     from megacore.train.loop import train
 
+    digest = hashlib.sha256(config_to_toml(config).encode()).hexdigest()[:12]
+    agree(context, "the configuration", digest)
     return train(config, context)
 
 
@@ -97,54 +101,18 @@ def resolve_for_training(config: Config, world_size: int, *, launcher: str) -> C
         ConfigError: For a setting that cannot work.
         DataError: If the tokenizer cannot be read.
     """
+    # cuda only chooses the default backend, and the answer would load torch: not needed for rules.
     resolve(config, world_size, cuda=False, launcher=launcher)
 
     from megacore.data import load_tokenizer
 
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     config = resolve(config, world_size, vocab_size=vocab_size, launcher=launcher)
+
+    from megacore.train.plan import check_plan
+
     check_plan(config, world_size)
     return config
-
-
-def check_plan(config: Config, world_size: int) -> None:
-    """Make the layout, the layer partition and the schedule once, as every rank will.
-
-    Raises:
-        ConfigError: With the sentence of the planner that refuses.
-    """
-    from megacore.parallel import Topology
-    from megacore.pipeline import build_schedule, partition_layers
-
-    parallel, pipeline = config.parallel, config.pipeline
-    try:
-        Topology(
-            world_size=world_size,
-            tp=parallel.tp,
-            cp=parallel.cp,
-            pp=parallel.pp,
-            ep=parallel.ep,
-            etp=parallel.etp,
-            order=parallel.order,
-        )
-        partition_layers(
-            config.model.num_layers,
-            num_ranks=parallel.pp,
-            num_chunks=pipeline.num_chunks,
-            first=pipeline.first_layers,
-            last=pipeline.last_layers,
-            account_for_embedding=pipeline.account_for_embedding,
-            account_for_loss=pipeline.account_for_loss,
-        )
-        build_schedule(
-            pipeline.schedule,
-            num_ranks=parallel.pp,
-            num_microbatches=config.num_microbatches(world_size),
-            num_chunks=pipeline.num_chunks,
-            group_size=pipeline.group_size,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def default_nproc(config: Config) -> int:

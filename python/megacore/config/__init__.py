@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from megacore.config.base import filled
 from megacore.config.load import (
+    config_from_values,
     config_to_toml,
     did_you_mean,
     load_config,
@@ -37,6 +38,7 @@ __all__ = [
     "PipelineConfig",
     "RunConfig",
     "TrainSectionConfig",
+    "config_from_values",
     "config_to_toml",
     "did_you_mean",
     "filled",

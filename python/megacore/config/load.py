@@ -45,16 +45,34 @@ def load_config(path: str | Path | None, overrides: Overrides = ()) -> Config:
     problems = [
         _apply_override(data, where, key.replace("-", "_"), text) for key, text in overrides
     ]
-    found = [problem for problem in problems if problem is not None]
-    try:
-        config = Config.model_validate(data, strict=True)
-    except ValidationError as error:
-        places = _Places(where=where, file=None if path is None else str(path))
-        found += [_describe(details, places) for details in error.errors()]
-        raise ConfigError(join_problems(found)) from None
-    if found:
-        raise ConfigError(join_problems(found))
+    places = _Places(where=where, file=None if path is None else str(path))
+    config = _validate(data, places, [problem for problem in problems if problem is not None])
     return config.with_origins(where)
+
+
+def config_from_values(values: Mapping[str, Any], *, source: str) -> Config:
+    """A configuration from plain values, such as those a checkpoint keeps.
+
+    Raises:
+        ConfigError: As `load_config`; ``source`` stands in for the file.
+
+    Example:
+        >>> config_from_values({"train": {"steps": 3}}, source="checkpoint x").train.steps
+        3
+    """
+    return _validate(values, _Places(where={}, file=source), [])
+
+
+def _validate(values: Mapping[str, Any], places: _Places, problems: list[str]) -> Config:
+    """Check ``values``; raise for what is wrong with them and for the ``problems`` known before."""
+    try:
+        config = Config.model_validate(values, strict=True)
+    except ValidationError as error:
+        problems = problems + [_describe(details, places) for details in error.errors()]
+        raise ConfigError(join_problems(problems)) from None
+    if problems:
+        raise ConfigError(join_problems(problems))
+    return config
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -297,6 +315,7 @@ def _closest_literal(value: Any, context: Mapping[str, Any]) -> str:
 
 
 def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
     try:
         return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
     except TypeError:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -40,6 +40,7 @@ NUM_WATCHED = 8  # ranks that each rank watches
 STORE_HOST = -1  # the "rank" of a lost store
 GRACE_S = 2.0  # time for a blocked main thread to end by itself
 FAILURE_KEY = "health/failure"
+STOPPED = "it was stopped by a signal"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -107,17 +108,19 @@ class FailureMonitor:
         self._beat(0)
         self._thread.start()
 
-    def stop(self, *, finished: bool) -> None:
-        """End the watch; with ``finished`` the others learn that this rank's silence is no loss."""
+    def announce_end(self, how: Literal["done", "stopped"]) -> None:
+        """Tell the others why this rank will fall silent: work done, or stopped by a signal."""
+        with contextlib.suppress(RuntimeError):
+            self._ask(lambda store: store.set(self._key("end"), how))
+
+    def stop(self) -> None:
+        """End the watch."""
         self._stopped.set()
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"\0")
         self._thread.join(timeout=self._peer_timeout_s)
         self._wake_receiver.close()
         self._wake_sender.close()
-        if finished:
-            with contextlib.suppress(RuntimeError):
-                self._ask(lambda store: store.set(self._key("finished"), "1"))
 
     def report(self, reason: str) -> Failure:
         """Record that this rank itself fails; returns the first failure of the run."""
@@ -127,10 +130,15 @@ class FailureMonitor:
         except RuntimeError:
             return mine
 
-    def culprit(self, *, patience_s: float) -> Failure | None:
+    def culprit(self, *, patience_s: float, blame_stopped: bool = True) -> Failure | None:
         """Who went away first, as soon as it is known; ``None`` if nobody did for ``patience_s``.
 
         A survivor calls this when a collective operation failed.
+
+        Args:
+            patience_s: How long to wait for an answer, seconds.
+            blame_stopped: Whether a rank that ended because of a signal counts. It does not for one
+                that was asked to end itself: somebody is stopping the whole run.
         """
         start = time.monotonic()
         # A launcher of ours sees the death of its child and knows the signal: let it speak first.
@@ -139,7 +147,7 @@ class FailureMonitor:
             try:
                 found = self._recorded()
                 if found is None and time.monotonic() >= look_after:
-                    found = self._find_dead(self._local_ranks())
+                    found = self._find_dead(self._local_ranks(), blame_stopped=blame_stopped)
             except RuntimeError as error:
                 return self._store_lost(error)
             if found is not None or time.monotonic() > start + patience_s:
@@ -200,11 +208,28 @@ class FailureMonitor:
             if beat != last:
                 self._beats[rank] = (beat, now)
             elif now - since > self._peer_timeout_s and not self._is_busy(rank):
-                if self._get(f"health/finished/{rank}") is not None:
-                    self._finished.add(rank)
-                    continue
-                return self._record(rank, self._silence(rank, now - since))
+                reason = self._reason(rank, self._silence(rank, now - since))
+                if reason is not None:
+                    return self._record(rank, reason)
         return None
+
+    def _find_dead(self, ranks: list[int], *, blame_stopped: bool = True) -> Failure | None:
+        for rank in ranks:
+            identity = self._who(rank)
+            if identity is None or rank in self._finished or not is_dead(identity):
+                continue
+            reason = self._reason(rank, "its process has ended")
+            if reason is not None and (blame_stopped or reason != STOPPED):
+                return self._record(rank, reason)
+        return None
+
+    def _reason(self, rank: int, otherwise: str) -> str | None:
+        """Why a rank is gone; ``None`` if its work was done."""
+        end = self._get(f"health/end/{rank}")
+        if end == b"done":
+            self._finished.add(rank)
+            return None
+        return STOPPED if end == b"stopped" else otherwise
 
     def _silence(self, rank: int, seconds: float) -> str:
         identity = self._who(rank)
@@ -230,17 +255,6 @@ class FailureMonitor:
     def _recorded(self) -> Failure | None:
         text = self._get(FAILURE_KEY)
         return Failure(**json.loads(text)) if text is not None else None
-
-    def _find_dead(self, ranks: list[int]) -> Failure | None:
-        for rank in ranks:
-            identity = self._who(rank)
-            if identity is None or rank in self._finished or not is_dead(identity):
-                continue
-            if self._get(f"health/finished/{rank}") is not None:
-                self._finished.add(rank)
-                continue
-            return self._record(rank, "its process has ended")
-        return None
 
     def _record(self, rank: int, reason: str) -> Failure:
         failure = Failure(rank=rank, who=str(self._who(rank) or f"rank {rank}"), reason=reason)
@@ -313,13 +327,11 @@ def failure_monitor(
     """
     monitor = FailureMonitor(context, peer_timeout_s=peer_timeout_s, on_end=on_end)
     monitor.start()
-    finished = False
     try:
         with _signals_to(monitor):
             yield monitor
-        finished = True
     finally:
-        monitor.stop(finished=finished)
+        monitor.stop()
 
 
 @contextlib.contextmanager

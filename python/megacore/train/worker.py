@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 import traceback
@@ -77,10 +78,14 @@ class Reporter:
         self._once = threading.Lock()
 
     def __call__(self, outcome: Outcome) -> int:
-        """Deliver ``outcome``; returns its exit code."""
-        if self._once.acquire(blocking=False):
-            self._write(outcome)
-            self._deliver(replace(outcome, time_s=time.monotonic()))
+        """Deliver ``outcome``, whatever signals come meanwhile; returns its exit code."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            if self._once.acquire(blocking=False):
+                self._write(outcome)
+                self._deliver(replace(outcome, time_s=time.monotonic()))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return outcome.exit_code
 
     def _write(self, outcome: Outcome) -> None:
@@ -119,15 +124,28 @@ def run_rank(context: RankContext, worker: Worker, options: LaunchOptions, repor
         with failure_monitor(
             context, peer_timeout_s=options.peer_timeout_s, on_end=end_from_monitor
         ) as monitor:
-            try:
-                exit_code = _work(context, worker, options)
-            except BaseException as error:
-                return report(_explain(error, context, monitor, options))
+            outcome = _work_and_explain(context, worker, options, monitor)
+            report(outcome)
     except MegacoreError as error:
         return report(Outcome(rank=context.rank, kind="mistake", exit_code=2, sentence=str(error)))
-    if dist.is_initialized():
+    if outcome.kind == "done":
         dist.destroy_process_group()
-    return report(Outcome(rank=context.rank, kind="done", exit_code=exit_code))
+    return outcome.exit_code
+
+
+def _work_and_explain(
+    context: RankContext, worker: Worker, options: LaunchOptions, monitor: FailureMonitor
+) -> Outcome:
+    try:
+        try:
+            exit_code = _work(context, worker, options)
+            monitor.announce_end("done")
+        except Exception as error:
+            return _explain(error, context, monitor, options)
+    except (SystemExit, KeyboardInterrupt) as stop:
+        # The signal may also have come while an error was being explained.
+        return _explain_stop(stop, context, monitor)
+    return Outcome(rank=context.rank, kind="done", exit_code=exit_code)
 
 
 def _work(context: RankContext, worker: Worker, options: LaunchOptions) -> int:
@@ -153,13 +171,11 @@ def init_process_group(context: RankContext, options: LaunchOptions) -> None:
 
 
 def _explain(
-    error: BaseException, context: RankContext, monitor: FailureMonitor, options: LaunchOptions
+    error: Exception, context: RankContext, monitor: FailureMonitor, options: LaunchOptions
 ) -> Outcome:
-    """Why the worker ended: its own mistake, its own error, another rank, or a signal."""
+    """Why the worker ended: its own mistake, its own error, or another rank."""
     trace = "".join(traceback.format_exception(error))
     rank = context.rank
-    if isinstance(error, (SystemExit, KeyboardInterrupt)):
-        return _explain_stop(error, context, monitor)
     if isinstance(error, RuntimeError) and not isinstance(error, MegacoreError):
         patience_s = options.peer_timeout_s + 5.0 if _is_about_connection(error) else 0.0
         culprit = monitor.culprit(patience_s=patience_s)
@@ -194,9 +210,11 @@ def _explain_stop(
     error: SystemExit | KeyboardInterrupt, context: RankContext, monitor: FailureMonitor
 ) -> Outcome:
     """A signal: torchrun ends the survivors of a lost rank with SIGTERM; they too name it."""
-    culprit = monitor.culprit(patience_s=1.5)
+    patience_s = 1.5 if context.launched_by == "torchrun" else 0.0
+    culprit = monitor.culprit(patience_s=patience_s, blame_stopped=False)
     if culprit is not None:
         return Outcome(rank=context.rank, kind="victim", exit_code=1, sentence=str(culprit))
+    monitor.announce_end("stopped")
     code = error.code if isinstance(error, SystemExit) else 130
     return Outcome(
         rank=context.rank, kind="stopped", exit_code=code if isinstance(code, int) else 1

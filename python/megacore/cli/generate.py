@@ -1,0 +1,68 @@
+"""``megacore generate CHECKPOINT --prompt TEXT``: continue a text."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from megacore.errors import ConfigError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command's arguments."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue a text with a trained checkpoint",
+        description="Continue a text with a trained checkpoint, on one device.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="a checkpoint folder, a folder of checkpoints, or a run's folder",
+    )
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="text to continue")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, default=200, help="tokens to append"
+    )
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token"
+    )
+    parser.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=0.95,
+        help="draw from the likeliest tokens that together reach this probability",
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the draws")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the checkpoint in this process and print the prompt with its continuation."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+
+    import torch
+
+    from megacore.models.generate import generate
+    from megacore.train.restore import restore_model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    restored = restore_model(args.checkpoint, device=device)
+    ids = restored.tokenizer.encode(args.prompt)
+    if len(ids) == 0:
+        raise ConfigError("--prompt is empty; give at least one character to continue")
+    tokens = generate(
+        restored.model,
+        torch.tensor(ids, dtype=torch.int64, device=device)[None],
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+    print(restored.tokenizer.decode(tokens[0].tolist()))
+    return 0

@@ -1,0 +1,191 @@
+"""What a run will look like on every rank, computed without starting one.
+
+The numbers are not estimates: layers, parameters, buffers and schedule come from the same planners
+that the ranks ask. Parameters are counted on a model without storage (torch's meta device).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megacore.buffers import plan_buckets
+from megacore.config import Config
+from megacore.errors import ConfigError
+from megacore.models.gpt import GPTChunk
+from megacore.parallel import ProcessGroups, Topology
+from megacore.parallel.params import ParamInfo
+from megacore.pipeline import partition_layers
+from megacore.train.trainer import make_topology, train_schedule
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """One rank; all ranks of a pipeline position are alike, up to the padding of a shard.
+
+    Attributes:
+        pp_rank: Position on the pipeline axis.
+        layers: Layers of each of its model chunks, half open.
+        num_params: Parameters it holds (after tensor parallelism).
+        param_bytes: Parameter buffer, with padding.
+        grad_bytes: Gradient buffer, float32, with padding.
+        optimizer_bytes: Moments, and with bfloat16 the main parameters, of the rank's shard.
+        peak_in_flight: Largest number of microbatches, counted per chunk, whose activations it
+            holds at once.
+        busy_fraction: Part of a step's makespan in which it computes.
+    """
+
+    pp_rank: int
+    layers: tuple[range, ...]
+    num_params: int
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+    peak_in_flight: int
+    busy_fraction: float
+
+    @property
+    def total_bytes(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.param_bytes + self.grad_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A whole run.
+
+    Attributes:
+        topology: Layout of the ranks.
+        num_params: Parameters of the model, each counted once.
+        num_microbatches: Microbatches per data-parallel rank and step.
+        bubble_fraction: Part of the pipeline ranks' time that is idle, if a backward pass takes
+            twice as long as a forward pass and messages take no time.
+        ranks: One entry per pipeline position.
+    """
+
+    topology: Topology
+    num_params: int
+    num_microbatches: int
+    bubble_fraction: float
+    ranks: tuple[RankPlan, ...]
+
+
+def plan_run(config: Config, world_size: int) -> RunPlan:
+    """Plan a run of a resolved configuration.
+
+    Raises:
+        ValueError: If the layout, the layers or the schedule do not work out.
+    """
+    topology = make_topology(config, world_size)
+    schedule = train_schedule(config, world_size)
+    timeline = schedule.simulate()
+    stages, pp = layers_of_stages(config), config.parallel.pp
+    ranks, num_params = [], 0
+    for pp_rank in range(pp):
+        mine = range(pp_rank, len(stages), pp)
+        infos = _param_infos(config, stages, mine)
+        num_params += sum(math.prod(info.full_shape) for info in infos if not info.is_shared_copy)
+        sizes = _buffer_sizes(config, infos, dp_size=config.dp(world_size))
+        ranks.append(
+            RankPlan(
+                pp_rank=pp_rank,
+                layers=tuple(stages[stage] for stage in mine),
+                num_params=sum(_local_numels(config, infos)),
+                param_bytes=sizes.param_bytes,
+                grad_bytes=sizes.grad_bytes,
+                optimizer_bytes=sizes.optimizer_bytes,
+                peak_in_flight=timeline.peak_in_flight[pp_rank],
+                busy_fraction=timeline.busy[pp_rank] / timeline.makespan,
+            )
+        )
+    return RunPlan(
+        topology=topology,
+        num_params=num_params,
+        num_microbatches=config.num_microbatches(world_size),
+        bubble_fraction=timeline.bubble_fraction,
+        ranks=tuple(ranks),
+    )
+
+
+def check_plan(config: Config, world_size: int) -> None:
+    """Make layout, layer partition and schedule once, as every rank will, to find mistakes early.
+
+    Raises:
+        ConfigError: With the sentence of the planner that refuses.
+    """
+    try:
+        make_topology(config, world_size)
+        layers_of_stages(config)
+        train_schedule(config, world_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def layers_of_stages(config: Config) -> list[range]:
+    """The layers of each pipeline stage."""
+    pipeline = config.pipeline
+    return partition_layers(
+        config.model.num_layers,
+        num_ranks=config.parallel.pp,
+        num_chunks=pipeline.num_chunks,
+        first=pipeline.first_layers,
+        last=pipeline.last_layers,
+        account_for_embedding=pipeline.account_for_embedding,
+        account_for_loss=pipeline.account_for_loss,
+    )
+
+
+def _param_infos(config: Config, stages: list[range], mine: range) -> list[ParamInfo]:
+    """Descriptions of the parameters of one pipeline rank, in order, without making them."""
+    infos: list[ParamInfo] = []
+    holds_embedding = False
+    for stage in mine:
+        with torch.device("meta"):
+            chunk = GPTChunk(
+                config.model,
+                layers=stages[stage],
+                has_embedding=stage == 0,
+                has_head=stage == len(stages) - 1,
+                groups=ProcessGroups.single(),
+                device="meta",
+            )
+        new = [info for info, _ in chunk.param_infos()]
+        if holds_embedding:
+            # The head of a later chunk of the same rank uses the embedding's own parameter.
+            new = [info for info in new if not info.is_shared_copy]
+        holds_embedding = holds_embedding or stage == 0
+        infos += new
+    return infos
+
+
+def _local_numels(config: Config, infos: list[ParamInfo]) -> list[int]:
+    return [math.prod(info.local_shape(config.parallel.tp)) for info in infos]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BufferSizes:
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+
+
+def _buffer_sizes(config: Config, infos: list[ParamInfo], *, dp_size: int) -> _BufferSizes:
+    is_float32 = config.train.dtype == "float32"
+    plan = plan_buckets(
+        _local_numels(config, infos),
+        dp_size=dp_size,
+        bucket_numel=config.optimizer.bucket_numel,
+        shared=[info.shared is not None for info in infos],
+    )
+    shard_numel = plan.shard_numel if config.optimizer.distributed else plan.numel
+    # Two moments; the main parameters of a float32 buffer are the buffer itself.
+    state_per_element = (2 if is_float32 else 3) * FLOAT32_BYTES
+    return _BufferSizes(
+        param_bytes=plan.numel * (FLOAT32_BYTES if is_float32 else 2),
+        grad_bytes=plan.numel * FLOAT32_BYTES,
+        optimizer_bytes=shard_numel * state_per_element,
+    )

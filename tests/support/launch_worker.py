@@ -1,0 +1,79 @@
+"""Ranks that behave well or badly, for tests of the launcher.
+
+As a script, ``launch_worker.py BEHAVIOUR NUM_RANKS FOLDER`` starts its own ranks or joins those of
+torchrun. Each rank writes its process id to ``FOLDER/<rank>.pid``, and makes
+``FOLDER/<rank>.ready`` after its first collective operation.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megacore.errors import ConfigError, DataError
+from megacore.train.launch import (
+    LaunchOptions,
+    RankContext,
+    run_ranks_local,
+    run_under_torchrun,
+    under_torchrun,
+)
+
+LONG = 10_000  # steps of 20 ms that no test waits for
+STEPS = {"slow": 60, "endless": LONG, "ok": 3, "code": 3}
+
+
+def work(behaviour: str, folder: Path, context: RankContext) -> int:
+    """Sum numbers over the ranks again and again, until the behaviour says otherwise."""
+    (folder / f"{context.rank}.pid").write_text(str(os.getpid()))
+    for step in range(STEPS.get(behaviour, LONG)):
+        total = torch.tensor([context.rank + 1.0])
+        dist.all_reduce(total)
+        if step == 0:
+            (folder / f"{context.rank}.ready").touch()
+        if step == 2:
+            misbehave(behaviour, context.rank)
+        time.sleep(0.02)
+    print(f"sum {total.item():g}", flush=True)
+    return 7 if behaviour == "code" and context.rank == 1 else 0
+
+
+def misbehave(behaviour: str, rank: int) -> None:
+    if behaviour == "mistake-of-all":
+        raise ConfigError("no rank likes this")
+    if rank != 1:
+        return
+    match behaviour:
+        case "error":
+            raise ValueError("boom")
+        case "mistake":
+            raise DataError("there is no data file x.txt")
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "silent":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "leaves":
+            os._exit(3)
+
+
+def launch(behaviour: str, num_ranks: int, folder: Path) -> int:
+    options = LaunchOptions(timeout_s=60.0, peer_timeout_s=2.0, error_dir=folder)
+    worker = partial(work, behaviour, folder)
+    if under_torchrun():
+        return run_under_torchrun(worker, options=options)
+    return run_ranks_local(num_ranks, worker, options=options)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(launch(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
+    except ConfigError as error:
+        print(f"megacore: {error}", file=sys.stderr)
+        sys.exit(2)
