@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -171,3 +173,8 @@ def test_groups_outlive_the_layout_they_came_from() -> None:
     assert groups.tolist() == [[0, 2], [1, 3]]
     groups[0, 0] = 7
     assert RankGenerator(tp=2, dp=2).groups("dp")[0, 0] == 0
+
+
+def test_layouts_need_no_torch() -> None:
+    code = "import sys, megacore.parallel; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
