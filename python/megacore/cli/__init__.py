@@ -41,6 +41,7 @@ COMMANDS = {
     ),
     "ranks": Command(help="show which ranks form a group, for a layout"),
     "schedule": Command(help="show a pipeline schedule: who runs what, when"),
+    "echo": Command(help="simulate how hot experts are cloned to balance the ranks"),
     "doctor": Command(help="check this machine and this installation"),
 }
 

@@ -1,0 +1,255 @@
+"""Plan which hot experts are cloned into spare slots, so that no rank is overloaded.
+
+Every rank of an expert-parallel group holds ``experts_per_rank`` home experts and
+``num_spare_slots`` spare slots. From the number of tokens that every rank's router sends to every
+expert, the planner decides which experts are cloned into which slots and how many tokens of every
+source rank go to each clone. All arithmetic is in integers, so every rank that sees the same counts
+computes the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore import _core
+
+if TYPE_CHECKING:
+    import torch
+
+Counts = npt.NDArray[np.int64]
+METHODS = ("balanced", "echo")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OffloadPlan:
+    """Where experts are cloned and which tokens move; all arrays are read-only int64.
+
+    R ranks, E experts of which rank p is the home of ``[p * E / R, (p + 1) * E / R)``, k slots.
+
+    Attributes:
+        method: ``"balanced"`` or ``"echo"``.
+        num_experts: E.
+        slot_expert: The expert cloned into each slot, ``(R, k)``; -1 where a slot is unused.
+        rerouted: Tokens that leave their home expert, ``(R, R, k)``: source rank, destination rank,
+            slot. A source's tokens for an expert that are not here stay with the home expert.
+        load_before: Tokens per rank without the plan, ``(R,)``.
+        load_after: Tokens per rank with it, ``(R,)``.
+        max_load: The highest ``load_after``.
+        num_clones: Slots in use.
+        bound: Rows a rank's static receive buffer needs for this total number of tokens. Balanced:
+            the average with the tolerance, rounded, or ``min_imbalance`` times the average where
+            that is more. Documented: the floor average and the remainder it leaves over.
+        bound_holds: Whether ``max_load <= bound``. Always true for the balanced method with at
+            least as many slots as experts per rank.
+    """
+
+    method: str
+    num_experts: int
+    slot_expert: Counts
+    rerouted: Counts
+    load_before: Counts
+    load_after: Counts
+    max_load: int
+    num_clones: int
+    bound: int
+    bound_holds: bool
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return len(self.slot_expert)
+
+    @property
+    def num_spare_slots(self) -> int:
+        """Slots per rank, k."""
+        return int(self.slot_expert.shape[1])
+
+    @property
+    def mean_load(self) -> float:
+        """Tokens per rank if all had the same."""
+        return float(self.load_before.sum()) / self.num_ranks
+
+    @property
+    def imbalance_before(self) -> float:
+        """The highest load without the plan over the mean; 1 is perfect (and: no tokens)."""
+        return self._over_mean(int(self.load_before.max()))
+
+    @property
+    def imbalance_after(self) -> float:
+        """The highest load with the plan over the mean; 1 is perfect (and: no tokens)."""
+        return self._over_mean(self.max_load)
+
+    @property
+    def num_moved_tokens(self) -> int:
+        """Tokens that are computed by a clone."""
+        return int(self.rerouted.sum())
+
+    def _over_mean(self, load: int) -> float:
+        return load / self.mean_load if self.mean_load > 0 else 1.0
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same plan, array by array."""
+        if not isinstance(other, OffloadPlan):
+            return NotImplemented
+        mine, theirs = vars(self), vars(other)
+        return all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_text(self) -> str:
+        """The plan as a table: one line per rank, its load before and after, and its clones.
+
+        Example:
+            >>> plan = plan_offload([[30, 10], [50, 10]], num_spare_slots=1, tolerance=0.0)
+            >>> print(plan.to_text())
+            balanced plan: 2 ranks, 2 experts, 1 spare slot each; 1 clone, 30 tokens moved
+            load of the fullest rank 80 -> 50, mean 50.0, imbalance 1.600 -> 1.000; bound 50 holds
+            rank  before  after  clones (expert < home rank: tokens)
+               0      80     50
+               1      20     50  0 < 0: 30
+        """
+        slots, clones = _count(self.num_spare_slots, "spare slot"), _count(self.num_clones, "clone")
+        lines = [
+            f"{self.method} plan: {_count(self.num_ranks, 'rank')}, {self.num_experts} experts, "
+            f"{slots} each; {clones}, {self.num_moved_tokens} tokens moved",
+            f"load of the fullest rank {self.load_before.max()} -> {self.max_load}, "
+            f"mean {self.mean_load:.1f}, "
+            f"imbalance {self.imbalance_before:.3f} -> {self.imbalance_after:.3f}; "
+            f"bound {self.bound} {'holds' if self.bound_holds else 'is exceeded'}",
+        ]
+        width = max(6, len(str(self.load_before.max())), len(str(self.max_load)))
+        lines.append(f"rank  {'before':>{width}}  {'after':>{width - 1}}  {_CLONE_COLUMN}")
+        for rank in range(self.num_ranks):
+            before, after = self.load_before[rank], self.load_after[rank]
+            clones = self._clones_text(rank)
+            lines.append(f"{rank:4}  {before:{width}}  {after:{width - 1}}  {clones}".rstrip())
+        return "\n".join(lines)
+
+    def _clones_text(self, rank: int) -> str:
+        experts_per_rank = self.num_experts // self.num_ranks
+        tokens = self.rerouted[:, rank].sum(axis=0)
+        return ", ".join(
+            f"{expert} < {expert // experts_per_rank}: {tokens[slot]}"
+            for slot, expert in enumerate(self.slot_expert[rank])
+            if expert >= 0
+        )
+
+
+_CLONE_COLUMN = "clones (expert < home rank: tokens)"
+
+
+def plan_offload(
+    tokens_from_rank_to_expert: npt.ArrayLike | torch.Tensor,
+    *,
+    num_spare_slots: int,
+    method: Literal["balanced", "echo"] = "balanced",
+    tolerance: float = 0.01,
+    min_imbalance: float = 1.0,
+    domain_size: int | None = None,
+) -> OffloadPlan:
+    """Choose the clones and the tokens that go to them.
+
+    Args:
+        tokens_from_rank_to_expert: ``(R, E)``, any integer type, numpy, torch or nested lists; E a
+            multiple of R. Entry ``[r, e]`` is how many tokens rank r's router sends to expert e; a
+            token that chose several experts counts for each. At most 2^31 - 1 tokens per expert.
+        num_spare_slots: Slots for clones on every rank, k.
+        method: ``"balanced"`` keeps every rank at or below the average plus ``tolerance`` whenever
+            slots allow it, and always with at least E / R slots. ``"echo"`` is the planner that the
+            ECHO documents describe, to compare with.
+        tolerance: What the balanced method may leave above the average, as a fraction of it, in
+            [0, 1]: each percent saves clones, and a clone costs moving an expert's weights.
+        min_imbalance: Make no clones while the highest load over the mean is at most this, >= 1.
+        domain_size: Ranks ``[0, n), [n, 2n) ...`` are connected best, for instance by NVLink; n
+            divides R. Clones stay inside a domain as far as the goal can be reached so, and leave
+            it only for the rest. Balanced method only; ``None`` treats all ranks alike.
+
+    Returns:
+        The plan. It depends on nothing but the arguments.
+
+    Raises:
+        ValueError: If the counts are not a matrix of non-negative integers whose columns divide
+            over its rows, or an option is out of range or unknown.
+
+    Sync:
+        Runs on the CPU. A CUDA tensor is copied to the host, which waits for the device.
+
+    Source:
+        documented: Megatron-LM pull request 2368; both are specified in ``docs/echo.md`` and
+        checked against independent implementations in ``tests/unit/moe``.
+
+    Example:
+        >>> plan = plan_offload([[30, 10], [50, 10]], num_spare_slots=1, tolerance=0.0)
+        >>> plan.slot_expert.tolist(), plan.load_before.tolist(), plan.load_after.tolist()
+        ([[-1], [0]], [80, 20], [50, 50])
+        >>> plan.rerouted[:, 1, 0].tolist()  # rank 1 serves its own tokens first
+        [0, 30]
+    """
+    _require_options(method, tolerance, min_imbalance, domain_size)
+    native = _core.plan_offload(
+        _integer_matrix(tokens_from_rank_to_expert),
+        method=method,
+        num_spare_slots=num_spare_slots,
+        tolerance_per_million=round(tolerance * 1e6),
+        min_imbalance_per_million=round(min_imbalance * 1e6),
+        domain_size=domain_size or 0,
+    )
+    return OffloadPlan(
+        method=method,
+        num_experts=native.num_experts,
+        slot_expert=native.slot_expert,
+        rerouted=native.rerouted,
+        load_before=native.load_before,
+        load_after=native.load_after,
+        max_load=native.max_load,
+        num_clones=native.num_clones,
+        bound=native.bound,
+        bound_holds=native.bound_holds,
+    )
+
+
+def _require_options(
+    method: str, tolerance: float, min_imbalance: float, domain_size: int | None
+) -> None:
+    if method not in METHODS:
+        from megacore.config import did_you_mean
+
+        suggestion = did_you_mean(str(method), list(METHODS)) or "; there are balanced and echo"
+        raise ValueError(f"no offload planner is called {method!r}{suggestion}")
+    if not 0.0 <= tolerance <= 1.0:
+        raise ValueError(f"tolerance is {tolerance}; it is a fraction of the average in [0, 1]")
+    if not 1.0 <= min_imbalance <= 1000.0:
+        raise ValueError(
+            f"min_imbalance is {min_imbalance}; it is a highest load over the mean, in [1, 1000]"
+        )
+    if domain_size is not None and domain_size < 1:
+        raise ValueError(f"domain_size is {domain_size}; a domain has at least 1 rank")
+
+
+def _integer_matrix(counts: npt.ArrayLike | torch.Tensor) -> Counts:
+    array = _torch_to_numpy(counts) if hasattr(counts, "detach") else np.asarray(counts)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"the counts are {array.dtype}; numbers of tokens are integers")
+    if array.ndim != 2:
+        raise ValueError(
+            f"the counts have shape {array.shape}; they are a matrix, source ranks x experts"
+        )
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"a count is {array.max()}; it must fit 64 bits with a sign")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _torch_to_numpy(counts: Any) -> npt.NDArray[Any]:
+    # Not isinstance: planning on numpy arrays should not load torch.
+    if counts.is_floating_point() or counts.is_complex():  # numpy does not know all of torch's
+        raise ValueError(f"the counts are {counts.dtype}; numbers of tokens are integers")
+    array: npt.NDArray[Any] = counts.detach().cpu().numpy()
+    return array
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
