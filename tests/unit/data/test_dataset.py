@@ -152,6 +152,19 @@ def test_the_groups_of_a_step_do_not_depend_on_the_layout(
     assert sorted(i for ids in one for i in ids) == list(range(step * total, (step + 1) * total))
 
 
+def test_microbatch_m_of_rank_d_is_group_m_times_dp_plus_d() -> None:
+    batch = microbatch(
+        _counting_dataset(),
+        step=0,
+        microbatch=1,
+        dp_position=0,
+        dp_size=2,
+        microbatch_size=3,
+        global_batch_size=12,
+    )
+    assert batch.sample_ids.tolist() == [6, 7, 8]
+
+
 @pytest.mark.parametrize(
     ("total", "nearest"), [(30, "24 or 32"), (5, "8"), (0, "8")], ids=["between", "below", "zero"]
 )

@@ -168,6 +168,29 @@ def test_a_shared_copy_is_not_written_but_is_filled(tmp_path: Path) -> None:
     assert_equal_pieces(pieces, written)
 
 
+def test_a_shared_parameter_is_written_by_the_rank_that_owns_it(tmp_path: Path) -> None:
+    copy = replace(EMBEDDING, is_shared_copy=True)
+    other = ParamInfo(name="other", full_shape=(64,), tp_dim=None)
+
+    def save(groups: ProcessGroups) -> Path:
+        # Rank 1 has less to write, so it would be chosen if its copy counted.
+        pieces = make_pieces(
+            [EMBEDDING, other] if groups.rank == 0 else [copy],
+            tp=(0, 1),
+            dp=(0, 1),
+            filled=groups.rank == 0,
+        )
+        return save_checkpoint(tmp_path, pieces, state=STATE, config={}, groups=groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        world = ThreadWorld(tp=1, dp=2)
+        world.patch(patch)
+        path = world.run(save)[0]
+    _, weights = load_full_weights(path)
+    assert torch.equal(weights["embedding"], full_values(EMBEDDING, "main_param"))
+    assert list(read_index(path).files) == ["rank_00000.safetensors"]
+
+
 def test_the_index_tells_where_everything_is(tmp_path: Path) -> None:
     path = _save(tmp_path, INFOS, tp=2, dp=2)
     index = read_index(path)
