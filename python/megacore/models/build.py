@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megacore.config import Config
+from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline import partition_layers
@@ -29,16 +30,8 @@ def build_chunks(
     Raises:
         ConfigError: If layers or tensor-parallel sizes do not work out.
     """
-    pipeline, pp = config.pipeline, groups.pp.size
-    stages = partition_layers(
-        config.model.num_layers,
-        num_ranks=pp,
-        num_chunks=pipeline.num_chunks,
-        first=pipeline.first_layers,
-        last=pipeline.last_layers,
-        account_for_embedding=pipeline.account_for_embedding,
-        account_for_loss=pipeline.account_for_loss,
-    )
+    pp = groups.pp.size
+    stages = _stages(config, pp)
     chunks: list[GPTChunk] = []
     for stage in range(groups.pp.position, len(stages), pp):
         chunks.append(
@@ -56,6 +49,22 @@ def build_chunks(
             )
         )
     return chunks
+
+
+def _stages(config: Config, pp: int) -> list[range]:
+    pipeline = config.pipeline
+    try:
+        return partition_layers(
+            config.model.num_layers,
+            num_ranks=pp,
+            num_chunks=pipeline.num_chunks,
+            first=pipeline.first_layers,
+            last=pipeline.last_layers,
+            account_for_embedding=pipeline.account_for_embedding,
+            account_for_loss=pipeline.account_for_loss,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megacore.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainSectionConfig
+from megacore.errors import ConfigError
 from megacore.models.build import build_chunks
 from megacore.parallel import Group, ProcessGroups
 from tests.support.models import params_by_name, random_batch, tiny_config, whole_model
@@ -55,6 +56,12 @@ def test_a_rank_with_both_ends_in_two_chunks_holds_a_tied_embedding_once() -> No
     first, last = build_chunks(config_for(model, pp=1, num_chunks=2), groups_of_stage(0, 1))
     assert last.head.weight is params_by_name(first)["embedding"]
     assert "embedding" not in params_by_name(last)
+
+
+def test_layers_that_cannot_be_spread_are_a_mistake_of_the_configuration() -> None:
+    config = config_for(tiny_config(num_layers=2), pp=4)
+    with pytest.raises(ConfigError, match="num_layers"):
+        build_chunks(config, groups_of_stage(0, 4))
 
 
 def test_dtype_and_seed_come_from_the_configuration() -> None:
