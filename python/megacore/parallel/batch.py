@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -52,3 +53,16 @@ class Microbatch:
         """``(B, S)``: samples and tokens per sample."""
         batch, sequence = self.tokens.shape
         return batch, sequence
+
+    def to(self, device: torch.device | str) -> Microbatch:
+        """The same microbatch with its tensors on ``device``.
+
+        Sync:
+            Waits for the copy when it crosses devices; returns at once otherwise.
+        """
+        return Microbatch(
+            tokens=self.tokens.to(device),
+            labels=None if self.labels is None else self.labels.to(device),
+            sample_ids=self.sample_ids.to(device),
+            step=self.step,
+        )
