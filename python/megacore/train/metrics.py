@@ -7,7 +7,9 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
+
+from megacore.report import read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,27 +89,6 @@ class MetricsWriter:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read a metrics file; lines that are no complete record are passed over.
-
-    Returns:
-        The records in the order of the file; an empty list if there is no file.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    records = []
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # the last line of a run that was killed
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return records
 
 
 def _keep_before(path: Path, step: int) -> None:

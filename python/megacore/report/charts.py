@@ -1,0 +1,203 @@
+"""Line charts as SVG text. Colours come from the page's style sheet: one chart, two themes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from megacore.report.series import Axis, Point, nice_axis, number_text, thin, tight_axis
+
+# More points than pixels would only make the file larger.
+MAX_POINTS = 700
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One set of points of a chart.
+
+    Attributes:
+        name: What the legend and the tooltip call it.
+        points: ``(step, value)`` pairs, steps rising, values finite.
+        style: CSS class: ``"main"``, ``"raw"`` (the same colour, faint) or ``"second"``.
+        dots: Draw points instead of a line through them.
+        in_legend: Whether the legend names it.
+    """
+
+    name: str
+    points: Sequence[Point]
+    style: str = "main"
+    dots: bool = False
+    in_legend: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A horizontal line to compare with.
+
+    Attributes:
+        value: Where it is.
+        label: What it means, written on the line.
+    """
+
+    value: float
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartSpec:
+    """What a chart shows, apart from its size.
+
+    Attributes:
+        label: Describes the chart for screen readers.
+        series: What is drawn, back to front.
+        references: Horizontal lines.
+        from_zero: The value axis starts at 0.
+        upper: Values above it are cut off at the top edge; ``None`` shows all.
+        value_text: Writes a value in the tooltip.
+    """
+
+    label: str
+    series: Sequence[Series]
+    references: Sequence[Reference] = ()
+    from_zero: bool = False
+    upper: float | None = None
+    value_text: Callable[[float], str] = number_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """Geometry of one chart: its axes and the rectangle of the plot."""
+
+    x: Axis
+    y: Axis
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+    def at(self, point: Point) -> tuple[float, float]:
+        """Pixel position of a point; values off the axis go to its edge."""
+        x = self.left + self.x.position(point[0]) * (self.right - self.left)
+        height = min(1.0, max(0.0, self.y.position(point[1])))
+        return round(x, 1), round(self.bottom - height * (self.bottom - self.top), 1)
+
+
+def line_chart(spec: ChartSpec, *, width: int, height: int, font: int = 12) -> str:
+    """Draw a chart.
+
+    Args:
+        spec: What to show.
+        width: Width of the drawing in its own units; the page scales it.
+        height: Height of the drawing.
+        font: Size of the axis labels in those units.
+
+    Returns:
+        An ``<svg>`` element, or a ``<p>`` if there is nothing to draw.
+    """
+    values = [point for series in spec.series for point in series.points]
+    if not values:
+        return '<p class="empty">nothing was measured</p>'
+    frame = _make_frame(spec, values, width=width, height=height, font=font)
+    parts = [*_grid(frame, font), *_references(spec, frame, font)]
+    for series in spec.series:
+        parts.append(_dots(series, frame) if series.dots else _path(series, frame))
+    parts.append(f'<line class="cursor" y1="{frame.top:g}" y2="{frame.bottom:g}"/>')
+    size = f'viewBox="0 0 {width} {height}"'
+    hover = escape(_hover_data(spec, frame), quote=True)
+    return (
+        f'<svg class="chart" {size} role="img" aria-label="{escape(spec.label, quote=True)}" '
+        f'font-size="{font}" data-hover="{hover}">{"".join(parts)}</svg>'
+    )
+
+
+def legend(spec: ChartSpec) -> str:
+    """The names of the series with their marks, as HTML."""
+    items = [
+        f'<span class="key"><i class="{series.style}{" dot" if series.dots else ""}"></i>'
+        f"{escape(series.name)}</span>"
+        for series in spec.series
+        if series.in_legend and series.points
+    ]
+    return f'<p class="legend">{"".join(items)}</p>' if len(items) > 1 else ""
+
+
+def _make_frame(
+    spec: ChartSpec, values: Sequence[Point], *, width: int, height: int, font: int
+) -> _Frame:
+    xs = [x for x, _ in values]
+    ys = [y for _, y in values] + [reference.value for reference in spec.references]
+    high = max(ys) if spec.upper is None else min(max(ys), spec.upper)
+    low = min(0.0, *ys) if spec.from_zero else min(ys)
+    y_axis = nice_axis(low, high, num_ticks=max(3, height // 45))
+    label_width = max(len(number_text(tick)) for tick in y_axis.ticks) * font * 0.6
+    left = round(label_width + 14)
+    return _Frame(
+        x=tight_axis(min(xs), max(xs), num_ticks=max(3, (width - left) // 70)),
+        y=y_axis,
+        left=left,
+        right=width - 12,
+        top=font,
+        bottom=height - 2 * font - 4,
+    )
+
+
+def _grid(frame: _Frame, font: int) -> list[str]:
+    parts = []
+    for tick in frame.y.ticks:
+        _, y = frame.at((frame.x.low, tick))
+        kind = "axis" if tick == frame.y.low else "grid"
+        parts.append(
+            f'<line class="{kind}" x1="{frame.left:g}" x2="{frame.right:g}" y1="{y:g}" y2="{y:g}"/>'
+            f'<text class="tick" x="{frame.left - 8:g}" y="{y + font * 0.35:g}" '
+            f'text-anchor="end">{number_text(tick)}</text>'
+        )
+    for tick in frame.x.ticks:
+        x, _ = frame.at((tick, frame.y.low))
+        bottom = frame.bottom
+        parts.append(
+            f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{bottom:g}" y2="{bottom + 5:g}"/>'
+            f'<text class="tick" x="{x:g}" y="{bottom + font + 8:g}" '
+            f'text-anchor="middle">{number_text(tick)}</text>'
+        )
+    return parts
+
+
+def _references(spec: ChartSpec, frame: _Frame, font: int) -> list[str]:
+    parts = []
+    for reference in spec.references:
+        _, y = frame.at((frame.x.low, reference.value))
+        parts.append(
+            f'<line class="reference" x1="{frame.left:g}" x2="{frame.right:g}" '
+            f'y1="{y:g}" y2="{y:g}"/>'
+            f'<text class="reference" x="{frame.right:g}" y="{y - 6:g}" text-anchor="end" '
+            f'font-size="{font}">{escape(reference.label)}</text>'
+        )
+    return parts
+
+
+def _path(series: Series, frame: _Frame) -> str:
+    if len(series.points) == 1:
+        return _dots(series, frame)
+    pixels = [frame.at(point) for point in thin(series.points, limit=MAX_POINTS)]
+    data = "M" + "L".join(f"{x:g} {y:g}" for x, y in pixels)
+    return f'<path class="{escape(series.style, quote=True)}" d="{data}"/>'
+
+
+def _dots(series: Series, frame: _Frame) -> str:
+    circles = "".join(
+        f'<circle cx="{x:g}" cy="{y:g}" r="4.5"/>' for x, y in map(frame.at, series.points)
+    )
+    return f'<g class="dots {escape(series.style, quote=True)}">{circles}</g>'
+
+
+def _hover_data(spec: ChartSpec, frame: _Frame) -> str:
+    """What the tooltip shows: ``[[x pixel, step, [[name, value], ...]], ...]`` as JSON."""
+    rows: dict[float, list[tuple[str, str]]] = {}
+    for series in spec.series:
+        for x, y in thin(series.points, limit=MAX_POINTS):
+            rows.setdefault(x, []).append((series.name, spec.value_text(y)))
+    data = [[frame.at((x, frame.y.low))[0], math.floor(x), rows[x]] for x in sorted(rows)]
+    return json.dumps(data, separators=(",", ":"))

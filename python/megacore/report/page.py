@@ -1,0 +1,73 @@
+"""One HTML file that tells a run's story and needs nothing else: no network, no second file."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from megacore.report import sections
+from megacore.report.run_files import REPORT_NAME, RunFiles, RunInfo, read_run, write_info
+
+
+def write_report(run_dir: str | Path, *, info: RunInfo | None = None) -> Path:
+    """Write ``report.html`` from the files of a run.
+
+    Args:
+        run_dir: Folder with ``metrics.jsonl``, ``config.toml``, ``run.json`` and, if a step was
+            traced, ``timeline.json``. Missing parts are left out of the page.
+        info: Written to ``run.json`` first; ``None`` takes what is there, to make the page again.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        MegacoreError: If the folder is no run, or a file of it cannot be understood.
+    """
+    directory = Path(run_dir)
+    if info is not None:
+        write_info(directory, info)
+    path = directory / REPORT_NAME
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(report_html(read_run(directory)), encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def report_html(run: RunFiles) -> str:
+    """The page as text."""
+    body = "\n".join(
+        (
+            sections.header(run),
+            sections.tiles(run),
+            sections.loss_card(run),
+            sections.small_charts(run),
+            sections.layout_card(run),
+            sections.timeline_card(run),
+            sections.settings_card(run),
+            f'<div class="two">{sections.environment_card(run)}{sections.files_card(run)}</div>',
+        )
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(run.info.name)} - megacore</title>
+<style>
+{_asset("page.css")}</style>
+</head>
+<body>
+<main>
+{body}
+<footer>Written by megacore {escape(run.info.environment.get("megacore", ""))}</footer>
+</main>
+<div id="tip"></div>
+<script>
+{_asset("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def _asset(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

@@ -1,0 +1,192 @@
+"""The files of a run's folder that a report is made from."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megacore.errors import MegacoreError
+
+METRICS_NAME = "metrics.jsonl"
+CONFIG_NAME = "config.toml"
+INFO_NAME = "run.json"
+TIMELINE_NAME = "timeline.json"
+REPORT_NAME = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What a report says about a run besides its metrics and settings; kept in ``run.json``.
+
+    Attributes:
+        name: Name of the run.
+        started_at: When it started, for people.
+        wall_time_s: Wall time in seconds.
+        layout: Settings of the :class:`~megacore.parallel.Topology`: ``world_size``, ``tp``, ...
+        model: The model in words.
+        num_parameters: Parameters of the whole model, each counted once.
+        data: The training text in words.
+        num_tokens: Tokens of the training part.
+        unigram_entropy: Of the training part, nats per token.
+        schedule: The pipeline schedule in words.
+        environment: Versions and hardware, see :func:`collect_environment`.
+        resumed_from: The checkpoint the run continued from.
+    """
+
+    name: str
+    started_at: str
+    wall_time_s: float
+    layout: Mapping[str, Any]
+    model: str
+    num_parameters: int
+    data: str
+    num_tokens: int
+    unigram_entropy: float
+    schedule: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    resumed_from: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineEvent:
+    """One action of one rank in one step.
+
+    Attributes:
+        rank: Pipeline rank for a predicted event, global rank for a measured one.
+        action: Text of the action, e.g. ``"2F0"``.
+        start_us: Start in microseconds since the step began.
+        end_us: End in microseconds.
+    """
+
+    rank: int
+    action: str
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTimeline:
+    """What the schedule predicts for one step, and what was measured.
+
+    Attributes:
+        step: The measured step, from 0.
+        predicted: Events of the simulated schedule, in microseconds like the measured ones.
+        measured: Events of the real step, all ranks.
+    """
+
+    step: int
+    predicted: Sequence[TimelineEvent]
+    measured: Sequence[TimelineEvent]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """Everything a report shows; parts that were not found are empty.
+
+    Attributes:
+        directory: The run's folder.
+        metrics: Records of ``metrics.jsonl``.
+        config: Sections of ``config.toml``.
+        info: Content of ``run.json``.
+        timeline: Content of ``timeline.json``.
+    """
+
+    directory: Path
+    metrics: list[dict[str, Any]]
+    config: dict[str, Any]
+    info: RunInfo
+    timeline: RunTimeline | None
+
+
+def write_info(directory: str | Path, info: RunInfo) -> None:
+    """Write ``run.json``."""
+    _write_json(Path(directory) / INFO_NAME, asdict(info))
+
+
+def write_timeline(directory: str | Path, timeline: RunTimeline) -> None:
+    """Write ``timeline.json``."""
+    _write_json(Path(directory) / TIMELINE_NAME, asdict(timeline))
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Read ``metrics.jsonl``; lines that are no complete record are passed over.
+
+    Returns:
+        The records in the order of the file; an empty list if there is no file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a run that was killed
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+def read_run(directory: str | Path) -> RunFiles:
+    """Read the files of a run.
+
+    Raises:
+        MegacoreError: If the folder is no run or a file of it cannot be understood.
+    """
+    directory = Path(directory)
+    if not (directory / INFO_NAME).is_file():
+        raise MegacoreError(
+            f"{directory} is not the folder of a run: it has no {INFO_NAME}; "
+            f"give the folder that `megacore train` names as run.dir"
+        )
+    info = RunInfo(**_read_json(directory / INFO_NAME))
+    return RunFiles(
+        directory=directory,
+        metrics=read_metrics(directory / METRICS_NAME),
+        config=_read_config(directory / CONFIG_NAME),
+        info=info,
+        timeline=_read_timeline(directory / TIMELINE_NAME),
+    )
+
+
+def _read_timeline(path: Path) -> RunTimeline | None:
+    if not path.is_file():
+        return None
+    data = _read_json(path)
+    return RunTimeline(
+        step=data["step"],
+        predicted=[TimelineEvent(**event) for event in data["predicted"]],
+        measured=[TimelineEvent(**event) for event in data["measured"]],
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise MegacoreError(f"cannot read {path}: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise MegacoreError(f"cannot read {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise MegacoreError(f"cannot read {path}: it holds no JSON object")
+    return data
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)

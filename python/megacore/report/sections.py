@@ -1,0 +1,295 @@
+"""The parts of a report, each from the files of a run to a piece of HTML."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megacore.config import Config
+from megacore.parallel import Topology
+from megacore.report.charts import ChartSpec, Reference, Series, legend, line_chart
+from megacore.report.drawings import layout_drawing, timeline_drawings
+from megacore.report.run_files import RunFiles
+from megacore.report.series import Point, duration_text, finite_points, number_text, smooth
+
+# The last steps whose mean counts as the loss at the end.
+TAIL = 10
+
+
+def header(run: RunFiles) -> str:
+    """Title and one sentence about the run."""
+    info = run.info
+    facts = [info.model, f"{number_text(info.num_parameters)} parameters", info.data]
+    lines = [" · ".join(escape(fact) for fact in facts)]
+    lines.append(escape(f"{_layout_text(info.layout)}; schedule {info.schedule}"))
+    started = f"started {escape(info.started_at)}"
+    resumed = f", continued from {escape(info.resumed_from)}" if info.resumed_from else ""
+    lines.append(started + resumed)
+    paragraphs = "".join(f"<p>{line}</p>" for line in lines)
+    return f"<header><h1>{escape(info.name)}</h1>{paragraphs}</header>"
+
+
+def tiles(run: RunFiles) -> str:
+    """The headline numbers."""
+    info = run.info
+    world = int(info.layout["world_size"])
+    cells = [
+        _loss_tile(run),
+        _validation_tile(run),
+        _speed_tile(run),
+        _tile("Wall time", duration_text(info.wall_time_s), f"{len(run.metrics):,} steps recorded"),
+        _tile("World", f"{world:,}", _layout_text(info.layout).partition(" = ")[2], unit="ranks"),
+        _skipped_tile(run),
+    ]
+    return f'<dl class="tiles">{"".join(cells)}</dl>'
+
+
+def loss_card(run: RunFiles) -> str:
+    """The loss curve with validation points and the unigram entropy."""
+    points = _metric(run, "loss")
+    window = max(1, len(points) // 40) | 1
+    series = [Series(name="training loss", points=points, style="raw" if window > 1 else "main")]
+    if window > 1:
+        smoothed = smooth(points, window=window)
+        series.append(Series(name=f"mean of {window} steps", points=smoothed))
+    validation = _metric(run, "validation_loss")
+    if len(validation) > 1:
+        series.append(Series(name="validation", points=validation, style="second", in_legend=False))
+    series.append(Series(name="validation loss", points=validation, style="second", dots=True))
+    entropy = run.info.unigram_entropy
+    spec = ChartSpec(
+        label="Training and validation loss by step",
+        series=series,
+        references=[Reference(value=entropy, label=f"unigram entropy {entropy:.3f}")],
+        value_text=lambda value: f"{value:.4f}",
+    )
+    hint = (
+        "Nats per token over the steps of the run. A model that only knows how frequent each token "
+        "is reaches the unigram entropy; below it the model uses context."
+    )
+    wide = line_chart(spec, width=1120, height=380, font=13)
+    narrow = line_chart(spec, width=360, height=270, font=12)
+    charts = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+    return _card("Loss", hint, legend(spec) + charts)
+
+
+def small_charts(run: RunFiles) -> str:
+    """Learning rate, gradient norm and speed side by side."""
+    norms = _metric(run, "grad_norm")
+    upper = _robust_upper([value for _, value in norms])
+    above = sum(value > upper for _, value in norms)
+    values = "value" if above == 1 else "values"
+    cut = f" {above} {values} above {number_text(upper)} cut off." if above else ""
+    schedule = run.config.get("optimizer", {}).get("schedule", "")
+    charts = [
+        (
+            "Learning rate",
+            f"Schedule: {schedule}." if schedule else "",
+            _simple("learning rate", _metric(run, "lr")),
+        ),
+        (
+            "Gradient norm",
+            f"Before clipping.{cut}",
+            _simple("gradient norm", norms, upper=upper if above else None),
+        ),
+        ("Tokens per second", "All ranks together.", _speed_chart(_metric(run, "tokens_per_s"))),
+    ]
+    cards = "".join(
+        _card(title, hint, line_chart(spec, width=360, height=200)) for title, hint, spec in charts
+    )
+    return f'<div class="row">{cards}</div>'
+
+
+def layout_card(run: RunFiles) -> str:
+    """The picture of ranks and their groups."""
+    topology = Topology(**run.info.layout)
+    hint = "Which ranks work together along each parallel axis."
+    return _card(
+        "Rank layout", hint, f'<div class="scroll drawing">{layout_drawing(topology)}</div>'
+    )
+
+
+def timeline_card(run: RunFiles) -> str:
+    """The schedule as predicted, above one measured step."""
+    if run.timeline is None or not run.timeline.measured:
+        return ""
+    hint = (
+        "Above, the schedule as simulated; below, what each rank did in one step of the run. "
+        "A box is one pass of a stage, its number the microbatch."
+    )
+    body = "".join(f'<div class="scroll">{svg}</div>' for svg in timeline_drawings(run.timeline))
+    return _card("Pipeline schedule", hint, body)
+
+
+def settings_card(run: RunFiles) -> str:
+    """The resolved configuration, changed settings marked."""
+    defaults = Config().model_dump(mode="json")
+    sections = "".join(
+        f"<section><h3>[{escape(name)}]</h3>"
+        f"{_settings_table(values, defaults.get(name, {}))}</section>"
+        for name, values in run.config.items()
+        if isinstance(values, Mapping)
+    )
+    if not sections:
+        return ""
+    hint = (
+        '<span class="sample">marked</span> settings differ from their default; those in '
+        "<i>italics</i> were derived from others."
+    )
+    body = f'<p class="hint">{hint}</p><div class="settings">{sections}</div>'
+    return f'<section class="card"><h2>Configuration</h2>{body}</section>'
+
+
+def environment_card(run: RunFiles) -> str:
+    """Versions and hardware."""
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
+        for name, value in run.info.environment.items()
+    )
+    if not rows:
+        return ""
+    return _card("Environment", "", f'<table class="environment">{rows}</table>')
+
+
+def files_card(run: RunFiles) -> str:
+    """Links to what else the run wrote, where it exists."""
+    known = {
+        "metrics.jsonl": "one JSON object per step",
+        "config.toml": "the settings above; trains the same run again",
+        "timeline.json": "the events of the timeline",
+        "run.json": "the other facts of this page",
+        "checkpoints": "to resume from, or for megacore generate",
+    }
+    items = "".join(
+        f'<li><a href="{escape(name, quote=True)}">{escape(name)}</a><span>{text}</span></li>'
+        for name, text in known.items()
+        if (run.directory / name).exists()
+    )
+    where = escape(str(Path(run.directory).absolute()))
+    return _card("Files", f"In {where}", f'<ul class="files">{items}</ul>')
+
+
+# ---- tiles ---------------------------------------------------------------------------------------
+
+
+def _tile(name: str, value: str, sub: str, *, unit: str = "") -> str:
+    small = f" <small>{escape(unit)}</small>" if unit else ""
+    return (
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd>'
+        f'<div class="sub">{sub}</div></div>'
+    )
+
+
+def _loss_tile(run: RunFiles) -> str:
+    points = _metric(run, "loss")
+    if not points:
+        return _tile("Loss", "none", "no step was recorded")
+    tail = points[-TAIL:]
+    loss = statistics.fmean(value for _, value in tail)
+    gap = run.info.unigram_entropy - loss
+    kind, word = ("good", "below") if gap > 0 else ("bad", "above")
+    sub = f'<span class="pill {kind}">{abs(gap):.2f} {word}</span> unigram entropy'
+    return _tile(f"Loss, last {len(tail)} steps", f"{loss:.3f}", sub, unit="nats")
+
+
+def _validation_tile(run: RunFiles) -> str:
+    points = _metric(run, "validation_loss")
+    if not points:
+        return _tile("Validation loss", "none", "not measured")
+    step, loss = points[-1]
+    perplexity = f"perplexity {math.exp(loss):.2f}, " if loss < 20 else ""
+    return _tile("Validation loss", f"{loss:.3f}", f"{perplexity}step {step:,.0f}", unit="nats")
+
+
+def _speed_tile(run: RunFiles) -> str:
+    speeds = [value for _, value in _metric(run, "tokens_per_s")]
+    times = [value for _, value in _metric(run, "step_time_s")]
+    if not speeds or not times:
+        return _tile("Speed", "none", "no step was recorded")
+    sub = f"median; {statistics.median(times) * 1000:,.0f} ms per step"
+    return _tile("Speed", number_text(statistics.median(speeds)), sub, unit="tokens/s")
+
+
+def _skipped_tile(run: RunFiles) -> str:
+    skipped = run.metrics[-1].get("num_skipped", 0) if run.metrics else 0
+    samples = run.metrics[-1].get("samples", 0) if run.metrics else 0
+    if not skipped:
+        return _tile("Samples", f"{samples:,}", "no step was skipped")
+    sub = f'<span class="pill bad">{skipped}</span> skipped: gradient not finite'
+    return _tile("Samples", f"{samples:,}", sub)
+
+
+# ---- charts --------------------------------------------------------------------------------------
+
+
+def _metric(run: RunFiles, name: str) -> list[Point]:
+    """Values of one metric by number of steps finished, without those that are not finite."""
+    return finite_points([(record["step"] + 1, record.get(name)) for record in run.metrics])
+
+
+def _simple(name: str, points: Sequence[Point], *, upper: float | None = None) -> ChartSpec:
+    return ChartSpec(
+        label=f"{name} by step",
+        series=[Series(name=name, points=points)],
+        from_zero=True,
+        upper=upper,
+    )
+
+
+def _speed_chart(points: Sequence[Point]) -> ChartSpec:
+    window = max(1, len(points) // 20) | 1
+    series = [Series(name="tokens/s", points=points, style="raw")]
+    series.append(Series(name=f"mean of {window}", points=smooth(points, window=window)))
+    return ChartSpec(label="tokens per second by step", series=series, from_zero=True)
+
+
+def _robust_upper(values: Sequence[float]) -> float:
+    """A limit that leaves out single spikes: four times the 95th percentile."""
+    if not values:
+        return 1.0
+    ordered = sorted(values)
+    return 4 * ordered[int(0.95 * (len(ordered) - 1))]
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def _settings_table(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    rows = []
+    for name, value in values.items():
+        default = defaults.get(name)
+        kind, note = "", ""
+        if default is None:
+            kind = "derived"
+        elif value != default:
+            kind = "changed"
+            note = f"<small>default {escape(_setting_text(default))}</small>"
+        text = escape(_setting_text(value))
+        rows.append(
+            f'<tr class="{kind}"><td>{escape(name)}</td><td><span>{text}</span>{note}</td></tr>'
+        )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _layout_text(layout: Mapping[str, Any]) -> str:
+    topology = Topology(**layout)
+    sizes = {"tp": topology.tp, "cp": topology.cp, "dp": topology.dp, "pp": topology.pp}
+    shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    product = " x ".join(shown) if shown else "one process"
+    ranks = "rank" if topology.world_size == 1 else "ranks"
+    return f"{topology.world_size:,} {ranks} = {product}"
+
+
+def _card(title: str, hint: str, body: str) -> str:
+    note = f'<p class="hint">{escape(hint)}</p>' if hint else ""
+    return f'<section class="card"><h2>{escape(title)}</h2>{note}{body}</section>'

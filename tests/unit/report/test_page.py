@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config import config_to_toml, load_config, resolve
+from megacore.errors import MegacoreError
+from megacore.report import (
+    RunInfo,
+    RunTimeline,
+    TimelineEvent,
+    collect_environment,
+    read_run,
+    write_report,
+    write_timeline,
+)
+from megacore.report.charts import ChartSpec, Reference, Series, line_chart
+from megacore.report.drawings import themed
+
+INFO = RunInfo(
+    name="demo <script>alert(1)</script> & co",
+    started_at="2026-01-02 03:04",
+    wall_time_s=108.4,
+    layout={"world_size": 4, "tp": 2, "pp": 2},
+    model="GPT, 4 layers",
+    num_parameters=885_376,
+    data="79 topics",
+    num_tokens=442_960,
+    unigram_entropy=3.25,
+    schedule="1f1b, 8 microbatches",
+    environment={"torch": "2.13.0", "host": "box"},
+)
+EVENTS = [
+    TimelineEvent(rank=0, action="0F0", start_us=0.0, end_us=10.0),
+    TimelineEvent(rank=1, action="1F0", start_us=10.0, end_us=20.0),
+    TimelineEvent(rank=1, action="1B0", start_us=20.0, end_us=40.0),
+    TimelineEvent(rank=0, action="0B0", start_us=40.0, end_us=60.0),
+]
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects what a reader sees."""
+
+    VOID = frozenset({"meta", "br", "hr", "link", "img", "input"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self.stack):
+            self.text.append(data.strip())
+
+    @property
+    def visible(self) -> str:
+        return " ".join(part for part in self.text if part)
+
+
+def _record(step: int, **changes: Any) -> dict[str, Any]:
+    values = {
+        "step": step,
+        "loss": 2.0 + 3.0 * math.exp(-step / 10),
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens_per_s": 12_345.0,
+        "step_time_s": 0.25,
+        "num_skipped": 0,
+        "samples": 8 * (step + 1),
+    }
+    return values | changes
+
+
+def _run_dir(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (path / "metrics.jsonl").write_text(lines)
+    overrides = [("parallel.tp", "2"), ("parallel.pp", "2"), ("model.vocab_size", "256")]
+    config = resolve(load_config(None, [*overrides, ("optimizer.lr", "0.002")]), 4)
+    (path / "config.toml").write_text(config_to_toml(config))
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    records = [_record(step) for step in range(100)]
+    records[49]["validation_loss"] = 2.5
+    records[99]["validation_loss"] = 2.125
+    return _run_dir(tmp_path / "run", records)
+
+
+def _page(run_dir: Path, info: RunInfo = INFO) -> Page:
+    return Page(write_report(run_dir, info=info).read_text(encoding="utf-8"))
+
+
+def test_the_page_is_one_file_that_asks_for_nothing_else(run_dir: Path) -> None:
+    write_timeline(run_dir, RunTimeline(step=3, predicted=EVENTS, measured=EVENTS))
+    path = write_report(run_dir, info=INFO)
+    html = path.read_text(encoding="utf-8")
+    page = Page(html)
+    loading = {"src", "srcset", "poster", "background"}
+    for tag, attributes in page.tags:
+        assert tag not in {"link", "img", "iframe", "object", "embed"}
+        assert not loading & set(attributes)
+        href = attributes.get("href")
+        assert href is None or "://" not in href
+    assert "@import" not in html
+    assert "url(" not in html
+    assert "fetch(" not in html
+    addresses = set(re.findall(r"https?://[^\s\"'<]+", html))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+    assert not list(run_dir.glob("*.partial"))
+
+
+def test_the_headline_numbers_are_those_of_the_run(run_dir: Path) -> None:
+    visible = _page(run_dir).visible
+    assert "Loss, last 10 steps 2.000 nats 1.25 below unigram entropy" in visible
+    assert "Validation loss 2.125 nats perplexity 8.37, step 100" in visible
+    assert "Speed 12.3k tokens/s median; 250 ms per step" in visible
+    assert "Wall time 1 min 48 s" in visible
+    assert "World 4 ranks tp 2 x pp 2" in visible
+    assert "Samples 800 no step was skipped" in visible
+
+
+def test_names_of_the_user_cannot_become_markup(run_dir: Path) -> None:
+    page = _page(run_dir)
+    assert "demo <script>alert(1)</script> & co" in page.visible
+    assert [tag for tag, _ in page.tags].count("script") == 1
+
+
+def test_settings_that_differ_from_the_default_are_marked(run_dir: Path) -> None:
+    html = write_report(run_dir, info=INFO).read_text(encoding="utf-8")
+    changed = re.findall(r'<tr class="changed"><td>(\w+)</td><td><span>([^<]*)<', html)
+    assert ("tp", "2") in changed
+    assert ("pp", "2") in changed
+    assert ("lr", "0.002") in changed
+    assert "default 0.003" in html
+    derived = re.findall(r'<tr class="derived"><td>(\w+)</td>', html)
+    assert "min_lr" in derived
+    assert "seed" not in derived + [name for name, _ in changed]
+
+
+def test_every_drawing_is_well_formed(run_dir: Path) -> None:
+    write_timeline(run_dir, RunTimeline(step=3, predicted=EVENTS, measured=EVENTS))
+    html = write_report(run_dir, info=INFO).read_text(encoding="utf-8")
+    drawings = re.findall(r"<svg.*?</svg>", html, re.S)
+    assert len(drawings) >= 2 + 3 + 1 + 2  # loss twice, small charts, layout, timelines
+    for drawing in drawings:
+        ET.fromstring(drawing)
+
+
+def test_the_timeline_shows_prediction_and_measurement(run_dir: Path) -> None:
+    write_timeline(run_dir, RunTimeline(step=3, predicted=EVENTS, measured=EVENTS))
+    visible = _page(run_dir).visible
+    assert "Pipeline schedule" in visible
+    assert "Predicted" in visible
+    assert "Measured in step 4" in visible
+    assert visible.count("bubble 50.0% of all ranks' time, from 0 to 0.06 ms") == 2
+
+
+def test_without_a_traced_step_there_is_no_timeline(run_dir: Path) -> None:
+    assert "Pipeline schedule" not in _page(run_dir).visible
+
+
+def test_a_page_can_be_made_again_from_the_folder(run_dir: Path) -> None:
+    first = write_report(run_dir, info=INFO).read_text(encoding="utf-8")
+    assert write_report(run_dir).read_text(encoding="utf-8") == first
+    assert read_run(run_dir).info == INFO
+
+
+def test_links_point_to_files_that_exist(run_dir: Path) -> None:
+    (run_dir / "checkpoints").mkdir()
+    page = _page(run_dir)
+    links = {attributes["href"] for tag, attributes in page.tags if tag == "a"}
+    assert links == {"metrics.jsonl", "config.toml", "run.json", "checkpoints"}
+    for link in links:
+        assert link is not None
+        assert (run_dir / link).exists()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_run_that_ended_early_still_has_a_page(tmp_path: Path, num_steps: int) -> None:
+    run_dir = _run_dir(tmp_path / "run", [_record(step) for step in range(num_steps)])
+    visible = _page(run_dir).visible
+    assert ("no step was recorded" in visible) == (num_steps == 0)
+
+
+def test_values_that_are_not_finite_leave_a_gap(tmp_path: Path) -> None:
+    records = [_record(step, loss=None if step == 3 else 2.0) for step in range(6)]
+    records[-1]["num_skipped"] = 1
+    page = _page(_run_dir(tmp_path / "run", records))
+    assert "1 skipped: gradient not finite" in page.visible
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    records = [_record(step, loss=2.0 + (step * 7919 % 100) / 100) for step in range(20_000)]
+    run_dir = _run_dir(tmp_path / "run", records)
+    assert write_report(run_dir, info=INFO).stat().st_size < 800_000
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MegacoreError, match=r"is not the folder of a run: it has no run\.json"):
+        write_report(tmp_path)
+
+
+def test_a_damaged_file_is_named(run_dir: Path) -> None:
+    write_report(run_dir, info=INFO)
+    (run_dir / "run.json").write_text('{"name": ')
+    with pytest.raises(MegacoreError, match=r"cannot read .*run\.json"):
+        write_report(run_dir)
+
+
+def test_the_environment_names_versions_and_machine() -> None:
+    found = collect_environment()
+    assert {"Python", "torch", "host", "cores", "memory"} <= set(found)
+    assert all(found.values())
+
+
+# ---- charts --------------------------------------------------------------------------------------
+
+
+def _coordinates(svg: str) -> list[tuple[float, float]]:
+    data = re.findall(r'<path class="main" d="M([^"]+)"', svg)[0]
+    return [(float(x), float(y)) for x, y in (pair.split() for pair in data.split("L"))]
+
+
+def test_a_curve_lies_where_its_axis_says() -> None:
+    points = [(1.0, 1.0), (51.0, 3.0), (101.0, 2.0)]
+    spec = ChartSpec(label="x", series=[Series(name="loss", points=points)])
+    svg = line_chart(spec, width=400, height=200)
+    (x0, y0), (x1, y1), (x2, y2) = _coordinates(svg)
+    assert x1 - x0 == pytest.approx(x2 - x1)
+    assert y0 > y2 > y1  # larger values are higher
+    assert (y0 - y2) == pytest.approx((y2 - y1), abs=0.2)
+    ticks = dict(
+        re.findall(r'<text class="tick" x="[^"]+" y="([^"]+)" text-anchor="end">([^<]+)', svg)
+    )
+    places = {float(text): float(y) for y, text in ticks.items()}
+    assert places[1.0] == pytest.approx(y0 + 12 * 0.35, abs=0.2)
+    assert places[3.0] == pytest.approx(y1 + 12 * 0.35, abs=0.2)
+
+
+def test_values_above_the_limit_end_at_the_top_edge() -> None:
+    points = [(0.0, 1.0), (1.0, 500.0), (2.0, 2.0)]
+    spec = ChartSpec(label="x", series=[Series(name="v", points=points)], from_zero=True, upper=4.0)
+    coordinates = _coordinates(line_chart(spec, width=400, height=200))
+    assert coordinates[1][1] == pytest.approx(12.0)  # the top of the plot
+    assert coordinates[2][1] > 60
+
+
+def test_a_reference_line_is_drawn_inside_the_plot() -> None:
+    spec = ChartSpec(
+        label="x",
+        series=[Series(name="v", points=[(0.0, 2.0), (1.0, 1.0)])],
+        references=[Reference(value=5.0, label="limit & more")],
+    )
+    svg = line_chart(spec, width=400, height=200)
+    assert "limit &amp; more" in svg
+    y = float(re.findall(r'<line class="reference"[^>]* y1="([^"]+)"', svg)[0])
+    assert 0 < y < 40
+
+
+def test_the_tooltip_knows_every_step() -> None:
+    points = [(float(step), step / 10) for step in range(1, 21)]
+    spec = ChartSpec(label="x", series=[Series(name="v", points=points)])
+    svg = ET.fromstring(line_chart(spec, width=400, height=200))
+    rows = json.loads(svg.attrib["data-hover"])
+    assert [row[1] for row in rows] == list(range(1, 21))
+    assert rows[4][2] == [["v", "0.5"]]
+
+
+def test_dark_colours_turn_lightness_around() -> None:
+    html = themed('<rect fill="#ffffff" stroke="#111111"/><a href="#ffffff"/>')
+    assert 'fill="var(--c-ffffff,#ffffff)"' in html
+    assert 'href="#ffffff"' in html  # not a colour
+    dark = dict(re.findall(r"--c-(\w{6}):#(\w{6})", html))
+    assert int(dark["ffffff"][:2], 16) < 0x30
+    assert int(dark["111111"][:2], 16) > 0xC0
