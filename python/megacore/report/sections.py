@@ -42,7 +42,12 @@ def tiles(run: RunFiles) -> str:
         _validation_tile(run),
         _speed_tile(run),
         _tile("Wall time", duration_text(info.wall_time_s), f"{len(run.metrics):,} steps recorded"),
-        _tile("World", f"{world:,}", _layout_text(info.layout).partition(" = ")[2], unit="ranks"),
+        _tile(
+            "World",
+            f"{world:,}",
+            _layout_text(info.layout).rpartition("= ")[2],
+            unit="rank" if world == 1 else "ranks",
+        ),
         _skipped_tile(run),
     ]
     return f'<dl class="tiles">{"".join(cells)}</dl>'
@@ -89,14 +94,18 @@ def small_charts(run: RunFiles) -> str:
         (
             "Learning rate",
             f"Schedule: {schedule}." if schedule else "",
-            _simple("learning rate", _metric(run, "lr")),
+            _chart([Series(name="learning rate", points=_metric(run, "lr"))]),
         ),
         (
             "Gradient norm",
             f"Before clipping.{cut}",
-            _simple("gradient norm", norms, upper=upper if above else None),
+            _smoothed("gradient norm", norms, upper=upper if above else None),
         ),
-        ("Tokens per second", "All ranks together.", _speed_chart(_metric(run, "tokens_per_s"))),
+        (
+            "Tokens per second",
+            "All ranks together.",
+            _smoothed("tokens/s", _metric(run, "tokens_per_s")),
+        ),
     ]
     cards = "".join(
         _card(title, hint, line_chart(spec, width=360, height=200)) for title, hint, spec in charts
@@ -105,8 +114,10 @@ def small_charts(run: RunFiles) -> str:
 
 
 def layout_card(run: RunFiles) -> str:
-    """The picture of ranks and their groups."""
+    """The picture of ranks and their groups; nothing for a single process."""
     topology = Topology(**run.info.layout)
+    if topology.world_size == 1:
+        return ""
     hint = "Which ranks work together along each parallel axis."
     return _card(
         "Rank layout", hint, f'<div class="scroll drawing">{layout_drawing(topology)}</div>'
@@ -231,20 +242,15 @@ def _metric(run: RunFiles, name: str) -> list[Point]:
     return finite_points([(record["step"] + 1, record.get(name)) for record in run.metrics])
 
 
-def _simple(name: str, points: Sequence[Point], *, upper: float | None = None) -> ChartSpec:
-    return ChartSpec(
-        label=f"{name} by step",
-        series=[Series(name=name, points=points)],
-        from_zero=True,
-        upper=upper,
-    )
-
-
-def _speed_chart(points: Sequence[Point]) -> ChartSpec:
+def _smoothed(name: str, points: Sequence[Point], *, upper: float | None = None) -> ChartSpec:
     window = max(1, len(points) // 20) | 1
-    series = [Series(name="tokens/s", points=points, style="raw")]
-    series.append(Series(name=f"mean of {window}", points=smooth(points, window=window)))
-    return ChartSpec(label="tokens per second by step", series=series, from_zero=True)
+    mean = Series(name=f"mean of {window}", points=smooth(points, window=window))
+    return _chart([Series(name=name, points=points, style="raw"), mean], upper=upper)
+
+
+def _chart(series: Sequence[Series], *, upper: float | None = None) -> ChartSpec:
+    label = f"{series[0].name} by step"
+    return ChartSpec(label=label, series=series, from_zero=True, upper=upper)
 
 
 def _robust_upper(values: Sequence[float]) -> float:
@@ -286,8 +292,7 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
     sizes = {"tp": topology.tp, "cp": topology.cp, "dp": topology.dp, "pp": topology.pp}
     shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     product = " x ".join(shown) if shown else "one process"
-    ranks = "rank" if topology.world_size == 1 else "ranks"
-    return f"{topology.world_size:,} {ranks} = {product}"
+    return f"{topology.world_size:,} ranks = {product}" if shown else product
 
 
 def _card(title: str, hint: str, body: str) -> str:

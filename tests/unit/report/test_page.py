@@ -4,6 +4,7 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,13 @@ def test_the_headline_numbers_are_those_of_the_run(run_dir: Path) -> None:
     assert "Wall time 1 min 48 s" in visible
     assert "World 4 ranks tp 2 x pp 2" in visible
     assert "Samples 800 no step was skipped" in visible
+
+
+def test_a_single_process_needs_no_layout_picture(run_dir: Path) -> None:
+    visible = _page(run_dir, replace(INFO, layout={"world_size": 1})).visible
+    assert "World 1 rank one process" in visible
+    assert "Rank layout" not in visible
+    assert "Rank layout" in _page(run_dir).visible
 
 
 def test_names_of_the_user_cannot_become_markup(run_dir: Path) -> None:
