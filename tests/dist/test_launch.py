@@ -22,7 +22,7 @@ from tests.support.jobs import (
     start_function,
     wait_for_ranks,
 )
-from tests.support.launch_worker import launch
+from tests.support.launch_worker import PEER_TIMEOUT_S, launch
 
 pytestmark = pytest.mark.dist
 
@@ -117,7 +117,7 @@ def test_suspending_all_ranks_is_no_loss(tmp_path: Path) -> None:
     job = start("slow", tmp_path, ranks=2)
     wait_for_ranks(tmp_path, 2)
     os.killpg(job.pid, signal.SIGSTOP)
-    time.sleep(3.5)  # longer than the peer timeout of 2 s
+    time.sleep(2 * PEER_TIMEOUT_S)
     os.killpg(job.pid, signal.SIGCONT)
     ended = job.finish()
     assert (ended.code, ended.err) == (0, "")

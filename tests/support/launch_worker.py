@@ -26,8 +26,9 @@ from megacore.train.launch import (
     under_torchrun,
 )
 
+PEER_TIMEOUT_S = 1.5  # where a test waits for silence
 LONG = 10_000  # steps of 20 ms that no test waits for
-STEPS = {"slow": 60, "endless": LONG, "ok": 3, "code": 3}
+STEPS = {"slow": 40, "endless": LONG, "ok": 3, "code": 3}
 
 
 def work(behaviour: str, folder: Path, context: RankContext) -> int:
@@ -64,7 +65,8 @@ def misbehave(behaviour: str, rank: int) -> None:
 
 
 def launch(behaviour: str, num_ranks: int, folder: Path) -> int:
-    options = LaunchOptions(timeout_s=60.0, peer_timeout_s=2.0, error_dir=folder)
+    peer_timeout_s = PEER_TIMEOUT_S if behaviour in ("silent", "slow") else 20.0
+    options = LaunchOptions(timeout_s=60.0, peer_timeout_s=peer_timeout_s, error_dir=folder)
     worker = partial(work, behaviour, folder)
     if under_torchrun():
         return run_under_torchrun(worker, options=options)

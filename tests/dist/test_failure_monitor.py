@@ -1,0 +1,168 @@
+"""The watch over a rank of another machine, which is played by a few writes to the store.
+
+All scenes run at once, each in a process of its own that ends with 0 if nothing alarmed it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from megacore.train.context import RankContext, StoreAddress, free_listener
+from megacore.train.failure import Failure, FailureMonitor, record_failure
+from megacore.train.peers import Identity
+from tests.support.jobs import Job, start_function
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 1.5
+FAR_AWAY = dataclasses.replace(Identity.mine(1), pid=77, host="far", space="elsewhere")
+
+
+def beat(store: Store, *, seconds: float, every_s: float) -> None:
+    """Be a healthy rank 1 for a while."""
+    deadline = time.monotonic() + seconds
+    count = 0
+    while time.monotonic() < deadline:
+        store.set("health/beat/1", str(count))
+        count += 1
+        time.sleep(every_s)
+
+
+def goes_silent(store: Store, _server: list[Store]) -> None:
+    beat(store, seconds=0.5, every_s=0.2)
+    time.sleep(6.0)
+
+
+def is_suspended_with_us(store: Store, _server: list[Store]) -> None:
+    beat(store, seconds=0.5, every_s=0.2)
+    time.sleep(0.4 * TIMEOUT_S)  # our watch sees the last beat
+    os.kill(os.getpid(), signal.SIGSTOP)  # the fixture wakes us up
+    time.sleep(0.6 * TIMEOUT_S)
+    beat(store, seconds=3.0, every_s=0.2)  # longer than an alarmed watch waits
+
+
+def is_done(store: Store, _server: list[Store]) -> None:
+    beat(store, seconds=0.3, every_s=0.2)
+    store.set("health/end/1", "done")
+    time.sleep(2.0 * TIMEOUT_S + 2.5)
+
+
+def is_stopped(store: Store, _server: list[Store]) -> None:
+    beat(store, seconds=0.3, every_s=0.2)
+    store.set("health/end/1", "stopped")
+    time.sleep(6.0)
+
+
+def fails_far_from_us(store: Store, _server: list[Store]) -> None:
+    record_failure(store, Failure(rank=5, who="rank 5", reason="its fuse blew"))
+    record_failure(store, Failure(rank=6, who="rank 6", reason="came too late"))
+    beat(store, seconds=6.0, every_s=0.2)
+
+
+def loses_the_store(_store: Store, server: list[Store]) -> None:
+    server.clear()  # the last reference to it
+    time.sleep(8.0)
+
+
+Scene = Callable[[Store, list[Store]], None]
+SCENES: tuple[Scene, ...] = (
+    goes_silent,
+    is_suspended_with_us,
+    is_done,
+    is_stopped,
+    fails_far_from_us,
+    loses_the_store,
+)
+
+
+def play(scene: Scene) -> int:
+    """Be rank 0 under watch while rank 1 plays its scene."""
+    with free_listener() as listener:
+        port = listener.getsockname()[1]
+        listening_fd = os.dup(listener.fileno())
+    server = [
+        TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening_fd
+        )
+    ]
+    address = StoreAddress(host="127.0.0.1", port=port)
+    store = PrefixStore(address.prefix, address.connect(timeout_s=10))
+    context = RankContext(
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        local_world_size=1,
+        device=torch.device("cpu"),
+        backend="gloo",
+        address=address,
+        store=store,
+        launched_by="torchrun",
+    )
+    store.set("health/who/1", FAR_AWAY.to_json())
+    monitor = FailureMonitor(
+        context,
+        peer_timeout_s=TIMEOUT_S,
+        on_end=lambda sentence, code: print(f"{code}: {sentence}", file=sys.stderr, flush=True),
+    )
+    monitor.start()
+    scene(store, server)
+    monitor.stop()
+    return 0
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[Scene, Job]:
+    folder = tmp_path_factory.mktemp("scenes")
+    started = {scene: start_function(lambda scene=scene: play(scene), folder) for scene in SCENES}
+    suspended = started[is_suspended_with_us].pid
+    os.waitpid(suspended, os.WUNTRACED)
+    time.sleep(2.0 * TIMEOUT_S)
+    os.kill(suspended, signal.SIGCONT)
+    return started
+
+
+def test_a_silent_rank_is_reported(jobs: dict[Scene, Job]) -> None:
+    ended = jobs[goes_silent].finish()
+    assert ended.code == 1
+    assert ended.err.startswith("1: rank 1 (pid 77 on host far) went away: silent for ")
+    assert 1.5 <= float(ended.err.split()[-2]) < 4.0
+
+
+def test_silence_while_we_were_suspended_ourselves_proves_nothing(jobs: dict[Scene, Job]) -> None:
+    ended = jobs[is_suspended_with_us].finish()
+    assert (ended.code, ended.err) == (0, "")
+
+
+def test_a_rank_that_is_done_may_be_silent(jobs: dict[Scene, Job]) -> None:
+    ended = jobs[is_done].finish()
+    assert (ended.code, ended.err) == (0, "")
+
+
+def test_a_rank_stopped_by_a_signal_is_reported_as_such(jobs: dict[Scene, Job]) -> None:
+    ended = jobs[is_stopped].finish()
+    assert (ended.code, ended.err) == (
+        1,
+        "1: rank 1 (pid 77 on host far) went away: it was stopped by a signal\n",
+    )
+
+
+def test_the_first_recorded_failure_is_everybodys_story(jobs: dict[Scene, Job]) -> None:
+    ended = jobs[fails_far_from_us].finish()
+    assert (ended.code, ended.err) == (1, "1: rank 5 went away: its fuse blew\n")
+
+
+def test_a_lost_store_ends_the_rank(jobs: dict[Scene, Job]) -> None:
+    ended = jobs[loses_the_store].finish()
+    assert ended.code == 1
+    [sentence] = [line for line in ended.err.splitlines() if line.startswith("1: ")]
+    assert sentence.startswith("1: the launcher that holds the store at 127.0.0.1:")
+    assert "went away: no answer" in sentence
