@@ -23,7 +23,7 @@ class Series:
         points: ``(step, value)`` pairs, steps rising, values finite.
         style: CSS class: ``"main"``, ``"raw"`` (the same colour, faint) or ``"second"``.
         dots: Draw points instead of a line through them.
-        in_legend: Whether the legend names it.
+        in_legend: Whether the legend and the tooltip name it.
     """
 
     name: str
@@ -195,9 +195,15 @@ def _dots(series: Series, frame: _Frame) -> str:
 
 def _hover_data(spec: ChartSpec, frame: _Frame) -> str:
     """What the tooltip shows: ``[[x pixel, step, [[name, value], ...]], ...]`` as JSON."""
-    rows: dict[float, list[tuple[str, str]]] = {}
-    for series in spec.series:
-        for x, y in thin(series.points, limit=MAX_POINTS):
-            rows.setdefault(x, []).append((series.name, spec.value_text(y)))
-    data = [[frame.at((x, frame.y.low))[0], math.floor(x), rows[x]] for x in sorted(rows)]
-    return json.dumps(data, separators=(",", ":"))
+    named = [series for series in spec.series if series.in_legend]
+    values = [(series.name, dict(series.points)) for series in named]
+    steps = sorted({x for series in named for x, _ in thin(series.points, limit=MAX_POINTS)})
+    rows = [
+        [
+            frame.at((x, frame.y.low))[0],
+            math.floor(x),
+            [[name, spec.value_text(at[x])] for name, at in values if x in at],
+        ]
+        for x in steps
+    ]
+    return json.dumps(rows, separators=(",", ":"))

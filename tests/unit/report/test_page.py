@@ -299,6 +299,17 @@ def test_the_tooltip_knows_every_step() -> None:
     assert rows[4][2] == [["v", "0.5"]]
 
 
+def test_the_tooltip_of_a_long_curve_names_all_series_at_each_step() -> None:
+    points = [(float(step), step * 7919 % 100 / 10) for step in range(5000)]
+    mean = [(x, 5.0) for x, _ in points]
+    drawn = Series(name="v", points=points), Series(name="mean", points=mean)
+    unnamed = Series(name="hidden", points=points[:10], in_legend=False)
+    svg = line_chart(ChartSpec(label="x", series=[*drawn, unnamed]), width=400, height=200)
+    rows = json.loads(ET.fromstring(svg).attrib["data-hover"])
+    assert len(rows) < 2000
+    assert all([name for name, _ in row[2]] == ["v", "mean"] for row in rows)
+
+
 def test_dark_colours_turn_lightness_around() -> None:
     html = themed('<rect fill="#ffffff" stroke="#111111"/><a href="#ffffff"/>')
     assert 'fill="var(--c-ffffff,#ffffff)"' in html
