@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from megacore.buffers import plan_buckets
 from megacore.config import Config
 from megacore.errors import ConfigError
@@ -144,15 +142,14 @@ def _param_infos(config: Config, stages: list[range], mine: range) -> list[Param
     infos: list[ParamInfo] = []
     holds_embedding = False
     for stage in mine:
-        with torch.device("meta"):
-            chunk = GPTChunk(
-                config.model,
-                layers=stages[stage],
-                has_embedding=stage == 0,
-                has_head=stage == len(stages) - 1,
-                groups=ProcessGroups.single(),
-                device="meta",
-            )
+        chunk = GPTChunk(
+            config.model,
+            layers=stages[stage],
+            has_embedding=stage == 0,
+            has_head=stage == len(stages) - 1,
+            groups=ProcessGroups.single(),
+            device="meta",
+        )
         new = [info for info, _ in chunk.param_infos()]
         if holds_embedding:
             # The head of a later chunk of the same rank uses the embedding's own parameter.

@@ -1,0 +1,1 @@
+"""Launching, watching, stepping, saving: a training run."""

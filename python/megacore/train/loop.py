@@ -1,0 +1,235 @@
+"""The training loop of one rank: steps, validation, checkpoints, metrics, report."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from megacore.config import Config, config_to_toml, filled
+from megacore.models.size import count_parameters
+from megacore.parallel.collectives import barrier
+from megacore.pipeline import ActionRecorder
+from megacore.train.checkpoint import (
+    FoundCheckpoint,
+    TrainState,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from megacore.train.console import Console, RunSummary, StartInfo
+from megacore.train.context import RankContext
+from megacore.train.metrics import MetricsWriter, StepRecord
+from megacore.train.results import run_info, write_results
+from megacore.train.step import StepMetrics
+from megacore.train.trainer import Trainer, build_trainer
+
+
+def train(config: Config, context: RankContext) -> int:
+    """Train as ``config`` says: the whole life of one rank.
+
+    Rank 0 writes ``config.toml``, ``metrics.jsonl``, ``timeline.json`` and ``report.html`` into
+    ``run.dir``; every rank writes its pieces of the checkpoints.
+
+    Args:
+        config: Resolved configuration, the same on every rank.
+        context: Which rank this is and where it computes.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        MegacoreError: For everything a user can mend.
+    """
+    started = time.monotonic()
+    trainer = build_trainer(config, world_size=context.world_size, device=context.device)
+    found = find_checkpoint(
+        config.checkpoint.resume, filled(config.checkpoint.dir), groups=trainer.groups
+    )
+    first_step = _resume(trainer, found)
+    run = _Run(trainer, found, first_step=first_step)
+    try:
+        run.loop()
+        run.finish(wall_time_s=time.monotonic() - started)
+    finally:
+        run.close()
+    return 0
+
+
+def _resume(trainer: Trainer, found: FoundCheckpoint) -> int:
+    """Load what was found; return the number of the first step to run."""
+    if found.path is None:
+        return 0
+    optimizer = trainer.optimizer
+    state = load_checkpoint(
+        found.path,
+        optimizer.pieces(),
+        groups=trainer.groups,
+        config=trainer.config.model_dump(),
+    )
+    optimizer.finish_load(state.optimizer_steps)
+    optimizer.num_skipped = state.num_skipped
+    return state.step
+
+
+class _Run:
+    """Steps of one rank, with everything that is written and shown around them."""
+
+    def __init__(self, trainer: Trainer, found: FoundCheckpoint, *, first_step: int) -> None:
+        config = trainer.config
+        self._trainer = trainer
+        self._config = config
+        self._first_step = first_step
+        self._is_main = trainer.groups.rank == 0
+        self._dir = Path(filled(config.run.dir))
+        self._validation_loss: float | None = None
+        self._last: StepRecord | None = None
+        self._tokens = self._seconds = 0.0
+        self._recorder: ActionRecorder | None = None
+        self._traced_step = self._choose_traced_step()
+        self._started_at = datetime.now()
+        self._resumed_from = found.path
+        self._console = Console(
+            steps=config.train.steps,
+            first_step=first_step,
+            plain=config.run.plain,
+            silent=not self._is_main,
+        )
+        self._metrics: MetricsWriter | None = None
+        if self._is_main:
+            self._dir.mkdir(parents=True, exist_ok=True)
+            (self._dir / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+            self._metrics = MetricsWriter(self._dir / "metrics.jsonl", resume_step=first_step)
+        self._console.start(self._start_info(found))
+
+    def loop(self) -> None:
+        """Run the steps that are left."""
+        config = self._config
+        for step in range(self._first_step, config.train.steps):
+            recorder = self._new_recorder(step)
+            metrics = self._trainer.train_step(step, recorder=recorder)
+            is_last = step + 1 == config.train.steps
+            validation_loss = None
+            if _is_due(step, config.train.eval_interval, is_last=is_last):
+                validation_loss = self._validation_loss = self._trainer.evaluate()
+            self._write(self._record(step, metrics, validation_loss))
+            if _is_due(step, config.checkpoint.interval, is_last=is_last):
+                self._save(step + 1)
+
+    def finish(self, *, wall_time_s: float) -> None:
+        """Save at the end if asked to, write the report, print the summary. Collective."""
+        if self._config.checkpoint.interval == 0 and self._last is not None:
+            self._save(self._config.train.steps)
+        info = run_info(
+            self._trainer,
+            started_at=self._started_at,
+            wall_time_s=wall_time_s,
+            resumed_from=self._resumed_from,
+        )
+        files = write_results(self._trainer, self._recorder, step=self._traced_step, info=info)
+        if self._last is None:
+            self._console.note(
+                f"nothing to do: the checkpoint is at step {self._first_step:,} and train.steps is "
+                f"{self._config.train.steps:,}; raise train.steps to go on"
+            )
+        elif self._is_main:
+            self._console.finish(self._summary(self._last, wall_time_s, files))
+        # Rank 0 writes the report; the others stay until it is there.
+        barrier(self._trainer.groups.world)
+
+    def close(self) -> None:
+        """Take the progress bar down and close the metrics file."""
+        self._console.__exit__(None, None, None)
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _choose_traced_step(self) -> int:
+        """The configured step, or the second one of a run that resumes after it; -1 for none."""
+        wanted = filled(self._config.run.trace_step)
+        if wanted < 0:
+            return -1
+        return min(max(wanted, self._first_step + 1), self._config.train.steps - 1)
+
+    def _new_recorder(self, step: int) -> ActionRecorder | None:
+        if step != self._traced_step:
+            return None
+        device = self._trainer.device
+        self._recorder = ActionRecorder(
+            rank=self._trainer.groups.rank,
+            synchronize=torch.cuda.synchronize if device.type == "cuda" else None,
+        )
+        return self._recorder
+
+    def _record(self, step: int, metrics: StepMetrics, validation_loss: float | None) -> StepRecord:
+        train = self._config.train
+        tokens = train.global_batch_size * self._config.model.seq_length
+        return StepRecord(
+            step=step,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            lr=self._trainer.learning_rate(step),
+            tokens_per_s=tokens / metrics.step_time_s,
+            step_time_s=metrics.step_time_s,
+            num_skipped=self._trainer.optimizer.num_skipped,
+            samples=(step + 1) * train.global_batch_size,
+            validation_loss=validation_loss,
+        )
+
+    def _write(self, record: StepRecord) -> None:
+        self._last = record
+        self._seconds += record.step_time_s
+        self._tokens += record.tokens_per_s * record.step_time_s
+        if self._metrics is not None:
+            self._metrics.write(record)
+        self._console.step(record)
+
+    def _save(self, step: int) -> None:
+        config, optimizer = self._config, self._trainer.optimizer
+        save_checkpoint(
+            filled(config.checkpoint.dir),
+            optimizer.pieces(),
+            state=TrainState(
+                step=step,
+                samples=step * config.train.global_batch_size,
+                optimizer_steps=optimizer.step_count,
+                num_skipped=optimizer.num_skipped,
+            ),
+            config=config.model_dump(),
+            groups=self._trainer.groups,
+            keep=config.checkpoint.keep,
+        )
+
+    def _start_info(self, found: FoundCheckpoint) -> StartInfo:
+        trainer = self._trainer
+        return StartInfo(
+            name=self._config.run.name,
+            layout=trainer.layout_text(),
+            model=trainer.model_text(),
+            num_parameters=count_parameters(self._config.model).total,
+            data=trainer.data_text(),
+            num_tokens=trainer.data.source.num_tokens,
+            unigram_entropy=trainer.data.unigram_entropy,
+            schedule=trainer.schedule_text(),
+            steps=self._config.train.steps,
+            first_step=self._first_step,
+            run_dir=self._dir,
+            resumed_from=found.path,
+            notes=found.skipped,
+        )
+
+    def _summary(self, last: StepRecord, wall_time_s: float, files: dict[str, Path]) -> RunSummary:
+        return RunSummary(
+            loss=last.loss,
+            validation_loss=self._validation_loss,
+            unigram_entropy=self._trainer.data.unigram_entropy,
+            tokens_per_s=self._tokens / self._seconds,
+            wall_time_s=wall_time_s,
+            num_skipped=last.num_skipped,
+            files=files,
+        )
+
+
+def _is_due(step: int, interval: int, *, is_last: bool) -> bool:
+    return interval > 0 and ((step + 1) % interval == 0 or is_last)

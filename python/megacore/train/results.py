@@ -1,0 +1,131 @@
+"""What a run leaves behind at its end: the timeline of one step and the report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from megacore.config import filled
+from megacore.models.size import count_parameters
+from megacore.parallel.collectives import gather_objects
+from megacore.pipeline import Action, ActionKind, ActionRecorder, Costs, Schedule, TimedAction
+from megacore.report import (
+    RunInfo,
+    RunTimeline,
+    TimelineEvent,
+    collect_environment,
+    write_report,
+    write_timeline,
+)
+from megacore.train.trainer import Trainer
+
+US_PER_S = 1e6
+
+
+def write_results(
+    trainer: Trainer, recorder: ActionRecorder | None, *, step: int, info: RunInfo
+) -> dict[str, Path]:
+    """Write ``timeline.json`` (if a step was recorded), ``run.json`` and ``report.html``.
+
+    Collective: every rank sends what it recorded; rank 0 writes.
+
+    Args:
+        trainer: This rank's parts.
+        recorder: The recorded step; ``None`` on every rank if none was.
+        step: Number of the recorded step.
+        info: What the report says about the run.
+
+    Returns:
+        What was written, by a name for people; empty on all ranks but 0.
+    """
+    directory = Path(filled(trainer.config.run.dir))
+    recorded = gather_objects(recorder.events() if recorder else [], trainer.groups.world)
+    if trainer.groups.rank != 0:
+        return {}
+    events = [event for events in recorded for event in events]
+    if events:
+        write_timeline(directory, make_timeline(trainer.schedule, events, step=step))
+    return {
+        "report": write_report(directory, info=info),
+        "metrics": directory / "metrics.jsonl",
+    }
+
+
+def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: int) -> RunTimeline:
+    """Put a measured step beside what the schedule predicts for its own action times.
+
+    The prediction takes, for each stage, the median time of its forward and backward passes; what
+    differs then is what a schedule does not know: transfers, waiting for a core, the first step.
+
+    Args:
+        schedule: The schedule that ran.
+        events: What all ranks recorded, in microseconds of one clock.
+        step: Number of the step, from 0.
+    """
+    start = min(event.start_us for event in events)
+    measured = [
+        TimelineEvent(
+            rank=event.rank,
+            action=event.action,
+            start_us=event.start_us - start,
+            end_us=event.end_us - start,
+        )
+        for event in events
+    ]
+    timeline = schedule.simulate(measured_costs(schedule, events))
+    predicted = [
+        TimelineEvent(
+            rank=event.rank, action=str(event.action), start_us=event.start, end_us=event.end
+        )
+        for event in timeline.events
+    ]
+    return RunTimeline(step=step, predicted=predicted, measured=measured)
+
+
+def measured_costs(schedule: Schedule, events: Sequence[TimedAction]) -> Costs:
+    """Median forward and backward time of each stage, in microseconds."""
+    times: dict[tuple[int, ActionKind], list[float]] = {}
+    for event in events:
+        action = Action.parse(event.action)
+        times.setdefault((action.stage, action.kind), []).append(event.end_us - event.start_us)
+
+    def medians(kind: ActionKind) -> list[float]:
+        return [statistics.median(times[stage, kind]) for stage in range(schedule.num_stages)]
+
+    backward = medians(ActionKind.BACKWARD)
+    return Costs(
+        forward=medians(ActionKind.FORWARD),
+        backward_input=backward,
+        backward_weight=[0.0] * schedule.num_stages,
+    )
+
+
+def run_info(
+    trainer: Trainer, *, started_at: datetime, wall_time_s: float, resumed_from: Path | None
+) -> RunInfo:
+    """What the report says about the run besides metrics and settings."""
+    config, data, topology = trainer.config, trainer.data, trainer.groups.topology
+    return RunInfo(
+        name=config.run.name,
+        started_at=started_at.strftime("%Y-%m-%d %H:%M"),
+        wall_time_s=wall_time_s,
+        layout={
+            "world_size": topology.world_size,
+            "tp": topology.tp,
+            "cp": topology.cp,
+            "pp": topology.pp,
+            "ep": topology.ep,
+            "etp": topology.etp,
+            "order": topology.order,
+        },
+        model=trainer.model_text(),
+        num_parameters=count_parameters(config.model).total,
+        data=trainer.data_text(),
+        num_tokens=data.source.num_tokens,
+        unigram_entropy=data.unigram_entropy,
+        schedule=trainer.schedule_text(),
+        environment=collect_environment(),
+        resumed_from=None if resumed_from is None else str(resumed_from),
+    )

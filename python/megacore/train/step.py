@@ -1,0 +1,156 @@
+"""One optimizer step and one validation pass, in any layout.
+
+``TrainStep`` joins the three independent machines of a step: the pipeline executor (which runs
+forward and backward passes), the gradient buffers (which reduce them) and the optimizer. It knows
+no schedule and no layout; those are in the program, the groups and the buffers it is given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megacore.models.gpt import GPTChunk
+from megacore.optim import DistributedOptimizer
+from megacore.parallel.batch import Microbatch
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.process_groups import ProcessGroups
+from megacore.pipeline import ActionRecorder, PipelineExecutor, Program
+from megacore.pipeline.executor import ActivationSpec
+
+# (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
+BatchSource = Callable[[int, int], Microbatch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What one step reports; equal on every rank except the time.
+
+    Attributes:
+        loss: Mean loss over the global batch, nats per token.
+        grad_norm: Norm of the averaged gradient before clipping.
+        skipped: Whether a non-finite gradient made every rank skip the update.
+        step_time_s: Wall time of the step on this rank, seconds.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    step_time_s: float
+
+
+class TrainStep:
+    """Runs training steps and validations of one rank.
+
+    Args:
+        chunks: Model chunks of this pipeline rank, in stage order.
+        optimizer: The optimizer over all parameters of ``chunks``.
+        groups: Process groups of this rank.
+        program: This rank's actions of one training step; validation runs its forward passes.
+        activation: Shape, dtype and device of what stages send to each other.
+        num_microbatches: Microbatches per data-parallel rank and step.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[GPTChunk],
+        optimizer: DistributedOptimizer,
+        groups: ProcessGroups,
+        *,
+        program: Program,
+        activation: ActivationSpec,
+        num_microbatches: int,
+    ) -> None:
+        self._chunks = list(chunks)
+        self._optimizer = optimizer
+        self._groups = groups
+        self._activation = activation
+        self._num_microbatches = num_microbatches
+        self._program = program
+        self._executor = self._make_executor(recorder=None)
+
+    def train(
+        self, step: int, batches: BatchSource, *, lr: float, recorder: ActionRecorder | None = None
+    ) -> StepMetrics:
+        """Run one step: forward, backward, gradient reduction, update.
+
+        Args:
+            step: Number of the step, from 0.
+            batches: Where microbatches come from.
+            lr: Learning rate of this step.
+            recorder: Gets the start and end of every pipeline action when given.
+
+        Returns:
+            The metrics of the step.
+
+        Raises:
+            PeerLostError: If another rank went away.
+
+        Sync:
+            Waits for the device: the metrics are numbers.
+        """
+        start = time.perf_counter()
+        executor = self._executor if recorder is None else self._make_executor(recorder)
+        self._optimizer.zero_grads()
+        losses = executor.run(self._forward_step(step, batches))
+        result = self._optimizer.step(lr=lr, extra=self._loss_sums(losses))
+        return StepMetrics(
+            loss=_mean(result.extra),
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            step_time_s=time.perf_counter() - start,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: BatchSource, *, num_steps: int) -> float:
+        """Mean loss over ``num_steps`` global batches, without dropout. Equal on every rank."""
+        for chunk in self._chunks:
+            chunk.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for step in range(num_steps):
+            losses = self._executor.run(self._forward_step(step, batches), forward_only=True)
+            sums += self._loss_sums(losses)
+        for chunk in self._chunks:
+            chunk.train()
+        sums = sums.to(self._activation.device)
+        all_reduce_(sums, self._groups.world)
+        return _mean(sums)
+
+    def _make_executor(self, recorder: ActionRecorder | None) -> PipelineExecutor:
+        return PipelineExecutor(
+            self._program,
+            self._chunks,
+            group=self._groups.pp,
+            activation=self._activation,
+            recorder=recorder,
+        )
+
+    def _forward_step(
+        self, step: int, batches: BatchSource
+    ) -> Callable[[nn.Module, Tensor | None, int], Tensor]:
+        cache: dict[int, Microbatch] = {}
+
+        def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> Tensor:
+            if microbatch not in cache:
+                cache[microbatch] = batches(step, microbatch)
+            output: Tensor = chunk(hidden, cache[microbatch])
+            # A scalar is the mean loss of the microbatch; the step's loss is the mean over them.
+            return output / self._num_microbatches if output.dim() == 0 else output
+
+        return forward_step
+
+    def _loss_sums(self, losses: Sequence[Tensor]) -> Tensor:
+        """``(sum of losses, number of steps)``, non-zero on one rank per data-parallel replica."""
+        if not losses or self._groups.tp.position != 0:
+            return torch.zeros(2, dtype=torch.float64)
+        total = torch.stack(list(losses)).double().sum().cpu()
+        return torch.stack([total, torch.ones((), dtype=torch.float64)])
+
+
+def _mean(sums: Tensor) -> float:
+    total, count = sums.tolist()
+    return float(total / count)

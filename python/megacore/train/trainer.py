@@ -1,0 +1,200 @@
+"""All parts of one rank's training, built top to bottom from a resolved configuration.
+
+Every decision that ranks must agree on (layout, schedule, buffer plan, data order) is a pure
+function of the configuration, so no rank ever has to ask another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megacore.buffers import make_buffers
+from megacore.config import Config
+from megacore.data import Dataset, TrainingData, load_data, microbatch
+from megacore.errors import DataError
+from megacore.models.build import build_chunks, torch_dtype
+from megacore.models.gpt import GPTChunk
+from megacore.optim import DistributedOptimizer, learning_rate
+from megacore.parallel import ProcessGroups, Topology
+from megacore.parallel.batch import Microbatch
+from megacore.pipeline import ActionRecorder, Schedule, build_schedule, receives_for
+from megacore.pipeline.executor import ActivationSpec
+from megacore.train.step import BatchSource, StepMetrics, TrainStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """One rank's parts.
+
+    Attributes:
+        config: Resolved configuration.
+        groups: Process groups of this rank.
+        data: Datasets and tokenizer.
+        schedule: The pipeline schedule of a training step, all ranks.
+        chunks: Model chunks of this rank.
+        optimizer: Optimizer over the parameters of ``chunks``.
+        device: Where the model lives.
+    """
+
+    config: Config
+    groups: ProcessGroups
+    data: TrainingData
+    schedule: Schedule
+    chunks: list[GPTChunk]
+    optimizer: DistributedOptimizer
+    step: TrainStep
+    device: torch.device
+
+    def train_step(self, step: int, *, recorder: ActionRecorder | None = None) -> StepMetrics:
+        """Run optimizer step number ``step`` (from 0). See :meth:`TrainStep.train`."""
+        lr = self.learning_rate(step)
+        return self.step.train(step, self._batches(self.data.train), lr=lr, recorder=recorder)
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of step ``step``."""
+        return learning_rate(step, config=self.config.optimizer, steps=self.config.train.steps)
+
+    def evaluate(self) -> float:
+        """Mean loss over the same ``train.eval_steps`` validation batches each time."""
+        if self.data.validation is None:
+            raise DataError("there is no validation data; set train.eval_interval = 0")
+        batches = self._batches(self.data.validation)
+        return self.step.evaluate(batches, num_steps=self.config.train.eval_steps)
+
+    def layout_text(self) -> str:
+        """The layout for people, e.g. ``"tp 2 x pp 2, 4 processes on cpu"``."""
+        topology = self.groups.topology
+        axes = {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp, "dp": topology.dp}
+        product = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+        count = topology.world_size
+        where = f"{count} {'process' if count == 1 else 'processes'} on {self.device.type}"
+        return f"{product}, {where}" if product else where
+
+    def model_text(self) -> str:
+        """The model for people."""
+        model = self.config.model
+        return (
+            f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
+            f"sequence {model.seq_length}, {self.config.train.dtype}"
+        )
+
+    def data_text(self) -> str:
+        """The data for people."""
+        return f"{self.data.source.name}, {self.data.tokenizer.name} tokens"
+
+    def schedule_text(self) -> str:
+        """The schedule for people."""
+        chunks = self.config.pipeline.num_chunks
+        return (
+            f"{self.schedule.name}{f', {chunks} chunks' if chunks > 1 else ''}, "
+            f"{self.schedule.num_microbatches} microbatches of "
+            f"{self.config.train.microbatch_size} sequences per step"
+        )
+
+    def _batches(self, dataset: Dataset) -> BatchSource:
+        train, dp = self.config.train, self.groups.dp
+
+        def batches(step: int, number: int) -> Microbatch:
+            return microbatch(
+                dataset,
+                step=step,
+                microbatch=number,
+                dp_position=dp.position,
+                dp_size=dp.size,
+                microbatch_size=train.microbatch_size,
+                global_batch_size=train.global_batch_size,
+            ).to(self.device)
+
+        return batches
+
+
+def build_trainer(config: Config, *, world_size: int, device: torch.device) -> Trainer:
+    """Build every part of this rank. Collective: all ranks call it together.
+
+    Args:
+        config: Resolved configuration.
+        world_size: Number of ranks. ``torch.distributed`` is initialised already if above 1.
+        device: Where this rank computes.
+
+    Raises:
+        ConfigError: If the layout does not fit the model or the world.
+        DataError: If the data is missing or too small.
+    """
+    groups = _make_groups(config, world_size)
+    data = load_data(
+        config.data,
+        seq_length=config.model.seq_length,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+        need_validation=config.train.eval_interval > 0,
+    )
+    chunks = build_chunks(config, groups, device=device)
+    params = [param for chunk in chunks for param in chunk.param_infos()]
+    buffers = make_buffers(params, groups=groups, optimizer=config.optimizer)
+    optimizer = DistributedOptimizer(buffers, groups=groups, config=config.optimizer)
+    schedule = train_schedule(config, world_size)
+    activation = activation_spec(config, device)
+    program = schedule.program(groups.pp.position, receives=receives_for(groups.pp, activation))
+    step = TrainStep(
+        chunks,
+        optimizer,
+        groups,
+        program=program,
+        activation=activation,
+        num_microbatches=config.num_microbatches(world_size),
+    )
+    return Trainer(
+        config=config,
+        groups=groups,
+        data=data,
+        schedule=schedule,
+        chunks=chunks,
+        optimizer=optimizer,
+        step=step,
+        device=device,
+    )
+
+
+def _make_groups(config: Config, world_size: int) -> ProcessGroups:
+    if world_size == 1:
+        return ProcessGroups.single()
+    return ProcessGroups.create(make_topology(config, world_size), timeout_s=config.run.timeout_s)
+
+
+def make_topology(config: Config, world_size: int) -> Topology:
+    """The layout that the ``[parallel]`` section describes."""
+    parallel = config.parallel
+    return Topology(
+        world_size=world_size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        order=parallel.order,
+    )
+
+
+def train_schedule(config: Config, world_size: int) -> Schedule:
+    """The schedule of one training step."""
+    pipeline = config.pipeline
+    return build_schedule(
+        pipeline.schedule,
+        num_ranks=config.parallel.pp,
+        num_microbatches=config.num_microbatches(world_size),
+        num_chunks=pipeline.num_chunks,
+        group_size=pipeline.group_size,
+    )
+
+
+def activation_spec(config: Config, device: torch.device) -> ActivationSpec:
+    """What a stage sends on: ``(S, B, H)``, with sequence parallelism ``(S/tp, B, H)``."""
+    model, parallel = config.model, config.parallel
+    sequence = model.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+    return ActivationSpec(
+        shape=(sequence, config.train.microbatch_size, model.hidden_size),
+        dtype=torch_dtype(config.train.dtype),
+        device=device,
+    )

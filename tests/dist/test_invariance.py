@@ -1,0 +1,118 @@
+"""Parallelism changes nothing: every layout gives the losses of the single process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import Config, resolve
+from megacore.train.trainer import build_trainer
+from tests.support.distributed import run_ranks
+
+STEPS = 20
+
+BASE: dict[str, dict[str, Any]] = {
+    "model": {
+        "hidden_size": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 64,
+        "seq_length": 16,
+        "vocab_size": 256,
+        "vocab_pad_multiple": 64,
+    },
+    "train": {"steps": STEPS, "microbatch_size": 2, "global_batch_size": 16, "eval_interval": 10},
+    "optimizer": {"lr": 2e-3, "warmup_steps": 5},
+}
+
+
+def make_config(world_size: int, changes: dict[str, Any]) -> Config:
+    sections: dict[str, dict[str, Any]] = {name: dict(values) for name, values in BASE.items()}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    return resolve(Config(**sections), world_size, vocab_size=256, cuda=False)
+
+
+def train(_rank: int, world_size: int, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of all steps, then the validation loss as a last loss."""
+    config = make_config(world_size, changes)
+    trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
+    metrics = [trainer.train_step(step) for step in range(STEPS)]
+    losses = [step.loss for step in metrics] + [trainer.evaluate()]
+    return losses, [step.grad_norm for step in metrics]
+
+
+def train_on_ranks(world_size: int, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
+    results = run_ranks(world_size, train, world_size, changes, timeout_s=120)
+    assert all(result == results[0] for result in results), "ranks report different metrics"
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def single() -> tuple[list[float], list[float]]:
+    return train(0, 1, {})
+
+
+LAYOUTS = {
+    "tp2": (2, {"parallel.tp": 2}),
+    "tp2 sequence parallel": (2, {"parallel.tp": 2, "parallel.sequence_parallel": True}),
+    "pp2": (2, {"parallel.pp": 2}),
+    "pp2 gpipe": (2, {"parallel.pp": 2, "pipeline.schedule": "gpipe"}),
+    "pp2 with 2 chunks": (
+        2,
+        {"parallel.pp": 2, "pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2},
+    ),
+    "pp4 uneven": (4, {"parallel.pp": 4, "pipeline.account_for_embedding": False}),
+    "dp2": (2, {}),
+    "dp2 without ZeRO-1": (2, {"optimizer.distributed": False}),
+    "dp4 small buckets": (4, {"optimizer.bucket_numel": 1000}),
+    "tp2 pp2": (4, {"parallel.tp": 2, "parallel.pp": 2}),
+    "tp2 pp2 sequence parallel, 2 chunks": (
+        4,
+        {
+            "parallel.tp": 2,
+            "parallel.pp": 2,
+            "parallel.sequence_parallel": True,
+            "pipeline.schedule": "interleaved_1f1b",
+            "pipeline.num_chunks": 2,
+        },
+    ),
+    "pp2 dp2, pp before dp": (4, {"parallel.pp": 2, "parallel.order": "tp-pp-dp"}),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_gives_the_losses_of_one_process(
+    layout: str, single: tuple[list[float], list[float]]
+) -> None:
+    world_size, changes = LAYOUTS[layout]
+    losses, grad_norms = train_on_ranks(world_size, changes)
+    assert losses == pytest.approx(single[0], rel=1e-5)
+    assert grad_norms == pytest.approx(single[1], rel=1e-3)
+    assert losses[STEPS - 1] < losses[0] - 0.5, "the model must have learnt something"
+
+
+@pytest.mark.dist
+def test_a_pipeline_changes_no_bit() -> None:
+    whole = train(0, 1, {})
+    assert train_on_ranks(2, {"parallel.pp": 2})[0] == whole[0]
+
+
+@pytest.mark.dist
+def test_zero1_changes_no_bit() -> None:
+    sharded = train_on_ranks(2, {"optimizer.distributed": True})
+    assert sharded == train_on_ranks(2, {"optimizer.distributed": False})
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tie", [True, False])
+def test_dropout_and_untied_embeddings_do_not_depend_on_the_layout(tie: bool) -> None:
+    changes: dict[str, Any] = {"model.dropout": 0.2, "model.tie_embeddings": tie}
+    whole = train(0, 1, changes)
+    parts = train_on_ranks(4, {**changes, "parallel.tp": 2, "parallel.pp": 2})
+    assert parts[0] == pytest.approx(whole[0], rel=1e-5)
