@@ -80,8 +80,8 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_row(
         "[bold]layout[/]",
-        f"{world_size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {plan.topology.dp}, "
-        f"adjacent ranks first: {parallel.order}",
+        f"{world_size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {plan.topology.dp} "
+        f"(order {parallel.order})",
     )
     facts.add_row("[bold]model[/]", f"{plan.num_params:,} parameters, {train.dtype}")
     facts.add_row(
@@ -91,58 +91,72 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     )
     facts.add_row(
         "[bold]schedule[/]",
-        f"{pipeline.schedule}{chunks}, bubble {plan.bubble_fraction:.1%} "
-        "(backward = 2 forwards, messages take no time)",
+        f"{pipeline.schedule}{chunks}, bubble {plan.bubble_fraction:.1%} (backward = 2 forwards)",
     )
+    ranks = _rank_table(plan, config, world_size)
     console = Console(highlight=False)
+    # Columns cut to fit a narrow terminal would hide the numbers.
+    console.width = max(console.width, console.measure(ranks).maximum)
     console.print(facts)
     console.print()
-    console.print(_rank_table(plan, config, world_size))
+    console.print(ranks)
     sharding = "sharded over dp (ZeRO-1)" if config.optimizer.distributed else "not sharded"
+    console.print()
     console.print(
-        f"Memory per rank, without activations; the optimizer state is {sharding}. In flight: most "
-        "microbatches, per chunk, whose activations are held at once."
+        f"params, grads, optim: memory per rank, no activations; optimizer state {sharding}\n"
+        "held: most microbatches, counted per chunk, whose activations a rank holds at once",
+        soft_wrap=True,
     )
 
 
 def _rank_table(plan: RunPlan, config: Config, world_size: int) -> Any:
     from rich.table import Table
 
-    table = Table()
-    for name in ("pp rank", "ranks", "layers", "parameters"):
-        table.add_column(name, justify="right")
-    for name in ("params", "grads", "optimizer", "total", "in flight", "busy"):
-        table.add_column(name, justify="right")
+    unit, unit_bytes = memory_unit(max(rank.total_bytes for rank in plan.ranks))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("pp", "ranks", "layers"):
+        table.add_column(name, no_wrap=True)
+    for name in ("parameters", "params", "grads", "optim", f"sum {unit}", "held", "busy"):
+        table.add_column(name, justify="right", no_wrap=True)
     for rank in plan.ranks:
+        sizes = (rank.param_bytes, rank.grad_bytes, rank.optimizer_bytes, rank.total_bytes)
         table.add_row(
             str(rank.pp_rank),
             _ranks_at(plan.topology, rank.pp_rank, world_size),
             _layers_text(rank, config),
             f"{rank.num_params:,}",
-            bytes_text(rank.param_bytes),
-            bytes_text(rank.grad_bytes),
-            bytes_text(rank.optimizer_bytes),
-            f"[bold]{bytes_text(rank.total_bytes)}[/]",
+            *(f"{size / unit_bytes:.1f}" for size in sizes),
             str(rank.peak_in_flight),
             f"{rank.busy_fraction:.0%}",
         )
     return table
 
 
+def memory_unit(largest: int) -> tuple[str, int]:
+    """Name and bytes of the unit that shows ``largest`` with at least one digit before the point.
+
+    Example:
+        >>> memory_unit(3 << 20), memory_unit(1000)
+        (('MiB', 1048576), ('KiB', 1024))
+    """
+    units = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20))
+    return next((unit for unit in units if largest >= unit[1]), ("KiB", 1 << 10))
+
+
 def _layers_text(rank: RankPlan, config: Config) -> str:
-    """``embedding, 0-3``; chunks are separated by ``|``."""
+    """``embed 0-3``; chunks are separated by ``|``."""
     parts = []
     for chunk, layers in enumerate(rank.layers):
         words = []
         if rank.pp_rank == 0 and chunk == 0:
-            words.append("embedding")
+            words.append("embed")
         if len(layers) > 0:
             last = f"-{layers.stop - 1}" if len(layers) > 1 else ""
             words.append(f"{layers.start}{last}")
         is_last_rank = rank.pp_rank == config.parallel.pp - 1
         if is_last_rank and chunk == len(rank.layers) - 1:
             words.append("head")
-        parts.append(", ".join(words))
+        parts.append(" ".join(words))
     return " | ".join(parts)
 
 
@@ -153,18 +167,3 @@ def _ranks_at(topology: Topology, pp_rank: int, world_size: int) -> str:
         return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
     shown = ", ".join(str(rank) for rank in ranks[:4])
     return shown if len(ranks) <= 4 else f"{shown}, ... ({len(ranks)})"
-
-
-def bytes_text(count: int) -> str:
-    """A number of bytes for people.
-
-    Example:
-        >>> bytes_text(3 << 20), bytes_text(1500)
-        ('3.0 MiB', '1.5 KiB')
-    """
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

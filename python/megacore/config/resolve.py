@@ -65,10 +65,6 @@ def _fill(config: Config, world_size: int, vocab_size: int | None, cuda: bool | 
             vocab_size=vocab_size,
         ),
         "parallel": _filling(parallel, etp=parallel.tp),
-        "pipeline": _filling(
-            config.pipeline,
-            group_size=parallel.pp if config.pipeline.schedule == "interleaved_1f1b" else None,
-        ),
         "optimizer": _filling(
             config.optimizer,
             min_lr=config.optimizer.lr / 10,
@@ -202,6 +198,11 @@ def _check_pipeline(problems: _Problems, config: Config) -> None:
         problems.add(f"{schedule} needs pipeline.num_chunks > 1; set it to 2, or use 1f1b")
     if interleaved and pp == 1:
         problems.add(f"{schedule} needs parallel.pp > 1; set it to 2, or use 1f1b")
+    if not interleaved and pipeline.group_size is not None:
+        problems.add(
+            f"{problems.shown('pipeline.group_size')} needs the schedule interleaved_1f1b, but "
+            f"{schedule}; leave group_size out or change the schedule"
+        )
     if not interleaved and pipeline.num_chunks > 1:
         problems.add(
             f"{problems.shown('pipeline.num_chunks')} needs the schedule interleaved_1f1b, but "
@@ -241,45 +242,25 @@ def _check_batch(problems: _Problems, config: Config) -> None:
             f"({problems.world_size} processes / tp*cp*pp) = {unit}; "
             f"nearest: {nearest_multiples(batch, unit)}"
         )
-        return
-    _check_interleaving(problems, config, num_microbatches=batch // unit, dp=dp)
 
 
-def _check_interleaving(
-    problems: _Problems, config: Config, *, num_microbatches: int, dp: int
-) -> None:
-    if config.pipeline.schedule != "interleaved_1f1b":
-        return
-    group, pp = filled(config.pipeline.group_size), config.parallel.pp
-    if group < pp:
-        problems.add(
-            f"{problems.shown('pipeline.group_size', group)} is below "
-            f"{problems.shown('parallel.pp')}; use at least {pp}"
-        )
-    if num_microbatches % pp:
-        unit = config.train.microbatch_size * dp * pp
-        problems.add(
-            f"the interleaved schedule needs a number of microbatches that is a multiple of "
-            f"{problems.shown('parallel.pp')}, but there are {num_microbatches}; nearest "
-            f"train.global_batch_size: {nearest_multiples(config.train.global_batch_size, unit)}"
-        )
-
-
-def _check_steps(problems: _Problems, config: Config) -> None:
+def _check_decay(problems: _Problems, config: Config) -> None:
     steps, optimizer = config.train.steps, config.optimizer
+    set_decay = problems.config.optimizer.decay_steps
+    decay = problems.shown("optimizer.decay_steps", optimizer.decay_steps)
     warmup = problems.shown("optimizer.warmup_steps")
-    if optimizer.warmup_steps >= steps and optimizer.warmup_steps > 0:
-        problems.add(
-            f"{warmup} leaves no step after the warmup: {problems.shown('train.steps')}; "
-            f"use at most {steps - 1}"
-        )
-    elif optimizer.schedule == "wsd":
-        room = steps - optimizer.warmup_steps
-        decay = filled(optimizer.decay_steps)
-        if decay > room:
+    if optimizer.schedule == "cosine" and set_decay is not None:
+        if set_decay <= optimizer.warmup_steps:
             problems.add(
-                f"{problems.shown('optimizer.decay_steps', decay)} plus {warmup} is more than "
-                f"{problems.shown('train.steps')}; use at most {room} decay steps"
+                f"{decay} is not above {warmup}: the decay would end before it begins; "
+                f"use at least {optimizer.warmup_steps + 1}"
+            )
+    elif optimizer.schedule == "wsd":
+        room = max(0, steps - optimizer.warmup_steps)
+        if filled(optimizer.decay_steps) > room:
+            problems.add(
+                f"{decay} plus {warmup} is more than {problems.shown('train.steps')}; use at most "
+                f"{room} decay steps"
             )
 
 
@@ -297,5 +278,5 @@ _CHECKS: tuple[Callable[[_Problems, Config], None], ...] = (
     _check_model_fits_tp,
     _check_pipeline,
     _check_batch,
-    _check_steps,
+    _check_decay,
 )

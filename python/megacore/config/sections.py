@@ -166,7 +166,7 @@ class PipelineConfig(Section):
         default=None,
         ge=1,
         description="Microbatches that run through one chunk before the next (interleaved). "
-        "Default: `parallel.pp`.",
+        "Default: the smallest with which a step is shortest.",
     )
     first_layers: int | None = Field(
         default=None,

@@ -70,7 +70,9 @@ class ParamFactory:
     made: list[tuple[ParamInfo, nn.Parameter]] = field(default_factory=list)
 
     def normal(self, info: ParamInfo, *, std: float, drawn_rows: int | None = None) -> nn.Parameter:
-        """A matrix of normal random numbers, see `draw_full`."""
+        """A matrix of normal random numbers, see `draw_full`; only its shape on the meta device."""
+        if self.device.type == "meta":
+            return self._make(info, torch.empty(info.full_shape, device=self.device))
         return self._make(info, draw_full(info, seed=self.seed, std=std, drawn_rows=drawn_rows))
 
     def ones(self, info: ParamInfo) -> nn.Parameter:
