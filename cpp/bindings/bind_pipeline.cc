@@ -95,7 +95,14 @@ void bind_schedule(py::module_& module) {
       .def("order", &order_list, "rank"_a)
       .def("forward_only", py::overload_cast<const Schedule&>(&forward_only), NoGil())
       .def("validate", &validate, NoGil())
-      .def("lower", &lower, NoGil())
+      .def(
+          "lower",
+          [](const Schedule& s, bool in_order) {
+            return lower(s, in_order ? Receives::kInOrder : Receives::kAhead);
+          },
+          py::kw_only(),
+          "in_order"_a,
+          NoGil())
       .def(
           "simulate",
           [](const Schedule& s,
@@ -231,6 +238,8 @@ void bind_program(py::module_& module) {
       .def_readonly("rank", &Program::rank)
       .def_readonly("num_microbatches", &Program::num_microbatches)
       .def_readonly("is_forward_only", &Program::forward_only)
+      .def_property_readonly("is_in_order",
+                             [](const Program& p) { return p.receives == Receives::kInOrder; })
       .def_property_readonly("num_ranks", [](const Program& p) { return p.placement.num_ranks(); })
       .def_property_readonly("num_stages",
                              [](const Program& p) { return p.placement.num_stages(); })

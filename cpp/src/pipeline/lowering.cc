@@ -1,10 +1,12 @@
 #include "megacore/pipeline/lowering.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 
 #include "dependencies.h"
 #include "megacore/base/check.h"
+#include "megacore/pipeline/simulate.h"
 #include "messages.h"
 
 namespace megacore::pipeline {
@@ -130,7 +132,7 @@ std::vector<Channel> channels_of(const Program& program, std::span<const Action>
   for (const ProgramStep& step : program.steps) {
     if (!is_recv(step.action.kind)) continue;
     const int32_t read_at = indices[index.of(reader_of(step.action))];
-    if (read_at < 0) continue;  // its reader is not among the actions
+    MC_REQUIRE(read_at >= 0, "rank ", program.rank, ": ", to_text(step.action), " is never read");
     Channel& channel = find_or_add(channels, step.peer, program.rank);
     channel.messages.push_back({.receive = step.action,
                                 .made_at = 0,
@@ -155,9 +157,8 @@ std::map<int32_t, std::vector<int32_t>> forward_send_counts(const Program& progr
   return counts;
 }
 
-}  // namespace
-
-std::vector<Program> lower(const Schedule& schedule) {
+// The channels of a schedule, by the rank at which they end, with their acknowledgements.
+std::vector<std::vector<Channel>> acknowledged_channels(const Schedule& schedule) {
   std::vector<std::vector<Channel>> incoming = incoming_channels(schedule);
   for (std::vector<Channel>& channels : incoming) {
     for (Channel& channel : channels) {
@@ -166,41 +167,125 @@ std::vector<Program> lower(const Schedule& schedule) {
           find_or_add(incoming[static_cast<size_t>(channel.from)], channel.to, channel.from));
     }
   }
+  return incoming;
+}
+
+// Programs without steps.
+std::vector<Program> empty_programs(const Schedule& schedule, Receives receives) {
   std::vector<Program> programs;
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
-    std::vector<PlacedReceive> receives;
-    for (const Channel& channel : incoming[static_cast<size_t>(rank)]) {
-      place_receives(channel, receives);
-    }
-    programs.push_back(
-        {.rank = rank,
-         .placement = schedule.placement,
-         .num_microbatches = schedule.num_microbatches,
-         .forward_only = schedule.forward_only,
-         .steps = assemble(schedule.rank_actions(rank), schedule.placement, std::move(receives))});
+    programs.push_back({.rank = rank,
+                        .placement = schedule.placement,
+                        .num_microbatches = schedule.num_microbatches,
+                        .forward_only = schedule.forward_only,
+                        .receives = receives,
+                        .steps = {}});
   }
   return programs;
 }
 
-Program forward_only(const Program& program) {
-  std::vector<Action> actions;
-  for (const ProgramStep& step : program.steps) {
-    if (step.action.kind == ActionKind::kForward) actions.push_back(step.action);
-  }
-  const auto counts = forward_send_counts(program);
-  std::vector<PlacedReceive> receives;
-  for (Channel& channel : channels_of(program, actions)) {
-    for (Message& message : channel.messages) {
-      if (message.acknowledged == 0) continue;
-      message.acknowledged = counts.at(channel.from).at(static_cast<size_t>(message.acknowledged));
+std::vector<Program> lower_ahead(const Schedule& schedule) {
+  const std::vector<std::vector<Channel>> incoming = acknowledged_channels(schedule);
+  std::vector<Program> programs = empty_programs(schedule, Receives::kAhead);
+  for (Program& program : programs) {
+    std::vector<PlacedReceive> receives;
+    for (const Channel& channel : incoming[static_cast<size_t>(program.rank)]) {
+      place_receives(channel, receives);
     }
-    place_receives(channel, receives);
+    program.steps =
+        assemble(schedule.rank_actions(program.rank), schedule.placement, std::move(receives));
   }
-  return {.rank = program.rank,
-          .placement = program.placement,
-          .num_microbatches = program.num_microbatches,
-          .forward_only = true,
-          .steps = assemble(actions, program.placement, std::move(receives))};
+  return programs;
+}
+
+// Both ends of a message, at the time at which it is made if all costs are 1.
+struct Transfer {
+  double time;
+  ProgramStep send;
+  ProgramStep receive;  // its peer is the sender
+};
+
+// All messages by time; of those made at one time, by sender. A rank makes one at a time.
+std::vector<Transfer> transfers_in_order(const Schedule& schedule, const Timeline& timeline) {
+  std::vector<Transfer> transfers;
+  for (const std::vector<Channel>& channels : acknowledged_channels(schedule)) {
+    for (const Channel& channel : channels) {
+      const int64_t begin = schedule.offsets[static_cast<size_t>(channel.from)];
+      for (const Message& message : channel.messages) {
+        const auto made_at = static_cast<size_t>(begin + message.made_at);
+        transfers.push_back({.time = timeline.spans[made_at].end,
+                             .send = send_of(schedule.actions[made_at], schedule.placement).value(),
+                             .receive = {.action = message.receive,
+                                         .peer = channel.from,
+                                         .acknowledged = message.acknowledged}});
+      }
+    }
+  }
+  std::sort(transfers.begin(), transfers.end(), [](const Transfer& a, const Transfer& b) {
+    return a.time != b.time ? a.time < b.time : a.receive.peer < b.receive.peer;
+  });
+  return transfers;
+}
+
+std::vector<Program> lower_in_order(const Schedule& schedule) {
+  const Timeline timeline = simulate(schedule, {});
+  std::vector<Program> programs = empty_programs(schedule, Receives::kInOrder);
+  std::vector<int64_t> next(schedule.offsets.begin(), schedule.offsets.end() - 1);
+  // Appends the compute actions of a rank that start before `time`.
+  const auto compute_until = [&](int32_t rank, double time) {
+    const auto r = static_cast<size_t>(rank);
+    for (; next[r] < schedule.offsets[r + 1]; ++next[r]) {
+      const auto index = static_cast<size_t>(next[r]);
+      if (timeline.spans[index].start >= time) break;
+      programs[r].steps.push_back({.action = schedule.actions[index]});
+    }
+  };
+  for (const Transfer& transfer : transfers_in_order(schedule, timeline)) {
+    const int32_t from = transfer.receive.peer;
+    const int32_t to = transfer.send.peer;
+    compute_until(from, transfer.time);
+    compute_until(to, transfer.time);
+    programs[static_cast<size_t>(from)].steps.push_back(transfer.send);
+    programs[static_cast<size_t>(to)].steps.push_back(transfer.receive);
+  }
+  for (const Program& program : programs) {
+    compute_until(program.rank, std::numeric_limits<double>::infinity());
+  }
+  return programs;
+}
+
+bool is_forward(ActionKind kind) {
+  return kind == ActionKind::kForward || kind == ActionKind::kSendForward ||
+         kind == ActionKind::kRecvForward;
+}
+
+}  // namespace
+
+std::vector<Program> lower(const Schedule& schedule, Receives receives) {
+  return receives == Receives::kAhead ? lower_ahead(schedule) : lower_in_order(schedule);
+}
+
+Program forward_only(const Program& program) {
+  Program result = program;
+  result.forward_only = true;
+  std::erase_if(result.steps,
+                [](const ProgramStep& step) { return !is_forward(step.action.kind); });
+  const auto counts = forward_send_counts(program);
+  for (ProgramStep& step : result.steps) {
+    if (step.acknowledged == 0) continue;
+    step.acknowledged = counts.at(step.peer).at(static_cast<size_t>(step.acknowledged));
+  }
+  if (program.receives == Receives::kInOrder) return result;
+
+  // What preceded a reader may be gone: place the receives again.
+  std::vector<Action> actions;
+  for (const ProgramStep& step : result.steps) {
+    if (is_compute(step.action.kind)) actions.push_back(step.action);
+  }
+  std::vector<PlacedReceive> receives;
+  for (const Channel& channel : channels_of(result, actions)) place_receives(channel, receives);
+  result.steps = assemble(actions, result.placement, std::move(receives));
+  return result;
 }
 
 std::string to_text(const Program& program) {

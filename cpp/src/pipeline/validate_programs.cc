@@ -56,10 +56,10 @@ void check_agreement(Programs programs) {
                "; programs go in rank order");
     MC_REQUIRE(program.placement == model.placement &&
                    program.num_microbatches == model.num_microbatches &&
-                   program.forward_only == model.forward_only,
+                   program.forward_only == model.forward_only && program.receives == model.receives,
                "the programs of rank 0 and rank ",
                rank,
-               " differ in placement, number of microbatches or forward_only");
+               " differ in placement, number of microbatches, forward_only or receives");
   }
 }
 
@@ -344,6 +344,48 @@ class Walk {
   std::vector<size_t> position_;  // by rank
 };
 
+// Runs programs whose sends and receives block: a transfer happens when both its ends have come to
+// it. Compute actions never wait here, as what they read was received before.
+void check_in_order(Programs programs) {
+  std::vector<size_t> position(programs.size(), 0);
+  const auto head = [&](size_t rank) {
+    const auto& steps = programs[rank].steps;
+    while (position[rank] < steps.size() && is_compute(steps[position[rank]].action.kind)) {
+      ++position[rank];
+    }
+    return position[rank] < steps.size() ? &steps[position[rank]] : nullptr;
+  };
+  const auto meet = [&](const ProgramStep& one, const ProgramStep& other, const Placement& at) {
+    return is_send(one.action.kind) && is_recv(other.action.kind) &&
+           receive_for(one.action, at) == other.action;
+  };
+  std::vector<size_t> ready;
+  for (size_t rank = programs.size(); rank-- > 0;) ready.push_back(rank);
+  while (!ready.empty()) {
+    const size_t rank = ready.back();
+    ready.pop_back();
+    while (const ProgramStep* mine = head(rank)) {
+      const auto peer = static_cast<size_t>(mine->peer);
+      const ProgramStep* other = head(peer);
+      const Placement& placement = programs[rank].placement;
+      if (other == nullptr || !(meet(*mine, *other, placement) || meet(*other, *mine, placement))) {
+        break;
+      }
+      ++position[rank];
+      ++position[peer];
+      ready.push_back(peer);
+    }
+  }
+  std::vector<Mark> marks;
+  for (size_t rank = 0; rank < programs.size(); ++rank) {
+    if (head(rank) == nullptr) continue;
+    marks.push_back({static_cast<int>(rank), static_cast<int64_t>(position[rank])});
+  }
+  if (!marks.empty()) {
+    refuse(programs, marks, "their sends and receives do not follow one order over all ranks");
+  }
+}
+
 }  // namespace
 
 void validate_programs(std::span<const Program> programs) {
@@ -355,6 +397,7 @@ void validate_programs(std::span<const Program> programs) {
   }
   for (const auto& [ends, channel] : channels) check_acknowledged(programs, ends.second, channel);
   Walk(programs).run();
+  if (programs.front().receives == Receives::kInOrder) check_in_order(programs);
 }
 
 }  // namespace megacore::pipeline

@@ -54,6 +54,16 @@ TEST(Lower, NeighbouringStagesOnOneRankNeedNoMessage) {
   EXPECT_EQ(to_text(lower(gpipe({.num_ranks = 1, .num_microbatches = 1}))[0]), "0F0 0B0");
 }
 
+TEST(Lower, InOrderFollowsTheTimesAtWhichMessagesAreMade) {
+  const auto programs =
+      lower(one_f_one_b({.num_ranks = 2, .num_microbatches = 3}), Receives::kInOrder);
+  // 0F0 is made at 1, 0F1 at 2, 1B0 at 4, then 0F2 and 1B1 both at 7: the sender 0 goes first.
+  EXPECT_EQ(to_text(programs[0]),
+            "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2");
+  EXPECT_EQ(to_text(programs[1]),
+            "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1F2 1B2 1SEND_B2");
+}
+
 // With two ranks, forwards and backwards of different chunks share a channel and are read in
 // another order than they are sent.
 TEST(Lower, KeepsEveryChannelInTheOrderOfSending) {
@@ -67,14 +77,17 @@ TEST(Lower, KeepsEveryChannelInTheOrderOfSending) {
     const int m = 1 + below(10);
     const Schedule schedule =
         interleaved_one_f_one_b({.num_ranks = p, .num_chunks = v, .num_microbatches = m});
-    const auto programs = lower(schedule);
-    ASSERT_EQ(error_of(programs), "valid");
-    std::vector<Program> evaluation;
-    for (const Program& program : programs) evaluation.push_back(forward_only(program));
-    ASSERT_EQ(error_of(evaluation), "valid");
-    const auto direct = lower(forward_only(schedule));
-    for (size_t rank = 0; rank < direct.size(); ++rank) {
-      EXPECT_EQ(to_text(evaluation[rank]), to_text(direct[rank]));
+    for (const Receives receives : {Receives::kAhead, Receives::kInOrder}) {
+      const auto programs = lower(schedule, receives);
+      ASSERT_EQ(error_of(programs), "valid");
+      std::vector<Program> evaluation;
+      for (const Program& program : programs) evaluation.push_back(forward_only(program));
+      ASSERT_EQ(error_of(evaluation), "valid");
+      if (receives == Receives::kInOrder) continue;
+      const auto direct = lower(forward_only(schedule));
+      for (size_t rank = 0; rank < direct.size(); ++rank) {
+        EXPECT_EQ(to_text(evaluation[rank]), to_text(direct[rank]));
+      }
     }
   }
 }
@@ -172,6 +185,14 @@ TEST(ValidatePrograms, FindsASendThatComesTooLateForEveryone) {
   EXPECT_TRUE(mentions(text, "0B0 waits for 0RECV_B0 from rank 1"));
   EXPECT_TRUE(mentions(text, "1F0 waits for 1RECV_F0 from rank 0"));
   EXPECT_TRUE(mentions(text, ">0B0<"));
+}
+
+// Posting ahead is what one queue per pair of ranks cannot take.
+TEST(ValidatePrograms, FindsProgramsThatNeedMoreThanOneQueue) {
+  auto programs = lower(one_f_one_b({.num_ranks = 2, .num_microbatches = 4}));
+  EXPECT_EQ(error_of(programs), "valid");
+  for (Program& program : programs) program.receives = Receives::kInOrder;
+  EXPECT_TRUE(mentions(error_of(programs), "do not follow one order over all ranks"));
 }
 
 TEST(ValidatePrograms, FindsAPrematureAcknowledgement) {

@@ -11,6 +11,13 @@
 // A channel is an ordered pair of ranks. Messages of one channel are received in the order in which
 // they are sent, so the transport may be a FIFO without tags. A pair of neighbouring stages on one
 // rank needs no message.
+//
+// Where receives stand decides what a transport must be able to do:
+//   kAhead    Before the compute action that precedes the reader, so that the transfer runs beside
+//             it. Needs one independent queue per channel, as gloo has.
+//   kInOrder  All sends and receives of all ranks follow one global order, the times at which the
+//             messages are made. Safe on any transport, even if every transfer blocks both its
+//             ends: NCCL runs all transfers of a pair of ranks, in both directions, in one queue.
 
 #pragma once
 
@@ -22,6 +29,8 @@
 #include "megacore/pipeline/schedule.h"
 
 namespace megacore::pipeline {
+
+enum class Receives : uint8_t { kAhead, kInOrder };
 
 struct ProgramStep {
   Action action;
@@ -39,15 +48,16 @@ struct Program {
   Placement placement;
   int num_microbatches = 0;
   bool forward_only = false;
+  Receives receives = Receives::kAhead;
   std::vector<ProgramStep> steps;  // in execution order
 
   friend bool operator==(const Program&, const Program&) = default;
 };
 
-// One program per rank. A send directly follows the action that makes its message. A receive stands
-// before the compute action that precedes its reader, so that it is posted while that one runs;
-// where a channel's order asks for it, earlier. O(actions). REQUIRES: validate(schedule) passes.
-std::vector<Program> lower(const Schedule& schedule);
+// One program per rank. A send directly follows the action that makes its message. Ahead, a receive
+// stands where a channel's order asks for it even earlier than described above. O(actions), in
+// order O(actions log actions). REQUIRES: validate(schedule) passes.
+std::vector<Program> lower(const Schedule& schedule, Receives receives = Receives::kAhead);
 
 // The same program without backward and gradient messages, for evaluation.
 // REQUIRES: every rank of the pipeline runs its program like this.
@@ -56,9 +66,9 @@ Program forward_only(const Program& program);
 // Checks the programs of all ranks together, whatever made them: the compute actions form a valid
 // schedule; every value that crosses ranks is sent once, after it was made, and received once,
 // before it is read; both ends of a channel list the same messages in the same order;
-// `acknowledged` promises nothing too early; and with sends and receives that only start, every
-// rank reaches its end. Throws std::invalid_argument that names rank, position and action and shows
-// the programs as a table.
+// `acknowledged` promises nothing too early; with sends and receives that only start, every rank
+// reaches its end, and of programs in order also when each of them blocks. Throws
+// std::invalid_argument that names rank, position and action and shows the programs as a table.
 void validate_programs(std::span<const Program> programs);
 
 // The steps separated by blanks.

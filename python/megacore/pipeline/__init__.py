@@ -1,0 +1,73 @@
+"""Pipeline schedules as data: built, proved, simulated, drawn, and run by one executor.
+
+A ``Schedule`` says what every pipeline rank computes and in which order; ``Schedule.program`` adds
+the sends and receives of one rank; ``PipelineExecutor`` runs that program.
+
+Example:
+    >>> from megacore.pipeline import build_schedule
+    >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=3)
+    >>> print(schedule.to_text(grid=True))
+    time    0   1   2   3   4   5   6   7   8   9   10  11
+    rank 0  0F0 0F1         0B0---- 0F2 0B1----     0B2----
+    rank 1      1F0 1B0---- 1F1 1B1---- 1F2 1B2----
+    >>> schedule.simulate().bubble_fraction
+    0.25
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megacore._core import Action, ActionKind, Program, StateMachine, validate_programs
+from megacore.pipeline.partition import partition_layers
+from megacore.pipeline.recorder import ActionRecorder, TimedAction
+from megacore.pipeline.schedule import (
+    SCHEDULE_NAMES,
+    Schedule,
+    best_group_size,
+    build_schedule,
+    schedule_table,
+)
+from megacore.pipeline.svg import timeline_svg
+from megacore.pipeline.timeline import Costs, Event, Timeline
+
+if TYPE_CHECKING:
+    from megacore.pipeline.activation import ActivationSpec, receives_for
+    from megacore.pipeline.executor import PipelineExecutor, forward_backward
+
+__all__ = [
+    "SCHEDULE_NAMES",
+    "Action",
+    "ActionKind",
+    "ActionRecorder",
+    "ActivationSpec",
+    "Costs",
+    "Event",
+    "PipelineExecutor",
+    "Program",
+    "Schedule",
+    "StateMachine",
+    "TimedAction",
+    "Timeline",
+    "best_group_size",
+    "build_schedule",
+    "forward_backward",
+    "partition_layers",
+    "receives_for",
+    "schedule_table",
+    "timeline_svg",
+    "validate_programs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Schedules are pure values; torch is imported only when one is to be run.
+    if name in ("ActivationSpec", "receives_for"):
+        from megacore.pipeline import activation
+
+        return getattr(activation, name)
+    if name in ("PipelineExecutor", "forward_backward"):
+        from megacore.pipeline import executor
+
+        return getattr(executor, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,358 @@
+"""Pipeline schedules: built by name or read from a file, validated, simulated and written."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from megacore import _core
+from megacore._core import Action, ActionKind, Program
+from megacore.pipeline.svg import timeline_svg
+from megacore.pipeline.timeline import Costs, Event, Timeline
+
+SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved_1f1b")
+
+_DEFAULT_COSTS = Costs()
+
+
+def build_schedule(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    forward_only: bool = False,
+) -> Schedule:
+    """Build a named schedule and validate it.
+
+    Args:
+        name: ``"gpipe"`` (all forwards, then all backwards), ``"1f1b"`` or ``"interleaved_1f1b"``.
+        num_ranks: Pipeline ranks.
+        num_microbatches: Microbatches per optimizer step.
+        num_chunks: Model chunks per rank; above 1 for the interleaved schedule only.
+        group_size: For the interleaved schedule, the microbatches one chunk runs before the next
+            takes over. By default the smallest that reaches the smallest makespan, so any number
+            of microbatches works well; see ``best_group_size``.
+        forward_only: Leave the backward actions out, for evaluation.
+
+    Returns:
+        The schedule of all ranks.
+
+    Raises:
+        ValueError: If the name is unknown or the sizes cannot work. The message names the nearest
+            legal values.
+
+    Example:
+        >>> schedule = build_schedule(
+        ...     "interleaved_1f1b", num_ranks=2, num_chunks=2, num_microbatches=4
+        ... )
+        >>> schedule.order(1)
+        [1, 1, 2, -2, 2, -2, 1, -1, 1, -1, 2, -2, 2, -2, -1, -1]
+    """
+    if name not in SCHEDULE_NAMES:
+        close = difflib.get_close_matches(name, SCHEDULE_NAMES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "choose one of these:"
+        raise ValueError(f"unknown schedule {name!r}; {hint} ({', '.join(SCHEDULE_NAMES)})")
+    if name == "interleaved_1f1b":
+        native = _core.interleaved_one_f_one_b(
+            num_ranks=num_ranks,
+            num_chunks=num_chunks,
+            num_microbatches=num_microbatches,
+            group_size=group_size,
+        )
+    else:
+        _refuse_interleaving(name, num_chunks=num_chunks, group_size=group_size)
+        generate = _core.gpipe if name == "gpipe" else _core.one_f_one_b
+        native = generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    return Schedule(native.forward_only() if forward_only else native)
+
+
+def _refuse_interleaving(name: str, *, num_chunks: int, group_size: int | None) -> None:
+    if num_chunks != 1:
+        raise ValueError(
+            f"schedule {name!r} has one model chunk per rank, but num_chunks is {num_chunks}; "
+            "use num_chunks 1 or the schedule 'interleaved_1f1b'"
+        )
+    if group_size is not None:
+        raise ValueError(
+            f"schedule {name!r} has no groups, but group_size is {group_size}; "
+            "leave it out or use the schedule 'interleaved_1f1b'"
+        )
+
+
+def best_group_size(*, num_ranks: int, num_chunks: int, num_microbatches: int) -> int:
+    """Return the smallest group size with which interleaving reaches its smallest makespan.
+
+    Smaller groups hold fewer activations, so this is the default of the interleaved schedule.
+
+    Example:
+        >>> best_group_size(num_ranks=4, num_chunks=2, num_microbatches=8)
+        4
+        >>> best_group_size(num_ranks=4, num_chunks=2, num_microbatches=9)
+        5
+    """
+    return _core.best_group_size(
+        num_ranks=num_ranks, num_chunks=num_chunks, num_microbatches=num_microbatches
+    )
+
+
+def schedule_table(
+    num_microbatches: int, num_chunks: int, group_size: int
+) -> list[tuple[int, int]]:
+    """Return the (microbatch, chunk) pairs in the order in which interleaving runs them.
+
+    The k-th forward is entry k; the k-th backward is entry k with chunk ``num_chunks - 1 - chunk``.
+
+    Example:
+        >>> schedule_table(3, 2, 2)
+        [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+    """
+    return _core.schedule_table(num_microbatches, num_chunks, group_size)
+
+
+class Schedule:
+    """What every pipeline rank computes, and in which order. Immutable and always valid.
+
+    Make one with ``build_schedule``, ``from_text`` or ``from_csv``. Two schedules are equal when
+    every rank runs the same actions in the same order, whatever their names.
+    """
+
+    def __init__(self, native: _core.Schedule) -> None:
+        native.validate()
+        self._native = native
+
+    @property
+    def name(self) -> str:
+        """Name of the generator, or of the file it was read from."""
+        return self._native.name
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return self._native.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return self._native.num_stages
+
+    @property
+    def num_chunks(self) -> int:
+        """Largest number of stages on one rank."""
+        return self._native.num_chunks
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per optimizer step."""
+        return self._native.num_microbatches
+
+    @property
+    def is_forward_only(self) -> bool:
+        """Whether it is for evaluation: no backward actions."""
+        return self._native.is_forward_only
+
+    def stages(self, rank: int) -> list[int]:
+        """Return the stages of a rank, in chunk order."""
+        return self._native.stages(rank)
+
+    def actions(self, rank: int) -> list[Action]:
+        """Return the compute actions of a rank in execution order."""
+        return self._native.actions(rank)
+
+    def order(self, rank: int) -> list[int]:
+        """Return the order list of a rank.
+
+        ``+(chunk + 1)`` stands for a forward and ``-(chunk + 1)`` for a backward (of a split one,
+        its I).
+
+        Source: the list that CUDA-graph capture of Megatron-LM and TransformerEngine uses.
+        """
+        return self._native.order(rank)
+
+    def validate(self) -> None:
+        """Prove again that the schedule is complete and free of deadlock.
+
+        Raises:
+            ValueError: Never for a schedule that exists; it is checked when it is made.
+        """
+        self._native.validate()
+
+    def forward_only(self) -> Schedule:
+        """Return the same schedule without its backward actions."""
+        return Schedule(self._native.forward_only())
+
+    def program(self, rank: int, *, receives: Literal["ahead", "in_order"] = "ahead") -> Program:
+        """Return what one rank executes: its actions, with sends and receives.
+
+        The programs of all ranks are made and proved together at the first call.
+
+        Args:
+            rank: Pipeline rank.
+            receives: ``"ahead"`` posts a receive before the compute action that precedes its
+                reader, so that transfer and compute overlap; the transport needs a queue of its own
+                per ordered pair of ranks, as gloo has. ``"in_order"`` lets all transfers follow one
+                global order, which is safe on any transport; NCCL needs it.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank is {rank}; it must be in [0, {self.num_ranks})")
+        if receives not in ("ahead", "in_order"):
+            raise ValueError(f"receives is {receives!r}; it must be 'ahead' or 'in_order'")
+        return (self._programs_ahead if receives == "ahead" else self._programs_in_order)[rank]
+
+    @cached_property
+    def _programs_ahead(self) -> list[Program]:
+        return self._lower(in_order=False)
+
+    @cached_property
+    def _programs_in_order(self) -> list[Program]:
+        return self._lower(in_order=True)
+
+    def _lower(self, *, in_order: bool) -> list[Program]:
+        programs = self._native.lower(in_order=in_order)
+        _core.validate_programs(programs)
+        return programs
+
+    def simulate(self, costs: Costs = _DEFAULT_COSTS) -> Timeline:
+        """Run the schedule on paper: every action as early as its inputs and its rank allow.
+
+        Args:
+            costs: Times of the actions; by default F = I = W = 1, B = 2, and messages are free.
+
+        Raises:
+            ValueError: If a cost is negative or their number does not fit the stages.
+        """
+        native = self._native.simulate(
+            forward=_as_list(costs.forward),
+            backward_input=_as_list(costs.backward_input),
+            backward_weight=_as_list(costs.backward_weight),
+            send=costs.send,
+        )
+        actions = [
+            (rank, action) for rank in range(self.num_ranks) for action in self.actions(rank)
+        ]
+        return Timeline(
+            makespan=native.makespan,
+            bubble_fraction=native.bubble_fraction,
+            busy=native.busy,
+            peak_in_flight=native.peak_in_flight,
+            events=[
+                Event(rank, action, start, end)
+                for (rank, action), (start, end) in zip(actions, native.spans, strict=True)
+            ],
+        )
+
+    def to_text(self, *, grid: bool = False, costs: Costs = _DEFAULT_COSTS) -> str:
+        """Return the schedule as text.
+
+        Args:
+            grid: Align the actions in time instead of listing them; not readable by ``from_text``.
+            costs: Times for the grid.
+
+        Example:
+            >>> print(build_schedule("gpipe", num_ranks=1, num_microbatches=2).to_text(), end="")
+            #megacore v1 name=gpipe num_ranks=1 num_stages=1 num_microbatches=2
+            rank 0: 0F0 0F1 0B0 0B1
+        """
+        return self.simulate(costs).to_text() if grid else self._native.to_text()
+
+    @staticmethod
+    def from_text(text: str) -> Schedule:
+        """Read what ``to_text`` wrote. The first line is optional.
+
+        Raises:
+            ValueError: If the text cannot be read or the schedule is not valid.
+        """
+        return Schedule(_core.Schedule.from_text(text))
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the compute actions in the CSV dialect of ``torch.distributed.pipelining``.
+
+        Row i is rank i. Load the file there with ``format="compute_only"``.
+        """
+        Path(path).write_bytes(self._native.to_csv().encode())
+
+    @staticmethod
+    def from_csv(path: str | Path) -> Schedule:
+        """Read a compute-only CSV file of ``torch.distributed.pipelining``.
+
+        Which rank holds which stage follows from the rows, so any placement works. Empty cells are
+        idle and do not matter.
+
+        Raises:
+            ValueError: If a cell is not an action (with row and column) or the schedule is not
+                valid.
+        """
+        path = Path(path)
+        try:
+            text = path.read_bytes().decode("ascii")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not a schedule: it is not ASCII text") from None
+        try:
+            return Schedule(_core.Schedule.from_csv(text, name="_".join(path.stem.split())))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def to_chrome_trace(self, path: str | Path, *, costs: Costs = _DEFAULT_COSTS) -> None:
+        """Write the simulated timeline for chrome://tracing or Perfetto; one row per rank.
+
+        A unit of cost is shown as one millisecond.
+        """
+        Path(path).write_text(json.dumps(self._chrome_trace(costs)))
+
+    def _chrome_trace(self, costs: Costs) -> dict[str, Any]:
+        names = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
+        names |= {ActionKind.BACKWARD_INPUT: "backward input"}
+        names |= {ActionKind.BACKWARD_WEIGHT: "backward weight"}
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in range(self.num_ranks)
+        ]
+        for rank, action, start, end in self.simulate(costs).events:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": str(action),
+                    "cat": names[action.kind],
+                    "pid": rank,
+                    "tid": 0,
+                    "ts": start * 1e3,
+                    "dur": (end - start) * 1e3,
+                    "args": {"stage": action.stage, "microbatch": action.microbatch},
+                }
+            )
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def to_svg(self, path: str | Path, *, costs: Costs = _DEFAULT_COSTS) -> None:
+        """Write a picture: ranks as rows, time to the right; see ``timeline_svg``."""
+        chunks = f", {self.num_chunks} chunks each" if self.num_chunks > 1 else ""
+        title = f"{self.name}: {self.num_ranks} ranks{chunks}, {self.num_microbatches} microbatches"
+        Path(path).write_text(timeline_svg(self.simulate(costs).events, title=title))
+
+    def __eq__(self, other: object) -> bool:
+        """Compare what the ranks run; names do not matter."""
+        return isinstance(other, Schedule) and self._native == other._native
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as text."""
+        return (Schedule.from_text, (self._native.to_text(),))
+
+    def __repr__(self) -> str:
+        """Name and sizes; ``to_text`` has the actions."""
+        return (
+            f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
+            f"{self.num_microbatches} microbatches>"
+        )
+
+
+def _as_list(cost: float | Sequence[float]) -> list[float]:
+    return list(cost) if isinstance(cost, Sequence) else [cost]

@@ -1,0 +1,350 @@
+"""A picture of a pipeline: ranks as rows, time to the right, simulated or measured."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from megacore._core import Action, ActionKind
+
+_MARGIN, _LABEL_W, _BUSY_W = 28, 76, 92
+_TITLE_H, _LEGEND_H, _AXIS_H = 62, 34, 34
+_ROW_H, _ROW_GAP = 34, 8
+_MIN_W, _MAX_W = 860.0, 4200.0
+_DIGIT_W = 7.2  # of a digit at the font size of a box, in pixels
+_MAX_TOOLTIPS = 4000  # beyond this many actions the boxes of a kind become one path
+
+_KINDS = {
+    ActionKind.FORWARD: ("f", "Forward", 217.0, 0.78),
+    ActionKind.BACKWARD: ("b", "Backward", 27.0, 0.86),
+    ActionKind.BACKWARD_INPUT: ("i", "Backward, input", 27.0, 0.86),
+    ActionKind.BACKWARD_WEIGHT: ("w", "Backward, weights", 152.0, 0.60),
+}
+
+# Colours are written as rgb(), in one style sheet: light page first, dark page in the media query.
+_STYLE = """\
+.mct text{font-family:Inter,system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;\
+fill:rgb(27,36,48)}
+.mct .mct-muted{fill:rgb(92,104,120)}
+.mct .mct-page{fill:rgb(255,255,255)}
+.mct .mct-track{fill:rgb(232,236,242)}
+.mct .mct-grid{stroke:rgb(255,255,255)}
+.mct .mct-num{font-size:12px;font-weight:600;text-anchor:middle;pointer-events:none}
+.mct .mct-num.mct-pale{fill:rgb(255,255,255)}
+.mct .mct-num.mct-deep{fill:rgb(20,30,44)}
+@media (prefers-color-scheme:dark){
+.mct text{fill:rgb(226,232,240)}
+.mct .mct-muted{fill:rgb(148,161,178)}
+.mct .mct-page{fill:rgb(17,22,29)}
+.mct .mct-track{fill:rgb(37,45,57)}
+.mct .mct-grid{stroke:rgb(17,22,29)}
+}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Box:
+    """One compute action to draw."""
+
+    row: int
+    action: Action
+    chunk: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """Where time and rows are on the page, in pixels."""
+
+    left: float
+    top: float
+    scale: float  # pixels per unit of time
+    width: float
+    num_rows: int
+
+    def x(self, time: float) -> float:
+        return self.left + time * self.scale
+
+    def y(self, row: int) -> float:
+        return self.top + row * (_ROW_H + _ROW_GAP)
+
+    @property
+    def bottom(self) -> float:
+        return self.y(self.num_rows) - _ROW_GAP
+
+
+def timeline_svg(
+    events: Iterable[Any],
+    *,
+    title: str = "",
+    unit: str = "",
+    width: float | None = None,
+    makespan: float | None = None,
+    background: bool = True,
+) -> str:
+    """Return a timeline as one SVG document: a row per rank, a box per action, time to the right.
+
+    Forward and backward have a hue each, the chunks of a rank are shades of it, and a box carries
+    its microbatch number where that fits. What stays grey is the bubble. The picture follows the
+    light or dark setting of its viewer. Communication among the events is not drawn.
+
+    Args:
+        events: ``Timeline.events``, ``ActionRecorder.events()`` of all ranks, or anything with
+            ``rank``, ``action`` (an ``Action`` or its text) and start and end, as fields ``start``
+            and ``end`` or ``start_us`` and ``end_us``, or as a tuple in that order. Times may begin
+            anywhere; the first start is drawn as 0.
+        title: Heading.
+        unit: Unit of the times, e.g. ``"ms"``, shown at the axis. Fields in ``_us`` are converted
+            to milliseconds and get this unit by themselves.
+        width: Width in pixels; by default what the labels need.
+        makespan: Length of the time axis; give the same to two pictures to compare them. By default
+            the last end.
+        background: Whether to fill the page; without it the page below shines through.
+
+    Returns:
+        The document. With no compute action among the events, a picture that says so.
+
+    Example:
+        >>> svg = timeline_svg([(0, "0F0", 0, 1), (0, "0B0", 1, 3)], title="one rank")
+        >>> "0F0: stage 0, chunk 0, 0 to 1" in svg, "idle 0.0%" in svg
+        (True, True)
+    """
+    boxes, ranks, is_us = _boxes(events)
+    end = max((box.end for box in boxes), default=0.0)
+    frame = _frame(boxes, len(ranks), max(makespan or 0.0, end) or 1.0, width)
+    page_width = frame.left + frame.width + _BUSY_W + _MARGIN
+    page_height = frame.bottom + _AXIS_H + _MARGIN - 8
+    head = _head(boxes, len(ranks), end, title, unit or ("ms" if is_us else ""))
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' class='mct' width='{page_width:g}' "
+        f"height='{page_height:g}' viewBox='0 0 {page_width:g} {page_height:g}' role='img' "
+        f"aria-label='{escape(title or 'pipeline timeline')}'>",
+        f"<style>{_STYLE}{_box_style(boxes)}</style>",
+    ]
+    if background:
+        parts.append(f"<rect class='mct-page' width='{page_width:g}' height='{page_height:g}'/>")
+    parts += head
+    parts += _legend(boxes)
+    parts += _tracks(boxes, ranks, frame, end)
+    parts += _draw_boxes(boxes, frame)
+    parts += _axis(frame, unit or ("ms" if is_us else ""))
+    return "\n".join((*parts, "</svg>")) + "\n"
+
+
+def _boxes(events: Iterable[Any]) -> tuple[list[_Box], list[int], bool]:
+    """Read events of any form; returns boxes from time 0, the ranks of the rows, and if in us."""
+    read: list[tuple[int, Action, float, float]] = []
+    is_us = False
+    for event in events:
+        if hasattr(event, "start_us"):
+            is_us = True
+            fields = (event.rank, event.action, event.start_us / 1e3, event.end_us / 1e3)
+        elif isinstance(event, Sequence):
+            rank, action, start, end = event
+            fields = (rank, action, start, end)
+        else:
+            fields = (event.rank, event.action, event.start, event.end)
+        rank, action, start, end = fields
+        action = action if isinstance(action, Action) else Action.parse(action)
+        if action.kind in _KINDS:
+            read.append((rank, action, float(start), float(end)))
+    origin = min((start for _, _, start, _ in read), default=0.0)
+    stages = defaultdict(set)
+    for rank, action, _, _ in read:
+        stages[rank].add(action.stage)
+    ranks = sorted(stages)
+    rows = {rank: row for row, rank in enumerate(ranks)}
+    chunks = {
+        (rank, stage): chunk for rank in ranks for chunk, stage in enumerate(sorted(stages[rank]))
+    }
+    boxes = [
+        _Box(
+            row=rows[rank],
+            action=action,
+            chunk=chunks[rank, action.stage],
+            start=start - origin,
+            end=end - origin,
+        )
+        for rank, action, start, end in read
+    ]
+    return boxes, ranks, is_us
+
+
+def _frame(boxes: Sequence[_Box], num_rows: int, makespan: float, width: float | None) -> _Frame:
+    if width is None:
+        # Wide enough for the number in a typical short box, within what is comfortable to look at.
+        durations = sorted(box.end - box.start for box in boxes)
+        short = durations[len(durations) // 10] if durations else makespan
+        digits = len(str(max((box.action.microbatch for box in boxes), default=0)))
+        wanted = (digits * _DIGIT_W + 8) * makespan / short if short > 0 else _MAX_W
+        inner = min(max(wanted, _MIN_W), _MAX_W)
+    else:
+        inner = max(width - _LABEL_W - _BUSY_W - 2 * _MARGIN, 200.0)
+    return _Frame(
+        left=_MARGIN + _LABEL_W,
+        top=_MARGIN + _TITLE_H + _LEGEND_H,
+        scale=inner / makespan,
+        width=inner,
+        num_rows=num_rows,
+    )
+
+
+def _head(
+    boxes: Sequence[_Box], num_rows: int, end: float, title: str, unit: str
+) -> tuple[str, str]:
+    busy = sum(box.end - box.start for box in boxes)
+    if boxes and end > 0:
+        idle = 1 - busy / (num_rows * end)
+        length = f"{end:.4g} {unit}".strip()
+        text = f"bubble {max(idle, 0.0):.1%} of all ranks' time, from 0 to {length}"
+    else:
+        text = "no compute action to show"
+    return (
+        _text(_MARGIN, _MARGIN + 18, title or "Pipeline timeline", size=19, weight=700),
+        _text(_MARGIN, _MARGIN + 42, text, size=13.5, css="mct-muted"),
+    )
+
+
+def _legend(boxes: Sequence[_Box]) -> list[str]:
+    """Return one entry per kind: its name and a swatch per chunk."""
+    parts, x, y = [], float(_MARGIN), float(_MARGIN + _TITLE_H)
+    num_chunks = _num_chunks(boxes)
+    for kind, (letter, name, *_) in _KINDS.items():
+        if not any(box.action.kind == kind for box in boxes):
+            continue
+        parts.append(_text(x, y + 11, name, size=12.5))
+        x += 7.4 * len(name) + 10
+        for chunk in range(num_chunks):
+            label = str(chunk) if num_chunks > 1 else ""
+            parts.append(_rect(f"mct-{letter}{chunk}", x, y - 1, 22, 15, radius=3))
+            parts.append(_number(x + 11, y + 11, label, kind, chunk, num_chunks) if label else "")
+            x += 26
+        x += 22
+    if num_chunks > 1:
+        parts.append(_text(x, y + 11, "shade: model chunk of the rank", size=12.5, css="mct-muted"))
+        x += 7.0 * len("shade: model chunk of the rank") + 14
+    if boxes:
+        parts.append(_rect("mct-track", x, y - 1, 22, 15, radius=3))
+        parts.append(_text(x + 30, y + 11, "idle", size=12.5))
+    return [part for part in parts if part]
+
+
+def _tracks(boxes: Sequence[_Box], ranks: Sequence[int], frame: _Frame, end: float) -> list[str]:
+    """Return a grey bar per row, its rank on the left and its idle share on the right."""
+    busy = [0.0] * len(ranks)
+    for box in boxes:
+        busy[box.row] += box.end - box.start
+    parts = []
+    for row, rank in enumerate(ranks):
+        y = frame.y(row)
+        parts.append(_rect("mct-track", frame.left, y, end * frame.scale, _ROW_H, radius=4))
+        parts.append(_text(_MARGIN, y + 22, f"rank {rank}", size=13.5, weight=600))
+        idle = 1 - busy[row] / end if end > 0 else 0.0
+        text = f"idle {max(idle, 0.0):.1%}"
+        parts.append(_text(frame.left + frame.width + 12, y + 22, text, size=12.5, css="mct-muted"))
+    return parts
+
+
+def _draw_boxes(boxes: Sequence[_Box], frame: _Frame) -> list[str]:
+    num_chunks = _num_chunks(boxes)
+    parts: list[str] = []
+    paths = defaultdict(list)
+    for box in boxes:
+        css = f"mct-{_KINDS[box.action.kind][0]}{box.chunk}"
+        x, y = frame.x(box.start), frame.y(box.row)
+        box_width = max((box.end - box.start) * frame.scale, 0.5)
+        gap = min(1.5, box_width * 0.15)
+        if len(boxes) > _MAX_TOOLTIPS:
+            shape = f"M{x:.2f} {y:g}h{box_width - gap:.2f}v{_ROW_H}h{gap - box_width:.2f}z"
+            paths[css].append(shape)
+        else:
+            length = f"{box.start:.4g} to {box.end:.4g}"
+            tip = f"{box.action}: stage {box.action.stage}, chunk {box.chunk}, {length}"
+            rect = _rect(css, x, y, box_width - gap, _ROW_H, radius=min(3.0, box_width / 5))
+            parts.append(rect.replace("/>", f"><title>{tip}</title></rect>"))
+        label = str(box.action.microbatch)
+        if len(label) * _DIGIT_W + 3 <= box_width:
+            middle = x + (box_width - gap) / 2
+            parts.append(_number(middle, y + 22, label, box.action.kind, box.chunk, num_chunks))
+    return [f"<path class='{css}' d='{''.join(d)}'/>" for css, d in paths.items()] + parts
+
+
+def _axis(frame: _Frame, unit: str) -> list[str]:
+    makespan = frame.width / frame.scale
+    step = _nice_step(makespan / max(frame.width / 90, 2))
+    parts, tick, y = [], 0.0, frame.bottom + 20
+    while tick <= makespan * 1.0001:
+        x = frame.x(tick)
+        parts.append(_text(x, y, f"{tick:g}", size=11.5, css="mct-muted", anchor="middle"))
+        tick = round(tick + step, 9)
+    label = f"time, {unit}" if unit else "time"
+    parts.append(_text(frame.left + frame.width + 12, y, label, size=11.5, css="mct-muted"))
+    return parts
+
+
+def _nice_step(least: float) -> float:
+    """Return 1, 2 or 5 times a power of ten, at least ``least``."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
+
+
+def _num_chunks(boxes: Sequence[_Box]) -> int:
+    return max((box.chunk for box in boxes), default=0) + 1
+
+
+def _lightness(chunk: int, num_chunks: int) -> float:
+    """From deep for the first chunk to pale for the last."""
+    return 0.50 if num_chunks == 1 else 0.44 + 0.34 * chunk / (num_chunks - 1)
+
+
+def _box_style(boxes: Sequence[_Box]) -> str:
+    num_chunks = _num_chunks(boxes)
+    rules = []
+    for letter, _, hue, saturation in _KINDS.values():
+        for chunk in range(num_chunks):
+            red, green, blue = _rgb(hue, saturation, _lightness(chunk, num_chunks))
+            rules.append(f".mct .mct-{letter}{chunk}{{fill:rgb({red},{green},{blue})}}\n")
+    return "".join(rules)
+
+
+def _rgb(hue: float, saturation: float, lightness: float) -> tuple[int, int, int]:
+    import colorsys
+
+    channels = colorsys.hls_to_rgb(hue / 360, lightness, saturation)
+    red, green, blue = (round(channel * 255) for channel in channels)
+    return red, green, blue
+
+
+def _number(x: float, y: float, text: str, kind: ActionKind, chunk: int, num_chunks: int) -> str:
+    _, _, hue, saturation = _KINDS[kind]
+    red, green, blue = _rgb(hue, saturation, _lightness(chunk, num_chunks))
+    luminance = 0.299 * red + 0.587 * green + 0.114 * blue
+    css = "mct-num mct-pale" if luminance < 140 else "mct-num mct-deep"
+    return f"<text class='{css}' x='{x:.2f}' y='{y:g}'>{text}</text>"
+
+
+def _rect(css: str, x: float, y: float, width: float, height: float, *, radius: float) -> str:
+    return (
+        f"<rect class='{css}' x='{x:.2f}' y='{y:g}' width='{width:.2f}' height='{height:g}' "
+        f"rx='{radius:.3g}'/>"
+    )
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: float,
+    weight: int = 400,
+    css: str = "",
+    anchor: str = "start",
+) -> str:
+    name = f" class='{css}'" if css else ""
+    style = f"font-size='{size:g}' font-weight='{weight}' text-anchor='{anchor}'"
+    return f"<text{name} x='{x:.2f}' y='{y:g}' {style}>{escape(text)}</text>"

@@ -1,0 +1,252 @@
+"""The executor on gloo: a pipeline computes exactly what one process computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore.parallel import ProcessGroups, Topology
+from megacore.parallel.process_groups import Group
+from megacore.pipeline import (
+    ActionRecorder,
+    ActivationSpec,
+    PipelineExecutor,
+    Schedule,
+    TimedAction,
+    build_schedule,
+    forward_backward,
+    timeline_svg,
+)
+from tests.support.distributed import RankFailed, run_ranks
+
+pytestmark = pytest.mark.dist
+
+WIDTH, BATCH = 6, 3
+SPEC = ActivationSpec(shape=(BATCH, WIDTH), dtype=torch.float32, device="cpu")
+Grads = dict[str, Tensor]
+
+CASES = [
+    ("gpipe", 2, 1, 4),
+    ("1f1b", 2, 1, 5),
+    ("interleaved_1f1b", 2, 2, 4),
+    ("gpipe", 4, 1, 3),
+    ("1f1b", 4, 1, 8),
+    ("1f1b", 4, 1, 2),
+    ("interleaved_1f1b", 4, 2, 6),
+    ("interleaved_1f1b", 4, 3, 4),
+]
+
+
+def make_stage(stage: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(100 + stage)
+    linear = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return linear
+
+
+def data(microbatch: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(microbatch)
+    both = torch.randn(2, BATCH, WIDTH, generator=generator)
+    return both[0], both[1]
+
+
+def make_forward_step(
+    last: nn.Module | None, num_microbatches: int
+) -> Callable[[nn.Module, Tensor | None, int], Tensor]:
+    def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> Tensor:
+        x, target = data(microbatch)
+        output = torch.tanh(chunk(x if hidden is None else hidden))
+        if chunk is last:
+            return F.mse_loss(output, target) / num_microbatches
+        return output
+
+    return forward_step
+
+
+def grads_of(chunks: dict[int, nn.Module]) -> Grads:
+    return {
+        f"{stage}.{name}": parameter.grad.clone()
+        for stage, chunk in chunks.items()
+        for name, parameter in chunk.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def run_alone(num_stages: int, num_microbatches: int) -> tuple[list[float], Grads]:
+    """No pipeline: microbatch after microbatch through all stages, by plain autograd."""
+    stages = [make_stage(stage) for stage in range(num_stages)]
+    losses = []
+    for microbatch in range(num_microbatches):
+        hidden, target = data(microbatch)
+        for stage in stages:
+            hidden = torch.tanh(stage(hidden))
+        loss = F.mse_loss(hidden, target) / num_microbatches
+        loss.backward()
+        losses.append(loss.item())
+    return losses, grads_of(dict(enumerate(stages)))
+
+
+def pipeline_group(rank: int, size: int) -> Group:
+    groups = ProcessGroups.create(Topology(world_size=size, pp=size), timeout_s=20.0)
+    assert groups.pp.position == rank
+    return groups.pp
+
+
+def my_chunks(schedule: Schedule, rank: int) -> tuple[dict[int, nn.Module], nn.Module | None]:
+    chunks = {stage: make_stage(stage) for stage in schedule.stages(rank)}
+    return chunks, chunks.get(schedule.num_stages - 1)
+
+
+def run_pipeline(
+    rank: int, schedule: Schedule, receives: str
+) -> tuple[list[float], Grads, list[float], Grads]:
+    """Train two steps and evaluate in between; returns first losses and grads, then the others."""
+    group = pipeline_group(rank, schedule.num_ranks)
+    chunks, last = my_chunks(schedule, rank)
+    executor = PipelineExecutor(
+        schedule.program(rank, receives=receives),
+        list(chunks.values()),
+        group=group,
+        activation=SPEC,
+    )
+    forward_step = make_forward_step(last, schedule.num_microbatches)
+    losses = [loss.item() for loss in executor.run(forward_step)]
+    grads = grads_of(chunks)
+    evaluation = executor.run(forward_step, forward_only=True)
+    assert all(not loss.requires_grad for loss in evaluation)
+    for chunk in chunks.values():
+        chunk.zero_grad()
+    again = [loss.item() for loss in executor.run(forward_step)]
+    assert again == [loss.item() for loss in evaluation]
+    return losses, grads, again, grads_of(chunks)
+
+
+@pytest.mark.parametrize(("name", "pp", "chunks", "microbatches"), CASES)
+def test_pipeline_equals_one_process_bit_for_bit(
+    name: str, pp: int, chunks: int, microbatches: int
+) -> None:
+    schedule = build_schedule(name, num_ranks=pp, num_chunks=chunks, num_microbatches=microbatches)
+    expected_losses, expected_grads = run_alone(schedule.num_stages, microbatches)
+    results = run_ranks(pp, run_pipeline, schedule, "ahead")
+    assert results[-1][0] == expected_losses
+    assert results[-1][2] == expected_losses
+    assert all(losses == [] for losses, *_ in results[:-1])
+    for which in (1, 3):
+        grads: Grads = {}
+        for result in results:
+            grads |= result[which]
+        assert grads.keys() == expected_grads.keys()
+        for key, value in expected_grads.items():
+            assert torch.equal(grads[key], value), key
+
+
+def test_receives_in_order_give_the_same() -> None:
+    schedule = build_schedule("interleaved_1f1b", num_ranks=2, num_chunks=2, num_microbatches=5)
+    expected_losses, expected_grads = run_alone(4, 5)
+    results = run_ranks(2, run_pipeline, schedule, "in_order")
+    assert results[-1][0] == expected_losses
+    assert all(
+        torch.equal((results[0][1] | results[1][1])[k], g) for k, g in expected_grads.items()
+    )
+
+
+def test_v_placement_hands_over_on_the_rank_that_holds_both_stages() -> None:
+    schedule = Schedule.from_text(
+        "rank 0: 0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1\nrank 1: 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1\n"
+    )
+    expected_losses, expected_grads = run_alone(4, 2)
+    results = run_ranks(2, run_pipeline, schedule, "ahead")
+    assert results[0][0] == expected_losses  # rank 0 holds the last stage
+    assert results[1][0] == []
+    assert all(
+        torch.equal((results[0][1] | results[1][1])[k], g) for k, g in expected_grads.items()
+    )
+
+
+def run_recorded(rank: int, schedule: Schedule) -> list[TimedAction]:
+    group = pipeline_group(rank, 2)
+    chunks, last = my_chunks(schedule, rank)
+    recorder = ActionRecorder(rank=rank)
+
+    def slow_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> Tensor:
+        time.sleep(0.02 if rank == 0 else 0.001)
+        return make_forward_step(last, schedule.num_microbatches)(chunk, hidden, microbatch)
+
+    forward_backward(
+        list(chunks.values()), schedule, slow_step, group=group, activation=SPEC, recorder=recorder
+    )
+    return recorder.events()
+
+
+def test_recorder_separates_compute_from_waiting() -> None:
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=4)
+    events: list[list[TimedAction]] = run_ranks(2, run_recorded, schedule)
+    for rank in range(2):
+        compute = [event for event in events[rank] if "RECV" not in event.action]
+        assert [event.action for event in compute] == [str(a) for a in schedule.actions(rank)]
+        assert all(event.end_us >= event.start_us for event in events[rank])
+        ends = [event.end_us for event in compute]
+        assert ends == sorted(ends)
+    forwards = [
+        e.end_us - e.start_us for e in events[0] if "F" in e.action and "RECV" not in e.action
+    ]
+    assert min(forwards) >= 19_000
+    # Rank 1 is fast and waits for rank 0: that time belongs to its receives.
+    waits = [e.end_us - e.start_us for e in events[1] if "RECV_F" in e.action]
+    assert max(waits) >= 10_000
+    assert "rank 1" in timeline_svg(events[0] + events[1])
+
+
+def fail_in_forward(rank: int, schedule: Schedule) -> None:
+    group = pipeline_group(rank, 2)
+    chunks, last = my_chunks(schedule, rank)
+    good = make_forward_step(last, schedule.num_microbatches)
+
+    def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> Tensor:
+        if rank == 1 and microbatch == 2:
+            raise KeyError("no such sample")
+        return good(chunk, hidden, microbatch)
+
+    executor = PipelineExecutor(
+        schedule.program(rank), list(chunks.values()), group=group, activation=SPEC
+    )
+    executor.run(forward_step)
+
+
+def test_an_error_in_forward_step_names_the_action() -> None:
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=4)
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(2, fail_in_forward, schedule)
+    text = str(failure.value)
+    assert "KeyError: 'no such sample'" in text
+    assert (
+        "in pipeline action 1F2 (forward, stage 1, microbatch 2) on pipeline rank 1, step" in text
+    )
+
+
+def send_wrong_shape(rank: int, schedule: Schedule) -> str:
+    group = pipeline_group(rank, 2)
+    if rank == 1:
+        return ""
+    executor = PipelineExecutor(
+        schedule.program(rank), [make_stage(0)], group=group, activation=SPEC
+    )
+    try:
+        executor.run(lambda chunk, _hidden, _microbatch: chunk(torch.zeros(BATCH + 1, WIDTH)))
+    except ValueError as error:
+        return "\n".join([str(error), *error.__notes__])
+    return "no error"
+
+
+def test_a_wrong_shape_is_refused_before_it_is_sent() -> None:
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    text = run_ranks(2, send_wrong_shape, schedule)[0]
+    assert "the output is [4, 6] torch.float32 on cpu, but stages exchange [3, 6]" in text
+    assert "in pipeline action 0F0" in text
