@@ -1,12 +1,12 @@
 #include "megacore/buffer/adamw.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <thread>
 #include <vector>
 
 #include "megacore/base/check.h"
-#include "megacore/base/intmath.h"
 
 // One build serves every x86-64: the loader picks the widest vectors the processor has. Sanitizer
 // builds use one version only, since their runtime is not ready when the loader chooses.
@@ -20,13 +20,31 @@
 namespace megacore::buffer {
 namespace {
 
-// A thread costs some 20 us to start and join, the time of about this many elements.
-constexpr int64_t kMinNumelPerThread = 1 << 16;
+// Elements that a thread takes at a time. Starting and joining a thread costs some 20 us, the time
+// of about one such block, so shorter runs stay on one thread. A multiple of a 64-byte line:
+// threads do not write to the same one.
+constexpr int64_t kBlockNumel = 1 << 16;
 
-// Elements per 64-byte cache line: threads do not share a line.
+// How far ahead to ask for memory, and how much a cache line holds. With four arrays to read and
+// three to write, the hardware's own prefetching leaves some 10% of the bandwidth unused.
+constexpr int64_t kPrefetchNumel = 256;
 constexpr int64_t kLineNumel = 16;
 
 // The pointers are parameters so that __restrict__ counts: without it the loops do not vectorise.
+[[gnu::always_inline]] inline void step_span(float* __restrict__ param,
+                                             const float* __restrict__ grad,
+                                             float* __restrict__ exp_avg,
+                                             float* __restrict__ exp_avg_sq,
+                                             int64_t numel,
+                                             const AdamWScalars& s) {
+  for (int64_t i = 0; i < numel; ++i) {
+    const AdamWElement next = adamw_element({param[i], exp_avg[i], exp_avg_sq[i]}, grad[i], s);
+    param[i] = next.param;
+    exp_avg[i] = next.exp_avg;
+    exp_avg_sq[i] = next.exp_avg_sq;
+  }
+}
+
 MC_VECTOR_CLONES void step_fp32(float* __restrict__ param,
                                 const float* __restrict__ grad,
                                 float* __restrict__ exp_avg,
@@ -34,12 +52,16 @@ MC_VECTOR_CLONES void step_fp32(float* __restrict__ param,
                                 int64_t numel,
                                 const AdamWScalars& scalars) {
   const AdamWScalars s = scalars;
-  for (int64_t i = 0; i < numel; ++i) {
-    const AdamWElement next = adamw_element({param[i], exp_avg[i], exp_avg_sq[i]}, grad[i], s);
-    param[i] = next.param;
-    exp_avg[i] = next.exp_avg;
-    exp_avg_sq[i] = next.exp_avg_sq;
+  int64_t i = 0;
+  for (; i + kLineNumel + kPrefetchNumel <= numel; i += kLineNumel) {
+    const int64_t ahead = i + kPrefetchNumel;
+    __builtin_prefetch(param + ahead, 1);
+    __builtin_prefetch(grad + ahead, 0);
+    __builtin_prefetch(exp_avg + ahead, 1);
+    __builtin_prefetch(exp_avg_sq + ahead, 1);
+    step_span(param + i, grad + i, exp_avg + i, exp_avg_sq + i, kLineNumel, s);
   }
+  step_span(param + i, grad + i, exp_avg + i, exp_avg_sq + i, numel - i, s);
 }
 
 MC_VECTOR_CLONES void round_to_bf16(const float* __restrict__ values,
@@ -88,16 +110,20 @@ void check_step(const AdamWTensors& t, const AdamWOptions& options, int num_thre
 void adamw_step(const AdamWTensors& tensors, const AdamWOptions& options, int num_threads) {
   check_step(tensors, options, num_threads);
   const AdamWScalars scalars = adamw_scalars(options);
-  const int64_t useful_threads = std::max(int64_t{1}, tensors.numel / kMinNumelPerThread);
-  const int64_t threads = std::min(int64_t{num_threads}, useful_threads);
-  const int64_t share = base::align_up(base::ceil_div(tensors.numel, threads), kLineNumel);
+  std::atomic<int64_t> next_start = 0;
+  // Blocks go to whoever is free: a core that also has other work takes fewer.
+  const auto work = [&tensors, &scalars, &next_start] {
+    for (int64_t start = next_start.fetch_add(kBlockNumel); start < tensors.numel;
+         start = next_start.fetch_add(kBlockNumel)) {
+      step_range(tensors, start, std::min(tensors.numel, start + kBlockNumel), scalars);
+    }
+  };
+  const int64_t num_helpers = std::min(int64_t{num_threads}, tensors.numel / kBlockNumel) - 1;
   std::vector<std::jthread> helpers;
-  for (int64_t start = share; start < tensors.numel; start += share) {
-    const int64_t end = std::min(tensors.numel, start + share);
-    helpers.emplace_back(
-        [&tensors, &scalars, start, end] { step_range(tensors, start, end, scalars); });
+  for (int64_t i = 0; i < num_helpers; ++i) {
+    helpers.emplace_back(work);
   }
-  step_range(tensors, 0, std::min(share, tensors.numel), scalars);
+  work();
 }
 
 MC_VECTOR_CLONES double sum_of_squares(const float* values, int64_t numel) {
