@@ -76,6 +76,8 @@ def start_function(function: Callable[[], int], folder: Path) -> Job:
         # pytest has put its own objects in their place.
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         code = function()
+        sys.stdout.flush()
+        sys.stderr.flush()
     finally:
         os._exit(code)
 

@@ -96,7 +96,8 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     ranks = _rank_table(plan, config, world_size)
     console = Console(highlight=False)
     # Columns cut to fit a narrow terminal would hide the numbers.
-    console.width = max(console.width, console.measure(ranks).maximum)
+    unlimited = console.options.update(max_width=10_000)
+    console.width = max(console.width, console.measure(ranks, options=unlimited).maximum)
     console.print(facts)
     console.print()
     console.print(ranks)

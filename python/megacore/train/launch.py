@@ -55,6 +55,8 @@ SETTLE_S = 1.0  # after a first failure: time for its cause to show up, if this 
 GRACE_S = 2.5  # after a first failure: time for survivors to end by themselves
 KILL_S = 2.0  # after SIGTERM: time before SIGKILL
 PR_SET_PDEATHSIG = 1
+CLEAR_LINE = "\r\x1b[K"
+SHOW_CURSOR = "\x1b[?25h"
 
 
 def run_ranks_local(nproc: int, worker: Worker, *, options: LaunchOptions | None = None) -> int:
@@ -273,7 +275,9 @@ class _Ranks:
             how = describe_exit(code) if code is not None else "no answer"
             _complain(f"{first.identity} went away: {how}{_stopped_too(others)}")
         else:
-            _print_outcome(first.outcome, options=self._options, num_others=others)
+            # Told once, here, even if another rank was the first to report the same mistake.
+            outcome = dataclasses.replace(first.outcome, first=True)
+            _print_outcome(outcome, options=self._options, num_others=others)
         return True
 
     def _exit_code(self) -> int:
@@ -438,8 +442,11 @@ def _where_traceback_is(outcome: Outcome, error_dir: Path | None) -> str:
 def _stopped_too(num_others: int) -> str:
     if num_others < 1:
         return ""
-    return f"; the other {num_others} {'rank was' if num_others == 1 else 'ranks were'} stopped"
+    others = "rank was" if num_others == 1 else f"{num_others} ranks were"
+    return f"; the other {others} stopped"
 
 
 def _complain(sentence: str) -> None:
-    print(f"megacore: {sentence}", file=sys.stderr, flush=True)
+    # A rank that died while it showed a progress bar left the cursor hidden, in the bar's line.
+    tidy = CLEAR_LINE + SHOW_CURSOR if sys.stderr.isatty() else ""
+    print(f"{tidy}megacore: {sentence}", file=sys.stderr, flush=True)

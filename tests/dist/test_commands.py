@@ -1,0 +1,139 @@
+"""Commands from end to end: train with real ranks, generate from what they saved, mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megacore.cli import main
+from megacore.config import load_config
+from tests.support.jobs import Ended, Job, assert_gone, start_function
+
+pytestmark = pytest.mark.dist
+
+TINY = """\
+[model]
+hidden_size = 32
+num_layers = 2
+num_heads = 2
+seq_length = 16
+
+[train]
+steps = 4
+microbatch_size = 2
+global_batch_size = 8
+eval_interval = 0
+
+[data]
+source = "{text}"
+
+[run]
+dir = "{folder}"
+plain = true
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 50)
+    config = tmp_path / "tiny.toml"
+    config.write_text(TINY.format(text=text, folder=tmp_path / "run"))
+    return config
+
+
+def start(folder: Path, *arguments: str) -> Job:
+    return start_function(lambda: main(list(arguments)), folder)
+
+
+def run(folder: Path, *arguments: str) -> Ended:
+    return start(folder, *arguments).finish(timeout_s=60)
+
+
+def test_a_trained_model_continues_a_text(tiny: Path, tmp_path: Path) -> None:
+    ended = run(tmp_path, "train", str(tiny), "--nproc", "2", "--parallel.pp=2")
+    assert ended.code == 0, ended.err
+    folder = tmp_path / "run"
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 4
+    saved = load_config(folder / "config.toml")
+    assert (saved.parallel.pp, saved.run.nproc, saved.model.vocab_size) == (2, 2, 256)
+    assert not list(folder.glob("*.err"))
+
+    prompt = "The quick"
+    options = ("--prompt", prompt, "--max-new-tokens", "8")
+    greedy = run(tmp_path, "generate", str(folder), *options, "--temperature", "0")
+    assert greedy.code == 0, greedy.err
+    assert greedy.out.startswith(prompt)
+    assert len(greedy.out.removeprefix(prompt)) > 1
+    drawn = [
+        run(tmp_path, "generate", str(folder / "checkpoints"), *options, f"--seed={seed}").out
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("--data.source=nowhere.txt", "data source nowhere.txt does not exist"),
+        ("--data.tokenizer=nowhere.json", "tokenizer file nowhere.json does not exist"),
+        ("--checkpoint.resume=nowhere", "there is no checkpoint nowhere"),
+        ("--model.seq_length=4000", "4,001"),
+    ],
+)
+def test_a_mistake_that_ranks_find_is_one_sentence_and_leaves_nobody(
+    tiny: Path, tmp_path: Path, setting: str, expected: str
+) -> None:
+    ended = run(tmp_path, "train", str(tiny), "--nproc=2", setting)
+    assert ended.code == 2
+    [complaint] = ended.err.splitlines()
+    assert complaint.startswith("megacore: ")
+    assert expected in complaint
+
+
+def test_generating_from_a_damaged_checkpoint_is_one_sentence(tiny: Path, tmp_path: Path) -> None:
+    assert run(tmp_path, "train", str(tiny), "--nproc=1", "--train.steps=1").code == 0
+    [weights] = (tmp_path / "run" / "checkpoints").glob("step_*/*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:100])
+    ended = run(tmp_path, "generate", str(tmp_path / "run"), "--prompt", "x")
+    assert ended.code == 2
+    assert len(ended.err.splitlines()) == 1
+    assert weights.name in ended.err
+
+
+def test_killing_a_rank_of_a_training_names_it_and_ends_the_others(
+    tiny: Path, tmp_path: Path
+) -> None:
+    job = start(tmp_path, "train", str(tiny), "--nproc=4", "--train.steps=100000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < deadline, "training did not start"
+        time.sleep(0.05)
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    pids = [int(child) for child in children]
+    os.kill(pids[2], signal.SIGKILL)
+    ended = job.finish(timeout_s=30)
+    assert ended.code == 1
+    [complaint] = ended.err.splitlines()
+    assert f"rank 2 (pid {pids[2]} on host " in complaint
+    assert "killed by signal 9" in complaint
+    assert_gone(pids)
+
+
+def test_doctor_tells_the_facts_and_tries_two_processes(tmp_path: Path) -> None:
+    ended = run(tmp_path, "doctor", "--json")
+    assert ended.code == 0, ended.err
+    facts = json.loads(ended.out)
+    assert facts["megacore"]["native core"] == "built"
+    assert facts["torch"]["gloo"] == "available"
+    assert facts["two gloo processes"]["works"] == "yes"
+    table = run(tmp_path, "doctor")
+    assert (table.code, table.err) == (0, "")
+    assert "CPU cores" in table.out

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.buffers import make_buffers
+from megacore.cli import main
+from megacore.config import load_config, resolve
+from megacore.models.build import build_chunks
+from megacore.models.size import count_parameters
+from megacore.parallel import ProcessGroups
+from megacore.train.plan import plan_run
+
+TOML = """\
+[model]
+hidden_size = 32
+num_layers = 6
+num_heads = 4
+vocab_size = 300
+[parallel]
+tp = 2
+pp = 2
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "x.toml"
+    path.write_text(TOML)
+    return path
+
+
+def plan_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_shows_layers_parameters_and_schedule(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of(capsys, str(config), "--world-size=8")
+    assert (plan["world_size"], plan["dp"], plan["num_microbatches"]) == (8, 2, 4)
+    assert [rank["layers"] for rank in plan["ranks"]] == [[[0, 3]], [[3, 6]]]
+    assert [rank["peak_in_flight"] for rank in plan["ranks"]] == [2, 1]
+    assert plan["bubble_fraction"] == pytest.approx(1 / 5)
+    resolved = resolve(load_config(config), 8, cuda=False)
+    assert plan["num_params"] == count_parameters(resolved.model).total
+
+
+def test_plan_names_the_fix_for_an_impossible_layout(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(config), "--world-size", "6"]) == 2
+    assert "does not fit 6 processes (--world-size)" in capsys.readouterr().err
+
+
+def test_plan_prints_a_table_that_no_narrow_terminal_cuts(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    settings = ("--pipeline.schedule=interleaved_1f1b", "--pipeline.num_chunks", "3")
+    assert main(["plan", str(config), *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "embed 0 | 2 | 4" in printed
+    assert "1 | 3 | 5 head" in printed
+    assert "…" not in printed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_planned_bytes_are_those_of_the_real_buffers(config: Path, dtype: str, tied: str) -> None:
+    settings = [
+        ("parallel.tp", "1"),
+        ("parallel.pp", "1"),
+        ("train.dtype", dtype),
+        ("model.tie_embeddings", tied),
+    ]
+    resolved = resolve(load_config(config, settings), 1, cuda=False)
+    groups = ProcessGroups.single()
+    chunks = build_chunks(resolved, groups)
+    params = [param for chunk in chunks for param in chunk.param_infos()]
+    [buffer] = make_buffers(params, groups=groups, optimizer=resolved.optimizer)
+    [rank] = plan_run(resolved, 1).ranks
+    assert rank.param_bytes == buffer.param_data.nbytes
+    assert rank.grad_bytes == buffer.grad_data.nbytes
+    moments = 2 * 4 * buffer.shard_plan.shard_numel
+    main_params = 4 * buffer.shard_plan.shard_numel if dtype == "bfloat16" else 0
+    assert rank.optimizer_bytes == moments + main_params
+    assert rank.num_params == sum(param.numel() for _, param in params)
+
+
+def test_sharding_divides_the_optimizer_state_only(config: Path) -> None:
+    whole, sharded = (
+        plan_run(
+            resolve(load_config(config, [("optimizer.distributed", distributed)]), 16, cuda=False),
+            16,
+        ).ranks[0]
+        for distributed in ("false", "true")
+    )
+    assert (whole.param_bytes, whole.grad_bytes) == (sharded.param_bytes, sharded.grad_bytes)
+    assert whole.optimizer_bytes == 4 * sharded.optimizer_bytes
+
+
+def test_a_tied_head_is_held_but_not_counted_twice(config: Path) -> None:
+    resolved = resolve(load_config(config, [("parallel.tp", "1")]), 2, cuda=False)
+    plan = plan_run(resolved, 2)
+    held = sum(rank.num_params for rank in plan.ranks)
+    assert held == plan.num_params + 384 * 32
