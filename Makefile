@@ -52,7 +52,7 @@ demo: install
 	$(BIN)/megacore train examples/demo.toml --nproc 4 --train.steps=60
 	@echo; echo "The same run goes on with another layout: pipeline x data parallel instead of tensor x pipeline."
 	$(BIN)/megacore train examples/demo.toml --nproc 4 --parallel.tp=1 --checkpoint.resume=auto
-	$(BIN)/megacore generate runs/demo/checkpoints/latest --prompt "The built-in function " --max-new-tokens 200
+	$(BIN)/megacore generate runs/demo --prompt "The built-in function " --max-new-tokens 200
 
 test: test-cpp test-python
 

@@ -58,12 +58,14 @@ def resolve_checkpoint(path: str | Path) -> Path:
     """The checkpoint folder that a path means: itself, or the latest one below it.
 
     Args:
-        path: A checkpoint folder, a folder of checkpoints, or a run's folder.
+        path: A checkpoint folder, a folder of checkpoints or its ``latest`` file, or a run's folder.
 
     Raises:
         CheckpointError: If there is none, with what there is instead.
     """
     path = Path(path)
+    if path.name == LATEST_NAME and path.is_file():
+        path = path.parent
     if path.name.endswith(PARTIAL_SUFFIX):
         raise CheckpointError(
             f"{path} is an unfinished checkpoint: the run that wrote it was interrupted; use a "
