@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from megacore._core import Action, ActionKind
+from megacore._core import Action
+from megacore.pipeline.palette import KindColour, kind_colours
 
 _MARGIN, _LABEL_W, _BUSY_W = 28, 76, 92
 _TITLE_H, _LEGEND_H, _AXIS_H = 62, 34, 34
@@ -17,13 +18,6 @@ _ROW_H, _ROW_GAP = 34, 8
 _MIN_W, _MAX_W = 860.0, 4200.0
 _DIGIT_W = 7.2  # of a digit at the font size of a box, in pixels
 _MAX_TOOLTIPS = 4000  # beyond this many actions the boxes of a kind become one path
-
-_KINDS = {
-    ActionKind.FORWARD: ("f", "Forward", 217.0, 0.78),
-    ActionKind.BACKWARD: ("b", "Backward", 27.0, 0.86),
-    ActionKind.BACKWARD_INPUT: ("i", "Backward, input", 27.0, 0.86),
-    ActionKind.BACKWARD_WEIGHT: ("w", "Backward, weights", 152.0, 0.60),
-}
 
 # Colours are written as rgb(), in one style sheet: light page first, dark page in the media query.
 _STYLE = """\
@@ -140,6 +134,7 @@ def _boxes(events: Iterable[Any]) -> tuple[list[_Box], list[int], bool]:
     """Read events of any form; returns boxes from time 0, the ranks of the rows, and if in us."""
     read: list[tuple[int, Action, float, float]] = []
     is_us = False
+    colours = kind_colours()
     for event in events:
         if hasattr(event, "start_us"):
             is_us = True
@@ -151,7 +146,7 @@ def _boxes(events: Iterable[Any]) -> tuple[list[_Box], list[int], bool]:
             fields = (event.rank, event.action, event.start, event.end)
         rank, action, start, end = fields
         action = action if isinstance(action, Action) else Action.parse(action)
-        if action.kind in _KINDS:
+        if action.kind in colours:
             read.append((rank, action, float(start), float(end)))
     origin = min((start for _, _, start, _ in read), default=0.0)
     stages = defaultdict(set)
@@ -180,8 +175,7 @@ def _frame(boxes: Sequence[_Box], num_rows: int, makespan: float, width: float |
         # Wide enough for the number in a typical short box, within what is comfortable to look at.
         durations = sorted(box.end - box.start for box in boxes)
         short = durations[len(durations) // 10] if durations else makespan
-        digits = len(str(max((box.action.microbatch for box in boxes), default=0)))
-        wanted = (digits * _DIGIT_W + 8) * makespan / short if short > 0 else _MAX_W
+        wanted = (_label_width(boxes) + 5) * makespan / short if short > 0 else _MAX_W
         inner = min(max(wanted, _MIN_W), _MAX_W)
     else:
         inner = max(width - _LABEL_W - _BUSY_W - 2 * _MARGIN, 200.0)
@@ -214,15 +208,15 @@ def _legend(boxes: Sequence[_Box]) -> list[str]:
     """Return one entry per kind: its name and a swatch per chunk."""
     parts, x, y = [], float(_MARGIN), float(_MARGIN + _TITLE_H)
     num_chunks = _num_chunks(boxes)
-    for kind, (letter, name, *_) in _KINDS.items():
+    for kind, colour in kind_colours().items():
         if not any(box.action.kind == kind for box in boxes):
             continue
-        parts.append(_text(x, y + 11, name, size=12.5))
-        x += 7.4 * len(name) + 10
+        parts.append(_text(x, y + 11, colour.name, size=12.5))
+        x += 7.4 * len(colour.name) + 10
         for chunk in range(num_chunks):
-            label = str(chunk) if num_chunks > 1 else ""
-            parts.append(_rect(f"mct-{letter}{chunk}", x, y - 1, 22, 15, radius=3))
-            parts.append(_number(x + 11, y + 11, label, kind, chunk, num_chunks) if label else "")
+            parts.append(_rect(f"mct-{colour.letter}{chunk}", x, y - 1, 22, 15, radius=3))
+            if num_chunks > 1:
+                parts.append(_number(x + 11, y + 11, chunk, colour, chunk, num_chunks))
             x += 26
         x += 22
     if num_chunks > 1:
@@ -231,7 +225,7 @@ def _legend(boxes: Sequence[_Box]) -> list[str]:
     if boxes:
         parts.append(_rect("mct-track", x, y - 1, 22, 15, radius=3))
         parts.append(_text(x + 30, y + 11, "idle", size=12.5))
-    return [part for part in parts if part]
+    return parts
 
 
 def _tracks(boxes: Sequence[_Box], ranks: Sequence[int], frame: _Frame, end: float) -> list[str]:
@@ -251,11 +245,13 @@ def _tracks(boxes: Sequence[_Box], ranks: Sequence[int], frame: _Frame, end: flo
 
 
 def _draw_boxes(boxes: Sequence[_Box], frame: _Frame) -> list[str]:
-    num_chunks = _num_chunks(boxes)
+    num_chunks, colours = _num_chunks(boxes), kind_colours()
+    label_w = _label_width(boxes)
     parts: list[str] = []
     paths = defaultdict(list)
     for box in boxes:
-        css = f"mct-{_KINDS[box.action.kind][0]}{box.chunk}"
+        colour = colours[box.action.kind]
+        css = f"mct-{colour.letter}{box.chunk}"
         x, y = frame.x(box.start), frame.y(box.row)
         box_width = max((box.end - box.start) * frame.scale, 0.5)
         gap = min(1.5, box_width * 0.15)
@@ -267,10 +263,10 @@ def _draw_boxes(boxes: Sequence[_Box], frame: _Frame) -> list[str]:
             tip = f"{box.action}: stage {box.action.stage}, chunk {box.chunk}, {length}"
             rect = _rect(css, x, y, box_width - gap, _ROW_H, radius=min(3.0, box_width / 5))
             parts.append(rect.replace("/>", f"><title>{tip}</title></rect>"))
-        label = str(box.action.microbatch)
-        if len(label) * _DIGIT_W + 3 <= box_width:
+        if label_w <= box_width:
             middle = x + (box_width - gap) / 2
-            parts.append(_number(middle, y + 22, label, box.action.kind, box.chunk, num_chunks))
+            number = box.action.microbatch
+            parts.append(_number(middle, y + 22, number, colour, box.chunk, num_chunks))
     return [f"<path class='{css}' d='{''.join(d)}'/>" for css, d in paths.items()] + parts
 
 
@@ -293,39 +289,30 @@ def _nice_step(least: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
 
 
+def _label_width(boxes: Sequence[_Box]) -> float:
+    """Return the width that the longest microbatch number needs, so that all or none are shown."""
+    return len(str(max((box.action.microbatch for box in boxes), default=0))) * _DIGIT_W + 3
+
+
 def _num_chunks(boxes: Sequence[_Box]) -> int:
     return max((box.chunk for box in boxes), default=0) + 1
-
-
-def _lightness(chunk: int, num_chunks: int) -> float:
-    """From deep for the first chunk to pale for the last."""
-    return 0.50 if num_chunks == 1 else 0.44 + 0.34 * chunk / (num_chunks - 1)
 
 
 def _box_style(boxes: Sequence[_Box]) -> str:
     num_chunks = _num_chunks(boxes)
     rules = []
-    for letter, _, hue, saturation in _KINDS.values():
+    for colour in kind_colours().values():
         for chunk in range(num_chunks):
-            red, green, blue = _rgb(hue, saturation, _lightness(chunk, num_chunks))
-            rules.append(f".mct .mct-{letter}{chunk}{{fill:rgb({red},{green},{blue})}}\n")
+            red, green, blue = colour.rgb(chunk, num_chunks)
+            rules.append(f".mct .mct-{colour.letter}{chunk}{{fill:rgb({red},{green},{blue})}}\n")
     return "".join(rules)
 
 
-def _rgb(hue: float, saturation: float, lightness: float) -> tuple[int, int, int]:
-    import colorsys
-
-    channels = colorsys.hls_to_rgb(hue / 360, lightness, saturation)
-    red, green, blue = (round(channel * 255) for channel in channels)
-    return red, green, blue
-
-
-def _number(x: float, y: float, text: str, kind: ActionKind, chunk: int, num_chunks: int) -> str:
-    _, _, hue, saturation = _KINDS[kind]
-    red, green, blue = _rgb(hue, saturation, _lightness(chunk, num_chunks))
-    luminance = 0.299 * red + 0.587 * green + 0.114 * blue
-    css = "mct-num mct-pale" if luminance < 140 else "mct-num mct-deep"
-    return f"<text class='{css}' x='{x:.2f}' y='{y:g}'>{text}</text>"
+def _number(
+    x: float, y: float, number: int, colour: KindColour, chunk: int, num_chunks: int
+) -> str:
+    css = "mct-num mct-pale" if colour.is_deep(chunk, num_chunks) else "mct-num mct-deep"
+    return f"<text class='{css}' x='{x:.2f}' y='{y:g}'>{number}</text>"
 
 
 def _rect(css: str, x: float, y: float, width: float, height: float, *, radius: float) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+from megacore import _core
 from megacore._core import Action
 
 # Durations that share a unit at least this fraction of the shortest one are drawn exactly.
@@ -42,9 +44,8 @@ class Event(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A schedule in time, in the unit of its costs.
+    """A schedule in time, in the unit of its costs. Made by ``Schedule.simulate``.
 
     Attributes:
         makespan: End of the last action.
@@ -52,45 +53,111 @@ class Timeline:
         busy: Time each rank spends in actions.
         peak_in_flight: Largest number of (stage, microbatch) pairs whose activations each rank
             holds at once.
-        events: All actions, rank after rank, in execution order.
     """
 
-    makespan: float
-    bubble_fraction: float
-    busy: list[float]
-    peak_in_flight: list[int]
-    events: list[Event]
+    def __init__(self, schedule: _core.Schedule, times: _core.Timeline) -> None:
+        self._schedule = schedule
+        self._times = times
+        self.makespan: float = times.makespan
+        self.bubble_fraction: float = times.bubble_fraction
+        self.busy: list[float] = times.busy
+        self.peak_in_flight: list[int] = times.peak_in_flight
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """All actions with their times, rank after rank, in execution order."""
+        schedule = self._schedule
+        actions = (
+            (rank, action)
+            for rank in range(schedule.num_ranks)
+            for action in schedule.actions(rank)
+        )
+        return [
+            Event(rank, action, start, end)
+            for (rank, action), (start, end) in zip(actions, self._times.spans, strict=True)
+        ]
 
     def to_text(self) -> str:
         """Draw the timeline with one row per rank and time going right.
 
-        An action stands where it starts, with a dash for each further character it takes.
+        An action stands where it starts, followed by dashes while it runs.
         """
-        unit = time_unit(self.events)
-        columns = [
-            (e.rank, str(e.action), round(e.start / unit), round(e.end / unit)) for e in self.events
-        ]
-        num_columns = max((end for *_, end in columns), default=0)
-        width = max([len(str(num_columns)), *(len(text) for _, text, *_ in columns)]) + 1
-        rows = [[" " * width] * num_columns for _ in self.busy]
-        for rank, text, start, end in columns:
-            span = (text.ljust((end - start) * width - 1, "-") + " ") if end > start else ""
-            for i in range(end - start):
-                rows[rank][start + i] = span[i * width : (i + 1) * width]
-        label_width = len(f"rank {len(rows) - 1}") + 2
-        header = "".join(f"{column * unit:<{width}g}"[:width] for column in range(num_columns))
-        lines = ["time".ljust(label_width) + header]
-        lines += [f"rank {i}".ljust(label_width) + "".join(row) for i, row in enumerate(rows)]
-        return "\n".join(line.rstrip() for line in lines)
+        grid = Grid.of(self.events)
+        return "\n".join(grid.lines(0, grid.num_columns))
 
 
-def time_unit(events: Iterable[Event]) -> float:
-    """Return the time one column of a text picture stands for.
+class GridCell(NamedTuple):
+    """One action in columns of equal time."""
 
-    The greatest common divisor of all durations, unless it is far below the shortest of them; then
-    the shortest, and columns are rounded.
+    rank: int
+    action: Action
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A timeline in columns of equal time, for pictures in text.
+
+    Attributes:
+        cells: The actions.
+        num_ranks: Rows.
+        num_columns: Columns until the last end.
+        unit: Time of one column.
     """
-    durations = {round(e.end - e.start, 9) for e in events if e.end > e.start}
+
+    cells: list[GridCell]
+    num_ranks: int
+    num_columns: int
+    unit: float
+
+    @staticmethod
+    def of(events: Iterable[Event]) -> Grid:
+        """Cut time into columns: exactly where durations have a common unit, else rounded."""
+        events = list(events)
+        unit = _time_unit(events)
+        cells = [
+            GridCell(rank, action, math.floor(start / unit + 0.5), math.floor(end / unit + 0.5))
+            for rank, action, start, end in events
+        ]
+        return Grid(
+            cells=cells,
+            num_ranks=max((cell.rank for cell in cells), default=-1) + 1,
+            num_columns=max((cell.end for cell in cells), default=0),
+            unit=unit,
+        )
+
+    @property
+    def label_width(self) -> int:
+        """Characters before the first column."""
+        return len(f"rank {self.num_ranks - 1}") + 2
+
+    @property
+    def cell_width(self) -> int:
+        """Characters per column in ``lines``."""
+        texts = [len(str(cell.action)) for cell in self.cells]
+        return max([len(f"{self.num_columns * self.unit:g}"), *texts]) + 1
+
+    def lines(self, begin: int, end: int) -> list[str]:
+        """Return a line with the times and one line per rank, for columns ``begin`` to ``end``."""
+        width = self.cell_width
+        rows = [[" " * width] * (end - begin) for _ in range(self.num_ranks)]
+        for rank, action, first, last in self.cells:
+            text = str(action).ljust((last - first) * width - 1, "-") + " "
+            for column in range(max(first, begin), min(last, end)):
+                offset = (column - first) * width
+                rows[rank][column - begin] = text[offset : offset + width]
+        times = "".join(
+            f"{column * self.unit:g}"[: width - 1].ljust(width) for column in range(begin, end)
+        )
+        labelled = [("time", times)]
+        labelled += [(f"rank {rank}", "".join(row)) for rank, row in enumerate(rows)]
+        return [(label.ljust(self.label_width) + row).rstrip() for label, row in labelled]
+
+
+def _time_unit(events: Iterable[Event]) -> float:
+    """Return the greatest common divisor of all durations, or the shortest if that is far below."""
+    durations = {round(end - start, 9) for *_, start, end in events if end > start}
     if not durations:
         return 1.0
     shortest = min(durations)

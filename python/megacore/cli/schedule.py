@@ -1,0 +1,280 @@
+"""``megacore schedule``: who runs what, when; as a coloured grid, JSON, picture, CSV or trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megacore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megacore.pipeline import Schedule, Timeline
+    from megacore.pipeline.palette import KindColour
+    from megacore.pipeline.timeline import Grid
+
+MAX_PANELS = 8  # of the grid, before the rest is left to --svg
+MAX_ROWS = 32
+
+EPILOG = """\
+examples:
+  megacore schedule 1f1b --pp 4 --microbatches 8
+  megacore schedule interleaved_1f1b --pp 4 --chunks 2 --microbatches 8 --svg schedule.svg
+  megacore schedule interleaved_1f1b --pp 8 --chunks 2 --microbatches 33 --send 0.1
+  megacore schedule --from-csv my.csv --forward 1 --backward 1.7
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command's arguments."""
+    parser = subparsers.add_parser(
+        "schedule",
+        help="show a pipeline schedule: who runs what, when",
+        description="Build a pipeline schedule, prove it free of deadlock, simulate and show it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", help="gpipe, 1f1b or interleaved_1f1b")
+    parser.add_argument(
+        "--from-csv", metavar="FILE", help="read a schedule instead (PyTorch's CSV)"
+    )
+    sizes: tuple[tuple[str, int | None, str], ...] = (
+        ("--pp", 4, "pipeline ranks (default: 4)"),
+        ("--chunks", 1, "model chunks per rank (default: 1)"),
+        ("--microbatches", 8, "microbatches per step (default: 8)"),
+        (
+            "--group-size",
+            None,
+            "microbatches a chunk runs before the next takes over (default: best)",
+        ),
+    )
+    for flag, default, text in sizes:
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    costs: tuple[tuple[str, float, str], ...] = (
+        ("--forward", 1.0, "time of one forward of a stage (default: 1)"),
+        ("--backward", 2.0, "time of one backward of a stage (default: 2)"),
+        ("--send", 0.0, "time a message takes between two ranks (default: 0)"),
+    )
+    for flag, cost, text in costs:
+        parser.add_argument(flag, type=float, default=cost, metavar="T", help=text)
+    parser.add_argument(
+        "--forward-only", action="store_true", help="leave the backward passes out (evaluation)"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture")
+    parser.add_argument("--csv", metavar="FILE", help="write PyTorch's pipelining CSV")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or Chrome")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a schedule, its bubble and what its ranks hold."""
+    from megacore.pipeline import Costs
+
+    # Half a backward each: only the sum matters for whole backward passes.
+    half = args.backward / 2
+    costs = Costs(forward=args.forward, backward_input=half, backward_weight=half, send=args.send)
+    schedule = _schedule(args)
+    timeline = schedule.simulate(costs)
+    if args.json:
+        _print_json(schedule, timeline)
+    else:
+        _print_text(schedule, timeline)
+    _write(args.svg, lambda path: schedule.to_svg(path, costs=costs))
+    _write(args.csv, schedule.to_csv)
+    _write(args.trace, lambda path: schedule.to_chrome_trace(path, costs=costs))
+    return 0
+
+
+def _schedule(args: argparse.Namespace) -> Schedule:
+    from megacore.pipeline import SCHEDULE_NAMES, Schedule, build_schedule
+
+    if (args.name is None) == (args.from_csv is None):
+        raise ConfigError(
+            f"name a schedule ({', '.join(SCHEDULE_NAMES)}) or give --from-csv FILE, one of the two"
+        )
+    if args.from_csv is None:
+        return build_schedule(
+            args.name,
+            num_ranks=args.pp,
+            num_chunks=args.chunks,
+            num_microbatches=args.microbatches,
+            group_size=args.group_size,
+            forward_only=args.forward_only,
+        )
+    try:
+        schedule = Schedule.from_csv(args.from_csv)
+    except OSError as error:
+        raise ConfigError(f"cannot read {args.from_csv}: {error.strerror}") from None
+    return schedule.forward_only() if args.forward_only else schedule
+
+
+def _write(file: str | None, write: Callable[[Path], None]) -> None:
+    if file is None:
+        return
+    try:
+        write(Path(file))
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+    print(f"wrote {file}", file=sys.stderr)
+
+
+def _print_json(schedule: Schedule, timeline: Timeline) -> None:
+    ranks = range(schedule.num_ranks)
+    result = {
+        "name": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "makespan": timeline.makespan,
+        "bubble_fraction": timeline.bubble_fraction,
+        "busy": timeline.busy,
+        "peak_in_flight": timeline.peak_in_flight,
+        "stages": [schedule.stages(rank) for rank in ranks],
+        "actions": [[str(action) for action in schedule.actions(rank)] for rank in ranks],
+        "order": [schedule.order(rank) for rank in ranks],
+    }
+    json.dump(result, sys.stdout)
+    print()
+
+
+def _print_text(schedule: Schedule, timeline: Timeline) -> None:
+    width = max(shutil.get_terminal_size((120, 24)).columns, 60)
+    console = Console(highlight=False, width=width)
+    chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
+    kind = " (forward only)" if schedule.is_forward_only else ""
+    console.print(
+        f"[bold]{schedule.name}[/]{kind}: {schedule.num_ranks} ranks{chunks}, "
+        f"{schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    )
+    console.print(
+        f"makespan [bold]{timeline.makespan:g}[/], bubble [bold]{timeline.bubble_fraction:.1%}[/], "
+        f"at most [bold]{max(timeline.peak_in_flight)}[/] microbatch activations in flight "
+        "on one rank"
+    )
+    console.print()
+    _print_grid(console, schedule, timeline)
+    _print_ranks(console, schedule, timeline)
+
+
+def _print_grid(console: Console, schedule: Schedule, timeline: Timeline) -> None:
+    """Print the timeline, cut into panels as wide as the console; in colour where there is any."""
+    from megacore.pipeline.timeline import Grid
+
+    grid = Grid.of(timeline.events)
+    coloured = console.color_system is not None
+    cell_width = len(str(schedule.num_microbatches - 1)) + 1 if coloured else grid.cell_width
+    fitting = max((console.width - grid.label_width) // cell_width, 1)
+    num_panels = max(-(-grid.num_columns // fitting), 1)
+    step = max(-(-grid.num_columns // num_panels), 1)
+    begins = range(0, grid.num_columns, step)
+    for begin in begins[:MAX_PANELS]:
+        end = min(begin + step, grid.num_columns)
+        if coloured:
+            lines = _coloured_lines(grid, schedule, begin, end, cell_width)
+        else:
+            lines = [Text(line) for line in grid.lines(begin, end)]
+        for line in lines[: MAX_ROWS + 1]:
+            console.print(line, no_wrap=True, crop=True)
+        if len(lines) > MAX_ROWS + 1:
+            console.print(f"... and {len(lines) - MAX_ROWS - 1} more ranks")
+        console.print()
+    if len(begins) > MAX_PANELS:
+        shown = MAX_PANELS * step / grid.num_columns
+        console.print(f"... that was {shown:.0%} of the time; --svg FILE draws all of it\n")
+    if coloured:
+        console.print(_legend(schedule), "\n")
+
+
+def _coloured_lines(
+    grid: Grid, schedule: Schedule, begin: int, end: int, cell_width: int
+) -> list[Text]:
+    """Return a line of times and a line per rank; a block per action shows its microbatch."""
+    from megacore.pipeline.palette import kind_colours
+
+    colours = kind_colours()
+    chunks = {
+        stage: chunk
+        for rank in range(schedule.num_ranks)
+        for chunk, stage in enumerate(schedule.stages(rank))
+    }
+    rows: list[list[tuple[int, str, str]]] = [[] for _ in range(grid.num_ranks)]
+    for rank, action, first, last in grid.cells:
+        first, last = max(first, begin), min(last, end)
+        if first < last:
+            # A blank at the end keeps equal neighbours apart.
+            block = str(action.microbatch).center((last - first) * cell_width - 1)
+            style = _style(colours[action.kind], chunks[action.stage], schedule.num_chunks)
+            rows[rank].append(((first - begin) * cell_width, block, style))
+    lines = [Text("time".ljust(grid.label_width), style="dim")]
+    every = 5 if cell_width * 5 > len(f"{grid.num_columns * grid.unit:g}") else 10
+    for column in range(begin, end):
+        label = f"{column * grid.unit:g}" if column % every == 0 else ""
+        if label:
+            lines[0].append(
+                " " * (grid.label_width + (column - begin) * cell_width - len(lines[0]))
+            )
+            lines[0].append(label)
+    for rank, blocks in enumerate(rows):
+        line = Text(f"rank {rank}".ljust(grid.label_width), style="bold")
+        for offset, block, style in sorted(blocks):
+            line.append(" " * (grid.label_width + offset - len(line)))
+            line.append(block, style=style)
+        lines.append(line)
+    return lines
+
+
+def _style(colour: KindColour, chunk: int, num_chunks: int) -> str:
+    red, green, blue = colour.rgb(chunk, num_chunks)
+    ink = "rgb(255,255,255)" if colour.is_deep(chunk, num_chunks) else "rgb(20,30,44)"
+    return f"not bold {ink} on rgb({red},{green},{blue})"
+
+
+def _legend(schedule: Schedule) -> Text:
+    from megacore.pipeline.palette import kind_colours
+
+    used = {action.kind for rank in range(schedule.num_ranks) for action in schedule.actions(rank)}
+    text = Text()
+    for kind, colour in kind_colours().items():
+        if kind in used:
+            text.append(f"{colour.name.lower()} ")
+            for chunk in range(schedule.num_chunks):
+                label = f" {chunk} " if schedule.num_chunks > 1 else "   "
+                text.append(label, style=_style(colour, chunk, schedule.num_chunks))
+            text.append("   ")
+    note = "numbers: microbatches"
+    if schedule.num_chunks > 1:
+        note += "; shades: model chunks of the rank"
+    return text.append(note, style="dim")
+
+
+def _print_ranks(console: Console, schedule: Schedule, timeline: Timeline) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("rank", justify="right", style="bold cyan")
+    table.add_column("stages")
+    for name in ("forwards first", "in flight at most", "busy", "idle"):
+        table.add_column(name, justify="right")
+    for rank in range(min(schedule.num_ranks, MAX_ROWS)):
+        order = schedule.order(rank)
+        warmup = next((i for i, token in enumerate(order) if token < 0), len(order))
+        busy = timeline.busy[rank] / timeline.makespan if timeline.makespan > 0 else 0.0
+        table.add_row(
+            str(rank),
+            " ".join(map(str, schedule.stages(rank))),
+            str(warmup),
+            str(timeline.peak_in_flight[rank]),
+            f"{busy:.1%}",
+            f"{1 - busy:.1%}",
+        )
+    console.print(table)
+    if schedule.num_ranks > MAX_ROWS:
+        console.print(f"... and {schedule.num_ranks - MAX_ROWS} more ranks; --json has them all")
