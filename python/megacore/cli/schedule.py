@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -80,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
     """Print a schedule, its bubble and what its ranks hold."""
     from megacore.pipeline import Costs
 
+    for flag, cost in (("forward", args.forward), ("backward", args.backward), ("send", args.send)):
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ConfigError(f"--{flag} is {cost:g}; it must be a finite number of at least 0")
     # Half a backward each: only the sum matters for whole backward passes.
     half = args.backward / 2
     costs = Costs(forward=args.forward, backward_input=half, backward_weight=half, send=args.send)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from megacore import _core
 from megacore._core import Action, ActionKind, Program
 from megacore.pipeline.svg import timeline_svg
-from megacore.pipeline.timeline import Costs, Event, Timeline
+from megacore.pipeline.timeline import Costs, Timeline
 
 SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved_1f1b")
 
@@ -229,25 +229,13 @@ class Schedule:
         Raises:
             ValueError: If a cost is negative or their number does not fit the stages.
         """
-        native = self._native.simulate(
+        times = self._native.simulate(
             forward=_as_list(costs.forward),
             backward_input=_as_list(costs.backward_input),
             backward_weight=_as_list(costs.backward_weight),
             send=costs.send,
         )
-        actions = [
-            (rank, action) for rank in range(self.num_ranks) for action in self.actions(rank)
-        ]
-        return Timeline(
-            makespan=native.makespan,
-            bubble_fraction=native.bubble_fraction,
-            busy=native.busy,
-            peak_in_flight=native.peak_in_flight,
-            events=[
-                Event(rank, action, start, end)
-                for (rank, action), (start, end) in zip(actions, native.spans, strict=True)
-            ],
-        )
+        return Timeline(self._native, times)
 
     def to_text(self, *, grid: bool = False, costs: Costs = _DEFAULT_COSTS) -> str:
         """Return the schedule as text.
