@@ -154,6 +154,17 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     assert_gone(pids)
 
 
+def test_spawned_ranks_agree_and_are_told_apart_like_forked_ones(tmp_path: Path) -> None:
+    spawn = partial(launch, num_ranks=2, folder=tmp_path, start_method="spawn")
+    good = start_function(partial(spawn, "ok"), tmp_path)
+    ended = good.finish()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "sum 3\n" * 2
+    [complaint] = start_function(partial(spawn, "killed"), tmp_path).finish().complaints()
+    assert f"rank 1 (pid {pids_in(tmp_path)[1]} on host " in complaint
+    assert complaint.endswith("the other rank was stopped")
+
+
 # ---- torchrun ------------------------------------------------------------------------------------
 
 

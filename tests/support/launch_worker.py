@@ -1,7 +1,7 @@
 """Ranks that behave well or badly, for tests of the launcher.
 
-As a script, ``launch_worker.py BEHAVIOUR NUM_RANKS FOLDER`` starts its own ranks or joins those of
-torchrun. Each rank writes its process id to ``FOLDER/<rank>.pid``, and makes
+As a script, ``launch_worker.py BEHAVIOUR NUM_RANKS FOLDER [BACKEND]`` starts its own ranks or joins
+those of torchrun. Each rank writes its process id to ``FOLDER/<rank>.pid``, and makes
 ``FOLDER/<rank>.ready`` after its first collective operation.
 """
 
@@ -13,6 +13,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ def work(behaviour: str, folder: Path, context: RankContext) -> int:
     """Sum numbers over the ranks again and again, until the behaviour says otherwise."""
     (folder / f"{context.rank}.pid").write_text(str(os.getpid()))
     for step in range(STEPS.get(behaviour, LONG)):
-        total = torch.tensor([context.rank + 1.0])
+        total = torch.tensor([context.rank + 1.0], device=context.device)
         dist.all_reduce(total)
         if step == 0:
             (folder / f"{context.rank}.ready").touch()
@@ -64,9 +65,22 @@ def misbehave(behaviour: str, rank: int) -> None:
             os._exit(3)
 
 
-def launch(behaviour: str, num_ranks: int, folder: Path) -> int:
+def launch(
+    behaviour: str,
+    num_ranks: int,
+    folder: Path,
+    *,
+    start_method: Literal["fork", "spawn"] | None = None,
+    backend: Literal["gloo", "nccl"] = "gloo",
+) -> int:
     peer_timeout_s = PEER_TIMEOUT_S if behaviour in ("silent", "slow") else 20.0
-    options = LaunchOptions(timeout_s=60.0, peer_timeout_s=peer_timeout_s, error_dir=folder)
+    options = LaunchOptions(
+        backend=backend,
+        timeout_s=60.0,
+        peer_timeout_s=peer_timeout_s,
+        error_dir=folder,
+        start_method=start_method,
+    )
     worker = partial(work, behaviour, folder)
     if under_torchrun():
         return run_under_torchrun(worker, options=options)
@@ -75,7 +89,8 @@ def launch(behaviour: str, num_ranks: int, folder: Path) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(launch(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
+        backend: Any = sys.argv[4] if len(sys.argv) > 4 else "gloo"
+        sys.exit(launch(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), backend=backend))
     except ConfigError as error:
         print(f"megacore: {error}", file=sys.stderr)
         sys.exit(2)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import NoReturn
 
-from megacore import __version__
 from megacore.config import did_you_mean, setting_homes, split_overrides
 from megacore.errors import ConfigError, MegacoreError, PeerLostError
 
@@ -65,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output left, as in `megacore ranks ... | head`.
         sys.stderr.close()
         return 0
+    except ImportError as error:
+        sentence = f"the installation is incomplete: {error}; install again, or see megacore doctor"
+        return _complain(sentence, 1, debug=debug)
     except (MegacoreError, ValueError) as error:
         return _complain(str(error), 1 if isinstance(error, PeerLostError) else 2, debug=debug)
 
@@ -101,6 +103,16 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
+class _ShowVersion(argparse.Action):
+    """Print the version of the native core; it is not loaded before."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from megacore import __version__
+
+        print(f"megacore {__version__}")
+        parser.exit()
+
+
 def _build_parser(
     module: ModuleType | None,
 ) -> tuple[Parser, argparse._SubParsersAction[Parser]]:
@@ -110,7 +122,9 @@ def _build_parser(
         epilog="megacore COMMAND --help explains a command; --debug adds tracebacks to messages.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"megacore {__version__}")
+    parser.add_argument(
+        "--version", action=_ShowVersion, nargs=0, help="show the version and leave"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     if module is not None:
         module.add_parser(commands)

@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore import __version__
-
 if TYPE_CHECKING:
     from megacore.train.launch import RankContext
 
@@ -34,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts; exit code 1 if two processes cannot talk to each other."""
+    """Print the facts; exit code 1 if the core or two processes that talk do not work."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     # Ranks are forked first: once CUDA was asked anything, a process cannot fork any more.
@@ -49,22 +47,23 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
     else:
         _print(facts)
-    return 0 if talk["works"] == "yes" else 1
+    healthy = facts["megacore"]["native core"] == "built" and talk["works"] == "yes"
+    return 0 if healthy else 1
 
 
 def _installation() -> dict[str, str]:
-    from megacore.ops import cuda_kernels, has_cuda_kernels
-
+    facts = {"Python": platform.python_version()}
+    try:
+        from megacore import _core
+        from megacore.ops import cuda_kernels, has_cuda_kernels
+    except ImportError as error:
+        return {**facts, "native core": f"does not load: {error}"}
+    facts |= {"version": _core.__version__, "native core": "built"}
     if has_cuda_kernels():
-        kernels = "built for " + ", ".join(cuda_kernels().compiled_archs())
+        facts["CUDA kernels"] = "built for " + ", ".join(cuda_kernels().compiled_archs())
     else:
-        kernels = "not built (needs nvcc on PATH when megacore is installed)"
-    return {
-        "version": __version__,
-        "native core": "built",
-        "CUDA kernels": kernels,
-        "Python": platform.python_version(),
-    }
+        facts["CUDA kernels"] = "not built (needs nvcc on PATH when megacore is installed)"
+    return facts
 
 
 def _torch() -> dict[str, str]:

@@ -28,6 +28,9 @@ class LaunchOptions:
         error_dir: Folder for ``rank_XX.err`` files; ``None`` writes none.
         debug: Show full tracebacks.
         threads: Threads per rank for computing on the CPU; ``None`` shares the cores.
+        start_method: How to start local ranks. Default: fork with gloo, since forked ranks share
+            memory and start at once; spawn with NCCL, since CUDA does not survive a fork. Spawned
+            ranks need a picklable worker.
     """
 
     backend: Backend = "gloo"
@@ -36,6 +39,14 @@ class LaunchOptions:
     error_dir: Path | None = None
     debug: bool = False
     threads: int | None = None
+    start_method: Literal["fork", "spawn"] | None = None
+
+    @property
+    def forks(self) -> bool:
+        """Whether local ranks are forked."""
+        if self.start_method is None:
+            return self.backend == "gloo"
+        return self.start_method == "fork"
 
     @property
     def timeout(self) -> timedelta:

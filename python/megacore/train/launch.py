@@ -9,38 +9,29 @@ process behind.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import dataclasses
-import multiprocessing
 import os
 import signal
 import socket
-import sys
-import time
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkContext, SpawnContext
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from megacore.errors import ConfigError
+from megacore.train.children import Ranks
 from megacore.train.context import (
     LaunchOptions,
     RankContext,
     StoreAddress,
     context_from_environment,
     free_listener,
-    rank_device,
     under_torchrun,
 )
-from megacore.train.failure import Failure, record_failure
-from megacore.train.peers import describe_exit
-from megacore.train.worker import Outcome, Reporter, Worker, error_file, run_rank, use_threads
+from megacore.train.messages import leave, print_outcome
+from megacore.train.worker import Reporter, Worker, error_file, run_rank, use_threads
 
 __all__ = [
     "LaunchOptions",
@@ -50,13 +41,6 @@ __all__ = [
     "run_under_torchrun",
     "under_torchrun",
 ]
-
-SETTLE_S = 1.0  # after a first failure: time for its cause to show up, if this was a victim
-GRACE_S = 2.5  # after a first failure: time for survivors to end by themselves
-KILL_S = 2.0  # after SIGTERM: time before SIGKILL
-PR_SET_PDEATHSIG = 1
-CLEAR_LINE = "\r\x1b[K"
-SHOW_CURSOR = "\x1b[?25h"
 
 
 def run_ranks_local(nproc: int, worker: Worker, *, options: LaunchOptions | None = None) -> int:
@@ -84,7 +68,7 @@ def run_ranks_local(nproc: int, worker: Worker, *, options: LaunchOptions | None
     with free_listener() as listener, _wake_on_signals() as signals:
         port = listener.getsockname()[1]
         address = StoreAddress(host="127.0.0.1", port=port)
-        ranks = _Ranks(nproc, worker, options, address, listener)
+        ranks = Ranks(nproc, worker, options, address, listener)
         try:
             ranks.start()
             store = TCPStore(
@@ -114,259 +98,12 @@ def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) 
     use_threads(options.threads, num_processes=context.local_world_size)
     if options.error_dir is not None:
         error_file(options.error_dir, context.rank).unlink(missing_ok=True)
-    deliver = partial(_print_outcome, options=options, all_ranks=True)
+    deliver = partial(print_outcome, options=options, all_ranks=True)
     code = run_rank(context, worker, options, Reporter(context.rank, deliver, options.error_dir))
     if code != 0:
         # Connections to lost ranks would block an orderly exit.
-        _leave(code)
+        leave(code)
     return code
-
-
-@dataclasses.dataclass
-class _Rank:
-    """One child process and what is known of its end."""
-
-    number: int
-    process: BaseProcess
-    pipe: Connection
-    outcome: Outcome | None = None
-    ended_s: float | None = None  # time.monotonic
-
-    @property
-    def identity(self) -> str:
-        return f"rank {self.number} (pid {self.process.pid} on host {socket.gethostname()})"
-
-
-class _Ranks:
-    """The children of `run_ranks_local`."""
-
-    def __init__(
-        self,
-        nproc: int,
-        worker: Worker,
-        options: LaunchOptions,
-        address: StoreAddress,
-        listener: socket.socket,
-    ) -> None:
-        self._nproc = nproc
-        self._worker = worker
-        self._options = options
-        self._address = address
-        self._listener = listener
-        self._ranks: list[_Rank] = []
-        self._signal = 0
-
-    def start(self) -> None:
-        """Start all children, with signals held back until each has its own handlers."""
-        forks = self._options.backend == "gloo"
-        context: ForkContext | SpawnContext = (
-            multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
-        )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with _blocked_signals():
-            for number in range(self._nproc):
-                receiver, sender = context.Pipe(duplex=False)
-                child = _Child(
-                    rank=number,
-                    nproc=self._nproc,
-                    parent_pid=os.getpid(),
-                    worker=self._worker,
-                    options=self._options,
-                    address=self._address,
-                )
-                inherited = self._listener if forks else None
-                process = context.Process(
-                    target=_child_main, args=(child, sender, inherited), name=f"rank {number}"
-                )
-                process.start()
-                sender.close()
-                self._ranks.append(_Rank(number=number, process=process, pipe=receiver))
-
-    def watch(self, store: Store, signals: socket.socket) -> int:
-        """Wait for the children; on a first failure or signal end all. Returns the exit code."""
-        deadline = float("inf")
-        settled = float("inf")
-        told = False
-        while running := [rank for rank in self._ranks if rank.ended_s is None]:
-            self._wait(running, signals)
-            now = time.monotonic()
-            if self._signal and deadline == float("inf"):
-                self.terminate()
-                deadline = now + KILL_S
-            if self._failed() and settled == float("inf"):
-                settled, deadline = now + SETTLE_S, min(deadline, now + GRACE_S)
-                self._record(store)
-            if now > settled and not told:
-                told = self._tell()
-            if now > deadline:
-                self.kill()
-        if self._failed() and not told:
-            self._tell()
-        return self._exit_code()
-
-    def terminate(self) -> None:
-        """Ask all running children to end."""
-        for rank in self._ranks:
-            if rank.process.is_alive():
-                rank.process.terminate()
-
-    def kill(self) -> None:
-        """End all running children, also suspended ones, and reap them."""
-        for rank in self._ranks:
-            if rank.process.is_alive():
-                rank.process.kill()
-        for rank in self._ranks:
-            rank.process.join()
-
-    def _wait(self, running: Sequence[_Rank], signals: socket.socket) -> None:
-        pipes = [rank.pipe for rank in running if rank.outcome is None and not rank.pipe.closed]
-        sentinels = [rank.process.sentinel for rank in running]
-        # The timeout also covers a grandchild that keeps a sentinel open.
-        ready = wait([*pipes, *sentinels, signals], timeout=0.2)
-        if signals in ready:
-            self._on_signal(max(signals.recv(64)))
-        for rank in running:
-            self._receive(rank)
-            if rank.process.exitcode is not None:
-                self._receive(rank)
-                rank.ended_s = time.monotonic()
-
-    def _receive(self, rank: _Rank) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            if not rank.pipe.closed and rank.pipe.poll():
-                try:
-                    rank.outcome = rank.pipe.recv()
-                except EOFError:
-                    rank.pipe.close()
-
-    def _on_signal(self, number: int) -> None:
-        if self._signal:
-            self.kill()  # The user insists.
-        self._signal = number
-
-    def _failed(self) -> list[_Rank]:
-        """Ranks that ended badly and not because we asked them to."""
-        if self._signal:
-            return []
-        return [
-            rank
-            for rank in self._ranks
-            if (rank.outcome is not None and rank.outcome.kind != "done")
-            or (rank.ended_s is not None and rank.outcome is None)
-        ]
-
-    def _record(self, store: Store) -> None:
-        """Tell the survivors which child died without a word, and how."""
-        for rank in self._failed():
-            code = rank.process.exitcode
-            if rank.outcome is None and code is not None:
-                failure = Failure(rank=rank.number, who=rank.identity, reason=describe_exit(code))
-                with contextlib.suppress(RuntimeError):
-                    record_failure(store, failure)
-                return
-
-    def _tell(self) -> bool:
-        """Print the story of the rank that failed first."""
-        first = first_failure(self._failed())
-        others = self._nproc - 1
-        if first.outcome is None:
-            code = first.process.exitcode
-            how = describe_exit(code) if code is not None else "no answer"
-            _complain(f"{first.identity} went away: {how}{_stopped_too(others)}")
-        else:
-            # Told once, here, even if another rank was the first to report the same mistake.
-            outcome = dataclasses.replace(first.outcome, first=True)
-            _print_outcome(outcome, options=self._options, num_others=others)
-        return True
-
-    def _exit_code(self) -> int:
-        if self._signal:
-            _complain("interrupted; all ranks were stopped")
-            return 128 + self._signal
-        failed = self._failed()
-        if failed:
-            outcome = first_failure(failed).outcome
-            return outcome.exit_code if outcome is not None else 1
-        return max(rank.outcome.exit_code for rank in self._ranks if rank.outcome is not None)
-
-
-def first_failure(failed: Sequence[_Rank]) -> _Rank:
-    """The rank to blame: one with a reason of its own before victims, then the earliest."""
-
-    def order(rank: _Rank) -> tuple[bool, float]:
-        if rank.outcome is None:
-            return (False, rank.ended_s or 0.0)
-        return (rank.outcome.kind not in ("mistake", "error"), rank.outcome.time_s)
-
-    return min(failed, key=order)
-
-
-# ---- in the child --------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Child:
-    """What a child needs to know; picklable."""
-
-    rank: int
-    nproc: int
-    parent_pid: int
-    worker: Worker
-    options: LaunchOptions
-    address: StoreAddress
-
-
-def _child_main(child: _Child, pipe: Connection, inherited: socket.socket | None) -> None:
-    """Body of a child process. Never returns: the parent's exit handlers are not ours to run."""
-    _die_with_parent(child.parent_pid)
-    signal.set_wakeup_fd(-1)
-    # The terminal sends Ctrl-C to all processes; the parent alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    use_threads(child.options.threads, num_processes=child.nproc)
-    if inherited is not None:
-        inherited.close()
-    options = child.options
-    report = Reporter(child.rank, pipe.send, options.error_dir)
-    try:
-        store = child.address.connect(timeout_s=30.0)
-        store.set_timeout(options.timeout)
-        context = RankContext(
-            rank=child.rank,
-            world_size=child.nproc,
-            local_rank=child.rank,
-            local_world_size=child.nproc,
-            device=rank_device(options.backend, child.rank),
-            backend=options.backend,
-            address=child.address,
-            store=PrefixStore(f"{child.address.prefix}/shared", store),
-            launched_by="megacore",
-        )
-        code = run_rank(context, child.worker, options, report)
-    except ConfigError as error:
-        code = report(Outcome(rank=child.rank, kind="mistake", exit_code=2, sentence=str(error)))
-    pipe.close()
-    _leave(code)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent ends, however that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)  # The parent was faster.
-
-
-def _leave(code: int) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
-
-
-# ---- in the parent -------------------------------------------------------------------------------
 
 
 def _check_gpus(nproc: int, options: LaunchOptions) -> None:
@@ -387,19 +124,14 @@ def _remove_old_errors(nproc: int, options: LaunchOptions) -> None:
 
 
 @contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
-    held = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
 def _wake_on_signals() -> Iterator[socket.socket]:
     """A socket that receives the numbers of SIGINT and SIGTERM instead of their usual effect."""
     receiver, sender = socket.socketpair()
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread may take over signals; they keep their usual effect.
+        with receiver, sender:
+            yield receiver
+        return
     receiver.setblocking(False)
     sender.setblocking(False)
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -413,40 +145,3 @@ def _wake_on_signals() -> Iterator[socket.socket]:
             signal.signal(number, handler or signal.SIG_DFL)
         receiver.close()
         sender.close()
-
-
-def _print_outcome(
-    outcome: Outcome, *, options: LaunchOptions, num_others: int = 0, all_ranks: bool = False
-) -> None:
-    """Show how a rank ended, on standard error."""
-    if not outcome.first or not outcome.sentence:
-        return
-    sentence = outcome.sentence
-    if all_ranks and outcome.kind == "victim":
-        sentence = f"[rank {outcome.rank}] {sentence}"
-    if outcome.kind in ("error", "victim"):
-        sentence += _stopped_too(num_others)
-    if outcome.traceback and options.debug:
-        sentence += f"\n{outcome.traceback.rstrip()}"
-    elif outcome.kind == "error":
-        sentence += f"\n{_where_traceback_is(outcome, options.error_dir)}"
-    _complain(sentence)
-
-
-def _where_traceback_is(outcome: Outcome, error_dir: Path | None) -> str:
-    if error_dir is None:
-        return outcome.traceback.rstrip()
-    return f"  full traceback: {error_file(error_dir, outcome.rank)}"
-
-
-def _stopped_too(num_others: int) -> str:
-    if num_others < 1:
-        return ""
-    others = "rank was" if num_others == 1 else f"{num_others} ranks were"
-    return f"; the other {others} stopped"
-
-
-def _complain(sentence: str) -> None:
-    # A rank that died while it showed a progress bar left the cursor hidden, in the bar's line.
-    tidy = CLEAR_LINE + SHOW_CURSOR if sys.stderr.isatty() else ""
-    print(f"{tidy}megacore: {sentence}", file=sys.stderr, flush=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import megacore.cli
 from megacore import __version__
-from megacore.cli import COMMANDS, main
+from megacore.cli import COMMANDS, doctor, main
 
 DEMO = "[parallel]\ntp = 2\npp = 2\n"
 
@@ -131,3 +132,18 @@ def test_output_may_be_cut_off_by_its_reader() -> None:
     )
     assert result.stderr == ""
     assert result.stdout.count("\n") == 1
+
+
+def test_doctor_reports_a_core_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megacore._core", None)
+    monkeypatch.delattr(megacore, "_core", raising=False)
+    assert doctor._installation()["native core"].startswith("does not load: ")
+
+
+def test_a_broken_installation_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "megacore.cli.ranks", None)
+    monkeypatch.delattr(megacore.cli, "ranks", raising=False)
+    assert main(["ranks", "--world-size=2"]) == 1
+    assert capsys.readouterr().err.startswith("megacore: the installation is incomplete: ")

@@ -7,17 +7,18 @@ import pytest
 import torch
 
 from megacore.errors import ConfigError
-from megacore.train.launch import LaunchOptions, _Rank, first_failure, run_ranks_local
+from megacore.train.children import Rank, first_failure
+from megacore.train.launch import LaunchOptions, run_ranks_local
 from megacore.train.worker import Outcome, Reporter, error_file
 
 
-def ended(rank: int, kind: str | None, time_s: float) -> _Rank:
+def ended(rank: int, kind: str | None, time_s: float) -> Rank:
     """A rank that ended; ``kind`` ``None`` is a death without a word."""
     blank: Any = None
     outcome = None
     if kind is not None:
         outcome = Outcome(rank=rank, kind=kind, exit_code=1, time_s=time_s)  # type: ignore[arg-type]
-    return _Rank(number=rank, process=blank, pipe=blank, outcome=outcome, ended_s=time_s + 1.0)
+    return Rank(number=rank, process=blank, pipe=blank, outcome=outcome, ended_s=time_s + 1.0)
 
 
 @pytest.mark.parametrize(
