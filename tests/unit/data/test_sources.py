@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megacore.config import DataConfig
@@ -21,8 +22,18 @@ def test_python_docs_are_english_prose() -> None:
     assert source.num_tokens > 300_000
     assert source.num_documents > 50
     assert text.count(" the ") > 500
-    # Sorted topics: the same stream on every machine with the same Python.
-    assert text.lstrip().startswith('The "assert" statement')
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("python-docs", 0.1), ("stdlib", 0.3)])
+def test_validation_text_of_a_built_in_source_is_like_its_training_text(
+    name: str, tolerance: float
+) -> None:
+    data = load_data(DataConfig(source=name), seq_length=64, seed=0)
+    assert data.validation is not None
+    entropy = unigram_entropy(data.validation.tokens)
+    assert entropy == pytest.approx(data.unigram_entropy, abs=tolerance)
+    again = load_tokens(name, ByteTokenizer()).tokens
+    assert np.array_equal(again, data.source.tokens)
 
 
 def test_stdlib_holds_modules_but_no_tests() -> None:
