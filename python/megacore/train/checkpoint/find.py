@@ -58,7 +58,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     """The checkpoint folder that a path means: itself, or the latest one below it.
 
     Args:
-        path: A checkpoint folder, a folder of checkpoints or its ``latest`` file, or a run's folder.
+        path: A checkpoint folder, a folder of checkpoints, its ``latest`` file, or a run's folder.
 
     Raises:
         CheckpointError: If there is none, with what there is instead.
