@@ -209,7 +209,7 @@ class _Run:
             model=trainer.model_text(),
             num_parameters=count_parameters(self._config.model).total,
             data=trainer.data_text(),
-            num_tokens=trainer.data.source.num_tokens,
+            num_tokens=len(trainer.data.train.tokens),
             unigram_entropy=trainer.data.unigram_entropy,
             schedule=trainer.schedule_text(),
             steps=self._config.train.steps,

@@ -123,7 +123,7 @@ def run_info(
         model=trainer.model_text(),
         num_parameters=count_parameters(config.model).total,
         data=trainer.data_text(),
-        num_tokens=data.source.num_tokens,
+        num_tokens=len(data.train.tokens),
         unigram_entropy=data.unigram_entropy,
         schedule=trainer.schedule_text(),
         environment=collect_environment(),
