@@ -51,7 +51,8 @@ void bind_action(py::module_& module) {
       .def("__str__", [](const Action& a) { return to_text(a); })
       .def("__repr__", [](const Action& a) { return "Action.parse('" + to_text(a) + "')"; })
       .def("__reduce__", [](const Action& a) {
-        return py::make_tuple(py::type::of<Action>().attr("parse"), py::make_tuple(to_text(a)));
+        return py::make_tuple(py::type::of<Action>(),
+                              py::make_tuple(a.stage, a.kind, a.microbatch));
       });
 }
 

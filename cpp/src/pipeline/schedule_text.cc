@@ -47,7 +47,8 @@ class RowReader {
                where(),
                ": '",
                cell,
-               "' is communication; a schedule holds compute actions only (F B I W), and sends and "
+               "' is communication; a schedule holds compute actions only (F B "
+               "I W), and sends and "
                "receives are added by lowering");
     place(action, where);
     num_microbatches_ = std::max(num_microbatches_, action.microbatch + 1);
@@ -81,7 +82,8 @@ class RowReader {
   }
 
  private:
-  // Bounds the tables that a mistyped number such as 2000000000F0 could ask for.
+  // Bounds the tables that a mistyped number such as 2000000000F0 could ask
+  // for.
   static constexpr int32_t kMaxNumber = (1 << 20) - 1;
 
   template <typename Where>
@@ -112,14 +114,41 @@ class RowReader {
   bool has_backward_ = false;
 };
 
-std::string name_from_header(std::string_view line) {
+struct Header {
+  std::string name = "custom";
+  // What rows alone cannot tell: that all of the last microbatch, or every
+  // backward, is missing.
+  std::optional<int> num_microbatches = {};
+  std::optional<bool> forward_only = {};
+};
+
+// The number behind "key=" if the field has that key.
+std::optional<int> number_of(std::string_view field, std::string_view key) {
+  if (!field.starts_with(key)) return std::nullopt;
+  const std::string_view digits = field.substr(key.size());
+  int number = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  MC_REQUIRE(error == std::errc() && end == digits.data() + digits.size(),
+             "line 1: '",
+             field,
+             "' should be a number");
+  return number;
+}
+
+Header parse_header(std::string_view line) {
   MC_REQUIRE(line.starts_with(kHeader), "line 1: '", line, "' should start with '", kHeader, "'");
+  constexpr std::string_view kName = "name=";
+  Header header{.forward_only = false};
   std::string_view rest = line.substr(kHeader.size());
   while (!rest.empty()) {
     const std::string_view field = take_until(' ', rest);
-    if (field.starts_with("name=")) return std::string(field.substr(5));
+    if (field.starts_with(kName)) header.name = field.substr(kName.size());
+    if (const auto number = number_of(field, "num_microbatches=")) {
+      header.num_microbatches = number;
+    }
+    if (const auto number = number_of(field, "forward_only=")) header.forward_only = *number != 0;
   }
-  return "custom";
+  return header;
 }
 
 // The cells behind "rank 3:"; the number must be the expected one.
@@ -148,7 +177,7 @@ std::string to_text(const Schedule& schedule) {
                             schedule.num_stages(),
                             " num_microbatches=",
                             schedule.num_microbatches,
-                            "\n");
+                            schedule.forward_only ? " forward_only=1\n" : "\n");
   text.reserve(text.size() + schedule.actions.size() * 8);
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     text += concat("rank ", rank, ":");
@@ -163,7 +192,7 @@ std::string to_text(const Schedule& schedule) {
 
 Schedule schedule_from_text(std::string_view text) {
   RowReader reader;
-  std::string name = "custom";
+  Header header;
   int64_t line_number = 0;
   int64_t rank = 0;
   while (!text.empty()) {
@@ -172,7 +201,7 @@ Schedule schedule_from_text(std::string_view text) {
     if (line.empty()) continue;
     if (line.starts_with('#')) {
       MC_REQUIRE(rank == 0, "line ", line_number, ": the header stands after a rank");
-      name = name_from_header(line);
+      header = parse_header(line);
       continue;
     }
     std::string_view cells = cells_of_line(line, line_number, rank);
@@ -184,7 +213,10 @@ Schedule schedule_from_text(std::string_view text) {
     }
     ++rank;
   }
-  return std::move(reader).finish(std::move(name));
+  Schedule schedule = std::move(reader).finish(std::move(header.name));
+  schedule.num_microbatches = header.num_microbatches.value_or(schedule.num_microbatches);
+  schedule.forward_only = header.forward_only.value_or(schedule.forward_only);
+  return schedule;
 }
 
 std::string to_csv(const Schedule& schedule) {

@@ -39,6 +39,18 @@ TEST(ScheduleText, TextAndCsvReadBackEqual) {
   }
 }
 
+TEST(ScheduleText, HeaderTellsWhatMissingRowsCannot) {
+  const Schedule schedule = schedule_from_text(
+      "#megacore v1 name=x num_microbatches=2\n"
+      "rank 0: 0F0\n");
+  EXPECT_EQ(schedule.num_microbatches, 2);
+  EXPECT_FALSE(schedule.forward_only);
+  const Schedule evaluation = forward_only(gpipe({.num_ranks = 2, .num_microbatches = 1}));
+  EXPECT_EQ(schedule_from_text(to_text(evaluation)), evaluation);
+  EXPECT_EQ(error_of([] { schedule_from_text("#megacore v1 num_microbatches=x\nrank 0: 0F0\n"); }),
+            "line 1: 'num_microbatches=x' should be a number");
+}
+
 TEST(ScheduleCsv, IsPyTorchsDialect) {
   EXPECT_EQ(to_csv(one_f_one_b({.num_ranks = 2, .num_microbatches = 2})),
             "0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n");
