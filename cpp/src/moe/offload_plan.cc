@@ -15,10 +15,12 @@ namespace {
 constexpr int64_t kMostImbalancePerMillion = 1000 * kMillion;
 
 void require_spec(const PlanSpec& spec, const TokenCounts& counts) {
-  MC_REQUIRE(spec.num_spare_slots >= 0,
+  MC_REQUIRE(spec.num_spare_slots >= 0 && spec.num_spare_slots <= kMaxSpareSlots,
              "num_spare_slots is ",
              spec.num_spare_slots,
-             "; it must be at least 0");
+             "; it must be in [0, ",
+             kMaxSpareSlots,
+             "]");
   MC_REQUIRE(spec.tolerance_per_million >= 0 && spec.tolerance_per_million <= kMillion,
              "the tolerance is ",
              spec.tolerance_per_million,

@@ -157,7 +157,7 @@ def plan_offload(
         tokens_from_rank_to_expert: ``(R, E)``, any integer type, numpy, torch or nested lists; E a
             multiple of R. Entry ``[r, e]`` is how many tokens rank r's router sends to expert e; a
             token that chose several experts counts for each. At most 2^31 - 1 tokens per expert.
-        num_spare_slots: Slots for clones on every rank, k.
+        num_spare_slots: Slots for clones on every rank, k, in [0, 1024].
         method: ``"balanced"`` keeps every rank at or below the average plus ``tolerance`` whenever
             slots allow it, and always with at least E / R slots. ``"echo"`` is the planner that the
             ECHO documents describe, to compare with.

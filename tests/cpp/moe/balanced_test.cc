@@ -72,6 +72,20 @@ TEST(PlannerMath, BudgetDecidesWhetherATightFitMayWasteRoom) {
   EXPECT_EQ(choose_move(Rule::kWholeRank, 50, widest, {}, 0).tokens, 90);
 }
 
+TEST(PlannerMath, ScoresAreComparedFieldByField) {
+  const Score score{.load = 5, .crossings = 5, .clones = 5, .sends = 5, .max_load = 5};
+  EXPECT_FALSE(better(score, score));
+  // Each worse in everything but its own field and those before it.
+  EXPECT_TRUE(better({4, 9, 9, 9, 9}, score));
+  EXPECT_TRUE(better({5, 4, 9, 9, 9}, score));
+  EXPECT_TRUE(better({5, 5, 4, 9, 9}, score));
+  EXPECT_TRUE(better({5, 5, 5, 4, 9}, score));
+  EXPECT_TRUE(better({5, 5, 5, 5, 4}, score));
+  EXPECT_FALSE(better(score, {5, 4, 9, 9, 9}));
+  EXPECT_FALSE(better(score, {5, 5, 4, 9, 9}));
+  EXPECT_FALSE(better(score, {5, 5, 5, 4, 9}));
+}
+
 TEST(PlannerMath, RefinedGoalsLieBetweenTheMissedAndTheReachedLoad) {
   for (const int64_t reached : {12, 13, 20, 100, 100'000}) {
     for (int64_t index = 0; index < kGoalsPerRound; ++index) {
@@ -103,12 +117,16 @@ TEST(Balanced, ToleranceSavesClones) {
 }
 
 TEST(Balanced, ClonesStayInTheirDomainWherePossible) {
-  // Domains {0, 1} and {2, 3}: the first can settle itself, though rank 3 has more room.
-  const Loads loads = loads_of({140, 60, 110, 10}, 4);
-  const BalancedSpec spec{.num_spare_slots = 2, .tolerance_per_million = 250'000, .domain_size = 2};
-  for (const Clone& clone : plan_balanced(loads, spec).clones) {
-    EXPECT_EQ(clone.expert / 2, clone.rank / 2);
-  }
+  // Both halves have 160 tokens: each can settle itself, though the best fit is elsewhere.
+  const Loads loads = loads_of({90, 30, 10, 30, 80, 60, 20, 0}, 8);
+  BalancedSpec spec{.num_spare_slots = 1, .tolerance_per_million = 0, .domain_size = 4};
+  const BalancedClones inside = plan_balanced(loads, spec);
+  EXPECT_EQ(inside.max_load, 40);
+  const auto leaves = [](const Clone& clone) { return clone.expert / 4 != clone.rank / 4; };
+  EXPECT_TRUE(std::none_of(inside.clones.begin(), inside.clones.end(), leaves));
+  spec.domain_size = 8;
+  const BalancedClones anywhere = plan_balanced(loads, spec);
+  EXPECT_TRUE(std::any_of(anywhere.clones.begin(), anywhere.clones.end(), leaves));
   // A domain with too much for itself sends the rest out, and the goal is still reached.
   const Loads hot = loads_of({300, 100, 0, 0}, 4);
   EXPECT_EQ(plan_balanced(hot, {.num_spare_slots = 1, .tolerance_per_million = 0, .domain_size = 2})

@@ -158,6 +158,26 @@ TEST(OffloadPlan, IsAFunctionOfItsArguments) {
   }
 }
 
+uint64_t fold(uint64_t digest, const std::vector<int64_t>& values) {
+  for (const int64_t value : values) {
+    digest = (digest ^ static_cast<uint64_t>(value)) * 0x100000001b3ULL;
+  }
+  return digest;
+}
+
+TEST(OffloadPlan, IsTheSameOnEveryMachine) {
+  // Ranks may run on different processors; a change of this number is a change of plans.
+  Random random(99);
+  uint64_t digest = 0xcbf29ce484222325ULL;
+  for (int i = 0; i < 2000; ++i) {
+    const int64_t num_ranks = i < 50 ? 64 : random.between(1, 8);
+    const Routing routing = random_routing(random, num_ranks, random.between(1, 6));
+    const OffloadPlan plan = plan_offload(routing.counts(), random_spec(random, num_ranks));
+    digest = fold(fold(digest, plan.slot_expert), plan.rerouted);
+  }
+  EXPECT_EQ(digest, 7845647208018117891U);
+}
+
 TEST(OffloadPlan, SmallImbalanceIsLeftAlone) {
   const Routing routing{.num_ranks = 2, .num_experts = 2, .tokens = {60, 40, 60, 40}};
   const PlanSpec eager{.num_spare_slots = 1, .tolerance_per_million = 0};

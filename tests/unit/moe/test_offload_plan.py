@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -148,7 +149,8 @@ def test_no_tokens_need_no_clones() -> None:
         (np.zeros((0, 4), np.int64), {}, r"shape \(0, 4\).*at least 1"),
         (np.full((2, 2), 2**63, np.uint64), {}, "9223372036854775808"),
         ([[2**31, 0], [0, 0]], {}, "more than 2147483647 tokens"),
-        (COUNTS, {"num_spare_slots": -1}, "num_spare_slots is -1"),
+        (COUNTS, {"num_spare_slots": -1}, r"num_spare_slots is -1; it must be in \[0, 1024\]"),
+        (COUNTS, {"num_spare_slots": 10**6}, "num_spare_slots is 1000000"),
         (COUNTS, {"method": "balance"}, "'balance'.*did you mean.*balanced"),
         (COUNTS, {"method": "x"}, "'x'.*balanced and echo"),
         (COUNTS, {"tolerance": -0.1}, r"tolerance is -0.1.*\[0, 1\]"),
@@ -177,6 +179,25 @@ def test_text_shows_every_rank_and_clone() -> None:
         "   2      32    160  0 < 0: 128",
         "   3     160    160",
     ]
+
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "offload_plan.txt"
+
+
+def golden_plans() -> str:
+    """Plans of 8 ranks x 32 experts whose counts follow from a formula, easy to redo anywhere."""
+    source, expert = np.meshgrid(np.arange(8), np.arange(32), indexing="ij")
+    counts = (expert * expert * 37 + source * 11 + expert * source * 5) % 97 + 300 * (expert % 9 == 2)
+    plans = [
+        plan_offload(counts, num_spare_slots=slots, **options)
+        for slots in (1, 4)
+        for options in ({"method": "echo"}, {"tolerance": 0.0}, {}, {"domain_size": 4})
+    ]
+    return "\n\n".join(plan.to_text() for plan in plans) + "\n"
+
+
+def test_plans_stay_as_they_were() -> None:
+    assert golden_plans() == GOLDEN.read_text()
 
 
 def test_text_says_when_the_bound_is_exceeded() -> None:

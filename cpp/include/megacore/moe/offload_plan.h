@@ -24,6 +24,8 @@ enum class PlanMethod {
 // "echo" and "balanced". Throws std::invalid_argument for any other name.
 PlanMethod plan_method(std::string_view name);
 
+inline constexpr int64_t kMaxSpareSlots = 1024;
+
 struct PlanSpec {
   PlanMethod method = PlanMethod::kBalanced;
   int64_t num_spare_slots = 1;
@@ -54,7 +56,7 @@ struct OffloadPlan {
   friend bool operator==(const OffloadPlan&, const OffloadPlan&) = default;
 };
 
-// Throws std::invalid_argument for bad counts (see sum_loads), a negative number of slots, a
+// Throws std::invalid_argument for bad counts (see sum_loads), slots outside [0, 1024], a
 // tolerance outside [0, 10^6], a minimum imbalance outside [10^6, 10^9], a domain size that does
 // not divide the number of ranks, or a domain with the documented method.
 OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec);

@@ -1,0 +1,222 @@
+"""Offload planners side by side: time to plan, balance reached, clones needed.
+
+    python benchmarks/bench_echo.py [--tokens 4096] [--steps 2] [--rounds 40] [--out FILE]
+
+The routings are those of ``megacore echo simulate``: Zipf, log-normal, drift and bursts, mild to
+severe. "documented" is the ECHO documents' planner (method="echo"), "balanced n%" ours with that
+tolerance, "eplb-style" our Python of greedy replication and packing on the same step's counts. Plan
+times are those of the whole Python call, the contenders taking turns on the same inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megacore import __version__
+from megacore.moe import OffloadPlan, plan_offload
+from megacore.moe.baselines import place_by_load
+from megacore.moe.simulate import remote_fraction
+from megacore.moe.workloads import MODEL_SHAPES, WORKLOADS, RoutingShape, routing_steps
+
+Counts = np.ndarray
+SKEWS = (0.25, 0.6, 1.2)
+QUALITY_SHAPES = (
+    ("deepseek-v3", 8),
+    ("deepseek-v3", 16),
+    ("deepseek-v3", 32),
+    ("deepseek-v3", 64),
+    ("qwen3", 8),
+    ("qwen3", 32),
+    ("qwen3", 64),
+    ("mixtral", 4),
+    ("mixtral", 8),
+)
+TOLERANCES = (0.0, 0.01, 0.05)
+TIMED_SHAPES = tuple((ep, experts) for ep in (8, 32, 64) for experts in (128, 256))
+
+
+def routings(shape: RoutingShape, num_steps: int) -> list[Counts]:
+    return [
+        counts
+        for name in WORKLOADS
+        for skew in ((0.6,) if name == "zipf" else SKEWS)
+        for counts in routing_steps(name, shape, num_steps=num_steps, seed=1234, skew=skew)
+    ]
+
+
+def slot_limited(num_ranks: int, num_experts: int, num_spare_slots: int) -> Counts:
+    """Equally hot experts on as many ranks as makes the slots matter most; the rest is idle."""
+    experts_per_rank = num_experts // num_ranks
+    share = num_spare_slots / experts_per_rank
+    hot_ranks = max(1, round(2 * share / (1 + share) * num_ranks))
+    counts = np.zeros((num_ranks, num_experts), np.int64)
+    counts[:, : hot_ranks * experts_per_rank] = 1000
+    return counts
+
+
+def median_us(run: Callable[[Counts], object], inputs: list[Counts], rounds: int) -> float:
+    times = []
+    for counts in inputs:
+        for _ in range(rounds):
+            start = time.perf_counter_ns()
+            run(counts)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+    return statistics.median(times)
+
+
+def time_table(rounds: int) -> str:
+    lines = [
+        "Plan time, median microseconds (2 slots; last column: 1 slot, the least favourable loads)",
+        f"{'EP':>4} {'experts':>8} {'balanced 1%':>12} {'balanced 0%':>12} {'documented':>11} "
+        f"{'eplb-style':>11} {'slot-limited':>13}",
+    ]
+    for num_ranks, num_experts in TIMED_SHAPES:
+        shape = RoutingShape(num_ranks=num_ranks, num_experts=num_experts, top_k=8, num_tokens=512)
+        inputs = routings(shape, 1)
+        hard = [slot_limited(num_ranks, num_experts, 1)]
+
+        def eplb(counts: Counts, num_ranks: int = num_ranks) -> object:
+            return place_by_load(counts.sum(axis=0), num_ranks=num_ranks, num_spare_slots=2)
+
+        times = (
+            median_us(lambda c: plan_offload(c, num_spare_slots=2), inputs, rounds),
+            median_us(lambda c: plan_offload(c, num_spare_slots=2, tolerance=0.0), inputs, rounds),
+            median_us(lambda c: plan_offload(c, num_spare_slots=2, method="echo"), inputs, rounds),
+            median_us(eplb, inputs, max(1, rounds // 10)),
+            median_us(lambda c: plan_offload(c, num_spare_slots=1), hard, rounds),
+        )
+        cells = " ".join(
+            f"{value:>{width}.0f}" for value, width in zip(times, (12, 12, 11, 11, 13), strict=True)
+        )
+        lines.append(f"{num_ranks:>4} {num_experts:>8} {cells}")
+    return "\n".join(lines)
+
+
+def most_sends(plan: OffloadPlan) -> int:
+    experts_per_rank = plan.num_experts // plan.num_ranks
+    homes = plan.slot_expert[plan.slot_expert >= 0] // experts_per_rank
+    return int(np.bincount(homes, minlength=1).max())
+
+
+def plan_cell(inputs: list[Counts], **options: object) -> str:
+    plans = [plan_offload(counts, **options) for counts in inputs]  # type: ignore[arg-type]
+    imbalance = [plan.imbalance_after for plan in plans]
+    clones = np.mean([plan.num_clones for plan in plans])
+    sends = np.mean([most_sends(plan) for plan in plans])
+    return f"{np.mean(imbalance):.4f}/{max(imbalance):.3f}/{clones:5.1f}/{sends:3.1f}"
+
+
+def eplb_cell(inputs: list[Counts], num_spare_slots: int) -> str:
+    imbalance, moved = [], []
+    for counts in inputs:
+        loads = counts.sum(axis=0)
+        placement = place_by_load(loads, num_ranks=len(counts), num_spare_slots=num_spare_slots)
+        rank_loads = placement.rank_loads(loads)
+        imbalance.append(rank_loads.max() / rank_loads.mean())
+        moved.append(placement.num_moved_experts)
+    return f"{np.mean(imbalance):.4f}/{max(imbalance):.3f}/{np.mean(moved):5.1f}"
+
+
+def quality_table(num_tokens: int, num_steps: int) -> str:
+    lines = [
+        f"Balance over all workloads, {num_tokens} tokens per rank: highest load over the mean, as",
+        "mean / worst / clones (eplb-style: experts moved) / most clones of one rank's experts",
+        f"{'model':<12}{'EP':>3}{'slots':>6}  {'before':>11}"
+        + "".join(
+            f"  {name:>22}" for name in ("documented", *(f"balanced {t:.0%}" for t in TOLERANCES))
+        )
+        + f"  {'eplb-style':>19}",
+    ]
+    for model, num_ranks in QUALITY_SHAPES:
+        num_experts, top_k = MODEL_SHAPES[model]
+        shape = RoutingShape(
+            num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens
+        )
+        inputs = routings(shape, num_steps)
+        before = [plan_offload(c, num_spare_slots=0).imbalance_before for c in inputs]
+        for slots in (1, 2, 4):
+            cells = [
+                plan_cell(inputs, num_spare_slots=slots, method="echo"),
+                *(plan_cell(inputs, num_spare_slots=slots, tolerance=t) for t in TOLERANCES),
+            ]
+            lines.append(
+                f"{model:<12}{num_ranks:>3}{slots:>6}  {np.mean(before):>5.2f}/{max(before):>5.2f}"
+                + "".join(f"  {cell:>22}" for cell in cells)
+                + f"  {eplb_cell(inputs, slots):>19}"
+            )
+    return "\n".join(lines)
+
+
+def num_leaving(plan: OffloadPlan, domain_size: int) -> int:
+    """Clones on a rank outside the domain of their home."""
+    rank, slot = np.nonzero(plan.slot_expert >= 0)
+    home = plan.slot_expert[rank, slot] // (plan.num_experts // plan.num_ranks)
+    return int((home // domain_size != rank // domain_size).sum())
+
+
+def domain_table(num_tokens: int, num_steps: int) -> str:
+    shape = RoutingShape(num_ranks=64, num_experts=256, top_k=8, num_tokens=num_tokens)
+    inputs = routings(shape, num_steps)
+    anywhere = [plan_offload(c, num_spare_slots=2) for c in inputs]
+    lines = [
+        "Domains and locality (EP 64, 256 experts, 2 slots, balanced 1%; all workloads, means)",
+        f"{'domain':>7} {'max/mean':>9} {'clones':>7} {'leave their domain':>19} "
+        f"{'without domains':>16} {'tokens that cross ranks':>24}",
+    ]
+    for domain_size in (64, 32, 16, 8, 4):
+        plans = [plan_offload(c, num_spare_slots=2, domain_size=domain_size) for c in inputs]
+        remote = [remote_fraction(c, plan) for c, plan in zip(inputs, plans, strict=True)]
+        lines.append(
+            f"{domain_size:>7} {np.mean([p.imbalance_after for p in plans]):>9.4f} "
+            f"{np.mean([p.num_clones for p in plans]):>7.1f} "
+            f"{np.mean([num_leaving(p, domain_size) for p in plans]):>19.1f} "
+            f"{np.mean([num_leaving(p, domain_size) for p in anywhere]):>16.1f} "
+            f"{100 * np.mean(remote):>23.1f}%"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    return (
+        f"{datetime.date.today()}, {cpu}, one thread; megacore {__version__}, "
+        f"Python {platform.python_version()}, NumPy {np.__version__}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096, help="per rank, for the quality tables")
+    parser.add_argument("--steps", type=int, default=2, help="per workload and skew")
+    parser.add_argument("--rounds", type=int, default=40, help="timed calls per input")
+    parser.add_argument("--out", type=Path, help="also write the output here")
+    args = parser.parse_args()
+    command = " ".join(["python", *sys.argv])
+    text = "\n\n".join(
+        [
+            f"{machine()}\n{command}",
+            time_table(args.rounds),
+            quality_table(args.tokens, args.steps),
+            domain_table(args.tokens, args.steps),
+        ]
+    )
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
