@@ -67,7 +67,8 @@ Attempt split_around_ends(const PartitionShape& s) {
   }
   const int given = s.first.value_or(0) + s.last.value_or(0);
   const int other_ranks = s.num_ranks - (s.first ? 1 : 0) - (s.last ? 1 : 0);
-  if (other_ranks < 0) return fail("with 1 rank, only one of first and last can be given");
+  if (other_ranks < 0)
+    return fail("with 1 rank, first and last are the same rank; leave one of them out");
   const int rest = s.num_layers - given;
   if (other_ranks == 0 && rest != 0) {
     return fail(concat("num_layers is ",
@@ -159,7 +160,17 @@ std::string nearest_settings(const PartitionShape& s) {
       return other;
     });
   }
-  return text.empty() ? text : ". Nearest legal values, changing one setting: " + text.substr(2);
+  if (!text.empty()) return ". Nearest legal values, changing one setting: " + text.substr(2);
+
+  // Several settings are wrong at once: say what works when the special ones are left out.
+  const auto even = [&](int value) {
+    return PartitionShape{
+        .num_layers = value, .num_ranks = s.num_ranks, .num_chunks = s.num_chunks};
+  };
+  const std::string without = ". No single change helps; without first, last and account_for_*, ";
+  if (attempt_split(even(s.num_layers)).failure.empty()) return without + "these sizes are legal";
+  const std::string layers = nearest("num_layers", s.num_layers, s.num_layers + num_stages, even);
+  return without + "nearest legal: " + layers.substr(2);
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ TEST(Partition, EveryErrorNamesTheRuleAndTheNearestLegalValues) {
                 .find("first and last make 5 and no other rank is left"),
             std::string::npos);
   EXPECT_NE(error_of({.num_layers = 4, .num_ranks = 1, .first = 2, .last = 2})
-                .find("only one of first and last"),
+                .find("leave one of them out"),
             std::string::npos);
   EXPECT_NE(error_of({.num_layers = 8, .num_ranks = 2, .first = 0}).find("at least 1 layer"),
             std::string::npos);

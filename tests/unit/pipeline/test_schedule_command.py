@@ -1,0 +1,129 @@
+"""``megacore schedule`` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megacore.cli import main
+from megacore.pipeline import Schedule, build_schedule
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["schedule", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_prints_the_grid_the_bubble_and_the_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = run(capsys, "1f1b", "--pp", "2", "--microbatches", "3")
+    assert code == 0
+    assert "makespan 12, bubble 25.0%, at most 2 microbatch activations" in out
+    assert "rank 0  0F0 0F1         0B0---- 0F2 0B1----     0B2----" in out
+    assert "rank 1      1F0 1B0---- 1F1 1B1---- 1F2 1B2----" in out
+    assert "in flight at most" in out
+
+
+def test_a_narrow_terminal_cuts_time_into_panels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    _, out, _ = run(capsys, "interleaved_1f1b", "--chunks=2", "--microbatches=8")
+    assert out.count("time  ") == 4
+    assert all(len(line) <= 70 for line in out.splitlines())
+    _, out, _ = run(capsys, "1f1b", "--pp=40", "--microbatches=500")
+    assert "more ranks" in out
+    assert "of the time; --svg FILE draws all of it" in out
+
+
+def test_colour_shows_microbatches_on_shades(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("COLORTERM", "truecolor"), ("COLUMNS", "200")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    _, out, _ = run(capsys, "interleaved_1f1b", "--chunks", "2", "--microbatches", "4")
+    backgrounds = {part.split("m")[0] for part in out.split("48;2;")[1:]}
+    assert len(backgrounds) == 4  # forward and backward, two chunks
+    assert "shades: model chunks of the rank" in out
+
+
+def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys,
+        "interleaved_1f1b",
+        "--pp=2",
+        "--chunks=2",
+        "--microbatches=5",
+        "--group_size=3",
+        "--json",
+    )
+    result = json.loads(out)
+    assert code == 0
+    assert result["order"][0][:6] == [1, 1, 1, 2, 2, 2]
+    assert result["makespan"] == 33
+    assert result["peak_in_flight"] == [6, 4]
+    assert result["stages"] == [[0, 2], [1, 3]]
+    assert result["actions"][1][0] == "1F0"
+
+
+def test_costs_and_forward_only_change_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(
+        capsys, "1f1b", "--pp=2", "--microbatches=3", "--forward=2", "--backward=5", "--json"
+    )
+    assert json.loads(out)["makespan"] == (3 + 1) * 7
+    _, out, _ = run(capsys, "1f1b", "--pp=2", "--microbatches=3", "--forward-only", "--json")
+    assert json.loads(out)["makespan"] == 4
+    _, out, _ = run(capsys, "gpipe", "--pp=2", "--microbatches=3", "--send=0.5", "--json")
+    assert json.loads(out)["makespan"] == 12 + 2 * 0.5
+
+
+def test_files_are_written_and_read_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    files = {name: str(tmp_path / f"schedule.{name}") for name in ("svg", "csv", "trace")}
+    code, _, err = run(capsys, "1f1b", *(f"--{name}={file}" for name, file in files.items()))
+    assert code == 0
+    assert err.count("wrote ") == 3
+    assert Schedule.from_csv(files["csv"]) == build_schedule(
+        "1f1b", num_ranks=4, num_microbatches=8
+    )
+    assert "<svg" in Path(files["svg"]).read_text()
+    assert json.loads(Path(files["trace"]).read_text())["traceEvents"]
+    code, out, _ = run(capsys, "--from-csv", files["csv"], "--json")
+    assert (code, json.loads(out)["makespan"]) == (0, 33)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["1fb1"], "did you mean '1f1b'"),
+        ([], "name a schedule"),
+        (["1f1b", "--from-csv", "x"], "one of the two"),
+        (["1f1b", "--pp=0"], "num_ranks is 0"),
+        (["1f1b", "--chunks=2"], "use num_chunks 1"),
+        (
+            ["interleaved_1f1b", "--chunks=3", "--microbatches=5", "--group-size=4"],
+            "Nearest legal group_size: 5",
+        ),
+        (["1f1b", "--backward=-1"], "--backward is -1"),
+        (["1f1b", "--send=nan"], "--send is nan"),
+        (["--from-csv", "/nowhere/x.csv"], "cannot read /nowhere/x.csv"),
+        (["1f1b", "--svg", "/nowhere/x.svg"], "cannot write /nowhere/x.svg"),
+        (["1f1b", "--microbatchs=3"], "--microbatches"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert sentence in err
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
