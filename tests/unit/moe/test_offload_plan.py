@@ -187,7 +187,9 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "offload_plan.txt"
 def golden_plans() -> str:
     """Plans of 8 ranks x 32 experts whose counts follow from a formula, easy to redo anywhere."""
     source, expert = np.meshgrid(np.arange(8), np.arange(32), indexing="ij")
-    counts = (expert * expert * 37 + source * 11 + expert * source * 5) % 97 + 300 * (expert % 9 == 2)
+    counts = (expert * expert * 37 + source * 11 + expert * source * 5) % 97 + 300 * (
+        expert % 9 == 2
+    )
     plans = [
         plan_offload(counts, num_spare_slots=slots, **options)
         for slots in (1, 4)

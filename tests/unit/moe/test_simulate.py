@@ -25,6 +25,13 @@ def test_examples_in_docstrings_are_right(module: str) -> None:
     assert doctest.testmod(importlib.import_module(f"megacore.moe.{module}")).failed == 0
 
 
+def test_examples_in_the_documentation_are_right() -> None:
+    page = Path(__file__).parents[3] / "docs" / "echo.md"
+    result = doctest.testfile(str(page), module_relative=False)
+    assert result.attempted > 2
+    assert result.failed == 0
+
+
 def test_summaries_say_what_the_plans_do() -> None:
     options = SimulationOptions(num_spare_slots=1, tolerance=0.0)
     none, documented, balanced, eplb, previous = simulate("two", [COUNTS, COUNTS], options)
