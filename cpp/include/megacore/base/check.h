@@ -24,16 +24,16 @@ std::string concat(const Parts&... parts) {
 
 }  // namespace megacore::base
 
-#define MC_REQUIRE(condition, ...)                                             \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
-      throw std::invalid_argument(::megacore::base::concat(__VA_ARGS__));      \
-    }                                                                          \
+#define MC_REQUIRE(condition, ...)                                        \
+  do {                                                                    \
+    if (!(condition)) {                                                   \
+      throw std::invalid_argument(::megacore::base::concat(__VA_ARGS__)); \
+    }                                                                     \
   } while (false)
 
-#define MC_INVARIANT(condition, ...)                                           \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
+#define MC_INVARIANT(condition, ...)                                                   \
+  do {                                                                                 \
+    if (!(condition)) {                                                                \
       throw std::logic_error(::megacore::base::concat("megacore bug: ", __VA_ARGS__)); \
-    }                                                                          \
+    }                                                                                  \
   } while (false)
