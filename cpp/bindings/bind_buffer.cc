@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "megacore/buffer/adamw.h"
 #include "megacore/buffer/bucket_plan.h"
+#include "megacore/buffer/bucket_tracker.h"
 #include "megacore/buffer/shard_map.h"
 
 namespace py = pybind11;
@@ -89,13 +90,15 @@ void bind_plan(py::module_& module) {
          std::optional<int64_t> bucket_numel,
          std::vector<bool> shared,
          int64_t param_alignment,
-         std::optional<int64_t> bucket_alignment) {
+         std::optional<int64_t> bucket_alignment,
+         bool pad_for_ring) {
         return buffer::plan_buckets({.numels = std::move(numels),
                                      .dp_size = dp_size,
                                      .bucket_numel = bucket_numel,
                                      .shared = std::move(shared),
                                      .param_alignment = param_alignment,
-                                     .bucket_alignment = bucket_alignment});
+                                     .bucket_alignment = bucket_alignment,
+                                     .pad_for_ring = pad_for_ring});
       },
       py::arg("numels"),
       py::kw_only(),
@@ -104,7 +107,22 @@ void bind_plan(py::module_& module) {
       py::arg("shared"),
       py::arg("param_alignment"),
       py::arg("bucket_alignment"),
+      py::arg("pad_for_ring"),
       py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_tracker(py::module_& module) {
+  using buffer::BucketTracker;
+  py::class_<BucketTracker>(module, "BucketTracker")
+      .def(py::init<std::vector<std::vector<int64_t>>, std::vector<bool>>(),
+           py::arg("buckets"),
+           py::arg("waits"))
+      .def("start", &BucketTracker::start)
+      .def("mark", &BucketTracker::mark, py::arg("param"))
+      .def("finish", &BucketTracker::finish)
+      .def("is_launched", &BucketTracker::is_launched, py::arg("param"))
+      .def("count", &BucketTracker::count, py::arg("param"))
+      .def("expected", &BucketTracker::expected, py::arg("param"));
 }
 
 void bind_adamw(py::module_& module) {
@@ -174,6 +192,7 @@ void bind_adamw(py::module_& module) {
 void bind_buffer(py::module_& module) {
   bind_values(module);
   bind_plan(module);
+  bind_tracker(module);
   bind_adamw(module);
 }
 

@@ -23,9 +23,11 @@ int64_t checked_position(int64_t position) {
   return position;
 }
 
+constexpr int64_t kRingUnit = int64_t{1} << 16;
+
 int64_t resolve_bucket_alignment(const BucketPlanSpec& spec) {
   if (!spec.bucket_alignment.has_value()) {
-    return std::lcm(spec.dp_size, int64_t{128});
+    return std::lcm(spec.dp_size, spec.pad_for_ring ? kRingUnit : int64_t{128});
   }
   const int64_t alignment = *spec.bucket_alignment;
   MC_REQUIRE(alignment >= 1 && alignment % spec.dp_size == 0,
@@ -35,6 +37,13 @@ int64_t resolve_bucket_alignment(const BucketPlanSpec& spec) {
              spec.dp_size,
              ", e.g. ",
              base::align_up(std::max(alignment, int64_t{1}), spec.dp_size));
+  if (spec.pad_for_ring) {
+    MC_REQUIRE(alignment <= kMaxPosition / kRingUnit,
+               "bucket_alignment is ",
+               alignment,
+               "; with pad_for_ring it must be at most 2^44");
+    return std::lcm(alignment, kRingUnit);
+  }
   return alignment;
 }
 

@@ -62,6 +62,16 @@ TEST(BucketPlan, GrowsTheDefaultBucketWithManyRanks) {
   EXPECT_EQ(default_bucket_numel(64), 64'000'000);
 }
 
+TEST(BucketPlan, PadsForARingOnRequest) {
+  EXPECT_EQ(plan_buckets({.numels = {1}, .dp_size = 3, .pad_for_ring = true}).numel, 3 * 65536);
+  EXPECT_EQ(plan_buckets({.numels = {1}, .dp_size = 8, .pad_for_ring = true}).numel, 65536);
+  const BucketPlanSpec own = {
+      .numels = {1}, .dp_size = 4, .bucket_alignment = 12, .pad_for_ring = true};
+  EXPECT_EQ(plan_buckets(own).bucket_alignment, 3 * 65536);
+  EXPECT_THROW(plan_buckets({.bucket_alignment = int64_t{1} << 50, .pad_for_ring = true}),
+               std::invalid_argument);
+}
+
 TEST(BucketPlan, HandlesNothingAndEmptyParameters) {
   EXPECT_EQ(plan_buckets({.dp_size = 4}).numel, 0);
   const BufferPlan plan = plan_buckets({.numels = {0, 0}, .dp_size = 4});

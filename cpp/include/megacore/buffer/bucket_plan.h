@@ -12,7 +12,7 @@
 //   4. A shared parameter (tied embeddings) is alone in its bucket: it closes the open bucket and
 //      then its own. Its gradient can be exchanged between stages without touching others.
 //   5. The end of a bucket is padded to a multiple of `bucket_alignment`, so that every
-//      data-parallel rank owns an equal slice of it.
+//      data-parallel rank owns an equal slice of it, and with `pad_for_ring` to one of 2^16.
 // Buckets tile the buffer; elements between parameters belong to nobody and stay zero.
 //
 //   plan_buckets({.numels = {8, 5, 3}, .dp_size = 4, .param_alignment = 1, .bucket_alignment = 4})
@@ -49,6 +49,9 @@ struct BucketPlanSpec {
   int64_t param_alignment = 64;
   // Buckets end at multiples of this; a multiple of dp_size. Default: lcm(dp_size, 128).
   std::optional<int64_t> bucket_alignment = std::nullopt;
+  // Also pad bucket ends to a multiple of 2^16: the messages of a ring then are multiples of a large
+  // power of two, which some networks carry faster.
+  bool pad_for_ring = false;
 };
 
 struct Bucket {
