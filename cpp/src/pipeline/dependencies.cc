@@ -1,6 +1,7 @@
 #include "dependencies.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "megacore/base/check.h"
 #include "schedule_table_text.h"
@@ -40,6 +41,12 @@ std::string deadlock_report(const Schedule& schedule, const std::vector<int64_t>
     const auto run = static_cast<size_t>(num_run[static_cast<size_t>(rank)]);
     for (const Action& action : schedule.rank_actions(rank).first(run)) done[index.of(action)] = 1;
   }
+  const auto missing = [&](const Action& action) -> std::optional<Action> {
+    for (const Action& dependency : dependencies_of(action, schedule.placement)) {
+      if (done[index.of(dependency)] == 0) return dependency;
+    }
+    return std::nullopt;
+  };
   std::vector<Mark> marks;
   std::string reasons;
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
@@ -49,19 +56,18 @@ std::string deadlock_report(const Schedule& schedule, const std::vector<int64_t>
     marks.push_back({rank, position});
     if (marks.size() > kMaxReasons) continue;
     const Action& stuck = actions[static_cast<size_t>(position)];
-    for (const Action& dependency : dependencies_of(stuck, schedule.placement)) {
-      if (done[index.of(dependency)] != 0) continue;
-      reasons += base::concat("  rank ",
-                              rank,
-                              " stops at position ",
-                              position,
-                              ": ",
-                              to_text(stuck),
-                              " waits for ",
-                              place_of(schedule, dependency),
-                              "\n");
-      break;
-    }
+    const auto wanted = missing(stuck);
+    // The second of a pair that overlaps can hold the first one back.
+    const Action& waiting = wanted ? stuck : actions[static_cast<size_t>(position) + 1];
+    reasons += base::concat("  rank ",
+                            rank,
+                            " stops at position ",
+                            position,
+                            ": ",
+                            to_text(waiting),
+                            " waits for ",
+                            place_of(schedule, wanted ? *wanted : *missing(waiting)),
+                            "\n");
   }
   return base::concat("the schedule deadlocks: ",
                       marks.size(),

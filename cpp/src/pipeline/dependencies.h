@@ -85,15 +85,25 @@ class Waiters {
   std::vector<int32_t> next_;  // [num_ranks]
 };
 
+// Which actions start a pair that runs at the same time; empty when there is none.
+inline std::vector<uint8_t> pair_starts(const Schedule& schedule) {
+  if (schedule.overlaps.empty()) return {};
+  std::vector<uint8_t> starts(schedule.actions.size(), 0);
+  for (const int64_t index : schedule.overlaps) starts[static_cast<size_t>(index)] = 1;
+  return starts;
+}
+
 // Runs every rank's actions in its order, each as soon as its dependencies have run, and calls
-// on_run(index into schedule.actions, action, dependencies) for each. Returns how many actions each
-// rank has run: all of them, unless the schedule deadlocks. O(actions).
-// REQUIRES: stages and microbatches of all actions are in range.
+// on_run(index into schedule.actions, action, dependencies) for each. A pair that overlaps starts
+// when the dependencies of both have run. Returns how many actions each rank has run: all of them,
+// unless the schedule deadlocks. O(actions).
+// REQUIRES: stages and microbatches of all actions are in range; overlaps are pairs of one rank.
 template <typename OnRun>
 std::vector<int64_t> run_in_order(const Schedule& schedule, OnRun&& on_run) {
   const ValueIndex index(schedule.num_stages(), schedule.num_microbatches);
   std::vector<uint8_t> done(index.size(), 0);
   Waiters waiters(index.size(), schedule.num_ranks());
+  const std::vector<uint8_t> starts_pair = pair_starts(schedule);
   std::vector<int64_t> position(schedule.offsets.begin(), schedule.offsets.end() - 1);
   std::vector<int32_t> ready;
   for (int rank = schedule.num_ranks() - 1; rank >= 0; --rank) ready.push_back(rank);
@@ -102,18 +112,24 @@ std::vector<int64_t> run_in_order(const Schedule& schedule, OnRun&& on_run) {
     const int32_t rank = ready.back();
     ready.pop_back();
     int64_t& here = position[static_cast<size_t>(rank)];
-    bool blocked = false;
-    while (!blocked && here < schedule.offsets[static_cast<size_t>(rank) + 1]) {
-      const Action& action = schedule.actions[static_cast<size_t>(here)];
-      const Dependencies dependencies = dependencies_of(action, schedule.placement);
+    const auto waits = [&](const Dependencies& dependencies) {
       for (const Action& dependency : dependencies) {
         const size_t value = index.of(dependency);
         if (done[value] != 0) continue;
         waiters.add(value, rank);
-        blocked = true;
+        return true;
+      }
+      return false;
+    };
+    while (here < schedule.offsets[static_cast<size_t>(rank) + 1]) {
+      const auto at = static_cast<size_t>(here);
+      const Action& action = schedule.actions[at];
+      const Dependencies dependencies = dependencies_of(action, schedule.placement);
+      if (waits(dependencies)) break;
+      if (!starts_pair.empty() && starts_pair[at] != 0 &&
+          waits(dependencies_of(schedule.actions[at + 1], schedule.placement))) {
         break;
       }
-      if (blocked) break;
       on_run(here, action, dependencies);
       const size_t made = index.of(action);
       done[made] = 1;

@@ -6,6 +6,19 @@
 #include "megacore/base/check.h"
 
 namespace megacore::pipeline {
+namespace {
+
+// 0 1 .. p-1 p-1 .. 1 0
+std::vector<int32_t> there_and_back(int num_ranks) {
+  MC_REQUIRE(num_ranks >= 1, "num_ranks is ", num_ranks, "; it must be at least 1");
+  std::vector<int32_t> ranks;
+  ranks.reserve(2 * static_cast<size_t>(num_ranks));
+  for (int rank = 0; rank < num_ranks; ++rank) ranks.push_back(rank);
+  for (int rank = num_ranks - 1; rank >= 0; --rank) ranks.push_back(rank);
+  return ranks;
+}
+
+}  // namespace
 
 Placement Placement::loop(const LoopShape& shape) {
   MC_REQUIRE(shape.num_ranks >= 1, "num_ranks is ", shape.num_ranks, "; it must be at least 1");
@@ -18,8 +31,24 @@ Placement Placement::loop(const LoopShape& shape) {
   return Placement(std::move(ranks));
 }
 
-Placement::Placement(std::vector<int32_t> stage_ranks) : stage_ranks_(std::move(stage_ranks)) {
+Placement Placement::v(const RankShape& shape) {
+  return Placement(there_and_back(shape.num_ranks));
+}
+
+Placement Placement::bidirectional(const RankShape& shape) {
+  return Placement(there_and_back(shape.num_ranks), 2);
+}
+
+Placement::Placement(std::vector<int32_t> stage_ranks, int num_chains)
+    : stage_ranks_(std::move(stage_ranks)) {
   MC_REQUIRE(!stage_ranks_.empty(), "a placement needs at least one stage");
+  MC_REQUIRE(num_chains >= 1 && num_stages() % num_chains == 0,
+             "num_chains is ",
+             num_chains,
+             "; it must be at least 1 and divide the ",
+             num_stages(),
+             " stages");
+  chain_length_ = num_stages() / num_chains;
   const auto [lowest, highest] = std::minmax_element(stage_ranks_.begin(), stage_ranks_.end());
   MC_REQUIRE(*lowest >= 0, "a stage is placed on rank ", *lowest, "; ranks start at 0");
   MC_REQUIRE(*highest < num_stages(),

@@ -14,6 +14,7 @@ namespace {
 using base::concat;
 
 constexpr std::string_view kHeader = "#megacore v1";
+constexpr std::string_view kOverlap = ")OVERLAP_F_B";
 
 std::string_view strip(std::string_view text) {
   const size_t begin = text.find_first_not_of(" \t\r");
@@ -37,26 +38,24 @@ class RowReader {
   // `where` is called for the text of an error only.
   template <typename Where>
   void add(std::string_view cell, const Where& where) {
-    Action action;
-    try {
-      action = parse_action(cell);
-    } catch (const std::invalid_argument& error) {
-      throw std::invalid_argument(concat(where(), ": ", error.what()));
-    }
-    MC_REQUIRE(is_compute(action.kind),
+    if (!cell.starts_with('(')) return add_action(cell, where);
+    std::string_view inner = cell.substr(1);
+    const bool ends_well = inner.ends_with(kOverlap);
+    if (ends_well) inner.remove_suffix(kOverlap.size());
+    const auto index = static_cast<int64_t>(actions_.size());
+    const std::string_view forward = take_until(';', inner);
+    MC_REQUIRE(ends_well && !inner.empty() && inner.find(';') == std::string_view::npos,
                where(),
                ": '",
                cell,
-               "' is communication; a schedule holds compute actions only (F B "
-               "I W), and sends and "
-               "receives are added by lowering");
-    place(action, where);
-    num_microbatches_ = std::max(num_microbatches_, action.microbatch + 1);
-    has_backward_ |= action.kind != ActionKind::kForward;
-    actions_.push_back(action);
+               "' is not a pair; a forward that overlaps a backward is written "
+               "(0F4;7B2)OVERLAP_F_B");
+    add_action(forward, where);
+    add_action(inner, where);
+    overlaps_.push_back(index);
   }
 
-  Schedule finish(std::string name) && {
+  Schedule finish(std::string name, int num_chains) && {
     MC_REQUIRE(!actions_.empty(), "the schedule is empty; it needs one row per rank");
     for (size_t stage = 0; stage < stage_ranks_.size(); ++stage) {
       MC_REQUIRE(stage_ranks_[stage] >= 0,
@@ -68,7 +67,7 @@ class RowReader {
     }
     const size_t num_rows = offsets_.size();
     offsets_.push_back(static_cast<int64_t>(actions_.size()));
-    Placement placement(std::move(stage_ranks_));
+    Placement placement(std::move(stage_ranks_), num_chains);
     MC_REQUIRE(static_cast<size_t>(placement.num_ranks()) == num_rows,
                "row ",
                num_rows - 1,
@@ -78,13 +77,33 @@ class RowReader {
             .num_microbatches = num_microbatches_,
             .forward_only = !has_backward_,
             .actions = std::move(actions_),
-            .offsets = std::move(offsets_)};
+            .offsets = std::move(offsets_),
+            .overlaps = std::move(overlaps_)};
   }
 
  private:
-  // Bounds the tables that a mistyped number such as 2000000000F0 could ask
-  // for.
+  // Bounds the tables that a mistyped number such as 2000000000F0 could ask for.
   static constexpr int32_t kMaxNumber = (1 << 20) - 1;
+
+  template <typename Where>
+  void add_action(std::string_view cell, const Where& where) {
+    Action action;
+    try {
+      action = parse_action(cell);
+    } catch (const std::invalid_argument& error) {
+      throw std::invalid_argument(concat(where(), ": ", error.what()));
+    }
+    MC_REQUIRE(is_compute(action.kind),
+               where(),
+               ": '",
+               cell,
+               "' is communication; a schedule holds compute actions only (F B I W), and sends and "
+               "receives are added by lowering");
+    place(action, where);
+    num_microbatches_ = std::max(num_microbatches_, action.microbatch + 1);
+    has_backward_ |= action.kind != ActionKind::kForward;
+    actions_.push_back(action);
+  }
 
   template <typename Where>
   void place(const Action& action, const Where& where) {
@@ -109,6 +128,7 @@ class RowReader {
 
   std::vector<Action> actions_;
   std::vector<int64_t> offsets_;
+  std::vector<int64_t> overlaps_;
   std::vector<int32_t> stage_ranks_;
   int32_t num_microbatches_ = 0;
   bool has_backward_ = false;
@@ -116,8 +136,8 @@ class RowReader {
 
 struct Header {
   std::string name = "custom";
-  // What rows alone cannot tell: that all of the last microbatch, or every
-  // backward, is missing.
+  int num_chains = 1;
+  // What rows alone cannot tell: that all of the last microbatch, or every backward, is missing.
   std::optional<int> num_microbatches = {};
   std::optional<bool> forward_only = {};
 };
@@ -143,6 +163,7 @@ Header parse_header(std::string_view line) {
   while (!rest.empty()) {
     const std::string_view field = take_until(' ', rest);
     if (field.starts_with(kName)) header.name = field.substr(kName.size());
+    if (const auto number = number_of(field, "num_chains=")) header.num_chains = *number;
     if (const auto number = number_of(field, "num_microbatches=")) {
       header.num_microbatches = number;
     }
@@ -165,6 +186,29 @@ std::string_view cells_of_line(std::string_view line, int64_t line_number, int64
   return line.substr(prefix.size());
 }
 
+// Appends the cells of one rank; `overlap` walks over schedule.overlaps, rank after rank.
+template <typename Separate>
+void append_cells(const Schedule& schedule,
+                  int rank,
+                  std::vector<int64_t>::const_iterator& overlap,
+                  const Separate& separate,
+                  std::string& text) {
+  const auto actions = schedule.rank_actions(rank);
+  const int64_t begin = schedule.offsets[static_cast<size_t>(rank)];
+  for (size_t i = 0; i < actions.size(); ++i) {
+    separate(i);
+    const bool pair = overlap != schedule.overlaps.end() && i + 1 < actions.size() &&
+                      *overlap == begin + static_cast<int64_t>(i);
+    if (pair) text += '(';
+    append_text(actions[i], text);
+    if (!pair) continue;
+    text += ';';
+    append_text(actions[++i], text);
+    text += kOverlap;
+    ++overlap;
+  }
+}
+
 }  // namespace
 
 std::string to_text(const Schedule& schedule) {
@@ -176,15 +220,16 @@ std::string to_text(const Schedule& schedule) {
                             " num_stages=",
                             schedule.num_stages(),
                             " num_microbatches=",
-                            schedule.num_microbatches,
-                            schedule.forward_only ? " forward_only=1\n" : "\n");
+                            schedule.num_microbatches);
+  const int num_chains = schedule.placement.num_chains();
+  if (num_chains > 1) text += concat(" num_chains=", num_chains);
+  if (schedule.forward_only) text += " forward_only=1";
+  text += '\n';
   text.reserve(text.size() + schedule.actions.size() * 8);
+  auto overlap = schedule.overlaps.begin();
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     text += concat("rank ", rank, ":");
-    for (const Action& action : schedule.rank_actions(rank)) {
-      text += ' ';
-      append_text(action, text);
-    }
+    append_cells(schedule, rank, overlap, [&](size_t) { text += ' '; }, text);
     text += '\n';
   }
   return text;
@@ -213,22 +258,27 @@ Schedule schedule_from_text(std::string_view text) {
     }
     ++rank;
   }
-  Schedule schedule = std::move(reader).finish(std::move(header.name));
+  Schedule schedule = std::move(reader).finish(std::move(header.name), header.num_chains);
   schedule.num_microbatches = header.num_microbatches.value_or(schedule.num_microbatches);
   schedule.forward_only = header.forward_only.value_or(schedule.forward_only);
   return schedule;
 }
 
 std::string to_csv(const Schedule& schedule) {
+  MC_REQUIRE(schedule.placement.num_chains() == 1,
+             "schedule '",
+             schedule.name,
+             "' has ",
+             schedule.placement.num_chains(),
+             " chains of stages; PyTorch's CSV knows one. Use the text form");
   std::string text;
   text.reserve(schedule.actions.size() * 8);
+  auto overlap = schedule.overlaps.begin();
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
-    bool first = true;
-    for (const Action& action : schedule.rank_actions(rank)) {
-      if (!first) text += ',';
-      first = false;
-      append_text(action, text);
-    }
+    const auto separate = [&](size_t i) {
+      if (i > 0) text += ',';
+    };
+    append_cells(schedule, rank, overlap, separate, text);
     text += "\r\n";
   }
   return text;
@@ -250,7 +300,7 @@ Schedule schedule_from_csv(std::string_view text, std::string_view name) {
       if (!cell.empty()) reader.add(cell, where);
     }
   }
-  return std::move(reader).finish(std::string(name));
+  return std::move(reader).finish(std::string(name), 1);
 }
 
 }  // namespace megacore::pipeline

@@ -70,7 +70,12 @@ Timeline simulate(const Schedule& schedule, const Costs& costs) {
              "cost 'send' is ",
              costs.send,
              "; it must be a finite number of at least 0");
+  MC_REQUIRE(costs.overlap >= 0.0 && costs.overlap <= 1.0,
+             "cost 'overlap' is ",
+             costs.overlap,
+             "; it is the share that is hidden, from 0 to 1");
   const Placement& placement = schedule.placement;
+  const std::vector<uint8_t> starts_pair = pair_starts(schedule);
   const auto num_ranks = static_cast<size_t>(schedule.num_ranks());
   const ValueIndex index(schedule.num_stages(), schedule.num_microbatches);
   std::vector<double> value_time(index.size(), 0.0);
@@ -81,20 +86,44 @@ Timeline simulate(const Schedule& schedule, const Costs& costs) {
                     .peak_in_flight = {},
                     .spans = std::vector<TimedSpan>(schedule.actions.size())};
 
+  const auto inputs_time = [&](int rank, const Dependencies& dependencies) {
+    double time = rank_time[static_cast<size_t>(rank)];
+    for (const Action& dependency : dependencies) {
+      const bool remote = placement.rank_of(dependency.stage) != rank;
+      time = std::max(time, value_time[index.of(dependency)] + (remote ? costs.send : 0.0));
+    }
+    return time;
+  };
+  // Runs the action at `position`, alone or as the first of a pair, in [start, end).
+  const auto finish = [&](int rank, size_t position, double start, double end, double value_end) {
+    value_time[index.of(schedule.actions[position])] = value_end;
+    timeline.busy[static_cast<size_t>(rank)] += end - start;
+    timeline.spans[position] = {start, end};
+    rank_time[static_cast<size_t>(rank)] = end;
+  };
   const auto num_run = run_in_order(
-      schedule, [&](int64_t position, const Action& action, const Dependencies& dependencies) {
+      schedule, [&](int64_t signed_position, const Action& action, const Dependencies& inputs) {
+        const auto position = static_cast<size_t>(signed_position);
         const int rank = placement.rank_of(action.stage);
-        double& now = rank_time[static_cast<size_t>(rank)];
-        double start = now;
-        for (const Action& dependency : dependencies) {
-          const bool remote = placement.rank_of(dependency.stage) != rank;
-          start = std::max(start, value_time[index.of(dependency)] + (remote ? costs.send : 0.0));
+        const double start = inputs_time(rank, inputs);
+        if (starts_pair.empty() || starts_pair[position] == 0) {
+          const bool ends_pair =
+              !starts_pair.empty() && position > 0 && starts_pair[position - 1] != 0;
+          if (ends_pair) return;  // it ran with the action before it
+          const double end = start + durations.of(action);
+          return finish(rank, position, start, end, end);
         }
-        const double duration = durations.of(action);
-        now = start + duration;
-        value_time[index.of(action)] = now;
-        timeline.busy[static_cast<size_t>(rank)] += duration;
-        timeline.spans[static_cast<size_t>(position)] = {start, now};
+        const Action& partner = schedule.actions[position + 1];
+        const double pair_start =
+            std::max(start, inputs_time(rank, dependencies_of(partner, placement)));
+        const double alone = durations.of(action);
+        const double partner_alone = durations.of(partner);
+        const double hidden = costs.overlap * std::min(alone, partner_alone);
+        const double both = alone + partner_alone;
+        const double pair_end = pair_start + both - hidden;
+        const double cut = both > 0.0 ? pair_start + alone * (1.0 - hidden / both) : pair_start;
+        finish(rank, position, pair_start, cut, pair_end);
+        finish(rank, position + 1, cut, pair_end, pair_end);
       });
   if (!is_complete(schedule, num_run)) {
     throw std::invalid_argument(deadlock_report(schedule, num_run));

@@ -1,5 +1,6 @@
 #include "megacore/pipeline/validate.h"
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -91,6 +92,17 @@ std::string misplaced(const Schedule& schedule, int rank, const Action& action) 
                   " is outside 0..",
                   schedule.num_microbatches - 1);
   }
+  const MicrobatchRange range =
+      schedule.placement.microbatches_of(action.stage, schedule.num_microbatches);
+  if (action.microbatch < range.begin || action.microbatch >= range.end) {
+    return concat(to_text(action),
+                  ": chain ",
+                  schedule.placement.chain_of(action.stage),
+                  " runs microbatches ",
+                  range.begin,
+                  "..",
+                  range.end - 1);
+  }
   if (schedule.forward_only && action.kind != ActionKind::kForward) {
     return concat(to_text(action), " is a backward, but the schedule is forward-only");
   }
@@ -129,10 +141,15 @@ class Census {
   }
 
   void report_missing(Problems& problems) const {
-    for (size_t pair = 0; pair < pairs_; ++pair) {
-      if (is_whole(seen_[pair])) continue;
-      const auto m = static_cast<size_t>(schedule_.num_microbatches);
-      report_pair(static_cast<int>(pair / m), static_cast<int>(pair % m), seen_[pair], problems);
+    const auto m = static_cast<size_t>(schedule_.num_microbatches);
+    for (int stage = 0; stage < schedule_.num_stages(); ++stage) {
+      const MicrobatchRange range =
+          schedule_.placement.microbatches_of(stage, schedule_.num_microbatches);
+      for (int microbatch = range.begin; microbatch < range.end; ++microbatch) {
+        const uint8_t seen =
+            seen_[static_cast<size_t>(stage) * m + static_cast<size_t>(microbatch)];
+        if (!is_whole(seen)) report_pair(stage, microbatch, seen, problems);
+      }
     }
   }
 
@@ -177,6 +194,36 @@ class Census {
   std::vector<uint8_t> seen_;  // [stage * num_microbatches + microbatch], one bit per kind
 };
 
+// Each overlap is a forward and the backward right after it, on one rank, of two microbatches.
+void check_overlaps(const Schedule& schedule, Problems& problems) {
+  int64_t previous = -1;
+  for (const int64_t index : schedule.overlaps) {
+    MC_REQUIRE(index > previous && index < static_cast<int64_t>(schedule.actions.size()),
+               "overlap index ",
+               index,
+               " is out of order or outside the ",
+               schedule.actions.size(),
+               " actions");
+    previous = index;
+    const auto owner = std::upper_bound(schedule.offsets.begin(), schedule.offsets.end(), index);
+    const auto rank = static_cast<int>(owner - schedule.offsets.begin()) - 1;
+    const auto actions = schedule.rank_actions(rank);
+    const auto position = static_cast<size_t>(index - schedule.offsets[static_cast<size_t>(rank)]);
+    const Action& first = actions[position];
+    const bool is_pair = position + 1 < actions.size() && first.kind == ActionKind::kForward &&
+                         gives_input_gradient(actions[position + 1].kind) &&
+                         (first.stage != actions[position + 1].stage ||
+                          first.microbatch != actions[position + 1].microbatch);
+    if (!is_pair) {
+      problems.add_at(rank,
+                      position,
+                      concat(to_text(first),
+                             " is marked to overlap with the action after it; only a forward and "
+                             "a backward of something else can"));
+    }
+  }
+}
+
 }  // namespace
 
 void validate(const Schedule& schedule) {
@@ -185,6 +232,7 @@ void validate(const Schedule& schedule) {
   Census census(schedule);
   census.count(problems);
   census.report_missing(problems);
+  check_overlaps(schedule, problems);
   if (!problems.empty()) throw std::invalid_argument(problems.report(schedule));
 
   const auto num_run = run_in_order(schedule, [](int64_t, const Action&, const Dependencies&) {});

@@ -8,6 +8,9 @@
 //     #megacore v1 name=1f1b num_ranks=2 num_stages=2 num_microbatches=3
 //     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
 //     rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+//
+// A forward and the backward after it can be marked to run at the same time, so that one computes
+// while the other communicates; in text such a pair is one cell, (0F4;7B2)OVERLAP_F_B.
 
 #pragma once
 
@@ -29,6 +32,8 @@ struct Schedule {
   bool forward_only = false;     // true: evaluation, no backward action at all
   std::vector<Action> actions;   // compute actions of all ranks, rank after rank
   std::vector<int64_t> offsets;  // [num_ranks + 1]: rank r owns actions [offsets[r], offsets[r+1])
+  // Indices of the forwards that run together with the backward right after them, ascending.
+  std::vector<int64_t> overlaps = {};
 
   int num_ranks() const { return placement.num_ranks(); }
   int num_stages() const { return placement.num_stages(); }
@@ -40,11 +45,13 @@ struct Schedule {
 
   friend bool operator==(const Schedule& a, const Schedule& b) {
     return a.placement == b.placement && a.num_microbatches == b.num_microbatches &&
-           a.forward_only == b.forward_only && a.actions == b.actions && a.offsets == b.offsets;
+           a.forward_only == b.forward_only && a.actions == b.actions && a.offsets == b.offsets &&
+           a.overlaps == b.overlaps;
   }
 };
 
 // The same schedule without its backward actions, for evaluation. It is valid when `schedule` is.
+// No pair overlaps any more.
 Schedule forward_only(const Schedule& schedule);
 
 // Megatron's order list of one rank: +(chunk+1) for a forward, -(chunk+1) for a backward (fused, or

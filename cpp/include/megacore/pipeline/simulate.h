@@ -19,6 +19,8 @@ struct Costs {
   std::vector<double> backward_input = {1.0};
   std::vector<double> backward_weight = {1.0};
   double send = 0.0;  // latency of a message between two ranks; it occupies neither of them
+  // Share of the shorter action of a pair that overlaps which the longer one hides, in [0, 1].
+  double overlap = 0.0;
 };
 
 struct TimedSpan {
@@ -36,7 +38,9 @@ struct Timeline {
   std::vector<TimedSpan> spans;  // one per entry of schedule.actions
 };
 
-// Every rank runs its actions in order, each as early as its inputs allow. O(actions).
+// Every rank runs its actions in order, each as early as its inputs allow. A pair that overlaps
+// starts when it has the inputs of both and gives the outputs of both at its end; its spans share
+// its time. O(actions).
 // Throws std::invalid_argument for negative or missing costs, and for a schedule that deadlocks.
 // REQUIRES: stages and microbatches of all actions are in range (see validate()).
 Timeline simulate(const Schedule& schedule, const Costs& costs);
