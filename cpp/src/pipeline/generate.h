@@ -13,13 +13,17 @@ namespace megacore::pipeline {
 // A generator is asked for at most this many actions (2^28 x 12 bytes = 3 GiB).
 inline constexpr int64_t kMaxActions = int64_t{1} << 28;
 
-inline void require_sizes(int num_ranks, int num_chunks, int num_microbatches) {
+// A microbatch takes `actions_per_stage` actions of each stage: 2 with a fused backward, else 3.
+inline void require_sizes(int num_ranks,
+                          int num_chunks,
+                          int num_microbatches,
+                          int actions_per_stage = 2) {
   MC_REQUIRE(num_ranks >= 1, "num_ranks is ", num_ranks, "; it must be at least 1");
   MC_REQUIRE(num_chunks >= 1, "num_chunks is ", num_chunks, "; it must be at least 1");
   MC_REQUIRE(
       num_microbatches >= 1, "num_microbatches is ", num_microbatches, "; it must be at least 1");
   const int64_t num_stages = static_cast<int64_t>(num_ranks) * num_chunks;
-  MC_REQUIRE(num_stages <= kMaxActions / 2 / num_microbatches,
+  MC_REQUIRE(num_stages <= kMaxActions / actions_per_stage / num_microbatches,
              num_ranks,
              " ranks x ",
              num_chunks,
@@ -28,16 +32,16 @@ inline void require_sizes(int num_ranks, int num_chunks, int num_microbatches) {
              " microbatches need more than ",
              kMaxActions,
              " actions; use fewer microbatches (at most ",
-             kMaxActions / 2 / num_stages,
+             kMaxActions / actions_per_stage / num_stages,
              ")");
 }
 
-// A schedule whose rank r runs append_rank(r, actions). Reserves for one F and one B per stage and
-// microbatch.
+// A schedule whose rank r runs append_rank(r, actions).
 template <typename AppendRank>
 Schedule make_schedule(std::string name,
                        Placement placement,
                        int num_microbatches,
+                       int actions_per_stage,
                        const AppendRank& append_rank) {
   Schedule schedule{.name = std::move(name),
                     .placement = std::move(placement),
@@ -45,7 +49,8 @@ Schedule make_schedule(std::string name,
                     .forward_only = false,
                     .actions = {},
                     .offsets = {0}};
-  schedule.actions.reserve(2 * static_cast<size_t>(schedule.num_stages()) *
+  schedule.actions.reserve(static_cast<size_t>(actions_per_stage) *
+                           static_cast<size_t>(schedule.num_stages()) *
                            static_cast<size_t>(num_microbatches));
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     append_rank(rank, schedule.actions);

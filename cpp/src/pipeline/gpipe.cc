@@ -8,6 +8,7 @@ Schedule gpipe(const PipelineShape& shape) {
       "gpipe",
       Placement::loop({.num_ranks = shape.num_ranks, .num_chunks = 1}),
       shape.num_microbatches,
+      2,
       [&](int rank, std::vector<Action>& actions) {
         for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
           for (int microbatch = 0; microbatch < shape.num_microbatches; ++microbatch) {

@@ -1,110 +1,39 @@
+// Loop placement, several chunks per rank: interleaved 1F1B and its relatives with a split
+// backward.
+
 #include <algorithm>
 
-#include "dependencies.h"
 #include "generate.h"
-#include "megacore/pipeline/schedule_table.h"
+#include "interleaved_order.h"
 
 namespace megacore::pipeline {
 namespace {
 
-using base::concat;
-
-Schedule build(const InterleavedShape& shape) {
-  const auto [p, v, m, group_size] = shape;
-  const std::vector<TableEntry> table =
-      schedule_table({.num_microbatches = m, .num_chunks = v, .group_size = group_size.value()});
-  const auto append_rank = [&](int rank, std::vector<Action>& actions) {
-    const auto forward = [&](const TableEntry& entry) {
-      actions.push_back(
-          {entry.chunk * shape.num_ranks + rank, ActionKind::kForward, entry.microbatch});
-    };
-    const auto backward = [&](const TableEntry& entry) {
-      const int chunk = shape.num_chunks - 1 - entry.chunk;
-      actions.push_back({chunk * shape.num_ranks + rank, ActionKind::kBackward, entry.microbatch});
-    };
-    const auto warmup = static_cast<size_t>(interleaved_warmup(shape, rank));
-    for (size_t k = 0; k < warmup; ++k) forward(table[k]);
-    for (size_t k = warmup; k < table.size(); ++k) {
-      forward(table[k]);
-      backward(table[k - warmup]);
-    }
-    for (size_t k = table.size() - warmup; k < table.size(); ++k) backward(table[k]);
-  };
-  return make_schedule(
-      "interleaved_1f1b", Placement::loop({.num_ranks = p, .num_chunks = v}), m, append_rank);
+InterleavedOrder fused_order(const InterleavedShape& shape, int group_size) {
+  return {.name = "interleaved_1f1b",
+          .num_ranks = shape.num_ranks,
+          .num_chunks = shape.num_chunks,
+          .num_microbatches = shape.num_microbatches,
+          .group_size = group_size,
+          .warmup_multiplier = shape.warmup_multiplier,
+          .backward = BackwardStyle::kFused};
 }
 
-// Sizes for which the order is known to run: no group is smaller than p, or there is one group
-// only.
-bool surely_runs(const InterleavedShape& shape) {
-  const int group_size = shape.group_size.value();
-  if (shape.num_chunks == 1 || group_size >= shape.num_microbatches) return true;
-  const int last = shape.num_microbatches % group_size;
-  return group_size >= shape.num_ranks && (last == 0 || last >= shape.num_ranks);
-}
-
-bool runs(const InterleavedShape& shape) {
-  if (surely_runs(shape)) return true;
-  const Schedule schedule = build(shape);
-  return is_complete(schedule,
-                     run_in_order(schedule, [](int64_t, const Action&, const Dependencies&) {}));
-}
-
-// The legal values nearest to `value` on either side, at most `limit`: "4 or 6".
-// REQUIRES: runs_with(x) for some x < value or some x in (value, limit].
-template <typename RunsWith>
-std::string nearest(int value, int limit, const RunsWith& runs_with) {
-  int below = value - 1;
-  while (below >= 1 && !runs_with(below)) --below;
-  int above = value + 1;
-  while (above <= limit && !runs_with(above)) ++above;
-  if (above > limit) return concat(below);
-  return below >= 1 ? concat(below, " or ", above) : concat(above);
-}
-
-[[noreturn]] void refuse(const InterleavedShape& shape) {
-  const auto [p, v, m, group_size] = shape;
-  const int group = group_size.value();
-  // One group of all microbatches always runs; so do as many microbatches as one group holds.
-  const std::string groups = nearest(group, m, [&](int candidate) {
-    return runs({.num_ranks = p, .num_chunks = v, .num_microbatches = m, .group_size = candidate});
-  });
-  const std::string microbatches = nearest(m, m - m % group + group, [&](int candidate) {
-    return runs(
-        {.num_ranks = p, .num_chunks = v, .num_microbatches = candidate, .group_size = group});
-  });
-  const int last = m % group;
-  const std::string reason = group < p
-                                 ? concat("a group has fewer microbatches than there are ranks")
-                                 : concat("the last group has ",
-                                          last,
-                                          last == 1 ? " microbatch" : " microbatches",
-                                          ", fewer than there are ranks");
-  throw std::invalid_argument(concat("interleaved_1f1b with num_ranks ",
-                                     p,
-                                     ", num_chunks ",
-                                     v,
-                                     ", num_microbatches ",
-                                     m,
-                                     " and group_size ",
-                                     group,
-                                     " deadlocks: ",
-                                     reason,
-                                     ". Nearest legal group_size: ",
-                                     groups,
-                                     "; or, with this group_size, nearest legal num_microbatches: ",
-                                     microbatches));
+// The checks all have in common; the group size is 1 where none is given.
+void require_order(const InterleavedOrder& order) {
+  require_sizes(
+      order.num_ranks, order.num_chunks, order.num_microbatches, actions_per_stage(order.backward));
+  MC_REQUIRE(order.group_size >= 1, "group_size is ", order.group_size, "; it must be at least 1");
+  MC_REQUIRE(order.warmup_multiplier == 1 || order.warmup_multiplier == 2,
+             "warmup_multiplier is ",
+             order.warmup_multiplier,
+             "; it must be 1 or 2");
 }
 
 }  // namespace
 
 int interleaved_warmup(const InterleavedShape& shape, int rank) {
-  const int64_t ranks_after = shape.num_ranks - rank - 1;
-  const int64_t all = static_cast<int64_t>(shape.num_chunks) * shape.num_microbatches;
-  if (shape.num_chunks == 1) return static_cast<int>(std::min(ranks_after, all));
-  const int64_t other_chunks =
-      static_cast<int64_t>(shape.num_chunks - 1) * shape.group_size.value();
-  return static_cast<int>(std::min(2 * ranks_after + other_chunks, all));
+  return warmup_of(fused_order(shape, shape.group_size.value()), rank);
 }
 
 int best_group_size(const InterleavedShape& shape) {
@@ -120,13 +49,52 @@ int best_group_size(const InterleavedShape& shape) {
 }
 
 Schedule interleaved_one_f_one_b(const InterleavedShape& shape) {
-  require_sizes(shape.num_ranks, shape.num_chunks, shape.num_microbatches);
-  InterleavedShape chosen = shape;
-  if (!chosen.group_size) chosen.group_size = best_group_size(shape);
-  MC_REQUIRE(
-      *chosen.group_size >= 1, "group_size is ", *chosen.group_size, "; it must be at least 1");
-  if (!runs(chosen)) refuse(chosen);
-  return build(chosen);
+  InterleavedOrder order = fused_order(shape, shape.group_size.value_or(1));
+  require_order(order);
+  if (!shape.group_size) order.group_size = best_group_size(shape);
+  return build_or_refuse(order);
+}
+
+Schedule group_interleaved(const GroupedShape& shape) {
+  const int half = (shape.num_ranks + 1) / 2;
+  InterleavedOrder order{.name = "group_interleaved",
+                         .num_ranks = shape.num_ranks,
+                         .num_chunks = shape.num_chunks,
+                         .num_microbatches = shape.num_microbatches,
+                         .group_size = shape.group_size.value_or(half),
+                         .warmup_multiplier = 1,
+                         .smallest_group = half,
+                         .backward = BackwardStyle::kSplit};
+  require_sizes(order.num_ranks, order.num_chunks, order.num_microbatches, 3);
+  if (shape.group_size) {
+    MC_REQUIRE(*shape.group_size >= half,
+               "group_size is ",
+               *shape.group_size,
+               "; group_interleaved needs at least half of the ",
+               shape.num_ranks,
+               " ranks: ",
+               half);
+    return build_or_refuse(order);
+  }
+  while (!runs(order)) ++order.group_size;
+  return build(order);
+}
+
+Schedule interleaved_zero_bubble(const GroupedShape& shape) {
+  InterleavedOrder order{.name = "interleaved_zb",
+                         .num_ranks = shape.num_ranks,
+                         .num_chunks = shape.num_chunks,
+                         .num_microbatches = shape.num_microbatches,
+                         .group_size = shape.group_size.value_or(1),
+                         .warmup_multiplier = 1,
+                         .backward = BackwardStyle::kLateWeight};
+  require_order(order);
+  if (!shape.group_size) {
+    order.group_size = best_group_size({.num_ranks = shape.num_ranks,
+                                        .num_chunks = shape.num_chunks,
+                                        .num_microbatches = shape.num_microbatches});
+  }
+  return build_or_refuse(order);
 }
 
 }  // namespace megacore::pipeline

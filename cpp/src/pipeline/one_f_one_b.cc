@@ -9,6 +9,7 @@ Schedule one_f_one_b(const PipelineShape& shape) {
   return make_schedule("1f1b",
                        Placement::loop({.num_ranks = shape.num_ranks, .num_chunks = 1}),
                        shape.num_microbatches,
+                       2,
                        [&](int rank, std::vector<Action>& actions) {
                          const int warmup =
                              std::min(shape.num_ranks - rank - 1, shape.num_microbatches);
