@@ -1,0 +1,71 @@
+"""Training on a GPU: the losses of the CPU, bf16, one rank under the launcher with NCCL."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import Config, resolve
+from megacore.train.trainer import build_trainer
+from tests.support.jobs import start_command
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 20
+ROOT = Path(__file__).parents[2]
+
+
+def train(device: str, **changes: dict[str, Any]) -> list[float]:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "seq_length": 32,
+            "dropout": 0.1,
+        },
+        "train": {"steps": STEPS, "microbatch_size": 4, "global_batch_size": 16},
+        "optimizer": {"lr": 2e-3, "warmup_steps": 5},
+    }
+    for name, values in changes.items():
+        sections[name] = {**sections.get(name, {}), **values}
+    config = resolve(Config(**sections), 1, vocab_size=256, cuda=device == "cuda")
+    trainer = build_trainer(config, world_size=1, device=torch.device(device))
+    losses = [trainer.train_step(step).loss for step in range(STEPS)]
+    return [*losses, trainer.evaluate()]
+
+
+def test_losses_in_fp32_are_those_of_the_cpu() -> None:
+    assert train("cuda") == pytest.approx(train("cpu"), rel=1e-4)
+
+
+def test_bf16_learns_like_fp32() -> None:
+    losses = train("cuda", train={"dtype": "bfloat16"})
+    assert losses == pytest.approx(train("cuda"), rel=0.02)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_two_chunks_on_one_gpu_change_no_bit() -> None:
+    chunks = {"schedule": "interleaved_1f1b", "num_chunks": 2}
+    assert train("cuda", pipeline=chunks) == train("cuda")
+
+
+def test_the_command_trains_under_nccl(tmp_path: Path) -> None:
+    arguments = [
+        *(sys.executable, "-m", "megacore", "train", str(ROOT / "examples" / "demo.toml")),
+        *("--nproc", "1", "--parallel.tp=1", "--parallel.pp=1", "--train.steps=20"),
+        f"--run.dir={tmp_path / 'run'}",
+    ]
+    ended = start_command(arguments, tmp_path).finish(timeout_s=240)
+    assert ended.code == 0, ended.err
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 1.0
+    assert (tmp_path / "run" / "report.html").is_file()
