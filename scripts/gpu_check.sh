@@ -3,6 +3,7 @@
 # benchmarks, and writes OUT/gpu_check.json and OUT/gpu_check.txt.
 #
 #   scripts/gpu_check.sh [OUT]        OUT defaults to benchmarks/results/gpu
+#   COMMIT=... names the commit where the sources lie outside a git checkout
 #
 # Needs in the running Python: torch with CUDA, scikit-build-core, pybind11, numpy, pydantic, rich, safetensors, tomli-w,
 # pytest, hypothesis. Missing ones are taken from WHEELS (a folder of wheels) when it is set.
@@ -42,7 +43,7 @@ if [ "$build" = 0 ]; then
 fi
 
 "$python" - "$out/gpu_check.json" "$build" "$tests" "$bench" <<'PY'
-import datetime, json, pathlib, subprocess, sys
+import datetime, json, os, pathlib, subprocess, sys
 import torch
 
 path, *codes = sys.argv[1:]
@@ -50,7 +51,7 @@ commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=
 gpu = torch.cuda.is_available()
 record = {
     "date": datetime.date.today().isoformat(),
-    "commit": commit or "unknown",
+    "commit": os.environ.get("COMMIT") or commit or "unknown",
     "device": torch.cuda.get_device_name() if gpu else "none",
     "torch": torch.__version__,
     "cuda": torch.version.cuda,
