@@ -236,12 +236,12 @@ def norm_over_tp(rank: int) -> tuple[float, Tensor, Tensor]:
     ]
     params = list(zip(infos, (split, copied, partial), strict=True))
     optimizer = make_optimizer(params, groups)
-    buffer = optimizer.buffers[0]
+    buffer, partials = optimizer.buffers
     buffer.main_grad(0).copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]][rank]))
     buffer.main_grad(1).copy_(torch.tensor([5.0, 6.0]))
-    buffer.main_grad(2).copy_(torch.tensor([[1.0, 0.0], [2.0, 4.0]][rank]))
+    partials.main_grad(0).copy_(torch.tensor([[1.0, 0.0], [2.0, 4.0]][rank]))
     norm = optimizer.step(lr=LR).grad_norm
-    return norm, buffer.main_grad(2).clone(), partial.detach()
+    return norm, partials.main_grad(0).clone(), partial.detach()
 
 
 def test_norm_counts_tensor_parallel_replicas_once() -> None:

@@ -11,6 +11,11 @@ from torch.utils.hooks import RemovableHandle
 
 from megacore.buffers.bucket_plan import ShardPiece, plan_buckets
 from megacore.config import OptimizerConfig
+from megacore.parallel.async_collectives import (
+    PendingCollective,
+    all_gather_async,
+    reduce_scatter_async,
+)
 from megacore.parallel.collectives import all_gather, reduce_scatter
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import Group, ProcessGroups
@@ -46,11 +51,14 @@ class ParamGradBuffer:
             all dense or all expert.
         dp_group: The ranks that hold the same parameters and average their gradients.
         bucket_numel: Elements that close a bucket; see :func:`megacore.buffers.plan_buckets`.
+        pad_for_ring: Pad buckets to multiples of 2^16 elements.
         grad_dtype: Dtype of the accumulated gradients: float32, or the parameters' dtype.
         distributed: Each rank optimizes its own slices only (ZeRO-1). Otherwise every rank gets all
             reduced gradients and optimizes everything; the reduced values have the same bits.
         grad_scale: Every reduced gradient is multiplied by this. Experts need it: their gradients
             already are sums over the tokens of all expert-parallel ranks.
+        positions: Place of each parameter in the whole model's registration order, for the order of
+            buckets of several buffers; increasing. Default: from 0.
 
     Attributes:
         plan: Layout of both buffers and the shards of ``dp_group``.
@@ -78,19 +86,26 @@ class ParamGradBuffer:
         *,
         dp_group: Group,
         bucket_numel: int | None = None,
+        pad_for_ring: bool = False,
         grad_dtype: torch.dtype = torch.float32,
         distributed: bool = True,
         grad_scale: float = 1.0,
+        positions: Sequence[int] | None = None,
     ) -> None:
         _check_params(params, grad_dtype)
         self.params = tuple(params)
+        self.positions = tuple(range(len(params)) if positions is None else positions)
         self.dp_group = dp_group
         self.distributed = distributed
         self.grad_scale = grad_scale
         numels = [param.numel() for _, param in self.params]
         shared = [info.shared is not None for info, _ in self.params]
         self.plan = plan_buckets(
-            numels, dp_size=dp_group.size, bucket_numel=bucket_numel, shared=shared
+            numels,
+            dp_size=dp_group.size,
+            bucket_numel=bucket_numel,
+            shared=shared,
+            pad_for_ring=pad_for_ring,
         )
         self.shard_plan, self.shard_rank = self.plan, dp_group.position
         if not distributed:
@@ -106,6 +121,7 @@ class ParamGradBuffer:
         self.param_data = torch.zeros(self.plan.numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros(self.plan.numel, dtype=grad_dtype, device=first.device)
         self._has_grad = [False] * len(self.params)
+        self._on_grad: list[Callable[[int], None]] = []
         self._hooks = [self._adopt(index) for index in range(len(self.params))]
         self._buckets = self._bucket_views()
 
@@ -126,6 +142,13 @@ class ParamGradBuffer:
             if not has_grad
         ]
 
+    def on_grad(self, callback: Callable[[int], None]) -> None:
+        """Call ``callback(index)`` whenever parameter ``index`` has got a gradient from autograd.
+
+        The callback runs inside the backward pass, after the gradient was added to ``main_grad``.
+        """
+        self._on_grad.append(callback)
+
     @torch.no_grad()
     def reduce_scatter_grads(self) -> None:
         """Average the gradients over ``dp_group``, bucket by bucket, in place.
@@ -136,13 +159,29 @@ class ParamGradBuffer:
         Sync:
             Collective over ``dp_group``. Waits for the device on gloo only.
         """
-        for bucket in self._buckets:
-            if self.dp_group.size > 1:
+        for index, bucket in enumerate(self._buckets):
+            if bucket.grad.numel() > 0 and self.dp_group.size > 1:
                 reduce_scatter(bucket.own_grad, bucket.grad, self.dp_group, op="avg")
-            if self.grad_scale != 1.0:
-                bucket.own_grad.mul_(self.grad_scale)
-            if self.dp_group.size > 1 and not self.distributed:
-                all_gather(bucket.grad, bucket.own_grad, self.dp_group)
+            self.finish_reduce(index)
+
+    def start_reduce(self, bucket: int) -> PendingCollective:
+        """Start the reduce-scatter of one bucket; wait for it, then call :meth:`finish_reduce`.
+
+        Together, over all buckets, this does what :meth:`reduce_scatter_grads` does, to the bit.
+        """
+        views = self._buckets[bucket]
+        if views.grad.numel() == 0 or self.dp_group.size == 1:
+            return PendingCollective()
+        return reduce_scatter_async(views.own_grad, views.grad, self.dp_group, op="avg")
+
+    @torch.no_grad()
+    def finish_reduce(self, bucket: int) -> None:
+        """Scale a reduced bucket; without ``distributed`` give all ranks all of it. Collective."""
+        views = self._buckets[bucket]
+        if self.grad_scale != 1.0:
+            views.own_grad.mul_(self.grad_scale)
+        if not self.distributed and self.dp_group.size > 1 and views.grad.numel() > 0:
+            all_gather(views.grad, views.own_grad, self.dp_group)
 
     @torch.no_grad()
     def all_gather_params(self) -> None:
@@ -154,7 +193,15 @@ class ParamGradBuffer:
         if not self.distributed or self.dp_group.size == 1:
             return
         for bucket in self._buckets:
-            all_gather(bucket.param, bucket.own_param, self.dp_group)
+            if bucket.param.numel() > 0:
+                all_gather(bucket.param, bucket.own_param, self.dp_group)
+
+    def start_gather(self, bucket: int) -> PendingCollective:
+        """Start to collect one bucket of updated parameters."""
+        views = self._buckets[bucket]
+        if not self.distributed or self.dp_group.size == 1 or views.param.numel() == 0:
+            return PendingCollective()
+        return all_gather_async(views.param, views.own_param, self.dp_group)
 
     def owned_pieces(self) -> list[ShardPiece]:
         """Pieces that this rank optimizes, in buffer order, positions by ``shard_plan``."""
@@ -176,7 +223,7 @@ class ParamGradBuffer:
         home.copy_(param.data)
         param.data = home
         param.grad = None
-        hook = _accumulate_into(self.main_grad(index), self._has_grad, index)
+        hook = _accumulate_into(self.main_grad(index), self._has_grad, index, self._on_grad)
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return handle
 
@@ -188,52 +235,59 @@ class ParamGradBuffer:
         views = []
         for index, bucket in enumerate(self.plan.buckets):
             start, end = self.plan.shard_range(index, dp_rank=self.dp_group.position)
-            if bucket.numel > 0:
-                views.append(
-                    _BucketViews(
-                        param=self.param_data[bucket.start : bucket.end],
-                        own_param=self.param_data[start:end],
-                        grad=self.grad_data[bucket.start : bucket.end],
-                        own_grad=self.grad_data[start:end],
-                    )
+            views.append(
+                _BucketViews(
+                    param=self.param_data[bucket.start : bucket.end],
+                    own_param=self.param_data[start:end],
+                    grad=self.grad_data[bucket.start : bucket.end],
+                    own_grad=self.grad_data[start:end],
                 )
+            )
         return views
 
 
 def make_buffers(
     params: NamedParams, *, groups: ProcessGroups, optimizer: OptimizerConfig
 ) -> list[ParamGradBuffer]:
-    """Sort parameters into buffers: one per parameter dtype and dense/expert.
+    """Sort parameters into buffers, one per dtype and kind (see :func:`buffer_kind`).
 
     Dense parameters are averaged over ``groups.dp_cp``, expert parameters over
     ``groups.expert_dp``. An expert's gradient is a sum over the tokens of every rank that sent it
-    some, so its mean is scaled down to that of a dense parameter.
+    some, so its mean is scaled down to that of a dense parameter. Sequence-parallel copies need a
+    sum over tp before that; in a buffer of their own they hold up no other parameter.
 
     Args:
         params: Description and parameter of every parameter of this rank, in forward order.
         groups: Process groups of this rank.
-        optimizer: For ``bucket_numel`` and ``distributed``.
+        optimizer: For ``bucket_numel``, ``pad_buckets`` and ``distributed``.
 
     Raises:
         ValueError: If a parameter cannot be optimized; see :class:`ParamGradBuffer`.
     """
-    by_key: dict[tuple[torch.dtype, bool], list[tuple[ParamInfo, nn.Parameter]]] = {}
-    for info, param in params:
-        by_key.setdefault((param.dtype, info.expert), []).append((info, param))
+    by_key: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+    for position, (info, param) in enumerate(params):
+        by_key.setdefault((param.dtype, *buffer_kind(info)), []).append(position)
     return [
         ParamGradBuffer(
-            members,
+            [params[position] for position in positions],
             dp_group=groups.expert_dp if expert else groups.dp_cp,
             bucket_numel=optimizer.bucket_numel,
+            pad_for_ring=optimizer.pad_buckets,
             distributed=optimizer.distributed,
             grad_scale=groups.expert_dp.size / groups.dp_cp.size if expert else 1.0,
+            positions=positions,
         )
-        for (_, expert), members in by_key.items()
+        for (_, expert, _), positions in by_key.items()
     ]
 
 
+def buffer_kind(info: ParamInfo) -> tuple[bool, bool]:
+    """Return ``(expert, sequence parallel)``: parameters of one dtype and kind share a buffer."""
+    return info.expert, info.sequence_parallel
+
+
 def _accumulate_into(
-    main_grad: Tensor, has_grad: list[bool], index: int
+    main_grad: Tensor, has_grad: list[bool], index: int, callbacks: list[Callable[[int], None]]
 ) -> Callable[[Tensor], None]:
     # The hook holds no reference to the parameter or the buffer, so it makes no reference cycle.
     def accumulate(param: Tensor) -> None:
@@ -241,6 +295,8 @@ def _accumulate_into(
             main_grad.add_(param.grad)
             param.grad = None
             has_grad[index] = True
+            for callback in callbacks:
+                callback(index)
 
     return accumulate
 

@@ -224,6 +224,19 @@ class OptimizerConfig(Section):
         ge=1,
         description="Elements per gradient bucket. Default: chosen from the data parallel size.",
     )
+    pad_buckets: bool = Field(
+        default=False,
+        description="Pad buckets to multiples of 2^16 elements, which rings of many ranks may "
+        "carry faster.",
+    )
+    overlap_grad_reduce: bool = Field(
+        default=False,
+        description="Average the gradients of a bucket while the backward pass still runs.",
+    )
+    overlap_param_gather: bool = Field(
+        default=False,
+        description="Collect updated parameters while the next forward pass runs.",
+    )
 
     @model_validator(mode="after")
     def _check_min_lr(self) -> Self:

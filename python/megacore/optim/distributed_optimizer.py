@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megacore.buffers import ParamGradBuffer
+from megacore.buffers import GradReducer, ParamGatherer, ParamGradBuffer
 from megacore.config import OptimizerConfig
 from megacore.ops.optim import AdamWSettings
 from megacore.optim.grad_norm import clip_coefficient, grad_ranges, norm_parts
-from megacore.optim.grad_sums import sum_sequence_parallel_grads, sum_shared_grads
+from megacore.optim.grad_sums import needs_sum, sum_sequence_parallel_grads, sum_shared_grads
 from megacore.optim.shard import OptimizerShard, ParamPiece
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
@@ -46,14 +46,17 @@ class DistributedOptimizer:
         buffers: The buffers of all parameters of this rank, see
             :func:`megacore.buffers.make_buffers`.
         groups: Process groups of this rank.
-        config: AdamW's numbers and ``clip_grad``. (Its ``distributed`` acts in ``make_buffers``.)
+        config: AdamW's numbers, ``clip_grad`` and the two overlaps. (``distributed`` acts in
+            ``make_buffers``.)
+        modules: The model of this rank; needed with ``overlap_param_gather`` only.
 
     Attributes:
         step_count: Updates taken so far; skipped steps do not count.
         num_skipped: Steps skipped so far because of a non-finite gradient.
 
     Raises:
-        ValueError: If there is no buffer.
+        ValueError: If there is no buffer, or ``overlap_param_gather`` lacks the module of a
+            parameter.
 
     Example:
         >>> from megacore.buffers import make_buffers
@@ -74,6 +77,7 @@ class DistributedOptimizer:
         *,
         groups: ProcessGroups,
         config: OptimizerConfig,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         if not buffers:
             raise ValueError("the optimizer needs at least one buffer of parameters")
@@ -85,11 +89,44 @@ class DistributedOptimizer:
         self._device = self.buffers[0].grad_data.device
         self._shards = [OptimizerShard(buffer) for buffer in self.buffers]
         self._grad_ranges = grad_ranges(self.buffers, groups)
+        self._reducer: GradReducer | None = None
+        if config.overlap_grad_reduce:
+            self._reducer = GradReducer(self.buffers, waits=lambda info: needs_sum(info, groups))
+        self._gatherer: ParamGatherer | None = None
+        if config.overlap_param_gather:
+            self._gatherer = ParamGatherer(self.buffers, modules)
 
     def zero_grads(self) -> None:
         """Set all gradients to zero; call it before the first backward pass of a step."""
+        if self._reducer is not None:
+            self._reducer.start()
         for buffer in self.buffers:
             buffer.zero_grads()
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Announce a backward pass; needed with ``overlap_grad_reduce`` only.
+
+        Args:
+            is_last: It is the last one of its model chunk in this step: gradients that it completes
+                are final, and their buckets may be reduced from then on.
+        """
+        if is_last:
+            self.finish_param_gather()  # so that all ranks gather before they reduce
+        if self._reducer is not None:
+            self._reducer.before_backward(is_last=is_last)
+
+    def finish_param_gather(self) -> None:
+        """Make the weights of all parameters current on every rank. Collective.
+
+        Needed before weights are read other than by calling the modules that own them. Nothing to
+        do without ``overlap_param_gather``.
+        """
+        if self._gatherer is not None:
+            self._gatherer.finish()
+
+    def missing_grads(self) -> list[str]:
+        """Names of parameters that got no gradient since :meth:`zero_grads`; theirs counts as 0."""
+        return [name for buffer in self.buffers for name in buffer.missing_grads()]
 
     def step(self, *, lr: float, extra: Tensor | None = None) -> StepResult:
         """Reduce the gradients and update the parameters. Collective over the world.
@@ -107,17 +144,24 @@ class DistributedOptimizer:
         """
         sum_shared_grads(self.buffers, self._groups)
         sum_sequence_parallel_grads(self.buffers, self._groups)
-        for buffer in self.buffers:
-            buffer.reduce_scatter_grads()
+        if self._reducer is not None:
+            self._reducer.finish()
+        else:
+            for buffer in self.buffers:
+                buffer.reduce_scatter_grads()
         squared_norm, num_nonfinite, extra_sum = self._reduce_over_world(extra)
         if num_nonfinite > 0:
             self.num_skipped += 1
             return StepResult(grad_norm=math.nan, skipped=True, extra=extra_sum)
         grad_norm = math.sqrt(squared_norm)
         self.step_count += 1
+        self.finish_param_gather()
         self._update(lr=lr, grad_norm=grad_norm)
-        for buffer in self.buffers:
-            buffer.all_gather_params()
+        if self._gatherer is not None:
+            self._gatherer.start()
+        else:
+            for buffer in self.buffers:
+                buffer.all_gather_params()
         return StepResult(grad_norm=grad_norm, skipped=False, extra=extra_sum)
 
     def pieces(self) -> list[ParamPiece]:
@@ -140,6 +184,7 @@ class DistributedOptimizer:
         if step_count < 0:
             raise ValueError(f"step_count is {step_count}; it cannot be negative")
         self.step_count = step_count
+        self.finish_param_gather()
         for shard in self._shards:
             shard.copy_main_to_params()
             shard.buffer.all_gather_params()

@@ -13,6 +13,11 @@ from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 
 
+def needs_sum(info: ParamInfo, groups: ProcessGroups) -> bool:
+    """Tell whether a parameter's gradient takes part in one of the sums below."""
+    return info.shared is not None or (info.sequence_parallel and groups.tp.size > 1)
+
+
 @torch.no_grad()
 def sum_shared_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> None:
     """Give all holders of a tied parameter the sum of their gradients.

@@ -24,11 +24,19 @@ from megacore.pipeline.activation import ActivationSpec, receives_for, uses_nccl
 from megacore.pipeline.recorder import ActionRecorder
 from megacore.pipeline.schedule import Schedule
 
-__all__ = ["ActivationSpec", "ForwardStep", "PipelineExecutor", "forward_backward"]
+__all__ = [
+    "ActivationSpec",
+    "BeforeBackward",
+    "ForwardStep",
+    "PipelineExecutor",
+    "forward_backward",
+]
 
 # (model chunk, input or None on the first stage, microbatch) -> activation, or scalar loss on the
 # last stage.
 ForwardStep = Callable[[nn.Module, Tensor | None, int], Tensor]
+# (stage, microbatch), called before the action that adds to the gradients of parameters.
+BeforeBackward = Callable[[int, int], None]
 
 _KIND_WORDS = {
     ActionKind.FORWARD: "forward",
@@ -94,7 +102,13 @@ class PipelineExecutor:
         self._activation = activation
         self._recorder = recorder
 
-    def run(self, forward_step: ForwardStep, *, forward_only: bool = False) -> list[Tensor]:
+    def run(
+        self,
+        forward_step: ForwardStep,
+        *,
+        forward_only: bool = False,
+        before_backward: BeforeBackward | None = None,
+    ) -> list[Tensor]:
         """Run one step over all microbatches.
 
         Gradients are accumulated into the parameters' ``grad`` in the order in which the schedule
@@ -106,6 +120,8 @@ class PipelineExecutor:
                 output, or on the last stage the scalar float32 loss of the microbatch, scaled as it
                 should go into the backward pass.
             forward_only: Run the forward passes only, without autograd.
+            before_backward: Called as ``before_backward(stage, microbatch)`` before every backward
+                pass.
 
         Returns:
             On the rank of the last stage, the losses in microbatch order, detached, on their
@@ -134,6 +150,7 @@ class PipelineExecutor:
             group=self._group,
             activation=self._activation,
             recorder=self._recorder,
+            before_backward=before_backward,
         )
         return step.run()
 
@@ -217,6 +234,7 @@ class _Step:
         group: Group,
         activation: ActivationSpec,
         recorder: ActionRecorder | None,
+        before_backward: BeforeBackward | None,
     ) -> None:
         self._track = track
         self._chunks = chunks
@@ -224,6 +242,7 @@ class _Step:
         self._group = group
         self._activation = activation
         self._recorder = recorder
+        self._before_backward = before_backward
         self._last_stage = track.program.num_stages - 1
         self._trains = not track.program.is_forward_only
         # By stage and microbatch.
@@ -279,6 +298,8 @@ class _Step:
         hidden, output = self._saved.pop(key)
         is_last = action.stage == self._last_stage
         output_grad = None if is_last else self._take(self._output_grads, key)
+        if self._before_backward is not None:
+            self._before_backward(action.stage, action.microbatch)
         with self._recorded(action):
             # A stage without trainable parameters and without an input has nothing to do.
             if output.requires_grad:

@@ -187,6 +187,7 @@ class _Run:
 
     def _save(self, step: int) -> None:
         config, optimizer = self._config, self._trainer.optimizer
+        optimizer.finish_param_gather()
         save_checkpoint(
             filled(config.checkpoint.dir),
             optimizer.pieces(),

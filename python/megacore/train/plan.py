@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megacore.buffers import plan_buckets
+from megacore.buffers import BufferPlan, buffer_kind, plan_buckets
 from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
@@ -148,6 +148,7 @@ def _param_infos(config: Config, stages: list[range], mine: range) -> list[Param
             has_embedding=stage == 0,
             has_head=stage == len(stages) - 1,
             groups=ProcessGroups.single(),
+            sequence_parallel=config.parallel.sequence_parallel,
             device="meta",
         )
         new = [info for info, _ in chunk.param_infos()]
@@ -172,17 +173,30 @@ class _BufferSizes:
 
 def _buffer_sizes(config: Config, infos: list[ParamInfo], *, dp_size: int) -> _BufferSizes:
     is_float32 = config.train.dtype == "float32"
-    plan = plan_buckets(
-        _local_numels(config, infos),
-        dp_size=dp_size,
-        bucket_numel=config.optimizer.bucket_numel,
-        shared=[info.shared is not None for info in infos],
-    )
-    shard_numel = plan.shard_numel if config.optimizer.distributed else plan.numel
+    plans = _buffer_plans(config, infos, dp_size=dp_size)
+    numel = sum(plan.numel for plan in plans)
+    owned = sum(plan.shard_numel for plan in plans) if config.optimizer.distributed else numel
     # Two moments; the main parameters of a float32 buffer are the buffer itself.
     state_per_element = (2 if is_float32 else 3) * FLOAT32_BYTES
     return _BufferSizes(
-        param_bytes=plan.numel * (FLOAT32_BYTES if is_float32 else 2),
-        grad_bytes=plan.numel * FLOAT32_BYTES,
-        optimizer_bytes=shard_numel * state_per_element,
+        param_bytes=numel * (FLOAT32_BYTES if is_float32 else 2),
+        grad_bytes=numel * FLOAT32_BYTES,
+        optimizer_bytes=owned * state_per_element,
     )
+
+
+def _buffer_plans(config: Config, infos: list[ParamInfo], *, dp_size: int) -> list[BufferPlan]:
+    """What ``make_buffers`` will lay out; all parameters have one dtype."""
+    by_kind: dict[tuple[bool, bool], list[ParamInfo]] = {}
+    for info in infos:
+        by_kind.setdefault(buffer_kind(info), []).append(info)
+    return [
+        plan_buckets(
+            _local_numels(config, members),
+            dp_size=dp_size,
+            bucket_numel=config.optimizer.bucket_numel,
+            shared=[info.shared is not None for info in members],
+            pad_for_ring=config.optimizer.pad_buckets,
+        )
+        for members in by_kind.values()
+    ]

@@ -19,7 +19,7 @@ from megacore.optim import DistributedOptimizer
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
-from megacore.pipeline import ActionRecorder, PipelineExecutor, Program
+from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program
 from megacore.pipeline.executor import ActivationSpec
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
@@ -71,6 +71,11 @@ class TrainStep:
         self._activation = activation
         self._num_microbatches = num_microbatches
         self._program = program
+        self._last_backwards = {
+            action.stage: action.microbatch
+            for action in program.actions
+            if action.kind == ActionKind.BACKWARD
+        }
         self._executor = self._make_executor(recorder=None)
 
     def train(
@@ -96,7 +101,9 @@ class TrainStep:
         start = time.perf_counter()
         executor = self._executor if recorder is None else self._make_executor(recorder)
         self._optimizer.zero_grads()
-        losses = executor.run(self._forward_step(step, batches))
+        losses = executor.run(
+            self._forward_step(step, batches), before_backward=self._before_backward
+        )
         result = self._optimizer.step(lr=lr, extra=self._loss_sums(losses))
         return StepMetrics(
             loss=_mean(result.extra),
@@ -108,6 +115,7 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, batches: BatchSource, *, num_steps: int) -> float:
         """Mean loss over ``num_steps`` global batches, without dropout. Equal on every rank."""
+        self._optimizer.finish_param_gather()
         for chunk in self._chunks:
             chunk.eval()
         sums = torch.zeros(2, dtype=torch.float64)
@@ -119,6 +127,11 @@ class TrainStep:
         sums = sums.to(self._activation.device)
         all_reduce_(sums, self._groups.world)
         return _mean(sums)
+
+    def _before_backward(self, stage: int, microbatch: int) -> None:
+        # Backward passes of a stage run in the order of the program; the last one is final.
+        is_last = self._last_backwards[stage] == microbatch
+        self._optimizer.before_backward(is_last=is_last)
 
     def _make_executor(self, recorder: ActionRecorder | None) -> PipelineExecutor:
         return PipelineExecutor(

@@ -133,7 +133,9 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     chunks = build_chunks(config, groups, device=device)
     params = [param for chunk in chunks for param in chunk.param_infos()]
     buffers = make_buffers(params, groups=groups, optimizer=config.optimizer)
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config.optimizer)
+    optimizer = DistributedOptimizer(
+        buffers, groups=groups, config=config.optimizer, modules=chunks
+    )
     schedule = train_schedule(config, world_size)
     activation = activation_spec(config, device)
     program = schedule.program(groups.pp.position, receives=receives_for(groups.pp, activation))

@@ -1,0 +1,136 @@
+"""Reduction of gradients that starts during the backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from megacore._core import BucketTracker
+from megacore.buffers.param_grad_buffer import ParamGradBuffer
+from megacore.parallel.async_collectives import PendingCollective
+from megacore.parallel.params import ParamInfo
+
+# In finish(), where nothing is left to overlap with, so few transfers hold their staging memory.
+_MAX_IN_FLIGHT = 2
+
+
+class GradReducer:
+    """Starts the reduce-scatter of each bucket as soon as its gradients are complete.
+
+    A gradient is complete when its parameter has received as many gradients in the last backward
+    passes of its model chunks as in an earlier step; so the first step overlaps nothing. All ranks
+    launch all buckets in one order, that of the backward pass, whatever the order in which
+    gradients come (see ``cpp/include/megacore/buffer/bucket_tracker.h``). Nothing ever waits for
+    another rank before :meth:`finish`.
+
+    Life of a step: :meth:`start`, before each backward pass :meth:`before_backward`,
+    :meth:`finish`.
+
+    Args:
+        buffers: The buffers of all parameters of this rank.
+        waits: Tells which parameters need another sum before their bucket may be reduced. Their
+            buckets launch in :meth:`finish`.
+    """
+
+    def __init__(
+        self, buffers: Sequence[ParamGradBuffer], *, waits: Callable[[ParamInfo], bool]
+    ) -> None:
+        self._buckets = buckets_in_backward_order(buffers)
+        self._infos: list[ParamInfo] = []
+        offsets: dict[int, int] = {}
+        for buffer in buffers:
+            offset = offsets[id(buffer)] = len(self._infos)
+            self._infos += [info for info, _ in buffer.params]
+            buffer.on_grad(_forward_to(weakref.ref(self), offset))
+        members = [
+            [offsets[id(buffer)] + index for index in buffer.plan.buckets[bucket].param_indices]
+            for buffer, bucket in self._buckets
+        ]
+        flags = [any(waits(self._infos[param]) for param in bucket) for bucket in members]
+        self._tracker = BucketTracker(members, flags)
+        self._counting = False
+        self._pending: deque[tuple[int, PendingCollective]] = deque()
+        self._transferred: list[int] = []
+
+    def start(self) -> None:
+        """Begin a step. Transfers that an interrupted step has left are waited for and dropped."""
+        for _, pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+        self._transferred.clear()
+        self._tracker.start()
+        self._counting = False
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Tell whether the next backward pass is the last one of its model chunk in this step."""
+        self._counting = is_last
+
+    def finish(self) -> None:
+        """Reduce what is left and make all reduced gradients valid. Collective.
+
+        Sync:
+            Waits for the transfers on gloo; on NCCL only the stream waits.
+        """
+        for bucket in self._tracker.finish():
+            self._launch(bucket)
+            while len(self._pending) > _MAX_IN_FLIGHT:
+                self._complete_oldest()
+        while self._pending:
+            self._complete_oldest()
+        for bucket in self._transferred:
+            buffer, index = self._buckets[bucket]
+            buffer.finish_reduce(index)
+        self._transferred.clear()
+        self._counting = False
+
+    def _on_grad(self, param: int) -> None:
+        """React to a gradient that was just added to the buffer."""
+        if self._tracker.is_launched(param):
+            raise RuntimeError(
+                f"{self._infos[param].name} receives a gradient after its bucket was reduced: it "
+                f"has had {self._tracker.count(param)} in this step, as in steps before; call "
+                "zero_grads() before a new step, or set optimizer.overlap_grad_reduce = false if "
+                "the model changes from step to step"
+            )
+        if self._counting:
+            for bucket in self._tracker.mark(param):
+                self._launch(bucket)
+
+    def _launch(self, bucket: int) -> None:
+        # Sums of arrived slices free their staging memory; a transfer under way is not waited for.
+        while self._pending and self._pending[0][1].is_transferred():
+            self._complete_oldest()
+        buffer, index = self._buckets[bucket]
+        self._pending.append((bucket, buffer.start_reduce(index)))
+
+    def _complete_oldest(self) -> None:
+        bucket, pending = self._pending.popleft()
+        pending.wait()
+        self._transferred.append(bucket)
+
+
+def buckets_in_backward_order(
+    buffers: Sequence[ParamGradBuffer],
+) -> list[tuple[ParamGradBuffer, int]]:
+    """All buckets in the order in which a backward pass completes them; the same on every rank.
+
+    A bucket is complete with the parameter that was registered first. The forward pass needs them
+    in the opposite order.
+    """
+    keyed = [
+        (-min(buffer.positions[i] for i in bucket.param_indices), number, index)
+        for number, buffer in enumerate(buffers)
+        for index, bucket in enumerate(buffer.plan.buckets)
+    ]
+    return [(buffers[number], index) for _, number, index in sorted(keyed)]
+
+
+def _forward_to(reducer: weakref.ref[GradReducer], offset: int) -> Callable[[int], None]:
+    # A strong reference would close a cycle from parameters to buffers and back.
+    def on_grad(index: int) -> None:
+        target = reducer()
+        if target is not None:
+            target._on_grad(offset + index)
+
+    return on_grad

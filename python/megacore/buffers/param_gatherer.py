@@ -1,0 +1,164 @@
+"""Collection of updated parameters that runs during the forward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megacore.buffers.grad_reducer import buckets_in_backward_order
+from megacore.buffers.param_grad_buffer import ParamGradBuffer
+from megacore.errors import MegacoreError
+from megacore.parallel.async_collectives import PendingCollective
+
+
+class StaleWeightsError(MegacoreError, RuntimeError):
+    """A forward pass used weights that the other ranks' updates may not have reached."""
+
+
+class ParamGatherer:
+    """Gathers the buckets of updated parameters one ahead of the forward pass.
+
+    Before a module computes with its own parameters, a forward pre-hook waits for their buckets and
+    starts the gather of the next one. All ranks start all gathers in one order, that of the forward
+    pass.
+
+    Every update makes a new *generation* of weights. A bucket remembers the generation that it
+    holds, and a parameter the one with which its module was last called. A gradient of a parameter
+    whose module was not called since the update means that something read its weights without
+    waiting for them: a :class:`StaleWeightsError` names it.
+
+    Args:
+        buffers: The buffers of all parameters of this rank.
+        modules: The model; every parameter belongs to one of its modules.
+
+    Raises:
+        ValueError: If a parameter belongs to no module.
+    """
+
+    def __init__(self, buffers: Sequence[ParamGradBuffer], modules: Sequence[nn.Module]) -> None:
+        self._buckets = buckets_in_backward_order(buffers)[::-1]
+        self._generation = 0
+        self._held = [0] * len(self._buckets)
+        self._pending: list[PendingCollective | None] = [None] * len(self._buckets)
+        self._num_started = len(self._buckets)
+        self._names: list[str] = []
+        self._bucket_of: list[int] = []
+        params: dict[int, int] = {}
+        places = {(id(buffer), index): at for at, (buffer, index) in enumerate(self._buckets)}
+        for buffer in buffers:
+            offset = len(self._names)
+            self._names += [info.name for info, _ in buffer.params]
+            self._bucket_of += [0] * len(buffer.params)
+            for bucket_index, bucket in enumerate(buffer.plan.buckets):
+                for index in bucket.param_indices:
+                    self._bucket_of[offset + index] = places[id(buffer), bucket_index]
+            for index, (_, param) in enumerate(buffer.params):
+                params[id(param)] = offset + index
+            buffer.on_grad(_forward_to(weakref.ref(self), offset))
+        self._called = [0] * len(self._names)
+        self._hooks = self._hook(modules, params)
+
+    @property
+    def generation(self) -> int:
+        """Number of updates that were gathered or are being gathered."""
+        return self._generation
+
+    def start(self) -> None:
+        """Begin to collect the parameters that an optimizer has just updated. Collective."""
+        self.finish()
+        self._generation += 1
+        self._num_started = 0
+        self._start_until(1)
+
+    def finish(self) -> None:
+        """Collect all that is not collected yet: every weight is current afterwards. Collective."""
+        self._start_until(len(self._buckets))
+        for bucket in range(len(self._buckets)):
+            self._wait(bucket)
+        self._called = [self._generation] * len(self._called)
+
+    def remove_hooks(self) -> None:
+        """Detach from the model; call :meth:`finish` before every forward pass from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def before_forward(self, params: Sequence[int]) -> None:
+        """Make the weights of these parameters current and start the bucket after theirs."""
+        buckets = sorted({self._bucket_of[param] for param in params})
+        self._start_until(buckets[-1] + 2)
+        for bucket in buckets:
+            self._wait(bucket)
+        for param in params:
+            self._called[param] = self._generation
+            held = self._held[self._bucket_of[param]]
+            if held != self._generation:
+                raise StaleWeightsError(
+                    f"{self._names[param]} holds the weights of update {held}, but this forward "
+                    f"pass needs those of update {self._generation}: an earlier gather failed"
+                )
+
+    def _start_until(self, end: int) -> None:
+        while self._num_started < min(end, len(self._buckets)):
+            buffer, index = self._buckets[self._num_started]
+            self._pending[self._num_started] = buffer.start_gather(index)
+            self._num_started += 1
+
+    def _wait(self, bucket: int) -> None:
+        pending = self._pending[bucket]
+        if pending is not None:
+            pending.wait()
+            self._pending[bucket] = None
+            self._held[bucket] = self._generation
+
+    def _on_grad(self, param: int) -> None:
+        called = self._called[param]
+        if called != self._generation:
+            raise StaleWeightsError(
+                f"{self._names[param]} has a gradient of a forward pass with stale weights: the "
+                f"module that owns it was last called with the weights of update {called}, and "
+                f"update {self._generation} has happened since; call the owning module itself "
+                "(only then are its weights waited for), or set "
+                "optimizer.overlap_param_gather = false"
+            )
+
+    def _hook(self, modules: Sequence[nn.Module], params: dict[int, int]) -> list[RemovableHandle]:
+        hooks, owned = [], set()
+        seen: set[int] = set()
+        for module in (part for whole in modules for part in whole.modules()):
+            mine = [params[id(p)] for p in module.parameters(recurse=False) if id(p) in params]
+            if not mine or id(module) in seen:
+                continue
+            seen.add(id(module))
+            owned.update(mine)
+            hooks.append(module.register_forward_pre_hook(_before(weakref.ref(self), mine)))
+        for param, name in enumerate(self._names):
+            if param not in owned:
+                raise ValueError(
+                    f"{name} belongs to no module of the model, so nothing tells when its weights "
+                    "are needed; give the optimizer all modules, or set "
+                    "optimizer.overlap_param_gather = false"
+                )
+        return hooks
+
+
+def _forward_to(gatherer: weakref.ref[ParamGatherer], offset: int) -> Callable[[int], None]:
+    # A strong reference would close a cycle from parameters to buffers and back.
+    def on_grad(index: int) -> None:
+        target = gatherer()
+        if target is not None:
+            target._on_grad(offset + index)
+
+    return on_grad
+
+
+def _before(gatherer: weakref.ref[ParamGatherer], params: list[int]) -> Callable[..., None]:
+    def before_forward(_module: nn.Module, _args: Any) -> None:
+        target = gatherer()
+        if target is not None:
+            target.before_forward(params)
+
+    return before_forward

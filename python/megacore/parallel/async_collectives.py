@@ -1,0 +1,150 @@
+"""Collectives that are started now and waited for later, so that computation runs meanwhile.
+
+Same arguments, checks and bits as the functions of the same names in ``collectives``. Members must
+start the same collectives of a group in the same order. On CPU tensors the transfer runs in the
+threads of gloo, also in groups that have shared memory, whose calls cannot run in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
+
+from megacore.parallel import collectives
+from megacore.parallel.process_groups import Group
+
+
+class PendingCollective:
+    """A collective under way. Its tensors must stay untouched until :meth:`wait` has returned.
+
+    Args:
+        work: What torch started; ``None`` if nothing had to be.
+        complete: What is left to do once the transfer is over.
+        staging_bytes: Memory that is held until the end of :meth:`wait`.
+    """
+
+    def __init__(
+        self,
+        work: Work | None = None,
+        *,
+        complete: Callable[[], None] | None = None,
+        staging_bytes: int = 0,
+    ) -> None:
+        self._work = work
+        self._complete = complete
+        self.staging_bytes = staging_bytes
+
+    def is_transferred(self) -> bool:
+        """Tell, without waiting, whether :meth:`wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Make the result valid; later calls do nothing.
+
+        Sync:
+            With gloo until the transfer is over. With NCCL only the current stream waits.
+        """
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        complete, self._complete = self._complete, None
+        if complete is not None:
+            complete()
+        self.staging_bytes = 0
+
+
+@torch.no_grad()
+def reduce_scatter_async(
+    output: Tensor, input: Tensor, group: Group, *, op: Literal["sum", "avg"] = "sum"
+) -> PendingCollective:
+    """Start :func:`megacore.parallel.collectives.reduce_scatter`.
+
+    On gloo the slices travel in the background and are added in the order of the ranks in
+    ``wait()``; until then the received slices take as much memory as ``input``.
+
+    Raises:
+        ValueError: If sizes, dtypes or devices do not fit.
+    """
+    name = "reduce_scatter_async"
+    collectives._check_tensor(name, "output", output, group)
+    collectives._check_tensor(name, "input", input, group)
+    collectives._check_op(name, op, ("sum", "avg"), input)
+    collectives._check_same_device(name, output, input)
+    collectives._check_parts(name, "input", input, "output", output, group)
+    handle = group.handle
+    if handle is None:
+        output.copy_(input.view(output.shape))
+        return PendingCollective()
+    if collectives._is_gloo(handle, input):
+        parts = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
+        work = dist.all_to_all_single(parts.view(-1), input.view(-1), group=handle, async_op=True)
+        return PendingCollective(
+            work,
+            complete=lambda: _add_in_order(output, parts, average=op == "avg"),
+            staging_bytes=parts.numel() * parts.element_size(),
+        )
+    same = output.dtype == input.dtype
+    reduced = output if same else torch.empty_like(output, dtype=input.dtype)
+    work = _native("reduce_scatter_single", "reduce_scatter_tensor")(
+        reduced.view(-1),
+        input.view(-1),
+        op=collectives._reduce_op(op),
+        group=handle,
+        async_op=True,
+    )
+    return PendingCollective(work, complete=None if same else lambda: _copy(output, reduced))
+
+
+@torch.no_grad()
+def all_gather_async(output: Tensor, input: Tensor, group: Group) -> PendingCollective:
+    """Start :func:`megacore.parallel.collectives.all_gather`.
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit.
+    """
+    name = "all_gather_async"
+    collectives._check_tensor(name, "output", output, group)
+    collectives._check_tensor(name, "input", input, group)
+    collectives._check_same_device(name, output, input)
+    collectives._check_parts(name, "output", output, "input", input, group)
+    if output.dtype != input.dtype:
+        raise ValueError(
+            f"{name}: output is {output.dtype} but input {input.dtype}; they must share a dtype"
+        )
+    if group.handle is None:
+        output.copy_(input.view(output.shape))
+        return PendingCollective()
+    work = _native("all_gather_single", "all_gather_into_tensor")(
+        output.view(-1), input.view(-1), group=group.handle, async_op=True
+    )
+    return PendingCollective(work)
+
+
+@torch.no_grad()
+def _add_in_order(output: Tensor, parts: Tensor, *, average: bool) -> None:
+    """What ``collectives.reduce_scatter`` does with the exchanged slices, to the bit."""
+    low_precision = parts.dtype in (torch.bfloat16, torch.float16)
+    wide = torch.float32 if low_precision else parts.dtype
+    total = output.view(-1) if output.dtype == wide else torch.empty_like(parts[0], dtype=wide)
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+    if average:
+        total.div_(parts.shape[0])
+    if output.dtype != wide:
+        output.copy_(total.view(output.shape))
+
+
+@torch.no_grad()
+def _copy(output: Tensor, reduced: Tensor) -> None:
+    output.copy_(reduced)
+
+
+def _native(name: str, old_name: str) -> Any:
+    """Return a function of torch.distributed by its name since torch 2.13, or by the one before."""
+    return getattr(dist, name, None) or getattr(dist, old_name)
