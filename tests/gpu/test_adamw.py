@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -96,14 +100,22 @@ def test_the_step_runs_on_the_current_stream() -> None:
     assert not torch.equal(values[0], expected[0])  # it saw the gradient after the sleep
 
 
+@contextmanager
+def synchronising_is_an_error() -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_sum_of_squares_stays_on_the_device() -> None:
     values = torch.randn(100_003)
     on_device = values.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronising_is_an_error():
         total = sum_of_squares(on_device)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert total.device.type == "cuda"
     assert total.item() == pytest.approx(sum_of_squares(values).item(), rel=1e-12)
 
