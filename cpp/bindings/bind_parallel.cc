@@ -1,3 +1,4 @@
+#include <pybind11/native_enum.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
@@ -6,6 +7,7 @@
 
 #include "bindings.h"
 #include "megacore/parallel/axis_order.h"
+#include "megacore/parallel/host_comm.h"
 #include "megacore/parallel/rank_generator.h"
 #include "megacore/parallel/topology.h"
 
@@ -15,6 +17,10 @@ namespace megacore::bindings {
 namespace {
 
 using parallel::AxisSize;
+using parallel::HostComm;
+using parallel::HostDtype;
+using parallel::HostReduction;
+using parallel::HostSegment;
 using parallel::RankGenerator;
 using parallel::RankGroups;
 using parallel::Topology;
@@ -97,10 +103,136 @@ Topology make_topology(int64_t world_size,
                                                 .order = order});
 }
 
+std::byte* bytes_at(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+std::unique_ptr<HostComm> make_host_comm(const std::string& name,
+                                         bool create,
+                                         int position,
+                                         std::vector<int> ranks,
+                                         int64_t slot_bytes,
+                                         double timeout_s) {
+  const int64_t bytes = HostComm::segment_bytes(static_cast<int64_t>(ranks.size()), slot_bytes);
+  // Signal handlers of Python run between bytecodes; without this Ctrl-C would wait for the peers.
+  const auto run_signal_handlers = [] {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) {
+      throw py::error_already_set();
+    }
+  };
+  return std::make_unique<HostComm>(
+      create ? HostSegment::create(name, bytes) : HostSegment::open(name, bytes),
+      parallel::HostCommConfig{.position = position,
+                               .ranks = std::move(ranks),
+                               .slot_bytes = slot_bytes,
+                               .timeout_s = timeout_s,
+                               .while_waiting = run_signal_handlers});
+}
+
+void bind_host_enums(py::module_& module) {
+  py::native_enum<HostDtype>(module, "HostDtype", "enum.IntEnum")
+      .value("FLOAT32", HostDtype::kFloat32)
+      .value("FLOAT64", HostDtype::kFloat64)
+      .value("BFLOAT16", HostDtype::kBFloat16)
+      .value("FLOAT16", HostDtype::kFloat16)
+      .value("INT64", HostDtype::kInt64)
+      .value("INT32", HostDtype::kInt32)
+      .value("INT16", HostDtype::kInt16)
+      .value("INT8", HostDtype::kInt8)
+      .value("UINT8", HostDtype::kUInt8)
+      .value("BOOL", HostDtype::kBool)
+      .finalize();
+  py::native_enum<HostReduction>(module, "HostReduction", "enum.IntEnum")
+      .value("SUM", HostReduction::kSum)
+      .value("MAX", HostReduction::kMax)
+      .value("AVG", HostReduction::kAvg)
+      .finalize();
+}
+
+void bind_host_comm(py::module_& module) {
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  bind_host_enums(module);
+  py::class_<HostComm>(module, "HostComm")
+      .def(py::init(&make_host_comm),
+           py::kw_only(),
+           py::arg("name"),
+           py::arg("create"),
+           py::arg("position"),
+           py::arg("ranks"),
+           py::arg("slot_bytes"),
+           py::arg("timeout_s"),
+           no_gil())
+      .def_static(
+          "segment_bytes", &HostComm::segment_bytes, py::arg("num_members"), py::arg("slot_bytes"))
+      .def_static("remove_name", &HostSegment::remove, py::arg("name"))
+      .def_static("can_reduce", &parallel::can_reduce, py::arg("dtype"), py::arg("output_dtype"))
+      .def_property_readonly("position", &HostComm::position)
+      .def_property_readonly("size", &HostComm::size)
+      .def_property_readonly("slot_bytes", &HostComm::slot_bytes)
+      .def("barrier", &HostComm::barrier, no_gil())
+      .def(
+          "all_reduce",
+          [](HostComm& self, uintptr_t data, int64_t numel, HostDtype dtype, HostReduction op) {
+            self.all_reduce(bytes_at(data), numel, dtype, op);
+          },
+          py::kw_only(),
+          py::arg("data"),
+          py::arg("numel"),
+          py::arg("dtype"),
+          py::arg("op"),
+          no_gil())
+      .def(
+          "reduce_scatter",
+          [](HostComm& self,
+             uintptr_t output,
+             HostDtype output_dtype,
+             uintptr_t input,
+             HostDtype dtype,
+             int64_t numel,
+             HostReduction op) {
+            self.reduce_scatter({.output = bytes_at(output),
+                                 .output_dtype = output_dtype,
+                                 .input = bytes_at(input),
+                                 .dtype = dtype,
+                                 .numel = numel,
+                                 .reduction = op});
+          },
+          py::kw_only(),
+          py::arg("output"),
+          py::arg("output_dtype"),
+          py::arg("input"),
+          py::arg("dtype"),
+          py::arg("numel"),
+          py::arg("op"),
+          no_gil())
+      .def(
+          "all_gather",
+          [](HostComm& self, uintptr_t output, uintptr_t input, int64_t numel, HostDtype dtype) {
+            self.all_gather(bytes_at(output), bytes_at(input), numel, dtype);
+          },
+          py::kw_only(),
+          py::arg("output"),
+          py::arg("input"),
+          py::arg("numel"),
+          py::arg("dtype"),
+          no_gil())
+      .def(
+          "broadcast",
+          [](HostComm& self, uintptr_t data, int64_t numel, HostDtype dtype, int source) {
+            self.broadcast(bytes_at(data), numel, dtype, source);
+          },
+          py::kw_only(),
+          py::arg("data"),
+          py::arg("numel"),
+          py::arg("dtype"),
+          py::arg("source"),
+          no_gil());
+}
+
 }  // namespace
 
 void bind_parallel(py::module_& module) {
   bind_rank_generator(module);
+  bind_host_comm(module);
   py::class_<Topology>(module, "Topology")
       .def(py::init(&make_topology),
            py::kw_only(),

@@ -50,6 +50,63 @@ class Topology:
     @property
     def expert(self) -> RankGenerator: ...
 
+class HostDtype(IntEnum):
+    FLOAT32 = 0
+    FLOAT64 = 1
+    BFLOAT16 = 2
+    FLOAT16 = 3
+    INT64 = 4
+    INT32 = 5
+    INT16 = 6
+    INT8 = 7
+    UINT8 = 8
+    BOOL = 9
+
+class HostReduction(IntEnum):
+    SUM = 0
+    MAX = 1
+    AVG = 2
+
+class HostComm:
+    def __init__(
+        self,
+        *,
+        name: str,
+        create: bool,
+        position: int,
+        ranks: Sequence[int],
+        slot_bytes: int,
+        timeout_s: float,
+    ) -> None: ...
+    @staticmethod
+    def segment_bytes(num_members: int, slot_bytes: int) -> int: ...
+    @staticmethod
+    def remove_name(name: str) -> None: ...
+    @staticmethod
+    def can_reduce(dtype: HostDtype, output_dtype: HostDtype) -> bool: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    def barrier(self) -> None: ...
+    def all_reduce(
+        self, *, data: int, numel: int, dtype: HostDtype, op: HostReduction
+    ) -> None: ...
+    def reduce_scatter(
+        self,
+        *,
+        output: int,
+        output_dtype: HostDtype,
+        input: int,
+        dtype: HostDtype,
+        numel: int,
+        op: HostReduction,
+    ) -> None: ...
+    def all_gather(self, *, output: int, input: int, numel: int, dtype: HostDtype) -> None: ...
+    def broadcast(self, *, data: int, numel: int, dtype: HostDtype, source: int) -> None: ...
+
 # ---- pipeline ------------------------------------------------------------------------------------
 class ActionKind(IntEnum):
     FORWARD = 0

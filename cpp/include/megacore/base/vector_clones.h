@@ -1,0 +1,15 @@
+// Marks a function with a hot loop, so that one build serves every x86-64: the function is compiled
+// once per vector width, and the loader picks the widest that the processor has.
+//
+//   MC_VECTOR_CLONES void add(float* __restrict__ sum, const float* __restrict__ x, int64_t n);
+//
+// Sanitizer builds use one version only, since their runtime is not ready when the loader chooses.
+
+#pragma once
+
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)
+#define MC_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define MC_VECTOR_CLONES
+#endif

@@ -1,0 +1,289 @@
+#include "megacore/parallel/host_comm.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "host_meeting.h"
+#include "megacore/base/check.h"
+#include "megacore/base/intmath.h"
+
+namespace megacore::parallel {
+namespace {
+
+// Pieces and slices start at cache lines.
+constexpr int64_t kLineBytes = 64;
+
+// Up to this size each member reduces a whole piece for itself: that is cheaper than to meet a
+// second time.
+constexpr int64_t kReduceAloneBytes = 32 << 10;
+
+void copy_bytes(std::byte* to, const std::byte* from, int64_t bytes) {
+  if (bytes > 0 && to != from) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+  }
+}
+
+bool overlap(const std::byte* a, int64_t a_bytes, const std::byte* b, int64_t b_bytes) {
+  const std::less<> before;
+  return a_bytes > 0 && b_bytes > 0 && before(a, b + b_bytes) && before(b, a + a_bytes);
+}
+
+// Calls piece(start, numel) for successive pieces of [0, total), at least once: an empty tensor too
+// is a call that members must agree on.
+template <typename Piece>
+void for_pieces(int64_t total, int64_t piece_numel, const Piece& piece) {
+  int64_t start = 0;
+  do {
+    piece(start, std::min(piece_numel, total - start));
+    start += piece_numel;
+  } while (start < total);
+}
+
+}  // namespace
+
+// One thread at a time, in the process that joined.
+class HostComm::Use {
+ public:
+  explicit Use(HostComm& comm) : comm_(comm) {
+    MC_REQUIRE(getpid() == comm.owner_pid_,
+               "this communicator belongs to process ",
+               comm.owner_pid_,
+               "; it cannot be used after a fork");
+    MC_REQUIRE(!comm.in_use_.exchange(true),
+               "another thread is in a call of this communicator; make one call at a time");
+  }
+  ~Use() { comm_.in_use_.store(false); }
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+
+ private:
+  HostComm& comm_;
+};
+
+int64_t HostComm::segment_bytes(int64_t num_members, int64_t slot_bytes) {
+  return HostMeeting::front_bytes(num_members) +
+         base::checked_mul(2, base::checked_mul(num_members, slot_bytes));
+}
+
+HostComm::HostComm(HostSegment segment, HostCommConfig config)
+    : segment_(std::move(segment)), config_(std::move(config)), owner_pid_(getpid()) {
+  const auto num_members = static_cast<int64_t>(config_.ranks.size());
+  MC_REQUIRE(config_.position >= 0 && config_.position < num_members,
+             "position is ",
+             config_.position,
+             "; it must be in [0, ",
+             num_members,
+             ")");
+  const int64_t least = kLineBytes * num_members;
+  MC_REQUIRE(config_.slot_bytes >= least && config_.slot_bytes % kLineBytes == 0,
+             "slot_bytes is ",
+             config_.slot_bytes,
+             "; it must be a multiple of ",
+             kLineBytes,
+             ", at least ",
+             least,
+             " for ",
+             num_members,
+             " members");
+  MC_REQUIRE(config_.timeout_s > 0.0, "timeout_s is ", config_.timeout_s, "; it must be positive");
+  const int64_t needed = segment_bytes(num_members, config_.slot_bytes);
+  MC_REQUIRE(segment_.bytes() >= needed,
+             "the segment has ",
+             segment_.bytes(),
+             " bytes; the group needs ",
+             needed);
+  slots_ = segment_.data() + HostMeeting::front_bytes(num_members);
+  meeting_ = std::make_unique<HostMeeting>(segment_.data(), config_);
+}
+
+HostComm::~HostComm() {
+  if (getpid() == owner_pid_) {  // a forked copy of the object is no member
+    meeting_->leave();
+  }
+}
+
+void HostComm::turn() { ++turns_; }
+
+void HostComm::meet(const HostCall& call, int64_t start) {
+  if (start == 0) {
+    meeting_->begin(call);
+  } else {
+    meeting_->meet();
+  }
+}
+
+std::byte* HostComm::slot(int position) const {
+  return slots_ + (2 * position + turns_ % 2) * config_.slot_bytes;
+}
+
+void HostComm::check_call(int64_t numel, HostDtype dtype, HostReduction reduction) const {
+  MC_REQUIRE(numel >= 0, "numel is ", numel, "; it cannot be negative");
+  MC_REQUIRE(reduction != HostReduction::kAvg || is_floating_point(dtype),
+             "avg needs a floating point type, not ",
+             name_of(dtype));
+}
+
+void HostComm::barrier() {
+  const Use use(*this);
+  turn();
+  meet({.op = HostOp::kBarrier}, 0);
+}
+
+void HostComm::all_reduce(std::byte* data,
+                          int64_t numel,
+                          HostDtype dtype,
+                          HostReduction reduction) {
+  check_call(numel, dtype, reduction);
+  const Use use(*this);
+  const HostCall call = {
+      .op = HostOp::kAllReduce, .dtype = dtype, .reduction = reduction, .numel = numel};
+  const int64_t bytes = bytes_of(dtype);
+  for_pieces(numel, config_.slot_bytes / bytes, [&](int64_t start, int64_t piece) {
+    turn();
+    copy_bytes(my_slot(), data + start * bytes, piece * bytes);
+    meet(call, start);
+    reduce_piece(data + start * bytes, piece, dtype, reduction);
+  });
+}
+
+void HostComm::reduce_piece(std::byte* data,
+                            int64_t numel,
+                            HostDtype dtype,
+                            HostReduction reduction) {
+  const int64_t bytes = bytes_of(dtype);
+  const bool alone = numel * bytes <= kReduceAloneBytes;
+  // Each member reduces one slice, the last ones may be shorter or empty.
+  const int64_t slice = base::align_up(base::ceil_div(numel, size()), kLineBytes / bytes);
+  const auto slice_start = [&](int p) { return alone ? 0 : std::min(numel, p * slice); };
+  const auto slice_end = [&](int p) { return alone ? numel : std::min(numel, (p + 1) * slice); };
+  const int64_t start = slice_start(position());
+  const int64_t end = slice_end(position());
+  std::vector<const std::byte*> parts;
+  for (int p = 0; p < size(); ++p) {
+    parts.push_back(slot(p) + start * bytes);
+  }
+  reduce_parts({.parts = parts,
+                .numel = end - start,
+                .dtype = dtype,
+                .reduction = reduction,
+                .output = data + start * bytes,
+                .output_dtype = dtype});
+  if (alone) {
+    return;
+  }
+  // Nobody but this member reads this slice of this slot before the second meeting.
+  copy_bytes(my_slot() + start * bytes, data + start * bytes, (end - start) * bytes);
+  meeting_->meet();
+  for (int p = 0; p < size(); ++p) {
+    if (p != position()) {
+      const int64_t at = slice_start(p) * bytes;
+      copy_bytes(data + at, slot(p) + at, slice_end(p) * bytes - at);
+    }
+  }
+}
+
+void HostComm::reduce_scatter(const ReduceScatter& task) {
+  check_call(task.numel, task.dtype, task.reduction);
+  MC_REQUIRE(can_reduce(task.dtype, task.output_dtype),
+             "a reduction of ",
+             name_of(task.dtype),
+             " cannot be written as ",
+             name_of(task.output_dtype));
+  const int64_t bytes = bytes_of(task.dtype);
+  const int64_t output_bytes = bytes_of(task.output_dtype);
+  // Output over a slice of the input is safe: what a piece overwrites was sent before. Any other
+  // overlap is not.
+  const bool is_slice = task.dtype == task.output_dtype && task.numel > 0 &&
+                        (task.output - task.input) % (task.numel * bytes) == 0;
+  std::vector<std::byte> aside;
+  if (!is_slice &&
+      overlap(task.output, task.numel * output_bytes, task.input, size() * task.numel * bytes)) {
+    aside.resize(static_cast<size_t>(task.numel * output_bytes));
+  }
+  std::byte* const output = aside.empty() ? task.output : aside.data();
+
+  const Use use(*this);
+  const HostCall call = {.op = HostOp::kReduceScatter,
+                         .dtype = task.dtype,
+                         .reduction = task.reduction,
+                         .numel = task.numel};
+  // A slot holds one part for each member.
+  const int64_t part_numel = config_.slot_bytes / size() / kLineBytes * kLineBytes / bytes;
+  const auto own_part = [&](int p, int64_t start) {
+    return task.input + (p * task.numel + start) * bytes;
+  };
+  std::vector<const std::byte*> parts(static_cast<size_t>(size()));
+  for_pieces(task.numel, part_numel, [&](int64_t start, int64_t piece) {
+    turn();
+    for (int p = 0; p < size(); ++p) {
+      if (p != position()) {
+        copy_bytes(my_slot() + p * part_numel * bytes, own_part(p, start), piece * bytes);
+      }
+    }
+    meet(call, start);
+    for (int p = 0; p < size(); ++p) {
+      parts[static_cast<size_t>(p)] =
+          p == position() ? own_part(p, start) : slot(p) + position() * part_numel * bytes;
+    }
+    reduce_parts({.parts = parts,
+                  .numel = piece,
+                  .dtype = task.dtype,
+                  .reduction = task.reduction,
+                  .output = output + start * output_bytes,
+                  .output_dtype = task.output_dtype});
+  });
+  copy_bytes(task.output, aside.data(), static_cast<int64_t>(aside.size()));
+}
+
+void HostComm::all_gather(std::byte* output,
+                          const std::byte* input,
+                          int64_t numel,
+                          HostDtype dtype) {
+  check_call(numel, dtype, HostReduction::kSum);
+  const int64_t bytes = bytes_of(dtype);
+  std::byte* const own_place = output + position() * numel * bytes;
+  std::vector<std::byte> aside;
+  if (input != own_place && overlap(input, numel * bytes, output, size() * numel * bytes)) {
+    aside.assign(input, input + numel * bytes);
+    input = aside.data();
+  }
+  const Use use(*this);
+  const HostCall call = {.op = HostOp::kAllGather, .dtype = dtype, .numel = numel};
+  for_pieces(numel, config_.slot_bytes / bytes, [&](int64_t start, int64_t piece) {
+    turn();
+    copy_bytes(my_slot(), input + start * bytes, piece * bytes);
+    meet(call, start);
+    copy_bytes(own_place + start * bytes, input + start * bytes, piece * bytes);
+    for (int p = 0; p < size(); ++p) {
+      if (p != position()) {
+        copy_bytes(output + (p * numel + start) * bytes, slot(p), piece * bytes);
+      }
+    }
+  });
+}
+
+void HostComm::broadcast(std::byte* data, int64_t numel, HostDtype dtype, int source) {
+  check_call(numel, dtype, HostReduction::kSum);
+  MC_REQUIRE(
+      source >= 0 && source < size(), "source is ", source, "; it must be in [0, ", size(), ")");
+  const Use use(*this);
+  const HostCall call = {
+      .op = HostOp::kBroadcast, .dtype = dtype, .source = source, .numel = numel};
+  const int64_t bytes = bytes_of(dtype);
+  for_pieces(numel, config_.slot_bytes / bytes, [&](int64_t start, int64_t piece) {
+    turn();
+    if (position() == source) {
+      copy_bytes(my_slot(), data + start * bytes, piece * bytes);
+    }
+    meet(call, start);
+    if (position() != source) {
+      copy_bytes(data + start * bytes, slot(source), piece * bytes);
+    }
+  });
+}
+
+}  // namespace megacore::parallel
