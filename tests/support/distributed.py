@@ -13,7 +13,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,12 +28,17 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    may_die: Collection[int] = (),
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``world_size`` gloo ranks and return the results by rank.
 
     The first error of a rank is raised again here with that rank's traceback; a rank that does not
-    finish within ``timeout_s`` seconds fails the test. No process outlives the call.
+    finish within ``timeout_s`` seconds fails the test. A rank in ``may_die`` may die without a
+    word; its result is then ``None``. No process outlives the call.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -51,14 +56,14 @@ def run_ranks(
             processes.append(process)
             receivers.append(receiver)
         try:
-            return _collect(receivers, timeout_s)
+            return _collect(receivers, timeout_s, may_die)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
+def _collect(receivers: list[Connection], timeout_s: float, may_die: Collection[int]) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     waiting = dict(enumerate(receivers))
@@ -70,6 +75,9 @@ def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
             try:
                 error, value = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
+                if rank in may_die:
+                    results[rank] = None
+                    continue
                 raise RankFailed(f"rank {rank} died without a word") from None
             if error is not None:
                 raise RankFailed(f"rank {rank} raised:\n{error}")

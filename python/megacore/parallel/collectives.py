@@ -3,8 +3,12 @@
 Every function checks shapes, dtypes, layout and device before it calls the backend, because gloo
 ends the process where sizes disagree. In a group of one, collectives copy or do nothing.
 
-Sync: with NCCL a call returns when the work is queued on the current stream; with gloo when it is
-done.
+Collectives on CPU tensors go through shared memory in a group that has it (``Group.host``). There,
+ranks in different calls, a rank that has ended and a rank that does not come in time are each a
+``RuntimeError`` that names the rank and the call.
+
+Sync: with NCCL a call returns when the work is queued on the current stream; with gloo and shared
+memory when it is done.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from megacore.parallel.process_groups import Group
+from megacore.parallel.host_memory import HostCommunicator
+from megacore.parallel.process_groups import Group, backend_for
 
 _DTYPES = (
     torch.float32,
@@ -36,7 +41,8 @@ _DTYPES = (
 def all_reduce_(tensor: Tensor, group: Group, *, op: Literal["sum", "max", "avg"] = "sum") -> None:
     """Replace a tensor by its sum, maximum or mean over the group, in place.
 
-    On gloo, bfloat16 and float16 are reduced in float32 and rounded once.
+    On CPU tensors, bfloat16 and float16 are reduced in float32 and rounded once. Through shared
+    memory the sum runs in the order of the ranks.
 
     Args:
         tensor: Any shape, contiguous, the same shape and dtype on every member.
@@ -48,8 +54,11 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: Literal["sum", "max", "avg"
     """
     _check_tensor("all_reduce_", "tensor", tensor, group)
     _check_op("all_reduce_", op, ("sum", "max", "avg"), tensor)
-    handle = group.handle
+    handle, host = group.handle, _host(group, tensor)
     if handle is None:
+        return
+    if host is not None:
+        host.all_reduce_(tensor, op=op)
         return
     if not _is_gloo(handle, tensor):
         dist.all_reduce(tensor, op=_reduce_op(op), group=handle)
@@ -71,8 +80,8 @@ def reduce_scatter(
     """Reduce ``input`` over the group and give each member its own slice.
 
     Member ``p`` receives elements ``[p * n, (p + 1) * n)`` of the flattened sum, ``n =
-    output.numel()``. On gloo the slices are exchanged and added in the order of the ranks, in
-    float32 for bfloat16 and float16, so the result does not depend on timing.
+    output.numel()``. On CPU tensors the slices are added in the order of the ranks, in float32 for
+    bfloat16 and float16, so the result depends neither on timing nor on the way they travel.
 
     Args:
         output: ``n`` elements, contiguous; may be a slice of ``input``. Its dtype may differ from
@@ -89,9 +98,11 @@ def reduce_scatter(
     _check_op("reduce_scatter", op, ("sum", "avg"), input)
     _check_same_device("reduce_scatter", output, input)
     _check_parts("reduce_scatter", "input", input, "output", output, group)
-    handle = group.handle
+    handle, host = group.handle, _host(group, input)
     if handle is None:
         output.copy_(input.view(output.shape))
+    elif host is not None:
+        host.reduce_scatter(output, input, op=op)
     elif _is_gloo(handle, input):
         _exchange_and_add(output, input, group, handle, op)
     elif output.dtype == input.dtype:
@@ -130,6 +141,9 @@ def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
     if group.handle is None:
         output.copy_(input.view(output.shape))
         return
+    if (host := _host(group, input)) is not None:
+        host.all_gather(output, input)
+        return
     _native("all_gather_single", "all_gather_into_tensor")(output, input, group=group.handle)
 
 
@@ -147,7 +161,9 @@ def broadcast_(tensor: Tensor, group: Group, *, source_position: int = 0) -> Non
     """
     _check_tensor("broadcast_", "tensor", tensor, group)
     source = _rank_at("broadcast_", "source_position", source_position, group)
-    if group.handle is not None:
+    if (host := _host(group, tensor)) is not None:
+        host.broadcast_(tensor, source_position=source_position)
+    elif group.handle is not None:
         dist.broadcast(tensor, src=source, group=group.handle)
 
 
@@ -160,6 +176,8 @@ def barrier(group: Group) -> None:
         return
     if "nccl" in dist.get_backend(group.handle):
         dist.barrier(group=group.handle, device_ids=[torch.cuda.current_device()])
+    elif group.host is not None:
+        group.host.barrier()
     else:
         dist.barrier(group=group.handle)
 
@@ -240,13 +258,12 @@ def _native(name: str, old_name: str) -> Any:
     return getattr(dist, name, None) or getattr(dist, old_name)
 
 
+def _host(group: Group, tensor: Tensor) -> HostCommunicator | None:
+    return group.host if tensor.device.type == "cpu" else None
+
+
 def _is_gloo(handle: ProcessGroup, tensor: Tensor) -> bool:
-    backend = dist.get_backend_config(handle)
-    for entry in backend.split(","):
-        device, _, name = entry.rpartition(":")
-        if not device or device == tensor.device.type:
-            return name == "gloo"
-    return False
+    return backend_for(handle, tensor.device.type) == "gloo"
 
 
 def _reduce_op(op: str) -> Any:
@@ -270,7 +287,7 @@ def _check_tensor(function: str, argument: str, tensor: Tensor, group: Group) ->
             f"{function} over {_about(group)}: {argument} {_shape(tensor)} with strides "
             f"{list(tensor.stride())} is not contiguous; pass tensor.contiguous()"
         )
-    if group.handle is not None and tensor.device.type == "cpu":
+    if group.handle is not None and group.host is None and tensor.device.type == "cpu":
         devices = dist.get_backend_config(group.handle)
         if "nccl" in devices and "cpu:" not in devices:
             raise ValueError(

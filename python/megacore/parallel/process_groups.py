@@ -12,6 +12,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
 
 from megacore.errors import ConfigError
+from megacore.parallel.host_memory import (
+    DEFAULT_SLOT_BYTES,
+    HostCommunicator,
+    HostConnector,
+    HostPath,
+)
 from megacore.parallel.topology import Topology
 
 # Field of ProcessGroups -> (view of the topology, token). The order is the canonical order of
@@ -39,12 +45,17 @@ class Group:
         ranks: Global ranks of the members, increasing.
         position: Index of this rank in ``ranks``.
         handle: The torch process group, or ``None`` for a group of one, which never communicates.
+        host: The way of CPU tensors through shared memory, or ``None``: then they too take
+            ``handle``.
+        host_note: Why a group on gloo has no ``host``.
     """
 
     name: str
     ranks: tuple[int, ...]
     position: int
     handle: ProcessGroup | None
+    host: HostCommunicator | None = None
+    host_note: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.position < len(self.ranks):
@@ -61,6 +72,23 @@ class Group:
     def rank(self) -> int:
         """Global rank of this member."""
         return self.ranks[self.position]
+
+    def describe(self) -> str:
+        """Say who is in the group and how its collectives travel.
+
+        Example:
+            >>> Group.solo(rank=3, name="tp").describe()
+            'tp: rank 3 alone'
+        """
+        if self.handle is None:
+            return f"{self.name}: rank {self.rank} alone"
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.size > 8 else "")
+        if self.host is not None:
+            mib = self.host.bytes_per_member / (1 << 20)
+            way = f"shared memory of this host ({mib:g} MiB per rank)"
+        else:
+            way = dist.get_backend(self.handle) + (f": {self.host_note}" if self.host_note else "")
+        return f"{self.name}: ranks {shown} over {way}"
 
     @classmethod
     def solo(cls, rank: int = 0, name: str = "solo") -> Group:
@@ -108,7 +136,13 @@ class ProcessGroups:
 
     @classmethod
     def create(
-        cls, topology: Topology, *, timeout_s: float = 120.0, backend: str | None = None
+        cls,
+        topology: Topology,
+        *,
+        timeout_s: float = 120.0,
+        backend: str | None = None,
+        host_memory: bool = True,
+        host_slot_bytes: int = DEFAULT_SLOT_BYTES,
     ) -> ProcessGroups:
         """Make the groups of this rank; every rank must call it, with the same topology.
 
@@ -120,6 +154,11 @@ class ProcessGroups:
             topology: The layout. Its ``world_size`` must be the number of running processes.
             timeout_s: Seconds after which a collective on the new groups gives up.
             backend: ``"gloo"``, ``"nccl"`` or ``None`` for the default group's backend.
+            host_memory: Let collectives on CPU tensors use shared memory in every gloo group whose
+                ranks all run on one host. A group that cannot stays on gloo; its ``host_note`` says
+                why.
+            host_slot_bytes: Size of the pieces that tensors are moved in. Each rank adds two such
+                slots to the shared memory of a group.
 
         Raises:
             ConfigError: If torch.distributed is not initialised, the number of processes is not the
@@ -133,8 +172,20 @@ class ProcessGroups:
         if topology.world_size == 1 and not dist.is_initialized():
             return cls(topology=topology, rank=0, **_solo_groups())
         _require_matching_world(topology)
-        _require_same_call_on_all_ranks(topology, backend)
-        maker = _GroupMaker(timeout=timedelta(seconds=timeout_s), backend=backend)
+        settings = f"{topology}, backend {backend}, host_memory {host_memory} {host_slot_bytes}"
+        call = _require_same_call_on_all_ranks(settings)
+        connector = None
+        if host_memory and dist.get_backend() != "fake":
+            connector = HostConnector(
+                _get_default_store(),
+                prefix=f"megacore/host_memory/{call}",
+                timeout_s=timeout_s,
+                slot_bytes=host_slot_bytes,
+                while_waiting=lambda: _raise_disagreement(call),
+            )
+        maker = _GroupMaker(
+            timeout=timedelta(seconds=timeout_s), backend=backend, connector=connector
+        )
         groups = {"world": maker.make("world", [list(range(topology.world_size))])}
         for name, (view, token) in _AXIS_GROUPS.items():
             generator = topology.expert if view == "expert" else topology.dense
@@ -153,6 +204,12 @@ class ProcessGroups:
         """
         return cls(topology=Topology(world_size=1), rank=0, **_solo_groups())
 
+    def describe(self) -> str:
+        """Say how each group of this rank communicates, one line per group that does."""
+        names = ("world", *_AXIS_GROUPS, "embedding")
+        groups: list[Group] = [getattr(self, name) for name in names]
+        return "\n".join(group.describe() for group in groups if group.size > 1)
+
 
 class _GroupMaker:
     """Makes torch groups for one rank, one per distinct rank list.
@@ -167,12 +224,20 @@ class _GroupMaker:
     every group.
     """
 
-    def __init__(self, *, timeout: timedelta, backend: str | None) -> None:
+    def __init__(
+        self,
+        *,
+        timeout: timedelta,
+        backend: str | None,
+        connector: HostConnector | None = None,
+    ) -> None:
         default = _get_default_group()
         self.rank = dist.get_rank()
         self._timeout = timeout
         self._backend = backend
         self._members_only = default.bound_device_id is None
+        self._connector = connector
+        self._paths: dict[tuple[int, ...], HostPath] = {}
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
         if backend is None or backend == dist.get_backend():
             self._made[tuple(range(dist.get_world_size()))] = default
@@ -187,10 +252,21 @@ class _GroupMaker:
                 self._make_once(name, ranks)
         if self._members_only and mine == (self.rank,) and any(len(r) > 1 for r in partition):
             self._make_once(name, mine)  # unused; keeps the number of groups equal on all ranks
-        return Group(name, mine, mine.index(self.rank), self._handle(mine))
+        position = mine.index(self.rank)
+        if len(mine) == 1:
+            return Group(name, mine, position, None)
+        path = self._path(name, mine, position)
+        return Group(name, mine, position, self._made[mine], path.communicator, path.note)
 
-    def _handle(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        return self._made[ranks] if len(ranks) > 1 else None
+    def _path(self, name: str, ranks: tuple[int, ...], position: int) -> HostPath:
+        """The way through shared memory; groups with equal rank lists share it."""
+        if backend_for(self._made[ranks], "cpu") != "gloo":
+            return HostPath()
+        if self._connector is None:
+            return HostPath(note="host_memory is off")
+        if ranks not in self._paths:
+            self._paths[ranks] = self._connector.connect(name, ranks, position)
+        return self._paths[ranks]
 
     def _make_once(self, name: str, ranks: tuple[int, ...]) -> None:
         if ranks in self._made:
@@ -202,6 +278,15 @@ class _GroupMaker:
             use_local_synchronization=self._members_only,
             group_desc=f"megacore {name}",
         )
+
+
+def backend_for(handle: ProcessGroup, device_type: str) -> str:
+    """Return the backend of a torch group for ``"cpu"`` or ``"cuda"`` tensors; empty if none."""
+    for entry in dist.get_backend_config(handle).split(","):
+        device, _, name = entry.rpartition(":")
+        if not device or device == device_type:
+            return name
+    return ""
 
 
 def _solo_groups() -> dict[str, Group]:
@@ -247,16 +332,33 @@ def _require_matching_world(topology: Topology) -> None:
     )
 
 
-def _require_same_call_on_all_ranks(topology: Topology, backend: str | None) -> None:
-    """Compare this call with that of the rank that came first, through the store alone."""
+def _require_same_call_on_all_ranks(settings: str) -> int:
+    """Compare this call with that of the rank that came first, through the store alone.
+
+    Returns the number of the call, from 1; the same on all ranks.
+    """
     if dist.get_backend() == "fake":  # a fake world has one process and no store
-        return
+        return 1
     store = _get_default_store()
     call = store.add(f"megacore/process_groups/calls/{dist.get_rank()}", 1)
-    mine = f"{topology}, backend {backend}, after {len(_world.pg_names)} other groups"
+    mine = f"{settings}, after {len(_world.pg_names)} other groups"
     first = store.compare_set(f"megacore/process_groups/call_{call}", "", mine).decode()
     if first != mine:
-        raise ConfigError(
+        message = (
             f"rank {dist.get_rank()} makes its process groups from {mine}, but another rank from "
             f"{first}; give every rank the same settings and make the groups in the same order"
         )
+        store.set(_disagreement_key(call), message)
+        raise ConfigError(message)
+    return call
+
+
+def _raise_disagreement(call: int) -> None:
+    """Tell a rank that came first, and waits for another one, that there is a disagreement."""
+    store, key = _get_default_store(), _disagreement_key(call)
+    if store.check([key]):
+        raise ConfigError(store.get(key).decode())
+
+
+def _disagreement_key(call: int) -> str:
+    return f"megacore/process_groups/disagreement_{call}"

@@ -1,0 +1,337 @@
+"""Shared memory between the ranks of one host: the fast path of collectives on CPU tensors.
+
+A group whose members all run on one host, in reach of one ``/dev/shm``, exchanges CPU tensors
+through one memory segment instead of gloo's sockets. ``collectives`` takes this path by itself
+wherever a group has it. Sums run in the order of positions, in float32 for bfloat16 and float16, so
+all members get the same bits; ``reduce_scatter`` gives the same bits as on gloo.
+
+The segment is unlinked as soon as all members have opened it: then nothing is left in ``/dev/shm``,
+however the processes end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from megacore._core import HostComm, HostDtype, HostReduction
+
+DEFAULT_SLOT_BYTES = 1 << 20
+SHM_FOLDER = Path("/dev/shm")
+
+_DTYPES = MappingProxyType(
+    {
+        torch.float32: HostDtype.FLOAT32,
+        torch.float64: HostDtype.FLOAT64,
+        torch.bfloat16: HostDtype.BFLOAT16,
+        torch.float16: HostDtype.FLOAT16,
+        torch.int64: HostDtype.INT64,
+        torch.int32: HostDtype.INT32,
+        torch.int16: HostDtype.INT16,
+        torch.int8: HostDtype.INT8,
+        torch.uint8: HostDtype.UINT8,
+        torch.bool: HostDtype.BOOL,
+    }
+)
+_REDUCTIONS = MappingProxyType(
+    {"sum": HostReduction.SUM, "max": HostReduction.MAX, "avg": HostReduction.AVG}
+)
+
+
+class HostCommunicator:
+    """Collectives among the members of one group, all on one host.
+
+    For ``collectives``, which checks shapes and dtypes first: tensors are contiguous, on the CPU,
+    and of a dtype that can be communicated. One thread at a time.
+
+    A call fails with ``RuntimeError`` on every member when the members are in different calls, a
+    member has ended, or a member does not come before the timeout; the message says which rank and
+    which call. After the first of these the group works on.
+
+    Args:
+        comm: The native communicator.
+    """
+
+    def __init__(self, comm: HostComm) -> None:
+        self._comm = comm
+
+    @property
+    def bytes_per_member(self) -> int:
+        """Shared memory that each member adds."""
+        return 2 * self._comm.slot_bytes
+
+    def all_reduce_(self, tensor: Tensor, *, op: str) -> None:
+        """Reduce in place over all members."""
+        self._comm.all_reduce(
+            data=tensor.data_ptr(),
+            numel=tensor.numel(),
+            dtype=_DTYPES[tensor.dtype],
+            op=_REDUCTIONS[op],
+        )
+        increment_version(tensor)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, op: str) -> None:
+        """Write this member's slice of the reduced ``input``, cast to the dtype of ``output``."""
+        if not HostComm.can_reduce(_DTYPES[input.dtype], _DTYPES[output.dtype]):
+            low_precision = input.dtype in (torch.bfloat16, torch.float16)
+            wide = torch.float32 if low_precision else input.dtype
+            reduced = torch.empty_like(output, dtype=wide)
+            self.reduce_scatter(reduced, input, op=op)
+            output.copy_(reduced)
+            return
+        self._comm.reduce_scatter(
+            output=output.data_ptr(),
+            output_dtype=_DTYPES[output.dtype],
+            input=input.data_ptr(),
+            dtype=_DTYPES[input.dtype],
+            numel=output.numel(),
+            op=_REDUCTIONS[op],
+        )
+        increment_version(output)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """Concatenate the inputs of all members."""
+        self._comm.all_gather(
+            output=output.data_ptr(),
+            input=input.data_ptr(),
+            numel=input.numel(),
+            dtype=_DTYPES[input.dtype],
+        )
+        increment_version(output)
+
+    def broadcast_(self, tensor: Tensor, *, source_position: int) -> None:
+        """Copy the tensor of one member to all, in place."""
+        self._comm.broadcast(
+            data=tensor.data_ptr(),
+            numel=tensor.numel(),
+            dtype=_DTYPES[tensor.dtype],
+            source=source_position,
+        )
+        increment_version(tensor)
+
+    def barrier(self) -> None:
+        """Wait until every member has arrived."""
+        self._comm.barrier()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPath:
+    """What came of the attempt to connect a group.
+
+    Attributes:
+        communicator: ``None`` if the group does without shared memory.
+        note: Then the reason, else empty.
+    """
+
+    communicator: HostCommunicator | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a process runs. Processes of equal places can share memory and see each other's end.
+
+    Attributes:
+        host: Name of the machine.
+        boot: Which start of which machine.
+        pids: Process-id namespace: inside one, a process id means the same process.
+        shm: Device of ``/dev/shm``; containers have their own.
+        problem: Why this process cannot share memory at all, or empty.
+    """
+
+    host: str
+    boot: str = ""
+    pids: int = 0
+    shm: int = 0
+    problem: str = ""
+
+    @staticmethod
+    def mine() -> Place:
+        """The place of this process."""
+        host = socket.gethostname()
+        try:
+            return Place(
+                host=host,
+                boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+                pids=Path("/proc/self/ns/pid").stat().st_ino,
+                shm=SHM_FOLDER.stat().st_dev,
+            )
+        except OSError as error:
+            return Place(host=host, problem=f"{host} lacks {error.filename} ({error.strerror})")
+
+
+class HostConnector:
+    """Connects groups of this rank through shared memory, one after the other.
+
+    All members of a group take part and come to the same decision. They talk through the store
+    alone: member 0 looks at where everyone runs and makes the segment, the others open it, and
+    member 0 announces whether all could. So a group is connected completely or not at all.
+
+    Args:
+        store: A store that all ranks share; ``prefix`` keeps the keys of one attempt apart.
+        prefix: The same on all ranks, different for every use of the store.
+        timeout_s: Seconds to wait for a member, here and later in collectives.
+        slot_bytes: Size of the pieces that tensors are moved in. A member has two such slots.
+        while_waiting: Called now and then while another member is awaited; may raise to give up.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        prefix: str,
+        timeout_s: float,
+        slot_bytes: int,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = PrefixStore(prefix, store)
+        self._timeout_s = timeout_s
+        self._slot_bytes = slot_bytes
+        self._while_waiting = while_waiting
+
+    def connect(self, name: str, ranks: Sequence[int], position: int) -> HostPath:
+        """Connect one group; every member calls it, groups in the same order.
+
+        Args:
+            name: Name of the group. Together with ``ranks[0]`` it must be unique.
+            ranks: Global ranks of the members.
+            position: Index of this rank in ``ranks``.
+
+        Raises:
+            RuntimeError: If a member does not come before the timeout.
+        """
+        key = f"{name}/{ranks[0]}"
+        self._store.set(f"{key}/place/{position}", json.dumps(asdict(Place.mine())))
+        return self._offer(key, ranks) if position == 0 else self._accept(key, ranks, position)
+
+    def _offer(self, key: str, ranks: Sequence[int]) -> HostPath:
+        members = range(len(ranks))
+        texts = [self._get(f"{key}/place/{i}", ranks, i) for i in members]
+        places = [Place(**json.loads(text)) for text in texts]
+        segment = f"/megacore-{os.getpid()}-{secrets.token_hex(8)}"
+        needed = HostComm.segment_bytes(len(ranks), self._slot_bytes_for(ranks))
+        note = refusal(dict(zip(ranks, places, strict=True)), segment_bytes=needed)
+        comm = None
+        if not note:
+            comm, note = self._open(segment, ranks, 0)
+        self._store.set(f"{key}/offer", json.dumps({"segment": segment, "note": note}))
+        if comm is None:
+            return HostPath(note=note)
+        try:
+            answers = [self._get(f"{key}/answer/{i}", ranks, i) for i in members[1:]]
+        finally:
+            HostComm.remove_name(segment)
+        note = next((answer for answer in answers if answer), "")
+        self._store.set(f"{key}/verdict", note)
+        return _path(comm, note)
+
+    def _accept(self, key: str, ranks: Sequence[int], position: int) -> HostPath:
+        offer = json.loads(self._get(f"{key}/offer", ranks, 0))
+        if offer["note"]:
+            return HostPath(note=offer["note"])
+        comm, note = self._open(offer["segment"], ranks, position)
+        self._store.set(f"{key}/answer/{position}", note)
+        return _path(comm, self._get(f"{key}/verdict", ranks, 0))
+
+    def _open(
+        self, segment: str, ranks: Sequence[int], position: int
+    ) -> tuple[HostComm | None, str]:
+        """The communicator, or why there is none."""
+        try:
+            comm = HostComm(
+                name=segment,
+                create=position == 0,
+                position=position,
+                ranks=ranks,
+                slot_bytes=self._slot_bytes_for(ranks),
+                timeout_s=self._timeout_s,
+            )
+        except RuntimeError as error:
+            return None, f"rank {ranks[position]} {error}"
+        return comm, ""
+
+    def _slot_bytes_for(self, ranks: Sequence[int]) -> int:
+        """At least a cache line of 64 bytes per member, and whole lines."""
+        return 64 * max(self._slot_bytes // 64, len(ranks))
+
+    def _get(self, key: str, ranks: Sequence[int], position: int) -> str:
+        """What the member at ``position`` has put under ``key``, as soon as it has."""
+        deadline = time.monotonic() + self._timeout_s
+        pause_s = 0.001
+        # Polled: a store whose wait has timed out need not work afterwards.
+        while not self._store.check([key]):
+            self._while_waiting()
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {ranks[position]} (position {position}) did not come to connect ranks "
+                    f"{', '.join(map(str, ranks))} through shared memory; timed out after "
+                    f"{self._timeout_s:g} s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        return self._store.get(key).decode()
+
+
+def refusal(places: dict[int, Place], *, segment_bytes: int) -> str:
+    """Why ranks cannot share a segment, or ``""``.
+
+    Args:
+        places: Global rank -> where it runs, this rank first.
+        segment_bytes: Size of the segment. It may take half of what is free.
+
+    Example:
+        >>> refusal({0: Place(host="a"), 1: Place(host="b")}, segment_bytes=1)
+        'its ranks are on 2 hosts (a, b)'
+    """
+    for rank, place in places.items():
+        if place.problem:
+            return f"rank {rank} cannot share memory: {place.problem}"
+    hosts = sorted({place.host for place in places.values()})
+    if len(hosts) > 1:
+        shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
+        return f"its ranks are on {len(hosts)} hosts ({shown})"
+    first_rank, first = next(iter(places.items()))
+    for rank, place in places.items():
+        if place != first:
+            return (
+                f"ranks {first_rank} and {rank} on {first.host} are in different containers "
+                "(they share no /dev/shm or no process ids)"
+            )
+    free = free_bytes(SHM_FOLDER)
+    if 2 * segment_bytes > free:
+        return (
+            f"/dev/shm has {_mib(free)} MiB free, and the group's {_mib(segment_bytes)} MiB would "
+            "take more than half; give it more (docker run --shm-size)"
+        )
+    return ""
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space of the file system that holds ``folder``; 0 if there is no such folder."""
+    try:
+        facts = os.statvfs(folder)
+    except OSError:
+        return 0
+    return facts.f_bavail * facts.f_frsize
+
+
+def _path(comm: HostComm | None, note: str) -> HostPath:
+    if note or comm is None:
+        return HostPath(note=note)
+    return HostPath(communicator=HostCommunicator(comm))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f}"

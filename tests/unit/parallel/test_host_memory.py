@@ -1,0 +1,208 @@
+"""Who may share memory, how members agree on it, and the communicator in threads of one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from megacore._core import HostComm, HostDtype, HostReduction
+from megacore.parallel import host_memory
+from megacore.parallel.host_memory import (
+    HostCommunicator,
+    HostConnector,
+    HostPath,
+    Place,
+    free_bytes,
+    refusal,
+)
+
+HERE = Place(host="a", boot="1", pids=7, shm=9)
+
+
+def with_threads(size: int, member: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(member, range(size)))
+
+
+def connect_all(size: int, **settings: Any) -> list[HostPath]:
+    store = HashStore()
+    ranks = list(range(5, 5 + size))
+    settings = {"timeout_s": 20.0, "slot_bytes": 4096, **settings}
+
+    def member(position: int) -> HostPath:
+        connector = HostConnector(store, prefix="test", **settings)
+        return connector.connect("tp", ranks, position)
+
+    return with_threads(size, member)
+
+
+def my_segments() -> list[Path]:
+    return list(Path("/dev/shm").glob(f"megacore-{os.getpid()}-*"))
+
+
+def test_equal_places_may_share() -> None:
+    assert refusal({0: HERE, 1: HERE}, segment_bytes=1) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (Place(host="b", boot="2", pids=7, shm=9), "its ranks are on 2 hosts (a, b)"),
+        (
+            Place(host="a", boot="1", pids=8, shm=9),
+            "ranks 3 and 4 on a are in different containers",
+        ),
+        (
+            Place(host="a", boot="1", pids=7, shm=1),
+            "ranks 3 and 4 on a are in different containers",
+        ),
+        (
+            Place(host="a", problem="a lacks /dev/shm"),
+            "rank 4 cannot share memory: a lacks /dev/shm",
+        ),
+    ],
+)
+def test_other_places_may_not_share(other: Place, reason: str) -> None:
+    assert reason in refusal({3: HERE, 4: other}, segment_bytes=1)
+
+
+def test_a_segment_may_take_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "free_bytes", lambda _folder: 64 << 20)
+    assert refusal({0: HERE, 1: HERE}, segment_bytes=32 << 20) == ""
+    assert refusal({0: HERE, 1: HERE}, segment_bytes=(32 << 20) + 1) == (
+        "/dev/shm has 64.0 MiB free, and the group's 32.0 MiB would take more than half; "
+        "give it more (docker run --shm-size)"
+    )
+    assert free_bytes(Path("/no such folder")) == 0
+
+
+def test_this_process_knows_its_place() -> None:
+    mine = Place.mine()
+    assert mine == Place.mine()
+    assert mine.problem == ""
+    assert mine.shm == Path("/dev/shm").stat().st_dev
+
+
+def test_a_system_without_proc_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host_memory, "SHM_FOLDER", tmp_path / "none")
+    assert "none (No such file or directory)" in Place.mine().problem
+
+
+def test_members_connect_and_leave_no_name() -> None:
+    paths = connect_all(3)
+    assert my_segments() == []
+    communicators = [path.communicator for path in paths]
+    assert all(path.note == "" for path in paths)
+
+    def member(position: int) -> list[float]:
+        communicator = communicators[position]
+        assert communicator is not None
+        tensor = torch.tensor([1.0 + position, 0.5])
+        communicator.all_reduce_(tensor, op="sum")
+        return tensor.tolist()
+
+    assert with_threads(3, member) == [[6.0, 1.5]] * 3
+
+
+def test_slots_have_room_for_all_members() -> None:
+    for path in connect_all(4, slot_bytes=1):
+        assert path.communicator is not None
+        assert path.communicator.bytes_per_member == 2 * 4 * 64
+
+
+def test_a_member_that_cannot_open_makes_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LastIsOutOfLuck(HostComm):
+        def __init__(self, **settings: Any) -> None:
+            if settings["position"] == 2:
+                raise RuntimeError("cannot open a shared-memory segment")
+            super().__init__(**settings)
+
+    monkeypatch.setattr(host_memory, "HostComm", LastIsOutOfLuck)
+    for path in connect_all(3):
+        assert path.communicator is None
+        assert path.note == "rank 7 cannot open a shared-memory segment"
+    assert my_segments() == []
+
+
+def test_a_full_dev_shm_makes_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    # statvfs may promise more than there is when the memory is reserved.
+    monkeypatch.setattr(host_memory, "free_bytes", lambda _folder: 1 << 62)
+    for path in connect_all(2, slot_bytes=1 << 50):
+        assert path.communicator is None
+        assert path.note.startswith("rank 5 cannot reserve a shared-memory segment of ")
+    assert my_segments() == []
+
+
+def test_a_member_that_never_comes_leaves_no_name() -> None:
+    connector = HostConnector(HashStore(), prefix="test", timeout_s=0.2, slot_bytes=4096)
+    with pytest.raises(
+        RuntimeError, match=r"rank 9 \(position 1\) did not come to connect ranks 8, 9"
+    ):
+        connector.connect("tp", [8, 9], 0)
+    assert my_segments() == []
+    # The second one says where it runs, and dies before it opens the segment.
+    store = HashStore()
+    connectors = [
+        HostConnector(store, prefix="test", timeout_s=0.2, slot_bytes=4096) for _ in range(2)
+    ]
+    for position in (1, 0):
+        with pytest.raises(RuntimeError, match=r"timed out after 0.2 s"):
+            connectors[position].connect("tp", [0, 1], position)
+    assert my_segments() == []
+
+
+def test_waiting_for_a_member_may_be_given_up() -> None:
+    def give_up() -> None:
+        raise ValueError("it will never come")
+
+    connector = HostConnector(
+        HashStore(), prefix="test", timeout_s=60.0, slot_bytes=4096, while_waiting=give_up
+    )
+    with pytest.raises(ValueError, match="it will never come"):
+        connector.connect("tp", [0, 1], 1)
+
+
+def test_native_mistakes_become_python_errors() -> None:
+    settings = {"position": 0, "ranks": [0], "slot_bytes": 64, "timeout_s": 1.0}
+    with pytest.raises(
+        RuntimeError, match=r"cannot open a shared-memory segment of .* No such file"
+    ):
+        HostComm(name="/megacore-none", create=False, **settings)
+    with pytest.raises(ValueError, match="slot_bytes is 65; it must be a multiple of 64"):
+        HostComm(name=f"/megacore-{os.getpid()}-x", create=True, **{**settings, "slot_bytes": 65})
+    HostComm.remove_name(f"/megacore-{os.getpid()}-x")
+    comm = HostComm(name=f"/megacore-{os.getpid()}-y", create=True, **settings)
+    HostComm.remove_name(f"/megacore-{os.getpid()}-y")
+    assert (comm.position, comm.size, comm.slot_bytes) == (0, 1, 64)
+    with pytest.raises(ValueError, match="avg needs a floating point type, not int32"):
+        comm.all_reduce(data=0, numel=0, dtype=HostDtype.INT32, op=HostReduction.AVG)
+    with pytest.raises(ValueError, match="reduction of float64 cannot be written as float32"):
+        comm.reduce_scatter(
+            output=0,
+            output_dtype=HostDtype.FLOAT32,
+            input=0,
+            dtype=HostDtype.FLOAT64,
+            numel=0,
+            op=HostReduction.SUM,
+        )
+    assert my_segments() == []
+
+
+def test_inference_tensors_work() -> None:
+    name = f"/megacore-{os.getpid()}-z"
+    comm = HostComm(name=name, create=True, position=0, ranks=[0], slot_bytes=64, timeout_s=1.0)
+    HostComm.remove_name(name)
+    communicator = HostCommunicator(comm)
+    with torch.inference_mode():
+        tensor = torch.arange(100.0)
+        communicator.all_reduce_(tensor, op="avg")
+        communicator.broadcast_(tensor, source_position=0)
+    communicator.barrier()
+    assert torch.equal(tensor, torch.arange(100.0))
