@@ -1,0 +1,61 @@
+// How fast can any schedule be? Bounds that no order of actions beats.
+//
+//   const LowerBound bound = lower_bound({.placement = Placement::v({.num_ranks = 4}),
+//                                         .num_microbatches = 16,
+//                                         .memory_limit = {8}});
+//   bound.value;   // 99: zb_v reaches it
+//   bound.reason;  // BoundReason::kRankWork
+//
+// Symbols: M activations that a rank may hold; head of an action: time before which it cannot
+// start; tail: time that must pass after it.
+
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "megacore/pipeline/placement.h"
+#include "megacore/pipeline/simulate.h"
+
+namespace megacore::pipeline {
+
+struct BoundProblem {
+  Placement placement;
+  int num_microbatches;  // >= 1
+  Costs costs = {};      // overlap must be 0
+  // Whether W may run apart from I. A fused backward takes I + W and gives its gradient at its end.
+  bool split_backward = true;
+  // Activations, counted in (stage, microbatch) pairs from F until B or W, that a rank may hold:
+  // one number for all ranks or one per rank, each >= 1; empty for no limit.
+  std::vector<int64_t> memory_limit = {};
+};
+
+enum class BoundReason : uint8_t {
+  kCriticalPath,  // one microbatch through all stages and back
+  kRankWork,      // a rank: earliest head, all its work, shortest tail
+  kRankQueue,   // a rank serves its actions in the order of their heads; the k-th F also waits for
+                // the (k - M)-th release of memory
+  kMemoryArea,  // a rank: lifetimes of all activations fit into M times the makespan, less what
+                // the ramps at the start and the end leave unused
+  kDelivery,    // the queue with heads and tails, both with memory (Jackson's preemptive schedule)
+};
+inline constexpr size_t kNumBoundReasons = 5;
+
+// A sentence for people.
+std::string_view to_text(BoundReason reason);
+
+struct LowerBound {
+  double value = 0.0;
+  BoundReason reason = BoundReason::kCriticalPath;      // the first that reaches the value
+  std::array<double, kNumBoundReasons> by_reason = {};  // the best of each over all ranks
+};
+
+// O(p (v m log(v m) + v p)) for p ranks, v stages per rank, m microbatches.
+// Throws std::invalid_argument for costs and limits that make no sense.
+// Source: Carlier, The one-machine sequencing problem, EJOR 11 (1982), for the last; the heads and
+// tails with memory are our own.
+LowerBound lower_bound(const BoundProblem& problem);
+
+}  // namespace megacore::pipeline
