@@ -3,9 +3,9 @@
     python benchmarks/bench_gpu_adamw.py [--numel 10e6 100e6 1e9] [--rounds 30]
 
 Each contender owns one flat fp32 parameter with its gradient and moments. The contenders take
-turns; the median round is shown, timed with CUDA events. A step reads four arrays and writes three:
-28 bytes per element, from which the bandwidth follows. With ``bf16`` the kernel also writes the bf16
-copy that training uses, 2 bytes more per element; torch then needs a second pass for it.
+turns; the median round is shown, timed with CUDA events. A step reads four arrays and writes three,
+28 bytes per element, from which the bandwidth follows. With ``bf16`` the kernel also writes the
+bf16 copy that training uses, 2 bytes more per element; torch needs a second pass for it.
 """
 
 from __future__ import annotations
