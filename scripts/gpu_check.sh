@@ -18,7 +18,7 @@ log="$out/gpu_check.txt"
 say() { echo "== $*" | tee -a "$log"; }
 
 if [ -n "${WHEELS:-}" ]; then
-  say "installing missing requirements from $WHEELS"
+  say "installing missing requirements from wheels"
   "$python" -m pip install --quiet --no-index --find-links "$WHEELS" scikit-build-core pybind11 ninja cmake \
     numpy pydantic rich safetensors tomli-w pytest hypothesis 2>&1 | tee -a "$log"
 fi

@@ -13,7 +13,11 @@ namespace megacore::base {
 // REQUIRES: a >= 0, b >= 0.
 inline int64_t checked_mul(int64_t a, int64_t b) {
   int64_t product = 0;
-  MC_REQUIRE(!__builtin_mul_overflow(a, b, &product), "the product ", a, " x ", b,
+  MC_REQUIRE(!__builtin_mul_overflow(a, b, &product),
+             "the product ",
+             a,
+             " x ",
+             b,
              " does not fit 64 bits");
   return product;
 }

@@ -49,8 +49,8 @@ struct BucketPlanSpec {
   int64_t param_alignment = 64;
   // Buckets end at multiples of this; a multiple of dp_size. Default: lcm(dp_size, 128).
   std::optional<int64_t> bucket_alignment = std::nullopt;
-  // Also pad bucket ends to a multiple of 2^16: the messages of a ring then are multiples of a large
-  // power of two, which some networks carry faster.
+  // Also pad bucket ends to a multiple of 2^16: the messages of a ring then are multiples of a
+  // large power of two, which some networks carry faster.
   bool pad_for_ring = false;
 };
 
