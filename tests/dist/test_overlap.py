@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4": (4, {}),
     "tp2 dp2 sequence parallel": (4, {"parallel.tp": 2, "parallel.sequence_parallel": True}),
     "pp2 dp2, 2 chunks": (4, INTERLEAVED),
+    "dp4, 2 instances": (4, {"optimizer.num_instances": 2}),
     "pp2 dp2 untied": (4, {"parallel.pp": 2, "model.tie_embeddings": False}),
 }
 

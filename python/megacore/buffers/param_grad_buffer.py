@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,14 @@ from megacore.parallel.async_collectives import (
     all_gather_async,
     reduce_scatter_async,
 )
-from megacore.parallel.collectives import all_gather, reduce_scatter
+from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatter
+from megacore.parallel.instances import InstanceGroups
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import Group, ProcessGroups
 
 NamedParams = Sequence[tuple[ParamInfo, nn.Parameter]]
 
-_PARAM_DTYPES = (torch.float32, torch.bfloat16)
+_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,10 @@ class ParamGradBuffer:
             reduced gradients and optimizes everything; the reduced values have the same bits.
         grad_scale: Every reduced gradient is multiplied by this. Experts need it: their gradients
             already are sums over the tokens of all expert-parallel ranks.
+        across: Ranks of other optimizer instances (hybrid sharding) with the same slices as this
+            one; their gradients are averaged too. Default: one instance.
+        average_in_collective: Divide sums of gradients by the number of ranks. Otherwise gradients
+            are scaled before they are summed, which keeps sums small.
         positions: Place of each parameter in the whole model's registration order, for the order of
             buckets of several buffers; increasing. Default: from 0.
 
@@ -90,6 +96,8 @@ class ParamGradBuffer:
         grad_dtype: torch.dtype = torch.float32,
         distributed: bool = True,
         grad_scale: float = 1.0,
+        across: Group | None = None,
+        average_in_collective: bool = True,
         positions: Sequence[int] | None = None,
     ) -> None:
         _check_params(params, grad_dtype)
@@ -97,7 +105,10 @@ class ParamGradBuffer:
         self.positions = tuple(range(len(params)) if positions is None else positions)
         self.dp_group = dp_group
         self.distributed = distributed
-        self.grad_scale = grad_scale
+        self.across = Group.solo(dp_group.rank) if across is None else across
+        self._num_ranks = dp_group.size * self.across.size
+        self._averages = average_in_collective
+        self._grad_scale = grad_scale
         numels = [param.numel() for _, param in self.params]
         shared = [info.shared is not None for info, _ in self.params]
         self.plan = plan_buckets(
@@ -159,9 +170,10 @@ class ParamGradBuffer:
         Sync:
             Collective over ``dp_group``. Waits for the device on gloo only.
         """
-        for index, bucket in enumerate(self._buckets):
-            if bucket.grad.numel() > 0 and self.dp_group.size > 1:
-                reduce_scatter(bucket.own_grad, bucket.grad, self.dp_group, op="avg")
+        for index, views in enumerate(self._buckets):
+            self._scale_before(views)
+            if views.grad.numel() > 0 and self.dp_group.size > 1:
+                reduce_scatter(views.own_grad, views.grad, self.dp_group, op=self._op)
             self.finish_reduce(index)
 
     def start_reduce(self, bucket: int) -> PendingCollective:
@@ -170,18 +182,37 @@ class ParamGradBuffer:
         Together, over all buckets, this does what :meth:`reduce_scatter_grads` does, to the bit.
         """
         views = self._buckets[bucket]
+        self._scale_before(views)
         if views.grad.numel() == 0 or self.dp_group.size == 1:
             return PendingCollective()
-        return reduce_scatter_async(views.own_grad, views.grad, self.dp_group, op="avg")
+        return reduce_scatter_async(views.own_grad, views.grad, self.dp_group, op=self._op)
 
     @torch.no_grad()
     def finish_reduce(self, bucket: int) -> None:
-        """Scale a reduced bucket; without ``distributed`` give all ranks all of it. Collective."""
+        """Sum a reduced bucket across instances, scale it, share it if not ``distributed``.
+
+        Sync:
+            Collective over ``across``, and over ``dp_group`` without ``distributed``.
+        """
         views = self._buckets[bucket]
-        if self.grad_scale != 1.0:
-            views.own_grad.mul_(self.grad_scale)
-        if not self.distributed and self.dp_group.size > 1 and views.grad.numel() > 0:
+        if views.grad.numel() == 0:
+            return
+        all_reduce_(views.own_grad, self.across)
+        if self._averages and self.across.size > 1:
+            views.own_grad.div_(self._num_ranks)
+        if self._averages and self._grad_scale != 1.0:
+            views.own_grad.mul_(self._grad_scale)
+        if not self.distributed and self.dp_group.size > 1:
             all_gather(views.grad, views.own_grad, self.dp_group)
+
+    @property
+    def _op(self) -> Literal["sum", "avg"]:
+        return "avg" if self._averages and self.across.size == 1 else "sum"
+
+    @torch.no_grad()
+    def _scale_before(self, views: _BucketViews) -> None:
+        if not self._averages:
+            views.grad.mul_(self._grad_scale / self._num_ranks)
 
     @torch.no_grad()
     def all_gather_params(self) -> None:
@@ -247,7 +278,11 @@ class ParamGradBuffer:
 
 
 def make_buffers(
-    params: NamedParams, *, groups: ProcessGroups, optimizer: OptimizerConfig
+    params: NamedParams,
+    *,
+    groups: ProcessGroups,
+    optimizer: OptimizerConfig,
+    instances: InstanceGroups | None = None,
 ) -> list[ParamGradBuffer]:
     """Sort parameters into buffers, one per dtype and kind (see :func:`buffer_kind`).
 
@@ -259,18 +294,24 @@ def make_buffers(
     Args:
         params: Description and parameter of every parameter of this rank, in forward order.
         groups: Process groups of this rank.
-        optimizer: For ``bucket_numel``, ``pad_buckets`` and ``distributed``.
+        optimizer: For ``bucket_numel``, ``pad_buckets``, ``distributed`` and
+            ``average_in_collective``.
+        instances: Groups of hybrid sharding. Default: one instance.
 
     Raises:
         ValueError: If a parameter cannot be optimized; see :class:`ParamGradBuffer`.
     """
+    if instances is None:
+        instances = InstanceGroups.split(groups, 1)
     by_key: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
     for position, (info, param) in enumerate(params):
         by_key.setdefault((param.dtype, *buffer_kind(info)), []).append(position)
     return [
         ParamGradBuffer(
             [params[position] for position in positions],
-            dp_group=groups.expert_dp if expert else groups.dp_cp,
+            dp_group=instances.expert if expert else instances.dense,
+            across=instances.expert_across if expert else instances.dense_across,
+            average_in_collective=optimizer.average_in_collective,
             bucket_numel=optimizer.bucket_numel,
             pad_for_ring=optimizer.pad_buckets,
             distributed=optimizer.distributed,
@@ -306,7 +347,9 @@ def _check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:
         raise ValueError("a buffer needs at least one parameter")
     first_info, first = params[0]
     if first.dtype not in _PARAM_DTYPES:
-        raise ValueError(f"{first_info.name} is {first.dtype}; use float32 or bfloat16 parameters")
+        raise ValueError(
+            f"{first_info.name} is {first.dtype}; use float32, bfloat16 or float16"
+        )
     if grad_dtype not in (torch.float32, first.dtype):
         raise ValueError(
             f"grad_dtype is {grad_dtype}; use torch.float32 or the parameters' {first.dtype}"

@@ -244,6 +244,15 @@ def _check_batch(problems: _Problems, config: Config) -> None:
         )
 
 
+def _check_instances(problems: _Problems, config: Config) -> None:
+    dp, count = config.dp(problems.world_size), config.optimizer.num_instances
+    if dp > 0 and dp % count:
+        problems.add(
+            f"{problems.shown('optimizer.num_instances')} does not divide dp {dp} "
+            f"({problems.world_size} processes / tp*cp*pp); nearest: {nearest_divisors(count, dp)}"
+        )
+
+
 def _check_decay(problems: _Problems, config: Config) -> None:
     steps, optimizer = config.train.steps, config.optimizer
     set_decay = problems.config.optimizer.decay_steps
@@ -278,5 +287,6 @@ _CHECKS: tuple[Callable[[_Problems, Config], None], ...] = (
     _check_model_fits_tp,
     _check_pipeline,
     _check_batch,
+    _check_instances,
     _check_decay,
 )

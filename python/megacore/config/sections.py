@@ -8,6 +8,7 @@ with the number of processes, lives in ``megacore.config.resolve``. A default of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, Self
@@ -219,6 +220,30 @@ class OptimizerConfig(Section):
     distributed: bool = Field(
         default=True, description="Shard the optimizer state over data parallel ranks (ZeRO-1)."
     )
+    num_instances: int = Field(
+        default=1,
+        ge=1,
+        description="Hybrid sharding: this many copies of the sharded optimizer state, each on "
+        "neighbouring data parallel ranks.",
+    )
+    average_in_collective: bool = Field(
+        default=True,
+        description="Divide summed gradients by the number of ranks; `false` scales them before "
+        "they are summed.",
+    )
+    moments_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Number format of AdamW's moments."
+    )
+    loss_scale: float = Field(
+        default=65536.0,
+        ge=1.0,
+        description="First loss scale of float16 training; it adapts itself. A power of two.",
+    )
+    loss_scale_interval: int = Field(
+        default=1000,
+        ge=1,
+        description="Steps without overflow after which the loss scale doubles.",
+    )
     bucket_numel: int | None = Field(
         default=None,
         ge=1,
@@ -237,6 +262,26 @@ class OptimizerConfig(Section):
         default=False,
         description="Collect updated parameters while the next forward pass runs.",
     )
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _check_loss_scale(cls, scale: float) -> float:
+        if math.frexp(scale)[0] != 0.5:
+            lower = 2.0 ** math.floor(math.log2(scale))
+            raise ValueError(
+                f"loss_scale = {scale:g} is no power of two, so it would change bits; "
+                f"nearest: {lower:g}, {2 * lower:g}"
+            )
+        return scale
+
+    @model_validator(mode="after")
+    def _check_instances(self) -> Self:
+        if self.num_instances > 1 and not self.distributed:
+            raise ValueError(
+                f"num_instances = {self.num_instances} needs distributed = true: without sharding "
+                "every rank is an instance of its own; set num_instances = 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_min_lr(self) -> Self:
@@ -298,7 +343,7 @@ class TrainSectionConfig(Section):
     global_batch_size: int = Field(
         default=32, ge=1, description="Sequences per optimizer step, all ranks."
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
         description="Number format of weights and activations; main weights are float32.",
     )
@@ -349,6 +394,11 @@ class RunConfig(Section):
     backend: Literal["gloo", "nccl"] | None = Field(
         default=None,
         description="Communication library. Default: `nccl` with a GPU, else `gloo`.",
+    )
+    host_memory: bool = Field(
+        default=True,
+        description="Let `gloo` groups whose ranks share a host exchange tensors through shared "
+        "memory.",
     )
     timeout_s: float = Field(
         default=300.0, gt=0.0, description="Seconds after which a collective operation gives up."

@@ -68,8 +68,8 @@ def _stages(config: Config, pp: int) -> list[range]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """``"float32"`` or ``"bfloat16"`` as torch's dtype."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    """The value of ``train.dtype`` as torch's dtype."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def _embedding_weight(chunks: list[GPTChunk]) -> nn.Parameter | None:

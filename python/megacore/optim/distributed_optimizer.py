@@ -14,6 +14,7 @@ from megacore.config import OptimizerConfig
 from megacore.ops.optim import AdamWSettings
 from megacore.optim.grad_norm import clip_coefficient, grad_ranges, norm_parts
 from megacore.optim.grad_sums import needs_sum, sum_sequence_parallel_grads, sum_shared_grads
+from megacore.optim.loss_scale import DynamicLossScale
 from megacore.optim.shard import OptimizerShard, ParamPiece
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
@@ -87,7 +88,13 @@ class DistributedOptimizer:
         self._groups = groups
         self._config = config
         self._device = self.buffers[0].grad_data.device
-        self._shards = [OptimizerShard(buffer) for buffer in self.buffers]
+        moments = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.moments_dtype]
+        self._shards = [OptimizerShard(b, moments_dtype=moments) for b in self.buffers]
+        self._loss_scale: DynamicLossScale | None = None
+        if any(buffer.param_data.dtype == torch.float16 for buffer in self.buffers):
+            self._loss_scale = DynamicLossScale(
+                initial=config.loss_scale, interval=config.loss_scale_interval
+            )
         self._grad_ranges = grad_ranges(self.buffers, groups)
         self._reducer: GradReducer | None = None
         if config.overlap_grad_reduce:
@@ -95,6 +102,19 @@ class DistributedOptimizer:
         self._gatherer: ParamGatherer | None = None
         if config.overlap_param_gather:
             self._gatherer = ParamGatherer(self.buffers, modules)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the caller multiplies the loss by before the backward pass; a power of two.
+
+        1 unless there are float16 parameters; then it adapts after every step.
+        """
+        return 1.0 if self._loss_scale is None else self._loss_scale.scale
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the optimizer state on this rank: moments and main parameter copies."""
+        return sum(shard.state_bytes for shard in self._shards)
 
     def zero_grads(self) -> None:
         """Set all gradients to zero; call it before the first backward pass of a step."""
@@ -150,13 +170,16 @@ class DistributedOptimizer:
             for buffer in self.buffers:
                 buffer.reduce_scatter_grads()
         squared_norm, num_nonfinite, extra_sum = self._reduce_over_world(extra)
+        scale = self.loss_scale
+        if self._loss_scale is not None:
+            self._loss_scale.update(overflow=num_nonfinite > 0)
         if num_nonfinite > 0:
             self.num_skipped += 1
             return StepResult(grad_norm=math.nan, skipped=True, extra=extra_sum)
-        grad_norm = math.sqrt(squared_norm)
+        grad_norm = math.sqrt(squared_norm) / scale
         self.step_count += 1
         self.finish_param_gather()
-        self._update(lr=lr, grad_norm=grad_norm)
+        self._update(lr=lr, grad_norm=grad_norm, loss_scale=scale)
         if self._gatherer is not None:
             self._gatherer.start()
         else:
@@ -200,7 +223,7 @@ class DistributedOptimizer:
         sums = vector.cpu()
         return float(sums[0]), float(sums[1]), sums[2:]
 
-    def _update(self, *, lr: float, grad_norm: float) -> None:
+    def _update(self, *, lr: float, grad_norm: float, loss_scale: float) -> None:
         config = self._config
         undecayed = AdamWSettings(
             step=self.step_count,
@@ -208,7 +231,7 @@ class DistributedOptimizer:
             beta1=config.beta1,
             beta2=config.beta2,
             eps=config.eps,
-            grad_scale=clip_coefficient(grad_norm, max_norm=config.clip_grad),
+            grad_scale=clip_coefficient(grad_norm, max_norm=config.clip_grad) / loss_scale,
         )
         decayed = replace(undecayed, weight_decay=config.weight_decay)
         for shard in self._shards:

@@ -52,12 +52,13 @@ class GradRange:
 def grad_ranges(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> list[GradRange]:
     """Cut the gradients that this rank reduces into ranges, as views of the buffers.
 
-    Over the data-parallel ranks each element is in one range, with ZeRO-1 or without, so both give
-    the same norm to the bit.
+    Over the data-parallel ranks each element is in one counted range, with ZeRO-1 or without, so
+    both give the same norm to the bit. Of several optimizer instances the first one counts.
     """
     ranges = []
     for buffer in buffers:
-        counted = [is_counted(info, groups) for info, _ in buffer.params]
+        first = buffer.across.position == 0
+        counted = [first and is_counted(info, groups) for info, _ in buffer.params]
         pieces = [(piece, counted[piece.param_index]) for piece in buffer.reduced_pieces()]
         for run in merge_neighbours(pieces):
             grad = buffer.grad_data[run[0].world_start : run[-1].world_end]

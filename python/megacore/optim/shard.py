@@ -23,8 +23,9 @@ class ParamPiece:
         start: First element in the flattened parameter as this rank's model holds it (the
             tensor-parallel shard).
         end: One past the last element.
-        tensors: Views of the optimizer's own storage, ``(end - start,)``, fp32: ``"main_param"``,
-            ``"exp_avg"``, ``"exp_avg_sq"``. Read them to save; fill them in place to load.
+        tensors: Views of the optimizer's own storage, ``(end - start,)``: ``"main_param"`` (fp32),
+            ``"exp_avg"``, ``"exp_avg_sq"`` (fp32 or bfloat16). Read them to save; fill them in
+            place to load.
     """
 
     info: ParamInfo
@@ -33,9 +34,13 @@ class ParamPiece:
     tensors: Mapping[str, Tensor]
 
 
+# Elements that are converted at a time where the kernel's formats are not those of the storage.
+_BLOCK = 1 << 20
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Consecutive elements that share their settings: one kernel call."""
+    """Consecutive elements that share their settings."""
 
     decayed: bool
     main_param: Tensor
@@ -44,22 +49,66 @@ class _Run:
     exp_avg_sq: Tensor
     copy_out: Tensor | None
 
+    @property
+    def converts(self) -> bool:
+        """Whether a step needs fp32 copies of gradients or moments."""
+        return self.grad.dtype != torch.float32 or self.exp_avg.dtype != torch.float32
+
+    def part(self, start: int, end: int) -> _Run:
+        """Some of the elements."""
+        return _Run(
+            decayed=self.decayed,
+            main_param=self.main_param[start:end],
+            grad=self.grad[start:end],
+            exp_avg=self.exp_avg[start:end],
+            exp_avg_sq=self.exp_avg_sq[start:end],
+            copy_out=None if self.copy_out is None else self.copy_out[start:end],
+        )
+
+    def step(self, settings: AdamWSettings) -> None:
+        """Update these elements."""
+        # Each is itself if it is fp32 already.
+        exp_avg, exp_avg_sq = self.exp_avg.float(), self.exp_avg_sq.float()
+        rounds = self.copy_out is not None and self.copy_out.dtype == torch.bfloat16
+        adamw_step_(
+            self.main_param,
+            self.grad.float(),
+            exp_avg,
+            exp_avg_sq,
+            settings,
+            copy_out=self.copy_out if rounds else None,
+        )
+        if self.copy_out is not None and not rounds:
+            self.copy_out.copy_(self.main_param)
+        if exp_avg is not self.exp_avg:
+            self.exp_avg.copy_(exp_avg)
+            self.exp_avg_sq.copy_(exp_avg_sq)
+
 
 class OptimizerShard:
     """fp32 parameters, first and second moments of what this rank owns of one buffer.
 
     The main parameters of an fp32 buffer are the buffer itself: no copy exists. Those of a bfloat16
-    buffer are fp32 copies, and each step writes the rounded result back into the buffer.
+    or float16 buffer are fp32 copies, and each step writes the rounded result back into the buffer.
+
+    Args:
+        buffer: Parameters and gradients.
+        moments_dtype: float32, or bfloat16 to store the moments in half the memory; they are
+            computed in fp32 and rounded after each step.
     """
 
-    def __init__(self, buffer: ParamGradBuffer) -> None:
+    def __init__(
+        self, buffer: ParamGradBuffer, *, moments_dtype: torch.dtype = torch.float32
+    ) -> None:
         self.buffer = buffer
         numel = buffer.shard_plan.shard_numel
         device = buffer.param_data.device
         self._is_low_precision = buffer.param_data.dtype != torch.float32
-        self._exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._exp_avg = torch.zeros(numel, dtype=moments_dtype, device=device)
         self._exp_avg_sq = torch.zeros_like(self._exp_avg)
-        self._main = torch.zeros_like(self._exp_avg) if self._is_low_precision else None
+        self._main: Tensor | None = None
+        if self._is_low_precision:
+            self._main = torch.zeros(numel, dtype=torch.float32, device=device)
         pieces = buffer.owned_pieces()
         for piece in pieces:
             if self._is_low_precision:
@@ -84,14 +133,20 @@ class OptimizerShard:
             None on CUDA.
         """
         for run in self._runs:
-            adamw_step_(
-                run.main_param,
-                run.grad.float(),  # itself if it is fp32 already
-                run.exp_avg,
-                run.exp_avg_sq,
-                decayed if run.decayed else undecayed,
-                copy_out=run.copy_out,
-            )
+            settings = decayed if run.decayed else undecayed
+            if run.converts:
+                for start in range(0, run.grad.numel(), _BLOCK):
+                    run.part(start, start + _BLOCK).step(settings)
+            else:
+                run.step(settings)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the moments and of the main parameters, if those are copies."""
+        tensors = [self._exp_avg, self._exp_avg_sq]
+        if self._main is not None:
+            tensors.append(self._main)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def pieces(self) -> list[ParamPiece]:
         """Return every owned range of every parameter with views of its state."""

@@ -177,7 +177,8 @@ def _buffer_sizes(config: Config, infos: list[ParamInfo], *, dp_size: int) -> _B
     numel = sum(plan.numel for plan in plans)
     owned = sum(plan.shard_numel for plan in plans) if config.optimizer.distributed else numel
     # Two moments; the main parameters of a float32 buffer are the buffer itself.
-    state_per_element = (2 if is_float32 else 3) * FLOAT32_BYTES
+    moment_bytes = FLOAT32_BYTES if config.optimizer.moments_dtype == "float32" else 2
+    state_per_element = 2 * moment_bytes + (0 if is_float32 else FLOAT32_BYTES)
     return _BufferSizes(
         param_bytes=numel * (FLOAT32_BYTES if is_float32 else 2),
         grad_bytes=numel * FLOAT32_BYTES,
@@ -193,7 +194,7 @@ def _buffer_plans(config: Config, infos: list[ParamInfo], *, dp_size: int) -> li
     return [
         plan_buckets(
             _local_numels(config, members),
-            dp_size=dp_size,
+            dp_size=dp_size // config.optimizer.num_instances,
             bucket_numel=config.optimizer.bucket_numel,
             shared=[info.shared is not None for info in members],
             pad_for_ring=config.optimizer.pad_buckets,

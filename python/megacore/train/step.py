@@ -8,6 +8,7 @@ no schedule and no layout; those are in the program, the groups and the buffers 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,7 @@ class TrainStep:
             for action in program.actions
             if action.kind == ActionKind.BACKWARD
         }
+        self._reported_missing: tuple[str, ...] = ()
         self._executor = self._make_executor(recorder=None)
 
     def train(
@@ -101,10 +103,14 @@ class TrainStep:
         start = time.perf_counter()
         executor = self._executor if recorder is None else self._make_executor(recorder)
         self._optimizer.zero_grads()
+        scale = self._optimizer.loss_scale
         losses = executor.run(
-            self._forward_step(step, batches), before_backward=self._before_backward
+            self._forward_step(step, batches, loss_scale=scale),
+            before_backward=self._before_backward,
         )
-        result = self._optimizer.step(lr=lr, extra=self._loss_sums(losses))
+        self._warn_of_missing_grads()
+        extra = self._loss_sums([loss / scale for loss in losses])
+        result = self._optimizer.step(lr=lr, extra=extra)
         return StepMetrics(
             loss=_mean(result.extra),
             grad_norm=result.grad_norm,
@@ -142,8 +148,19 @@ class TrainStep:
             recorder=recorder,
         )
 
+    def _warn_of_missing_grads(self) -> None:
+        missing = tuple(self._optimizer.missing_grads())
+        if missing and missing != self._reported_missing:
+            self._reported_missing = missing
+            names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            warnings.warn(
+                f"no gradient for {names} in this step (counted as zero); a parameter that the "
+                "loss does not depend on keeps its bucket from being reduced early",
+                stacklevel=2,
+            )
+
     def _forward_step(
-        self, step: int, batches: BatchSource
+        self, step: int, batches: BatchSource, *, loss_scale: float = 1.0
     ) -> Callable[[nn.Module, Tensor | None, int], Tensor]:
         cache: dict[int, Microbatch] = {}
 
@@ -152,7 +169,7 @@ class TrainStep:
                 cache[microbatch] = batches(step, microbatch)
             output: Tensor = chunk(hidden, cache[microbatch])
             # A scalar is the mean loss of the microbatch; the step's loss is the mean over them.
-            return output / self._num_microbatches if output.dim() == 0 else output
+            return output / self._num_microbatches * loss_scale if output.dim() == 0 else output
 
         return forward_step
 

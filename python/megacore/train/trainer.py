@@ -19,6 +19,7 @@ from megacore.models.gpt import GPTChunk
 from megacore.optim import DistributedOptimizer, learning_rate
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
+from megacore.parallel.instances import InstanceGroups
 from megacore.pipeline import ActionRecorder, Schedule, build_schedule, receives_for
 from megacore.pipeline.executor import ActivationSpec
 from megacore.train.step import BatchSource, StepMetrics, TrainStep
@@ -132,7 +133,10 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     )
     chunks = build_chunks(config, groups, device=device)
     params = [param for chunk in chunks for param in chunk.param_infos()]
-    buffers = make_buffers(params, groups=groups, optimizer=config.optimizer)
+    instances = InstanceGroups.split(
+        groups, config.optimizer.num_instances, timeout_s=config.run.timeout_s
+    )
+    buffers = make_buffers(params, groups=groups, optimizer=config.optimizer, instances=instances)
     optimizer = DistributedOptimizer(
         buffers, groups=groups, config=config.optimizer, modules=chunks
     )
@@ -162,7 +166,11 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
 def _make_groups(config: Config, world_size: int) -> ProcessGroups:
     if world_size == 1:
         return ProcessGroups.single()
-    return ProcessGroups.create(make_topology(config, world_size), timeout_s=config.run.timeout_s)
+    return ProcessGroups.create(
+        make_topology(config, world_size),
+        timeout_s=config.run.timeout_s,
+        host_memory=config.run.host_memory,
+    )
 
 
 def make_topology(config: Config, world_size: int) -> Topology:

@@ -150,15 +150,15 @@ def test_make_buffers_sorts_by_dtype_and_expert() -> None:
 
 def test_unfit_parameters_are_refused_by_name() -> None:
     weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    half = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
     low = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     group = Group.solo()
     w = (info(weight, "w"), weight)
     with pytest.raises(ValueError, match="at least one parameter"):
         ParamGradBuffer([], dp_group=group)
-    with pytest.raises(ValueError, match=r"h is torch.float16"):
-        ParamGradBuffer([(info(half, "h"), half)], dp_group=group)
+    with pytest.raises(ValueError, match=r"h is torch.float64"):
+        ParamGradBuffer([(info(wide, "h"), wide)], dp_group=group)
     with pytest.raises(ValueError, match="f needs no gradient"):
         ParamGradBuffer([(info(frozen, "f"), frozen)], dp_group=group)
     with pytest.raises(ValueError, match="again is the same tensor as w"):

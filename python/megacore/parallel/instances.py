@@ -1,0 +1,71 @@
+"""Groups for hybrid sharding: optimizer state split inside an instance, equal across instances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from megacore.errors import ConfigError
+from megacore.parallel.process_groups import Group, ProcessGroups, _GroupMaker
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceGroups:
+    """The data-parallel ranks of this rank, cut into optimizer instances of neighbouring ranks.
+
+    Gradients are reduced and scattered inside an instance (near ranks), then each slice is summed
+    across instances (far ranks); updated parameters are gathered inside an instance.
+
+    Attributes:
+        dense: Ranks of my instance that share the state of dense parameters.
+        dense_across: Ranks of all instances that hold the same slices as I do.
+        expert: As ``dense``, for expert parameters.
+        expert_across: As ``dense_across``, for expert parameters.
+    """
+
+    dense: Group
+    dense_across: Group
+    expert: Group
+    expert_across: Group
+
+    @classmethod
+    def split(
+        cls, groups: ProcessGroups, num_instances: int, *, timeout_s: float = 120.0
+    ) -> InstanceGroups:
+        """Cut ``groups.dp_cp`` and ``groups.expert_dp`` into instances. All ranks call it together.
+
+        Raises:
+            ConfigError: If ``num_instances`` does not divide the size of both groups.
+
+        Example:
+            >>> InstanceGroups.split(ProcessGroups.single(), 1).dense.size
+            1
+        """
+        for group in (groups.dp_cp, groups.expert_dp):
+            if num_instances < 1 or group.size % num_instances:
+                raise ConfigError(
+                    f"num_instances is {num_instances}; it must divide the {group.size} "
+                    f"data-parallel ranks of group {group.name}"
+                )
+        if num_instances == 1:
+            solo = Group.solo(groups.rank)
+            return cls(
+                dense=groups.dp_cp,
+                dense_across=solo,
+                expert=groups.expert_dp,
+                expert_across=solo,
+            )
+        made: dict[str, Group] = {}
+        maker = _GroupMaker(timeout=timedelta(seconds=timeout_s), backend=None)
+        for name, view, token in (("dense", "dense", "dp-cp"), ("expert", "expert", "edp")):
+            wholes = getattr(groups.topology, view).get_ranks(token)
+            size = len(wholes[0]) // num_instances
+            inside = [
+                ranks[start : start + size]
+                for ranks in wholes
+                for start in range(0, len(ranks), size)
+            ]
+            across = [ranks[position::size] for ranks in wholes for position in range(size)]
+            made[name] = maker.make(f"{name} instance", inside)
+            made[f"{name}_across"] = maker.make(f"{name} across instances", across)
+        return cls(**made)
