@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from megacore.buffers.bucket_plan import ShardPiece, plan_buckets
@@ -185,7 +186,8 @@ class ParamGradBuffer:
         self._scale_before(views)
         if views.grad.numel() == 0 or self.dp_group.size == 1:
             return PendingCollective()
-        return reduce_scatter_async(views.own_grad, views.grad, self.dp_group, op=self._op)
+        with record_function(f"megacore::reduce_scatter bucket {bucket}"):
+            return reduce_scatter_async(views.own_grad, views.grad, self.dp_group, op=self._op)
 
     @torch.no_grad()
     def finish_reduce(self, bucket: int) -> None:
@@ -232,7 +234,8 @@ class ParamGradBuffer:
         views = self._buckets[bucket]
         if not self.distributed or self.dp_group.size == 1 or views.param.numel() == 0:
             return PendingCollective()
-        return all_gather_async(views.param, views.own_param, self.dp_group)
+        with record_function(f"megacore::all_gather bucket {bucket}"):
+            return all_gather_async(views.param, views.own_param, self.dp_group)
 
     def owned_pieces(self) -> list[ShardPiece]:
         """Pieces that this rank optimizes, in buffer order, positions by ``shard_plan``."""
@@ -347,9 +350,7 @@ def _check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:
         raise ValueError("a buffer needs at least one parameter")
     first_info, first = params[0]
     if first.dtype not in _PARAM_DTYPES:
-        raise ValueError(
-            f"{first_info.name} is {first.dtype}; use float32, bfloat16 or float16"
-        )
+        raise ValueError(f"{first_info.name} is {first.dtype}; use float32, bfloat16 or float16")
     if grad_dtype not in (torch.float32, first.dtype):
         raise ValueError(
             f"grad_dtype is {grad_dtype}; use torch.float32 or the parameters' {first.dtype}"
