@@ -103,10 +103,26 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     console.print(ranks)
     sharding = "sharded over dp (ZeRO-1)" if config.optimizer.distributed else "not sharded"
     console.print()
+    console.print(_memory_text(plan, config), soft_wrap=True)
     console.print(
         f"params, grads, optim: memory per rank, no activations; optimizer state {sharding}\n"
         "held: most microbatches, counted per chunk, whose activations a rank holds at once",
         soft_wrap=True,
+    )
+
+
+def _memory_text(plan: RunPlan, config: Config) -> str:
+    """Bytes per parameter by formula, and what the buckets hold."""
+    from megacore.train.plan import memory_row_of
+
+    row, optimizer = memory_row_of(config), config.optimizer
+    shards = plan.topology.dp // optimizer.num_instances if optimizer.distributed else 1
+    largest = max(max(rank.bucket_numels) for rank in plan.ranks)
+    each = "" if shards == 1 else f" = {float(row.per_rank(shards)):.4g} with d = {shards}"
+    formula = row.formula() if optimizer.distributed else str(row.whole)
+    return (
+        f"buckets: units of one reduce-scatter and one all-gather, up to {largest:,} elements\n"
+        f"bytes per parameter: {formula}{each}; padding comes on top"
     )
 
 
@@ -117,7 +133,8 @@ def _rank_table(plan: RunPlan, config: Config, world_size: int) -> Any:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("pp", "ranks", "layers"):
         table.add_column(name, no_wrap=True)
-    for name in ("parameters", "params", "grads", "optim", f"sum {unit}", "held", "busy"):
+    sizes_columns = ("params", "grads", "optim", f"sum {unit}")
+    for name in ("parameters", "buckets", *sizes_columns, "held", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in plan.ranks:
         sizes = (rank.param_bytes, rank.grad_bytes, rank.optimizer_bytes, rank.total_bytes)
@@ -126,6 +143,7 @@ def _rank_table(plan: RunPlan, config: Config, world_size: int) -> Any:
             _ranks_at(plan.topology, rank.pp_rank, world_size),
             _layers_text(rank, config),
             f"{rank.num_params:,}",
+            str(len(rank.bucket_numels)),
             *(f"{size / unit_bytes:.1f}" for size in sizes),
             str(rank.peak_in_flight),
             f"{rank.busy_fraction:.0%}",

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from megacore.optim.distributed_optimizer import DistributedOptimizer, StepResult
 from megacore.optim.lr import learning_rate
+from megacore.optim.memory import MemoryRow, memory_row, memory_table
 from megacore.optim.shard import ParamPiece
 
-__all__ = ["DistributedOptimizer", "ParamPiece", "StepResult", "learning_rate"]
+__all__ = [
+    "DistributedOptimizer",
+    "MemoryRow",
+    "ParamPiece",
+    "StepResult",
+    "learning_rate",
+    "memory_row",
+    "memory_table",
+]

@@ -13,6 +13,7 @@ from megacore.buffers import BufferPlan, buffer_kind, plan_buckets
 from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
+from megacore.optim import MemoryRow, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
 from megacore.pipeline import partition_layers
@@ -31,7 +32,10 @@ class RankPlan:
         num_params: Parameters it holds (after tensor parallelism).
         param_bytes: Parameter buffer, with padding.
         grad_bytes: Gradient buffer, float32, with padding.
-        optimizer_bytes: Moments, and with bfloat16 the main parameters, of the rank's shard.
+        optimizer_bytes: Moments, and main parameters unless those are float32 anyway, of the rank's
+            shard.
+        bucket_numels: Elements of each gradient bucket, with padding, in the order of the backward
+            pass.
         peak_in_flight: Largest number of microbatches, counted per chunk, whose activations it
             holds at once.
         busy_fraction: Part of a step's makespan in which it computes.
@@ -43,6 +47,7 @@ class RankPlan:
     param_bytes: int
     grad_bytes: int
     optimizer_bytes: int
+    bucket_numels: tuple[int, ...]
     peak_in_flight: int
     busy_fraction: float
 
@@ -96,6 +101,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
                 param_bytes=sizes.param_bytes,
                 grad_bytes=sizes.grad_bytes,
                 optimizer_bytes=sizes.optimizer_bytes,
+                bucket_numels=sizes.bucket_numels,
                 peak_in_flight=timeline.peak_in_flight[pp_rank],
                 busy_fraction=timeline.busy[pp_rank] / timeline.makespan,
             )
@@ -169,21 +175,26 @@ class _BufferSizes:
     param_bytes: int
     grad_bytes: int
     optimizer_bytes: int
+    bucket_numels: tuple[int, ...]
 
 
 def _buffer_sizes(config: Config, infos: list[ParamInfo], *, dp_size: int) -> _BufferSizes:
-    is_float32 = config.train.dtype == "float32"
     plans = _buffer_plans(config, infos, dp_size=dp_size)
     numel = sum(plan.numel for plan in plans)
     owned = sum(plan.shard_numel for plan in plans) if config.optimizer.distributed else numel
-    # Two moments; the main parameters of a float32 buffer are the buffer itself.
-    moment_bytes = FLOAT32_BYTES if config.optimizer.moments_dtype == "float32" else 2
-    state_per_element = 2 * moment_bytes + (0 if is_float32 else FLOAT32_BYTES)
+    row = memory_row_of(config)
+    grad_bytes = numel * FLOAT32_BYTES
     return _BufferSizes(
-        param_bytes=numel * (FLOAT32_BYTES if is_float32 else 2),
-        grad_bytes=numel * FLOAT32_BYTES,
-        optimizer_bytes=owned * state_per_element,
+        param_bytes=numel * row.resident - grad_bytes,
+        grad_bytes=grad_bytes,
+        optimizer_bytes=owned * row.sharded,
+        bucket_numels=tuple(bucket.numel for plan in plans for bucket in plan.buckets),
     )
+
+
+def memory_row_of(config: Config) -> MemoryRow:
+    """Bytes per parameter in a run of this configuration."""
+    return memory_row(params=config.train.dtype, moments=config.optimizer.moments_dtype)
 
 
 def _buffer_plans(config: Config, infos: list[ParamInfo], *, dp_size: int) -> list[BufferPlan]:

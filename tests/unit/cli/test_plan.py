@@ -69,7 +69,7 @@ def test_plan_prints_a_table_that_no_narrow_terminal_cuts(
     assert "…" not in printed
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_planned_bytes_are_those_of_the_real_buffers(config: Path, dtype: str, tied: str) -> None:
     settings = [
@@ -87,7 +87,7 @@ def test_planned_bytes_are_those_of_the_real_buffers(config: Path, dtype: str, t
     assert rank.param_bytes == buffer.param_data.nbytes
     assert rank.grad_bytes == buffer.grad_data.nbytes
     moments = 2 * 4 * buffer.shard_plan.shard_numel
-    main_params = 4 * buffer.shard_plan.shard_numel if dtype == "bfloat16" else 0
+    main_params = 4 * buffer.shard_plan.shard_numel if dtype != "float32" else 0
     assert rank.optimizer_bytes == moments + main_params
     assert rank.num_params == sum(param.numel() for _, param in params)
 
@@ -109,3 +109,15 @@ def test_a_tied_head_is_held_but_not_counted_twice(config: Path) -> None:
     plan = plan_run(resolved, 2)
     held = sum(rank.num_params for rank in plan.ranks)
     assert held == plan.num_params + 384 * 32
+
+
+def test_plan_shows_buckets_and_bytes_per_parameter(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--world-size=8", "--optimizer.bucket_numel=5000", "--train.dtype=bfloat16")
+    [first, last] = plan_of(capsys, str(config), *settings)["ranks"]
+    assert sum(first["bucket_numels"]) * 2 == first["param_bytes"]
+    assert len(first["bucket_numels"]) > 3
+    assert all(numel % 128 == 0 for numel in last["bucket_numels"])
+    assert main(["plan", str(config), *settings]) == 0
+    assert "bytes per parameter: 6 + 12/d = 12 with d = 2" in capsys.readouterr().out

@@ -1,0 +1,108 @@
+"""Bytes per parameter of mixed-precision training, with and without a sharded optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """Bytes per parameter element, padding aside.
+
+    Attributes:
+        params: Name of the parameters' number format.
+        grads: Name of the gradients' number format.
+        resident: Bytes that every rank holds: parameter and gradient.
+        sharded: Bytes that the data-parallel ranks divide among them: optimizer state.
+    """
+
+    params: str
+    grads: str
+    resident: int
+    sharded: int
+
+    @property
+    def whole(self) -> int:
+        """Bytes per parameter without sharding."""
+        return self.resident + self.sharded
+
+    def per_rank(self, dp_size: int) -> Fraction:
+        """Bytes per parameter on one of ``dp_size`` ranks, exactly.
+
+        Example:
+            >>> memory_row(params="bfloat16").per_rank(8)
+            Fraction(15, 2)
+        """
+        return self.resident + Fraction(self.sharded, dp_size)
+
+    def formula(self) -> str:
+        """The bytes per rank as people write them, e.g. ``"6 + 12/d"``."""
+        return f"{self.resident} + {self.sharded}/d"
+
+
+def memory_row(
+    *,
+    params: str = "float32",
+    grads: str = "float32",
+    moments: str = "float32",
+    main_grads: bool = False,
+) -> MemoryRow:
+    """Count the bytes of one parameter element.
+
+    Args:
+        params: Number format of the model's parameters.
+        grads: Number format of the gradient buffer.
+        moments: Number format of AdamW's two moments.
+        main_grads: The optimizer keeps float32 copies of low-precision gradients of its shard, as
+            Megatron-LM does. megacore converts them block by block instead.
+
+    Raises:
+        ValueError: If a number format is unknown.
+
+    Example:
+        >>> memory_row(params="bfloat16", moments="bfloat16").formula()
+        '6 + 8/d'
+    """
+    for name in (params, grads, moments):
+        if name not in _BYTES:
+            raise ValueError(f"number format {name!r} is unknown; use one of {', '.join(_BYTES)}")
+    main_param = 0 if params == "float32" else 4
+    main_grad = 4 if main_grads and grads != "float32" else 0
+    return MemoryRow(
+        params=params,
+        grads=grads,
+        resident=_BYTES[params] + _BYTES[grads],
+        sharded=main_param + main_grad + 2 * _BYTES[moments],
+    )
+
+
+def memory_table(*, main_grads: bool = True) -> list[MemoryRow]:
+    """The published table of the distributed optimizer: bytes per parameter.
+
+    Args:
+        main_grads: With the float32 copies of low-precision gradients that the published numbers
+            contain. megacore itself needs what ``main_grads=False`` gives.
+
+    Source:
+        Megatron-LM, "Distributed Optimizer", table of theoretical memory.
+
+    Example:
+        >>> for row in memory_table():
+        ...     print(row.params, row.grads, row.whole, "->", row.formula())
+        float16 float16 20 -> 4 + 16/d
+        float16 float32 18 -> 6 + 12/d
+        float32 float32 16 -> 8 + 8/d
+        >>> memory_table(main_grads=False)[0].formula()
+        '4 + 12/d'
+    """
+    return [
+        memory_row(params=params, grads=grads, main_grads=main_grads)
+        for params, grads in (
+            ("float16", "float16"),
+            ("float16", "float32"),
+            ("float32", "float32"),
+        )
+    ]
