@@ -26,7 +26,8 @@ struct Routing {
   std::string to_text() const {
     std::string text = std::to_string(num_ranks) + " x " + std::to_string(num_experts) + ":";
     for (const int64_t count : tokens) {
-      text += " " + std::to_string(count);
+      text += ' ';
+      text += std::to_string(count);
     }
     return text;
   }
