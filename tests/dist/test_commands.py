@@ -107,6 +107,21 @@ def test_generating_from_a_damaged_checkpoint_is_one_sentence(tiny: Path, tmp_pa
     assert weights.name in ended.err
 
 
+def test_resuming_from_damage_only_ends_and_keeps_what_was_measured(
+    tiny: Path, tmp_path: Path
+) -> None:
+    assert run(tmp_path, "train", str(tiny), "--nproc=2").code == 0
+    [index] = (tmp_path / "run" / "checkpoints").glob("step_*/index.json")
+    index.write_text("{")
+    measured = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    ended = run(tmp_path, "train", str(tiny), "--nproc=2", "--checkpoint.resume=auto")
+    assert ended.code == 2
+    [complaint] = ended.err.splitlines()
+    assert "the only checkpoint in" in complaint
+    assert str(index) in complaint
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == measured
+
+
 def test_killing_a_rank_of_a_training_names_it_and_ends_the_others(
     tiny: Path, tmp_path: Path
 ) -> None:

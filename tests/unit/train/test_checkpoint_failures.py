@@ -222,6 +222,52 @@ def test_auto_takes_the_newest_complete_checkpoint_and_says_what_it_passed_over(
     assert "cut off" in found.skipped[0]
 
 
+def test_auto_passes_over_a_checkpoint_with_a_flipped_bit(tmp_path: Path) -> None:
+    good = _save(tmp_path, step=1, keep=5)
+    _flip_a_bit(_save(tmp_path, step=2, keep=5))
+    found = find_checkpoint("auto", tmp_path, groups=GROUPS)
+    assert found.path == good
+    [why] = found.skipped
+    assert "step_00000002" in why
+    assert why.endswith("does not match its checksum")
+
+
+def test_ranks_share_the_verification_and_all_pass_over_what_one_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = ThreadWorld(tp=1, dp=4)
+    world.patch(monkeypatch)
+
+    def save(groups: ProcessGroups, step: int) -> Path:
+        pieces = make_pieces([WEIGHT, NORM], tp=(0, 1), dp=(groups.dp.position, 4))
+        state = TrainState(step=step, samples=8, optimizer_steps=1)
+        return save_checkpoint(tmp_path, pieces, state=state, config={}, groups=groups)
+
+    good = world.run(lambda groups: save(groups, 1))[0]
+    bad = world.run(lambda groups: save(groups, 2))[0]
+    file = bad / "rank_00002.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+    found = world.run(lambda groups: find_checkpoint("auto", tmp_path, groups=groups))
+    assert {one.path for one in found} == {good}
+    assert len({one.skipped for one in found}) == 1
+    assert found[0].skipped[0].startswith("rank 2: checkpoint file ")
+
+
+@pytest.mark.parametrize("name", ["truncated file", "flipped bit", "torn index"])
+def test_auto_never_starts_over_when_all_checkpoints_are_damaged(tmp_path: Path, name: str) -> None:
+    damage, _ = DAMAGES[name]
+    for step in (1, 2):
+        damage(_save(tmp_path, step=step, keep=5))
+    message = (
+        r"none of 2 checkpoints in .* is sound \(.*step_00000002.*; .*step_00000001.*\); restore"
+    )
+    with pytest.raises(CheckpointError, match=message) as caught:
+        find_checkpoint("auto", tmp_path, groups=GROUPS)
+    assert "use another checkpoint" not in str(caught.value)
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         _save(tmp_path, step=step, keep=2)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megacore.errors import CheckpointError
 from megacore.parallel.process_groups import ProcessGroups
-from megacore.train.checkpoint.agreement import on_rank_0
+from megacore.train.checkpoint.agreement import on_every_rank, on_rank_0
 from megacore.train.checkpoint.format import (
     INDEX_NAME,
     LATEST_NAME,
     PARTIAL_SUFFIX,
+    CheckpointReader,
     check_files,
     read_index,
     step_folders,
+    without_advice,
 )
 
 
@@ -37,19 +40,24 @@ def find_checkpoint(
 ) -> FoundCheckpoint:
     """Decide what to resume from. Collective: rank 0 looks, all ranks get its answer.
 
+    With ``"auto"`` the ranks share the work of comparing a checkpoint with its checksums, so a
+    damaged one is found before anything of it is loaded.
+
     Args:
-        resume: ``None`` to start anew; ``"auto"`` for the newest complete checkpoint of
-            ``directory``, if there is one; else the path of a checkpoint, which must exist.
+        resume: ``None`` to start anew; ``"auto"`` for the newest sound checkpoint of
+            ``directory``, or to start anew if it holds none at all; else the path of a checkpoint,
+            which must exist.
         directory: Folder of the run's checkpoints.
         groups: Process groups of this rank.
 
     Raises:
-        CheckpointError: If ``resume`` is a path without a checkpoint.
+        CheckpointError: If ``resume`` is a path without a checkpoint, or ``"auto"`` and there are
+            checkpoints but every one is damaged.
     """
     if resume is None:
         return FoundCheckpoint(path=None)
     if resume == "auto":
-        return on_rank_0(lambda: _newest_complete(Path(directory)), groups)
+        return _newest_sound(Path(directory), groups)
     found = on_rank_0(lambda: resolve_checkpoint(resume), groups)
     return FoundCheckpoint(path=found)
 
@@ -87,21 +95,44 @@ def resolve_checkpoint(path: str | Path) -> Path:
     )
 
 
-def _newest_complete(directory: Path) -> FoundCheckpoint:
+def _newest_sound(directory: Path, groups: ProcessGroups) -> FoundCheckpoint:
+    skipped: list[str] = []
+    for folder in on_rank_0(lambda: _newest_first(directory), groups):
+        try:
+            on_every_rank(partial(_verify_share, folder, groups), groups)
+        except CheckpointError as error:
+            skipped.append(without_advice(error))
+            continue
+        return FoundCheckpoint(path=folder, skipped=tuple(skipped))
+    if skipped:
+        # Starting anew would bury the run under another one.
+        count = (
+            "the only checkpoint" if len(skipped) == 1 else f"none of {len(skipped)} checkpoints"
+        )
+        state = "is damaged" if len(skipped) == 1 else "is sound"
+        raise CheckpointError(
+            f"checkpoint.resume=auto: {count} in {directory} {state} ({'; '.join(skipped)}); "
+            f"restore one, resume from another path, or start anew without checkpoint.resume"
+        )
+    return FoundCheckpoint(path=None)
+
+
+def _newest_first(directory: Path) -> list[Path]:
     candidates = [path for _, path in reversed(step_folders(directory))]
     latest = _read_latest(directory)
     if latest in candidates:
         candidates.remove(latest)
         candidates.insert(0, latest)
-    skipped: list[str] = []
-    for folder in candidates:
-        try:
-            check_files(folder, read_index(folder))
-        except CheckpointError as error:
-            skipped.append(str(error))
-            continue
-        return FoundCheckpoint(path=folder, skipped=tuple(skipped))
-    return FoundCheckpoint(path=None, skipped=tuple(skipped))
+    return candidates
+
+
+def _verify_share(folder: Path, groups: ProcessGroups) -> None:
+    """Read this rank's share of a checkpoint's files and compare it with the checksums."""
+    index = read_index(folder)
+    check_files(folder, index)
+    mine = sorted(index.files)[groups.world.position :: groups.world.size]
+    with CheckpointReader(folder, index) as reader:
+        reader.verify(mine)
 
 
 def _read_latest(directory: Path) -> Path | None:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -234,6 +234,11 @@ def check_file(path: Path, *, expected_bytes: int) -> None:
         )
 
 
+def without_advice(error: CheckpointError) -> str:
+    """What is wrong, without the advice to take another checkpoint."""
+    return str(error).removesuffix(_ADVICE).removesuffix("otherwise ").rstrip(";, ")
+
+
 def tensor_checksum(values: Tensor) -> int:
     """CRC-32 of the bytes of a contiguous CPU tensor."""
     return zlib.crc32(values.numpy().data)
@@ -257,6 +262,18 @@ class CheckpointReader:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+    def verify(self, files: Collection[str]) -> None:
+        """Read everything in ``files`` and compare it with the checksums.
+
+        Raises:
+            CheckpointError: As :meth:`full`.
+        """
+        for param in self._index.params.values():
+            for piece in param.pieces:
+                if piece.file in files:
+                    for kind in self._index.kinds:
+                        self._read(param, piece, kind)
 
     def full(self, param: StoredParam, kind: str) -> Tensor:
         """One tensor of a parameter in its full shape, float32.
