@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 an interrupt. ``--debug`` adds the traceback.
     """
     # OpenMP's idle threads spin by default. Beside other ranks, or on a busy machine, that costs a
-    # small model most of its speed (18 times on 2 cores). Read once, when torch is imported.
+    # small model most of its speed (17 times, seen on 2 cores). Read once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
