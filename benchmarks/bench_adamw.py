@@ -14,6 +14,7 @@ import argparse
 import datetime
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +88,9 @@ def main() -> None:
     arguments = parser.parse_args()
     now = datetime.datetime.now(datetime.UTC)
     print(f"# {processor()}; {now:%Y-%m-%d}; Python {platform.python_version()}", end="")
-    print(f", torch {torch.__version__}; best of {arguments.rounds} rounds")
+    print(f", torch {torch.__version__}; best of {arguments.rounds} rounds", end="")
+    print(f"; load average before {os.getloadavg()[0]:.1f}")
+    print(f"# python {' '.join(sys.argv)}")
     print("threads |    numel |  ours ms   GB/s | fused ms  ratio | foreach ms  ratio")
     for threads in arguments.threads:
         torch.set_num_threads(threads)
