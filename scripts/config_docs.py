@@ -40,9 +40,10 @@ same:
 megacore train demo.toml --nproc 4 --train.steps=20 --parallel.pp 1 --run.plain
 ```
 
-`none` empties a setting, which gives it its derived default. The whole configuration, with every
-derived setting filled in, is saved as `config.toml` in the run's folder; it starts the same run
-again.
+`none` empties a setting, which gives it its derived default. The whole configuration is saved as
+`config.toml` in the run's folder; it starts the same run again, or with other settings a similar
+one: derived values stand in it as comments (`# etp = 2   (derived)`) and are derived anew.
+`checkpoint.resume` is a comment as well, because it belongs to one start.
 
 The data parallel size is not a setting: it is the number of processes divided by `tp * cp * pp`.
 
@@ -98,7 +99,7 @@ def _bound(rule: object) -> str:
         case Gt(gt=bound):
             return f" > {bound:g}"
         case Le(le=bound):
-            return f" ≤ {bound:g}"
+            return f", ≤ {bound:g}"
         case Lt(lt=bound):
             return f", < {bound:g}"
     return ""

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config import Config, config_to_toml, filled, load_config, resolve
+from megacore.config import Config, filled, load_config, resolve
 from megacore.errors import MegacoreError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def train_rank(config: Config, context: RankContext) -> int:
     from megacore.train.context import agree
     from megacore.train.loop import train
 
-    digest = hashlib.sha256(config_to_toml(config).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
     agree(context, "the configuration", digest)
     return train(config, context)
 

@@ -27,6 +27,7 @@ from megacore.config.sections import (
     TrainSectionConfig,
     section_classes,
 )
+from megacore.config.words import close_words
 
 __all__ = [
     "CheckpointConfig",
@@ -38,6 +39,7 @@ __all__ = [
     "PipelineConfig",
     "RunConfig",
     "TrainSectionConfig",
+    "close_words",
     "config_from_values",
     "config_to_toml",
     "did_you_mean",

@@ -38,12 +38,17 @@ class Origins:
     """Where settings came from: ``"parallel.tp" -> "demo.toml:9"`` or ``"--parallel.tp=2"``.
 
     Origins never make two configurations differ: all origins compare equal.
+
+    Attributes:
+        where: Key to file and line, or to the override.
+        derived: Keys whose value nobody set: it was computed from other settings.
     """
 
     where: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    derived: frozenset[str] = field(default=frozenset(), compare=False)
 
-    def __reduce__(self) -> tuple[type[Origins], tuple[dict[str, str]]]:
-        return (Origins, (dict(self.where),))  # a mapping proxy cannot be pickled
+    def __reduce__(self) -> tuple[type[Origins], tuple[dict[str, str], frozenset[str]]]:
+        return (Origins, (dict(self.where), self.derived))  # a mapping proxy cannot be pickled
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 import typing
@@ -18,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from megacore.config.base import Section
 from megacore.config.sections import Config, section_classes
+from megacore.config.words import close_words
 from megacore.errors import ConfigError
 
 Overrides = Sequence[tuple[str, str]]
@@ -116,13 +116,35 @@ def _next_value(key: str, rest: list[str]) -> str:
 
 
 def config_to_toml(config: Config) -> str:
-    """The configuration as TOML without its empty settings; it reads back to the same value.
+    r"""The configuration as TOML, for a file that trains the same run again.
+
+    Derived values are comments: people see them, and a start with other settings, say another
+    ``run.dir``, derives them anew. So is ``checkpoint.resume``, which belongs to one start.
 
     Example:
-        >>> config_to_toml(Config()).splitlines()[0]
-        '[model]'
+        >>> from megacore.config import resolve
+        >>> print(config_to_toml(resolve(Config(), 2, cuda=False)).split("\n\n")[1])
+        [parallel]
+        tp = 1
+        cp = 1
+        pp = 1
+        ep = 1
+        # etp = 1   (derived)
+        order = "tp-cp-ep-dp-pp"
+        sequence_parallel = false
     """
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    parts = []
+    for section, values in config.model_dump(exclude_none=True).items():
+        lines = [_saved_line(config, f"{section}.{key}", value) for key, value in values.items()]
+        parts.append("\n".join([f"[{section}]", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def _saved_line(config: Config, key: str, value: Any) -> str:
+    line = tomli_w.dumps({key.partition(".")[2]: value}).rstrip("\n")
+    if key in config.derived:
+        return f"# {line}   (derived)"
+    return f"# {line}   (of one start)" if key == "checkpoint.resume" else line
 
 
 def join_problems(problems: Sequence[str]) -> str:
@@ -140,7 +162,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
         >>> did_you_mean("tarin", ["train", "plan"])
         '; did you mean train?'
     """
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    close = close_words(word, known, count=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -169,7 +191,7 @@ def _explain_unreadable(path: Path, error: OSError) -> str:
         if not parent.is_dir():
             return f"there is no configuration file {path}: the folder {parent} does not exist"
         names = [entry.name for entry in parent.iterdir() if entry.is_file()]
-        close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+        close = close_words(path.name, names, count=3)
         if close:
             best = " or ".join(str(parent / name) for name in close)
             return f"there is no configuration file {path}; did you mean {best}?"
@@ -328,11 +350,11 @@ def _unknown_key(section: str, name: str) -> str:
     if section not in classes:
         if homes := setting_homes(section):
             return f"{section} stands outside any section; did you mean {' or '.join(homes)}?"
-        close = difflib.get_close_matches(section, list(classes), n=1, cutoff=0.6)
+        close = close_words(section, list(classes), count=1)
         if close:
             return f"unknown section [{section}]; did you mean [{close[0]}]?"
         return f"unknown section [{section}]; the sections are {', '.join(classes)}"
-    close = difflib.get_close_matches(name, list(classes[section].model_fields), n=1, cutoff=0.6)
+    close = close_words(name, list(classes[section].model_fields), count=1)
     if close:
         return f"unknown key {section}.{name}; did you mean {section}.{close[0]}?"
     if homes := setting_homes(name):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config.base import filled, nearest_divisors, nearest_multiples
+from megacore.config.layers import layers_fit, nearest_fits
 from megacore.config.load import join_problems
 from megacore.config.sections import AXES, Config
 from megacore.errors import ConfigError
@@ -81,7 +82,13 @@ def _fill(config: Config, world_size: int, vocab_size: int | None, cuda: bool | 
             trace_step=steps // 2,
         ),
     }
-    return config.model_copy(update=sections)
+    derived = (
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key, value in section
+        if value is not None and getattr(getattr(config, name), key) is None
+    )
+    return config.model_copy(update=sections).with_derived(derived)
 
 
 def _filling(section: Any, **defaults: Any) -> Any:
@@ -221,11 +228,26 @@ def _check_layers(problems: _Problems, config: Config) -> None:
             f"{problems.shown('parallel.pp')} x {problems.shown('pipeline.num_chunks')}; "
             f"use at least {stages} layers, or at most {units} stages"
         )
+        return
     fixed = (pipeline.first_layers or 0) + (pipeline.last_layers or 0)
     if fixed > layers:
         problems.add(
             f"pipeline.first_layers + pipeline.last_layers = {fixed} is more than "
             f"{problems.shown('model.num_layers')}"
+        )
+    elif not layers_fit(config):
+        settings = [problems.shown("parallel.pp")]
+        if pipeline.num_chunks > 1:
+            settings.append(problems.shown("pipeline.num_chunks"))
+        for key in ("first_layers", "last_layers", "account_for_embedding", "account_for_loss"):
+            if getattr(pipeline, key) not in (None, False):
+                settings.append(problems.shown(f"pipeline.{key}"))
+        fixes = nearest_fits(config, problems.world_size)
+        nearest = f"; nearest, changing one setting: {', or '.join(fixes)}" if fixes else ""
+        problems.add(
+            f"{problems.shown('model.num_layers')} cannot be dealt to pipeline stages with "
+            f"{', '.join(settings)}: all stages but those of first_layers and last_layers hold "
+            f"equally many{nearest}"
         )
 
 
@@ -239,7 +261,7 @@ def _check_batch(problems: _Problems, config: Config) -> None:
         problems.add(
             f"{problems.shown('train.global_batch_size')} is not a multiple of "
             f"{problems.shown('train.microbatch_size')} x dp {dp} "
-            f"({problems.world_size} processes / tp*cp*pp) = {unit}; "
+            f"({_count(problems.world_size, 'process')} / tp*cp*pp) = {unit}; "
             f"nearest: {nearest_multiples(batch, unit)}"
         )
 
@@ -249,7 +271,8 @@ def _check_instances(problems: _Problems, config: Config) -> None:
     if dp > 0 and dp % count:
         problems.add(
             f"{problems.shown('optimizer.num_instances')} does not divide dp {dp} "
-            f"({problems.world_size} processes / tp*cp*pp); nearest: {nearest_divisors(count, dp)}"
+            f"({_count(problems.world_size, 'process')} / tp*cp*pp); "
+            f"nearest: {nearest_divisors(count, dp)}"
         )
 
 

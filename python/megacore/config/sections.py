@@ -9,7 +9,7 @@ with the number of processes, lives in ``megacore.config.resolve``. A default of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, Self
 
@@ -18,6 +18,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from megacore.config.base import Origins, Section, filled, nearest_divisors, nearest_multiples
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
+MAX_TIMEOUT_S = 7 * 86400.0
 
 
 class ModelConfig(Section):
@@ -171,13 +172,15 @@ class PipelineConfig(Section):
     )
     first_layers: int | None = Field(
         default=None,
-        ge=0,
-        description="Layers of the first pipeline rank. Default: as even as the others.",
+        ge=1,
+        description="Layers of the first pipeline rank, over its chunks; the others share the rest "
+        "evenly, so it lets `num_layers` be uneven. Default: as many as the others.",
     )
     last_layers: int | None = Field(
         default=None,
-        ge=0,
-        description="Layers of the last pipeline rank. Default: as even as the others.",
+        ge=1,
+        description="Layers of the last pipeline rank, over its chunks; the others share the rest "
+        "evenly. Default: as many as the others.",
     )
     account_for_embedding: bool = Field(
         default=False, description="Count the embedding as one layer when layers are dealt out."
@@ -384,7 +387,11 @@ class RunConfig(Section):
         min_length=1,
         description="Folder of all that the run writes. Default: `runs/<name>`.",
     )
-    name: str = Field(default="default", min_length=1, description="Name of the run.")
+    name: str = Field(
+        default="default",
+        min_length=1,
+        description="Name of the run, without slashes; use `dir` for another folder.",
+    )
     nproc: int | None = Field(
         default=None,
         ge=1,
@@ -401,10 +408,16 @@ class RunConfig(Section):
         "memory.",
     )
     timeout_s: float = Field(
-        default=300.0, gt=0.0, description="Seconds after which a collective operation gives up."
+        default=300.0,
+        gt=0.0,
+        le=MAX_TIMEOUT_S,
+        description="Seconds after which a collective operation gives up; at most a week.",
     )
     peer_timeout_s: float = Field(
-        default=20.0, ge=1.0, description="Seconds of silence after which a rank counts as lost."
+        default=20.0,
+        ge=1.0,
+        le=MAX_TIMEOUT_S,
+        description="Seconds of silence after which a rank counts as lost; at most a week.",
     )
     trace_step: int | None = Field(
         default=None,
@@ -414,6 +427,13 @@ class RunConfig(Section):
     plain: bool = Field(
         default=False, description="Print plain lines instead of a live progress bar."
     )
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if "/" in name or "\0" in name or name in (".", ".."):
+            raise ValueError("must be the name of one folder in runs/; set run.dir for another one")
+        return name
 
 
 class Config(Section):
@@ -437,7 +457,18 @@ class Config(Section):
     def with_origins(self, where: Mapping[str, str]) -> Config:
         """The same configuration with the places its values came from."""
         copy = self.model_copy()
-        copy._origins = Origins(MappingProxyType(dict(where)))
+        copy._origins = Origins(MappingProxyType(dict(where)), self.derived)
+        return copy
+
+    @property
+    def derived(self) -> frozenset[str]:
+        """The keys, as ``"parallel.etp"``, whose value `resolve` computed because none was set."""
+        return self._origins.derived
+
+    def with_derived(self, keys: Iterable[str]) -> Config:
+        """The same configuration, which knows that the values of ``keys`` were computed."""
+        copy = self.model_copy()
+        copy._origins = Origins(self._origins.where, self.derived | frozenset(keys))
         return copy
 
     def dp(self, world_size: int) -> int:

@@ -85,6 +85,11 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ("[run]\nname = 3\n", ":2: run.name = 3: expected text in quotes"),
         ("[run]\nplain = 1\n", ":2: run.plain = 1: expected true or false"),
         ('[run]\nname = ""\n', ':2: run.name = "": must not be empty'),
+        ('[run]\nname = ".."\n', ':2: run.name = "..": must be the name of one folder'),
+        ('[run]\nname = "a/b"\n', "must be the name of one folder in runs/; set run.dir"),
+        ("[run]\ntimeout_s = 1e30\n", ":2: run.timeout_s = 1e+30: must be at most 604800"),
+        ("[run]\npeer_timeout_s = 1e30\n", "must be at most 604800"),
+        ("[pipeline]\nfirst_layers = 0\n", "pipeline.first_layers = 0: must be at least 1"),
         ("[train\n", "is not valid TOML"),
         (
             "[model]\nhidden_size = 130\n",
@@ -113,7 +118,8 @@ def test_a_mistake_is_one_sentence_with_a_fix(tmp_path: Path, text: str, expecte
 def test_missing_file_shows_the_closest_names(tmp_path: Path) -> None:
     path = write(tmp_path, "")
     assert f"did you mean {path}?" in message_of(tmp_path / "dmo.toml")
-    assert f"{tmp_path} holds demo.toml" in message_of(tmp_path / "zzz")
+    for name in ("zzz", "nope.toml"):
+        assert f"{tmp_path} holds demo.toml" in message_of(tmp_path / name)
     assert "the folder" in message_of(tmp_path / "no" / "demo.toml")
     assert f"{tmp_path} is a folder" in message_of(tmp_path)
 
@@ -168,11 +174,11 @@ def test_config_is_frozen_and_compares_by_value() -> None:
 @given(
     steps=st.integers(1, 10**6),
     lr=st.floats(0, 1e3),
-    name=st.text(min_size=1).filter(lambda text: text.isprintable()),
+    name=st.text(min_size=1).filter(lambda text: text.isprintable() and "/" not in text),
     world=st.sampled_from([1, 2, 4, 8]),
     tie=st.booleans(),
 )
-def test_resolved_config_reads_back_to_the_same_value(
+def test_saved_config_makes_the_same_run_again(
     tmp_path_factory: pytest.TempPathFactory,
     steps: int,
     lr: float,
@@ -185,12 +191,45 @@ def test_resolved_config_reads_back_to_the_same_value(
             "model": {"tie_embeddings": tie},
             "train": {"steps": steps},
             "optimizer": {"lr": lr},
-            "run": {"name": name},
+            "run": {"name": f"x{name}"},
         }
     )
     resolved = resolve(config, world, vocab_size=256, cuda=False)
     path = write(tmp_path_factory.mktemp("config"), config_to_toml(resolved), "config.toml")
-    assert load_config(path) == resolved
+    assert load_config(path) == config
+    assert resolve(load_config(path), world, vocab_size=256, cuda=False) == resolved
+
+
+def test_saved_config_shows_derived_values_and_derives_them_anew(tmp_path: Path) -> None:
+    settings = [("run.dir", "A"), ("parallel.tp", "2"), ("model.num_kv_heads", "2")]
+    resolved = resolve(load_config(None, settings), 4, vocab_size=256, cuda=False)
+    text = config_to_toml(resolved)
+    lines = text.splitlines()
+    assert {"# etp = 2   (derived)", "# nproc = 4   (derived)", "num_kv_heads = 2"} <= set(lines)
+    assert '# dir = "A/checkpoints"   (derived)' in lines
+    path = write(tmp_path, text, "config.toml")
+    changes = [("run.dir", "B"), ("parallel.tp", "1"), ("train.steps", "20"), ("optimizer.lr", "1")]
+    again = resolve(load_config(path, changes), 1, vocab_size=256, cuda=False)
+    assert (again.checkpoint.dir, again.parallel.etp, again.run.nproc) == ("B/checkpoints", 1, 1)
+    assert (again.optimizer.decay_steps, again.optimizer.min_lr) == (20, 0.1)
+    assert (again.run.trace_step, again.model.num_kv_heads) == (10, 2)
+
+
+def test_saved_config_starts_anew(tmp_path: Path) -> None:
+    text = config_to_toml(load_config(None, [("checkpoint.resume", "auto")]))
+    assert '# resume = "auto"   (of one start)' in text.splitlines()
+    assert load_config(write(tmp_path, text)).checkpoint.resume is None
+
+
+def test_derived_settings_are_known_and_travel_to_other_processes() -> None:
+    config = load_config(None, [("optimizer.min_lr", "0")])
+    resolved = resolve(resolve(config, 2, cuda=False), 2, vocab_size=256, cuda=False)
+    assert config.derived == frozenset()
+    assert {"parallel.etp", "run.nproc", "model.vocab_size"} <= resolved.derived
+    assert not {"optimizer.min_lr", "model.num_layers"} & resolved.derived
+    copy = pickle.loads(pickle.dumps(resolved))
+    assert copy.derived == resolved.derived
+    assert config_to_toml(copy) == config_to_toml(resolved)
 
 
 def test_every_field_has_a_description() -> None:

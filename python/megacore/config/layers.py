@@ -1,0 +1,84 @@
+"""Whether the layers of a model can be dealt to pipeline stages, and which settings would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from megacore.config.sections import Config
+
+
+def layers_fit(config: Config) -> bool:
+    """Whether every stage but those of fixed ends gets equally many layers.
+
+    Example:
+        >>> layers_fit(Config())
+        True
+    """
+    from megacore._core import partition_layers
+
+    pipeline = config.pipeline
+    try:
+        partition_layers(
+            config.model.num_layers,
+            num_ranks=config.parallel.pp,
+            num_chunks=pipeline.num_chunks,
+            first=pipeline.first_layers,
+            last=pipeline.last_layers,
+            account_for_embedding=pipeline.account_for_embedding,
+            account_for_loss=pipeline.account_for_loss,
+        )
+    except ValueError:
+        return False
+    return True
+
+
+def nearest_fits(config: Config, world_size: int) -> list[str]:
+    """Changes of one setting with which the layers can be dealt, as ``"num_layers=4 or 6"``.
+
+    Args:
+        config: Layers that do not fit.
+        world_size: Only pipeline sizes that divide these processes are named.
+    """
+    pipeline, layers = config.pipeline, config.model.num_layers
+    stages = config.parallel.pp * pipeline.num_chunks
+    ends = (pipeline.first_layers or 0) + (pipeline.last_layers or 0)
+    others = config.parallel.tp * config.parallel.cp
+    sizes = [pp for pp in range(1, layers + 1) if world_size % (others * pp) == 0]
+
+    found = [
+        _nearest(config, "model.num_layers", layers, range(1, layers + ends + stages + 1)),
+        _nearest(config, "parallel.pp", config.parallel.pp, sizes),
+    ]
+    if pipeline.num_chunks > 1:
+        chunks = range(2, layers + 1)
+        found.append(_nearest(config, "pipeline.num_chunks", pipeline.num_chunks, chunks))
+    even_share = layers // config.parallel.pp
+    for key in ("first_layers", "last_layers"):
+        value = getattr(pipeline, key)
+        # A second fixed end is only offered where there is none at all: one is enough.
+        if value is not None or (ends == 0 and key == "first_layers"):
+            ideal = even_share if value is None else value
+            candidates = range(1, layers + 1)
+            found.append(_nearest(config, f"pipeline.{key}", ideal, candidates, max_count=1))
+    return [text for text in found if text]
+
+
+def _nearest(
+    config: Config, key: str, value: int, candidates: Iterable[int], *, max_count: int = 2
+) -> str:
+    """``"num_layers=4 or 6"``: the closest candidates below and above that fit; empty if none."""
+    section, _, name = key.partition(".")
+
+    def fits(candidate: int) -> bool:
+        changed = getattr(config, section).model_copy(update={name: candidate})
+        return layers_fit(config.model_copy(update={section: changed}))
+
+    ordered = sorted(candidates, key=lambda candidate: abs(candidate - value))
+    below = _first((number for number in ordered if number <= value), fits)
+    above = _first((number for number in ordered if number > value), fits)
+    closest = sorted(below + above, key=lambda number: abs(number - value))[:max_count]
+    return f"--{key}={' or '.join(map(str, sorted(closest)))}" if closest else ""
+
+
+def _first(numbers: Iterable[int], fits: Callable[[int], bool]) -> list[int]:
+    return next(([number] for number in numbers if fits(number)), [])

@@ -1,0 +1,64 @@
+"""Which known words a mistyped one may have meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+def close_words(word: str, known: Sequence[str], *, count: int) -> list[str]:
+    """The known words that a few slips turn into ``word``, best first.
+
+    One slip is allowed in three letters. Dashes in front and an ending such as ``.toml`` tell
+    nothing and do not count as letters. A word that is the larger part of a known one, as
+    ``layers`` of ``num_layers``, is close, too.
+
+    Args:
+        word: What was typed.
+        known: What could have been meant.
+        count: Most words to return.
+
+    Example:
+        >>> close_words("tarin", ["plan", "train"], count=1)
+        ['train']
+        >>> close_words("layers", ["num_layers", "num_heads"], count=1)
+        ['num_layers']
+        >>> close_words("nope.toml", ["demo.toml", "pyproject.toml"], count=3)
+        []
+    """
+    scored = []
+    for candidate in known:
+        a, b = word.lower(), candidate.lower()
+        distance = 1 if _is_larger_part(a, b) else slips(a, b)
+        if distance <= _allowed_slips(a, b):
+            scored.append((distance, a[:1] != b[:1], candidate))
+    return [candidate for *_, candidate in sorted(scored)[:count]]
+
+
+def _allowed_slips(a: str, b: str) -> int:
+    letters = min(len(re.sub(r"^-+|(?<=.)\.\w+$", "", text)) for text in (a, b))
+    return max(1, letters // 3) if letters > 1 else 0
+
+
+def _is_larger_part(word: str, candidate: str) -> bool:
+    parts = f"_{re.sub('[-.]', '_', candidate)}_"
+    return f"_{word.replace('-', '_')}_" in parts and 2 * len(word) > len(candidate)
+
+
+def slips(first: str, second: str) -> int:
+    """Letters inserted, lost, changed or swapped with their neighbour between two texts.
+
+    Example:
+        >>> slips("tarin", "train"), slips("nproc", "nprox"), slips("ab", "abcd")
+        (1, 1, 2)
+    """
+    above: list[int] = []
+    row = list(range(len(second) + 1))
+    for i, a in enumerate(first, start=1):
+        second_above, above, row = above, row, [i]
+        for j, b in enumerate(second, start=1):
+            best = min(row[j - 1] + 1, above[j] + 1, above[j - 1] + (a != b))
+            if i > 1 and j > 1 and (a, b) == (second[j - 2], first[i - 2]):
+                best = min(best, second_above[j - 2] + 1)
+            row.append(best)
+    return row[-1]
