@@ -62,7 +62,7 @@ def test_a_trained_model_continues_a_text(tiny: Path, tmp_path: Path) -> None:
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 4
     saved = load_config(folder / "config.toml")
-    assert (saved.parallel.pp, saved.run.nproc, saved.model.vocab_size) == (2, 2, 256)
+    assert (saved.parallel.pp, saved.run.nproc, saved.model.vocab_size) == (2, 2, None)
     assert not list(folder.glob("*.err"))
 
     prompt = "The quick"
@@ -78,6 +78,19 @@ def test_a_trained_model_continues_a_text(tiny: Path, tmp_path: Path) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_a_saved_config_trains_again_elsewhere_and_in_another_layout(
+    tiny: Path, tmp_path: Path
+) -> None:
+    assert run(tmp_path, "train", str(tiny), "--nproc=2", "--parallel.tp=2").code == 0
+    saved = tmp_path / "run" / "config.toml"
+    before = sorted((tmp_path / "run").rglob("*"))
+    other = tmp_path / "other"
+    ended = run(tmp_path, "train", str(saved), f"--run.dir={other}", "--parallel.tp=1")
+    assert ended.code == 0, ended.err
+    assert (other / "checkpoints" / "latest").exists()
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
@@ -85,6 +98,7 @@ def test_a_trained_model_continues_a_text(tiny: Path, tmp_path: Path) -> None:
         ("--data.tokenizer=nowhere.json", "tokenizer file nowhere.json does not exist"),
         ("--checkpoint.resume=nowhere", "there is no checkpoint nowhere"),
         ("--model.seq_length=4000", "4,001"),
+        ("--run.dir=/proc/none", "cannot write to run.dir /proc/none"),
     ],
 )
 def test_a_mistake_that_ranks_find_is_one_sentence_and_leaves_nobody(

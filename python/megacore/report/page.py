@@ -13,7 +13,7 @@ def write_report(run_dir: str | Path, *, info: RunInfo | None = None) -> Path:
     """Write ``report.html`` from the files of a run.
 
     Args:
-        run_dir: Folder with ``metrics.jsonl``, ``config.toml``, ``run.json`` and, if a step was
+        run_dir: Folder with ``metrics.jsonl``, ``run.json`` and, if a step was
             traced, ``timeline.json``. Missing parts are left out of the page.
         info: Written to ``run.json`` first; ``None`` takes what is there, to make the page again.
 

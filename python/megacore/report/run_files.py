@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 from megacore.errors import MegacoreError
 
 METRICS_NAME = "metrics.jsonl"
-CONFIG_NAME = "config.toml"
 INFO_NAME = "run.json"
 TIMELINE_NAME = "timeline.json"
 REPORT_NAME = "report.html"
@@ -35,6 +33,9 @@ class RunInfo:
         schedule: The pipeline schedule in words.
         environment: Versions and hardware, see :func:`collect_environment`.
         resumed_from: The checkpoint the run continued from.
+        first_step: First step of this start, from 0; above 0 after resuming.
+        config: All settings by section and key, derived ones included.
+        derived: Keys, as ``"parallel.etp"``, of the settings that nobody set.
     """
 
     name: str
@@ -49,6 +50,9 @@ class RunInfo:
     schedule: str
     environment: Mapping[str, str] = field(default_factory=dict)
     resumed_from: str | None = None
+    first_step: int = 0
+    config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    derived: Sequence[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +94,12 @@ class RunFiles:
     Attributes:
         directory: The run's folder.
         metrics: Records of ``metrics.jsonl``.
-        config: Sections of ``config.toml``.
         info: Content of ``run.json``.
         timeline: Content of ``timeline.json``.
     """
 
     directory: Path
     metrics: list[dict[str, Any]]
-    config: dict[str, Any]
     info: RunInfo
     timeline: RunTimeline | None
 
@@ -149,7 +151,6 @@ def read_run(directory: str | Path) -> RunFiles:
     return RunFiles(
         directory=directory,
         metrics=read_metrics(directory / METRICS_NAME),
-        config=_read_config(directory / CONFIG_NAME),
         info=info,
         timeline=_read_timeline(directory / TIMELINE_NAME),
     )
@@ -164,15 +165,6 @@ def _read_timeline(path: Path) -> RunTimeline | None:
         predicted=[TimelineEvent(**event) for event in data["predicted"]],
         measured=[TimelineEvent(**event) for event in data["measured"]],
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise MegacoreError(f"cannot read {path}: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

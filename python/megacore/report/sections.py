@@ -89,7 +89,7 @@ def small_charts(run: RunFiles) -> str:
     above = sum(value > upper for _, value in norms)
     values = "value" if above == 1 else "values"
     cut = f" {above} {values} above {number_text(upper)} cut off." if above else ""
-    schedule = run.config.get("optimizer", {}).get("schedule", "")
+    schedule = run.info.config.get("optimizer", {}).get("schedule", "")
     charts = [
         (
             "Learning rate",
@@ -141,9 +141,8 @@ def settings_card(run: RunFiles) -> str:
     defaults = Config().model_dump(mode="json")
     sections = "".join(
         f"<section><h3>[{escape(name)}]</h3>"
-        f"{_settings_table(values, defaults.get(name, {}))}</section>"
-        for name, values in run.config.items()
-        if isinstance(values, Mapping)
+        f"{_settings_table(name, values, defaults.get(name, {}), run.info.derived)}</section>"
+        for name, values in run.info.config.items()
     )
     if not sections:
         return ""
@@ -264,16 +263,19 @@ def _robust_upper(values: Sequence[float]) -> float:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def _settings_table(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+def _settings_table(
+    section: str, values: Mapping[str, Any], defaults: Mapping[str, Any], derived: Sequence[str]
+) -> str:
     rows = []
     for name, value in values.items():
         default = defaults.get(name)
         kind, note = "", ""
-        if default is None:
+        if f"{section}.{name}" in derived:
             kind = "derived"
         elif value != default:
             kind = "changed"
-            note = f"<small>default {escape(_setting_text(default))}</small>"
+            shown = "derived" if default is None else _setting_text(default)
+            note = f"<small>default {escape(shown)}</small>"
         text = escape(_setting_text(value))
         rows.append(
             f'<tr class="{kind}"><td>{escape(name)}</td><td><span>{text}</span>{note}</td></tr>'

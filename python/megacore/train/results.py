@@ -128,4 +128,6 @@ def run_info(
         schedule=trainer.schedule_text(),
         environment=collect_environment(),
         resumed_from=None if resumed_from is None else str(resumed_from),
+        config=config.model_dump(mode="json", exclude_none=True),
+        derived=sorted(config.derived),
     )

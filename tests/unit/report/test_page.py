@@ -25,6 +25,17 @@ from megacore.report import (
 from megacore.report.charts import ChartSpec, Reference, Series, line_chart
 from megacore.report.drawings import themed
 
+CONFIG = resolve(
+    load_config(
+        None,
+        [
+            *(("parallel.tp", "2"), ("parallel.pp", "2"), ("model.vocab_size", "256")),
+            *(("optimizer.lr", "0.002"), ("model.num_kv_heads", "2")),
+        ],
+    ),
+    4,
+    cuda=False,
+)
 INFO = RunInfo(
     name="demo <script>alert(1)</script> & co",
     started_at="2026-01-02 03:04",
@@ -37,6 +48,8 @@ INFO = RunInfo(
     unigram_entropy=3.25,
     schedule="1f1b, 8 microbatches",
     environment={"torch": "2.13.0", "host": "box"},
+    config=CONFIG.model_dump(mode="json", exclude_none=True),
+    derived=sorted(CONFIG.derived),
 )
 EVENTS = [
     TimelineEvent(rank=0, action="0F0", start_us=0.0, end_us=10.0),
@@ -98,9 +111,7 @@ def _run_dir(path: Path, records: list[dict[str, Any]]) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (path / "metrics.jsonl").write_text(lines)
-    overrides = [("parallel.tp", "2"), ("parallel.pp", "2"), ("model.vocab_size", "256")]
-    config = resolve(load_config(None, [*overrides, ("optimizer.lr", "0.002")]), 4)
-    (path / "config.toml").write_text(config_to_toml(config))
+    (path / "config.toml").write_text(config_to_toml(CONFIG))
     return path
 
 
@@ -165,8 +176,11 @@ def test_settings_that_differ_from_the_default_are_marked(run_dir: Path) -> None
     assert ("pp", "2") in changed
     assert ("lr", "0.002") in changed
     assert "default 0.003" in html
+    assert ("num_kv_heads", "2") in changed  # set, although its default is derived
+    assert "default derived" in html
     derived = re.findall(r'<tr class="derived"><td>(\w+)</td>', html)
-    assert "min_lr" in derived
+    assert {"min_lr", "etp", "ffn_hidden_size", "trace_step"} <= set(derived)
+    assert not {"num_kv_heads", "vocab_size"} & set(derived)
     assert "seed" not in derived + [name for name, _ in changed]
 
 
