@@ -191,6 +191,16 @@ def test_mistake_of_all_ranks_is_told_once_under_torchrun(tmp_path: Path) -> Non
     assert ended.complaints() == ["megacore: no rank likes this"]
 
 
+def test_a_bad_run_folder_is_told_once_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "demo.toml").write_text("[train]\nsteps = 1\n")
+    command = ("-m", "megacore", "train", str(tmp_path / "demo.toml"), "--run.dir=/proc/none")
+    ended = run_torchrun(tmp_path, *command, ranks=2)
+    assert ended.code != 0
+    [complaint] = ended.complaints()
+    assert complaint.startswith("megacore: cannot write to run.dir /proc/none: ")
+    assert "exitcode  : 2" in ended.err
+
+
 def test_wrong_process_count_under_torchrun_ends_all_ranks_with_the_fix(tmp_path: Path) -> None:
     config = tmp_path / "demo.toml"
     config.write_text("[parallel]\ntp = 2\n")

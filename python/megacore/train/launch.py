@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -30,6 +30,7 @@ from megacore.train.context import (
     free_listener,
     under_torchrun,
 )
+from megacore.train.folder import describe_os_error, probe_folder
 from megacore.train.messages import leave, print_outcome
 from megacore.train.worker import Reporter, Worker, error_file, run_rank, use_threads
 
@@ -59,11 +60,11 @@ def run_ranks_local(nproc: int, worker: Worker, *, options: LaunchOptions | None
         rank, 130 or 143 after an interrupt.
 
     Raises:
-        ConfigError: If there are fewer GPUs than ranks.
+        ConfigError: If there are fewer GPUs than ranks, or the run's folder cannot be written to.
     """
     options = options or LaunchOptions()
     _check_gpus(nproc, options)
-    _remove_old_errors(nproc, options)
+    _prepare_folder(options, range(nproc))
     # Fork while this process has no threads: the store, which runs one, starts afterwards.
     with free_listener() as listener, _wake_on_signals() as signals:
         port = listener.getsockname()[1]
@@ -96,10 +97,15 @@ def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) 
     options = options or LaunchOptions()
     context = context_from_environment(options)
     use_threads(options.threads, num_processes=context.local_world_size)
-    if options.error_dir is not None:
-        error_file(options.error_dir, context.rank).unlink(missing_ok=True)
+
+    def prepare_and_work(context: RankContext) -> int:
+        # Here, under watch, because a mistake that all ranks find is told once.
+        _prepare_folder(options, [context.rank])
+        return worker(context)
+
     deliver = partial(print_outcome, options=options, all_ranks=True)
-    code = run_rank(context, worker, options, Reporter(context.rank, deliver, options.error_dir))
+    report = Reporter(context.rank, deliver, options.error_dir)
+    code = run_rank(context, prepare_and_work, options, report)
     if code != 0:
         # Connections to lost ranks would block an orderly exit.
         leave(code)
@@ -117,10 +123,19 @@ def _check_gpus(nproc: int, options: LaunchOptions) -> None:
         )
 
 
-def _remove_old_errors(nproc: int, options: LaunchOptions) -> None:
-    if options.error_dir is not None:
-        for rank in range(nproc):
+def _prepare_folder(options: LaunchOptions, ranks: Iterable[int]) -> None:
+    """Prove that the run's folder can be written to; remove old tracebacks of ``ranks``."""
+    if options.error_dir is None:
+        return
+    try:
+        probe_folder(options.error_dir)
+        for rank in ranks:
             error_file(options.error_dir, rank).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to run.dir {options.error_dir}: {describe_os_error(error)}; choose "
+            f"another folder with --run.dir"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -60,3 +60,18 @@ def test_mistakes_of_the_user_leave_no_file(tmp_path: Path) -> None:
 def test_nccl_without_gpus_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="need 2 GPUs, but this machine has 0"):
         run_ranks_local(2, lambda _: 0, options=LaunchOptions(backend="nccl"))
+
+
+@pytest.mark.parametrize(
+    ("below", "reason"),
+    [("", "it is a file, not a folder"), ("run", "Not a directory")],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(
+    tmp_path: Path, below: str, reason: str
+) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    folder = taken / below
+    with pytest.raises(ConfigError, match=f"cannot write to run.dir {folder}: {reason}; choose"):
+        run_ranks_local(2, lambda _: 0, options=LaunchOptions(error_dir=folder))
+    assert taken.read_text() == "a file"
