@@ -1,4 +1,4 @@
-"""Collectives and messages on real gloo ranks, against arithmetic done by hand."""
+"""Collectives and messages on real ranks, on gloo and through shared memory, against arithmetic."""
 
 from __future__ import annotations
 
@@ -24,18 +24,24 @@ from megacore.parallel.collectives import (
 from tests.support.distributed import run_ranks
 
 WORLD = 4
+OnEveryRank = Callable[..., list[Any]]
 
 
-def world_group() -> Group:
-    return ProcessGroups.create(Topology(world_size=WORLD)).world
+@pytest.fixture(params=["gloo", "shared memory"])
+def on_every_rank(request: pytest.FixtureRequest) -> OnEveryRank:
+    """Calls ``function(rank, world, *args)`` on four ranks; returns the results by rank."""
+
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        return run_ranks(WORLD, call_with_world, request.param, function, *args)
+
+    return run
 
 
-def on_every_rank(function: Callable[..., Any], *args: Any) -> list[Any]:
-    return run_ranks(WORLD, call_with_world, function, *args)
-
-
-def call_with_world(rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    return function(rank, world_group(), *args)
+def call_with_world(rank: int, path: str, function: Callable[..., Any], *args: Any) -> Any:
+    wants_memory = path == "shared memory"
+    group = ProcessGroups.create(Topology(world_size=WORLD), host_memory=wants_memory).world
+    assert (group.host is not None) == wants_memory, group.host_note
+    return function(rank, group, *args)
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -65,7 +71,7 @@ def reduce_all(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-def test_all_reduce_sum_and_max(dtype: torch.dtype) -> None:
+def test_all_reduce_sum_and_max(on_every_rank: OnEveryRank, dtype: torch.dtype) -> None:
     inputs = torch.stack([values_of(rank, 1001, dtype) for rank in range(WORLD)])
     for result in on_every_rank(reduce_all, "sum", dtype):
         assert result.dtype == dtype
@@ -77,14 +83,16 @@ def test_all_reduce_sum_and_max(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.dist
-def test_all_reduce_avg_divides_by_the_group() -> None:
+def test_all_reduce_avg_divides_by_the_group(on_every_rank: OnEveryRank) -> None:
     inputs = torch.stack([values_of(rank, 1001, torch.float32) for rank in range(WORLD)])
     for result in on_every_rank(reduce_all, "avg", torch.float32):
         torch.testing.assert_close(result, inputs.mean(0))
 
 
 @pytest.mark.dist
-def test_low_precision_sums_are_rounded_once_and_equal_everywhere() -> None:
+def test_low_precision_sums_are_rounded_once_and_equal_everywhere(
+    on_every_rank: OnEveryRank,
+) -> None:
     # 256 + 1 + 1 + 1 = 259 lies between 258 and 260; adding one at a time in bfloat16 stays at 256.
     assert on_every_rank(sum_of_256_and_ones) == [260.0] * WORLD
 
@@ -116,7 +124,7 @@ def reduce_and_scatter(
     ],
 )
 def test_reduce_scatter_adds_in_rank_order_bit_for_bit(
-    dtype: torch.dtype, out: torch.dtype
+    on_every_rank: OnEveryRank, dtype: torch.dtype, out: torch.dtype
 ) -> None:
     total = left_to_right([values_of(rank, 50 * WORLD, dtype) for rank in range(WORLD)])
     for rank, result in enumerate(on_every_rank(reduce_and_scatter, "sum", dtype, out)):
@@ -124,7 +132,7 @@ def test_reduce_scatter_adds_in_rank_order_bit_for_bit(
 
 
 @pytest.mark.dist
-def test_reduce_scatter_avg_divides_before_it_rounds() -> None:
+def test_reduce_scatter_avg_divides_before_it_rounds(on_every_rank: OnEveryRank) -> None:
     total = left_to_right([values_of(rank, 50 * WORLD, torch.bfloat16) for rank in range(WORLD)])
     expected = (total / WORLD).to(torch.bfloat16)
     results = on_every_rank(reduce_and_scatter, "avg", torch.bfloat16, torch.bfloat16)
@@ -132,7 +140,7 @@ def test_reduce_scatter_avg_divides_before_it_rounds() -> None:
 
 
 @pytest.mark.dist
-def test_reduce_scatter_and_all_gather_work_in_place() -> None:
+def test_reduce_scatter_and_all_gather_work_in_place(on_every_rank: OnEveryRank) -> None:
     expected = left_to_right([values_of(rank, 8 * WORLD, torch.float32) for rank in range(WORLD)])
     for result in on_every_rank(in_place_round_trip):
         assert torch.equal(result, expected)
@@ -147,7 +155,7 @@ def in_place_round_trip(rank: int, group: Group) -> Tensor:
 
 
 @pytest.mark.dist
-def test_all_gather_concatenates_along_dimension_0() -> None:
+def test_all_gather_concatenates_along_dimension_0(on_every_rank: OnEveryRank) -> None:
     for result in on_every_rank(gather_rows):
         assert result[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         assert result.shape == (8, 3)
@@ -160,7 +168,7 @@ def gather_rows(rank: int, group: Group) -> Tensor:
 
 
 @pytest.mark.dist
-def test_broadcast_takes_the_value_at_the_position() -> None:
+def test_broadcast_takes_the_value_at_the_position(on_every_rank: OnEveryRank) -> None:
     assert on_every_rank(broadcast_from_each) == [[0, 1, 2, 3]] * WORLD
 
 
@@ -174,7 +182,7 @@ def broadcast_from_each(rank: int, group: Group) -> list[int]:
 
 
 @pytest.mark.dist
-def test_objects_arrive_in_the_order_of_positions() -> None:
+def test_objects_arrive_in_the_order_of_positions(on_every_rank: OnEveryRank) -> None:
     results = on_every_rank(collect_objects)
     everyone = [f"rank {rank}" for rank in range(WORLD)]
     assert [gathered for gathered, _ in results] == [everyone, [], [], []]
@@ -209,7 +217,7 @@ def exchange_within_pairs(rank: int) -> float:
 
 
 @pytest.mark.dist
-def test_messages_with_tags_may_be_received_out_of_order() -> None:
+def test_messages_with_tags_may_be_received_out_of_order(on_every_rank: OnEveryRank) -> None:
     assert on_every_rank(tagged_ring) == [
         [10 * ((rank - 1) % WORLD) + 1, 10 * ((rank - 1) % WORLD) + 2] for rank in range(WORLD)
     ]
@@ -275,7 +283,7 @@ def wrong_calls(group: Group) -> list[tuple[Callable[[], object], str]]:
 
 
 @pytest.mark.dist
-def test_wrong_calls_are_refused_before_the_backend_sees_them() -> None:
+def test_wrong_calls_are_refused_before_the_backend_sees_them(on_every_rank: OnEveryRank) -> None:
     assert on_every_rank(messages_of_wrong_calls) == [[]] * WORLD
 
 
