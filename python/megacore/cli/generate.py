@@ -25,7 +25,13 @@ def add_parser(subparsers: Any) -> None:
         type=Path,
         help="a checkpoint folder, a folder of checkpoints, or a run's folder",
     )
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="text to continue")
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        required=True,
+        default=argparse.SUPPRESS,  # or help would name None as its default
+        help="text to continue",
+    )
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, default=200, help="tokens to append"
     )

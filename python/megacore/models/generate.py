@@ -5,11 +5,15 @@ Shapes: B batch, S sequence, V vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from megacore.models.gpt import GPTChunk
 from megacore.parallel.batch import Microbatch
+
+MAX_SEED = 2**63 - 1
 
 
 @torch.no_grad()
@@ -34,7 +38,8 @@ def generate(
         max_new_tokens: Tokens to append to each prompt.
         temperature: Logits are divided by it; 0 always takes the most likely token.
         top_p: Only the most likely tokens that together reach this probability are drawn from.
-        seed: Seed of the draws. Row b draws the same tokens whatever the other rows are.
+        seed: Seed of the draws, from 0 to ``MAX_SEED``. Row b draws the same tokens whatever the
+            other rows are.
 
     Returns:
         ``(B, S + max_new_tokens)``, int64, prompts included.
@@ -43,6 +48,8 @@ def generate(
         ValueError: If an argument is out of range or the model is not whole.
     """
     _check(model, tokens_BS, max_new_tokens, temperature, top_p)
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed = {seed} is not in 0..{MAX_SEED}")
     generators = [torch.Generator().manual_seed(seed + row) for row in range(tokens_BS.shape[0])]
     was_training = model.training
     model.eval()
@@ -108,7 +115,10 @@ def _check(
         )
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {max_new_tokens} is negative; use 0 or more")
-    if temperature < 0.0:
-        raise ValueError(f"temperature = {temperature} is negative; use 0 (greedy) or more")
+    if not (math.isfinite(temperature) and temperature >= 0.0):
+        raise ValueError(
+            f"temperature = {temperature} is not a finite number of at least 0; 0 takes the most "
+            "likely token, 1 draws as the model predicts"
+        )
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p = {top_p} is not in (0, 1]; 1 draws from all tokens")

@@ -67,6 +67,10 @@ def test_generation_is_without_dropout_and_leaves_the_mode_alone(training: bool)
     ("changes", "message"),
     [
         ({"temperature": -1.0}, "temperature = -1.0"),
+        ({"temperature": float("nan")}, "temperature = nan is not a finite number"),
+        ({"temperature": float("inf")}, "temperature = inf is not a finite number"),
+        ({"seed": 10**22}, "seed = 10000000000000000000000 is not in 0"),
+        ({"seed": -1}, "seed = -1 is not in 0"),
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"top_p": 1.5}, "top_p = 1.5"),
         ({"max_new_tokens": -1}, "max_new_tokens = -1"),
