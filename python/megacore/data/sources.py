@@ -118,6 +118,8 @@ def _read_text(source: str) -> _Text:
         return _folder(path)
     if path.is_file():
         return _file(path)
+    if path.exists():
+        raise DataError(f"data source {path} is neither a regular file nor a folder")
     known = ' (data.source is "python-docs", "stdlib", a file, a folder or a .bin/.idx prefix)'
     for half, other in ((".bin", ".idx"), (".idx", ".bin")):
         if Path(source + half).is_file():

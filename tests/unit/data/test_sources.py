@@ -96,6 +96,11 @@ def test_a_bad_source_is_explained(tmp_path: Path, name: str, message: str) -> N
         load_tokens(str(base / name), ByteTokenizer())
 
 
+def test_a_device_is_no_text() -> None:
+    with pytest.raises(DataError, match="/dev/zero is neither a regular file nor a folder"):
+        load_tokens("/dev/zero", ByteTokenizer())
+
+
 def test_a_misspelt_built_in_source_is_recognised() -> None:
     with pytest.raises(DataError, match=r"did you mean python-docs\?"):
         load_tokens("python_docs", ByteTokenizer())
