@@ -76,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str], *, debug: bool) -> int:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    elif arguments == ["version"]:
+        arguments = ["--version"]
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name is not None and name not in COMMANDS:
         known = ", ".join(COMMANDS)

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config import Config, load_config
+from megacore.config import Config
 
 if TYPE_CHECKING:
     from megacore.parallel import Topology
@@ -27,20 +27,20 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
     parser.add_argument(
-        "--world-size", metavar="N", help="number of processes (default: as train would start)"
+        "--world-size",
+        "--nproc",
+        dest="nproc",
+        metavar="N",
+        help="number of processes (default: as train would start)",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
-    settings = list(args.settings)
-    if args.world_size is not None:
-        settings.append(("run.nproc", args.world_size))
-    config = load_config(args.config, settings)
+    from megacore.cli.train import default_nproc, load_with_nproc, resolve_for_training
 
-    from megacore.cli.train import default_nproc, resolve_for_training
-
+    config = load_with_nproc(args, option="--world-size")
     world_size = config.run.nproc or default_nproc(config)
     config = resolve_for_training(config, world_size, launcher="--world-size")
 

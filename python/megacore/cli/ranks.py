@@ -68,7 +68,7 @@ def add_parser(subparsers: Any) -> None:
         "--lines", type=int, default=4, metavar="N", help="lines per axis; 0: all (default: 4)"
     )
     parser.add_argument("--json", action="store_true", help="print all groups as JSON")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture of nodes and GPUs")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture of nodes and ranks")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,8 +107,15 @@ def _tokens(topology: Topology, asked: Sequence[str] | None) -> dict[str, tuple[
     tokens: dict[str, tuple[str, ...]] = {"dense": (), "expert": ()}
     for token in asked:
         axes = set(token.split("-"))
+        unknown = sorted(axes - {*topology.dense.axes, *topology.expert.axes})
+        if unknown:
+            raise ConfigError(
+                f'--token {token}: unknown axis "{unknown[0]}"; the axes of dense layers are '
+                f"{', '.join(topology.dense.axes)}, of expert layers "
+                f"{', '.join(topology.expert.axes)}"
+            )
         view = "expert" if axes & {"ep", "etp", "edp"} else "dense"
-        _view(topology, view).group_size(token)  # raises for an unknown axis
+        _view(topology, view).group_size(token)  # raises for an axis of the other view
         tokens[view] += (token,)
     return tokens
 

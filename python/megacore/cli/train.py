@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.config import Config, filled, load_config, resolve
-from megacore.errors import MegacoreError
+from megacore.errors import ConfigError, MegacoreError
 
 if TYPE_CHECKING:
     from megacore.train.launch import LaunchOptions, RankContext
@@ -41,33 +41,44 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked at once, then start or join the ranks."""
-    settings = list(args.settings)
-    if args.nproc is not None:
-        settings.append(("run.nproc", args.nproc))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _join(args.config, settings, debug=args.debug)
-    return _start(args.config, settings, debug=args.debug)
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return _join(args) if is_rank else _start(args)
 
 
-def _start(path: Path, settings: list[tuple[str, str]], *, debug: bool) -> int:
-    threads = _prepare_environment(debug=debug)
-    config = load_config(path, settings)
+def load_with_nproc(args: argparse.Namespace, *, option: str) -> Config:
+    """The configuration of a command line; ``option`` names the flag of ``args.nproc``.
+
+    Raises:
+        ConfigError: As `load_config`.
+    """
+    if args.nproc is None:
+        return load_config(args.config, args.settings)
+    settings = [*args.settings, ("run.nproc", args.nproc)]
+    return load_config(args.config, settings, flags={"run.nproc": f"{option}={args.nproc}"})
+
+
+def _start(args: argparse.Namespace) -> int:
+    threads = _prepare_environment(debug=args.debug)
+    config = load_with_nproc(args, option="--nproc")
     world_size = config.run.nproc or default_nproc(config)
     config = resolve_for_training(config, world_size, launcher="--nproc")
+    _check_backend(config)
 
     from megacore.train.launch import run_ranks_local
 
     _import_loop()
-    options = _options(config, threads=threads, debug=debug)
+    options = _options(config, threads=threads, debug=args.debug)
     return run_ranks_local(world_size, partial(train_rank, config), options=options)
 
 
-def _join(path: Path, settings: list[tuple[str, str]], *, debug: bool) -> int:
-    threads = _prepare_environment(debug=debug)
+def _join(args: argparse.Namespace) -> int:
+    threads = _prepare_environment(debug=args.debug)
     try:
-        config = load_config(path, settings)
+        config = load_with_nproc(args, option="--nproc")
         world_size = int(os.environ["WORLD_SIZE"])
+        _check_nproc(config, world_size)
         config = resolve_for_training(config, world_size, launcher="torchrun, WORLD_SIZE")
+        _check_backend(config)
     except MegacoreError:
         if os.environ["RANK"] != "0":
             # Every rank finds the same mistake. Rank 0 tells it; the others wait a moment, because
@@ -78,8 +89,29 @@ def _join(path: Path, settings: list[tuple[str, str]], *, debug: bool) -> int:
 
     from megacore.train.launch import run_under_torchrun
 
-    options = _options(config, threads=threads, debug=debug)
+    options = _options(config, threads=threads, debug=args.debug)
     return run_under_torchrun(partial(train_rank, config), options=options)
+
+
+def _check_nproc(config: Config, world_size: int) -> None:
+    """Refuse a process count that is not the launcher's: one of the two is a mistake."""
+    nproc = config.run.nproc
+    if nproc not in (None, world_size):
+        raise ConfigError(
+            f"run.nproc = {nproc} ({config.origin('run.nproc')}), but torchrun started "
+            f"{world_size} (WORLD_SIZE); leave run.nproc out (--run.nproc=none) or let torchrun "
+            f"start {nproc}"
+        )
+
+
+def _check_backend(config: Config) -> None:
+    import torch
+
+    if config.run.backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"run.backend = nccl ({config.origin('run.backend')}) needs GPUs, but torch sees none "
+            "on this machine; use --run.backend=gloo"
+        )
 
 
 def train_rank(config: Config, context: RankContext) -> int:

@@ -25,13 +25,17 @@ Overrides = Sequence[tuple[str, str]]
 _BOOLS = ("true", "false", "1", "0", "yes", "no", "on", "off")
 
 
-def load_config(path: str | Path | None, overrides: Overrides = ()) -> Config:
+def load_config(
+    path: str | Path | None, overrides: Overrides = (), *, flags: Mapping[str, str] | None = None
+) -> Config:
     """Read a TOML file, apply overrides, and check every section.
 
     Args:
         path: The file; ``None`` starts from the defaults.
         overrides: Pairs such as ``("parallel.tp", "2")``; the text becomes the field's type,
             ``none`` empties an optional field. Later pairs win.
+        flags: For keys that another option set: what the user wrote, as
+            ``{"run.nproc": "--nproc=2"}``, for messages.
 
     Raises:
         ConfigError: One error for all mistakes: unknown keys (with the closest known one), wrong
@@ -45,6 +49,7 @@ def load_config(path: str | Path | None, overrides: Overrides = ()) -> Config:
     problems = [
         _apply_override(data, where, key.replace("-", "_"), text) for key, text in overrides
     ]
+    where |= flags or {}
     places = _Places(where=where, file=None if path is None else str(path))
     config = _validate(data, places, [problem for problem in problems if problem is not None])
     return config.with_origins(where)

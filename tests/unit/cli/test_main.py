@@ -41,6 +41,25 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert command.help.split()[0] in without
 
 
+def test_help_and_version_work_as_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, options in (
+        (["help"], ["--help"]),
+        (["version"], ["--version"]),
+        (["help", "train"], ["train", "--help"]),
+    ):
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        assert main(options) == 0
+        assert capsys.readouterr().out == said
+
+
+def test_help_names_no_default_of_a_required_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "None" not in shown
+    assert "(default: 0.95)" in shown
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
@@ -63,6 +82,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "x.toml", "--nprox=3"], "unknown option --nprox; did you mean --nproc?"),
         (["train", "x.toml", "y.toml"], "unexpected argument 'y.toml'"),
         (["train", "x.toml", "--train.steps"], "--train.steps needs a value"),
+        (["train", "x.toml", "--tp_size", "2"], "unknown option --tp-size; see megacore train"),
+        (["plan", "x.toml", "--tp_size=2"], "unknown option --tp-size; see megacore plan"),
+        (["ranks", "--world-size=8", "--token=foo"], 'foo: unknown axis "foo"; the axes of dense'),
+        (["generate", "x"], "the following arguments are required: --prompt"),
+        (["helpp"], "unknown command 'helpp'; the commands are"),
         (["doctor", "--jsn"], "unknown option --jsn; did you mean --json?"),
         (["--vrsion"], "unrecognized arguments: --vrsion; see megacore --help"),
     ],
@@ -87,8 +111,27 @@ def test_process_count_is_checked_like_any_setting(
     demo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = complaint_of(capsys, "train", str(demo), "--nproc=four", "--parallel.tpp=1")
-    assert 'run.nproc = "four": expected a whole number' in message
+    assert '--nproc=four: run.nproc = "four": expected a whole number' in message
     assert "unknown key parallel.tpp; did you mean parallel.tp?" in message
+
+
+def test_a_process_count_other_than_torchruns_is_refused(
+    demo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    message = complaint_of(capsys, "train", str(demo), "--run.nproc=4")
+    assert "run.nproc = 4 (--run.nproc=4), but torchrun started 8 (WORLD_SIZE)" in message
+    message = complaint_of(capsys, "train", str(demo), "--nproc=8", "--model.num_heads=3")
+    assert "torchrun started" not in message
+
+
+def test_nccl_without_a_gpu_is_refused(
+    demo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    message = complaint_of(capsys, "train", str(demo), "--run.backend=nccl")
+    assert "run.backend = nccl (--run.backend=nccl) needs GPUs, but torch sees none" in message
 
 
 def test_underscores_and_dashes_are_the_same_in_flags(

@@ -42,6 +42,7 @@ def test_plan_shows_layers_parameters_and_schedule(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = plan_of(capsys, str(config), "--world-size=8")
+    assert plan == plan_of(capsys, str(config), "--nproc=8")
     assert (plan["world_size"], plan["dp"], plan["num_microbatches"]) == (8, 2, 4)
     assert [rank["layers"] for rank in plan["ranks"]] == [[[0, 3]], [[3, 6]]]
     assert [rank["peak_in_flight"] for rank in plan["ranks"]] == [2, 1]
