@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from megacore.ops.optim import AdamWSettings
 from megacore.optim.grad_norm import clip_coefficient, grad_ranges, norm_parts
 from megacore.optim.grad_sums import needs_sum, sum_sequence_parallel_grads, sum_shared_grads
 from megacore.optim.loss_scale import DynamicLossScale
+from megacore.optim.param_group import ParamGroup
 from megacore.optim.shard import OptimizerShard, ParamPiece
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
@@ -50,6 +51,8 @@ class DistributedOptimizer:
         config: AdamW's numbers, ``clip_grad`` and the two overlaps. (``distributed`` acts in
             ``make_buffers``.)
         modules: The model of this rank; needed with ``overlap_param_gather`` only.
+        param_groups: Learning rate factor and weight decay of parameters by name; the same on every
+            rank.
 
     Attributes:
         step_count: Updates taken so far; skipped steps do not count.
@@ -79,6 +82,7 @@ class DistributedOptimizer:
         groups: ProcessGroups,
         config: OptimizerConfig,
         modules: Sequence[nn.Module] = (),
+        param_groups: Sequence[ParamGroup] = (),
     ) -> None:
         if not buffers:
             raise ValueError("the optimizer needs at least one buffer of parameters")
@@ -89,7 +93,15 @@ class DistributedOptimizer:
         self._config = config
         self._device = self.buffers[0].grad_data.device
         moments = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.moments_dtype]
-        self._shards = [OptimizerShard(b, moments_dtype=moments) for b in self.buffers]
+        self._shards = [
+            OptimizerShard(
+                buffer,
+                weight_decay=config.weight_decay,
+                param_groups=param_groups,
+                moments_dtype=moments,
+            )
+            for buffer in self.buffers
+        ]
         self._loss_scale: DynamicLossScale | None = None
         if any(buffer.param_data.dtype == torch.float16 for buffer in self.buffers):
             self._loss_scale = DynamicLossScale(
@@ -225,7 +237,7 @@ class DistributedOptimizer:
 
     def _update(self, *, lr: float, grad_norm: float, loss_scale: float) -> None:
         config = self._config
-        undecayed = AdamWSettings(
+        settings = AdamWSettings(
             step=self.step_count,
             lr=lr,
             beta1=config.beta1,
@@ -233,6 +245,5 @@ class DistributedOptimizer:
             eps=config.eps,
             grad_scale=clip_coefficient(grad_norm, max_norm=config.clip_grad) / loss_scale,
         )
-        decayed = replace(undecayed, weight_decay=config.weight_decay)
         for shard in self._shards:
-            shard.step(decayed=decayed, undecayed=undecayed)
+            shard.step(settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +26,15 @@ def is_counted(info: ParamInfo, groups: ProcessGroups) -> bool:
     return info.tp_dim is not None or tp.position == 0
 
 
-def merge_neighbours(pieces: Iterable[tuple[ShardPiece, bool]]) -> list[tuple[ShardPiece, ...]]:
+def merge_neighbours(
+    pieces: Iterable[tuple[ShardPiece, Hashable]],
+) -> list[tuple[ShardPiece, ...]]:
     """Group consecutive pieces of one bucket that carry equal flags, in order.
 
     Between such pieces lies only alignment padding, which is zero in every buffer, so a kernel may
     run over a group from the first element to the last.
     """
-    runs: list[tuple[bool, list[ShardPiece]]] = []
+    runs: list[tuple[Hashable, list[ShardPiece]]] = []
     for piece, flag in pieces:
         if runs and runs[-1][0] == flag and runs[-1][1][-1].bucket == piece.bucket:
             runs[-1][1].append(piece)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from megacore.buffers import ParamGradBuffer, ShardPiece
 from megacore.ops.optim import AdamWSettings, adamw_step_
 from megacore.optim.grad_norm import merge_neighbours
+from megacore.optim.param_group import ParamGroup, ParamSettings, settings_of
 from megacore.parallel.params import ParamInfo
 
 
@@ -42,7 +43,7 @@ _BLOCK = 1 << 20
 class _Run:
     """Consecutive elements that share their settings."""
 
-    decayed: bool
+    own: ParamSettings
     main_param: Tensor
     grad: Tensor
     exp_avg: Tensor
@@ -57,7 +58,7 @@ class _Run:
     def part(self, start: int, end: int) -> _Run:
         """Some of the elements."""
         return _Run(
-            decayed=self.decayed,
+            own=self.own,
             main_param=self.main_param[start:end],
             grad=self.grad[start:end],
             exp_avg=self.exp_avg[start:end],
@@ -93,12 +94,19 @@ class OptimizerShard:
 
     Args:
         buffer: Parameters and gradients.
+        weight_decay: Weight decay of parameters that have any.
+        param_groups: What differs for some parameters.
         moments_dtype: float32, or bfloat16 to store the moments in half the memory; they are
             computed in fp32 and rounded after each step.
     """
 
     def __init__(
-        self, buffer: ParamGradBuffer, *, moments_dtype: torch.dtype = torch.float32
+        self,
+        buffer: ParamGradBuffer,
+        *,
+        weight_decay: float,
+        param_groups: Sequence[ParamGroup] = (),
+        moments_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.buffer = buffer
         numel = buffer.shard_plan.shard_numel
@@ -114,31 +122,34 @@ class OptimizerShard:
             if self._is_low_precision:
                 source = buffer.param_data[piece.world_start : piece.world_end]
                 self._main_param(piece, piece).copy_(source)
-        decayed = [info.weight_decay for info, _ in buffer.params]
-        marked = [(piece, decayed[piece.param_index]) for piece in pieces]
+        own = [
+            settings_of(info, param_groups, weight_decay=weight_decay) for info, _ in buffer.params
+        ]
+        marked = [(piece, own[piece.param_index]) for piece in pieces]
         self._runs = [
-            self._make_run(run, decayed=decayed[run[0].param_index])
-            for run in merge_neighbours(marked)
+            self._make_run(run, own=own[run[0].param_index]) for run in merge_neighbours(marked)
         ]
 
     @torch.no_grad()
-    def step(self, *, decayed: AdamWSettings, undecayed: AdamWSettings) -> None:
+    def step(self, settings: AdamWSettings) -> None:
         """Update the owned parameters from the reduced gradients.
 
         Args:
-            decayed: Settings for parameters with weight decay.
-            undecayed: Settings for the others.
+            settings: For all parameters; the learning rate and weight decay of each follow from its
+                group.
 
         Sync:
             None on CUDA.
         """
         for run in self._runs:
-            settings = decayed if run.decayed else undecayed
+            own = replace(
+                settings, lr=settings.lr * run.own.lr_scale, weight_decay=run.own.weight_decay
+            )
             if run.converts:
                 for start in range(0, run.grad.numel(), _BLOCK):
-                    run.part(start, start + _BLOCK).step(settings)
+                    run.part(start, start + _BLOCK).step(own)
             else:
-                run.step(settings)
+                run.step(own)
 
     @property
     def state_bytes(self) -> int:
@@ -179,12 +190,12 @@ class OptimizerShard:
             return self._main[first.local_start : last.local_end]
         return self.buffer.param_data[first.world_start : last.world_end]
 
-    def _make_run(self, run: tuple[ShardPiece, ...], *, decayed: bool) -> _Run:
+    def _make_run(self, run: tuple[ShardPiece, ...], *, own: ParamSettings) -> _Run:
         first, last = run[0], run[-1]
         world = slice(first.world_start, last.world_end)
         local = slice(first.local_start, last.local_end)
         return _Run(
-            decayed=decayed,
+            own=own,
             main_param=self._main_param(first, last),
             grad=self.buffer.grad_data[world],
             exp_avg=self._exp_avg[local],

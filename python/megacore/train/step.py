@@ -75,7 +75,7 @@ class TrainStep:
         self._last_backwards = {
             action.stage: action.microbatch
             for action in program.actions
-            if action.kind == ActionKind.BACKWARD
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
         }
         self._reported_missing: tuple[str, ...] = ()
         self._executor = self._make_executor(recorder=None)
@@ -135,7 +135,7 @@ class TrainStep:
         return _mean(sums)
 
     def _before_backward(self, stage: int, microbatch: int) -> None:
-        # Backward passes of a stage run in the order of the program; the last one is final.
+        # Gradients are final with the last action of the stage that adds to them.
         is_last = self._last_backwards[stage] == microbatch
         self._optimizer.before_backward(is_last=is_last)
 

@@ -1,0 +1,66 @@
+"""Settings of the optimizer for some parameters, chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from megacore.parallel.params import ParamInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """What differs for parameters whose name matches a pattern.
+
+    Attributes:
+        pattern: Shell-style pattern of global names, such as ``"layers.*.mlp.*"``.
+        lr_scale: Factor of the learning rate.
+        weight_decay: Weight decay; ``None`` keeps what the parameter would have.
+
+    Raises:
+        ValueError: If a number is negative.
+    """
+
+    pattern: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr_scale", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and value < 0.0:
+                raise ValueError(f"{name} of {self.pattern!r} is {value}; it must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSettings:
+    """What the groups make of one parameter."""
+
+    lr_scale: float
+    weight_decay: float
+
+
+def settings_of(
+    info: ParamInfo, groups: Sequence[ParamGroup], *, weight_decay: float
+) -> ParamSettings:
+    """Apply the first group that matches.
+
+    Args:
+        info: The parameter.
+        groups: Earlier ones win.
+        weight_decay: What parameters with ``info.weight_decay`` have without a group.
+
+    Example:
+        >>> info = ParamInfo(name="layers.0.mlp.down", full_shape=(2, 2), tp_dim=None)
+        >>> settings_of(info, [ParamGroup(pattern="*.mlp.*", lr_scale=0.5)], weight_decay=0.1)
+        ParamSettings(lr_scale=0.5, weight_decay=0.1)
+    """
+    decay = weight_decay if info.weight_decay else 0.0
+    for group in groups:
+        if fnmatchcase(info.name, group.pattern):
+            own = group.weight_decay
+            return ParamSettings(
+                lr_scale=group.lr_scale, weight_decay=decay if own is None else own
+            )
+    return ParamSettings(lr_scale=1.0, weight_decay=decay)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megacore.buffers import make_buffers
+from megacore.config import OptimizerConfig
+from megacore.optim import DistributedOptimizer, ParamGroup
+from megacore.parallel import ProcessGroups
+from megacore.parallel.params import ParamInfo
+
+GROUPS = (
+    ParamGroup(pattern="a.*", lr_scale=0.5),
+    ParamGroup(pattern="*.bias", weight_decay=0.3),
+)
+
+
+def test_groups_act_as_those_of_torch() -> None:
+    names = ("a.weight", "a.bias", "b.weight", "b.bias")
+    torch.manual_seed(0)
+    start = {name: torch.randn(5, 3) for name in names}
+    ours = {name: nn.Parameter(value.clone()) for name, value in start.items()}
+    theirs = {name: nn.Parameter(value.clone()) for name, value in start.items()}
+    infos = {
+        name: ParamInfo(
+            name=name, full_shape=(5, 3), tp_dim=None, weight_decay=name.endswith("weight")
+        )
+        for name in names
+    }
+    groups = ProcessGroups.single()
+    config = OptimizerConfig(clip_grad=0.0, weight_decay=0.1)
+    params = [(infos[name], ours[name]) for name in names]
+    buffers = make_buffers(params, groups=groups, optimizer=config)
+    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, param_groups=GROUPS)
+    # The first group that matches wins: a.bias keeps its own weight decay, which is none.
+    wanted = {"a.weight": (0.05, 0.1), "a.bias": (0.05, 0.0)}
+    wanted |= {"b.weight": (0.1, 0.1), "b.bias": (0.1, 0.3)}
+    oracle = torch.optim.AdamW(
+        [
+            {"params": [theirs[name]], "lr": lr, "weight_decay": decay}
+            for name, (lr, decay) in wanted.items()
+        ],
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
+    for _ in range(3):
+        optimizer.zero_grads()
+        oracle.zero_grad()
+        for model in (ours, theirs):
+            sum((model[name].square() * (i + 1)).sum() for i, name in enumerate(names)).backward()
+        optimizer.step(lr=0.1)
+        oracle.step()
+    for name in names:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_negative_number_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lr_scale of 'a' is -1.0"):
+        ParamGroup(pattern="a", lr_scale=-1.0)
