@@ -77,6 +77,8 @@ void bind_schedule(py::module_& module) {
       .def_property_readonly("num_stages", &Schedule::num_stages)
       .def_property_readonly("num_chunks",
                              [](const Schedule& s) { return s.placement.num_chunks(); })
+      .def_property_readonly("num_chains",
+                             [](const Schedule& s) { return s.placement.num_chains(); })
       .def_readonly("num_microbatches", &Schedule::num_microbatches)
       .def_readonly("is_forward_only", &Schedule::forward_only)
       .def(
@@ -93,6 +95,7 @@ void bind_schedule(py::module_& module) {
             return std::vector<Action>(actions.begin(), actions.end());
           },
           "rank"_a)
+      .def("overlaps", &overlap_positions, "rank"_a)
       .def("order", &order_list, "rank"_a)
       .def("forward_only", py::overload_cast<const Schedule&>(&forward_only), NoGil())
       .def("validate", &validate, NoGil())
@@ -110,18 +113,21 @@ void bind_schedule(py::module_& module) {
              std::vector<double> forward,
              std::vector<double> backward_input,
              std::vector<double> backward_weight,
-             double send) {
+             double send,
+             double overlap) {
             return simulate(s,
                             {.forward = std::move(forward),
                              .backward_input = std::move(backward_input),
                              .backward_weight = std::move(backward_weight),
-                             .send = send});
+                             .send = send,
+                             .overlap = overlap});
           },
           py::kw_only(),
           "forward"_a,
           "backward_input"_a,
           "backward_weight"_a,
           "send"_a,
+          "overlap"_a,
           NoGil())
       .def("to_text", py::overload_cast<const Schedule&>(&to_text), NoGil())
       .def("to_csv", &to_csv, NoGil())
@@ -129,38 +135,6 @@ void bind_schedule(py::module_& module) {
 }
 
 void bind_generators(py::module_& module) {
-  module.def(
-      "gpipe",
-      [](int num_ranks, int num_microbatches) {
-        return gpipe({.num_ranks = num_ranks, .num_microbatches = num_microbatches});
-      },
-      py::kw_only(),
-      "num_ranks"_a,
-      "num_microbatches"_a,
-      NoGil());
-  module.def(
-      "one_f_one_b",
-      [](int num_ranks, int num_microbatches) {
-        return one_f_one_b({.num_ranks = num_ranks, .num_microbatches = num_microbatches});
-      },
-      py::kw_only(),
-      "num_ranks"_a,
-      "num_microbatches"_a,
-      NoGil());
-  module.def(
-      "interleaved_one_f_one_b",
-      [](int num_ranks, int num_chunks, int num_microbatches, std::optional<int> group_size) {
-        return interleaved_one_f_one_b({.num_ranks = num_ranks,
-                                        .num_chunks = num_chunks,
-                                        .num_microbatches = num_microbatches,
-                                        .group_size = group_size});
-      },
-      py::kw_only(),
-      "num_ranks"_a,
-      "num_chunks"_a,
-      "num_microbatches"_a,
-      "group_size"_a,
-      NoGil());
   module.def(
       "best_group_size",
       [](int num_ranks, int num_chunks, int num_microbatches) {
@@ -244,6 +218,8 @@ void bind_program(py::module_& module) {
       .def_property_readonly("num_ranks", [](const Program& p) { return p.placement.num_ranks(); })
       .def_property_readonly("num_stages",
                              [](const Program& p) { return p.placement.num_stages(); })
+      .def_property_readonly("num_chains",
+                             [](const Program& p) { return p.placement.num_chains(); })
       .def_property_readonly("stages",
                              [](const Program& p) {
                                const auto stages = p.placement.stages_of(p.rank);

@@ -172,6 +172,12 @@ void check(const BoundProblem& problem) {
 
 }  // namespace
 
+std::string_view name_of(BoundReason reason) {
+  constexpr std::array<std::string_view, kNumBoundReasons> kNames = {
+      "critical_path", "rank_work", "rank_queue", "memory_area", "delivery"};
+  return kNames[static_cast<size_t>(reason)];
+}
+
 std::string_view to_text(BoundReason reason) {
   constexpr std::array<std::string_view, kNumBoundReasons> kTexts = {
       "one microbatch through all stages and back",
@@ -209,6 +215,22 @@ LowerBound lower_bound(const BoundProblem& problem) {
     bound.reason = static_cast<BoundReason>(reason);
   }
   return bound;
+}
+
+BoundProblem problem_of(const Schedule& schedule, const Costs& costs) {
+  MC_REQUIRE(!schedule.forward_only,
+             "schedule '",
+             schedule.name,
+             "' is forward-only; the bounds are for training");
+  const bool split =
+      std::any_of(schedule.actions.begin(), schedule.actions.end(), [](const Action& action) {
+        return action.kind == ActionKind::kBackwardWeight;
+      });
+  return {.placement = schedule.placement,
+          .num_microbatches = schedule.num_microbatches,
+          .costs = costs,
+          .split_backward = split,
+          .memory_limit = simulate(schedule, costs).peak_in_flight};
 }
 
 }  // namespace megacore::pipeline

@@ -1,5 +1,7 @@
 #include "megacore/pipeline/schedule.h"
 
+#include <algorithm>
+
 #include "megacore/base/check.h"
 
 namespace megacore::pipeline {
@@ -31,6 +33,17 @@ Schedule forward_only(const Schedule& schedule) {
     result.offsets.push_back(static_cast<int64_t>(result.actions.size()));
   }
   return result;
+}
+
+std::vector<int64_t> overlap_positions(const Schedule& schedule, int rank) {
+  const auto num_actions = static_cast<int64_t>(schedule.rank_actions(rank).size());
+  const int64_t begin = schedule.offsets[static_cast<size_t>(rank)];
+  const auto first = std::lower_bound(schedule.overlaps.begin(), schedule.overlaps.end(), begin);
+  std::vector<int64_t> positions;
+  for (auto at = first; at != schedule.overlaps.end() && *at < begin + num_actions; ++at) {
+    positions.push_back(*at - begin);
+  }
+  return positions;
 }
 
 std::vector<int32_t> order_list(const Schedule& schedule, int rank) {

@@ -19,7 +19,7 @@ from rich.text import Text
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megacore.pipeline import Schedule, Timeline
+    from megacore.pipeline import Costs, Schedule, Timeline
     from megacore.pipeline.palette import KindColour
     from megacore.pipeline.timeline import Grid
 
@@ -31,6 +31,7 @@ examples:
   megacore schedule 1f1b --pp 4 --microbatches 8
   megacore schedule interleaved_1f1b --pp 4 --chunks 2 --microbatches 8 --svg schedule.svg
   megacore schedule interleaved_1f1b --pp 8 --chunks 2 --microbatches 33 --send 0.1
+  megacore schedule zb_v --pp 4 --microbatches 8
   megacore schedule --from-csv my.csv --forward 1 --backward 1.7
 """
 
@@ -45,18 +46,23 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", help="gpipe, 1f1b or interleaved_1f1b")
+    parser.add_argument("name", nargs="?", help="for example 1f1b, interleaved_1f1b or zb_v")
     parser.add_argument(
         "--from-csv", metavar="FILE", help="read a schedule instead (PyTorch's CSV)"
     )
     sizes: tuple[tuple[str, int | None, str], ...] = (
         ("--pp", 4, "pipeline ranks (default: 4)"),
-        ("--chunks", 1, "model chunks per rank (default: 1)"),
+        ("--chunks", None, "model chunks per rank (default: what the schedule has, or 1)"),
         ("--microbatches", 8, "microbatches per step (default: 8)"),
         (
             "--group-size",
             None,
             "microbatches a chunk runs before the next takes over (default: best)",
+        ),
+        (
+            "--warmup-multiplier",
+            None,
+            "1: interleaved_1f1b with fewer activations and messages that show (default: 2)",
         ),
     )
     for flag, default, text in sizes:
@@ -92,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(schedule, timeline)
     else:
-        _print_text(schedule, timeline)
+        _print_text(schedule, timeline, costs)
     _write(args.svg, lambda path: schedule.to_svg(path, costs=costs))
     _write(args.csv, schedule.to_csv)
     _write(args.trace, lambda path: schedule.to_chrome_trace(path, costs=costs))
@@ -113,6 +119,7 @@ def _schedule(args: argparse.Namespace) -> Schedule:
             num_chunks=args.chunks,
             num_microbatches=args.microbatches,
             group_size=args.group_size,
+            warmup_multiplier=args.warmup_multiplier,
             forward_only=args.forward_only,
         )
     try:
@@ -151,7 +158,7 @@ def _print_json(schedule: Schedule, timeline: Timeline) -> None:
     print()
 
 
-def _print_text(schedule: Schedule, timeline: Timeline) -> None:
+def _print_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> None:
     width = max(shutil.get_terminal_size((120, 24)).columns, 60)
     console = Console(highlight=False, width=width)
     chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
@@ -165,6 +172,14 @@ def _print_text(schedule: Schedule, timeline: Timeline) -> None:
         f"at most [bold]{max(timeline.peak_in_flight)}[/] microbatch activations in flight "
         "on one rank"
     )
+    if not schedule.is_forward_only:
+        bound = schedule.lower_bound(costs)
+        gap = timeline.makespan / bound.value - 1 if bound.value > 0 else 0.0
+        verdict = "no order is faster" if gap < 1e-9 else f"an order {gap:.1%} faster may exist"
+        console.print(
+            f"with this memory no order beats [bold]{bound.value:g}[/] ({bound.explanation}): "
+            f"{verdict}"
+        )
     console.print()
     _print_grid(console, schedule, timeline)
     _print_ranks(console, schedule, timeline)

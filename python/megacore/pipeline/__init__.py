@@ -18,7 +18,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megacore._core import Action, ActionKind, Program, StateMachine, validate_programs
+from megacore._core import (
+    Action,
+    ActionKind,
+    LowerBound,
+    Program,
+    ScheduleInfo,
+    StateMachine,
+    validate_programs,
+)
 from megacore.pipeline.partition import partition_layers
 from megacore.pipeline.recorder import ActionRecorder, TimedAction
 from megacore.pipeline.schedule import (
@@ -26,6 +34,7 @@ from megacore.pipeline.schedule import (
     Schedule,
     best_group_size,
     build_schedule,
+    schedule_catalog,
     schedule_table,
 )
 from megacore.pipeline.svg import timeline_svg
@@ -43,9 +52,11 @@ __all__ = [
     "ActivationSpec",
     "Costs",
     "Event",
+    "LowerBound",
     "PipelineExecutor",
     "Program",
     "Schedule",
+    "ScheduleInfo",
     "StateMachine",
     "TimedAction",
     "Timeline",
@@ -54,6 +65,7 @@ __all__ = [
     "forward_backward",
     "partition_layers",
     "receives_for",
+    "schedule_catalog",
     "schedule_table",
     "timeline_svg",
     "validate_programs",

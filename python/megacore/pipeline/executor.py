@@ -82,6 +82,10 @@ class PipelineExecutor:
                 f"the program of rank {program.rank} runs the {len(program.stages)} stages "
                 f"{program.stages}, but {len(chunks)} model chunks were given; give one per stage"
             )
+        if program.num_chains > 1:
+            raise ValueError(
+                f"the program runs {program.num_chains} chains of stages; the executor runs one"
+            )
         unknown = [action for action in program.actions if action.kind not in _KIND_WORDS]
         if unknown:
             raise ValueError(

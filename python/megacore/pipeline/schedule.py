@@ -10,13 +10,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacore import _core
-from megacore._core import Action, ActionKind, Program
+from megacore._core import Action, ActionKind, LowerBound, Program, ScheduleInfo
 from megacore.pipeline.svg import timeline_svg
 from megacore.pipeline.timeline import Costs, Timeline
 
-SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved_1f1b")
+SCHEDULE_NAMES = tuple(info.name for info in _core.schedule_catalog())
 
 _DEFAULT_COSTS = Costs()
+
+
+def schedule_catalog() -> list[ScheduleInfo]:
+    """Return what is known of every named schedule, in the order in which they are best presented.
+
+    Each has ``name``, ``summary``, ``source``, ``constraints`` on the sizes, ``placement``
+    (``"loop"``, ``"v"`` or ``"bidirectional"``), ``num_chunks`` per rank (0: any number),
+    ``splits_backward``, ``takes_group_size`` and ``takes_warmup_multiplier``.
+
+    Example:
+        >>> [info.name for info in schedule_catalog() if info.placement == "v"]
+        ['zb_v', 'v_half', 'v_min', '1f1b_v', 'dualpipe_v']
+    """
+    return _core.schedule_catalog()
 
 
 def build_schedule(
@@ -24,20 +38,25 @@ def build_schedule(
     *,
     num_ranks: int,
     num_microbatches: int,
-    num_chunks: int = 1,
+    num_chunks: int | None = None,
     group_size: int | None = None,
+    warmup_multiplier: int | None = None,
     forward_only: bool = False,
 ) -> Schedule:
     """Build a named schedule and validate it.
 
     Args:
-        name: ``"gpipe"`` (all forwards, then all backwards), ``"1f1b"`` or ``"interleaved_1f1b"``.
+        name: One of ``SCHEDULE_NAMES``; ``schedule_catalog`` describes them.
         num_ranks: Pipeline ranks.
         num_microbatches: Microbatches per optimizer step.
-        num_chunks: Model chunks per rank; above 1 for the interleaved schedule only.
-        group_size: For the interleaved schedule, the microbatches one chunk runs before the next
+        num_chunks: Model chunks per rank. By default what the schedule has; 1 for those that can
+            have any number.
+        group_size: For the interleaved schedules, the microbatches one chunk runs before the next
             takes over. By default the smallest that reaches the smallest makespan, so any number
-            of microbatches works well; see ``best_group_size``.
+            of microbatches works well; see ``best_group_size``. For ``"group_interleaved"`` by
+            default the smallest that runs, which holds the fewest activations.
+        warmup_multiplier: For ``"interleaved_1f1b"``, the forwards more that a rank runs first per
+            rank behind it: 2 hides messages (the default), 1 holds fewer activations.
         forward_only: Leave the backward actions out, for evaluation.
 
     Returns:
@@ -58,31 +77,15 @@ def build_schedule(
         close = difflib.get_close_matches(name, SCHEDULE_NAMES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "choose one of these:"
         raise ValueError(f"unknown schedule {name!r}; {hint} ({', '.join(SCHEDULE_NAMES)})")
-    if name == "interleaved_1f1b":
-        native = _core.interleaved_one_f_one_b(
-            num_ranks=num_ranks,
-            num_chunks=num_chunks,
-            num_microbatches=num_microbatches,
-            group_size=group_size,
-        )
-    else:
-        _refuse_interleaving(name, num_chunks=num_chunks, group_size=group_size)
-        generate = _core.gpipe if name == "gpipe" else _core.one_f_one_b
-        native = generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    native = _core.build_schedule(
+        name,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        group_size=group_size,
+        warmup_multiplier=warmup_multiplier,
+    )
     return Schedule(native.forward_only() if forward_only else native)
-
-
-def _refuse_interleaving(name: str, *, num_chunks: int, group_size: int | None) -> None:
-    if num_chunks != 1:
-        raise ValueError(
-            f"schedule {name!r} has one model chunk per rank, but num_chunks is {num_chunks}; "
-            "use num_chunks 1 or the schedule 'interleaved_1f1b'"
-        )
-    if group_size is not None:
-        raise ValueError(
-            f"schedule {name!r} has no groups, but group_size is {group_size}; "
-            "leave it out or use the schedule 'interleaved_1f1b'"
-        )
 
 
 def best_group_size(*, num_ranks: int, num_chunks: int, num_microbatches: int) -> int:
@@ -147,6 +150,11 @@ class Schedule:
         return self._native.num_chunks
 
     @property
+    def num_chains(self) -> int:
+        """Copies of the model through which different microbatches flow: 2 for DualPipe, else 1."""
+        return self._native.num_chains
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches per optimizer step."""
         return self._native.num_microbatches
@@ -163,6 +171,13 @@ class Schedule:
     def actions(self, rank: int) -> list[Action]:
         """Return the compute actions of a rank in execution order."""
         return self._native.actions(rank)
+
+    def overlaps(self, rank: int) -> list[int]:
+        """Return the positions of the forwards of a rank that run together with what follows them.
+
+        Source: DualPipe, arXiv:2412.19437.
+        """
+        return self._native.overlaps(rank)
 
     def order(self, rank: int) -> list[int]:
         """Return the order list of a rank.
@@ -234,8 +249,49 @@ class Schedule:
             backward_input=_as_list(costs.backward_input),
             backward_weight=_as_list(costs.backward_weight),
             send=costs.send,
+            overlap=costs.overlap,
         )
         return Timeline(self._native, times)
+
+    def lower_bound(
+        self,
+        costs: Costs = _DEFAULT_COSTS,
+        *,
+        memory_limit: int | Sequence[int] | None = None,
+    ) -> LowerBound:
+        """Return a makespan that no schedule beats, whatever its order of actions.
+
+        The bound is for the same placement, microbatches and kind of backward (whole, or split in
+        I and W).
+
+        Args:
+            costs: Times of the actions; ``overlap`` must be 0.
+            memory_limit: Activations that a rank may hold, one number for all ranks or one per
+                rank. By default what the ranks of this schedule hold.
+
+        Returns:
+            The bound: ``value``, ``reason`` (its name), ``explanation`` (a sentence) and
+            ``by_reason`` (the values of all bounds).
+
+        Raises:
+            ValueError: If costs or limits make no sense, or the schedule is forward-only.
+
+        Example:
+            >>> schedule = build_schedule("zb_v", num_ranks=4, num_microbatches=8)
+            >>> schedule.simulate().makespan, schedule.lower_bound().value
+            (51.0, 51.0)
+        """
+        limits = [memory_limit] if isinstance(memory_limit, int) else memory_limit
+        if costs.overlap != 0:
+            raise ValueError(f"overlap is {costs.overlap}; the bounds hold without overlap only")
+        return _core.lower_bound(
+            self._native,
+            forward=_as_list(costs.forward),
+            backward_input=_as_list(costs.backward_input),
+            backward_weight=_as_list(costs.backward_weight),
+            send=costs.send,
+            memory_limit=limits,
+        )
 
     def to_text(self, *, grid: bool = False, costs: Costs = _DEFAULT_COSTS) -> str:
         """Return the schedule as text.

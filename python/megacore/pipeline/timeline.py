@@ -27,12 +27,15 @@ class Costs:
         backward_input: Time of I, the gradient of a stage's input.
         backward_weight: Time of W, the gradients of its weights.
         send: Latency of a message between two ranks; it occupies neither of them.
+        overlap: Share of the shorter action of an overlapping pair that the longer one hides, from
+            0 to 1; see ``Schedule.overlaps``.
     """
 
     forward: float | Sequence[float] = 1.0
     backward_input: float | Sequence[float] = 1.0
     backward_weight: float | Sequence[float] = 1.0
     send: float = 0.0
+    overlap: float = 0.0
 
 
 class Event(NamedTuple):

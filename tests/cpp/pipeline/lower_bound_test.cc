@@ -28,19 +28,6 @@ double bound_of(Placement placement, int m, bool split, int64_t limit, double se
       .value;
 }
 
-// The bound for what a schedule is: its placement, its memory on every rank, its backward.
-LowerBound bound_for(const Schedule& schedule, const Costs& costs) {
-  const bool split =
-      std::any_of(schedule.actions.begin(), schedule.actions.end(), [](const Action& action) {
-        return action.kind == ActionKind::kBackwardWeight;
-      });
-  return lower_bound({.placement = schedule.placement,
-                      .num_microbatches = schedule.num_microbatches,
-                      .costs = costs,
-                      .split_backward = split,
-                      .memory_limit = simulate(schedule, costs).peak_in_flight});
-}
-
 Costs random_costs(int num_stages, std::mt19937& random) {
   std::uniform_int_distribution<int> eighths(0, 24);
   const auto list = [&] {
@@ -71,7 +58,8 @@ TEST(LowerBound, IsMetByTheBestPublishedSchedulesWhenMessagesAreFree) {
       }
       if (m >= 2 * p - 1) schedules.push_back(zb_v(shape));
       for (const Schedule& schedule : schedules) {
-        EXPECT_EQ(bound_for(schedule, {}).value, simulate(schedule, {}).makespan) << schedule.name;
+        EXPECT_EQ(lower_bound(problem_of(schedule, {})).value, simulate(schedule, {}).makespan)
+            << schedule.name;
       }
     }
   }
@@ -162,7 +150,7 @@ TEST(LowerBound, HoldsForEveryGeneratorAndAnyCosts) {
       SCOPED_TRACE(testing::Message() << info.name << " p " << request.num_ranks << " m "
                                       << request.num_microbatches << " trial " << trial);
       const double makespan = simulate(schedule, costs).makespan;
-      const LowerBound bound = bound_for(schedule, costs);
+      const LowerBound bound = lower_bound(problem_of(schedule, costs));
       ASSERT_LE(bound.value, makespan + 1e-9) << to_text(bound.reason);
       EXPECT_EQ(bound.value, *std::max_element(bound.by_reason.begin(), bound.by_reason.end()));
       EXPECT_EQ(bound.value, bound.by_reason[static_cast<size_t>(bound.reason)]);
@@ -309,6 +297,10 @@ TEST(LowerBound, RefusesWhatMakesNoSense) {
             std::string::npos);
   EXPECT_NE(refusal({.placement = chain(3), .num_microbatches = 2, .memory_limit = {1, 2}})
                 .find("memory_limit has 2 entries; give one for all ranks or 3"),
+            std::string::npos);
+  EXPECT_NE(message_of([] {
+              problem_of(forward_only(gpipe({.num_ranks = 2, .num_microbatches = 2})), {});
+            }).find("is forward-only; the bounds are for training"),
             std::string::npos);
   EXPECT_NE(refusal({.placement = chain(3), .num_microbatches = 2, .memory_limit = {0}})
                 .find("a rank needs room for 1 activation"),

@@ -63,7 +63,7 @@ TEST(ScheduleCatalog, RefusesOptionsThatAScheduleDoesNotTake) {
     EXPECT_EQ(refused(request, "has a fixed warmup"), !info.takes_warmup_multiplier);
     request = plain;
     request.num_chunks = 3;
-    EXPECT_EQ(refused(request, "per rank; leave it out"), info.num_chunks != 0);
+    EXPECT_EQ(refused(request, "num_chunks is 3; use num_chunks"), info.num_chunks != 0);
   }
 }
 

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "megacore/pipeline/placement.h"
+#include "megacore/pipeline/schedule.h"
 #include "megacore/pipeline/simulate.h"
 
 namespace megacore::pipeline {
@@ -43,7 +44,8 @@ enum class BoundReason : uint8_t {
 };
 inline constexpr size_t kNumBoundReasons = 5;
 
-// A sentence for people.
+// The name as one would write it, rank_work, and what it means, for people.
+std::string_view name_of(BoundReason reason);
 std::string_view to_text(BoundReason reason);
 
 struct LowerBound {
@@ -57,5 +59,9 @@ struct LowerBound {
 // Source: Carlier, The one-machine sequencing problem, EJOR 11 (1982), for the last; the heads and
 // tails with memory are our own.
 LowerBound lower_bound(const BoundProblem& problem);
+
+// What a schedule solves: its placement and microbatches, a backward that is split if it has a W,
+// and as memory limits what its ranks hold. REQUIRES: validate(schedule) passes; it trains.
+BoundProblem problem_of(const Schedule& schedule, const Costs& costs);
 
 }  // namespace megacore::pipeline

@@ -54,6 +54,9 @@ struct Schedule {
 // No pair overlaps any more.
 Schedule forward_only(const Schedule& schedule);
 
+// Positions, among the actions of one rank, of the forwards that overlap with what follows them.
+std::vector<int64_t> overlap_positions(const Schedule& schedule, int rank);
+
 // Megatron's order list of one rank: +(chunk+1) for a forward, -(chunk+1) for a backward (fused, or
 // of the input; backward of weights has no entry). Length 2 * num_chunks * num_microbatches.
 std::vector<int32_t> order_list(const Schedule& schedule, int rank);

@@ -1,0 +1,116 @@
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "megacore/pipeline/lower_bound.h"
+#include "megacore/pipeline/schedule_catalog.h"
+
+namespace megacore::bindings {
+namespace {
+
+namespace py = pybind11;
+using namespace py::literals;
+using namespace megacore::pipeline;
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+std::string name_of_placement(PlacementKind kind) {
+  switch (kind) {
+    case PlacementKind::kLoop:
+      return "loop";
+    case PlacementKind::kV:
+      return "v";
+    default:
+      return "bidirectional";
+  }
+}
+
+void bind_catalog(py::module_& module) {
+  py::class_<ScheduleInfo>(module, "ScheduleInfo", "What is known of a named schedule.")
+      .def_readonly("name", &ScheduleInfo::name)
+      .def_readonly("summary", &ScheduleInfo::summary)
+      .def_readonly("source", &ScheduleInfo::source)
+      .def_readonly("constraints", &ScheduleInfo::constraints)
+      .def_property_readonly(
+          "placement", [](const ScheduleInfo& info) { return name_of_placement(info.placement); })
+      .def_readonly("num_chunks", &ScheduleInfo::num_chunks)
+      .def_readonly("splits_backward", &ScheduleInfo::splits_backward)
+      .def_readonly("takes_group_size", &ScheduleInfo::takes_group_size)
+      .def_readonly("takes_warmup_multiplier", &ScheduleInfo::takes_warmup_multiplier);
+  module.def("schedule_catalog", [] {
+    const auto catalog = schedule_catalog();
+    return std::vector<ScheduleInfo>(catalog.begin(), catalog.end());
+  });
+  module.def(
+      "build_schedule",
+      [](const std::string& name,
+         int num_ranks,
+         int num_microbatches,
+         std::optional<int> num_chunks,
+         std::optional<int> group_size,
+         std::optional<int> warmup_multiplier) {
+        return build_schedule(name,
+                              {.num_ranks = num_ranks,
+                               .num_microbatches = num_microbatches,
+                               .num_chunks = num_chunks,
+                               .group_size = group_size,
+                               .warmup_multiplier = warmup_multiplier});
+      },
+      "name"_a,
+      py::kw_only(),
+      "num_ranks"_a,
+      "num_microbatches"_a,
+      "num_chunks"_a,
+      "group_size"_a,
+      "warmup_multiplier"_a,
+      NoGil());
+}
+
+}  // namespace
+
+void bind_schedule_catalog(pybind11::module_& module) {
+  bind_catalog(module);
+  py::class_<LowerBound>(module, "LowerBound")
+      .def_readonly("value", &LowerBound::value)
+      .def_property_readonly("reason",
+                             [](const LowerBound& bound) { return name_of(bound.reason); })
+      .def_property_readonly("explanation",
+                             [](const LowerBound& bound) { return to_text(bound.reason); })
+      .def_property_readonly("by_reason", [](const LowerBound& bound) {
+        py::dict values;
+        for (size_t i = 0; i < kNumBoundReasons; ++i) {
+          values[py::str(name_of(static_cast<BoundReason>(i)))] = bound.by_reason[i];
+        }
+        return values;
+      });
+  module.def(
+      "lower_bound",
+      [](const Schedule& schedule,
+         std::vector<double> forward,
+         std::vector<double> backward_input,
+         std::vector<double> backward_weight,
+         double send,
+         std::optional<std::vector<int64_t>> memory_limit) {
+        BoundProblem problem = problem_of(schedule,
+                                          {.forward = std::move(forward),
+                                           .backward_input = std::move(backward_input),
+                                           .backward_weight = std::move(backward_weight),
+                                           .send = send});
+        if (memory_limit) problem.memory_limit = std::move(*memory_limit);
+        return lower_bound(problem);
+      },
+      "schedule"_a,
+      py::kw_only(),
+      "forward"_a,
+      "backward_input"_a,
+      "backward_weight"_a,
+      "send"_a,
+      "memory_limit"_a,
+      NoGil());
+}
+
+}  // namespace megacore::bindings
