@@ -7,15 +7,7 @@
 #include <vector>
 
 #include "megacore/base/check.h"
-
-// One build serves every x86-64: the loader picks the widest vectors the processor has. Sanitizer
-// builds use one version only, since their runtime is not ready when the loader chooses.
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && \
-    !defined(__SANITIZE_THREAD__)
-#define MC_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define MC_VECTOR_CLONES
-#endif
+#include "megacore/base/vector_clones.h"
 
 namespace megacore::buffer {
 namespace {

@@ -7,12 +7,13 @@
 #pragma once
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 
 #include "megacore/base/host_device.h"
+#include "megacore/base/low_precision.h"
 
 namespace megacore::buffer {
+
+using base::bfloat16_bits;
 
 // What the caller of a step chooses.
 struct AdamWOptions {
@@ -68,15 +69,6 @@ MC_HOST_DEVICE AdamWElement adamw_element(AdamWElement now, float grad, const Ad
   const float denominator = sqrtf(exp_avg_sq) * s.inv_sqrt_bias2 + s.eps;
   const float param = now.param * s.decay - s.step_size * (exp_avg / denominator);
   return {param, exp_avg, exp_avg_sq};
-}
-
-// Nearest bfloat16 (ties to even), as its bits. A NaN stays a NaN.
-MC_HOST_DEVICE uint16_t bfloat16_bits(float value) {
-  uint32_t bits = 0;
-  memcpy(&bits, &value, sizeof(bits));
-  const uint32_t is_nan = (bits & 0x7fffffffU) > 0x7f800000U ? 1U : 0U;
-  const uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
-  return static_cast<uint16_t>(is_nan != 0U ? 0x7fc0U : rounded);
 }
 
 }  // namespace megacore::buffer
