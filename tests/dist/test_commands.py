@@ -98,6 +98,7 @@ def test_a_saved_config_trains_again_elsewhere_and_in_another_layout(
         ("--data.tokenizer=nowhere.json", "tokenizer file nowhere.json does not exist"),
         ("--checkpoint.resume=nowhere", "there is no checkpoint nowhere"),
         ("--model.seq_length=4000", "4,001"),
+        ("--checkpoint.dir=/proc/none", "cannot write checkpoints to /proc/none (checkpoint.dir)"),
         ("--run.dir=/proc/none", "cannot write to run.dir /proc/none"),
     ],
 )
@@ -119,6 +120,12 @@ def test_generating_from_a_damaged_checkpoint_is_one_sentence(tiny: Path, tmp_pa
     assert ended.code == 2
     assert len(ended.err.splitlines()) == 1
     assert weights.name in ended.err
+
+
+def test_a_run_without_checkpoints_needs_no_folder_for_them(tiny: Path, tmp_path: Path) -> None:
+    settings = ("--checkpoint.dir=/proc/none", "--checkpoint.interval=-1")
+    ended = run(tmp_path, "train", str(tiny), "--nproc=1", *settings)
+    assert (ended.code, ended.err) == (0, "")
 
 
 def test_resuming_from_damage_only_ends_and_keeps_what_was_measured(

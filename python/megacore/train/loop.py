@@ -15,6 +15,7 @@ from megacore.pipeline import ActionRecorder
 from megacore.train.checkpoint import (
     FoundCheckpoint,
     TrainState,
+    check_checkpoint_folder,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -45,6 +46,10 @@ def train(config: Config, context: RankContext) -> int:
     """
     started = time.monotonic()
     trainer = build_trainer(config, world_size=context.world_size, device=context.device)
+    if config.checkpoint.interval >= 0:
+        check_checkpoint_folder(
+            filled(config.checkpoint.dir), trainer.optimizer.pieces(), groups=trainer.groups
+        )
     found = find_checkpoint(
         config.checkpoint.resume, filled(config.checkpoint.dir), groups=trainer.groups
     )

@@ -17,6 +17,7 @@ from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint import (
     TrainState,
+    check_checkpoint_folder,
     find_checkpoint,
     load_checkpoint,
     load_full_weights,
@@ -296,6 +297,62 @@ def test_leftovers_of_a_killed_run_do_not_disturb(tmp_path: Path) -> None:
     folder = _save(tmp_path)
     assert _names(folder) == ["index.json", "rank_00000.safetensors"]
     assert _names(tmp_path) == ["latest", "step_00000003"]
+
+
+# ---- found before the first step ---------------------------------------------------------------
+
+
+def test_probing_makes_the_folder_and_leaves_it_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = ThreadWorld(tp=2, dp=2)
+    world.patch(monkeypatch)
+    world.run(lambda groups: _probe(tmp_path / "a" / "b", groups))
+    assert _names(tmp_path / "a" / "b") == []
+
+
+def test_a_folder_that_cannot_be_written_is_found_by_probing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "taken").write_text("")
+    world = ThreadWorld(tp=2, dp=2)
+    world.patch(monkeypatch)
+
+    def message(groups: ProcessGroups) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            _probe(tmp_path / "taken" / "checkpoints", groups)
+        return str(caught.value)
+
+    [told] = set(world.run(message))
+    where = tmp_path / "taken" / "checkpoints"
+    assert told.startswith(f"cannot write checkpoints to {where} (checkpoint.dir): Not a directory")
+
+
+def test_a_folder_that_is_not_shared_is_found_by_probing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = ThreadWorld(tp=1, dp=2)
+    world.patch(monkeypatch)
+
+    def message(groups: ProcessGroups) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            _probe(tmp_path / str(groups.rank), groups)  # as if the ranks were on two machines
+        return str(caught.value)
+
+    [told] = set(world.run(message))
+    assert told.startswith("rank 0 does not see what rank 1 writes to ")
+
+
+def test_a_full_disk_is_found_by_probing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    with pytest.raises(CheckpointError, match=r"it takes 1\.1 MB, but .* has 1\.0 MB left"):
+        _probe(tmp_path, GROUPS)
+    assert _names(tmp_path) == []
+
+
+def _probe(directory: Path, groups: ProcessGroups) -> None:
+    pieces = make_pieces([WEIGHT, NORM], tp=(groups.tp.position, groups.tp.size), dp=(0, 1))
+    check_checkpoint_folder(directory, pieces, groups=groups)
 
 
 # ---- failing to write --------------------------------------------------------------------------

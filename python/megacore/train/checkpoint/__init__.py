@@ -11,12 +11,14 @@ from __future__ import annotations
 from megacore.train.checkpoint.find import FoundCheckpoint, find_checkpoint, resolve_checkpoint
 from megacore.train.checkpoint.format import CheckpointIndex, TrainState, read_index
 from megacore.train.checkpoint.load import load_checkpoint, load_full_weights
+from megacore.train.checkpoint.probe import check_checkpoint_folder
 from megacore.train.checkpoint.save import save_checkpoint
 
 __all__ = [
     "CheckpointIndex",
     "FoundCheckpoint",
     "TrainState",
+    "check_checkpoint_folder",
     "find_checkpoint",
     "load_checkpoint",
     "load_full_weights",

@@ -70,7 +70,7 @@ def save_checkpoint(
     directory = Path(directory)
     partial = directory / (step_folder(state.step) + PARTIAL_SUFFIX)
     try:
-        plan = _plan_writes(pieces, groups)
+        plan = plan_writes(pieces, groups)
         on_rank_0(lambda: _prepare(partial, num_bytes=plan.num_bytes), groups)
         written = gather_results(lambda: _write_pieces(partial, plan.mine, groups.rank), groups)
         on_rank_0(
@@ -106,14 +106,24 @@ class _Range:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WritePlan:
+class WritePlan:
+    """Who writes what.
+
+    Attributes:
+        owners: The rank that writes each range.
+        mine: What this rank writes.
+        kinds: Tensors per parameter.
+        num_bytes: Of all tensors of the checkpoint.
+    """
+
     owners: dict[_Range, int]
     mine: dict[_Range, ParamPiece]
     kinds: tuple[str, ...]
     num_bytes: int
 
 
-def _plan_writes(pieces: Sequence[ParamPiece], groups: ProcessGroups) -> _WritePlan:
+def plan_writes(pieces: Sequence[ParamPiece], groups: ProcessGroups) -> WritePlan:
+    """Share the writing of a checkpoint among the ranks. Collective."""
     held = {
         _range_of(piece, groups): piece
         for piece in pieces
@@ -125,7 +135,7 @@ def _plan_writes(pieces: Sequence[ParamPiece], groups: ProcessGroups) -> _WriteP
     if len(all_kinds) != 1:
         raise RuntimeError(f"pieces hold different kinds of tensors: {all_kinds}")
     owners = _choose_owners([ranges for ranges, _ in everyone])
-    return _WritePlan(
+    return WritePlan(
         owners=owners,
         mine={key: piece for key, piece in held.items() if owners[key] == groups.rank},
         kinds=all_kinds[0],
@@ -167,16 +177,25 @@ def _prepare(partial: Path, *, num_bytes: int) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
     if partial.exists():  # left behind by a run that was interrupted
         shutil.rmtree(partial)
-    free = shutil.disk_usage(partial.parent).free
+    check_room(partial.parent, num_bytes=num_bytes)
+    partial.mkdir()
+
+
+def check_room(directory: Path, *, num_bytes: int) -> None:
+    """Check that a checkpoint with ``num_bytes`` of tensors fits on the disk of ``directory``.
+
+    Raises:
+        CheckpointError: If it does not.
+    """
+    free = shutil.disk_usage(directory).free
     # Headers and the index come on top of the tensors.
     needed = num_bytes + num_bytes // 50 + (1 << 20)
     if free < needed:
         raise CheckpointError(
-            f"no room for a checkpoint: it takes {needed / 1e6:,.1f} MB, but {partial.parent} has "
+            f"no room for a checkpoint: it takes {needed / 1e6:,.1f} MB, but {directory} has "
             f"{free / 1e6:,.1f} MB left; free some space, lower checkpoint.keep, or set "
             f"checkpoint.dir to another disk"
         )
-    partial.mkdir()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +225,7 @@ def _write_pieces(partial: Path, pieces: Mapping[_Range, ParamPiece], rank: int)
 
 
 def _make_index(
-    plan: _WritePlan,
+    plan: WritePlan,
     written: Sequence[_Written | None],
     *,
     state: TrainState,

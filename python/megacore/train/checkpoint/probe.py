@@ -1,0 +1,68 @@
+"""Finding out before the first step whether checkpoints can be written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacore.errors import CheckpointError
+from megacore.optim import ParamPiece
+from megacore.parallel.process_groups import ProcessGroups
+from megacore.train.checkpoint.agreement import on_every_rank, on_rank_0
+from megacore.train.checkpoint.save import check_room, plan_writes
+from megacore.train.folder import describe_os_error, probe_folder
+
+
+def check_checkpoint_folder(
+    directory: str | Path, pieces: Sequence[ParamPiece], *, groups: ProcessGroups
+) -> None:
+    """Make the folder of checkpoints and prove that `save_checkpoint` can use it. Collective.
+
+    Every rank writes a small file, rank 0 looks whether it sees all of them, and whether there is
+    room for one checkpoint. The small files go away again.
+
+    Args:
+        directory: Folder of all checkpoints of the run, on a file system that all ranks share.
+        pieces: What this rank holds.
+        groups: Process groups of this rank.
+
+    Raises:
+        CheckpointError: On every rank, if a rank cannot write, the folder is not shared, or the
+            disk is too full.
+    """
+    directory = Path(directory)
+    plan = plan_writes(pieces, groups)
+    mine = _probe_file(directory, groups.rank)
+    try:
+        on_every_rank(lambda: _write(mine), groups)
+        on_rank_0(lambda: _look(directory, groups.world.size), groups)
+        on_rank_0(lambda: check_room(directory, num_bytes=plan.num_bytes), groups)
+    finally:
+        with contextlib.suppress(OSError):
+            mine.unlink(missing_ok=True)
+
+
+def _probe_file(directory: Path, rank: int) -> Path:
+    return directory / f".probe_rank_{rank:05d}"
+
+
+def _write(file: Path) -> None:
+    try:
+        probe_folder(file.parent)
+        file.write_bytes(b"x")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write checkpoints to {file.parent} (checkpoint.dir): "
+            f"{describe_os_error(error)}; choose another folder, or set checkpoint.interval = -1 "
+            f"for a run without checkpoints"
+        ) from error
+
+
+def _look(directory: Path, world_size: int) -> None:
+    unseen = [rank for rank in range(world_size) if not _probe_file(directory, rank).exists()]
+    if unseen:
+        raise CheckpointError(
+            f"rank 0 does not see what rank {unseen[0]} writes to {directory}; checkpoint.dir must "
+            f"be on a file system that all ranks share"
+        )
