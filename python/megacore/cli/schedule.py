@@ -189,7 +189,7 @@ def _print_grid(console: Console, schedule: Schedule, timeline: Timeline) -> Non
     """Print the timeline, cut into panels as wide as the console; in colour where there is any."""
     from megacore.pipeline.timeline import Grid
 
-    grid = Grid.of(timeline.events)
+    grid = Grid.of(timeline.first_ranks(MAX_ROWS), makespan=timeline.makespan)
     coloured = console.color_system is not None
     cell_width = len(str(schedule.num_microbatches - 1)) + 1 if coloured else grid.cell_width
     fitting = max((console.width - grid.label_width) // cell_width, 1)
@@ -202,10 +202,10 @@ def _print_grid(console: Console, schedule: Schedule, timeline: Timeline) -> Non
             lines = _coloured_lines(grid, schedule, begin, end, cell_width)
         else:
             lines = [Text(line) for line in grid.lines(begin, end)]
-        for line in lines[: MAX_ROWS + 1]:
+        for line in lines:
             console.print(line, no_wrap=True, crop=True)
-        if len(lines) > MAX_ROWS + 1:
-            console.print(f"... and {len(lines) - MAX_ROWS - 1} more ranks")
+        if schedule.num_ranks > grid.num_ranks:
+            console.print(f"... and {schedule.num_ranks - grid.num_ranks} more ranks")
         console.print()
     if len(begins) > MAX_PANELS:
         shown = MAX_PANELS * step / grid.num_columns
@@ -227,13 +227,12 @@ def _coloured_lines(
         for chunk, stage in enumerate(schedule.stages(rank))
     }
     rows: list[list[tuple[int, str, str]]] = [[] for _ in range(grid.num_ranks)]
-    for rank, action, first, last in grid.cells:
+    for rank, action, first, last in grid.cells_between(begin, end):
         first, last = max(first, begin), min(last, end)
-        if first < last:
-            # A blank at the end keeps equal neighbours apart.
-            block = str(action.microbatch).center((last - first) * cell_width - 1)
-            style = _style(colours[action.kind], chunks[action.stage], schedule.num_chunks)
-            rows[rank].append(((first - begin) * cell_width, block, style))
+        # A blank at the end keeps equal neighbours apart.
+        block = str(action.microbatch).center((last - first) * cell_width - 1)
+        style = _style(colours[action.kind], chunks[action.stage], schedule.num_chunks)
+        rows[rank].append(((first - begin) * cell_width, block, style))
     lines = [Text("time".ljust(grid.label_width), style="dim")]
     every = 5 if cell_width * 5 > len(f"{grid.num_columns * grid.unit:g}") else 10
     for column in range(begin, end):
@@ -261,7 +260,8 @@ def _style(colour: KindColour, chunk: int, num_chunks: int) -> str:
 def _legend(schedule: Schedule) -> Text:
     from megacore.pipeline.palette import kind_colours
 
-    used = {action.kind for rank in range(schedule.num_ranks) for action in schedule.actions(rank)}
+    ranks = range(min(schedule.num_ranks, MAX_ROWS))
+    used = {action.kind for rank in ranks for action in schedule.actions(rank)}
     text = Text()
     for kind, colour in kind_colours().items():
         if kind in used:

@@ -69,15 +69,16 @@ class Timeline:
     @cached_property
     def events(self) -> list[Event]:
         """All actions with their times, rank after rank, in execution order."""
-        schedule = self._schedule
-        actions = (
-            (rank, action)
-            for rank in range(schedule.num_ranks)
-            for action in schedule.actions(rank)
-        )
+        return self.first_ranks(self._schedule.num_ranks)
+
+    def first_ranks(self, count: int) -> list[Event]:
+        """The events of the lowest ``count`` ranks, for pictures that show few of many ranks."""
+        ranks = range(min(count, self._schedule.num_ranks))
+        actions = [(rank, action) for rank in ranks for action in self._schedule.actions(rank)]
+        spans = self._times.spans[: len(actions)]
         return [
             Event(rank, action, start, end)
-            for (rank, action), (start, end) in zip(actions, self._times.spans, strict=True)
+            for (rank, action), (start, end) in zip(actions, spans, strict=True)
         ]
 
     def to_text(self) -> str:
@@ -115,8 +116,13 @@ class Grid:
     unit: float
 
     @staticmethod
-    def of(events: Iterable[Event]) -> Grid:
-        """Cut time into columns: exactly where durations have a common unit, else rounded."""
+    def of(events: Iterable[Event], *, makespan: float = 0.0) -> Grid:
+        """Cut time into columns: exactly where durations have a common unit, else rounded.
+
+        Args:
+            events: What the grid shows.
+            makespan: Where the columns end at the least, if other ranks are busy for longer.
+        """
         events = list(events)
         unit = _time_unit(events)
         cells = [
@@ -126,7 +132,7 @@ class Grid:
         return Grid(
             cells=cells,
             num_ranks=max((cell.rank for cell in cells), default=-1) + 1,
-            num_columns=max((cell.end for cell in cells), default=0),
+            num_columns=max([math.floor(makespan / unit + 0.5), *(cell.end for cell in cells)]),
             unit=unit,
         )
 
@@ -135,17 +141,21 @@ class Grid:
         """Characters before the first column."""
         return len(f"rank {self.num_ranks - 1}") + 2
 
-    @property
+    @cached_property
     def cell_width(self) -> int:
         """Characters per column in ``lines``."""
         texts = [len(str(cell.action)) for cell in self.cells]
         return max([len(f"{self.num_columns * self.unit:g}"), *texts]) + 1
 
+    def cells_between(self, begin: int, end: int) -> list[GridCell]:
+        """The actions that are seen in columns ``begin`` to ``end``."""
+        return [cell for cell in self.cells if cell.begin < end and cell.end > begin]
+
     def lines(self, begin: int, end: int) -> list[str]:
         """Return a line with the times and one line per rank, for columns ``begin`` to ``end``."""
         width = self.cell_width
         rows = [[" " * width] * (end - begin) for _ in range(self.num_ranks)]
-        for rank, action, first, last in self.cells:
+        for rank, action, first, last in self.cells_between(begin, end):
             text = str(action).ljust((last - first) * width - 1, "-") + " "
             for column in range(max(first, begin), min(last, end)):
                 offset = (column - first) * width

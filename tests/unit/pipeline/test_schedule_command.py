@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacore.cli import main
-from megacore.pipeline import Schedule, build_schedule
+from megacore.pipeline import Schedule, Timeline, build_schedule
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -39,6 +39,27 @@ def test_a_narrow_terminal_cuts_time_into_panels(
     _, out, _ = run(capsys, "1f1b", "--pp=40", "--microbatches=500")
     assert "more ranks" in out
     assert "of the time; --svg FILE draws all of it" in out
+
+
+def test_only_what_is_shown_of_a_large_schedule_is_laid_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = build_schedule("1f1b", num_ranks=40, num_microbatches=50)
+    timeline = schedule.simulate()
+    whole = timeline.to_text().splitlines()
+    assert timeline.first_ranks(3) == [event for event in timeline.events if event.rank < 3]
+    assert timeline.first_ranks(99) == timeline.events
+
+    def forbidden(_timeline: Timeline) -> None:
+        raise AssertionError("events of all ranks were made")
+
+    monkeypatch.setattr(Timeline, "events", property(forbidden))
+    monkeypatch.setenv("COLUMNS", "4000")
+    code, out, _ = run(capsys, "1f1b", "--pp=40", "--microbatches=50")
+    assert code == 0
+    assert "... and 8 more ranks" in out
+    shown = [line for line in out.splitlines() if line.startswith("rank ") and "F" in line]
+    assert [line.split() for line in shown] == [line.split() for line in whole[1:33]]
 
 
 def test_colour_shows_microbatches_on_shades(
