@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from megacore.errors import ConfigError
-from megacore.parallel.process_groups import Group, ProcessGroups, _GroupMaker
+from megacore.parallel.process_groups import Group, ProcessGroups, _GroupMaker, host_connector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,12 @@ class InstanceGroups:
 
     @classmethod
     def split(
-        cls, groups: ProcessGroups, num_instances: int, *, timeout_s: float = 120.0
+        cls,
+        groups: ProcessGroups,
+        num_instances: int,
+        *,
+        timeout_s: float = 120.0,
+        host_memory: bool = True,
     ) -> InstanceGroups:
         """Cut ``groups.dp_cp`` and ``groups.expert_dp`` into instances. All ranks call it together.
 
@@ -56,7 +61,8 @@ class InstanceGroups:
                 expert_across=solo,
             )
         made: dict[str, Group] = {}
-        maker = _GroupMaker(timeout=timedelta(seconds=timeout_s), backend=None)
+        connector = host_connector(timeout_s=timeout_s) if host_memory else None
+        maker = _GroupMaker(timeout=timedelta(seconds=timeout_s), backend=None, connector=connector)
         for name, view, token in (("dense", "dense", "dp-cp"), ("expert", "expert", "edp")):
             wholes = getattr(groups.topology, view).get_ranks(token)
             size = len(wholes[0]) // num_instances

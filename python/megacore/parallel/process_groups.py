@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -175,10 +175,8 @@ class ProcessGroups:
         settings = f"{topology}, backend {backend}, host_memory {host_memory} {host_slot_bytes}"
         call = _require_same_call_on_all_ranks(settings)
         connector = None
-        if host_memory and dist.get_backend() != "fake":
-            connector = HostConnector(
-                _get_default_store(),
-                prefix=f"megacore/host_memory/{call}",
+        if host_memory:
+            connector = host_connector(
                 timeout_s=timeout_s,
                 slot_bytes=host_slot_bytes,
                 while_waiting=lambda: _raise_disagreement(call),
@@ -278,6 +276,26 @@ class _GroupMaker:
             use_local_synchronization=self._members_only,
             group_desc=f"megacore {name}",
         )
+
+
+def host_connector(
+    *,
+    timeout_s: float,
+    slot_bytes: int = DEFAULT_SLOT_BYTES,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> HostConnector | None:
+    """Return what connects new groups through shared memory; all ranks call it equally often."""
+    if dist.get_backend() == "fake":  # has no store
+        return None
+    store = _get_default_store()
+    use = store.add(f"megacore/host_memory/uses/{dist.get_rank()}", 1)
+    return HostConnector(
+        store,
+        prefix=f"megacore/host_memory/{use}",
+        timeout_s=timeout_s,
+        slot_bytes=slot_bytes,
+        while_waiting=while_waiting,
+    )
 
 
 def backend_for(handle: ProcessGroup, device_type: str) -> str:

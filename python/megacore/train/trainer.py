@@ -134,7 +134,10 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     chunks = build_chunks(config, groups, device=device)
     params = [param for chunk in chunks for param in chunk.param_infos()]
     instances = InstanceGroups.split(
-        groups, config.optimizer.num_instances, timeout_s=config.run.timeout_s
+        groups,
+        config.optimizer.num_instances,
+        timeout_s=config.run.timeout_s,
+        host_memory=config.run.host_memory,
     )
     buffers = make_buffers(params, groups=groups, optimizer=config.optimizer, instances=instances)
     optimizer = DistributedOptimizer(
