@@ -143,6 +143,51 @@ def test_resuming_from_damage_only_ends_and_keeps_what_was_measured(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == measured
 
 
+def test_a_fresh_run_moves_the_former_one_aside_and_a_resumed_one_goes_on(
+    tiny: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    former = run(tmp_path, "train", str(tiny), "--nproc=1")
+    assert "note" not in former.out
+    measured = (folder / "metrics.jsonl").read_bytes()
+    fresh = run(tmp_path, "train", str(tiny), "--nproc=2", "--train.steps=2")
+    assert (fresh.code, fresh.err) == (0, "")
+    assert f"note      what a former run left here was moved to {folder}/previous-1" in fresh.out
+    assert (folder / "previous-1" / "metrics.jsonl").read_bytes() == measured
+    assert (folder / "previous-1" / "checkpoints" / "step_00000004").is_dir()
+    assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_00000002"]
+    old = run(tmp_path, "generate", str(folder / "previous-1"), "--prompt=x", "--max-new-tokens=1")
+    assert old.code == 0, old.err
+
+    settings = ("--checkpoint.resume=auto", "--train.seed=5")
+    resumed = run(tmp_path, "train", str(tiny), "--nproc=1", *settings)
+    assert (resumed.code, resumed.err) == (0, "")
+    assert "train.seed is 5 now and was 1234 in the checkpoint" in resumed.out
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
+    assert not (folder / "previous-2").exists()
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tiny: Path, tmp_path: Path) -> None:
+    first = start(tmp_path, "train", str(tiny), "--nproc=2", "--train.steps=100000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < deadline, "training did not start"
+        time.sleep(0.05)
+    try:
+        second = run(tmp_path, "train", str(tiny), "--nproc=2")
+    finally:
+        os.kill(first.pid, signal.SIGTERM)
+        ended = first.finish(timeout_s=30)
+    assert second.code == 2
+    [complaint] = second.err.splitlines()
+    assert complaint.startswith("megacore: another run (pid ")
+    assert f"is writing to run.dir {tmp_path / 'run'}; wait" in complaint
+    assert ended.code == 143
+    assert metrics.stat().st_size
+    assert not (tmp_path / "run" / "previous-1").exists()
+
+
 def test_killing_a_rank_of_a_training_names_it_and_ends_the_others(
     tiny: Path, tmp_path: Path
 ) -> None:

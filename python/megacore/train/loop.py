@@ -23,6 +23,7 @@ from megacore.train.checkpoint import (
 from megacore.train.console import Console, RunSummary, StartInfo
 from megacore.train.context import RankContext
 from megacore.train.metrics import MetricsWriter, StepRecord
+from megacore.train.occupancy import changed_settings, hold_folders, make_place
 from megacore.train.results import run_info, write_results
 from megacore.train.step import StepMetrics
 from megacore.train.trainer import Trainer, build_trainer
@@ -46,20 +47,23 @@ def train(config: Config, context: RankContext) -> int:
     """
     started = time.monotonic()
     trainer = build_trainer(config, world_size=context.world_size, device=context.device)
-    if config.checkpoint.interval >= 0:
-        check_checkpoint_folder(
-            filled(config.checkpoint.dir), trainer.optimizer.pieces(), groups=trainer.groups
+    with hold_folders(config, trainer.groups):
+        if config.checkpoint.interval >= 0:
+            check_checkpoint_folder(
+                filled(config.checkpoint.dir), trainer.optimizer.pieces(), groups=trainer.groups
+            )
+        found = find_checkpoint(
+            config.checkpoint.resume, filled(config.checkpoint.dir), groups=trainer.groups
         )
-    found = find_checkpoint(
-        config.checkpoint.resume, filled(config.checkpoint.dir), groups=trainer.groups
-    )
-    first_step = _resume(trainer, found)
-    run = _Run(trainer, found, first_step=first_step)
-    try:
-        run.loop()
-        run.finish(wall_time_s=time.monotonic() - started)
-    finally:
-        run.close()
+        first_step = _resume(trainer, found)
+        # Last, when nothing more can be wrong: a mistake moves nobody's results.
+        moved = make_place(config, found.path, trainer.groups)
+        run = _Run(trainer, found, first_step=first_step, notes=moved)
+        try:
+            run.loop()
+            run.finish(wall_time_s=time.monotonic() - started)
+        finally:
+            run.close()
     return 0
 
 
@@ -82,7 +86,14 @@ def _resume(trainer: Trainer, found: FoundCheckpoint) -> int:
 class _Run:
     """Steps of one rank, with everything that is written and shown around them."""
 
-    def __init__(self, trainer: Trainer, found: FoundCheckpoint, *, first_step: int) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        found: FoundCheckpoint,
+        *,
+        first_step: int,
+        notes: tuple[str, ...] = (),
+    ) -> None:
         config = trainer.config
         self._trainer = trainer
         self._config = config
@@ -107,7 +118,7 @@ class _Run:
             self._dir.mkdir(parents=True, exist_ok=True)
             (self._dir / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
             self._metrics = MetricsWriter(self._dir / "metrics.jsonl", resume_step=first_step)
-        self._console.start(self._start_info(found))
+        self._console.start(self._start_info(found, notes))
 
     def loop(self) -> None:
         """Run the steps that are left."""
@@ -207,8 +218,10 @@ class _Run:
             keep=config.checkpoint.keep,
         )
 
-    def _start_info(self, found: FoundCheckpoint) -> StartInfo:
+    def _start_info(self, found: FoundCheckpoint, notes: tuple[str, ...]) -> StartInfo:
         trainer = self._trainer
+        if found.path is not None and self._is_main:
+            notes += changed_settings(found.path, self._config)
         return StartInfo(
             name=self._config.run.name,
             layout=trainer.layout_text(),
@@ -222,7 +235,7 @@ class _Run:
             first_step=self._first_step,
             run_dir=self._dir,
             resumed_from=found.path,
-            notes=found.skipped,
+            notes=found.skipped + notes,
         )
 
     def _summary(self, last: StepRecord, wall_time_s: float, files: dict[str, Path]) -> RunSummary:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, MegacoreError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.process_groups import ProcessGroups
 
@@ -16,9 +16,9 @@ def gather_results(action: Callable[[], T], groups: ProcessGroups) -> list[T]:
     """Run ``action`` on every rank and return the results of all, by rank. Collective.
 
     Raises:
-        CheckpointError: On every rank, with the error of the first rank on which ``action`` failed.
-            An error that is neither a :class:`CheckpointError` nor an ``OSError`` is our own bug
-            and is raised as it is where it happened.
+        MegacoreError: On every rank, of the kind and with the words of the first rank on which
+            ``action`` failed. An ``OSError`` becomes a :class:`CheckpointError`; any other error is
+            our own bug and is raised as it is where it happened.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -26,14 +26,15 @@ def gather_results(action: Callable[[], T], groups: ProcessGroups) -> list[T]:
         result = action()
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         failure = error
-    outcomes = all_gather_objects((_describe(failure), result), groups.world)
-    if failure is not None and not isinstance(failure, CheckpointError | OSError):
+    kind = type(failure) if isinstance(failure, MegacoreError) else CheckpointError
+    outcomes = all_gather_objects((kind, _describe(failure), result), groups.world)
+    if failure is not None and not isinstance(failure, MegacoreError | OSError):
         raise failure
-    for rank, (message, _) in enumerate(outcomes):
+    for rank, (kind, message, _) in enumerate(outcomes):
         if message is not None:
             prefix = f"rank {rank}: " if rank > 0 else ""
-            raise CheckpointError(prefix + message) from failure
-    return [value for _, value in outcomes]
+            raise kind(prefix + message) from failure
+    return [value for _, _, value in outcomes]
 
 
 def on_every_rank(action: Callable[[], T], groups: ProcessGroups) -> T:
@@ -57,6 +58,6 @@ def _describe(failure: Exception | None) -> str | None:
         return None
     if isinstance(failure, OSError) and failure.strerror:
         return f"{failure.strerror}: {failure.filename}"
-    if isinstance(failure, CheckpointError):
+    if isinstance(failure, MegacoreError):
         return str(failure)
     return f"{type(failure).__name__}: {failure}"
