@@ -99,7 +99,7 @@ def line_chart(spec: ChartSpec, *, width: int, height: int, font: int = 12) -> s
     """
     values = [point for series in spec.series for point in series.points]
     if not values:
-        return '<p class="empty">nothing was measured</p>'
+        return '<p class="empty">no finite value was measured</p>'
     frame = _make_frame(spec, values, width=width, height=height, font=font)
     parts = [*_grid(frame, font), *_references(spec, frame, font)]
     for series in spec.series:

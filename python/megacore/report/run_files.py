@@ -33,7 +33,6 @@ class RunInfo:
         schedule: The pipeline schedule in words.
         environment: Versions and hardware, see :func:`collect_environment`.
         resumed_from: The checkpoint the run continued from.
-        first_step: First step of this start, from 0; above 0 after resuming.
         config: All settings by section and key, derived ones included.
         derived: Keys, as ``"parallel.etp"``, of the settings that nobody set.
     """
@@ -50,7 +49,6 @@ class RunInfo:
     schedule: str
     environment: Mapping[str, str] = field(default_factory=dict)
     resumed_from: str | None = None
-    first_step: int = 0
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     derived: Sequence[str] = field(default_factory=list)
 

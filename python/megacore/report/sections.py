@@ -14,7 +14,15 @@ from megacore.parallel import Topology
 from megacore.report.charts import ChartSpec, Reference, Series, legend, line_chart
 from megacore.report.drawings import layout_drawing, timeline_drawings
 from megacore.report.run_files import RunFiles
-from megacore.report.series import Point, duration_text, finite_points, number_text, smooth
+from megacore.report.series import (
+    Point,
+    duration_text,
+    finite_points,
+    is_finite,
+    not_finite_since,
+    number_text,
+    smooth,
+)
 
 # The last steps whose mean counts as the loss at the end.
 TAIL = 10
@@ -41,7 +49,7 @@ def tiles(run: RunFiles) -> str:
         _loss_tile(run),
         _validation_tile(run),
         _speed_tile(run),
-        _tile("Wall time", duration_text(info.wall_time_s), f"{len(run.metrics):,} steps recorded"),
+        _wall_time_tile(run),
         _tile(
             "World",
             f"{world:,}",
@@ -75,6 +83,7 @@ def loss_card(run: RunFiles) -> str:
     hint = (
         "Nats per token over the steps of the run. A model that only knows how frequent each token "
         "is reaches the unigram entropy; below it the model uses context."
+        f"{_not_finite_note(run)}"
     )
     wide = line_chart(spec, width=1120, height=380, font=13)
     narrow = line_chart(spec, width=360, height=270, font=12)
@@ -194,7 +203,23 @@ def _tile(name: str, value: str, sub: str, *, unit: str = "") -> str:
     )
 
 
+def _wall_time_tile(run: RunFiles) -> str:
+    """The time of this start; a resumed run has recorded steps of earlier ones, too."""
+    if run.info.resumed_from is None:
+        sub = f"this run, {len(run.metrics):,} steps"
+    else:
+        sub = f"this run, continued from {escape(Path(run.info.resumed_from).name)}"
+    return _tile("Wall time", duration_text(run.info.wall_time_s), sub)
+
+
+def _not_finite_tile(name: str, step: int) -> str:
+    return _tile(name, "not finite", f'<span class="pill bad">since step {step:,}</span>')
+
+
 def _loss_tile(run: RunFiles) -> str:
+    since = not_finite_since(run.metrics, "loss")
+    if since is not None:
+        return _not_finite_tile("Loss", since)
     points = _metric(run, "loss")
     if not points:
         return _tile("Loss", "none", "no step was recorded")
@@ -207,6 +232,9 @@ def _loss_tile(run: RunFiles) -> str:
 
 
 def _validation_tile(run: RunFiles) -> str:
+    since = not_finite_since(run.metrics, "validation_loss")
+    if since is not None:
+        return _not_finite_tile("Validation loss", since)
     points = _metric(run, "validation_loss")
     if not points:
         return _tile("Validation loss", "none", "not measured")
@@ -231,6 +259,15 @@ def _skipped_tile(run: RunFiles) -> str:
         return _tile("Samples", f"{samples:,}", "no step was skipped")
     sub = f'<span class="pill bad">{skipped}</span> skipped: gradient not finite'
     return _tile("Samples", f"{samples:,}", sub)
+
+
+def _not_finite_note(run: RunFiles) -> str:
+    """What the curve cannot show."""
+    gaps = [record["step"] + 1 for record in run.metrics if not is_finite(record.get("loss"))]
+    if not gaps:
+        return ""
+    steps = "1 step" if len(gaps) == 1 else f"{len(gaps):,} steps"
+    return f" The training loss was not finite in {steps}, first in step {gaps[0]:,}: not drawn."
 
 
 # ---- charts --------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Point = tuple[float, float]
 
@@ -124,6 +125,31 @@ def thin(points: Sequence[Point], *, limit: int) -> list[Point]:
 def finite_points(points: Sequence[tuple[float, float | None]]) -> list[Point]:
     """The points whose value was measured and is finite."""
     return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+
+
+def is_finite(value: float | None) -> bool:
+    """Whether a recorded value is a number; JSON keeps NaN and infinity as ``None``."""
+    return value is not None and math.isfinite(value)
+
+
+def not_finite_since(records: Sequence[Mapping[str, Any]], name: str) -> int | None:
+    """From which step on, counted from 1, a metric was never finite again.
+
+    Returns:
+        ``None`` if its last recorded value is finite, or if it was never recorded.
+
+    Example:
+        >>> not_finite_since([{"step": 0, "loss": 2.0}, {"step": 1, "loss": None}], "loss")
+        2
+    """
+    since = None
+    for record in records:
+        if name in record:
+            if is_finite(record[name]):
+                since = None
+            elif since is None:
+                since = record["step"] + 1
+    return since
 
 
 def number_text(value: float) -> str:

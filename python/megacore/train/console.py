@@ -167,11 +167,10 @@ class Console:
         if self._silent:
             return
         self._rich.print()
-        gap = summary.unigram_entropy - summary.loss
-        versus = f"{abs(gap):.3f} {'below' if gap > 0 else 'above'} the unigram entropy"
-        rows = [("loss", f"{summary.loss:.4f} nats per token, {versus}")]
-        if self._losses and self._rich.encoding.startswith("utf"):
-            rows.append(("", f"{self._losses[0]:.2f} {sparkline(self._losses)} {summary.loss:.2f}"))
+        rows = [("loss", self._loss_text(summary))]
+        finite = [loss for loss in self._losses if math.isfinite(loss)]
+        if finite and self._rich.encoding.startswith("utf"):
+            rows.append(("", f"{finite[0]:.2f} {sparkline(finite)} {finite[-1]:.2f}"))
         if summary.validation_loss is not None:
             rows.append(("validation", _validation_text(summary.validation_loss, name="loss")))
         rows.append(("speed", f"{summary.tokens_per_s:,.0f} tokens/s"))
@@ -181,6 +180,15 @@ class Console:
             rows.append(("skipped", f"{summary.num_skipped} {steps} with a non-finite gradient"))
         rows += [(what, str(path)) for what, path in summary.files.items()]
         self._table(rows)
+
+    def _loss_text(self, summary: RunSummary) -> str:
+        if math.isfinite(summary.loss):
+            gap = summary.unigram_entropy - summary.loss
+            versus = f"{abs(gap):.3f} {'below' if gap > 0 else 'above'} the unigram entropy"
+            return f"{summary.loss:.4f} nats per token, {versus}"
+        finite = [k for k, loss in enumerate(self._losses) if math.isfinite(loss)]
+        since = self._first_step + (finite[-1] + 2 if finite else 1)
+        return f"not finite since step {since:,}"
 
     def __enter__(self) -> Self:
         return self
@@ -306,6 +314,8 @@ def _metric_texts(record: StepRecord) -> list[str]:
 
 
 def _validation_text(loss: float, *, name: str = "validation loss") -> str:
+    if not math.isfinite(loss):
+        return f"{name} not finite"
     perplexity = f" (perplexity {math.exp(loss):.2f})" if loss < 20 else ""
     return f"{name} {loss:.4f}{perplexity}"
 

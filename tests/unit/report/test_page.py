@@ -229,6 +229,26 @@ def test_a_run_that_ended_early_still_has_a_page(tmp_path: Path, num_steps: int)
     assert ("no step was recorded" in visible) == (num_steps == 0)
 
 
+def test_a_diverged_run_says_since_when(tmp_path: Path) -> None:
+    records = [_record(step, loss=None if step in (3, 7, 8, 9) else 2.0) for step in range(10)]
+    records[4]["validation_loss"] = 2.5
+    records[9]["validation_loss"] = None
+    visible = _page(_run_dir(tmp_path / "run", records)).visible
+    assert "Loss not finite since step 8" in visible
+    assert "Validation loss not finite since step 10" in visible
+    assert "The training loss was not finite in 4 steps, first in step 4" in visible
+    assert "unigram entropy" in visible
+    assert "below unigram" not in visible
+
+
+def test_a_resumed_run_does_not_mix_its_time_with_the_steps_before(run_dir: Path) -> None:
+    visible = _page(run_dir).visible
+    assert "Wall time 1 min 48 s this run, 100 steps" in visible
+    info = replace(INFO, resumed_from="runs/a/checkpoints/step_00000060")
+    visible = _page(run_dir, info).visible
+    assert "Wall time 1 min 48 s this run, continued from step_00000060" in visible
+
+
 def test_values_that_are_not_finite_leave_a_gap(tmp_path: Path) -> None:
     records = [_record(step, loss=None if step == 3 else 2.0) for step in range(6)]
     records[-1]["num_skipped"] = 1

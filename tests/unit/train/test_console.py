@@ -73,6 +73,19 @@ def test_a_file_gets_plain_lines_without_control_characters() -> None:
     assert "step 10/40  loss 4.5500  lr 3.00e-03  grad 0.50  12,345 tok/s  " in text
 
 
+def test_a_diverged_run_says_since_when() -> None:
+    console, file = _plain(first_step=10)
+    with console:
+        for step in range(10, 20):
+            console.step(_record(step, loss=math.nan if step in (11, 17, 18, 19) else 4.0))
+        console.finish(replace(SUMMARY, loss=math.nan, validation_loss=math.inf))
+    summary = file.getvalue().rpartition("\n\n")[2]
+    assert "loss        not finite since step 18" in summary
+    assert "validation  loss not finite" in summary
+    assert "nan" not in summary
+    assert "above" not in summary
+
+
 def test_the_start_table_says_what_will_happen() -> None:
     console, file = _plain()
     console.start(INFO)
