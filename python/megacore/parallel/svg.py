@@ -1,4 +1,4 @@
-"""A picture of a topology: a box per node, a cell per GPU, a panel per axis, a colour per group."""
+"""A picture of a topology: a box per node, a cell per rank, a panel per axis, groups in colours."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Panel:
 def topology_svg(topology: Topology, *, gpus_per_node: int = 8) -> str:
     """Return a picture of the groups of every axis larger than 1, as one SVG document.
 
-    Each panel shows the nodes as boxes and their GPUs as cells; cells of one colour and one group
+    Each panel shows the nodes as boxes and their ranks as cells; cells of one colour and one group
     number form a group. Of a large world, a panel shows the nodes that the groups of node 0 reach.
 
     Args:
@@ -104,12 +104,12 @@ def _document(
     width: float, height: float, topology: Topology, gpus_per_node: int, parts: Sequence[str]
 ) -> str:
     num_nodes = -(-topology.world_size // gpus_per_node)
-    nodes = f"{_count(num_nodes, 'node')} of {_count(gpus_per_node, 'GPU')}"
+    nodes = f"{_count(num_nodes, 'node')} of {_count(gpus_per_node, 'rank')}"
     title = f"{_count(topology.world_size, 'rank')} on {nodes}"
     near, far = topology.order.split("-")[0], topology.order.split("-")[-1]
     how = (
         f"Order {topology.order}: {near} ranks are neighbours, {far} ranks are farthest apart.",
-        "A box is a node, a cell is a GPU with its rank. A dark frame marks the group of rank 0.",
+        "A box is a node, a cell a rank with its number. A dark frame marks the group of rank 0.",
         "Cells of one colour and one group number (g0, g1, ...) talk to each other on that axis.",
     )
     lines = [_text(_MARGIN, 50, title, 24, weight=700)]
