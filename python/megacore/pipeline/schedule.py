@@ -75,8 +75,9 @@ def build_schedule(
     """
     if name not in SCHEDULE_NAMES:
         close = difflib.get_close_matches(name, SCHEDULE_NAMES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "choose one of these:"
-        raise ValueError(f"unknown schedule {name!r}; {hint} ({', '.join(SCHEDULE_NAMES)})")
+        names = ", ".join(SCHEDULE_NAMES)
+        hint = f"did you mean {close[0]!r}? There are" if close else "choose one of"
+        raise ValueError(f"unknown schedule {name!r}; {hint} {names}")
     native = _core.build_schedule(
         name,
         num_ranks=num_ranks,
