@@ -128,9 +128,7 @@ def layout_card(run: RunFiles) -> str:
     if topology.world_size == 1:
         return ""
     hint = "Which ranks work together along each parallel axis."
-    return _card(
-        "Rank layout", hint, f'<div class="scroll drawing">{layout_drawing(topology)}</div>'
-    )
+    return _card("Rank layout", hint, _scrolling("drawing", layout_drawing(topology)))
 
 
 def timeline_card(run: RunFiles) -> str:
@@ -141,8 +139,9 @@ def timeline_card(run: RunFiles) -> str:
         "Above, the schedule as simulated; below, what each rank did in one step of the run. "
         "A box is one pass of a stage, its number the microbatch."
     )
-    body = "".join(f'<div class="scroll">{svg}</div>' for svg in timeline_drawings(run.timeline))
-    return _card("Pipeline schedule", hint, body)
+    # In one box, so that the two stay one above the other when a narrow page scrolls them.
+    drawings = "".join(timeline_drawings(run.timeline))
+    return _card("Pipeline schedule", hint, _scrolling("timelines", drawings))
 
 
 def settings_card(run: RunFiles) -> str:
@@ -332,6 +331,12 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
     shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     product = " x ".join(shown) if shown else "one process"
     return f"{topology.world_size:,} ranks = {product}" if shown else product
+
+
+def _scrolling(kind: str, drawing: str) -> str:
+    """A drawing that a narrow page shows at its full size, to be scrolled by touch or keys."""
+    note = '<p class="hint narrow">Scroll the picture sideways to see all of it.</p>'
+    return f'{note}<div class="scroll {kind}" tabindex="0">{drawing}</div>'
 
 
 def _card(title: str, hint: str, body: str) -> str:

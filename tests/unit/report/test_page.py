@@ -202,6 +202,17 @@ def test_the_timeline_shows_prediction_and_measurement(run_dir: Path) -> None:
     assert visible.count("bubble 50.0% of all ranks' time, from 0 to 0.06 ms") == 2
 
 
+def test_wide_pictures_scroll_inside_their_card(run_dir: Path) -> None:
+    write_timeline(run_dir, RunTimeline(step=3, predicted=EVENTS, measured=EVENTS))
+    html = write_report(run_dir, info=INFO).read_text(encoding="utf-8")
+    boxes = re.findall(r'<div class="scroll (\w+)" tabindex="0">(.*?)</div>', html, re.S)
+    assert [(kind, body.count("<svg")) for kind, body in boxes] == [
+        ("drawing", 1),
+        ("timelines", 2),
+    ]
+    assert html.count("Scroll the picture sideways") == 2
+
+
 def test_without_a_traced_step_there_is_no_timeline(run_dir: Path) -> None:
     assert "Pipeline schedule" not in _page(run_dir).visible
 
