@@ -25,9 +25,9 @@ from megacore.train.folder import describe_os_error
 
 LOCK_NAME = ".lock"
 PREVIOUS = "previous-"
-# Results show that a run got somewhere; its settings go with them.
+# Results show that a run got somewhere; its settings and tracebacks go with them.
 _RESULTS = ("metrics.jsonl", "run.json", "timeline.json", "report.html")
-_SETTINGS = ("config.toml",)
+_COMPANIONS = ("config.toml", "rank_*.err")
 # Settings that shape what a run computes, besides the model's and the data's.
 _TRAIN_KEYS = ("seed", "global_batch_size")
 # Used once, at the start of a fresh run.
@@ -138,7 +138,7 @@ def _set_aside(config: Config) -> tuple[str, ...]:
         base = run if inside else checkpoints
         moves += [(path, base / name / below / path.name) for path in _saved(checkpoints)]
     if results:
-        results += [run / setting for setting in _SETTINGS if (run / setting).exists()]
+        results += [path for pattern in _COMPANIONS for path in sorted(run.glob(pattern))]
         moves += [(path, run / name / path.name) for path in results]
     for source, target in moves:
         try:

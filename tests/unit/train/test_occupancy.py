@@ -15,7 +15,14 @@ from megacore.train.occupancy import compare_settings, hold_folders, make_place
 from tests.support.checkpoints import ThreadWorld
 
 GROUPS = ProcessGroups.single()
-RESULTS = ("metrics.jsonl", "config.toml", "run.json", "timeline.json", "report.html")
+RESULTS = (
+    "metrics.jsonl",
+    "config.toml",
+    "run.json",
+    "timeline.json",
+    "report.html",
+    "rank_01.err",
+)
 
 
 def _config(run: Path, checkpoints: Path | None = None, *, interval: int = 0) -> Config:
