@@ -238,6 +238,7 @@ void bind_program(py::module_& module) {
            "The actions, separated by blanks.")
       .def("__len__", [](const Program& p) { return p.steps.size(); })
       .def(py::self == py::self);
+  module.def("programs_from_actions", &programs_from_actions, "schedule"_a, "rows"_a, NoGil());
   module.def(
       "validate_programs",
       [](const std::vector<Program>& programs) { validate_programs(programs); },

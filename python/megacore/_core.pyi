@@ -286,6 +286,9 @@ def partition_layers(
     account_for_embedding: bool,
     account_for_loss: bool,
 ) -> list[tuple[int, int]]: ...
+def programs_from_actions(
+    schedule: Schedule, rows: Sequence[Sequence[Action]]
+) -> list[Program]: ...
 def validate_programs(programs: Sequence[Program]) -> None: ...
 
 # ---- buffer --------------------------------------------------------------------------------------

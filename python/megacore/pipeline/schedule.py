@@ -223,6 +223,33 @@ class Schedule:
             raise ValueError(f"receives is {receives!r}; it must be 'ahead' or 'in_order'")
         return (self._programs_ahead if receives == "ahead" else self._programs_in_order)[rank]
 
+    def programs_from(self, rows: Sequence[Sequence[Action | str]]) -> list[Program]:
+        """Take over the programs that another lowering made for these stages, and prove them.
+
+        Args:
+            rows: Per rank, its actions with sends and receives in execution order; an action may be
+                its text, ``"1RECV_F0"``.
+
+        Returns:
+            The programs of all ranks.
+
+        Raises:
+            ValueError: If they cannot be executed: an action is missing, repeated or out of place,
+                ranks wait for each other, or a channel is not received in the order of sending. The
+                message names rank, position and action.
+
+        Example:
+            >>> schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=1)
+            >>> first = ["0F0", "0SEND_F0", "0RECV_B0", "0B0"]
+            >>> last = ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]
+            >>> [program.peers for program in schedule.programs_from([first, last])]
+            [[-1, 1, 1, -1], [0, -1, -1, 0]]
+        """
+        actions = [[Action.parse(a) if isinstance(a, str) else a for a in row] for row in rows]
+        programs = _core.programs_from_actions(self._native, actions)
+        _core.validate_programs(programs)
+        return programs
+
     @cached_property
     def _programs_ahead(self) -> list[Program]:
         return self._lower(in_order=False)

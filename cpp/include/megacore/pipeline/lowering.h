@@ -59,6 +59,13 @@ struct Program {
 // order O(actions log actions). REQUIRES: validate(schedule) passes.
 std::vector<Program> lower(const Schedule& schedule, Receives receives = Receives::kAhead);
 
+// The programs that another lowering made, from the actions of every rank in order. The other ends
+// of sends and receives follow from the placement of `schedule`; nothing is acknowledged. The
+// result is as the rows say: validate_programs() tells whether it can be executed. Throws
+// std::invalid_argument for an action whose stage or microbatch does not exist.
+std::vector<Program> programs_from_actions(const Schedule& schedule,
+                                           const std::vector<std::vector<Action>>& rows);
+
 // The same program without backward and gradient messages, for evaluation.
 // REQUIRES: every rank of the pipeline runs its program like this.
 Program forward_only(const Program& program);
