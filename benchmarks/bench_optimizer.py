@@ -1,0 +1,301 @@
+"""Data-parallel training steps: megacore's optimizer against the three that come with torch.
+
+Trains the same stack of linear layers (about 100 million float32 parameters, few tokens, so that
+memory and communication weigh most) with AdamW in five ways, each in fresh processes, and prints
+time per step, peak memory and bytes sent. Losses are compared: all must learn the same. Run:
+
+    python benchmarks/bench_optimizer.py [--world-sizes 2,4] [--hidden 1024] [--layers 12]
+
+Bytes are those of the loopback device. For exact ones on a busy machine give the run a network of
+its own: unshare -rn sh -c 'ip link set lo up; python benchmarks/bench_optimizer.py'
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megacore import __version__
+from megacore.buffers import make_buffers
+from megacore.config import OptimizerConfig
+from megacore.optim import DistributedOptimizer
+from megacore.parallel import ProcessGroups, Topology
+from megacore.parallel.params import ParamInfo
+
+VARIANTS = {
+    "megacore": "megacore",
+    "megacore-overlap": "megacore, both overlaps",
+    "ddp": "DistributedDataParallel + fused AdamW",
+    "zero": "DistributedDataParallel + ZeroRedundancyOptimizer",
+    "fsdp": "fully_shard (weights kept after forward) + fused AdamW",
+}
+ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+Step = Callable[[Tensor], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Size of the model and of a batch."""
+
+    hidden: int
+    layers: int
+    tokens: int
+
+
+def make_model(shape: Shape) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(
+            nn.Linear(shape.hidden, 4 * shape.hidden, bias=False),
+            nn.ReLU(),
+            nn.Linear(4 * shape.hidden, shape.hidden, bias=False),
+        )
+        for _ in range(shape.layers)
+    ]
+    model = nn.Sequential(*blocks)
+    for param in model.parameters():  # the signal keeps its size, so every weight matters
+        nn.init.normal_(param, std=param.shape[1] ** -0.5)
+    return model
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    output: Tensor = model(x)
+    return (output - x).square().mean()
+
+
+def with_megacore(model: nn.Sequential, *, overlap: bool) -> tuple[Step, str]:
+    groups = ProcessGroups.create(Topology(world_size=dist.get_world_size()))
+    config = OptimizerConfig(
+        beta1=ADAMW["betas"][0],
+        beta2=ADAMW["betas"][1],
+        weight_decay=ADAMW["weight_decay"],
+        clip_grad=0.0,
+        bucket_numel=8_000_000,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+    )
+    params = [
+        (ParamInfo(name=name, full_shape=tuple(param.shape), tp_dim=None), param)
+        for name, param in model.named_parameters()
+    ]
+    buffers = make_buffers(params, groups=groups, optimizer=config)
+    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])
+
+    def step(x: Tensor) -> float:
+        optimizer.zero_grads()
+        loss = loss_of(model, x)
+        optimizer.before_backward(is_last=True)
+        loss.backward()
+        optimizer.step(lr=ADAMW["lr"])
+        return loss.item()
+
+    # Collectives in the background always take gloo.
+    shared = getattr(groups.dp_cp, "host", None) is not None and not overlap
+    return step, "shared memory" if shared else "gloo"
+
+
+def with_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Step, str]:
+    def step(x: Tensor) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step, "gloo"
+
+
+def make_step(variant: str, shape: Shape) -> tuple[Step, str]:
+    model = make_model(shape)
+    if variant.startswith("megacore"):
+        return with_megacore(model, overlap=variant.endswith("overlap"))
+    if variant == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model:
+            fully_shard(block, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        return with_torch(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if variant == "ddp":
+        return with_torch(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW))
+    sharded = ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=torch.optim.AdamW, fused=True, **ADAMW
+    )
+    return with_torch(wrapped, sharded)
+
+
+def memory_bytes(field: str) -> int:
+    """A line of this process's status: ``VmRSS`` now, ``VmHWM`` the peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} in /proc/self/status")
+
+
+def loopback_bytes() -> int:
+    """Bytes that have crossed the loopback device of this network namespace."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split(":")[1].split()[8])
+    return 0
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank of one measurement; rank 0 writes the result."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rank, world = args.rank, args.worker_world
+    store = dist.FileStore(str(args.folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    shape = Shape(hidden=args.hidden, layers=args.layers, tokens=args.tokens)
+    before = memory_bytes("VmRSS")
+    step, way = make_step(args.variant, shape)
+    times, losses, sent = [], [], []
+    for number in range(args.warmup + args.steps):
+        x = torch.randn(shape.tokens, shape.hidden, generator=seeded(number, rank))
+        dist.barrier()
+        bytes_before, start = loopback_bytes(), time.perf_counter()
+        loss = torch.tensor(step(x))
+        times.append(time.perf_counter() - start)
+        dist.barrier()
+        sent.append(loopback_bytes() - bytes_before)
+        dist.all_reduce(loss)
+        losses.append(loss.item() / world)
+    mine = {"times": times, "peak": memory_bytes("VmHWM") - before}
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mine)
+    if rank == 0:
+        slowest = [
+            max(all_times) for all_times in zip(*(r["times"] for r in everyone), strict=True)
+        ]
+        result = {
+            "variant": args.variant,
+            "world_size": world,
+            "way": way,
+            "step_s": statistics.median(slowest[args.warmup :]),
+            "fastest_s": min(slowest[args.warmup :]),
+            "peak_bytes": max(r["peak"] for r in everyone),
+            "loopback_bytes_per_rank": statistics.median(sent[args.warmup :]) / world,
+            "losses": losses,
+        }
+        (args.folder / "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def seeded(number: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * number + rank)
+
+
+def measure(variant: str, world: int, args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        flags = {"hidden": args.hidden, "layers": args.layers, "tokens": args.tokens}
+        flags |= {"warmup": args.warmup, "steps": args.steps, "worker-world": world}
+        command = [sys.executable, __file__, "--variant", variant, "--folder", name]
+        command += [f"--{key}={value}" for key, value in flags.items()]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen([*command, "--rank", str(rank)], env=env) for rank in range(world)
+        ]
+        codes = [process.wait(timeout=900) for process in ranks]
+        if any(codes):
+            raise SystemExit(f"{variant} on {world} ranks failed with codes {codes}")
+        result: dict[str, Any] = json.loads((Path(name) / "result.json").read_text())
+        return result
+
+
+def report(results: list[dict[str, Any]], num_params: int, args: argparse.Namespace) -> None:
+    print(f"\n{num_params / 1e6:.1f} M float32 parameters, {args.tokens} tokens per rank and step")
+    print(f"time: median (fastest) of {args.steps} steps, each as slow as its slowest rank")
+    print("memory: most that one rank's resident set grew, shared memory included")
+    print("TCP: bytes through the loopback device per rank and step, protocol included")
+    print("load: what else ran on the machine, as processes wanting a core, at the start\n")
+    print(f"{'':54} {'ranks':>5} {'time ms':>16} {'memory MB':>10} {'TCP MB':>8}  way")
+    for result in results:
+        time_text = f"{result['step_s'] * 1e3:.0f} ({result['fastest_s'] * 1e3:.0f})"
+        print(
+            f"{VARIANTS[result['variant']]:54} {result['world_size']:5} {time_text:>16} "
+            f"{result['peak_bytes'] / 1e6:10.0f} {result['loopback_bytes_per_rank'] / 1e6:8.0f}  "
+            f"{result['way']} (load {result['load']:.1f})"
+        )
+    for world in args.worlds:
+        formula = num_params * (8 + 8 / world)
+        print(f"memory by the formula (8 + 8/{world}) bytes: {formula / 1e6:.0f} MB")
+    worst = 0.0
+    for result in results:
+        [plain] = [
+            other["losses"]
+            for other in results
+            if other["variant"] == "ddp" and other["world_size"] == result["world_size"]
+        ]
+        pairs = zip(result["losses"], plain, strict=True)
+        worst = max(worst, *(abs(a / b - 1) for a, b in pairs))
+    print(f"largest difference of a loss from that of DistributedDataParallel: {worst:.1e}")
+    for result in results:
+        losses = " ".join(f"{loss:.5f}" for loss in result["losses"])
+        print(f"losses {result['variant']:18} {result['world_size']}: {losses}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--world-sizes", default="2,4")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="which; ddp among them")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    for name in ("--variant", "--folder", "--rank", "--worker-world"):
+        parser.add_argument(name, help=argparse.SUPPRESS, type=str)
+    args = parser.parse_args()
+    if args.variant is not None:
+        args.folder, args.rank = Path(args.folder), int(args.rank)
+        args.worker_world = int(args.worker_world)
+        work(args)
+        return
+    args.worlds = [int(size) for size in args.world_sizes.split(",")]
+    print(
+        f"megacore {__version__}, torch {torch.__version__}, "
+        f"{platform.machine()}, {os.cpu_count()} cores, "
+        f"{shutil.disk_usage('/dev/shm').total >> 20} MiB /dev/shm, "
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
+    )
+    num_params = 8 * args.hidden * args.hidden * args.layers
+    results = []
+    for world in args.worlds:
+        for variant in args.variants.split(","):
+            load = os.getloadavg()[0]
+            results.append({**measure(variant, world, args), "load": load})
+            print(f"measured: {VARIANTS[variant]}, {world} ranks", flush=True)
+    report(results, num_params, args)
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
