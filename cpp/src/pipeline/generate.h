@@ -36,6 +36,18 @@ inline void require_sizes(int num_ranks,
              ")");
 }
 
+// The generators in V placement work through about p slots per rank however few microbatches there
+// are; this keeps p^2 within reason.
+inline void require_v_ranks(int num_ranks) {
+  constexpr int kMaxRanks = 4096;
+  MC_REQUIRE(num_ranks <= kMaxRanks,
+             "num_ranks is ",
+             num_ranks,
+             "; schedules in V placement are made for up to ",
+             kMaxRanks,
+             " ranks");
+}
+
 // A schedule whose rank r runs append_rank(r, actions).
 template <typename AppendRank>
 Schedule make_schedule(std::string name,

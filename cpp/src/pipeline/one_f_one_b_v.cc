@@ -188,6 +188,7 @@ class Grid {
 
 Schedule one_f_one_b_v(const PipelineShape& shape) {
   require_sizes(shape.num_ranks, 2, shape.num_microbatches, 3);
+  require_v_ranks(shape.num_ranks);
   Grid grid(shape);
   grid.squeeze();
   return make_schedule(

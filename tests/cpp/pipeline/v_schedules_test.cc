@@ -162,6 +162,10 @@ TEST(VSchedules, RefuseSizesBeyondMemory) {
   for (const Generator generate : {zb_v, v_half, v_min, one_f_one_b_v}) {
     EXPECT_THROW(generate({.num_ranks = 0, .num_microbatches = 1}), std::invalid_argument);
     EXPECT_THROW(generate({.num_ranks = 1, .num_microbatches = 0}), std::invalid_argument);
+    EXPECT_NE(message_of([&] {
+                generate({.num_ranks = 20000, .num_microbatches = 1});
+              }).find("num_ranks is 20000; schedules in V placement are made for up to 4096 ranks"),
+              std::string::npos);
     EXPECT_THROW(generate({.num_ranks = 100000, .num_microbatches = 100000}),
                  std::invalid_argument);
   }
