@@ -193,24 +193,30 @@ void HostComm::reduce_scatter(const ReduceScatter& task) {
              name_of(task.dtype),
              " cannot be written as ",
              name_of(task.output_dtype));
-  const int64_t bytes = bytes_of(task.dtype);
-  const int64_t output_bytes = bytes_of(task.output_dtype);
+  const Use use(*this);
+  const int64_t slice_bytes = task.numel * bytes_of(task.dtype);
+  const int64_t output_bytes = task.numel * bytes_of(task.output_dtype);
   // Output over a slice of the input is safe: what a piece overwrites was sent before. Any other
   // overlap is not.
-  const bool is_slice = task.dtype == task.output_dtype && task.numel > 0 &&
-                        (task.output - task.input) % (task.numel * bytes) == 0;
-  std::vector<std::byte> aside;
-  if (!is_slice &&
-      overlap(task.output, task.numel * output_bytes, task.input, size() * task.numel * bytes)) {
-    aside.resize(static_cast<size_t>(task.numel * output_bytes));
+  const bool is_slice = task.dtype == task.output_dtype && slice_bytes > 0 &&
+                        (task.output - task.input) % slice_bytes == 0;
+  if (is_slice || !overlap(task.output, output_bytes, task.input, size() * slice_bytes)) {
+    reduce_scatter_pieces(task);
+    return;
   }
-  std::byte* const output = aside.empty() ? task.output : aside.data();
+  std::vector<std::byte> aside(static_cast<size_t>(output_bytes));
+  ReduceScatter task_aside = task;
+  task_aside.output = aside.data();
+  reduce_scatter_pieces(task_aside);
+  copy_bytes(task.output, aside.data(), output_bytes);
+}
 
-  const Use use(*this);
+void HostComm::reduce_scatter_pieces(const ReduceScatter& task) {
   const HostCall call = {.op = HostOp::kReduceScatter,
                          .dtype = task.dtype,
                          .reduction = task.reduction,
                          .numel = task.numel};
+  const int64_t bytes = bytes_of(task.dtype);
   // A slot holds one part for each member.
   const int64_t part_numel = config_.slot_bytes / size() / kLineBytes * kLineBytes / bytes;
   const auto own_part = [&](int p, int64_t start) {
@@ -233,10 +239,9 @@ void HostComm::reduce_scatter(const ReduceScatter& task) {
                   .numel = piece,
                   .dtype = task.dtype,
                   .reduction = task.reduction,
-                  .output = output + start * output_bytes,
+                  .output = task.output + start * bytes_of(task.output_dtype),
                   .output_dtype = task.output_dtype});
   });
-  copy_bytes(task.output, aside.data(), static_cast<int64_t>(aside.size()));
 }
 
 void HostComm::all_gather(std::byte* output,

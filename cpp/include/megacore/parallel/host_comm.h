@@ -105,6 +105,7 @@ class HostComm {
   std::byte* slot(int position) const;
   std::byte* my_slot() const { return slot(config_.position); }
   void reduce_piece(std::byte* data, int64_t numel, HostDtype dtype, HostReduction reduction);
+  void reduce_scatter_pieces(const ReduceScatter& task);
   void check_call(int64_t numel, HostDtype dtype, HostReduction reduction) const;
 
   HostSegment segment_;
