@@ -1,0 +1,42 @@
+"""Every example in a docstring runs and prints what it says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+import megacore
+
+
+def module_names() -> list[str]:
+    found = pkgutil.walk_packages(megacore.__path__, prefix="megacore.")
+    return [
+        module.name
+        for module in found
+        if not module.name.split(".")[-1].startswith("_")  # native modules and __main__
+    ]
+
+
+def run_examples(module: ModuleType) -> tuple[int, int]:
+    """Examples that failed, and examples that ran."""
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    return result.failed, result.attempted
+
+
+@pytest.mark.parametrize("name", module_names())
+def test_examples_of_a_module_are_true(name: str) -> None:
+    assert run_examples(importlib.import_module(name))[0] == 0
+
+
+def test_a_false_example_is_found() -> None:
+    module = ModuleType("wrong", ">>> 1 + 1\n3\n")
+    assert run_examples(module) == (1, 1)
+
+
+def test_there_are_examples_to_run() -> None:
+    count = sum(run_examples(importlib.import_module(name))[1] for name in module_names())
+    assert count > 100
