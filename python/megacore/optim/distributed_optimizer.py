@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -160,11 +160,20 @@ class DistributedOptimizer:
         """Names of parameters that got no gradient since :meth:`zero_grads`; theirs counts as 0."""
         return [name for buffer in self.buffers for name in buffer.missing_grads()]
 
-    def step(self, *, lr: float, extra: Tensor | None = None) -> StepResult:
+    def step(
+        self, *, lr: float, extra: Tensor | None = None, num_tokens: Tensor | None = None
+    ) -> StepResult:
         """Reduce the gradients and update the parameters. Collective over the world.
 
         Args:
             lr: Learning rate of this step, the same on every rank.
+            num_tokens: For losses that are sums over tokens (per-token scaling): the tokens that
+                this rank's gradients are sums over, one number, any dtype, on any device. The
+                gradient then is the sum over all data-parallel ranks divided by the sum of
+                ``num_tokens`` over the world (by 1 if that is less), instead of the mean over
+                ranks. As with a loss in ``extra``, ranks that see the same tokens as another one
+                (other tensor-parallel positions and pipeline stages) give 0. All ranks give one,
+                or none does. It rides in the step's all-reduce, so nothing waits for it.
             extra: Up to a few numbers, 1-D, of equal length on every rank, that ride along in the
                 one all-reduce of the step (the loss, say) and come back summed over the world.
 
@@ -181,8 +190,8 @@ class DistributedOptimizer:
         else:
             for buffer in self.buffers:
                 buffer.reduce_scatter_grads()
-        squared_norm, num_nonfinite, extra_sum = self._reduce_over_world(extra)
-        scale = self.loss_scale
+        squared_norm, num_nonfinite, factor, extra_sum = self._reduce_over_world(extra, num_tokens)
+        scale = self.loss_scale / factor
         if self._loss_scale is not None:
             self._loss_scale.update(overflow=num_nonfinite > 0)
         if num_nonfinite > 0:
@@ -224,16 +233,64 @@ class DistributedOptimizer:
             shard.copy_main_to_params()
             shard.buffer.all_gather_params()
 
+    def scalars(self) -> dict[str, float | int]:
+        """The numbers of the optimizer's state, equal on every rank: what a checkpoint keeps.
+
+        ``step_count``, ``num_skipped``, ``loss_scale`` and ``loss_scale_good_steps`` (steps since
+        the loss scale last changed; 0 without float16). Give them to :meth:`load_scalars`.
+
+        Sync:
+            Waits for the device.
+        """
+        scale = self._loss_scale
+        return {
+            "step_count": self.step_count,
+            "num_skipped": self.num_skipped,
+            "loss_scale": self.loss_scale,
+            "loss_scale_good_steps": 0 if scale is None else scale.good_steps,
+        }
+
+    def load_scalars(self, scalars: Mapping[str, float | int]) -> None:
+        """Take over numbers that :meth:`scalars` gave; missing ones stay as they are.
+
+        Call :meth:`finish_load` as well, after the tensors of :meth:`pieces` were filled.
+
+        Raises:
+            ValueError: If a name is unknown or a number is negative.
+        """
+        known = self.scalars()
+        for name, value in scalars.items():
+            if name not in known:
+                raise ValueError(f"unknown scalar {name!r}; use some of {', '.join(known)}")
+            if value < 0:
+                raise ValueError(f"{name} is {value}; it cannot be negative")
+        merged = {**known, **scalars}
+        self.step_count = int(merged["step_count"])
+        self.num_skipped = int(merged["num_skipped"])
+        if self._loss_scale is not None:
+            self._loss_scale.scale = float(merged["loss_scale"])
+            self._loss_scale.good_steps = int(merged["loss_scale_good_steps"])
+
     @torch.no_grad()
-    def _reduce_over_world(self, extra: Tensor | None) -> tuple[float, float, Tensor]:
-        """Sum ``[norm^2, non-finite ranks, *extra]`` over the world."""
+    def _reduce_over_world(
+        self, extra: Tensor | None, num_tokens: Tensor | None
+    ) -> tuple[float, float, float, Tensor]:
+        """Sum ``[norm^2, non-finite ranks, tokens, *extra]`` over the world.
+
+        The third result is what averaged gradients are multiplied by.
+        """
         parts = [norm_parts(self._grad_ranges, device=self._device)]
+        tokens = torch.zeros(1) if num_tokens is None else num_tokens.reshape(1)
+        parts.append(tokens.to(self._device, torch.float64))
         if extra is not None:
             parts.append(extra.to(self._device, torch.float64))
         vector = torch.cat(parts)
         all_reduce_(vector, self._groups.world)
         sums = vector.cpu()
-        return float(sums[0]), float(sums[1]), sums[2:]
+        factor = 1.0
+        if num_tokens is not None:
+            factor = self._groups.dp_cp.size / max(1.0, float(sums[2]))
+        return float(sums[0]), float(sums[1]), factor, sums[3:]
 
     def _update(self, *, lr: float, grad_norm: float, loss_scale: float) -> None:
         config = self._config

@@ -15,6 +15,7 @@ class DynamicLossScale:
 
     Attributes:
         scale: What to multiply the loss by in the next step.
+        good_steps: Steps without overflow since the scale last changed.
 
     Example:
         >>> loss_scale = DynamicLossScale(initial=8.0, interval=2)
@@ -27,16 +28,16 @@ class DynamicLossScale:
     def __init__(self, *, initial: float, interval: int) -> None:
         self.scale = initial
         self._interval = interval
-        self._good_steps = 0
+        self.good_steps = 0
 
     def update(self, *, overflow: bool) -> float:
         """Adapt to a step; ``overflow`` must be the same on all ranks. Returns the new scale."""
         if overflow:
-            self._good_steps = 0
+            self.good_steps = 0
             self.scale = max(1.0, self.scale / 2)
             return self.scale
-        self._good_steps += 1
-        if self._good_steps == self._interval:
-            self._good_steps = 0
+        self.good_steps += 1
+        if self.good_steps == self._interval:
+            self.good_steps = 0
             self.scale = min(self._LARGEST, self.scale * 2)
         return self.scale

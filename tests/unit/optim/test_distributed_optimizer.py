@@ -255,3 +255,58 @@ def test_tied_parameters_on_one_rank_share_their_gradient() -> None:
 def test_no_buffers_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="at least one buffer"):
         DistributedOptimizer([], groups=ProcessGroups.single(), config=OptimizerConfig())
+
+
+def test_sums_over_tokens_are_divided_by_the_number_of_tokens() -> None:
+    ours, theirs = make_model(), make_model()
+    optimizer, _ = make_optimizer(ours)
+    oracle, _ = make_optimizer(theirs)
+    for step in range(3):
+        for model, one in ((ours, optimizer), (theirs, oracle)):
+            one.zero_grads()
+            backward(model, step)
+        for buffer in optimizer.buffers:
+            buffer.grad_data.mul_(8.0)
+        tokens = torch.tensor(8, dtype=torch.int32)
+        found = optimizer.step(lr=1e-2, num_tokens=tokens, extra=torch.tensor([3.0]))
+        assert found.grad_norm == pytest.approx(oracle.step(lr=1e-2).grad_norm)
+        assert found.extra.tolist() == [3.0]
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_no_tokens_at_all_count_as_one() -> None:
+    model = make_model()
+    optimizer, _ = make_optimizer(model)
+    optimizer.zero_grads()
+    assert optimizer.step(lr=1e-2, num_tokens=torch.zeros(1)).grad_norm == 0.0
+
+
+def test_scalars_go_from_one_optimizer_to_another() -> None:
+    first, _ = make_optimizer(make_model(torch.float16), loss_scale=8.0, loss_scale_interval=3)
+    first.zero_grads()
+    first.buffers[0].grad_data.fill_(1.0)
+    first.step(lr=0.0)
+    first.buffers[0].grad_data.fill_(torch.inf)
+    first.step(lr=0.0)
+    first.buffers[0].grad_data.fill_(1.0)
+    first.step(lr=0.0)
+    kept = first.scalars()
+    assert kept == {
+        "step_count": 2, "num_skipped": 1, "loss_scale": 4.0, "loss_scale_good_steps": 1
+    }  # fmt: skip
+    second, _ = make_optimizer(make_model(torch.float16), loss_scale_interval=3)
+    second.load_scalars(kept)
+    assert second.scalars() == kept
+    for _ in range(2):
+        second.zero_grads()
+        second.step(lr=0.0)
+    assert second.loss_scale == 8.0
+
+
+def test_scalars_that_cannot_be_are_refused() -> None:
+    optimizer, _ = make_optimizer(make_model())
+    with pytest.raises(ValueError, match="unknown scalar 'steps'; use some of step_count"):
+        optimizer.load_scalars({"steps": 1})
+    with pytest.raises(ValueError, match="num_skipped is -1"):
+        optimizer.load_scalars({"num_skipped": -1})
