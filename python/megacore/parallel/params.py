@@ -1,4 +1,9 @@
-"""What a parameter is called, its full size, and which part of it a tensor-parallel rank holds."""
+"""What a parameter is called, its full size, and which part of it a rank holds.
+
+A parameter may be cut along two dimensions: ``tp_dim`` over tensor-parallel ranks (the etp axis for
+experts) and ``ep_dim`` over expert-parallel ranks. The parts are boxes of the full tensor; a
+checkpoint stores full tensors, so any layout can read what any other one wrote.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megacore.parallel.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +25,8 @@ class ParamInfo:
     Attributes:
         name: Global name, the same for every layout, e.g. ``"layers.3.attention.qkv"``.
         full_shape: Shape of the whole parameter.
-        tp_dim: Dimension that tensor parallelism splits; ``None`` if every tp rank holds it all.
+        tp_dim: Dimension that tensor parallelism splits (etp for experts); ``None`` if every tp rank
+            holds it all.
         sequence_parallel: The parameter is replicated over tp, but each tp rank saw only its
             slice of the sequence, so its gradient is a part that must be summed over tp.
         weight_decay: Whether the optimizer decays it (matrices yes, norm weights no).
@@ -28,13 +36,19 @@ class ParamInfo:
         is_shared_copy: This is the second holder of a shared parameter: left out of norms and
             checkpoints.
         expert: Belongs to an expert, hence to the expert view of the topology.
+        ep_dim: Dimension that counts experts, which expert parallelism splits; for experts only.
 
     Raises:
-        ValueError: If ``tp_dim`` is no dimension of ``full_shape``, or flags contradict each other.
+        ValueError: If ``tp_dim`` or ``ep_dim`` is no dimension of ``full_shape``, or flags
+            contradict each other.
 
     Example:
         >>> ParamInfo(name="layers.0.mlp.gate_up", full_shape=(2, 8, 4), tp_dim=1).local_shape(2)
         (2, 4, 4)
+        >>> experts = ParamInfo(name="layers.0.moe.experts.fc2", full_shape=(8, 16, 32), tp_dim=2,
+        ...                     ep_dim=0, expert=True)
+        >>> experts.local_shape(2, ep_size=4)
+        (2, 16, 16)
     """
 
     name: str
@@ -45,12 +59,19 @@ class ParamInfo:
     shared: str | None = None
     is_shared_copy: bool = False
     expert: bool = False
+    ep_dim: int | None = None
 
     def __post_init__(self) -> None:
-        if self.tp_dim is not None and not 0 <= self.tp_dim < len(self.full_shape):
+        for axis, dim in (("tp", self.tp_dim), ("ep", self.ep_dim)):
+            if dim is not None and not 0 <= dim < len(self.full_shape):
+                raise ValueError(
+                    f"{self.name}: {axis}_dim={dim} is no dimension of {self.full_shape}; "
+                    f"use 0 to {len(self.full_shape) - 1}, or None for a replicated parameter"
+                )
+        if self.ep_dim is not None and (not self.expert or self.ep_dim == self.tp_dim):
             raise ValueError(
-                f"{self.name}: tp_dim={self.tp_dim} is no dimension of {self.full_shape}; "
-                f"use 0 to {len(self.full_shape) - 1}, or None for a replicated parameter"
+                f"{self.name}: ep_dim={self.ep_dim} is for experts (expert=True) and differs from "
+                f"tp_dim={self.tp_dim}"
             )
         if self.sequence_parallel and self.tp_dim is not None:
             raise ValueError(
@@ -60,36 +81,110 @@ class ParamInfo:
         if self.is_shared_copy and self.shared is None:
             raise ValueError(f"{self.name}: is_shared_copy needs the name of the shared set")
 
-    def local_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Shape that one of ``tp_size`` tensor-parallel ranks holds.
+    def local_shape(self, tp_size: int, *, ep_size: int = 1) -> tuple[int, ...]:
+        """Shape that one of ``tp_size`` x ``ep_size`` ranks holds.
 
         Raises:
-            ValueError: If ``tp_size`` does not divide the split dimension.
+            ValueError: If a size does not divide the dimension it splits.
         """
-        if self.tp_dim is None:
-            return self.full_shape
-        size = self.full_shape[self.tp_dim]
-        if tp_size < 1 or size % tp_size != 0:
-            raise ValueError(
-                f"{self.name}: tp={tp_size} does not divide dimension {self.tp_dim} of "
-                f"{self.full_shape}; legal values are the divisors of {size}"
-            )
         local = list(self.full_shape)
-        local[self.tp_dim] = size // tp_size
+        for axis, dim, size in (("tp", self.tp_dim, tp_size), ("ep", self.ep_dim, ep_size)):
+            if dim is None:
+                continue
+            if size < 1 or local[dim] % size != 0:
+                raise ValueError(
+                    f"{self.name}: {axis}={size} does not divide dimension {dim} of "
+                    f"{self.full_shape}; legal values are the divisors of {local[dim]}"
+                )
+            local[dim] //= size
         return tuple(local)
 
 
-def shard(full: Tensor, info: ParamInfo, *, tp_position: int, tp_size: int) -> Tensor:
-    """Copy out the part of a full parameter that one tensor-parallel rank holds.
+@dataclass(frozen=True, kw_only=True)
+class ShardPosition:
+    """Which of the equal boxes of a full parameter a rank holds.
+
+    Attributes:
+        tp_position: Which part along ``tp_dim``; 0 for a parameter without one.
+        tp_size: Number of parts along ``tp_dim``; 1 for a parameter without one.
+        ep_position: Which part along ``ep_dim``; 0 for a parameter without one.
+        ep_size: Number of parts along ``ep_dim``; 1 for a parameter without one.
+    """
+
+    tp_position: int = 0
+    tp_size: int = 1
+    ep_position: int = 0
+    ep_size: int = 1
+
+    @classmethod
+    def of(cls, info: ParamInfo, groups: ProcessGroups) -> ShardPosition:
+        """The box of a parameter on this rank. Ranks with equal positions hold equal values.
+
+        Example:
+            >>> info = ParamInfo(name="w", full_shape=(4, 2), tp_dim=0)
+            >>> ShardPosition.of(info, ProcessGroups.single()).num_shards
+            1
+        """
+        tp = groups.etp if info.expert else groups.tp
+        split_tp, split_ep = info.tp_dim is not None, info.ep_dim is not None
+        return cls(
+            tp_position=tp.position if split_tp else 0,
+            tp_size=tp.size if split_tp else 1,
+            ep_position=groups.ep.position if split_ep else 0,
+            ep_size=groups.ep.size if split_ep else 1,
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """Number of boxes of the parameter."""
+        return self.tp_size * self.ep_size
+
+    @property
+    def index(self) -> int:
+        """Number of this box; ``tp_position`` varies fastest. The order that ``unshard`` takes."""
+        return self.ep_position * self.tp_size + self.tp_position
+
+    def offsets(self, info: ParamInfo) -> tuple[int, ...]:
+        """Where the box begins in the full parameter, one number per dimension.
+
+        Its extent is ``info.local_shape(tp_size, ep_size=ep_size)``.
+
+        Example:
+            >>> info = ParamInfo(name="w", full_shape=(8, 6), tp_dim=1, ep_dim=0, expert=True)
+            >>> ShardPosition(tp_position=1, tp_size=2, ep_position=3, ep_size=4).offsets(info)
+            (6, 3)
+        """
+        local = info.local_shape(self.tp_size, ep_size=self.ep_size)
+        offsets = [0] * len(local)
+        if info.tp_dim is not None:
+            offsets[info.tp_dim] = self.tp_position * local[info.tp_dim]
+        if info.ep_dim is not None:
+            offsets[info.ep_dim] = self.ep_position * local[info.ep_dim]
+        return tuple(offsets)
+
+
+def shard(
+    full: Tensor,
+    info: ParamInfo,
+    *,
+    tp_position: int,
+    tp_size: int,
+    ep_position: int = 0,
+    ep_size: int = 1,
+) -> Tensor:
+    """Copy out the part of a full parameter that one rank holds.
 
     Args:
         full: The whole parameter, shape ``info.full_shape``, any dtype.
         info: Which parameter it is.
-        tp_position: Position on the tp axis, in ``[0, tp_size)``.
+        tp_position: Position on the tp axis (etp for experts), in ``[0, tp_size)``.
         tp_size: Number of tensor-parallel ranks.
+        ep_position: Position on the ep axis, in ``[0, ep_size)``; matters to experts only.
+        ep_size: Number of expert-parallel ranks.
 
     Returns:
-        A contiguous copy of shape ``info.local_shape(tp_size)``; all of a replicated parameter.
+        A contiguous copy of shape ``info.local_shape(tp_size, ep_size=ep_size)``; all of a
+        replicated parameter.
 
     Raises:
         ValueError: If shape, size or position do not fit.
@@ -99,24 +194,30 @@ def shard(full: Tensor, info: ParamInfo, *, tp_position: int, tp_size: int) -> T
         >>> shard(torch.arange(8).view(4, 2), info, tp_position=1, tp_size=2).tolist()
         [[4, 5], [6, 7]]
     """
-    local_shape = info.local_shape(tp_size)
+    local_shape = info.local_shape(tp_size, ep_size=ep_size)
     if tuple(full.shape) != info.full_shape:
         raise ValueError(f"{info.name}: got shape {tuple(full.shape)}, expected {info.full_shape}")
-    if not 0 <= tp_position < tp_size:
-        raise ValueError(f"{info.name}: tp_position={tp_position} is not in [0, {tp_size})")
+    for axis, position, size in (("tp", tp_position, tp_size), ("ep", ep_position, ep_size)):
+        if not 0 <= position < size:
+            raise ValueError(f"{info.name}: {axis}_position={position} is not in [0, {size})")
+    box = ShardPosition(
+        tp_position=tp_position, tp_size=tp_size, ep_position=ep_position, ep_size=ep_size
+    )
     part = full
-    if info.tp_dim is not None:
-        length = local_shape[info.tp_dim]
-        part = full.narrow(info.tp_dim, tp_position * length, length)
+    for dim, (start, length) in enumerate(zip(box.offsets(info), local_shape, strict=True)):
+        part = part.narrow(dim, start, length)
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def unshard(shards: Sequence[Tensor], info: ParamInfo) -> Tensor:
-    """Join the parts of all tensor-parallel ranks: the inverse of :func:`shard`.
+def unshard(shards: Sequence[Tensor], info: ParamInfo, *, ep_size: int = 1) -> Tensor:
+    """Join the parts of all ranks: the inverse of :func:`shard`.
 
     Args:
-        shards: One tensor per tp rank, by tp position, each ``info.local_shape(len(shards))``.
+        shards: One tensor per part, by :attr:`ShardPosition.index` (tp varies fastest): each
+            ``info.local_shape(len(shards) // ep_size, ep_size=ep_size)``. Of a parameter that is
+            replicated over tp, one or any number of equal ones.
         info: Which parameter it is.
+        ep_size: Number of parts along ``info.ep_dim``; divides the number of shards.
 
     Returns:
         The full parameter, a new tensor; for a replicated parameter a copy of the first shard.
@@ -133,13 +234,18 @@ def unshard(shards: Sequence[Tensor], info: ParamInfo) -> Tensor:
     """
     if not shards:
         raise ValueError(f"{info.name}: no shards to join")
-    local_shape = info.local_shape(len(shards))
+    if ep_size < 1 or len(shards) % ep_size:
+        raise ValueError(f"{info.name}: {len(shards)} shards are not a multiple of ep={ep_size}")
+    tp_size = len(shards) // ep_size
+    local_shape = info.local_shape(tp_size, ep_size=ep_size)
     for position, part in enumerate(shards):
         if tuple(part.shape) != local_shape:
             raise ValueError(
                 f"{info.name}: shard {position} of {len(shards)} has shape {tuple(part.shape)}, "
                 f"expected {local_shape}"
             )
-    if info.tp_dim is None:
-        return shards[0].clone(memory_format=torch.contiguous_format)
-    return torch.cat(list(shards), dim=info.tp_dim)
+    rows = [list(shards[start : start + tp_size]) for start in range(0, len(shards), tp_size)]
+    joined = [row[0] if info.tp_dim is None else torch.cat(row, dim=info.tp_dim) for row in rows]
+    if info.ep_dim is None:
+        return joined[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(joined, dim=info.ep_dim)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.params import ParamInfo, shard, unshard
+from megacore.parallel.params import ParamInfo, ShardPosition, shard, unshard
 
 
 @given(
@@ -21,6 +21,34 @@ def test_unshard_undoes_shard(tp: int, tp_dim: int | None, sizes: tuple[int, int
     parts = [shard(full, info, tp_position=t, tp_size=tp) for t in range(tp)]
     assert all(tuple(p.shape) == info.local_shape(tp) and p.is_contiguous() for p in parts)
     assert torch.equal(unshard(parts, info), full)
+
+
+@given(
+    tp=st.sampled_from([1, 2, 3]),
+    ep=st.sampled_from([1, 2, 4]),
+    tp_dim=st.sampled_from([None, 0, 2]),
+    ep_dim=st.sampled_from([None, 1]),
+)
+def test_unshard_joins_parts_over_tp_and_ep(
+    tp: int, ep: int, tp_dim: int | None, ep_dim: int | None
+) -> None:
+    shape = tuple(2 * (tp if dim == tp_dim else ep if dim == ep_dim else 1) for dim in range(3))
+    info = ParamInfo(name="w", full_shape=shape, tp_dim=tp_dim, ep_dim=ep_dim, expert=True)
+    full = torch.arange(torch.Size(shape).numel()).view(shape)
+    boxes = [
+        ShardPosition(tp_position=t, tp_size=tp, ep_position=e, ep_size=ep)
+        for e in range(ep)
+        for t in range(tp)
+    ]
+    assert [box.index for box in boxes] == list(range(tp * ep))
+    parts = [shard(full, info, **vars(box)) for box in boxes]
+    assert torch.equal(unshard(parts, info, ep_size=ep), full)
+    for box, part in zip(boxes, parts, strict=True):
+        where = tuple(
+            slice(start, start + length)
+            for start, length in zip(box.offsets(info), part.shape, strict=True)
+        )
+        assert torch.equal(full[where], part)
 
 
 def test_shard_does_not_share_memory_with_the_full_parameter() -> None:
@@ -42,6 +70,9 @@ def test_a_split_that_does_not_divide_names_the_parameter_and_the_rule() -> None
         ({"full_shape": (2,), "tp_dim": 1}, "tp_dim=1 is no dimension"),
         ({"full_shape": (2,), "tp_dim": 0, "sequence_parallel": True}, "replicated"),
         ({"full_shape": (2,), "tp_dim": None, "is_shared_copy": True}, "shared set"),
+        ({"full_shape": (2,), "tp_dim": None, "ep_dim": 1, "expert": True}, "ep_dim=1 is no dim"),
+        ({"full_shape": (2,), "tp_dim": None, "ep_dim": 0}, "for experts"),
+        ({"full_shape": (2,), "tp_dim": 0, "ep_dim": 0, "expert": True}, "differs from"),
     ],
 )
 def test_contradicting_descriptions_are_refused(fields: dict[str, object], message: str) -> None:
@@ -57,6 +88,8 @@ def test_shards_of_a_wrong_shape_are_refused() -> None:
         unshard([], info)
     with pytest.raises(ValueError, match="expected"):
         shard(torch.zeros(2, 4), info, tp_position=0, tp_size=1)
+    with pytest.raises(ValueError, match="not a multiple of ep=2"):
+        unshard([torch.zeros(4, 2)] * 3, info, ep_size=2)
     with pytest.raises(ValueError, match="tp_position=2"):
         shard(torch.zeros(4, 2), info, tp_position=2, tp_size=2)
 
