@@ -81,6 +81,13 @@ LAYOUTS = {
             "pipeline.num_chunks": 2,
         },
     ),
+    "cp2": (2, {"parallel.cp": 2}),
+    "tp2 cp2 sequence parallel": (
+        4,
+        {"parallel.tp": 2, "parallel.cp": 2, "parallel.sequence_parallel": True},
+    ),
+    "cp2 pp2": (4, {"parallel.cp": 2, "parallel.pp": 2}),
+    "cp4": (4, {"parallel.cp": 4}),
     "pp2 dp2, pp before dp": (4, {"parallel.pp": 2, "parallel.order": "tp-pp-dp"}),
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config.base import filled, nearest_divisors, nearest_multiples
-from megacore.config.layers import layers_fit, nearest_fits
+from megacore.config.layers import layers_fit, layers_of_stages, nearest_fits
 from megacore.config.load import join_problems
 from megacore.config.sections import AXES, Config
 from megacore.errors import ConfigError
@@ -130,11 +130,10 @@ class _Problems:
 
 
 def _check_available(problems: _Problems, config: Config) -> None:
-    for key in ("cp", "ep"):
-        if getattr(config.parallel, key) > 1:
-            problems.add(
-                f"{problems.shown(f'parallel.{key}')} is not yet available in training; set it to 1"
-            )
+    if config.parallel.ep > 1:
+        problems.add(
+            f"{problems.shown('parallel.ep')} is not yet available in training; set it to 1"
+        )
     if config.parallel.etp not in (1, config.parallel.tp):
         problems.add(
             f"{problems.shown('parallel.etp')} is not yet available in training; leave it out"
@@ -197,6 +196,21 @@ def _check_model_fits_tp(problems: _Problems, config: Config) -> None:
             )
 
 
+def _check_sequence_fits_cp(problems: _Problems, config: Config) -> None:
+    """Context parallelism cuts a sequence into two slices per rank, to balance causal attention."""
+    parallel, length = config.parallel, config.model.seq_length
+    slices = parallel.tp if parallel.sequence_parallel else 1
+    unit = 2 * parallel.cp * slices
+    if parallel.cp > 1 and length % unit:
+        factors = f"2 * {problems.shown('parallel.cp')}" + (
+            f" * {problems.shown('parallel.tp')}" if slices > 1 else ""
+        )
+        problems.add(
+            f"{problems.shown('model.seq_length')} is not a multiple of {factors} = {unit}, the "
+            f"slices of a sequence; nearest seq_length: {nearest_multiples(length, unit)}"
+        )
+
+
 def _check_pipeline(problems: _Problems, config: Config) -> None:
     pipeline, pp = config.pipeline, config.parallel.pp
     interleaved = pipeline.schedule == "interleaved_1f1b"
@@ -220,6 +234,9 @@ def _check_pipeline(problems: _Problems, config: Config) -> None:
 
 def _check_layers(problems: _Problems, config: Config) -> None:
     pipeline, pp, layers = config.pipeline, config.parallel.pp, config.model.num_layers
+    if pipeline.layout is not None:
+        _check_pipeline_layout(problems, config)
+        return
     stages = pp * pipeline.num_chunks
     units = layers + pipeline.account_for_embedding + pipeline.account_for_loss
     if stages > units:
@@ -249,6 +266,13 @@ def _check_layers(problems: _Problems, config: Config) -> None:
             f"{', '.join(settings)}: all stages but those of first_layers and last_layers hold "
             f"equally many{nearest}"
         )
+
+
+def _check_pipeline_layout(problems: _Problems, config: Config) -> None:
+    try:
+        layers_of_stages(config)
+    except ValueError as error:
+        problems.add(f"pipeline.layout ({config.origin('pipeline.layout')}): {error}")
 
 
 def _check_batch(problems: _Problems, config: Config) -> None:
@@ -308,6 +332,7 @@ _CHECKS: tuple[Callable[[_Problems, Config], None], ...] = (
     _check_available,
     _check_layout,
     _check_model_fits_tp,
+    _check_sequence_fits_cp,
     _check_pipeline,
     _check_batch,
     _check_instances,

@@ -7,8 +7,8 @@ N query heads of this rank (a multiple of G).
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
+from megacore.models.context_parallel import causal_attention
 from megacore.models.functional import split_and_rotate
 from megacore.models.layers import ColumnLinear, ModelContext, RowLinear
 
@@ -17,8 +17,8 @@ class Attention(nn.Module):
     """Queries, keys and values from one column-parallel layer; each tp rank owns whole heads.
 
     A key head and the query heads that read it always live on the same rank, so attention itself
-    needs no communication. There is no dropout on attention probabilities: its mask would have
-    ``S * S`` elements per head, and models of today train without it.
+    needs no communication over tp. There is no dropout on attention probabilities: its mask would
+    have ``S * S`` elements per head, and models of today train without it.
     """
 
     def __init__(self, name: str, context: ModelContext) -> None:
@@ -27,6 +27,7 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.num_local_groups = shape.num_kv_heads // context.region.group.size
         self.grouped = shape.q_per_kv > 1
+        self.cp = context.region.cp
         self.qkv = ColumnLinear(f"{name}.qkv", shape.qkv_full_shape, tp_dim=0, context=context)
         self.output = RowLinear(f"{name}.output", shape.hidden, context=context)
 
@@ -35,7 +36,7 @@ class Attention(nn.Module):
 
         Args:
             x_SBH: ``(S[/tp], B, H)``.
-            rotary: Cosines and sines, at least ``(S, D/2)`` each.
+            rotary: Cosines and sines at the positions of these tokens, at least ``(S, D/2)`` each.
 
         Returns:
             ``(S[/tp], B, H)``.
@@ -43,13 +44,6 @@ class Attention(nn.Module):
         qkv_SBX: Tensor = self.qkv(x_SBH)
         qkv_SBGX = qkv_SBX.view(*qkv_SBX.shape[:2], self.num_local_groups, -1)
         q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
-        mixed_BNSD = scaled_dot_product_attention(
-            q_SBND.permute(1, 2, 0, 3),
-            k_SBGD.permute(1, 2, 0, 3),
-            v_SBGD.permute(1, 2, 0, 3),
-            is_causal=True,
-            enable_gqa=self.grouped,
-        )
-        # The kernel keeps the memory order of its input, so this is a view, not a copy.
-        output: Tensor = self.output(mixed_BNSD.permute(2, 0, 1, 3).flatten(2))
+        mixed_SBND = causal_attention(q_SBND, k_SBGD, v_SBGD, group=self.cp, grouped=self.grouped)
+        output: Tensor = self.output(mixed_SBND.flatten(2))
         return output

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megacore.config import Config
+from megacore.config import Config, layers_of_stages
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
 from megacore.parallel.process_groups import ProcessGroups
-from megacore.pipeline import partition_layers
 
 
 def build_chunks(
@@ -31,7 +30,7 @@ def build_chunks(
         ConfigError: If layers or tensor-parallel sizes do not work out.
     """
     pp = groups.pp.size
-    stages = _stages(config, pp)
+    stages = _stages(config)
     chunks: list[GPTChunk] = []
     for stage in range(groups.pp.position, len(stages), pp):
         chunks.append(
@@ -51,18 +50,9 @@ def build_chunks(
     return chunks
 
 
-def _stages(config: Config, pp: int) -> list[range]:
-    pipeline = config.pipeline
+def _stages(config: Config) -> list[range]:
     try:
-        return partition_layers(
-            config.model.num_layers,
-            num_ranks=pp,
-            num_chunks=pipeline.num_chunks,
-            first=pipeline.first_layers,
-            last=pipeline.last_layers,
-            account_for_embedding=pipeline.account_for_embedding,
-            account_for_loss=pipeline.account_for_loss,
-        )
+        return layers_of_stages(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

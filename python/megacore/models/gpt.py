@@ -1,7 +1,7 @@
 """A slice of a GPT: some of its layers, perhaps with the embedding or the head.
 
 Shapes: S sequence, B batch, H hidden, V vocabulary. Activations are ``(S, B, H)``, or slices
-``(S/tp, B, H)`` with sequence parallelism.
+``(S/tp, B, H)`` with sequence parallelism; S is a cp rank's share with context parallelism.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GPTChunk(nn.Module):
         super().__init__()
         self.shape = GPTShape.from_config(config)
         self.shape.check_layout(tp=groups.tp.size, sequence_parallel=sequence_parallel)
-        self.region = Region(group=groups.tp, sequence_parallel=sequence_parallel)
+        self.region = Region(group=groups.tp, sequence_parallel=sequence_parallel, cp=groups.cp)
         params = ParamFactory(seed=seed, tp=groups.tp, dtype=dtype, device=torch.device(device))
         context = ModelContext(config=config, shape=self.shape, region=self.region, params=params)
         self.embedding = Embedding(context, with_head=has_head) if has_embedding else None
@@ -104,8 +104,8 @@ class GPTChunk(nn.Module):
             batch: The microbatch, the same on every chunk.
 
         Returns:
-            ``(S[/tp], B, H)``; with the head the scalar mean loss over the microbatch's tokens,
-            float32.
+            ``(S[/tp], B, H)``; with the head the scalar mean loss over the microbatch's tokens, or
+            over those of this cp rank's share, float32.
 
         Raises:
             ValueError: If the input does not belong to this chunk, the sequence is too long or has
@@ -134,10 +134,16 @@ class GPTChunk(nn.Module):
             ``(B, 1, vocab_size)`` with ``last_only``.
 
         Raises:
-            ValueError: As `forward`, or if the chunk has no head.
+            ValueError: As `forward`, or if the chunk has no head or context parallelism splits the
+                sequence.
         """
         if self.head is None:
             raise ValueError("only the chunk with the head has logits")
+        if self.region.cp.size > 1:
+            raise ValueError(
+                f"logits are made for generation, which needs whole sequences on each rank; build "
+                f"the model with cp = 1, not {self.region.cp.size}"
+            )
         return self.head.logits(self._hidden(hidden_SBH, batch), last_only=last_only)
 
     def param_infos(self) -> list[tuple[ParamInfo, nn.Parameter]]:
@@ -151,10 +157,11 @@ class GPTChunk(nn.Module):
                 f"the batch has {sequence} tokens per sample, but the model was made for "
                 f"seq_length = {self.shape.seq_length}"
             )
-        if sequence % self.region.num_slices:
+        if sequence % self.region.sequence_unit:
             raise ValueError(
-                f"sequence parallelism over {self.region.num_slices} ranks must divide the "
-                f"sequence, but it has {sequence} tokens"
+                f"the sequence has {sequence} tokens, but with context parallelism "
+                f"{self.region.cp.size} and sequence parallelism {self.region.num_slices} it must "
+                f"be a multiple of {self.region.sequence_unit}"
             )
         if self.embedding is not None:
             if hidden_SBH is not None:
@@ -164,9 +171,17 @@ class GPTChunk(nn.Module):
             x_SBH = hidden_SBH
         else:
             raise ValueError("a chunk without the embedding takes the output of the chunk before")
+        rotary = self._rotary(sequence)
         for layer in self.layers:
-            x_SBH = layer(x_SBH, (self.cos, self.sin), batch)
+            x_SBH = layer(x_SBH, rotary, batch)
         return x_SBH
+
+    def _rotary(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """Tables at the positions of this rank's tokens."""
+        if self.region.cp.size == 1:
+            return self.cos, self.sin
+        positions = self.region.share_positions(sequence, device=self.cos.device)
+        return self.cos[positions], self.sin[positions]
 
 
 class Embedding(nn.Module):
@@ -181,7 +196,8 @@ class Embedding(nn.Module):
 
     def forward(self, batch: Microbatch) -> Tensor:
         """Tokens ``(B, S)`` to ``(S[/tp], B, H)``."""
-        output: Tensor = self.dropout(self.words(batch.tokens), batch)
+        tokens_BS = self.dropout.region.share(batch.tokens)
+        output: Tensor = self.dropout(self.words(tokens_BS), batch)
         return output
 
 
@@ -209,13 +225,13 @@ class Head(nn.Module):
         self.num_columns = min(max(self.vocab - self.first_column, 0), num_rows)
 
     def forward(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
-        """``(S[/tp], B, H)`` and labels ``(B, S)`` to the mean loss."""
+        """``(S[/tp], B, H)``, labels of whole sequences: the mean loss of this cp rank's share."""
         # A slice of everything would still cost a copy of the gradient.
         padded = self.num_columns < self.weight.shape[0]
         weight_VH = self.weight[: self.num_columns] if padded else self.weight
         return cross_entropy(
             linear(self.region.enter(self.norm(x_SBH)), weight_VH),
-            labels_BS.t(),
+            self.region.share(labels_BS).t(),
             first_column=self.first_column,
             group=self.region.group,
         )

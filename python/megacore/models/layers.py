@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
@@ -142,13 +141,11 @@ class ResidualDropout(nn.Module):
         """``(S[/tp], B, H)`` to the same shape."""
         if not self.training or self.p == 0.0:
             return x_SBH
-        length = x_SBH.shape[0]
-        first = self.region.slice_index * length
         keep_SBH = keep_mask(
             DropoutKey(seed=self.seed, step=batch.step, layer=self.layer, site=self.site),
             p=self.p,
             sample_ids_B=batch.sample_ids,
-            positions_S=torch.arange(first, first + length, device=x_SBH.device),
+            positions_S=self.region.positions(x_SBH.shape[0], device=x_SBH.device),
             num_features=x_SBH.shape[2],
         )
         return dropout(x_SBH, keep_SBH, self.p)

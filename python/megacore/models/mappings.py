@@ -23,7 +23,7 @@ a rank is contiguous and collectives need no copies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatter
 from megacore.parallel.process_groups import Group
+from megacore.parallel.sequence import context_positions
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
@@ -78,10 +79,12 @@ class Region:
     Attributes:
         group: The tp group.
         sequence_parallel: Between regions each rank holds only its slice of the sequence.
+        cp: The cp group. ``S`` below is this cp rank's share of the sequence.
     """
 
     group: Group
     sequence_parallel: bool
+    cp: Group = field(default_factory=Group.solo)
 
     def enter(self, x_SBH: Tensor) -> Tensor:
         """Give every rank the whole sequence: ``(S[/tp], B, H)`` to ``(S, B, H)``."""
@@ -102,6 +105,29 @@ class Region:
     def slice_index(self) -> int:
         """Which of these slices this rank holds."""
         return self.group.position if self.sequence_parallel else 0
+
+    @property
+    def sequence_unit(self) -> int:
+        """The length of a whole sequence must be a multiple of this."""
+        return self.num_slices * (2 * self.cp.size if self.cp.size > 1 else 1)
+
+    def share(self, x_BS: Tensor) -> Tensor:
+        """The columns of ``x``, one per token of the whole sequence, that this cp rank holds."""
+        if self.cp.size == 1:
+            return x_BS
+        return x_BS[:, self.share_positions(x_BS.shape[1], device=x_BS.device)]
+
+    def share_positions(self, seq_length: int, *, device: torch.device) -> Tensor:
+        """Positions in the whole sequence of this cp rank's share, ``(seq_length / cp,)``."""
+        return context_positions(
+            seq_length, cp_size=self.cp.size, position=self.cp.position, device=device
+        )
+
+    def positions(self, num_tokens: int, *, device: torch.device) -> Tensor:
+        """Positions in the whole sequence of the ``num_tokens`` this rank holds between regions."""
+        whole = num_tokens * self.num_slices * self.cp.size
+        share = self.share_positions(whole, device=device)
+        return share.narrow(0, self.slice_index * num_tokens, num_tokens)
 
 
 # ---- collectives with a result -------------------------------------------------------------------

@@ -203,9 +203,10 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
 
 
 def activation_spec(config: Config, device: torch.device) -> ActivationSpec:
-    """What a stage sends on: ``(S, B, H)``, with sequence parallelism ``(S/tp, B, H)``."""
+    """What a stage sends on: ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``."""
     model, parallel = config.model, config.parallel
-    sequence = model.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+    slices = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    sequence = model.seq_length // slices
     return ActivationSpec(
         shape=(sequence, config.train.microbatch_size, model.hidden_size),
         dtype=torch_dtype(config.train.dtype),

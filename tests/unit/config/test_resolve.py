@@ -84,7 +84,12 @@ def test_suggested_layouts_do_fit() -> None:
 @pytest.mark.parametrize(
     ("settings", "world", "expected"),
     [
-        ({"parallel__cp": "2"}, 2, "parallel.cp = 2 (--parallel.cp=2) is not yet available"),
+        (
+            {"parallel__cp": "2", "model__seq_length": "18"},
+            2,
+            "model.seq_length = 18 (--model.seq_length=18) is not a multiple of 2 * parallel.cp = 2 "
+            "(--parallel.cp=2) = 4, the slices of a sequence; nearest seq_length: 16 or 20",
+        ),
         ({"parallel__ep": "2"}, 2, "parallel.ep = 2 (--parallel.ep=2) is not yet available"),
         ({"parallel__etp": "2"}, 2, "parallel.etp = 2 (--parallel.etp=2) is not yet available"),
         (

@@ -1,0 +1,79 @@
+"""Causal attention over a sequence that context parallelism spreads over ranks.
+
+Attention is the only part of the model that looks beyond a rank's share of the sequence (see
+``megacore.parallel.sequence``). It gathers keys and values, which grouped queries keep small; the
+backward pass sums their gradients back to their owners.
+
+Source:
+    Gathering keys and values before attention: Grattafiori et al., "The Llama 3 Herd of Models",
+    arXiv:2407.21783, section 3.3.2.
+
+Shapes: S sequence, B batch, N query heads, G heads of keys and values, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from megacore.models.mappings import all_gather_sequence
+from megacore.parallel.process_groups import Group
+from megacore.parallel.sequence import context_slices
+
+
+def causal_attention(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, group: Group, grouped: bool
+) -> Tensor:
+    """Attention of this rank's queries to the keys of the whole sequence up to each query.
+
+    Args:
+        q_SBND: Queries of this rank's share, ``(S/cp, B, N, D)``.
+        k_SBGD: Keys, ``(S/cp, B, G, D)``.
+        v_SBGD: Values, likewise.
+        group: The cp group.
+        grouped: Whether several query heads share a key head.
+
+    Returns:
+        ``(S/cp, B, N, D)``.
+
+    Sync:
+        One all-gather of keys and values over ``group``, and one reduce-scatter of their gradients
+        in the backward pass; none for a group of one.
+    """
+    if group.size == 1:
+        return _attend(q_SBND, k_SBGD, v_SBGD, grouped=grouped)
+    keys_values = all_gather_sequence(torch.stack((k_SBGD, v_SBGD), dim=1), group)
+    k_all, v_all = _in_order(keys_values, group.size).unbind(1)
+    length = q_SBND.shape[0] // 2
+    mixed = []
+    for queries, index in zip(
+        q_SBND.chunk(2), context_slices(group.size, group.position), strict=True
+    ):
+        end = (index + 1) * length
+        mixed.append(_attend(queries, k_all[:end], v_all[:end], grouped=grouped))
+    return torch.cat(mixed)
+
+
+def _attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, grouped: bool) -> Tensor:
+    """Causal attention where the last query sits at the last key."""
+    num_queries, num_keys = q_SBND.shape[0], k_SBGD.shape[0]
+    is_square = num_queries == num_keys
+    mixed_BNSD = scaled_dot_product_attention(
+        q_SBND.permute(1, 2, 0, 3),
+        k_SBGD.permute(1, 2, 0, 3),
+        v_SBGD.permute(1, 2, 0, 3),
+        attn_mask=None if is_square else causal_lower_right(num_queries, num_keys),
+        is_causal=is_square,
+        enable_gqa=grouped,
+    )
+    # The kernel keeps the memory order of its input, so this is a view, not a copy.
+    return mixed_BNSD.permute(2, 0, 1, 3)
+
+
+def _in_order(gathered: Tensor, cp_size: int) -> Tensor:
+    """Bring the shares of all ranks, one behind the other, into the order of the sequence."""
+    slices = gathered.chunk(2 * cp_size)
+    held = [index for position in range(cp_size) for index in context_slices(cp_size, position)]
+    return torch.cat([slices[held.index(index)] for index in range(2 * cp_size)])
