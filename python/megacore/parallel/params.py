@@ -25,8 +25,8 @@ class ParamInfo:
     Attributes:
         name: Global name, the same for every layout, e.g. ``"layers.3.attention.qkv"``.
         full_shape: Shape of the whole parameter.
-        tp_dim: Dimension that tensor parallelism splits (etp for experts); ``None`` if every tp rank
-            holds it all.
+        tp_dim: Dimension that tensor parallelism splits (etp for experts); ``None`` if every tp
+            rank holds it all.
         sequence_parallel: The parameter is replicated over tp, but each tp rank saw only its
             slice of the sequence, so its gradient is a part that must be summed over tp.
         weight_decay: Whether the optimizer decays it (matrices yes, norm weights no).
