@@ -67,7 +67,8 @@ def document() -> str:
         parts.append("| key | values | default | meaning |\n| --- | --- | --- | --- |\n")
         for key, info in cls.model_fields.items():
             cells = (f"`{key}`", _values(info), _default(info), info.description or "")
-            parts.append(f"| {' | '.join(cells)} |\n")
+            row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+            parts.append(f"| {row} |\n")
     return "".join(parts)
 
 

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -168,7 +169,9 @@ void bind_generators(py::module_& module) {
          std::optional<int> first,
          std::optional<int> last,
          bool account_for_embedding,
-         bool account_for_loss) {
+         bool account_for_loss,
+         bool is_v,
+         std::optional<std::string> layout) {
         std::vector<std::tuple<int, int>> ranges;
         for (const LayerRange& range :
              partition_layers({.num_layers = num_layers,
@@ -177,7 +180,9 @@ void bind_generators(py::module_& module) {
                                .first = first,
                                .last = last,
                                .account_for_embedding = account_for_embedding,
-                               .account_for_loss = account_for_loss})) {
+                               .account_for_loss = account_for_loss,
+                               .is_v = is_v,
+                               .layout = std::move(layout)})) {
           ranges.emplace_back(range.begin, range.end);
         }
         return ranges;
@@ -189,7 +194,9 @@ void bind_generators(py::module_& module) {
       "first"_a,
       "last"_a,
       "account_for_embedding"_a,
-      "account_for_loss"_a);
+      "account_for_loss"_a,
+      "is_v"_a,
+      "layout"_a);
 }
 
 // One field of every step, in order.

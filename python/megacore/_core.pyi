@@ -283,6 +283,8 @@ def partition_layers(
     last: int | None,
     account_for_embedding: bool,
     account_for_loss: bool,
+    is_v: bool,
+    layout: str | None,
 ) -> list[tuple[int, int]]: ...
 def programs_from_actions(
     schedule: Schedule, rows: Sequence[Sequence[Action]]

@@ -1,9 +1,13 @@
 #include "megacore/pipeline/partition.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <numeric>
 #include <string>
+#include <utility>
 
 #include "megacore/base/check.h"
+#include "megacore/pipeline/layer_layout.h"
 
 namespace megacore::pipeline {
 namespace {
@@ -95,7 +99,8 @@ Attempt split_around_ends(const PartitionShape& s) {
   }
   Attempt attempt;
   for (int chunk = 0; chunk < s.num_chunks; ++chunk) {
-    for (int rank = 0; rank < s.num_ranks; ++rank) {
+    for (int position = 0; position < s.num_ranks; ++position) {
+      const int rank = s.is_v && chunk == 1 ? s.num_ranks - 1 - position : position;
       const bool is_first = rank == 0 && s.first;
       const bool is_last = rank == s.num_ranks - 1 && s.last;
       attempt.layers.push_back(is_first  ? *s.first / s.num_chunks
@@ -139,7 +144,7 @@ std::string nearest_settings(const PartitionShape& s) {
     other.num_ranks = value;
     return other;
   });
-  if (s.num_chunks > 1) {
+  if (s.num_chunks > 1 && !s.is_v) {
     text += nearest("num_chunks", s.num_chunks, s.num_layers + 2, [&](int value) {
       PartitionShape other = s;
       other.num_chunks = value;
@@ -173,9 +178,48 @@ std::string nearest_settings(const PartitionShape& s) {
   return without + "nearest legal: " + layers.substr(2);
 }
 
-}  // namespace
+std::string counted(int count, const char* noun) {
+  return concat(count, " ", noun, count == 1 ? "" : "s");
+}
 
-std::vector<LayerRange> partition_layers(const PartitionShape& shape) {
+std::vector<int> split_by_layout(const PartitionShape& s) {
+  MC_REQUIRE(!s.first && !s.last && !s.account_for_embedding && !s.account_for_loss,
+             "layout says where every layer goes; leave out first, last and account_for_*");
+  std::vector<int> layers = layers_of_layout(*s.layout);
+  const int num_stages = s.num_ranks * s.num_chunks;
+  const int found = static_cast<int>(layers.size());
+  if (found != num_stages) {
+    const std::string chunks =
+        found % s.num_ranks == 0
+            ? concat("; with ", found / s.num_ranks, " chunks per rank it would fit")
+            : std::string();
+    throw std::invalid_argument(concat("layout \"",
+                                       *s.layout,
+                                       "\" has ",
+                                       counted(found, "stage"),
+                                       ", but ",
+                                       counted(s.num_ranks, "rank"),
+                                       per_chunk(s.num_chunks),
+                                       " make ",
+                                       num_stages,
+                                       chunks));
+  }
+  const int total = std::accumulate(layers.begin(), layers.end(), 0);
+  MC_REQUIRE(total == s.num_layers,
+             "layout \"",
+             *s.layout,
+             "\" has ",
+             counted(total, "layer"),
+             " (t), but num_layers is ",
+             s.num_layers,
+             total < s.num_layers ? "; add " : "; take away ",
+             std::abs(s.num_layers - total),
+             ", or set num_layers to ",
+             total);
+  return layers;
+}
+
+void check_sizes(const PartitionShape& shape) {
   MC_REQUIRE(shape.num_layers >= 1 && shape.num_layers <= kMaxSize,
              "num_layers is ",
              shape.num_layers,
@@ -191,12 +235,25 @@ std::vector<LayerRange> partition_layers(const PartitionShape& shape) {
              shape.num_chunks,
              "; it must be in 1..",
              kMaxSize);
-  const Attempt attempt = attempt_split(shape);
-  MC_REQUIRE(attempt.failure.empty(), attempt.failure, nearest_settings(shape));
+  MC_REQUIRE(
+      !shape.is_v || shape.num_chunks == 2, "a V has 2 chunks per rank, not ", shape.num_chunks);
+}
 
+}  // namespace
+
+std::vector<LayerRange> partition_layers(const PartitionShape& shape) {
+  check_sizes(shape);
+  std::vector<int> layers_of_stage;
+  if (shape.layout) {
+    layers_of_stage = split_by_layout(shape);
+  } else {
+    Attempt attempt = attempt_split(shape);
+    MC_REQUIRE(attempt.failure.empty(), attempt.failure, nearest_settings(shape));
+    layers_of_stage = std::move(attempt.layers);
+  }
   std::vector<LayerRange> ranges;
   int begin = 0;
-  for (const int layers : attempt.layers) {
+  for (const int layers : layers_of_stage) {
     ranges.push_back({begin, begin + layers});
     begin += layers;
   }

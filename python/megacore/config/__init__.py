@@ -6,6 +6,7 @@ All mistakes of a configuration are reported at once, each with its place and th
 from __future__ import annotations
 
 from megacore.config.base import filled
+from megacore.config.layers import layers_of_stages
 from megacore.config.load import (
     config_from_values,
     config_to_toml,
@@ -44,6 +45,7 @@ __all__ = [
     "config_to_toml",
     "did_you_mean",
     "filled",
+    "layers_of_stages",
     "load_config",
     "resolve",
     "section_classes",

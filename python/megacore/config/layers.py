@@ -7,26 +7,57 @@ from collections.abc import Callable, Iterable
 from megacore.config.sections import Config
 
 
+def layers_of_stages(config: Config) -> list[range]:
+    """Return the layers of each pipeline stage.
+
+    Raises:
+        ValueError: If the layers cannot be dealt like this; the message names what can.
+
+    Example:
+        >>> layers_of_stages(Config())
+        [range(0, 4)]
+    """
+    from megacore._core import partition_layers
+
+    pipeline = config.pipeline
+    ranges = partition_layers(
+        config.model.num_layers,
+        num_ranks=config.parallel.pp,
+        num_chunks=pipeline.num_chunks,
+        first=pipeline.first_layers,
+        last=pipeline.last_layers,
+        account_for_embedding=pipeline.account_for_embedding,
+        account_for_loss=pipeline.account_for_loss,
+        is_v=_is_v(config),
+        layout=pipeline.layout,
+    )
+    return [range(begin, end) for begin, end in ranges]
+
+
+def stages_of_ranks(config: Config) -> list[list[int]]:
+    """Return the stages that each pipeline rank holds, in chunk order."""
+    pp, num_stages = config.parallel.pp, config.parallel.pp * config.pipeline.num_chunks
+    if _is_v(config):
+        return [[rank, num_stages - 1 - rank] for rank in range(pp)]
+    return [list(range(rank, num_stages, pp)) for rank in range(pp)]
+
+
+def _is_v(config: Config) -> bool:
+    from megacore._core import schedule_catalog
+
+    placements = {info.name: info.placement for info in schedule_catalog()}
+    return placements.get(config.pipeline.schedule) == "v"
+
+
 def layers_fit(config: Config) -> bool:
-    """Whether every stage but those of fixed ends gets equally many layers.
+    """Whether the layers can be dealt to the stages.
 
     Example:
         >>> layers_fit(Config())
         True
     """
-    from megacore._core import partition_layers
-
-    pipeline = config.pipeline
     try:
-        partition_layers(
-            config.model.num_layers,
-            num_ranks=config.parallel.pp,
-            num_chunks=pipeline.num_chunks,
-            first=pipeline.first_layers,
-            last=pipeline.last_layers,
-            account_for_embedding=pipeline.account_for_embedding,
-            account_for_loss=pipeline.account_for_loss,
-        )
+        layers_of_stages(config)
     except ValueError:
         return False
     return True

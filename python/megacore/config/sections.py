@@ -189,6 +189,12 @@ class PipelineConfig(Section):
         default=False,
         description="Count the output layer and loss as one layer when layers are dealt out.",
     )
+    layout: str | None = Field(
+        default=None,
+        description="All stages as a text, instead of the four settings before: `E` embedding, `t` "
+        "layer, `L` output layer and loss, `|` next stage, `x*3`, `( )`; as in `Et|(tt|)*2tL`. "
+        "Default: layers are dealt evenly.",
+    )
 
 
 class OptimizerConfig(Section):

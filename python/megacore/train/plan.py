@@ -10,13 +10,12 @@ import math
 from dataclasses import dataclass
 
 from megacore.buffers import BufferPlan, buffer_kind, plan_buckets
-from megacore.config import Config
+from megacore.config import Config, layers_of_stages
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
 from megacore.optim import MemoryRow, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
-from megacore.pipeline import partition_layers
 from megacore.train.trainer import make_topology, train_schedule
 
 FLOAT32_BYTES = 4
@@ -127,20 +126,6 @@ def check_plan(config: Config, world_size: int) -> None:
         train_schedule(config, world_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def layers_of_stages(config: Config) -> list[range]:
-    """The layers of each pipeline stage."""
-    pipeline = config.pipeline
-    return partition_layers(
-        config.model.num_layers,
-        num_ranks=config.parallel.pp,
-        num_chunks=pipeline.num_chunks,
-        first=pipeline.first_layers,
-        last=pipeline.last_layers,
-        account_for_embedding=pipeline.account_for_embedding,
-        account_for_loss=pipeline.account_for_loss,
-    )
 
 
 def _param_infos(config: Config, stages: list[range], mine: range) -> list[ParamInfo]:

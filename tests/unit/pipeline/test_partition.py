@@ -104,3 +104,35 @@ def test_uneven_ends() -> None:
 def test_errors_say_value_rule_and_remedy(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         split(settings)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_a_layout_is_read_back(layers: list[int], random: Any) -> None:
+    parts = [
+        random.choice(["t" * n, f"t*{n}" if n else "", f"(t)*{n}," if n else " "]) for n in layers
+    ]
+    layout = "E" + "|".join(parts) + "L"
+    if sum(layers) == 0:
+        return
+    stages = partition_layers(sum(layers), num_ranks=len(layers), layout=layout)
+    assert [len(stage) for stage in stages] == layers
+    assert [layer for stage in stages for layer in stage] == list(range(sum(layers)))
+
+
+@given(st.text(alphabet="EtmL|*()0123456789, x", max_size=30))
+def test_any_layout_is_read_or_refused_with_a_sentence(layout: str) -> None:
+    try:
+        stages = partition_layers(4, num_ranks=2, layout=layout)
+    except ValueError as error:
+        sentence = str(error)
+    else:
+        assert sum(map(len, stages)) == 4
+        return
+    assert sentence.startswith('layout "')
+
+
+def test_first_and_last_follow_the_placement() -> None:
+    stages = partition_layers(14, num_ranks=3, num_chunks=2, first=4, last=2, placement="v")
+    assert [len(stage) for stage in stages] == [2, 4, 1, 1, 4, 2]
+    with pytest.raises(ValueError, match="placement is 'w'; it must be 'loop' or 'v'"):
+        partition_layers(4, num_ranks=2, placement="w")  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+#include "megacore/pipeline/layer_layout.h"
+
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "megacore/pipeline/partition.h"
+
+namespace megacore::pipeline {
+namespace {
+
+using Layers = std::vector<int>;
+
+std::string error_of(const std::string& text) {
+  try {
+    layers_of_layout(text);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(LayerLayout, CountsLayersPerStage) {
+  EXPECT_EQ(layers_of_layout("EtL"), (Layers{1}));
+  EXPECT_EQ(layers_of_layout("EL"), (Layers{0}));
+  EXPECT_EQ(layers_of_layout("Et|tt||L"), (Layers{1, 2, 0, 0}));
+  EXPECT_EQ(layers_of_layout("E t*3 | (tt|)*2, L"), (Layers{3, 2, 2, 0}));
+  EXPECT_EQ(layers_of_layout("Et|*3tL"), (Layers{1, 0, 0, 1}));
+  EXPECT_EQ(layers_of_layout("E(t|(tt)*2|)*2(tL)"), (Layers{1, 4, 1, 4, 1}));
+  EXPECT_EQ(layers_of_layout("Et * 2 | t , L"), (Layers{2, 1}));
+}
+
+TEST(LayerLayout, ReadsTheLayoutOfA61LayerModel) {
+  const Layers layers = layers_of_layout("Et*3|(tt|)*29,|L");
+  ASSERT_EQ(layers.size(), 32u);
+  EXPECT_EQ(layers[0], 3);
+  for (size_t stage = 1; stage < 30; ++stage) EXPECT_EQ(layers[stage], 2);
+  EXPECT_EQ(layers[30], 0);
+  EXPECT_EQ(layers[31], 0);
+}
+
+TEST(LayerLayout, MarksTheOffendingCharacter) {
+  EXPECT_EQ(error_of("Ett|xL"),
+            "layout \"Ett|>x<L\": unknown; use E (embedding), t (layer), L (loss), | (next stage), "
+            "x*3 and ( )");
+  EXPECT_EQ(error_of("Et*|L"), "layout \"Et>*<|L\": a number must follow '*'");
+  EXPECT_EQ(error_of("E*2tL"), "layout \">E<*2tL\": E may stand at the very start only, once");
+  EXPECT_EQ(error_of("Et*0L"), "layout \"Et>*<0L\": repeat at least once");
+  EXPECT_EQ(error_of("*3EtL"), "layout \">*<3EtL\": '*' must follow what it repeats");
+  EXPECT_EQ(error_of("E(tt|L"), "layout \"E>(<tt|L\": this '(' is not closed");
+  EXPECT_EQ(error_of("Et)|L"), "layout \"Et>)<|L\": this ')' closes no '('");
+  EXPECT_EQ(error_of("tt|tL"), "layout \">t<t|tL\": a layout begins with E, the embedding");
+  EXPECT_EQ(error_of("Et|tL|"),
+            "layout \"Et|tL>|<\": a layout ends with L, the output layer and loss");
+  EXPECT_EQ(error_of("EtL|tL"), "layout \"Et>L<|tL\": L may stand at the very end only, once");
+  EXPECT_EQ(error_of("Et|EtL"), "layout \"Et|>E<tL\": E may stand at the very start only, once");
+  EXPECT_EQ(error_of(""), "layout \"><\": it is empty; the shortest is \"EtL\"");
+  EXPECT_EQ(
+      error_of("Et*3|(tt|)*29,m|L"),
+      "layout \"Et*3|(tt|)*29,>m<|L\": m is a layer for multi-token prediction, and the model "
+      "has no such head; leave it out");
+}
+
+TEST(LayerLayout, BoundsWhatATextCanGrowTo) {
+  EXPECT_NE(error_of("Et*99999999999999999999L").find("repeat at most"), std::string::npos);
+  EXPECT_NE(error_of("E(((t*1000)*1000)*1000)L").find("more than"), std::string::npos);
+  EXPECT_NE(error_of("Et*60000t*60000L").find("more than"), std::string::npos);
+  EXPECT_NE(error_of("E" + std::string(100000, '(') + "t").find("nested"), std::string::npos);
+}
+
+std::string partition_error(const PartitionShape& shape) {
+  try {
+    partition_layers(shape);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(LayerLayout, TheTotalAlwaysCounts) {
+  const std::vector<LayerRange> expected = {{0, 1}, {1, 4}};
+  EXPECT_EQ(partition_layers({.num_layers = 4, .num_ranks = 2, .layout = "Et|tttL"}), expected);
+  EXPECT_EQ(
+      partition_error({.num_layers = 5, .num_ranks = 2, .layout = "Et|tttL"}),
+      "layout \"Et|tttL\" has 4 layers (t), but num_layers is 5; add 1, or set num_layers to 4");
+  EXPECT_EQ(
+      partition_error({.num_layers = 1, .num_ranks = 2, .layout = "Et|tttL"}),
+      "layout \"Et|tttL\" has 4 layers (t), but num_layers is 1; take away 3, or set num_layers "
+      "to 4");
+  EXPECT_EQ(
+      partition_error({.num_layers = 4, .num_ranks = 2, .layout = "Et|t|t|tL"}),
+      "layout \"Et|t|t|tL\" has 4 stages, but 2 ranks make 2; with 2 chunks per rank it would "
+      "fit");
+  EXPECT_EQ(
+      partition_error({.num_layers = 4, .num_ranks = 3, .num_chunks = 2, .layout = "Et|tttL"}),
+      "layout \"Et|tttL\" has 2 stages, but 3 ranks, 2 chunks each make 6");
+  EXPECT_EQ(partition_error({.num_layers = 4, .num_ranks = 2, .first = 1, .layout = "Et|tttL"}),
+            "layout says where every layer goes; leave out first, last and account_for_*");
+}
+
+TEST(LayerLayout, FirstAndLastFollowAV) {
+  const PartitionShape shape{
+      .num_layers = 14, .num_ranks = 3, .num_chunks = 2, .first = 4, .last = 2, .is_v = true};
+  Layers counts;
+  for (const LayerRange& range : partition_layers(shape)) counts.push_back(range.end - range.begin);
+  EXPECT_EQ(counts, (Layers{2, 4, 1, 1, 4, 2}));
+  EXPECT_NE(partition_error({.num_layers = 4, .num_ranks = 2, .is_v = true}).find("2 chunks"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace megacore::pipeline
