@@ -45,6 +45,10 @@ class ParamGradBuffer:
     parameter, a hook adds its gradient to its ``main_grad``, a view of ``grad_data``, and frees
     ``param.grad``; so microbatches accumulate in ``grad_dtype`` whatever the parameter's dtype.
 
+    An operation may also add to ``param.main_grad`` itself and return no gradient (see
+    :func:`megacore.ops.grouped_gemm`): a backward pass that reaches a parameter without a gradient
+    counts as that.
+
     Life of a step: :meth:`zero_grads`, forward and backward passes, :meth:`reduce_scatter_grads`
     (the own slice of each bucket then holds the mean over ``dp_group``), an optimizer that updates
     the own slices of ``param_data``, :meth:`all_gather_params`.
@@ -257,6 +261,7 @@ class ParamGradBuffer:
         home.copy_(param.data)
         param.data = home
         param.grad = None
+        param.main_grad = self.main_grad(index)  # type: ignore[attr-defined]
         hook = _accumulate_into(self.main_grad(index), self._has_grad, index, self._on_grad)
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return handle
@@ -335,12 +340,13 @@ def _accumulate_into(
 ) -> Callable[[Tensor], None]:
     # The hook holds no reference to the parameter or the buffer, so it makes no reference cycle.
     def accumulate(param: Tensor) -> None:
+        # Without a gradient, the operation has added to main_grad itself.
         if param.grad is not None:
             main_grad.add_(param.grad)
             param.grad = None
-            has_grad[index] = True
-            for callback in callbacks:
-                callback(index)
+        has_grad[index] = True
+        for callback in callbacks:
+            callback(index)
 
     return accumulate
 

@@ -36,3 +36,35 @@ def cuda_kernels() -> ModuleType:
             "on PATH (MEGACORE_CUDA=ON turns a missing compiler into an error)"
         )
     return _CUDA
+
+
+# Last: the modules below take the functions above from here.
+from megacore.ops.activations import gelu, swiglu  # noqa: E402
+from megacore.ops.gemm import grouped_gemm, main_grad_of  # noqa: E402
+from megacore.ops.permutation import (  # noqa: E402
+    Permuted,
+    collect_rows,
+    permute_probs,
+    permute_tokens,
+    sort_by_expert,
+    spread_rows,
+    unpermute_tokens,
+)
+from megacore.ops.topk import top_k  # noqa: E402
+
+__all__ = [
+    "Permuted",
+    "collect_rows",
+    "cuda_kernels",
+    "gelu",
+    "grouped_gemm",
+    "has_cuda_kernels",
+    "main_grad_of",
+    "permute_probs",
+    "permute_tokens",
+    "sort_by_expert",
+    "spread_rows",
+    "swiglu",
+    "top_k",
+    "unpermute_tokens",
+]

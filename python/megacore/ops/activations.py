@@ -1,0 +1,186 @@
+"""Activations of experts, times the routing weight of each row.
+
+Shapes: M rows, F inner width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops.library import define_gradient, define_op, describe
+
+
+def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
+    """``probs * silu(gate) * up`` of ``x = [gate, up]``: ``(M, 2F)`` to ``(M, F)``.
+
+    Args:
+        x: ``(M, 2F)``; computed in float32 if narrower, and rounded once.
+        probs: Weight of each row, ``(M,)``, float32. Default: all one.
+
+    Returns:
+        ``(M, F)``, dtype of ``x``.
+
+    Raises:
+        ValueError: If shapes do not fit.
+
+    Source:
+        Shazeer, arXiv:2002.05202.
+
+    Example:
+        >>> swiglu(torch.tensor([[0.0, 100.0, 5.0, 5.0]]), torch.tensor([2.0])).tolist()
+        [[0.0, 1000.0]]
+    """
+    _check(x, probs, factor=2)
+    result: Tensor = _swiglu(x, probs)
+    return result
+
+
+def gelu(x: Tensor, probs: Tensor | None = None) -> Tensor:
+    """The tanh form of GELU times the weight of each row: ``(M, F)`` to ``(M, F)``.
+
+    Args:
+        x: ``(M, F)``; computed in float32 if narrower, and rounded once.
+        probs: Weight of each row, ``(M,)``, float32. Default: all one.
+
+    Returns:
+        ``(M, F)``, dtype of ``x``.
+
+    Raises:
+        ValueError: If shapes do not fit.
+
+    Source:
+        Hendrycks and Gimpel, arXiv:1606.08415.
+
+    Example:
+        >>> gelu(torch.tensor([[0.0, 100.0]]), torch.tensor([0.5])).tolist()
+        [[0.0, 50.0]]
+    """
+    _check(x, probs, factor=1)
+    result: Tensor = _gelu(x, probs)
+    return result
+
+
+def swiglu_reference(x: Tensor, probs: Tensor | None = None) -> Tensor:
+    """Do what :func:`swiglu` does, with torch operations and their autograd, on any device."""
+    gate, up = x.to(_wide_dtype(x.dtype)).chunk(2, dim=-1)
+    return _weighted(torch.nn.functional.silu(gate) * up, probs).to(x.dtype)
+
+
+def gelu_reference(x: Tensor, probs: Tensor | None = None) -> Tensor:
+    """Do what :func:`gelu` does, with torch operations and their autograd, on any device."""
+    wide = x.to(_wide_dtype(x.dtype))
+    return _weighted(torch.nn.functional.gelu(wide, approximate="tanh"), probs).to(x.dtype)
+
+
+def _weighted(y: Tensor, probs: Tensor | None) -> Tensor:
+    return y if probs is None else y * probs[:, None]
+
+
+def _swiglu_backward_reference(
+    grad: Tensor, x: Tensor, probs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    wide = _wide_dtype(x.dtype)
+    gate, up = x.to(wide).chunk(2, dim=-1)
+    grad = grad.to(wide)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    grad_probs = _grad_probs(grad, silu * up, probs)
+    grad = _weighted(grad, probs)
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([grad * up * slope, grad * silu], dim=-1).to(x.dtype), grad_probs
+
+
+def _gelu_backward_reference(
+    grad: Tensor, x: Tensor, probs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    wide = x.to(_wide_dtype(x.dtype))
+    grad = grad.to(wide.dtype)
+    # 0.5 * (1 + tanh(u)) is sigmoid(2 u).
+    scale = 2.0 * math.sqrt(2.0 / math.pi)
+    sigmoid = (scale * (wide + 0.044715 * wide**3)).sigmoid()
+    grad_probs = _grad_probs(grad, wide * sigmoid, probs)
+    inner = scale * (1 + 3 * 0.044715 * wide * wide)
+    slope = sigmoid * (1 + wide * (1 - sigmoid) * inner)
+    return (_weighted(grad, probs) * slope).to(x.dtype), grad_probs
+
+
+def _grad_probs(grad: Tensor, y: Tensor, probs: Tensor | None) -> Tensor:
+    return grad.new_zeros(0) if probs is None else (grad * y).sum(-1).to(probs.dtype)
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _check(x: Tensor, probs: Tensor | None, *, factor: int) -> None:
+    if x.dim() != 2 or x.shape[1] % factor != 0:
+        raise ValueError(f"x {describe(x)} must be (M, {factor if factor > 1 else ''}F)")
+    if probs is not None and probs.shape != x.shape[:1]:
+        raise ValueError(f"probs {describe(probs)} must be ({x.shape[0]},), one per row of x")
+
+
+def _backward_fake(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = _wide_dtype(x.dtype)
+    grad_probs = grad.new_empty(0, dtype=wide) if probs is None else torch.empty_like(probs)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), grad_probs
+
+
+def _swiglu_fake(x: Tensor, probs: Tensor | None) -> Tensor:
+    del probs
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+def _gelu_fake(x: Tensor, probs: Tensor | None) -> Tensor:
+    del probs
+    return x.new_empty(x.shape)
+
+
+_swiglu = define_op(
+    "swiglu(Tensor x, Tensor? probs) -> Tensor",
+    cpu=swiglu_reference,
+    cuda=swiglu_reference,
+    fake=_swiglu_fake,
+)
+_swiglu_backward = define_op(
+    "swiglu_backward(Tensor grad, Tensor x, Tensor? probs) -> (Tensor, Tensor)",
+    cpu=_swiglu_backward_reference,
+    cuda=_swiglu_backward_reference,
+    fake=_backward_fake,
+)
+_gelu = define_op(
+    "gelu(Tensor x, Tensor? probs) -> Tensor",
+    cpu=gelu_reference,
+    cuda=gelu_reference,
+    fake=_gelu_fake,
+)
+_gelu_backward = define_op(
+    "gelu_backward(Tensor grad, Tensor x, Tensor? probs) -> (Tensor, Tensor)",
+    cpu=_gelu_backward_reference,
+    cuda=_gelu_backward_reference,
+    fake=_backward_fake,
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_grads(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    x, probs = ctx.saved_tensors
+    grad_x, grad_probs = _swiglu_backward(grad, x, probs)
+    return grad_x, None if probs is None else grad_probs
+
+
+def _gelu_grads(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    x, probs = ctx.saved_tensors
+    grad_x, grad_probs = _gelu_backward(grad, x, probs)
+    return grad_x, None if probs is None else grad_probs
+
+
+define_gradient("swiglu", _swiglu_grads, _setup)
+define_gradient("gelu", _gelu_grads, _setup)

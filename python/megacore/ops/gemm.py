@@ -1,0 +1,252 @@
+"""Grouped matrix product: every expert multiplies its own rows by its own weight.
+
+Shapes: M rows of all experts, E experts, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops.library import define_gradient, define_op, describe
+
+
+def grouped_gemm(
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    *,
+    main_grad: Tensor | None = None,
+    accumulate: bool = True,
+) -> Tensor:
+    """Multiply consecutive groups of rows by one weight each.
+
+    ``y[rows of e] = x[rows of e] @ w[e].T``. The rows of expert 0 come first, then those of expert
+    1, and so on. Rows beyond ``sum(m_splits)`` belong to nobody: they are not read, and they are
+    zero in the result and in the gradient of ``x``. Sums are formed in float32 for narrower dtypes.
+
+    **Where the weight's gradient goes.** Without ``main_grad`` it is returned to autograd like any
+    other. With it, the backward pass adds the gradient to ``main_grad`` in float32, and autograd
+    gets none. Autograd still visits a leaf ``w`` when all its gradients are there and runs its
+    post-accumulate hooks, with ``w.grad`` as it was. A gradient buffer takes a visit without a
+    gradient as the report that ``main_grad`` is ready; :class:`megacore.buffers.ParamGradBuffer`
+    does so. It also gives each parameter its ``main_grad``, see :func:`main_grad_of`.
+
+    Args:
+        x: Rows in expert order, ``(M, K)``.
+        w: One weight per expert, ``(E, N, K)``, dtype and device of ``x``.
+        m_splits: Rows per expert, ``(E,)``, int64, same device. Zeros are fine.
+        main_grad: Where the gradient of ``w`` goes, ``(E, N, K)``, float32, contiguous.
+        accumulate: Add to ``main_grad``; otherwise overwrite it.
+
+    Returns:
+        ``(M, N)``, dtype of ``x``.
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit, or (on the CPU) if ``m_splits`` has a
+            negative entry or more than M rows in all.
+
+    Sync:
+        None on the CPU. On CUDA the reference copies ``m_splits`` to the host.
+
+    Source:
+        MegaBlocks, arXiv:2211.15841.
+
+    Example:
+        >>> x, w = torch.eye(3), torch.tensor([[[1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0]]])
+        >>> grouped_gemm(x, w, torch.tensor([2, 0])).flatten().tolist()
+        [1.0, 2.0, 0.0]
+    """
+    _check(x, w, m_splits, main_grad)
+    result: Tensor = _grouped_gemm(x, w, m_splits, main_grad, accumulate)
+    return result
+
+
+def grouped_gemm_reference(
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    *,
+    main_grad: Tensor | None = None,
+    accumulate: bool = True,
+) -> Tensor:
+    """Do what :func:`grouped_gemm` does, with one ``torch.mm`` per expert, on any device."""
+    _check(x, w, m_splits, main_grad)
+    result: Tensor = _Reference.apply(x, w, m_splits, main_grad, accumulate)  # type: ignore[no-untyped-call]
+    return result
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """The float32 gradient buffer behind a parameter, for :func:`grouped_gemm`; ``None`` without.
+
+    Example:
+        >>> main_grad_of(torch.nn.Parameter(torch.ones(1))) is None
+        True
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if isinstance(main_grad, Tensor) and main_grad.dtype == torch.float32:
+        return main_grad
+    return None
+
+
+def _check(x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None) -> None:
+    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
+        raise ValueError(
+            f"x {describe(x)} and w {describe(w)} do not fit; expected (M, K) and (E, N, K)"
+        )
+    if x.dtype != w.dtype or x.device != w.device or m_splits.device != x.device:
+        raise ValueError(
+            f"x {describe(x)}, w {describe(w)} and m_splits {describe(m_splits)} must share a "
+            "device, and x and w a dtype"
+        )
+    if m_splits.dtype != torch.int64 or m_splits.shape != w.shape[:1]:
+        raise ValueError(f"m_splits {describe(m_splits)} must be ({w.shape[0]},) int64")
+    if main_grad is not None and (
+        main_grad.dtype != torch.float32
+        or main_grad.shape != w.shape
+        or main_grad.device != w.device
+        or not main_grad.is_contiguous()
+    ):
+        raise ValueError(
+            f"main_grad {describe(main_grad)} must be {tuple(w.shape)} float32 on {w.device}, "
+            "contiguous"
+        )
+
+
+def _groups(m_splits: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
+    """``(expert, first row, end)`` of every expert that has rows."""
+    counts = m_splits.tolist()
+    if any(count < 0 for count in counts) or sum(counts) > num_rows:
+        raise ValueError(
+            f"m_splits {counts} do not fit {num_rows} rows; every entry must be >= 0 and their sum "
+            f"at most {num_rows}"
+        )
+    groups, start = [], 0
+    for expert, count in enumerate(counts):
+        if count:
+            groups.append((expert, start, start + count))
+        start += count
+    return groups
+
+
+def _forward_reference(x: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+    y = x.new_zeros(x.shape[0], w.shape[1])
+    for expert, start, end in _groups(m_splits, x.shape[0]):
+        torch.mm(x[start:end], w[expert].t(), out=y[start:end])
+    return y
+
+
+def _input_grad_reference(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+    grad_x = grad.new_zeros(grad.shape[0], w.shape[2])
+    for expert, start, end in _groups(m_splits, grad.shape[0]):
+        torch.mm(grad[start:end], w[expert], out=grad_x[start:end])
+    return grad_x
+
+
+def _weight_grad_reference_(
+    grad: Tensor, x: Tensor, m_splits: Tensor, out: Tensor, accumulate: bool
+) -> None:
+    if not accumulate:
+        out.zero_()
+    for expert, start, end in _groups(m_splits, x.shape[0]):
+        out[expert].addmm_(grad[start:end].to(out.dtype).t(), x[start:end].to(out.dtype))
+
+
+class _Reference(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None, accumulate: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, w, m_splits)
+        ctx.main_grad, ctx.accumulate = main_grad, accumulate
+        return _forward_reference(x, w, m_splits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, m_splits = ctx.saved_tensors
+        grad_x = _input_grad_reference(grad, w, m_splits) if ctx.needs_input_grad[0] else None
+        grad_w = None
+        if ctx.needs_input_grad[1]:
+            wide = _wide_dtype(w.dtype)
+            target = ctx.main_grad
+            if target is None:
+                target = grad_w = torch.zeros_like(w, dtype=wide)
+            _weight_grad_reference_(grad, x, m_splits, target, ctx.accumulate or grad_w is not None)
+        return grad_x, None if grad_w is None else grad_w.to(w.dtype), None, None, None
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    x, w, m_splits, main_grad, accumulate = inputs
+    ctx.save_for_backward(x, w, m_splits)
+    # Not saved like the others: other backward passes write to it in the meantime.
+    ctx.main_grad, ctx.accumulate = main_grad, accumulate
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, w, m_splits = ctx.saved_tensors
+    grad = grad.contiguous()
+    grad_x = _input_grad(grad, w, m_splits) if ctx.needs_input_grad[0] else None
+    grad_w = None
+    if ctx.needs_input_grad[1]:
+        if ctx.main_grad is None:
+            wide = torch.empty_like(w, dtype=_wide_dtype(w.dtype))
+            _weight_grad_(grad, x, m_splits, wide, False)
+            grad_w = wide.to(w.dtype)
+        else:
+            _weight_grad_(grad, x, m_splits, ctx.main_grad, ctx.accumulate)
+    return grad_x, grad_w, None, None, None
+
+
+def _forward_cpu(
+    x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None, accumulate: bool
+) -> Tensor:
+    del main_grad, accumulate
+    return _forward_reference(x, w, m_splits)
+
+
+def _forward_fake(
+    x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None, accumulate: bool
+) -> Tensor:
+    del m_splits, main_grad, accumulate
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+def _input_grad_fake(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+    del m_splits
+    return grad.new_empty(grad.shape[0], w.shape[2])
+
+
+def _weight_grad_fake_(
+    grad: Tensor, x: Tensor, m_splits: Tensor, out: Tensor, accumulate: bool
+) -> None:
+    del grad, x, m_splits, out, accumulate
+
+
+_grouped_gemm = define_op(
+    "grouped_gemm(Tensor x, Tensor w, Tensor m_splits, Tensor? main_grad, bool accumulate)"
+    " -> Tensor",
+    cpu=_forward_cpu,
+    cuda=_forward_cpu,
+    fake=_forward_fake,
+)
+_input_grad = define_op(
+    "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits) -> Tensor",
+    cpu=_input_grad_reference,
+    cuda=_input_grad_reference,
+    fake=_input_grad_fake,
+)
+_weight_grad_ = define_op(
+    "grouped_gemm_weight_grad_(Tensor grad, Tensor x, Tensor m_splits, Tensor(a!) out,"
+    " bool accumulate) -> ()",
+    cpu=_weight_grad_reference_,
+    cuda=_weight_grad_reference_,
+    fake=_weight_grad_fake_,
+)
+define_gradient("grouped_gemm", _backward, _setup)

@@ -1,0 +1,313 @@
+"""Move tokens into expert order and back.
+
+A *row map* ``(T, k)`` says where each copy of each token lies among the rows; ``-1`` is a copy that
+does not exist. Everything here follows from two operations that are each other's derivative:
+*spread* copies tokens to their rows, *collect* sums the rows of each token.
+
+Shapes: T tokens, k choices per token, H features, R rows, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megacore.ops.library import define_gradient, define_op, describe
+
+
+class Permuted(NamedTuple):
+    """Copies of tokens in expert order.
+
+    Attributes:
+        rows: The copies, ``(R, H)``. Rows past ``sum(tokens_per_expert)`` are zero.
+        row_map: Row of each copy, ``(T, k)``, int64; -1 for dropped ones.
+        tokens_per_expert: Copies per expert, ``(E,)``, int64.
+    """
+
+    rows: Tensor
+    row_map: Tensor
+    tokens_per_expert: Tensor
+
+
+def permute_tokens(
+    tokens: Tensor, expert_of: Tensor, num_experts: int, *, num_rows: int | None = None
+) -> Permuted:
+    """Copy each token once per chosen expert, sorted by expert and then by token.
+
+    Args:
+        tokens: ``(T, H)``, any float dtype.
+        expert_of: Chosen experts, ``(T, k)``, int64, each in ``[0, E)``, or -1 for no copy.
+        num_experts: E.
+        num_rows: R, if the caller knows that fewer than ``T * k`` rows are enough.
+
+    Returns:
+        The rows, the row map for :func:`unpermute_tokens`, and the copies per expert.
+
+    Raises:
+        ValueError: If shapes do not fit or, on the CPU, if an id is out of range or ``num_rows`` is
+            too small.
+
+    Sync:
+        None. Shapes of the results depend on shapes only.
+
+    Example:
+        >>> moved = permute_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), 2)
+        >>> moved.rows.flatten().tolist(), moved.row_map.flatten().tolist()
+        ([2.0, 1.0], [1, 0])
+    """
+    row_map, tokens_per_expert = sort_by_expert(expert_of, num_experts)
+    if num_rows is None:
+        num_rows = expert_of.numel()
+    return Permuted(spread_rows(tokens, row_map, num_rows), row_map, tokens_per_expert)
+
+
+def unpermute_tokens(
+    rows: Tensor, row_map: Tensor, probs: Tensor | None = None, num_tokens: int | None = None
+) -> Tensor:
+    """Add up the rows of each token, each times its weight; the inverse of :func:`permute_tokens`.
+
+    The copies of a token are added in the order of its choices, whatever the number of threads.
+
+    Args:
+        rows: ``(R, H)``.
+        row_map: From :func:`permute_tokens`, ``(T, k)``.
+        probs: Weights, ``(T, k)``, float32. Default: all one.
+        num_tokens: T, to be checked against ``row_map``.
+
+    Returns:
+        ``(T, H)``, dtype of ``rows``; zero for a token without copies.
+
+    Raises:
+        ValueError: If shapes do not fit.
+
+    Example:
+        >>> moved = permute_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [0, -1]]), 2)
+        >>> unpermute_tokens(moved.rows, moved.row_map).flatten().tolist()
+        [2.0, 2.0]
+    """
+    if num_tokens is not None and num_tokens != row_map.shape[0]:
+        raise ValueError(f"num_tokens is {num_tokens}, but row_map has {row_map.shape[0]} tokens")
+    return collect_rows(rows, row_map, probs)
+
+
+def permute_probs(probs: Tensor, row_map: Tensor, num_rows: int) -> Tensor:
+    """Bring one number per copy into row order: ``(T, k)`` to ``(R,)``; zero where no copy lies.
+
+    Example:
+        >>> row_map = torch.tensor([[2, 0], [1, -1]])
+        >>> permute_probs(torch.tensor([[0.5, 0.25], [1.0, 9.0]]), row_map, 4).tolist()
+        [0.25, 1.0, 0.5, 0.0]
+    """
+    # Copies that do not exist share one more row at the end, which is cut off.
+    index = torch.where(row_map < 0, num_rows, row_map)
+    moved: Tensor = probs.new_zeros(num_rows + 1).scatter(0, index.flatten(), probs.flatten())
+    return moved[:num_rows]
+
+
+def sort_by_expert(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Give every copy its row: by expert, then by token, then by choice.
+
+    Args:
+        expert_of: ``(T, k)``, int64; -1 for no copy.
+        num_experts: E.
+
+    Returns:
+        The row map ``(T, k)`` and the copies per expert ``(E,)``, both int64.
+
+    Raises:
+        ValueError: If ``expert_of`` has another shape or dtype or, on the CPU, an id out of range.
+    """
+    _check_choices("expert_of", expert_of)
+    row_map, tokens_per_expert = _sort_by_expert(expert_of, num_experts)
+    return row_map, tokens_per_expert
+
+
+def sort_by_expert_reference(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Do what :func:`sort_by_expert` does, with torch operations, on any device."""
+    flat = expert_of.flatten()
+    # Copies that do not exist sort behind the last expert.
+    key = torch.where(flat < 0, num_experts, flat)
+    order = torch.argsort(key, stable=True)
+    rows = torch.empty_like(flat)
+    rows[order] = torch.arange(flat.numel(), device=flat.device)
+    # Not bincount: it would wait for the device.
+    counts = flat.new_zeros(num_experts + 1).scatter_add(0, key, torch.ones_like(key))
+    return torch.where(flat < 0, -1, rows).view_as(expert_of), counts[:num_experts].clone()
+
+
+def spread_rows(
+    tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None = None
+) -> Tensor:
+    """``rows[row_map[t, j]] = weights[t, j] * tokens[t]``, all other rows zero.
+
+    Args:
+        tokens: ``(T, H)``.
+        row_map: ``(T, k)``, int64, each row at most once.
+        num_rows: R.
+        weights: ``(T, k)``, float32. Default: all one.
+
+    Returns:
+        ``(R, H)``, dtype of ``tokens``.
+
+    Raises:
+        ValueError: If shapes do not fit or, on the CPU, if a row is out of range.
+    """
+    _check_rows(tokens, row_map, weights)
+    result: Tensor = _spread_rows(tokens, row_map, num_rows, weights)
+    return result
+
+
+def collect_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
+    """``tokens[t] = sum over j of weights[t, j] * rows[row_map[t, j]]``, in the order of ``j``.
+
+    Args:
+        rows: ``(R, H)``.
+        row_map: ``(T, k)``, int64.
+        weights: ``(T, k)``, float32. Default: all one.
+
+    Returns:
+        ``(T, H)``, dtype of ``rows``; summed in float32 for narrower dtypes.
+
+    Raises:
+        ValueError: If shapes do not fit or, on the CPU, if a row is out of range.
+    """
+    _check_rows(None, row_map, weights)
+    result: Tensor = _collect_rows(rows, row_map, weights)
+    return result
+
+
+def spread_rows_reference(
+    tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None = None
+) -> Tensor:
+    """Do what :func:`spread_rows` does, with torch operations, on any device."""
+    copies = tokens[:, None, :].expand(-1, row_map.shape[1], -1)
+    if weights is not None:
+        copies = (copies.to(_wide_dtype(tokens.dtype)) * weights[..., None]).to(tokens.dtype)
+    index = torch.where(row_map < 0, num_rows, row_map).flatten()
+    out = tokens.new_zeros(num_rows + 1, tokens.shape[1])
+    return out.index_copy(0, index, copies.reshape(-1, tokens.shape[1]))[:num_rows].clone()
+
+
+def collect_rows_reference(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Do what :func:`collect_rows` does, with torch operations, on any device."""
+    wide = _wide_dtype(rows.dtype)
+    total = rows.new_zeros(row_map.shape[0], rows.shape[1], dtype=wide)
+    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    index = torch.where(row_map < 0, rows.shape[0], row_map)
+    for choice in range(row_map.shape[1]):
+        picked = padded[index[:, choice]].to(wide)
+        total = total + (picked if weights is None else picked * weights[:, choice, None])
+    return total.to(rows.dtype)
+
+
+def _row_dots_reference(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
+    """``dots[t, j] = tokens[t] . rows[row_map[t, j]]``, zero where no copy lies, ``(T, k)``."""
+    wide = _wide_dtype(rows.dtype)
+    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    index = torch.where(row_map < 0, rows.shape[0], row_map)
+    return torch.einsum("th,tkh->tk", tokens.to(wide), padded[index].to(wide))
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _check_choices(name: str, choices: Tensor) -> None:
+    if choices.dim() != 2 or choices.dtype != torch.int64:
+        raise ValueError(f"{name} {describe(choices)} must be (T, k) int64")
+
+
+def _check_rows(tokens: Tensor | None, row_map: Tensor, weights: Tensor | None) -> None:
+    _check_choices("row_map", row_map)
+    if tokens is not None and (tokens.dim() != 2 or tokens.shape[0] != row_map.shape[0]):
+        raise ValueError(
+            f"tokens {describe(tokens)} and row_map {describe(row_map)} must have one T"
+        )
+    if weights is not None and weights.shape != row_map.shape:
+        raise ValueError(
+            f"weights {describe(weights)} must have the shape of row_map {describe(row_map)}"
+        )
+
+
+def _sort_fake(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(expert_of), expert_of.new_empty(num_experts)
+
+
+def _spread_fake(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
+    del row_map, weights
+    return tokens.new_empty(num_rows, tokens.shape[1])
+
+
+def _collect_fake(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+    del weights
+    return rows.new_empty(row_map.shape[0], rows.shape[1])
+
+
+def _row_dots_fake(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
+    del tokens
+    return rows.new_empty(row_map.shape, dtype=_wide_dtype(rows.dtype))
+
+
+_sort_by_expert = define_op(
+    "sort_by_expert(Tensor expert_of, SymInt num_experts) -> (Tensor, Tensor)",
+    cpu=sort_by_expert_reference,
+    cuda=sort_by_expert_reference,
+    fake=_sort_fake,
+)
+_spread_rows = define_op(
+    "spread_rows(Tensor tokens, Tensor row_map, SymInt num_rows, Tensor? weights) -> Tensor",
+    cpu=spread_rows_reference,
+    cuda=spread_rows_reference,
+    fake=_spread_fake,
+)
+_collect_rows = define_op(
+    "collect_rows(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
+    cpu=collect_rows_reference,
+    cuda=collect_rows_reference,
+    fake=_collect_fake,
+)
+_row_dots = define_op(
+    "row_dots(Tensor tokens, Tensor rows, Tensor row_map) -> Tensor",
+    cpu=_row_dots_reference,
+    cuda=_row_dots_reference,
+    fake=_row_dots_fake,
+)
+
+
+def _spread_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    tokens, row_map, _, weights = inputs
+    ctx.save_for_backward(None if weights is None else tokens, row_map, weights)
+
+
+def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    tokens, row_map, weights = ctx.saved_tensors
+    grad_tokens = _collect_rows(grad, row_map, weights) if ctx.needs_input_grad[0] else None
+    grad_weights = None
+    if weights is not None and ctx.needs_input_grad[3]:
+        grad_weights = _row_dots(tokens, grad, row_map).to(weights.dtype)
+    return grad_tokens, None, None, grad_weights
+
+
+def _collect_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    rows, row_map, weights = inputs
+    ctx.num_rows = rows.shape[0]
+    ctx.save_for_backward(None if weights is None else rows, row_map, weights)
+
+
+def _collect_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, row_map, weights = ctx.saved_tensors
+    grad_rows = None
+    if ctx.needs_input_grad[0]:
+        grad_rows = _spread_rows(grad, row_map, ctx.num_rows, weights)
+    grad_weights = None
+    if weights is not None and ctx.needs_input_grad[2]:
+        grad_weights = _row_dots(grad, rows, row_map).to(weights.dtype)
+    return grad_rows, None, grad_weights
+
+
+define_gradient("spread_rows", _spread_backward, _spread_setup)
+define_gradient("collect_rows", _collect_backward, _collect_setup)

@@ -1,0 +1,62 @@
+"""The best experts of each token, with ties broken the same way everywhere.
+
+Shapes: T tokens, E experts, k choices per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacore.ops.library import define_op, describe
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Columns of the ``k`` largest scores of each row, best first; the lower column wins a tie.
+
+    ``torch.topk`` leaves ties open. A fixed rule makes every rank, device and layout choose the
+    same experts. A NaN counts as larger than any number, as in torch.
+
+    Args:
+        scores: ``(T, E)``, any float dtype.
+        k: Choices per row, in ``[1, E]``.
+
+    Returns:
+        ``(T, k)``, int64.
+
+    Raises:
+        ValueError: If ``scores`` is no matrix or ``k`` is out of range.
+
+    Sync:
+        None.
+
+    Example:
+        >>> top_k(torch.tensor([[1.0, 3.0, 3.0]]), 2).tolist()
+        [[1, 2]]
+    """
+    if scores.dim() != 2:
+        raise ValueError(f"scores {describe(scores)} must be (T, E)")
+    if not 1 <= k <= scores.shape[1]:
+        raise ValueError(
+            f"k is {k}; with {scores.shape[1]} columns it must lie in [1, {scores.shape[1]}]"
+        )
+    result: Tensor = _top_k(scores, k)
+    return result
+
+
+def top_k_reference(scores: Tensor, k: int) -> Tensor:
+    """Do what :func:`top_k` does, with a stable sort, on any device."""
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    return order[:, :k].contiguous()
+
+
+def _top_k_fake(scores: Tensor, k: int) -> Tensor:
+    return scores.new_empty(scores.shape[0], k, dtype=torch.int64)
+
+
+_top_k = define_op(
+    "top_k(Tensor scores, SymInt k) -> Tensor",
+    cpu=top_k_reference,
+    cuda=top_k_reference,
+    fake=_top_k_fake,
+)
