@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacore import _core
-from megacore._core import Action, ActionKind, LowerBound, Program, ScheduleInfo
+from megacore._core import Action, LowerBound, Program, ScheduleInfo
 from megacore.pipeline.svg import timeline_svg
 from megacore.pipeline.timeline import Costs, Timeline
+from megacore.pipeline.trace import simulated_trace
 
 SCHEDULE_NAMES = tuple(info.name for info in _core.schedule_catalog())
 
@@ -373,34 +374,14 @@ class Schedule:
             raise ValueError(f"{path}: {error}") from None
 
     def to_chrome_trace(self, path: str | Path, *, costs: Costs = _DEFAULT_COSTS) -> None:
-        """Write the simulated timeline for chrome://tracing or Perfetto; one row per rank.
+        """Write the simulated timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-        A unit of cost is shown as one millisecond.
+        Per rank a row of what it computes, one of what it sends and one of what it receives, with
+        an arrow per message, and a counter of the activations it holds. A unit of cost is shown as
+        one millisecond.
         """
-        Path(path).write_text(json.dumps(self._chrome_trace(costs)))
-
-    def _chrome_trace(self, costs: Costs) -> dict[str, Any]:
-        names = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
-        names |= {ActionKind.BACKWARD_INPUT: "backward input"}
-        names |= {ActionKind.BACKWARD_WEIGHT: "backward weight"}
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-            for rank in range(self.num_ranks)
-        ]
-        for rank, action, start, end in self.simulate(costs).events:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": str(action),
-                    "cat": names[action.kind],
-                    "pid": rank,
-                    "tid": 0,
-                    "ts": start * 1e3,
-                    "dur": (end - start) * 1e3,
-                    "args": {"stage": action.stage, "microbatch": action.microbatch},
-                }
-            )
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        trace = simulated_trace(self, self.simulate(costs), send=costs.send)
+        Path(path).write_text(json.dumps(trace))
 
     def to_svg(self, path: str | Path, *, costs: Costs = _DEFAULT_COSTS) -> None:
         """Write a picture: ranks as rows, time to the right; see ``timeline_svg``."""

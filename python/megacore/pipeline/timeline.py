@@ -52,7 +52,8 @@ class Timeline:
 
     Attributes:
         makespan: End of the last action.
-        bubble_fraction: Share of ``num_ranks * makespan`` in which a rank idles.
+        bubble_fraction: Share of ``num_ranks * makespan`` in which a rank idles; see
+            ``span_bubble_fraction`` for the other bubble.
         busy: Time each rank spends in actions.
         peak_in_flight: Largest number of (stage, microbatch) pairs whose activations each rank
             holds at once.
@@ -65,6 +66,33 @@ class Timeline:
         self.bubble_fraction: float = times.bubble_fraction
         self.busy: list[float] = times.busy
         self.peak_in_flight: list[int] = times.peak_in_flight
+
+    @cached_property
+    def rank_spans(self) -> list[float]:
+        """Time from the first start to the last end of each rank."""
+        spans, result, begin = self._times.spans, [], 0
+        for rank in range(self._schedule.num_ranks):
+            end = begin + len(self._schedule.actions(rank))
+            result.append(spans[end - 1][1] - spans[begin][0] if end > begin else 0.0)
+            begin = end
+        return result
+
+    @property
+    def span_bubble_fraction(self) -> float:
+        """The bubble if ranks need not wait for each other between steps.
+
+        A step then takes as long as the longest of ``rank_spans``, not the makespan, and this is
+        the share of ``num_ranks`` times that in which a rank idles. It is what stays of the bubble
+        when the optimizer steps without a barrier over the pipeline.
+
+        Example:
+            >>> from megacore.pipeline import build_schedule
+            >>> timeline = build_schedule("zb_h2", num_ranks=2, num_microbatches=4).simulate()
+            >>> timeline.bubble_fraction > 0, timeline.span_bubble_fraction
+            (True, 0.0)
+        """
+        longest = max(self.rank_spans)
+        return 1 - sum(self.busy) / (len(self.busy) * longest) if longest > 0 else 0.0
 
     @cached_property
     def events(self) -> list[Event]:

@@ -1,0 +1,299 @@
+"""A pipeline step as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+Every rank is a process with a row per stream (compute, send, receive), every message an arrow from
+the row of its sender to that of its receiver, and a counter shows the activations a rank holds.
+
+Source: the Trace Event Format of Chrome.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megacore._core import Action, ActionKind
+
+if TYPE_CHECKING:
+    from megacore.pipeline.schedule import Schedule
+    from megacore.pipeline.timeline import Timeline
+
+_SHORTEST_US = 1.0  # of a message; viewers tie no arrow to a slice without length
+_STREAMS = ("compute", "send", "receive")
+_LANES = 1000  # thread numbers per stream, for messages of one stream that overlap in time
+_CATEGORIES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward input",
+    ActionKind.BACKWARD_WEIGHT: "backward weight",
+}
+_SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
+_RECEIVES = (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
+# Colour names of the format, so that kinds can be told apart without a legend.
+_COLOURS = {
+    ActionKind.FORWARD: "thread_state_running",
+    ActionKind.BACKWARD: "thread_state_iowait",
+    ActionKind.BACKWARD_INPUT: "thread_state_iowait",
+    ActionKind.BACKWARD_WEIGHT: "good",
+}
+
+
+class TracedAction(NamedTuple):
+    """One compute action, in microseconds."""
+
+    rank: int
+    action: Action
+    start_us: float
+    end_us: float
+
+
+class TracedMessage(NamedTuple):
+    """One message from one rank to another, in microseconds."""
+
+    sender: int
+    receiver: int
+    sent: Action
+    received: Action
+    start_us: float
+    end_us: float
+
+
+def trace_document(
+    actions: Iterable[TracedAction],
+    messages: Iterable[TracedMessage],
+    *,
+    waits: Iterable[TracedAction] = (),
+    about: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Return a trace as the JSON object that viewers read.
+
+    Args:
+        actions: Compute actions of all ranks; those of one rank must not overlap.
+        messages: Between them. Messages of one stream that overlap in time get a row each.
+        waits: Receives for which a rank stood still; shown in its compute row.
+        about: Facts about the whole, kept in the file.
+    """
+    trace = _Trace()
+    by_rank: defaultdict[int, list[TracedAction]] = defaultdict(list)
+    for action in actions:
+        by_rank[action.rank].append(action)
+    for rank, mine in by_rank.items():
+        mine.sort(key=lambda action: action.start_us)
+        trace.name_rank(rank)
+        for action in mine:
+            trace.add_action(action)
+        trace.add_memory(rank, mine)
+    for wait in waits:
+        trace.add_wait(wait)
+    for number, message in enumerate(sorted(messages, key=lambda message: message.start_us)):
+        trace.add_message(number, message)
+    trace.events.sort(key=lambda event: event["ts"])
+    return {
+        "traceEvents": trace.names + trace.events,
+        "displayTimeUnit": "ms",
+        "otherData": dict(about or {}),
+    }
+
+
+@dataclass
+class _Trace:
+    """The events of a trace while it is made."""
+
+    names: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    # By rank and stream: the end of the last slice of each of its rows.
+    row_ends: defaultdict[tuple[int, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def name_rank(self, rank: int) -> None:
+        self._name("process_name", rank, 0, {"name": f"rank {rank}"})
+        self._name("process_sort_index", rank, 0, {"sort_index": rank})
+        self._row(rank, _STREAMS.index("compute"), 0.0, 0.0)
+
+    def add_action(self, action: TracedAction) -> None:
+        kind = action.action.kind
+        self.events.append(
+            {
+                "ph": "X",
+                "name": str(action.action),
+                "cat": _CATEGORIES[kind],
+                "cname": _COLOURS[kind],
+                "pid": action.rank,
+                "tid": 0,
+                "ts": action.start_us,
+                "dur": action.end_us - action.start_us,
+                "args": {"stage": action.action.stage, "microbatch": action.action.microbatch},
+            }
+        )
+
+    def add_wait(self, wait: TracedAction) -> None:
+        length = wait.end_us - wait.start_us
+        at = {"pid": wait.rank, "tid": 0, "ts": wait.start_us, "dur": length, "cat": "wait"}
+        self.events.append(
+            {"ph": "X", "name": f"wait for {wait.action}", "cname": "grey", "args": {}, **at}
+        )
+
+    def add_memory(self, rank: int, actions: Sequence[TracedAction]) -> None:
+        """A counter of what the rank holds: from a forward until its B or W, if there is one."""
+        freed = {
+            (action.action.stage, action.action.microbatch)
+            for action in actions
+            if action.action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+        }
+        changes: defaultdict[float, int] = defaultdict(int)
+        for action in actions:
+            kind = action.action.kind
+            if kind is ActionKind.FORWARD:
+                changes[action.start_us] += 1
+                if (action.action.stage, action.action.microbatch) not in freed:
+                    changes[action.end_us] -= 1
+            elif kind is not ActionKind.BACKWARD_INPUT:
+                changes[action.end_us] -= 1
+        held = 0
+        for time_us, change in sorted(changes.items()):
+            held += change
+            counter = {"ph": "C", "name": "activations held", "pid": rank, "tid": 0}
+            self.events.append({**counter, "ts": time_us, "args": {"activations": held}})
+
+    def add_message(self, number: int, message: TracedMessage) -> None:
+        start, length = message.start_us, message.end_us - message.start_us
+        shown = max(length, _SHORTEST_US)
+        args = {"from": message.sender, "to": message.receiver, "us": length}
+        ends = (
+            ("s", "send", message.sender, message.sent),
+            ("f", "receive", message.receiver, message.received),
+        )
+        for phase, stream, rank, action in ends:
+            tid = self._row(rank, _STREAMS.index(stream), start, start + shown)
+            at = {"pid": rank, "tid": tid, "ts": start, "cat": "message"}
+            self.events.append({"ph": "X", "name": str(action), **at, "dur": shown, "args": args})
+            arrow = {"ph": phase, "name": "message", "id": number, **at}
+            self.events.append({**arrow, "bp": "e"} if phase == "f" else arrow)
+
+    def _row(self, rank: int, stream: int, start: float, end: float) -> int:
+        """The first row of a stream that is free from ``start`` on; its thread number."""
+        ends = self.row_ends[rank, stream]
+        lane = next((lane for lane, taken in enumerate(ends) if taken <= start), len(ends))
+        tid = stream * _LANES + lane
+        if lane == len(ends):
+            ends.append(end)
+            name = _STREAMS[stream] + (f" {lane + 1}" if lane else "")
+            self._name("thread_name", rank, tid, {"name": name})
+            self._name("thread_sort_index", rank, tid, {"sort_index": tid})
+        ends[lane] = end
+        return tid
+
+    def _name(self, what: str, rank: int, tid: int, args: dict[str, Any]) -> None:
+        self.names.append({"ph": "M", "name": what, "pid": rank, "tid": tid, "args": args})
+
+
+# ---- where actions and messages come from --------------------------------------------------------
+
+
+def simulated_trace(
+    schedule: Schedule, timeline: Timeline, *, send: float, unit_us: float = 1000.0
+) -> dict[str, Any]:
+    """Return the trace of a simulated schedule.
+
+    Args:
+        schedule: The schedule.
+        timeline: Its simulation.
+        send: What a message costs there.
+        unit_us: Microseconds that stand for a unit of cost.
+    """
+    actions = [
+        TracedAction(rank, action, start * unit_us, end * unit_us)
+        for rank, action, start, end in timeline.events
+    ]
+    made_us = {(action.rank, action.action): action.end_us for action in actions}
+    for rank in range(schedule.num_ranks):
+        order = schedule.actions(rank)
+        for first in schedule.overlaps(rank):  # a pair gives both its outputs at its end
+            made_us[rank, order[first]] = made_us[rank, order[first + 1]]
+    messages = []
+    for sender, receiver, sent, received in _channels(schedule):
+        start_us = made_us[sender, _maker(sent, made_us, sender)]
+        end_us = start_us + send * unit_us
+        messages.append(TracedMessage(sender, receiver, sent, received, start_us, end_us))
+    return trace_document(actions, messages, about={"schedule": schedule.name, "kind": "simulated"})
+
+
+def measured_trace(
+    schedule: Schedule, events: Iterable[Any], *, pipelines: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Return the trace of a measured step.
+
+    Messages last from the end of the action that made them to the start of the one that read them.
+    The time a rank waited for one stands in its compute row.
+
+    Args:
+        schedule: The schedule that ran.
+        events: What all ranks recorded: ``rank``, ``action`` (text), ``start_us``, ``end_us``.
+        pipelines: The ranks of each pipeline, in pipeline order.
+    """
+    spans: dict[tuple[int, Action], tuple[float, float]] = {}
+    for event in events:
+        spans[event.rank, Action.parse(event.action)] = (event.start_us, event.end_us)
+    origin = min((start for start, _ in spans.values()), default=0.0)
+    actions, waits = [], []
+    for (rank, action), (start, end) in spans.items():
+        traced = TracedAction(rank, action, start - origin, end - origin)
+        if action.kind in _CATEGORIES:
+            actions.append(traced)
+        elif action.kind in _RECEIVES:
+            waits.append(traced)
+    done = {(action.rank, action.action): action for action in actions}
+    messages = []
+    for ranks in pipelines:
+        for sender, receiver, sent, received in _channels(schedule):
+            maker = done.get((ranks[sender], _maker(sent, done, ranks[sender])))
+            reader = done.get((ranks[receiver], _reader(received, done, ranks[receiver])))
+            if maker is not None and reader is not None:
+                start_us, end_us = maker.end_us, max(reader.start_us, maker.end_us)
+                message = (ranks[sender], ranks[receiver], sent, received, start_us, end_us)
+                messages.append(TracedMessage(*message))
+    about = {"schedule": schedule.name, "kind": "measured"}
+    return trace_document(actions, messages, waits=waits, about=about)
+
+
+def _channels(schedule: Schedule) -> list[tuple[int, int, Action, Action]]:
+    """Every message: sender, receiver and its action on either side.
+
+    The messages of a channel are received in the order in which they are sent.
+    """
+    sends: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    receives: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank in range(schedule.num_ranks):
+        program = schedule.program(rank)
+        for action, peer in zip(program.actions, program.peers, strict=True):
+            if action.kind in _SENDS:
+                sends[rank, peer].append(action)
+            elif action.kind in _RECEIVES:
+                receives[peer, rank].append(action)
+    return [
+        (sender, receiver, sent, received)
+        for (sender, receiver), channel in sends.items()
+        for sent, received in zip(channel, receives[sender, receiver], strict=True)
+    ]
+
+
+def _maker(sent: Action, done: Mapping[tuple[int, Action], Any], rank: int) -> Action:
+    """The action whose output a send takes: F, or the B or I that ran."""
+    return _counterpart(sent, sent.kind is ActionKind.SEND_FORWARD, done, rank)
+
+
+def _reader(received: Action, done: Mapping[tuple[int, Action], Any], rank: int) -> Action:
+    """The action that reads what a receive brings."""
+    return _counterpart(received, received.kind is ActionKind.RECV_FORWARD, done, rank)
+
+
+def _counterpart(
+    action: Action, is_forward: bool, done: Mapping[tuple[int, Action], Any], rank: int
+) -> Action:
+    kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+    if is_forward:
+        return Action(action.stage, ActionKind.FORWARD, action.microbatch)
+    whole, half = (Action(action.stage, kind, action.microbatch) for kind in kinds)
+    return whole if (rank, whole) in done else half
