@@ -1,0 +1,154 @@
+"""Losses that keep the experts balanced, and how their gradients join the training loss.
+
+Every definition here is made so that a layout changes nothing. Statistics of the tokens are summed
+over the ranks that hold the other tokens; gradients are those of one process. The rule that ties it
+together: *the router's loss of one data-parallel and context-parallel rank is a mean over its
+tokens, like the training loss, and gradients of ranks are averaged*. Only where tensor parallelism
+splits the sequence, gradients of ranks are added up; there each rank takes its share of the mean.
+
+Shapes: S this rank's part of the sequence, B batch, E experts, k choices per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.process_groups import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterGroups:
+    """Which ranks hold other tokens than this one.
+
+    Attributes:
+        sequence_parallel: The tp group if sequence parallelism splits the sequence over it; a group
+            of one if its ranks all route the same tokens.
+        cp: The context-parallel group, which splits sequences.
+        dp_cp: All ranks of the data-parallel and context-parallel axes.
+    """
+
+    sequence_parallel: Group = field(default_factory=Group.solo)
+    cp: Group = field(default_factory=Group.solo)
+    dp_cp: Group = field(default_factory=Group.solo)
+
+
+def load_balancing_loss(
+    scores_SBE: Tensor,
+    expert_ids_SBK: Tensor,
+    *,
+    kind: Literal["sequence", "batch"],
+    groups: RouterGroups,
+) -> tuple[Tensor, Tensor]:
+    """``E * sum over e of (share of assignments to e) * (mean score of e)``; 1 if balanced.
+
+    The product makes the pool of tokens matter. ``"sequence"`` takes one sequence at a time and
+    averages over sequences, so the loss of a global batch does not depend on how the batch is cut
+    into microbatches and ranks. ``"batch"`` takes all tokens of a microbatch on all data-parallel
+    ranks together. It lets sequences specialise, but it depends on the number of microbatches of a
+    step: layouts agree if they have the same number of them.
+
+    Args:
+        scores_SBE: Scores of all experts that sum to 1 for each token, ``(S, B, E)``.
+        expert_ids_SBK: The choices, ``(S, B, k)``, int64.
+        kind: The pool.
+        groups: Who holds the other tokens of the pool.
+
+    Returns:
+        The loss with this rank's part of the gradient, and its value without any. Averaged over
+        ranks and microbatches the value is that of the global batch.
+
+    Sync:
+        One all-reduce over each group of the pool.
+
+    Source:
+        Switch Transformers, arXiv:2101.03961, equation 4; DeepSeek-V3, arXiv:2412.19437, equation
+        17, for ``"sequence"``.
+
+    Example:
+        >>> scores = torch.tensor([[[0.75, 0.25]], [[0.75, 0.25]]])
+        >>> _, value = load_balancing_loss(
+        ...     scores, torch.tensor([[[0]], [[0]]]), kind="sequence", groups=RouterGroups()
+        ... )
+        >>> value.item()
+        1.5
+    """
+    length, batch, num_experts = scores_SBE.shape
+    pools = batch if kind == "sequence" else 1
+    count_PE = _count_choices(expert_ids_SBK, pools, num_experts).to(scores_SBE.dtype)
+    total_PE = scores_SBE.sum(0).view(pools, -1, num_experts).sum(1)
+    num_tokens = length * batch // pools
+    own_tokens = num_tokens * groups.sequence_parallel.size
+    pool_group = groups.cp if kind == "sequence" else groups.dp_cp
+    stats = torch.stack([count_PE, total_PE.detach()])
+    all_reduce_(stats, groups.sequence_parallel)
+    all_reduce_(stats, pool_group)
+    pool_tokens = own_tokens * pool_group.size
+    share_PE = stats[0] / (pool_tokens * expert_ids_SBK.shape[-1])
+    factor = num_experts / pools
+    own = factor * (share_PE * total_PE).sum() / own_tokens
+    return own, factor * (share_PE * stats[1]).sum() / pool_tokens
+
+
+def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]:
+    """Mean over tokens of ``logsumexp(logits)**2``, which keeps logits small.
+
+    Args:
+        logits_SBE: ``(S, B, E)``.
+        groups: For the share of the mean under sequence parallelism.
+
+    Returns:
+        The loss with this rank's part of the gradient, and the mean over this rank's tokens without
+        any. Averaged over ranks and microbatches the value is that of the global batch.
+
+    Source:
+        ST-MoE, arXiv:2202.08906, equation 5.
+    """
+    mean = torch.logsumexp(logits_SBE, dim=-1).square().mean()
+    return mean / groups.sequence_parallel.size, mean.detach()
+
+
+def inject_gradient(x: Tensor, loss: Tensor, factor: float | Tensor) -> Tensor:
+    """Return ``x`` and let the backward pass also start at ``loss``, with gradient ``factor``.
+
+    So a loss in the middle of a pipeline takes part in training without travelling to its end.
+
+    Args:
+        x: Any tensor on the way to the training loss.
+        loss: A scalar.
+        factor: Gradient of ``loss``. A tensor is read in the backward pass, not before, so it may
+            be filled in after the forward passes of a step.
+
+    Example:
+        >>> x, y = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+        >>> inject_gradient(x, y * y, 0.5).sum().backward()
+        >>> x.grad.tolist(), y.grad.item()
+        ([1.0, 1.0], 3.0)
+    """
+    result: Tensor = _InjectGradient.apply(x, loss, factor)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _InjectGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: float | Tensor) -> Tensor:
+        ctx.factor = factor
+        ctx.loss = (loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, device = ctx.loss
+        factor = torch.as_tensor(ctx.factor, dtype=dtype, device=device).reshape(())
+        return grad, factor.clone(), None
+
+
+def _count_choices(expert_ids_SBK: Tensor, pools: int, num_experts: int) -> Tensor:
+    """Choices of each expert, ``(pools, E)`` int64; a sequence is a pool, or all are one."""
+    length, batch, choices = expert_ids_SBK.shape
+    flat = expert_ids_SBK.transpose(0, 1).reshape(pools, length * batch // pools * choices)
+    return flat.new_zeros(pools, num_experts).scatter_add_(1, flat, torch.ones_like(flat))

@@ -1,0 +1,396 @@
+"""Choose experts for each token: the routers of Mixtral, Qwen3-MoE and DeepSeek-V3, and between.
+
+Shapes: S this rank's part of the sequence, B batch, T = S * B tokens, H hidden, E experts, k
+choices per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megacore.moe.balance import RouterGroups, inject_gradient, load_balancing_loss, z_loss
+from megacore.ops import top_k
+from megacore.ops.counter_random import key_of, token_numbers, uniform
+from megacore.parallel.collectives import all_reduce_
+
+# As in DeepSeek-V3; far below any sum of softmax scores.
+_TINY = 1e-20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How a router scores experts, chooses among them and weighs them.
+
+    Mixtral is the default with ``top_k=2``. Qwen3-MoE may set ``normalize=False``. DeepSeek-V3 has
+    ``score_function="sigmoid"``, ``expert_bias=True``, ``num_groups=8``, ``groups_top_k=4`` and
+    ``scaling_factor=2.5``.
+
+    Attributes:
+        num_experts: E.
+        top_k: k.
+        score_function: Turns logits into scores.
+        softmax_after_top_k: Rank the logits and take the softmax of the chosen ones only. Otherwise
+            the softmax is over all experts; it is the same after normalization.
+        normalize: Divide the scores of the chosen experts by their sum.
+        scaling_factor: Multiplies the weights at the end.
+        num_groups: Groups of consecutive experts. Only experts of the best groups can be chosen.
+        groups_top_k: How many groups are the best ones.
+        group_score_top: The score of a group is the sum of that many of its best scores.
+        expert_bias: Add a bias to each expert's score when choosing, not when weighing. It follows
+            the load, see :func:`update_expert_biases`.
+        expert_bias_rate: How much the bias changes in a step.
+        aux_loss_coef: Weight of the load-balancing loss; 0 for none.
+        aux_loss_type: Its pool of tokens, see :func:`megacore.moe.balance.load_balancing_loss`.
+        z_loss_coef: Weight of the z-loss; 0 for none.
+        jitter: Each input of the router is multiplied by a number in ``[1 - jitter, 1 + jitter]``
+            in training.
+        force_balanced: Give every expert the same number of tokens, whatever the scores; for
+            benchmarks.
+        fp32: Compute the logits in float32, whatever the dtype of the model.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> RouterConfig(num_experts=8, top_k=9)
+        Traceback (most recent call last):
+        ...
+        ValueError: top_k is 9; with num_experts=8 it must lie in [1, 8]
+    """
+
+    num_experts: int
+    top_k: int
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_after_top_k: bool = False
+    normalize: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    groups_top_k: int = 1
+    group_score_top: int = 2
+    expert_bias: bool = False
+    expert_bias_rate: float = 1e-3
+    aux_loss_coef: float = 0.0
+    aux_loss_type: Literal["sequence", "batch"] = "sequence"
+    z_loss_coef: float = 0.0
+    jitter: float = 0.0
+    force_balanced: bool = False
+    fp32: bool = True
+
+    def __post_init__(self) -> None:
+        _check_range("top_k", self.top_k, self.num_experts, f"num_experts={self.num_experts}")
+        if self.score_function not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f'score_function is "{self.score_function}"; use "softmax" or "sigmoid"'
+            )
+        if self.aux_loss_type not in ("sequence", "batch"):
+            raise ValueError(f'aux_loss_type is "{self.aux_loss_type}"; use "sequence" or "batch"')
+        if self.softmax_after_top_k and self.score_function != "softmax":
+            raise ValueError('softmax_after_top_k needs score_function="softmax"')
+        if self.num_groups < 1 or self.num_experts % self.num_groups != 0:
+            legal = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+            raise ValueError(
+                f"num_groups is {self.num_groups}; it must divide num_experts={self.num_experts}: "
+                f"{legal}"
+            )
+        _check_range(
+            "groups_top_k", self.groups_top_k, self.num_groups, f"num_groups={self.num_groups}"
+        )
+        group_size = self.num_experts // self.num_groups
+        if self.top_k > self.groups_top_k * group_size:
+            raise ValueError(
+                f"top_k is {self.top_k}, but {self.groups_top_k} groups of {group_size} experts "
+                f"offer {self.groups_top_k * group_size}; groups_top_k must be at least "
+                f"{-(-self.top_k // group_size)}"
+            )
+        if self.group_score_top < 1:
+            raise ValueError(f"group_score_top is {self.group_score_top}; it must be at least 1")
+        for name in ("aux_loss_coef", "z_loss_coef", "expert_bias_rate"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not 0.0 <= self.jitter < 1.0:
+            raise ValueError(f"jitter is {self.jitter}; it must lie in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenNames:
+    """What identifies the tokens of a forward pass in every layout.
+
+    Attributes:
+        step: Optimizer step.
+        sample_ids_B: Global sample ids, ``(B,)``, int64.
+        positions_S: Positions of this rank's tokens in the whole sequence, ``(S,)``, int64.
+    """
+
+    step: int
+    sample_ids_B: Tensor
+    positions_S: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingResult:
+    """Where the tokens of one forward pass go.
+
+    Attributes:
+        probs: Weight of each choice, ``(T, k)``, float32.
+        expert_ids: The choices, best first, ``(T, k)``, int64.
+        tokens_per_expert: Choices per expert among this rank's tokens, ``(E,)``, int64.
+        aux_loss: Value of the load-balancing loss times its coefficient, a scalar without gradient;
+            ``None`` without that loss. Averaged over ranks and microbatches it is the value of the
+            global batch. Its gradient is already part of ``probs``.
+        z_loss: Likewise for the z-loss.
+    """
+
+    probs: Tensor
+    expert_ids: Tensor
+    tokens_per_expert: Tensor
+    aux_loss: Tensor | None
+    z_loss: Tensor | None
+
+
+class TopKRouter(nn.Module):
+    """Scores the experts for each token and chooses the best.
+
+    Args:
+        config: What to compute.
+        weight: The router's matrix, ``(E, H)``. It is replicated over tp; with sequence parallelism
+            its gradient must be summed over tp.
+        groups: Ranks that hold other tokens.
+        seed: Seed of the run, for jitter.
+        layer: Global index of the layer, for jitter.
+
+    Attributes:
+        expert_bias: ``(E,)``, float32, a buffer of the module; ``None`` without
+            ``config.expert_bias``. It is state of the training, to be saved in checkpoints.
+        tokens_seen: ``(E,)``, int64: choices per expert in training since the last update of the
+            bias. Not saved: it is zero between steps.
+
+    Example:
+        >>> router = TopKRouter(RouterConfig(num_experts=2, top_k=1), nn.Parameter(torch.eye(2)))
+        >>> routed = router(torch.tensor([[3.0, 1.0], [0.0, 2.0]]))
+        >>> routed.expert_ids.tolist(), routed.probs.tolist(), routed.tokens_per_expert.tolist()
+        ([[0], [1]], [[1.0], [1.0]], [1, 1])
+    """
+
+    expert_bias: Tensor | None
+    tokens_seen: Tensor | None
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        weight: nn.Parameter,
+        *,
+        groups: RouterGroups | None = None,
+        seed: int = 0,
+        layer: int = 0,
+    ) -> None:
+        super().__init__()
+        if weight.dim() != 2 or weight.shape[0] != config.num_experts:
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}; expected ({config.num_experts}, H)"
+            )
+        self.config = config
+        self.weight = weight
+        self.groups = RouterGroups() if groups is None else groups
+        self.seed = seed
+        self.layer = layer
+        zeros = weight.detach().new_zeros(config.num_experts, dtype=torch.float32)
+        biased = config.expert_bias
+        self.register_buffer("expert_bias", zeros if biased else None)
+        self.register_buffer("tokens_seen", zeros.long() if biased else None, persistent=False)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        names: TokenNames | None = None,
+        loss_factor: float | Tensor = 1.0,
+        expert_ids: Tensor | None = None,
+    ) -> RoutingResult:
+        """Route the tokens.
+
+        Args:
+            hidden: ``(S, B, H)``, or ``(S, H)`` for one sequence.
+            names: The tokens' names. Jitter needs them.
+            loss_factor: What a mean over the tokens of this microbatch is multiplied by on its way
+                into the number that ``backward`` starts from, such as the loss scale divided by the
+                number of microbatches. The gradients of the auxiliary losses get the same factor. A
+                tensor is read in the backward pass.
+            expert_ids: Choices made before, ``(T, k)``, int64, to be used instead of the best ones
+                (see :class:`megacore.moe.replay.RoutingLog`).
+
+        Raises:
+            ValueError: If shapes do not fit, or if jitter lacks names.
+
+        Sync:
+            None on the device. The load-balancing loss needs an all-reduce over the groups of its
+            pool in training, nothing in groups of one.
+        """
+        if hidden.dim() == 2:
+            hidden = hidden[:, None]
+        if hidden.dim() != 3 or hidden.shape[2] != self.weight.shape[1]:
+            raise ValueError(
+                f"hidden has shape {tuple(hidden.shape)}; expected (S, B, {self.weight.shape[1]})"
+            )
+        config = self.config
+        logits_SBE = self._logits(hidden, names)
+        logits = logits_SBE.flatten(0, 1)
+        scores = _scores(logits, config)
+        if expert_ids is None:
+            expert_ids = self._choose(logits, scores.detach(), names)
+        elif expert_ids.shape != (logits.shape[0], config.top_k):
+            raise ValueError(
+                f"expert_ids have shape {tuple(expert_ids.shape)}; expected "
+                f"({logits.shape[0]}, {config.top_k})"
+            )
+        probs = _weights(logits, scores, expert_ids, config)
+        counts = expert_ids.new_zeros(config.num_experts).scatter_add_(
+            0, expert_ids.flatten(), torch.ones_like(expert_ids).flatten()
+        )
+        aux_value = z_value = None
+        if self.training:
+            if self.tokens_seen is not None:
+                self.tokens_seen += counts
+            if config.aux_loss_coef > 0.0:
+                own, value = load_balancing_loss(
+                    _normalized(scores, config).view_as(logits_SBE),
+                    expert_ids.view(*logits_SBE.shape[:2], -1),
+                    kind=config.aux_loss_type,
+                    groups=self.groups,
+                )
+                probs = inject_gradient(probs, own * config.aux_loss_coef, loss_factor)
+                aux_value = value * config.aux_loss_coef
+            if config.z_loss_coef > 0.0:
+                own, value = z_loss(logits_SBE, groups=self.groups)
+                probs = inject_gradient(probs, own * config.z_loss_coef, loss_factor)
+                z_value = value * config.z_loss_coef
+        return RoutingResult(
+            probs=probs,
+            expert_ids=expert_ids,
+            tokens_per_expert=counts,
+            aux_loss=aux_value,
+            z_loss=z_value,
+        )
+
+    def _logits(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:
+        """``(S, B, E)``; float32 unless the model is wider or ``fp32`` is off."""
+        weight = self.weight
+        if self.config.fp32 and hidden_SBH.dtype.itemsize < 4:
+            hidden_SBH = hidden_SBH.float()
+        if self.training and self.config.jitter > 0.0:
+            hidden_SBH = self._jitter(hidden_SBH, names)
+        logits = nn.functional.linear(hidden_SBH, weight.to(hidden_SBH.dtype))
+        return logits.float() if logits.dtype.itemsize < 4 else logits
+
+    def _jitter(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:
+        if names is None:
+            raise ValueError("jitter needs the names of the tokens (names=TokenNames(...))")
+        numbers = token_numbers(
+            key_of(f"router jitter|{self.seed}|{names.step}|{self.layer}"),
+            sample_ids_B=names.sample_ids_B,
+            positions_S=names.positions_S,
+            num_features=hidden_SBH.shape[2],
+        )
+        factor = (uniform(numbers) * 2.0 - 1.0).mul_(self.config.jitter).add_(1.0)
+        return hidden_SBH * factor.to(hidden_SBH.dtype)
+
+    def _choose(self, logits: Tensor, scores: Tensor, names: TokenNames | None) -> Tensor:
+        config = self.config
+        if config.force_balanced:
+            return _balanced_choices(logits, config, names)
+        ranked = logits.detach() if config.softmax_after_top_k else scores
+        if self.expert_bias is not None:
+            ranked = ranked + self.expert_bias
+        if config.groups_top_k < config.num_groups:
+            ranked = _only_best_groups(ranked, config)
+        return top_k(ranked, config.top_k)
+
+
+@torch.no_grad()
+def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
+    """Raise the bias of experts with less than the mean load by the rate, lower that of the others.
+
+    Call it once per optimizer step. The load is that of all tokens of the step, as integers, so
+    every layout makes the same update.
+
+    Args:
+        routers: All routers of this rank with an expert bias, in the same order on all ranks of
+            their groups; they share their groups.
+
+    Sync:
+        One all-reduce over each of the groups that hold other tokens.
+
+    Source:
+        Wang et al., arXiv:2408.15664.
+
+    Example:
+        >>> config = RouterConfig(num_experts=2, top_k=1, expert_bias=True)
+        >>> router = TopKRouter(config, nn.Parameter(torch.eye(2)))
+        >>> _ = router(torch.tensor([[3.0, 1.0], [2.0, 1.0]]))
+        >>> update_expert_biases([router])
+        >>> [round(x, 4) for x in router.expert_bias.tolist()], router.tokens_seen.tolist()
+        ([-0.001, 0.001], [0, 0])
+    """
+    biased = [router for router in routers if router.tokens_seen is not None]
+    if not biased:
+        return
+    load = torch.stack([router.tokens_seen for router in biased if router.tokens_seen is not None])
+    all_reduce_(load, biased[0].groups.sequence_parallel)
+    all_reduce_(load, biased[0].groups.dp_cp)
+    missing = (load.sum(1, keepdim=True) - load * load.shape[1]).sign()
+    for router, sign in zip(biased, missing, strict=True):
+        assert router.expert_bias is not None
+        assert router.tokens_seen is not None
+        router.expert_bias += router.config.expert_bias_rate * sign
+        router.tokens_seen.zero_()
+
+
+def _scores(logits: Tensor, config: RouterConfig) -> Tensor:
+    return logits.softmax(-1) if config.score_function == "softmax" else logits.sigmoid()
+
+
+def _normalized(scores: Tensor, config: RouterConfig) -> Tensor:
+    """Scores that sum to 1 for each token."""
+    if config.score_function == "softmax":
+        return scores
+    return scores / (scores.sum(-1, keepdim=True) + _TINY)
+
+
+def _weights(logits: Tensor, scores: Tensor, expert_ids: Tensor, config: RouterConfig) -> Tensor:
+    if config.softmax_after_top_k:
+        weights = logits.gather(1, expert_ids).softmax(-1)
+    else:
+        weights = scores.gather(1, expert_ids)
+        if config.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return weights if config.scaling_factor == 1.0 else weights * config.scaling_factor
+
+
+def _only_best_groups(ranked: Tensor, config: RouterConfig) -> Tensor:
+    """Scores with those of other groups replaced by minus infinity."""
+    grouped = ranked.view(ranked.shape[0], config.num_groups, -1)
+    num_best = min(config.group_score_top, grouped.shape[2])
+    group_scores = grouped.topk(num_best, dim=-1).values.sum(-1)
+    closed = torch.ones_like(group_scores, dtype=torch.bool)
+    closed.scatter_(1, top_k(group_scores, config.groups_top_k), False)
+    return grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
+
+
+def _balanced_choices(logits: Tensor, config: RouterConfig, names: TokenNames | None) -> Tensor:
+    """The next k experts for each token, around and around; the names make it layout-free."""
+    if names is None:
+        token = torch.arange(logits.shape[0], device=logits.device)
+    else:
+        token = (names.positions_S[:, None] + names.sample_ids_B[None, :]).flatten()
+    choice = torch.arange(config.top_k, device=logits.device)
+    chosen: Tensor = (token[:, None] * config.top_k + choice) % config.num_experts
+    return chosen
+
+
+def _check_range(name: str, value: int, limit: int, why: str) -> None:
+    if not 1 <= value <= limit:
+        raise ValueError(f"{name} is {value}; with {why} it must lie in [1, {limit}]")
