@@ -31,6 +31,7 @@ _AXIS_GROUPS = MappingProxyType(
         "pp": ("dense", "pp"),
         "ep": ("expert", "ep"),
         "etp": ("expert", "etp"),
+        "etp_ep": ("expert", "etp-ep"),
         "expert_dp": ("expert", "edp"),
     }
 )
@@ -116,6 +117,7 @@ class ProcessGroups:
         pp: Pipeline group, position = stage of the first model chunk.
         ep: Expert parallel group.
         etp: Tensor parallel group of expert layers.
+        etp_ep: Ranks that hold one copy of all experts together: they exchange tokens.
         expert_dp: All holders of the same expert parameters.
         embedding: First and last rank of my pipeline (which share a tied word embedding); on the
             ranks between them, and without a pipeline, a group of one.
@@ -131,6 +133,7 @@ class ProcessGroups:
     pp: Group
     ep: Group
     etp: Group
+    etp_ep: Group
     expert_dp: Group
     embedding: Group
 

@@ -1,0 +1,93 @@
+"""All-gather: every rank sees the tokens of all and computes those of its experts.
+
+Shapes: T tokens of this rank, k experts per token, G members of the group, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacore.moe.dispatchers.base import (
+    Dispatcher,
+    DispatchPlan,
+    ExpertRows,
+    PendingDispatch,
+    Routing,
+)
+from megacore.ops.permutation import collect_rows, permute_probs, sort_by_expert, spread_rows
+from megacore.parallel.collectives import all_gather
+from megacore.parallel.exchange import RowSplits, gather_rows, reduce_scatter_rows
+
+
+class AllGatherDispatcher(Dispatcher):
+    """Gathers all tokens, then adds up what all ranks made of them.
+
+    Traffic does not depend on the routing: ``G - 1`` times the tokens each way. That is less than
+    an all-to-all where a token has about as many experts as the group has ranks. All members must
+    have equally many tokens.
+    """
+
+    captured_fields = (
+        "probs",
+        "row_map",
+        "tokens_per_expert",
+        "arriving",
+        "rows_per_member",
+        "num_dropped",
+        "num_over_budget",
+    )
+
+    def preprocess(self, routing: Routing) -> DispatchPlan:
+        """Gather the choices of all tokens, find those of the own experts. See `Dispatcher`."""
+        placement, ids_Tk = self.placement, routing.expert_ids
+        if self.capacity is not None:
+            ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
+        _, counts_E = sort_by_expert(ids_Tk, placement.num_experts)
+        all_ids = ids_Tk.new_empty(placement.group.size * ids_Tk.shape[0], ids_Tk.shape[1])
+        all_gather(all_ids, ids_Tk.contiguous(), placement.group)
+        local_ids = all_ids - placement.first_local
+        is_mine = (local_ids >= 0) & (local_ids < placement.num_local)
+        row_map, arriving_L = sort_by_expert(
+            torch.where(is_mine, local_ids, -1), placement.num_local
+        )
+        num_dropped = ids_Tk.numel() - counts_E.sum()
+        return DispatchPlan(
+            probs=routing.probs,
+            row_map=row_map,
+            tokens_per_expert=counts_E,
+            arriving=arriving_L[None],
+            rows_per_member=arriving_L.sum(),
+            num_dropped=num_dropped,
+            num_over_budget=torch.zeros_like(num_dropped),
+        )
+
+    def read_splits(self, plan: DispatchPlan) -> RowSplits:
+        """Read how many rows the own experts get. See `Dispatcher`."""
+        assert plan.rows_per_member is not None
+        return RowSplits(received=(int(plan.rows_per_member.item()),))
+
+    def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:
+        """Gather tokens and weights; they have arrived when this returns. See `Dispatcher`."""
+        assert splits.received is not None
+        (num_rows,) = splits.received
+        group = self.placement.group
+        rows = spread_rows(gather_rows(x_TH, group), plan.row_map, num_rows)
+        probs = permute_probs(gather_rows(plan.probs, group), plan.row_map, num_rows)
+        return _Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
+
+    def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:  # noqa: ARG002
+        """Nothing moves before the sum. See `Dispatcher`."""
+        return rows
+
+    def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        """Add up the results of each token over all ranks. See `Dispatcher`."""
+        return reduce_scatter_rows(collect_rows(rows, plan.row_map), self.placement.group)
+
+
+class _Arrived(PendingDispatch):
+    def __init__(self, rows: ExpertRows) -> None:
+        self._rows = rows
+
+    def finish(self) -> ExpertRows:
+        return self._rows

@@ -1,0 +1,254 @@
+"""What all dispatchers share: the interface and the values they pass on.
+
+A *copy* is one token on its way to one of its ``k`` experts. A *row map* says in which row each
+copy lies, -1 for a copy that is not sent (see :mod:`megacore.ops.permutation`).
+
+Shapes: T tokens of this rank, k experts per token, E experts, L experts of this rank, G members of
+the group that shares the experts, H hidden.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from megacore.moe.dispatchers.capacity import Capacity
+from megacore.ops.permutation import collect_rows
+from megacore.parallel.collectives import all_gather
+from megacore.parallel.exchange import RowSplits
+from megacore.parallel.process_groups import Group, ProcessGroups
+
+
+class Routing(Protocol):
+    """What a dispatcher needs to know from a router."""
+
+    @property
+    def probs(self) -> Tensor:
+        """Weight of each copy, ``(T, k)``, float32."""
+
+    @property
+    def expert_ids(self) -> Tensor:
+        """Expert of each copy, ``(T, k)``, int64, different ones for each token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlacement:
+    """Where the experts of a layer are.
+
+    Attributes:
+        group: The ``etp x ep`` ranks that hold all experts once.
+        members: Positions in ``group`` of the ranks that share each part of the experts: one row
+            per ep position, its etp ranks in order.
+        ep_position: Which part this rank has.
+        num_experts: Experts of the layer, a multiple of the number of parts.
+    """
+
+    group: Group
+    members: tuple[tuple[int, ...], ...]
+    ep_position: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, groups: ProcessGroups, num_experts: int) -> ExpertPlacement:
+        """The placement of ``num_experts`` over the ranks of ``groups``.
+
+        Raises:
+            ValueError: If ep does not divide the experts.
+
+        Example:
+            >>> ExpertPlacement.of(ProcessGroups.single(), 8).num_local
+            8
+        """
+        if num_experts % groups.ep.size:
+            raise ValueError(
+                f"{num_experts} experts do not divide over ep = {groups.ep.size} ranks"
+            )
+        ranks = groups.etp_ep.ranks
+        where = [groups.topology.expert_coordinates(rank) for rank in ranks]
+        position_at = {(at["ep"], at["etp"]): position for position, at in enumerate(where)}
+        members = tuple(
+            tuple(position_at[ep, etp] for etp in range(groups.etp.size))
+            for ep in range(groups.ep.size)
+        )
+        return cls(
+            group=groups.etp_ep,
+            members=members,
+            ep_position=groups.ep.position,
+            num_experts=num_experts,
+        )
+
+    @property
+    def ep_size(self) -> int:
+        """Number of parts the experts are dealt into."""
+        return len(self.members)
+
+    @property
+    def num_local(self) -> int:
+        """Experts of this rank (its share of each, if etp splits them)."""
+        return self.num_experts // self.ep_size
+
+    @property
+    def first_local(self) -> int:
+        """Global number of this rank's first expert."""
+        return self.ep_position * self.num_local
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchPlan:
+    """What is decided about the tokens of one forward pass, before anything is moved.
+
+    It is made on the device without a look at values, so it can be the result of a captured region.
+    Shapes of tensors follow from T, k, E and G alone.
+
+    Attributes:
+        probs: Weight of each copy, ``(T, k)``, float32, with its gradient.
+        row_map: Row of each copy among the rows that are sent, ``(T, k * etp)`` int64; -1 for
+            copies that are not sent. Where etp ranks share an expert, each gets a copy.
+        tokens_per_expert: Copies of this rank's tokens for each expert, dropped ones not counted,
+            ``(E,)`` int64.
+        arriving: Copies that each member of the group sends to each local expert, ``(G, L)`` int64.
+        rows_per_member: What the host must read: rows sent to and received from each member,
+            ``(2, G)`` int64, or a single number of rows; ``None`` where sizes are fixed.
+        num_dropped: Copies of this rank's tokens that no expert sees, int64 scalar.
+        num_over_budget: Those among them that a static buffer had no room for, int64 scalar.
+    """
+
+    probs: Tensor
+    row_map: Tensor
+    tokens_per_expert: Tensor
+    arriving: Tensor
+    rows_per_member: Tensor | None
+    num_dropped: Tensor
+    num_over_budget: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRows:
+    """Rows as experts take them: sorted by local expert.
+
+    Attributes:
+        rows: ``(M, H)``. Rows behind the sum of ``m_splits`` belong to no expert.
+        probs: Weight of each row, ``(M,)``, float32.
+        m_splits: Rows of each local expert, ``(L,)`` int64, on the device.
+        row_map: Sorted row of each row that arrived, ``(M, 1)`` int64; ``None`` if none moved.
+    """
+
+    rows: Tensor
+    probs: Tensor
+    m_splits: Tensor
+    row_map: Tensor | None
+
+
+class PendingDispatch(ABC):
+    """Tokens on their way to their experts."""
+
+    @abstractmethod
+    def finish(self) -> ExpertRows:
+        """Wait for the tokens; call it once."""
+
+
+class Dispatcher(ABC):
+    """Brings tokens to the ranks of their experts and the results back.
+
+    A forward pass calls ``preprocess``, ``read_splits``, ``dispatch``, the experts, ``combine`` and
+    ``postprocess``. A dispatcher keeps nothing between calls: what a later call needs is in the
+    values that the earlier ones return.
+
+    Args:
+        placement: Where the experts are.
+        capacity: Limit of the copies per expert; ``None`` for no limit.
+
+    Attributes:
+        captured_fields: Fields of :class:`DispatchPlan` that later calls read: what must survive
+            if a captured region ends after ``preprocess``.
+    """
+
+    captured_fields: ClassVar[tuple[str, ...]]
+
+    def __init__(self, placement: ExpertPlacement, *, capacity: Capacity | None = None) -> None:
+        self.placement = placement
+        self.capacity = capacity
+
+    @abstractmethod
+    def preprocess(self, routing: Routing) -> DispatchPlan:
+        """Decide which copy goes where.
+
+        Sync:
+            Exchanges counts over the group; does not wait for the device.
+        """
+
+    @abstractmethod
+    def read_splits(self, plan: DispatchPlan) -> RowSplits:
+        """Read how many rows travel: the one place where the host waits for the device.
+
+        Sync:
+            Waits for the device where ``plan.rows_per_member`` is set; otherwise returns at once.
+        """
+
+    @abstractmethod
+    def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:
+        """Start to send tokens to the ranks of their experts.
+
+        Args:
+            x_TH: Tokens of this rank, ``(T, H)``.
+            plan: From ``preprocess``.
+            splits: From ``read_splits``.
+        """
+
+    @abstractmethod
+    def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:
+        """Send the experts' results back.
+
+        Args:
+            rows: Results, in the order of ``arrived.rows``.
+            arrived: What ``dispatch`` brought.
+            splits: From ``read_splits``.
+
+        Returns:
+            Rows as ``plan.row_map`` counts them.
+        """
+
+    def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        """Add up the results of each token.
+
+        Args:
+            rows: From ``combine``.
+            plan: From ``preprocess``.
+
+        Returns:
+            ``(T, H)``.
+        """
+        return collect_rows(rows, plan.row_map)
+
+
+def gather_counts(counts_E: Tensor, placement: ExpertPlacement) -> Tensor:
+    """Copies that each member sends to each local expert, ``(G, L)``, from its own ``(E,)``."""
+    group = placement.group
+    counts_GE = counts_E.new_empty(group.size * counts_E.shape[0])
+    all_gather(counts_GE, counts_E, group)
+    local = counts_GE.view(group.size, -1)
+    return local[:, placement.first_local : placement.first_local + placement.num_local]
+
+
+def rows_of_copies(
+    row_in_part_Tk: Tensor, expert_ids_Tk: Tensor, first_row_G: Tensor, placement: ExpertPlacement
+) -> Tensor:
+    """The row map of copies that go to every member that shares their expert.
+
+    Args:
+        row_in_part_Tk: Place of each copy among those for its part of the experts; -1: not sent.
+        expert_ids_Tk: Expert of each copy; anything where it is not sent.
+        first_row_G: Where the rows for each member begin.
+        placement: Which members share which experts.
+
+    Returns:
+        ``(T, k * etp)``, int64.
+    """
+    members = torch.tensor(placement.members, device=expert_ids_Tk.device)
+    part_Tk = expert_ids_Tk.clamp(min=0) // placement.num_local
+    rows = first_row_G[members[part_Tk]] + row_in_part_Tk[..., None]
+    return rows.masked_fill((row_in_part_Tk < 0)[..., None], -1).flatten(1)

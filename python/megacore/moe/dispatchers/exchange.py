@@ -1,0 +1,276 @@
+"""The dispatchers that exchange rows by all-to-all: ``alltoall`` and ``static``.
+
+Shapes: T tokens of this rank, k experts per token, L experts of this rank, G members of the group,
+M rows that arrive, R rows per member of a static buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from megacore.moe.dispatchers.base import (
+    Dispatcher,
+    DispatchPlan,
+    ExpertPlacement,
+    ExpertRows,
+    PendingDispatch,
+    Routing,
+    gather_counts,
+    rows_of_copies,
+)
+from megacore.moe.dispatchers.capacity import Capacity, place_in_expert
+from megacore.ops.permutation import collect_rows, permute_probs, sort_by_expert, spread_rows
+from megacore.parallel.exchange import PendingRows, RowSplits, exchange_rows, start_exchange
+
+_PLAN_FIELDS = (
+    "probs",
+    "row_map",
+    "tokens_per_expert",
+    "arriving",
+    "num_dropped",
+    "num_over_budget",
+)
+
+
+class _ExchangeDispatcher(Dispatcher):
+    """Sends every copy to all ranks that share its expert, and adds what they return."""
+
+    def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:
+        """Start the all-to-all. See `Dispatcher`."""
+        num_rows = self._num_sent(plan, splits)
+        group, repeats = self.placement.group, plan.row_map.shape[1] // plan.probs.shape[1]
+        probs = plan.probs if repeats == 1 else plan.probs.repeat_interleave(repeats, dim=1)
+        return _PendingExchange(
+            start_exchange(spread_rows(x_TH, plan.row_map, num_rows), group, splits),
+            start_exchange(permute_probs(probs, plan.row_map, num_rows), group, splits),
+            self._expert_of_rows(plan, splits),
+            self.placement.num_local,
+        )
+
+    def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:
+        """All-to-all backwards. See `Dispatcher`."""
+        if arrived.row_map is not None:
+            rows = collect_rows(rows, arrived.row_map)
+        return exchange_rows(rows, self.placement.group, splits.reversed())
+
+    @abstractmethod
+    def _num_sent(self, plan: DispatchPlan, splits: RowSplits) -> int:
+        """Rows that this rank sends in all."""
+
+    @abstractmethod
+    def _expert_of_rows(self, plan: DispatchPlan, splits: RowSplits) -> Tensor:
+        """Local expert of each row that will arrive, ``(M,)`` int64; -1 for an empty row."""
+
+
+class AllToAllDispatcher(_ExchangeDispatcher):
+    """Dropless: as many rows travel as there are copies.
+
+    Their number depends on the routing, so the host reads it once per layer (``read_splits``).
+    """
+
+    captured_fields = (*_PLAN_FIELDS, "rows_per_member")
+
+    def preprocess(self, routing: Routing) -> DispatchPlan:
+        """Sort copies by expert and tell the others how many come. See `Dispatcher`."""
+        placement = self.placement
+        ids_Tk = routing.expert_ids
+        if self.capacity is not None:
+            ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
+        sorted_Tk, counts_E = sort_by_expert(ids_Tk, placement.num_experts)
+        arriving_GL = gather_counts(counts_E, placement)
+        sent_P = counts_E.view(placement.ep_size, -1).sum(1)
+        sent_G = _per_member(sent_P, placement)
+        first_of_part = (sent_P.cumsum(0) - sent_P)[ids_Tk.clamp(min=0) // placement.num_local]
+        num_dropped = ids_Tk.numel() - counts_E.sum()
+        return DispatchPlan(
+            probs=routing.probs,
+            row_map=rows_of_copies(
+                (sorted_Tk - first_of_part).masked_fill(ids_Tk < 0, -1),
+                ids_Tk,
+                sent_G.cumsum(0) - sent_G,
+                placement,
+            ),
+            tokens_per_expert=counts_E,
+            arriving=arriving_GL,
+            rows_per_member=torch.stack((sent_G, arriving_GL.sum(1))),
+            num_dropped=num_dropped,
+            num_over_budget=torch.zeros_like(num_dropped),
+        )
+
+    def read_splits(self, plan: DispatchPlan) -> RowSplits:
+        """Read the sizes of the all-to-all. See `Dispatcher`."""
+        assert plan.rows_per_member is not None
+        sent, received = plan.rows_per_member.tolist()
+        return RowSplits(sent=tuple(sent), received=tuple(received))
+
+    def _num_sent(self, plan: DispatchPlan, splits: RowSplits) -> int:  # noqa: ARG002
+        return sum(splits.sent or ())
+
+    def _expert_of_rows(self, plan: DispatchPlan, splits: RowSplits) -> Tensor:
+        num_members, num_local = plan.arriving.shape
+        experts = torch.arange(num_local, device=plan.arriving.device).repeat(num_members)
+        return experts.repeat_interleave(
+            plan.arriving.flatten(), output_size=sum(splits.received or ())
+        )
+
+
+class StaticBudget:
+    """Rows that the ``static`` dispatcher keeps for each member, as a multiple of the fair share.
+
+    The layers of a model share one budget, so that a step that ran over it can be run again with a
+    larger one.
+
+    Args:
+        factor: Multiple of ``copies / ep``.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def grow(self) -> None:
+        """Double the budget."""
+        self.factor *= 2.0
+
+    def rows(self, *, num_tokens: int, top_k: int, placement: ExpertPlacement) -> int:
+        """Rows per member; never more than can come, which is one per token and local expert.
+
+        Example:
+            >>> from megacore.parallel import ProcessGroups
+            >>> placement = ExpertPlacement.of(ProcessGroups.single(), 4)
+            >>> StaticBudget(0.5).rows(num_tokens=16, top_k=2, placement=placement)
+            16
+        """
+        wanted = math.ceil(self.factor * num_tokens * top_k / placement.ep_size)
+        return min(wanted, num_tokens * min(top_k, placement.num_local))
+
+
+class StaticDispatcher(_ExchangeDispatcher):
+    """All sizes are fixed before the routing is known, so the host never waits for the device.
+
+    Each rank keeps a buffer of R rows per member of the group. Copies for which a buffer has no
+    room are found on the device and not sent (``plan.num_over_budget`` counts them); among the
+    copies for a member, those for its last experts go first. What becomes of the step then is for
+    the caller to decide. With ``capacity.pad`` the buffers have exactly the capacity's rows for
+    each expert, and nothing can run over them.
+
+    Args:
+        placement: Where the experts are.
+        budget: Size of the buffers.
+        capacity: Limit of the copies per expert; ``None`` for no limit.
+    """
+
+    captured_fields = _PLAN_FIELDS
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        *,
+        budget: StaticBudget,
+        capacity: Capacity | None = None,
+    ) -> None:
+        super().__init__(placement, capacity=capacity)
+        self.budget = budget
+
+    def preprocess(self, routing: Routing) -> DispatchPlan:
+        """Give each copy a row of a fixed buffer. See `Dispatcher`."""
+        placement, ids_Tk = self.placement, routing.expert_ids
+        num_wanted = ids_Tk.numel()
+        if self.capacity is not None:
+            ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
+        num_limited = (ids_Tk >= 0).sum()
+        row_Tk, num_rows = self._rows_in_part(ids_Tk)
+        first_row_G = torch.arange(placement.group.size, device=ids_Tk.device) * num_rows
+        sent_Tk = ids_Tk.masked_fill(row_Tk < 0, -1)
+        _, counts_E = sort_by_expert(sent_Tk, placement.num_experts)
+        num_sent = counts_E.sum()
+        return DispatchPlan(
+            probs=routing.probs,
+            row_map=rows_of_copies(row_Tk, ids_Tk, first_row_G, placement),
+            tokens_per_expert=counts_E,
+            arriving=gather_counts(counts_E, placement),
+            rows_per_member=None,
+            num_dropped=num_wanted - num_sent,
+            num_over_budget=num_limited - num_sent,
+        )
+
+    def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
+        """Equal shares: nothing is read. See `Dispatcher`."""
+        return RowSplits()
+
+    def num_rows(self, num_tokens: int, top_k: int) -> int:
+        """Rows of the buffer for each member."""
+        if self.capacity is not None and self.capacity.pad:
+            per_expert = self.capacity.rows(num_tokens * top_k, self.placement.num_experts)
+            return per_expert * self.placement.num_local
+        return self.budget.rows(num_tokens=num_tokens, top_k=top_k, placement=self.placement)
+
+    def _rows_in_part(self, ids_Tk: Tensor) -> tuple[Tensor, int]:
+        """Row of each copy in its member's buffer (-1: no room), and the rows of a buffer."""
+        placement = self.placement
+        num_rows = self.num_rows(*ids_Tk.shape)
+        if self.capacity is not None and self.capacity.pad:
+            per_expert = num_rows // placement.num_local
+            place = place_in_expert(ids_Tk, None)
+            return place_in_padded(ids_Tk, place, per_expert, placement.num_local), num_rows
+        sorted_Tk, counts_E = sort_by_expert(ids_Tk, placement.num_experts)
+        sent_P = counts_E.view(placement.ep_size, -1).sum(1)
+        first_of_part = (sent_P.cumsum(0) - sent_P)[ids_Tk.clamp(min=0) // placement.num_local]
+        row_Tk = sorted_Tk - first_of_part
+        return row_Tk.masked_fill((ids_Tk < 0) | (row_Tk >= num_rows), -1), num_rows
+
+    def _num_sent(self, plan: DispatchPlan, splits: RowSplits) -> int:  # noqa: ARG002
+        num_tokens, top_k = plan.probs.shape
+        return self.placement.group.size * self.num_rows(num_tokens, top_k)
+
+    def _expert_of_rows(self, plan: DispatchPlan, splits: RowSplits) -> Tensor:  # noqa: ARG002
+        num_members, num_local = plan.arriving.shape
+        num_rows = self.num_rows(*plan.probs.shape)
+        rows = torch.arange(num_rows, device=plan.arriving.device)
+        if self.capacity is not None and self.capacity.pad:
+            per_expert = num_rows // num_local
+            expert, place = rows // per_expert, rows % per_expert
+            filled = place < plan.arriving[:, expert]
+            return torch.where(filled, expert, -1).flatten()
+        ends_GL = plan.arriving.cumsum(1)
+        expert_GR = torch.searchsorted(
+            ends_GL, rows.expand(num_members, -1).contiguous(), right=True
+        )
+        return torch.where(expert_GR < num_local, expert_GR, -1).flatten()
+
+
+def place_in_padded(ids_Tk: Tensor, place_Tk: Tensor, per_expert: int, num_local: int) -> Tensor:
+    """Row of each copy in a buffer with ``per_expert`` rows for each local expert; -1: none."""
+    rows = ids_Tk.clamp(min=0) % num_local * per_expert + place_Tk
+    return rows.masked_fill(ids_Tk < 0, -1)
+
+
+def _per_member(values_P: Tensor, placement: ExpertPlacement) -> Tensor:
+    """A value per part of the experts as a value per member, ``(G,)``."""
+    part_of = [0] * placement.group.size
+    for part, members in enumerate(placement.members):
+        for member in members:
+            part_of[member] = part
+    return values_P[torch.tensor(part_of, device=values_P.device)]
+
+
+class _PendingExchange(PendingDispatch):
+    def __init__(
+        self, rows: PendingRows, probs: PendingRows, expert_of_row_M: Tensor, num_local: int
+    ) -> None:
+        self._rows, self._probs = rows, probs
+        self._expert_of_row_M, self._num_local = expert_of_row_M, num_local
+
+    def finish(self) -> ExpertRows:
+        rows, probs = self._rows.finish(), self._probs.finish()
+        row_map, m_splits = sort_by_expert(self._expert_of_row_M[:, None], self._num_local)
+        num_rows = rows.shape[0]
+        return ExpertRows(
+            rows=spread_rows(rows, row_map, num_rows),
+            probs=permute_probs(probs[:, None], row_map, num_rows),
+            m_splits=m_splits,
+            row_map=row_map,
+        )

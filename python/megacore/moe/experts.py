@@ -1,0 +1,62 @@
+"""The experts of one rank: two grouped matrix products with an activation between them.
+
+Shapes: M rows of all local experts, L local experts, F inner width of an expert on this rank (its
+share, if etp splits experts), H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from megacore.moe.dispatchers import ExpertRows
+from megacore.ops.activations import gelu, swiglu
+from megacore.ops.gemm import grouped_gemm, main_grad_of
+
+Activation = Literal["swiglu", "gelu"]
+
+
+class GroupedExperts(nn.Module):
+    """``fc2(activation(fc1(x)))`` for each expert's own rows, times the weight of each row.
+
+    The weight is applied between the two products, where rows are narrow; since ``fc2`` is linear
+    and has no bias, that is the same as weighting the result.
+
+    Args:
+        fc1: ``(L, 2, F, H)`` for SwiGLU, gate first; ``(L, F, H)`` for GELU.
+        fc2: ``(L, H, F)``.
+        activation: What is between them.
+
+    Raises:
+        ValueError: If the shapes do not fit each other.
+    """
+
+    def __init__(self, fc1: nn.Parameter, fc2: nn.Parameter, *, activation: Activation) -> None:
+        super().__init__()
+        num_local, hidden, width = fc2.shape
+        inner = (2, width) if activation == "swiglu" else (width,)
+        if tuple(fc1.shape) != (num_local, *inner, hidden):
+            raise ValueError(
+                f"fc1 has shape {tuple(fc1.shape)}, but {activation} before fc2 "
+                f"{tuple(fc2.shape)} needs {(num_local, *inner, hidden)}"
+            )
+        self.fc1 = fc1
+        self.fc2 = fc2
+        self.activation = activation
+
+    def forward(self, arrived: ExpertRows) -> Tensor:
+        """Results of the rows, ``(M, H)``; this rank's part of a sum if etp splits experts."""
+        inner = _product(arrived.rows, self.fc1, arrived.m_splits)
+        activate = swiglu if self.activation == "swiglu" else gelu
+        return _product(activate(inner, arrived.probs), self.fc2, arrived.m_splits)
+
+
+def _product(rows: Tensor, weight: nn.Parameter, m_splits: Tensor) -> Tensor:
+    main_grad = main_grad_of(weight)
+    return grouped_gemm(
+        rows,
+        weight.flatten(1, -2),
+        m_splits,
+        main_grad=None if main_grad is None else main_grad.flatten(1, -2),
+    )

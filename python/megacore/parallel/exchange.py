@@ -1,0 +1,250 @@
+"""Rows of tensors that move between the members of a group, with their gradients.
+
+==========================  =====================================  ================================
+function                    forward                                backward
+==========================  =====================================  ================================
+``start_exchange``          all-to-all, started                    all-to-all of the gradient, ended
+``PendingRows.finish``      all-to-all, ended                      all-to-all of the gradient, begun
+``gather_rows``             all-gather                             reduce-scatter
+``reduce_scatter_rows``     reduce-scatter                         all-gather
+==========================  =====================================  ================================
+
+What is computed between ``start_exchange`` and ``finish`` runs while rows travel, and in the
+backward pass its gradient is computed while the gradients of the rows travel back. Members must
+start their exchanges in the same order. Over a group of one, rows are returned as they are.
+
+Shapes: N rows here, M rows there, dimension 0; anything behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacore.parallel.async_collectives import PendingCollective
+from megacore.parallel.collectives import all_gather, reduce_scatter
+from megacore.parallel.process_groups import Group
+
+
+@dataclass(frozen=True)
+class RowSplits:
+    """How many rows go to each member of a group and how many come from each.
+
+    Attributes:
+        sent: Rows to each member, in the order of positions; ``None``: equally many to each.
+        received: Rows from each member; ``None`` together with ``sent``.
+    """
+
+    sent: tuple[int, ...] | None = None
+    received: tuple[int, ...] | None = None
+
+    def reversed(self) -> RowSplits:
+        """The splits of the way back."""
+        return RowSplits(sent=self.received, received=self.sent)
+
+    def num_received(self, num_sent: int) -> int:
+        """Rows that arrive if ``num_sent`` leave."""
+        return num_sent if self.received is None else sum(self.received)
+
+
+@torch.no_grad()
+def all_to_all_async(
+    rows: Tensor, group: Group, splits: RowSplits
+) -> tuple[Tensor, PendingCollective]:
+    """Start to send rows to every member of a group and to receive theirs.
+
+    Args:
+        rows: ``(N, ...)``, contiguous: first the rows for position 0, then those for position 1 ...
+        group: The members.
+        splits: Rows per member.
+
+    Returns:
+        A tensor ``(M, ...)``, the rows of position 0 first, valid once the second value has been
+        waited for.
+
+    Raises:
+        ValueError: If the splits do not fit the group or the rows.
+
+    Sync:
+        None on the caller's stream until ``wait()``.
+    """
+    _check(rows, group, splits)
+    if group.handle is None:
+        return rows, PendingCollective()
+    received = rows.new_empty(splits.num_received(rows.shape[0]), *rows.shape[1:])
+    work = dist.all_to_all_single(
+        received,
+        rows,
+        output_split_sizes=None if splits.received is None else list(splits.received),
+        input_split_sizes=None if splits.sent is None else list(splits.sent),
+        group=group.handle,
+        async_op=True,
+    )
+    return received, PendingCollective(work)
+
+
+@torch.no_grad()
+def all_to_all(rows: Tensor, group: Group, splits: RowSplits) -> Tensor:
+    """Send rows to every member of a group and return theirs; see :func:`all_to_all_async`."""
+    received, pending = all_to_all_async(rows, group, splits)
+    pending.wait()
+    return received
+
+
+class PendingRows:
+    """Rows that are under way, with their gradients."""
+
+    def __init__(self, rows: Tensor, transfer: _Transfer | None) -> None:
+        self._rows = rows
+        self._transfer = transfer
+
+    def finish(self) -> Tensor:
+        """Wait for the rows; call it once."""
+        if self._transfer is None:
+            return self._rows
+        rows: Tensor = _Finish.apply(self._rows, self._transfer)  # type: ignore[no-untyped-call]
+        return rows
+
+
+def start_exchange(rows: Tensor, group: Group, splits: RowSplits) -> PendingRows:
+    """Start :func:`all_to_all` of rows that need gradients.
+
+    Raises:
+        ValueError: As :func:`all_to_all_async`.
+    """
+    if group.handle is None:
+        _check(rows, group, splits)
+        return PendingRows(rows, None)
+    transfer = _Transfer(group, splits)
+    received: Tensor = _Start.apply(rows, transfer)  # type: ignore[no-untyped-call]
+    return PendingRows(received, transfer)
+
+
+def exchange_rows(rows: Tensor, group: Group, splits: RowSplits) -> Tensor:
+    """All-to-all of rows that need gradients, forward and backward at once."""
+    return start_exchange(rows, group, splits).finish()
+
+
+def gather_rows(rows: Tensor, group: Group) -> Tensor:
+    """Join the rows of all members, equally many each: ``(N, ...)`` to ``(N * size, ...)``."""
+    if group.size == 1:
+        return rows
+    gathered: Tensor = _Gather.apply(rows, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def reduce_scatter_rows(rows: Tensor, group: Group) -> Tensor:
+    """Sum the rows of all members and keep the own slice: ``(N * size, ...)`` to ``(N, ...)``."""
+    if group.size == 1:
+        return rows
+    reduced: Tensor = _ReduceScatter.apply(rows, group)  # type: ignore[no-untyped-call]
+    return reduced
+
+
+def _check(rows: Tensor, group: Group, splits: RowSplits) -> None:
+    if splits.sent is None or splits.received is None:
+        if rows.shape[0] % group.size:
+            raise ValueError(
+                f"all-to-all over group {group.name}: {rows.shape[0]} rows have no {group.size} "
+                "equal shares"
+            )
+        return
+    for name, counts in (("sent", splits.sent), ("received", splits.received)):
+        if len(counts) != group.size:
+            raise ValueError(
+                f"all-to-all over group {group.name}: {name} has {len(counts)} counts for "
+                f"{group.size} members"
+            )
+    if sum(splits.sent) != rows.shape[0]:
+        raise ValueError(
+            f"all-to-all over group {group.name}: the counts {_shown(splits.sent)} sum to "
+            f"{sum(splits.sent)}, but there are {rows.shape[0]} rows"
+        )
+
+
+def _shown(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts[:8])) + (", ..." if len(counts) > 8 else "")
+
+
+class _Transfer:
+    """What the two halves of one exchange know of each other."""
+
+    def __init__(self, group: Group, splits: RowSplits) -> None:
+        self.group = group
+        self.splits = splits
+        self.forward = PendingCollective()
+        self.backward = PendingCollective()
+        self.grad: Tensor | None = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        received, transfer.forward = all_to_all_async(
+            rows.contiguous(), transfer.group, transfer.splits
+        )
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # noqa: ARG004
+        transfer = ctx.transfer
+        transfer.backward.wait()
+        received, transfer.grad = transfer.grad, None
+        return received, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.forward.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        transfer = ctx.transfer
+        transfer.grad, transfer.backward = all_to_all_async(
+            grad.contiguous(), transfer.group, transfer.splits.reversed()
+        )
+        # Only says that there is a gradient: what travels reaches _Start.backward by itself.
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gathered(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scattered(grad, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scattered(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.group), None
+
+
+def _gathered(rows: Tensor, group: Group) -> Tensor:
+    result = rows.new_empty(group.size * rows.shape[0], *rows.shape[1:])
+    all_gather(result, rows.contiguous(), group)
+    return result
+
+
+def _reduce_scattered(rows: Tensor, group: Group) -> Tensor:
+    result = rows.new_empty(rows.shape[0] // group.size, *rows.shape[1:])
+    reduce_scatter(result, rows.contiguous(), group)
+    return result
