@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megacore.cli.schedule_compare import run_compare
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ examples:
   megacore schedule interleaved_1f1b --pp 4 --chunks 2 --microbatches 8 --svg schedule.svg
   megacore schedule interleaved_1f1b --pp 8 --chunks 2 --microbatches 33 --send 0.1
   megacore schedule zb_v --pp 4 --microbatches 8
+  megacore schedule --compare --pp 8 --microbatches 32 --send 0.1
   megacore schedule --from-csv my.csv --forward 1 --backward 1.7
 """
 
@@ -71,9 +73,21 @@ def add_parser(subparsers: Any) -> None:
         ("--forward", 1.0, "time of one forward of a stage (default: 1)"),
         ("--backward", 2.0, "time of one backward of a stage (default: 2)"),
         ("--send", 0.0, "time a message takes between two ranks (default: 0)"),
+        ("--overlap", 0.0, "share a pair of the DualPipes hides of its shorter half (default: 0)"),
     )
     for flag, cost, text in costs:
         parser.add_argument(flag, type=float, default=cost, metavar="T", help=text)
+    parser.add_argument(
+        "--backward-weight",
+        type=float,
+        metavar="T",
+        help="part of --backward for the weights, which a split backward delays (default: half)",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="a table of all schedules instead; costs are then those of all layers of a rank",
+    )
     parser.add_argument(
         "--forward-only", action="store_true", help="leave the backward passes out (evaluation)"
     )
@@ -84,15 +98,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a schedule, its bubble and what its ranks hold."""
-    from megacore.pipeline import Costs
-
-    for flag, cost in (("forward", args.forward), ("backward", args.backward), ("send", args.send)):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise ConfigError(f"--{flag} is {cost:g}; it must be a finite number of at least 0")
-    # Half a backward each: only the sum matters for whole backward passes.
-    half = args.backward / 2
-    costs = Costs(forward=args.forward, backward_input=half, backward_weight=half, send=args.send)
+    """Print a schedule, its bubble and what its ranks hold; or all schedules side by side."""
+    costs = _costs(args)
+    if args.compare:
+        return run_compare(args, costs)
     schedule = _schedule(args)
     timeline = schedule.simulate(costs)
     if args.json:
@@ -103,6 +112,29 @@ def run(args: argparse.Namespace) -> int:
     _write(args.csv, schedule.to_csv)
     _write(args.trace, lambda path: schedule.to_chrome_trace(path, costs=costs))
     return 0
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    from megacore.pipeline import Costs
+
+    for name in ("forward", "backward", "backward_weight", "send", "overlap"):
+        cost, flag = getattr(args, name), name.replace("_", "-")
+        if cost is not None and not (math.isfinite(cost) and cost >= 0):
+            raise ConfigError(f"--{flag} is {cost:g}; it must be a finite number of at least 0")
+    if args.overlap > 1:
+        raise ConfigError(f"--overlap is {args.overlap:g}; it is a share, from 0 to 1")
+    weight = args.backward / 2 if args.backward_weight is None else args.backward_weight
+    if weight > args.backward:
+        raise ConfigError(
+            f"--backward-weight is {weight:g}, but it is a part of --backward, {args.backward:g}"
+        )
+    return Costs(
+        forward=args.forward,
+        backward_input=args.backward - weight,
+        backward_weight=weight,
+        send=args.send,
+        overlap=args.overlap,
+    )
 
 
 def _schedule(args: argparse.Namespace) -> Schedule:
@@ -148,6 +180,7 @@ def _print_json(schedule: Schedule, timeline: Timeline) -> None:
         "num_microbatches": schedule.num_microbatches,
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
+        "span_bubble_fraction": timeline.span_bubble_fraction,
         "busy": timeline.busy,
         "peak_in_flight": timeline.peak_in_flight,
         "stages": [schedule.stages(rank) for rank in ranks],
@@ -168,11 +201,12 @@ def _print_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> None:
         f"{schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
     )
     console.print(
-        f"makespan [bold]{timeline.makespan:g}[/], bubble [bold]{timeline.bubble_fraction:.1%}[/], "
+        f"makespan [bold]{timeline.makespan:g}[/], bubble [bold]{timeline.bubble_fraction:.1%}[/] "
+        f"({timeline.span_bubble_fraction:.1%} without a barrier between steps), "
         f"at most [bold]{max(timeline.peak_in_flight)}[/] microbatch activations in flight "
         "on one rank"
     )
-    if not schedule.is_forward_only:
+    if not schedule.is_forward_only and costs.overlap == 0:
         bound = schedule.lower_bound(costs)
         gap = timeline.makespan / bound.value - 1 if bound.value > 0 else 0.0
         verdict = "no order is faster" if gap < 1e-9 else f"an order {gap:.1%} faster may exist"

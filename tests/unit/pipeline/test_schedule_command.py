@@ -23,10 +23,70 @@ def test_prints_the_grid_the_bubble_and_the_ranks(
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = run(capsys, "1f1b", "--pp", "2", "--microbatches", "3")
     assert code == 0
-    assert "makespan 12, bubble 25.0%, at most 2 microbatch activations" in out
+    assert "makespan 12, bubble 25.0% (25.0% without a barrier between steps)" in out
+    assert "at most 2 microbatch activations in flight on one rank" in out
     assert "rank 0  0F0 0F1         0B0---- 0F2 0B1----     0B2----" in out
     assert "rank 1      1F0 1B0---- 1F1 1B1---- 1F2 1B2----" in out
     assert "in flight at most" in out
+
+
+GOLDEN = """\
+interleaved_1f1b: 4 ranks, 2 chunks each, 8 stages, 4 microbatches
+makespan 33, bubble 27.3% (27.3% without a barrier between steps), at most 8 microbatch activations in flight on one rank
+with this memory no order beats 33 (the work of one rank, from its first start to its shortest tail): no order is faster
+
+time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22  23  24  25  26  27  28  29  30  31  32
+rank 0  0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3                         4B0----     4B1----     4B2----     4B3---- 0B0---- 0B1---- 0B2---- 0B3----
+rank 1      1F0 1F1 1F2 1F3 5F0 5F1 5F2 5F3             5B0----     5B1----     5B2----     5B3---- 1B0---- 1B1---- 1B2---- 1B3----
+rank 2          2F0 2F1 2F2 2F3 6F0 6F1 6F2     6B0---- 6F3 6B1----     6B2----     6B3---- 2B0---- 2B1---- 2B2---- 2B3----
+rank 3              3F0 3F1 3F2 3F3 7F0 7B0---- 7F1 7B1---- 7F2 7B2---- 7F3 7B3---- 3B0---- 3B1---- 3B2---- 3B3----
+"""  # noqa: E501
+
+
+def test_the_whole_text_of_a_small_case(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    _, out, _ = run(capsys, "interleaved_1f1b", "--pp=4", "--chunks=2", "--microbatches=4")
+    assert out.startswith(GOLDEN)
+
+
+COMPARED = """\
+4 ranks, 8 microbatches; all layers of a rank take 1 forward, 2 backward (1 of it for the weights), a message 0
+
+    schedule            makespan   bubble    span   in flight   bound    gap   with
+────────────────────────────────────────────────────────────────────────────────────────────
+*   interleaved_zb          25.5     5.9%    5.9%           4    25.5   0.0%   v 2, G 4
+    zb_v                    25.5     5.9%    0.0%           4    25.5   0.0%   v 2
+    dualpipe                  26     7.7%    7.7%           5      25   4.0%   v 1, copies 2
+*   v_half                  26.5     9.4%    9.4%           3    26.5   0.0%   v 2
+    zb_h1                     27    11.1%   11.1%           4      27   0.0%   v 1
+    dualpipe_v                27    11.1%   11.1%         4.5    25.5   5.9%   v 2
+    zb_h2                     27    11.1%    0.0%           7      27   0.0%   v 1
+    group_interleaved         28    14.3%   14.3%           3      28   0.0%   v 2, G 2
+>   interleaved_1f1b        28.5    15.8%   15.8%         5.5    28.5   0.0%   v 2, G 4, k 2
+    looped_bfs              28.5    15.8%   15.8%           8    28.5   0.0%   v 2
+*   v_min                   29.5    18.6%   18.6%           2      28   5.4%   v 2
+    1f1b_v                  31.5    23.8%   23.8%           3    31.5   0.0%   v 2
+    1f1b                      33    27.3%   27.3%           4      33   0.0%   v 1
+    gpipe                     33    27.3%   27.3%           8      33   0.0%   v 1
+"""  # noqa: E501
+
+
+def test_compare_shows_all_schedules_fastest_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    code, out, _ = run(capsys, "interleaved_1f1b", "--compare", "--pp=4", "--microbatches=8")
+    assert code == 0
+    lines = [line.rstrip() for line in out.splitlines()]
+    wanted = COMPARED.splitlines()
+    assert lines[: len(wanted)] == wanted
+    assert "  no_pipelining: num_ranks is 4; no_pipelining runs on 1 rank." in out
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run(capsys, "--compare", "--pp=4", "--microbatches=8")
+    assert all(len(line) <= 60 for line in out.splitlines())
+    assert "zb_h2                     27    11.1%           7   0.0%" in out
 
 
 def test_a_narrow_terminal_cuts_time_into_panels(
@@ -138,6 +198,11 @@ def test_files_are_written_and_read_back(
         (["--from-csv", "/nowhere/x.csv"], "cannot read /nowhere/x.csv"),
         (["1f1b", "--svg", "/nowhere/x.svg"], "cannot write /nowhere/x.svg"),
         (["1f1b", "--microbatchs=3"], "--microbatches"),
+        (["1f1b", "--overlap=2"], "--overlap is 2; it is a share, from 0 to 1"),
+        (["1f1b", "--backward-weight=3"], "--backward-weight is 3, but it is a part of --backward"),
+        (["1fb1", "--compare"], "there is no schedule '1fb1'"),
+        (["--compare", "--svg=x.svg"], "--svg is about one; leave one of them out"),
+        (["--compare", "--pp=0"], "num_ranks is 0; it must be at least 1"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_2(

@@ -1,0 +1,130 @@
+"""``megacore schedule --compare``: all schedules for the same sizes and costs, as a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megacore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megacore.pipeline import Costs
+    from megacore.pipeline.compare import ComparedSchedule, Comparison
+
+_WIDE = 104  # characters that all columns need
+_SHORT = {"chunks": "v", "group_size": "G", "warmup_multiplier": "k", "copies": "copies"}
+
+
+def run_compare(args: argparse.Namespace, costs: Costs) -> int:
+    """Print the table, or everything in it as JSON."""
+    from megacore.pipeline import SCHEDULE_NAMES
+    from megacore.pipeline.compare import compare_schedules
+
+    for flag in ("svg", "csv", "trace", "from_csv", "forward_only"):
+        if getattr(args, flag):
+            name = flag.replace("_", "-")
+            raise ConfigError(
+                f"--compare shows all schedules, --{name} is about one; leave one of them out"
+            )
+    if args.name is not None and args.name not in SCHEDULE_NAMES:
+        raise ConfigError(f"there is no schedule {args.name!r} to mark in the comparison")
+    comparison = compare_schedules(
+        num_ranks=args.pp,
+        num_microbatches=args.microbatches,
+        num_chunks=args.chunks,
+        group_size=args.group_size,
+        warmup_multiplier=args.warmup_multiplier,
+        costs=costs,
+    )
+    if args.json:
+        _print_json(comparison)
+    else:
+        _print_text(args, costs, comparison)
+    return 0
+
+
+def _print_json(comparison: Comparison) -> None:
+    rows = [
+        {
+            "name": row.schedule.name,
+            "parameters": row.parameters,
+            "makespan": row.timeline.makespan,
+            "bubble_fraction": row.timeline.bubble_fraction,
+            "span_bubble_fraction": row.timeline.span_bubble_fraction,
+            "in_flight": row.in_flight,
+            "lower_bound": None if row.bound is None else row.bound.value,
+            "bound_reason": None if row.bound is None else row.bound.reason,
+            "gap": row.gap,
+            "is_best": row.is_best,
+        }
+        for row in comparison.rows
+    ]
+    json.dump({"schedules": rows, "not_applicable": comparison.refused}, sys.stdout)
+    print()
+
+
+def _print_text(args: argparse.Namespace, costs: Costs, comparison: Comparison) -> None:
+    width = max(shutil.get_terminal_size((120, 24)).columns, 60)
+    console = Console(highlight=False, width=width)
+    weight = costs.backward_weight
+    console.print(
+        f"[bold]{args.pp} ranks, {args.microbatches} microbatches[/]; all layers of a rank take "
+        f"{args.forward:g} forward, {args.backward:g} backward ({weight:g} of it for the weights), "
+        f"a message {args.send:g}\n"
+    )
+    console.print(_table(comparison, marked=args.name, wide=width >= _WIDE))
+    console.print(
+        "\n* no other is both faster and smaller. In flight: microbatches of all layers of a rank "
+        "whose activations it holds. Span: the bubble without a barrier between steps. Bound: what "
+        "no order beats with this memory, placement and kind of backward. v: chunks per rank; "
+        "G: group size; k: warm-up multiplier; copies of the parameters.",
+        style="dim",
+    )
+    if comparison.refused:
+        console.print("\nNot possible with these sizes:")
+        for name, reason in comparison.refused.items():
+            console.print(f"  [bold]{name}[/]: {reason}")
+
+
+def _table(comparison: Comparison, *, marked: str | None, wide: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("schedule", no_wrap=True)
+    names = ["makespan", "bubble", "span", "in flight", "bound", "gap"]
+    if not wide:
+        names = ["makespan", "bubble", "in flight", "gap"]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("with", no_wrap=True)
+    for row in comparison.rows:
+        cells = _cells(row)
+        style = "reverse" if row.schedule.name == marked else "bold" if row.is_best else ""
+        star = ">" if row.schedule.name == marked else ""
+        table.add_row(
+            star + ("*" if row.is_best else ""),
+            row.schedule.name,
+            *(cells[name] for name in names),
+            *([cells["with"]] if wide else []),
+            style=style,
+        )
+    return table
+
+
+def _cells(row: ComparedSchedule) -> dict[str, str]:
+    return {
+        "makespan": f"{row.timeline.makespan:g}",
+        "bubble": f"{row.timeline.bubble_fraction:.1%}",
+        "span": f"{row.timeline.span_bubble_fraction:.1%}",
+        "in flight": f"{row.in_flight:g}",
+        "bound": "" if row.bound is None else f"{row.bound.value:g}",
+        "gap": "" if row.gap is None else f"{row.gap:.1%}",
+        "with": ", ".join(f"{_SHORT[name]} {value}" for name, value in row.parameters.items()),
+    }
