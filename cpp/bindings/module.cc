@@ -5,7 +5,10 @@ PYBIND11_MODULE(_core, module) {
   module.attr("__version__") = MEGACORE_VERSION;
   megacore::bindings::bind_parallel(module);
   megacore::bindings::bind_pipeline(module);
+  megacore::bindings::bind_program(module);
   megacore::bindings::bind_schedule_catalog(module);
+  megacore::bindings::bind_auto_schedule(module);
   megacore::bindings::bind_buffer(module);
   megacore::bindings::bind_moe(module);
+  megacore::bindings::bind_graph(module);
 }
