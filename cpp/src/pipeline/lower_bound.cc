@@ -20,7 +20,11 @@ class RankBounds {
  public:
   RankBounds(const BoundProblem& problem, const ChainBounds& chains, int rank)
       : chains_(chains), split_(problem.split_backward) {
-    for (const int32_t stage : problem.placement.stages_of(rank)) add_stage(stage);
+    const std::vector<int64_t>& sizes = problem.activation_size;
+    for (const int32_t stage : problem.placement.stages_of(rank)) {
+      const size_t entry = sizes.size() <= 1 ? 0 : static_cast<size_t>(stage);
+      add_stage(stage, sizes.empty() ? 1.0 : static_cast<double>(sizes[entry]));
+    }
     for (auto* list : {&forward_heads_, &forward_tails_, &release_heads_, &release_tails_}) {
       std::sort(list->begin(), list->end());
     }
@@ -28,8 +32,10 @@ class RankBounds {
     limit_ = num_forwards_;
     const std::vector<int64_t>& limits = problem.memory_limit;
     if (limits.empty()) return;
-    const int64_t own = limits[limits.size() == 1 ? 0 : static_cast<size_t>(rank)];
-    limit_ = std::min(num_forwards_, static_cast<size_t>(own));
+    room_ = static_cast<double>(limits[limits.size() == 1 ? 0 : static_cast<size_t>(rank)]);
+    // As many as fit if all were as small as the smallest.
+    const auto count = static_cast<size_t>(room_ / smallest_size_);
+    limit_ = std::clamp<size_t>(count, 1, num_forwards_);
     if (limit_ < num_forwards_) apply_memory();
   }
 
@@ -51,11 +57,15 @@ class RankBounds {
   // of the area M x makespan unused.
   double memory_area() const {
     double area = 0.0;
-    for (const OneStage& own : stages_) area += own.count() * chains_.life(own.stage);
+    double sized_area = 0.0;
+    for (const OneStage& own : stages_) {
+      area += own.count() * chains_.life(own.stage);
+      sized_area += own.count() * own.size * chains_.life(own.stage);
+    }
     const auto limit = static_cast<double>(limit_);
     double start = forward_heads_.front();
     double end = release_tails_.front();
-    const double plain = start + area / limit + end;
+    const double plain = start + std::max(area / limit, sized_area / room_) + end;
     double ramps = start + end;
     for (size_t i = 1; i < limit_; ++i) {
       start = std::max(forward_heads_[i], start + shortest_forward_);
@@ -93,13 +103,15 @@ class RankBounds {
  private:
   struct OneStage {
     int stage;
+    double size;  // of an activation
     StageBounds bounds;
 
     double count() const { return static_cast<double>(bounds.forward_heads.size()); }
   };
 
-  void add_stage(int stage) {
-    stages_.push_back({stage, chains_.of_stage(stage)});
+  void add_stage(int stage, double size) {
+    stages_.push_back({stage, size, chains_.of_stage(stage)});
+    smallest_size_ = std::min(smallest_size_, size);
     const StageBounds& bounds = stages_.back().bounds;
     const auto append = [](std::vector<double>& list, const std::vector<double>& more) {
       list.insert(list.end(), more.begin(), more.end());
@@ -138,6 +150,8 @@ class RankBounds {
   std::vector<OneStage> stages_;
   size_t num_forwards_ = 0;  // on this rank
   size_t limit_ = 0;         // M, at most num_forwards_
+  double room_ = kInfinity;  // the limit in the unit of sizes
+  double smallest_size_ = kInfinity;
   double shortest_forward_ = kInfinity;
   double shortest_release_ = kInfinity;
   double start_to_release_ = kInfinity;  // shortest from the start of F to that of its release
@@ -167,6 +181,17 @@ void check(const BoundProblem& problem) {
              ", one per rank");
   for (const int64_t limit : problem.memory_limit) {
     MC_REQUIRE(limit >= 1, "memory_limit is ", limit, "; a rank needs room for 1 activation");
+  }
+  const size_t num_sizes = problem.activation_size.size();
+  const int num_stages = problem.placement.num_stages();
+  MC_REQUIRE(num_sizes <= 1 || num_sizes == static_cast<size_t>(num_stages),
+             "activation_size has ",
+             num_sizes,
+             " entries; give one for all stages or ",
+             num_stages,
+             ", one per stage");
+  for (const int64_t size : problem.activation_size) {
+    MC_REQUIRE(size >= 1, "activation_size is ", size, "; it must be at least 1");
   }
 }
 

@@ -28,6 +28,7 @@ from megacore._core import (
     validate_programs,
 )
 from megacore.pipeline.partition import partition_layers
+from megacore.pipeline.auto import Certificate
 from megacore.pipeline.recorder import ActionRecorder, TimedAction
 from megacore.pipeline.schedule import (
     SCHEDULE_NAMES,
@@ -52,6 +53,7 @@ __all__ = [
     "ActivationSpec",
     "Costs",
     "Event",
+    "Certificate",
     "LowerBound",
     "PipelineExecutor",
     "Program",

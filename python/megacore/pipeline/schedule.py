@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from megacore import _core
 from megacore._core import Action, LowerBound, Program, ScheduleInfo
+from megacore.pipeline.auto import AUTO, Certificate, build_auto
+from megacore.pipeline.passes import Lowering, Receives, lower
 from megacore.pipeline.svg import timeline_svg
 from megacore.pipeline.timeline import Costs, Timeline
 from megacore.pipeline.trace import simulated_trace
@@ -44,10 +46,16 @@ def build_schedule(
     warmup_multiplier: int | None = None,
     forward_only: bool = False,
 ) -> Schedule:
-    """Build a named schedule and validate it.
+    placement: Literal["loop", "v"] | None = None,
+    memory_limit: int | Sequence[int] | None = None,
+    activation_size: int | Sequence[int] | None = None,
+    split_backward: bool | None = None,
+    costs: Costs | None = None,
+    effort: Literal["fast", "thorough"] | None = None,
+    """Build a schedule by name, or search for one with the name ``"auto"``, and validate it.
 
     Args:
-        name: One of ``SCHEDULE_NAMES``; ``schedule_catalog`` describes them.
+        name: One of ``SCHEDULE_NAMES``, which ``schedule_catalog`` describes, or ``"auto"``.
         num_ranks: Pipeline ranks.
         num_microbatches: Microbatches per optimizer step.
         num_chunks: Model chunks per rank. By default what the schedule has; 1 for those that can
@@ -60,12 +68,24 @@ def build_schedule(
             rank behind it: 2 hides messages (the default), 1 holds fewer activations.
         forward_only: Leave the backward actions out, for evaluation.
 
+        placement: For ``"auto"``, as all that follow: ``"loop"`` (the default) puts stage s on rank
+            s mod p; ``"v"`` puts stages r and 2p-1-r on rank r.
+        memory_limit: What a rank may hold from F until B or W, one number for all ranks or one per
+            rank; counted in stage activations unless ``activation_size`` is given. By default as
+            much as it takes.
+        activation_size: Size of one activation in the unit of ``memory_limit``, one number for all
+            stages or one per stage.
+        split_backward: Whether a backward may run as I and W (the default) or only in one piece.
+        costs: Times of the actions; by default F = I = W = 1 and free messages. ``overlap`` must
+            be 0.
+        effort: ``"fast"`` takes less than a second for 64 ranks and 1024 microbatches,
+            ``"thorough"`` up to some seconds. By default thorough for small problems.
     Returns:
-        The schedule of all ranks.
+        The schedule of all ranks. Of ``"auto"`` it has a ``certificate``.
 
     Raises:
-        ValueError: If the name is unknown or the sizes cannot work. The message names the nearest
-            legal values.
+        ValueError: If the name is unknown, an option is not for this schedule, or the sizes cannot
+            work. The message names the nearest legal values.
 
     Example:
         >>> schedule = build_schedule(
@@ -75,8 +95,33 @@ def build_schedule(
         [1, 1, 2, -2, 2, -2, 1, -1, 1, -1, 2, -2, 2, -2, -1, -1]
     """
     if name not in SCHEDULE_NAMES:
-        close = difflib.get_close_matches(name, SCHEDULE_NAMES, n=1)
-        names = ", ".join(SCHEDULE_NAMES)
+    search = {
+        "placement": placement,
+        "memory_limit": memory_limit,
+        "activation_size": activation_size,
+        "split_backward": split_backward,
+        "costs": costs,
+        "effort": effort,
+    }
+    if name == AUTO:
+        own = {"group_size": group_size, "warmup_multiplier": warmup_multiplier}
+        for option, number in own.items():
+            if number is not None:
+                raise ValueError(f"{option} is {number}, but 'auto' finds its own; leave it out")
+        native, certificate = build_auto(
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            **search,  # type: ignore[arg-type]
+        )
+        found = Schedule(native, certificate)
+        return found.forward_only() if forward_only else found
+    for option, value in search.items():
+        if value is not None:
+            raise ValueError(f"{option} is for schedule 'auto' only; leave it out with {name!r}")
+        known = (*SCHEDULE_NAMES, AUTO)
+        close = difflib.get_close_matches(name, known, n=1)
+        names = ", ".join(known)
         hint = f"did you mean {close[0]!r}? There are" if close else "choose one of"
         raise ValueError(f"unknown schedule {name!r}; {hint} {names}")
     native = _core.build_schedule(
@@ -127,16 +172,22 @@ class Schedule:
     every rank runs the same actions in the same order, whatever their names.
     """
 
-    def __init__(self, native: _core.Schedule) -> None:
+    def __init__(self, native: _core.Schedule, certificate: Certificate | None = None) -> None:
         native.validate()
         self._native = native
 
+        self._certificate = certificate
     @property
     def name(self) -> str:
         """Name of the generator, or of the file it was read from."""
         return self._native.name
 
     @property
+    @property
+    def certificate(self) -> Certificate | None:
+        """How good an ``auto`` schedule is, proved; None for all others."""
+        return self._certificate
+
     def num_ranks(self) -> int:
         """Pipeline ranks."""
         return self._native.num_ranks

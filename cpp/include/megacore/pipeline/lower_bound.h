@@ -31,6 +31,9 @@ struct BoundProblem {
   // Activations, counted in (stage, microbatch) pairs from F until B or W, that a rank may hold:
   // one number for all ranks or one per rank, each >= 1; empty for no limit.
   std::vector<int64_t> memory_limit = {};
+  // Size of one activation of each stage in the unit of memory_limit: one number for all stages or
+  // one per stage, each >= 1; empty for 1.
+  std::vector<int64_t> activation_size = {};
 };
 
 enum class BoundReason : uint8_t {

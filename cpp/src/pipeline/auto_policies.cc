@@ -1,0 +1,160 @@
+#include "auto_policies.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace megacore::pipeline {
+namespace {
+
+constexpr int kLate = std::numeric_limits<int>::max();
+
+// One microbatch that never waits, with `stretch` more time for each hop.
+struct Wave {
+  std::vector<double> forward;
+  std::vector<double> backward;
+  std::vector<double> life;  // from F to the release of the activation
+};
+
+Wave wave_of(const Instance& instance, double stretch) {
+  const auto num_stages = static_cast<size_t>(instance.num_stages());
+  Wave wave{std::vector<double>(num_stages), std::vector<double>(num_stages), {}};
+  const auto hop = [&](size_t s) {
+    return instance.hop[s] > 0.0 || stretch > 0.0 ? instance.hop[s] + stretch : 0.0;
+  };
+  for (size_t s = 1; s < num_stages; ++s) {
+    wave.forward[s] = wave.forward[s - 1] + instance.forward[s - 1] + hop(s);
+  }
+  const size_t last = num_stages - 1;
+  wave.backward[last] = wave.forward[last] + instance.forward[last];
+  for (size_t s = last; s-- > 0;) {
+    wave.backward[s] = wave.backward[s + 1] + instance.backward[s + 1] + hop(s + 1);
+  }
+  for (size_t s = 0; s < num_stages; ++s) {
+    wave.life.push_back(wave.backward[s] + instance.backward[s] + instance.weight[s] -
+                        wave.forward[s]);
+  }
+  return wave;
+}
+
+// Time per microbatch that work and memory of the ranks allow.
+double period_of(const Instance& instance, const Wave& wave) {
+  double period = 0.0;
+  for (int rank = 0; rank < instance.num_ranks(); ++rank) {
+    double area = 0.0;
+    for (const int32_t stage : instance.placement.stages_of(rank)) {
+      const auto s = static_cast<size_t>(stage);
+      area += static_cast<double>(instance.size[s]) * wave.life[s];
+    }
+    const auto limit = static_cast<double>(instance.limit[static_cast<size_t>(rank)]);
+    period = std::max({period, instance.work(rank), area / limit});
+  }
+  return period;
+}
+
+// Room of every rank, shared among its stages in proportion to their lifetimes.
+std::vector<int> caps_of(const Instance& instance, const Wave& wave) {
+  std::vector<int> caps(wave.life.size(), 1);
+  for (int rank = 0; rank < instance.num_ranks(); ++rank) {
+    const auto stages = instance.placement.stages_of(rank);
+    int64_t left = instance.limit[static_cast<size_t>(rank)];
+    for (const int32_t stage : stages) left -= instance.size[static_cast<size_t>(stage)];
+    while (true) {
+      // One more for the stage that has the fewest for its lifetime.
+      size_t neediest = wave.life.size();
+      double need = -1.0;
+      for (const int32_t stage : stages) {
+        const auto s = static_cast<size_t>(stage);
+        if (instance.size[s] > left || caps[s] >= instance.num_microbatches) continue;
+        if (wave.life[s] / caps[s] <= need) continue;
+        need = wave.life[s] / caps[s];
+        neediest = s;
+      }
+      if (neediest == wave.life.size()) break;
+      left -= instance.size[neediest];
+      ++caps[neediest];
+    }
+  }
+  return caps;
+}
+
+Policy by_time(const Instance& instance, double stretch) {
+  Wave wave = wave_of(instance, stretch);
+  const double period = period_of(instance, wave);
+  return {.forward_keys = std::move(wave.forward),
+          .backward_keys = std::move(wave.backward),
+          .slope = period};
+}
+
+// Backwards before forwards; among forwards the deepest stage or the oldest microbatch first.
+Policy backward_first(const Instance& instance, bool deepest) {
+  Policy policy = by_time(instance, 0.0);
+  const double last = policy.slope * instance.num_microbatches + policy.backward_keys.front();
+  for (size_t s = 0; s < policy.forward_keys.size(); ++s) {
+    policy.forward_keys[s] += last;
+    if (deepest)
+      policy.forward_keys[s] = (2.0 + static_cast<double>(policy.forward_keys.size() - s)) * last;
+  }
+  return policy;
+}
+
+double mean(const std::vector<double>& values) {
+  double sum = 0.0;
+  for (const double value : values) sum += value;
+  return sum / static_cast<double>(values.size());
+}
+
+}  // namespace
+
+std::vector<Policy> standard_policies(const Instance& instance) {
+  std::vector<Policy> plain = {by_time(instance, 0.0),
+                               backward_first(instance, true),
+                               backward_first(instance, false),
+                               by_time(instance, mean(instance.forward))};
+  const std::vector<int> caps = caps_of(instance, wave_of(instance, 0.0));
+  const double hop = *std::max_element(instance.hop.begin(), instance.hop.end());
+  std::vector<double> waits = {0.0};
+  if (hop > 0.0) waits.push_back(2.0 * hop);
+  waits.push_back(mean(instance.forward));
+  std::vector<Policy> policies;
+  for (const double wait : waits) {
+    for (const Policy& policy : plain) {
+      for (const bool capped : {false, true}) {
+        for (const int backlog : {kLate, 0}) {
+          if (backlog == 0 && !instance.split) continue;
+          policies.push_back(policy);
+          policies.back().patience = wait;
+          policies.back().backlog = backlog;
+          if (capped) policies.back().caps = caps;
+        }
+      }
+    }
+  }
+  return policies;
+}
+
+std::vector<Policy> policies_after(const Orders& orders,
+                                   const std::vector<double>& starts,
+                                   const Instance& instance) {
+  const size_t size = instance.at(instance.num_stages(), 0);
+  Policy policy{.forward_keys = std::vector<double>(size),
+                .backward_keys = std::vector<double>(size)};
+  std::vector<int> counts(static_cast<size_t>(instance.num_stages()) * 2, 0);
+  for (size_t i = 0; i < orders.tokens.size(); ++i) {
+    const Token& token = orders.tokens[i];
+    if (token.part == Part::kWeight) continue;
+    const bool forward = token.part == Part::kForward;
+    const int microbatch = counts[static_cast<size_t>(token.stage) * 2 + (forward ? 0 : 1)]++;
+    (forward ? policy.forward_keys : policy.backward_keys)[instance.at(token.stage, microbatch)] =
+        starts[i];
+  }
+  std::vector<Policy> policies = {policy};
+  const double hop = *std::max_element(instance.hop.begin(), instance.hop.end());
+  for (const double wait : {2.0 * hop, mean(instance.forward)}) {
+    if (wait == 0.0) continue;
+    policies.push_back(policy);
+    policies.back().patience = wait;
+  }
+  return policies;
+}
+
+}  // namespace megacore::pipeline

@@ -1,0 +1,20 @@
+// Rules for the list scheduler. Private.
+
+#pragma once
+
+#include <vector>
+
+#include "auto_list_scheduler.h"
+
+namespace megacore::pipeline {
+
+// Rules that have proved themselves on different kinds of instances; most useful first.
+std::vector<Policy> standard_policies(const Instance& instance);
+
+// Rules that take actions in the order of their starts in a timed solution, with and without
+// waiting.
+std::vector<Policy> policies_after(const Orders& orders,
+                                   const std::vector<double>& starts,
+                                   const Instance& instance);
+
+}  // namespace megacore::pipeline

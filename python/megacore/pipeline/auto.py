@@ -1,0 +1,119 @@
+"""The ``auto`` schedule: the best that several searches find, with a proof of how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megacore import _core
+from megacore.pipeline.timeline import Costs
+
+AUTO = "auto"
+
+# Up to this many actions a thorough search is worth its time: a second or less on one core.
+_THOROUGH_ACTIONS = 12_288
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What is proved of an ``auto`` schedule, for the costs and limits it was made for.
+
+    Attributes:
+        makespan: Simulated time of the schedule, in the unit of the costs.
+        bound: No order of actions has a smaller makespan: ``value``, ``reason``, ``explanation``
+            and ``by_reason``, as in ``Schedule.lower_bound``.
+        gap: By how much an order could be faster at most, ``makespan / bound - 1``.
+        is_optimal: Whether no order is faster: the bound is reached, or a search left nothing out.
+        winner: The method that found the schedule; the name of a schedule if that was the best.
+        named: Makespans of the named schedules that solve the same problem within the memory
+            limit, fastest first. The makespan is never above them.
+        peak_memory: What each rank holds at most, in the unit of the memory limit.
+        num_scheduled: Actions scheduled in all trials.
+        effort: How thorough the search was.
+    """
+
+    makespan: float
+    bound: _core.LowerBound
+    gap: float
+    is_optimal: bool
+    winner: str
+    named: dict[str, float]
+    peak_memory: list[int]
+    num_scheduled: int
+    effort: str
+
+    def __str__(self) -> str:
+        """Two or three lines for people."""
+        verdict = (
+            "no order of actions is faster"
+            if self.is_optimal
+            else f"within {self.gap:.2%} of the bound {self.bound.value:g}"
+        )
+        lines = [
+            f"makespan {self.makespan:g}: {verdict} ({self.bound.explanation})",
+            f"found by {self.winner}",
+        ]
+        if self.named:
+            name, makespan = next(iter(self.named.items()))
+            lines.append(f"the best named schedule that fits is {name} with {makespan:g}")
+        return "\n".join(lines)
+
+
+def build_auto(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    placement: Literal["loop", "v"] | None = None,
+    memory_limit: int | Sequence[int] | None = None,
+    activation_size: int | Sequence[int] | None = None,
+    split_backward: bool | None = None,
+    costs: Costs | None = None,
+    effort: Literal["fast", "thorough"] | None = None,
+) -> tuple[_core.Schedule, Certificate]:
+    """Search for a schedule; ``build_schedule`` describes the arguments and their defaults."""
+    placement = placement or "loop"
+    num_chunks = num_chunks or (2 if placement == "v" else 1)
+    costs = costs or Costs()
+    if effort is None:
+        num_actions = 3 * num_ranks * num_chunks * num_microbatches
+        effort = "thorough" if num_actions <= _THOROUGH_ACTIONS else "fast"
+    if effort not in ("fast", "thorough"):
+        raise ValueError(f"effort is {effort!r}; it must be 'fast' or 'thorough'")
+    schedule, certificate = _core.auto_schedule(
+        placement=placement,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
+        split_backward=split_backward is not False,
+        memory_limit=_numbers(memory_limit),
+        activation_size=_numbers(activation_size),
+        forward=_times(costs.forward),
+        backward_input=_times(costs.backward_input),
+        backward_weight=_times(costs.backward_weight),
+        send=costs.send,
+        overlap=costs.overlap,
+        effort=_core.Effort.FAST if effort == "fast" else _core.Effort.THOROUGH,
+    )
+    return schedule, Certificate(
+        makespan=certificate.makespan,
+        bound=certificate.bound,
+        gap=certificate.gap,
+        is_optimal=certificate.is_optimal,
+        winner=certificate.winner,
+        named=certificate.named,
+        peak_memory=certificate.peak_memory,
+        num_scheduled=certificate.num_scheduled,
+        effort=effort,
+    )
+
+
+def _numbers(values: int | Sequence[int] | None) -> list[int]:
+    if values is None:
+        return []
+    return [values] if isinstance(values, int) else list(values)
+
+
+def _times(cost: float | Sequence[float]) -> list[float]:
+    return list(cost) if isinstance(cost, Sequence) else [cost]
