@@ -12,7 +12,6 @@ from typing import Any, Literal
 from megacore import _core
 from megacore._core import Action, LowerBound, Program, ScheduleInfo
 from megacore.pipeline.auto import AUTO, Certificate, build_auto
-from megacore.pipeline.passes import Lowering, Receives, lower
 from megacore.pipeline.svg import timeline_svg
 from megacore.pipeline.timeline import Costs, Timeline
 from megacore.pipeline.trace import simulated_trace
