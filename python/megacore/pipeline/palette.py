@@ -43,7 +43,7 @@ def kind_colours() -> dict[ActionKind, KindColour]:
         ActionKind.FORWARD: KindColour(name="Forward", letter="f", hue=217, saturation=0.78),
         ActionKind.BACKWARD: KindColour(name="Backward", letter="b", hue=27, saturation=0.86),
         ActionKind.BACKWARD_INPUT: KindColour(
-            name="Backward, input", letter="i", hue=27, saturation=0.86
+            name="Backward, input", letter="i", hue=46, saturation=0.86
         ),
         ActionKind.BACKWARD_WEIGHT: KindColour(
             name="Backward, weights", letter="w", hue=152, saturation=0.60

@@ -279,7 +279,8 @@ def _axis(frame: _Frame, unit: str) -> list[str]:
         parts.append(_text(x, y, f"{tick:g}", size=11.5, css="mct-muted", anchor="middle"))
         tick = round(tick + step, 9)
     label = f"time, {unit}" if unit else "time"
-    parts.append(_text(frame.left + frame.width + 12, y, label, size=11.5, css="mct-muted"))
+    # Beyond the last tick, which may stand at the very end.
+    parts.append(_text(frame.left + frame.width + 26, y, label, size=11.5, css="mct-muted"))
     return parts
 
 

@@ -10,6 +10,7 @@ from megacore.parallel import Topology
 from megacore.parallel.svg import topology_svg
 from megacore.pipeline import timeline_svg
 from megacore.report.run_files import RunTimeline, TimelineEvent
+from megacore.report.timeline_table import length_ms
 
 WIDTH = 1120
 MAX_ROWS = 32
@@ -26,7 +27,7 @@ def timeline_drawings(timeline: RunTimeline) -> list[str]:
     """The predicted schedule and the measured step on one scale, as SVG; empty parts left out."""
     measured = _first_ranks(timeline.measured)
     parts = {"Predicted": timeline.predicted, f"Measured in step {timeline.step + 1:,}": measured}
-    makespan_ms = max(map(_length_ms, parts.values()))
+    makespan_ms = max(map(length_ms, parts.values()))
     return [
         timeline_svg(events, title=title, width=WIDTH, makespan=makespan_ms, background=False)
         for title, events in parts.items()
@@ -60,12 +61,6 @@ def _first_ranks(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
     """The events of the lowest ranks; rows of hundreds of ranks would tell no more."""
     shown = set(sorted({event.rank for event in events})[:MAX_ROWS])
     return [event for event in events if event.rank in shown]
-
-
-def _length_ms(events: Sequence[TimelineEvent]) -> float:
-    starts = [event.start_us for event in events]
-    ends = [event.end_us for event in events]
-    return (max(ends) - min(starts)) / 1e3 if events else 0.0
 
 
 def _dark_counterpart(colour: str) -> str:

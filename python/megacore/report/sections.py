@@ -23,6 +23,7 @@ from megacore.report.series import (
     number_text,
     smooth,
 )
+from megacore.report.timeline_table import stage_table, timeline_summary
 
 # The last steps whose mean counts as the loss at the end.
 TAIL = 10
@@ -137,11 +138,12 @@ def timeline_card(run: RunFiles) -> str:
         return ""
     hint = (
         "Above, the schedule as simulated; below, what each rank did in one step of the run. "
-        "A box is one pass of a stage, its number the microbatch."
+        f"A box is one pass of a stage, its number the microbatch. {timeline_summary(run.timeline)}"
     )
     # In one box, so that the two stay one above the other when a narrow page scrolls them.
     drawings = "".join(timeline_drawings(run.timeline))
-    return _card("Pipeline schedule", hint, _scrolling("timelines", drawings))
+    body = _scrolling("timelines", drawings) + stage_table(run.timeline)
+    return _card("Pipeline schedule", hint, body)
 
 
 def settings_card(run: RunFiles) -> str:
@@ -179,6 +181,7 @@ def files_card(run: RunFiles) -> str:
         "metrics.jsonl": "one JSON object per step",
         "config.toml": "the settings above; trains the same run again",
         "timeline.json": "the events of the timeline",
+        "trace.json": "the measured step, to open in ui.perfetto.dev or chrome://tracing",
         "run.json": "the other facts of this page",
         "checkpoints": "to resume from, or for megacore generate",
     }

@@ -26,7 +26,7 @@ from megacore.train.folder import describe_os_error
 LOCK_NAME = ".lock"
 PREVIOUS = "previous-"
 # Results show that a run got somewhere; its settings and tracebacks go with them.
-_RESULTS = ("metrics.jsonl", "run.json", "timeline.json", "report.html")
+_RESULTS = ("metrics.jsonl", "run.json", "timeline.json", "trace.json", "report.html")
 _COMPANIONS = ("config.toml", "rank_*.err")
 # Settings that shape what a run computes, besides the model's and the data's.
 _TRAIN_KEYS = ("seed", "global_batch_size")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from datetime import datetime
@@ -11,6 +12,7 @@ from megacore.config import filled
 from megacore.models.size import count_parameters
 from megacore.parallel.collectives import gather_objects
 from megacore.pipeline import Action, ActionKind, ActionRecorder, Costs, Schedule, TimedAction
+from megacore.pipeline.trace import measured_trace
 from megacore.report import (
     RunInfo,
     RunTimeline,
@@ -21,13 +23,13 @@ from megacore.report import (
 )
 from megacore.train.trainer import Trainer
 
-US_PER_S = 1e6
+TRACE_NAME = "trace.json"
 
 
 def write_results(
     trainer: Trainer, recorder: ActionRecorder | None, *, step: int, info: RunInfo
 ) -> dict[str, Path]:
-    """Write ``timeline.json`` (if a step was recorded), ``run.json`` and ``report.html``.
+    """Write ``run.json``, ``report.html`` and, of a recorded step, its timeline and trace.
 
     Collective: every rank sends what it recorded; rank 0 writes.
 
@@ -47,6 +49,9 @@ def write_results(
     events = [event for events in recorded for event in events]
     if events:
         write_timeline(directory, make_timeline(trainer.schedule, events, step=step))
+        pipelines = trainer.groups.topology.dense.groups("pp").tolist()
+        trace = measured_trace(trainer.schedule, events, pipelines=pipelines)
+        (directory / TRACE_NAME).write_text(json.dumps(trace))
     return {
         "report": write_report(directory, info=info),
         "metrics": directory / "metrics.jsonl",
@@ -56,8 +61,8 @@ def write_results(
 def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: int) -> RunTimeline:
     """Put a measured step beside what the schedule predicts for its own action times.
 
-    The prediction takes, for each stage, the median time of its forward and backward passes; what
-    differs then is what a schedule does not know: transfers, waiting for a core, the first step.
+    The prediction takes, for each stage, the mean time of its passes; what differs then is what a
+    schedule does not know: transfers, waiting for a core, passes that take longer than others.
 
     Args:
         schedule: The schedule that ran.
@@ -85,20 +90,26 @@ def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: in
 
 
 def measured_costs(schedule: Schedule, events: Sequence[TimedAction]) -> Costs:
-    """Median forward and backward time of each stage, in microseconds."""
+    """Mean time of each stage's F, and of its I and W or its B, in microseconds."""
     times: dict[tuple[int, ActionKind], list[float]] = {}
     for event in events:
         action = Action.parse(event.action)
         times.setdefault((action.stage, action.kind), []).append(event.end_us - event.start_us)
 
-    def medians(kind: ActionKind) -> list[float]:
-        return [statistics.median(times[stage, kind]) for stage in range(schedule.num_stages)]
+    def mean(stage: int, kind: ActionKind) -> float:
+        measured = times.get((stage, kind))
+        return statistics.fmean(measured) if measured else 0.0
 
-    backward = medians(ActionKind.BACKWARD)
+    def is_split(stage: int) -> bool:
+        return (stage, ActionKind.BACKWARD_INPUT) in times
+
+    stages = range(schedule.num_stages)
+    # Of a stage that ran both kinds, as in DualPipe, the halves say more.
+    kinds = [ActionKind.BACKWARD_INPUT if is_split(s) else ActionKind.BACKWARD for s in stages]
     return Costs(
-        forward=medians(ActionKind.FORWARD),
-        backward_input=backward,
-        backward_weight=[0.0] * schedule.num_stages,
+        forward=[mean(stage, ActionKind.FORWARD) for stage in stages],
+        backward_input=[mean(stage, kind) for stage, kind in zip(stages, kinds, strict=True)],
+        backward_weight=[mean(stage, ActionKind.BACKWARD_WEIGHT) for stage in stages],
     )
 
 

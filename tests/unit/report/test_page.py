@@ -202,6 +202,24 @@ def test_the_timeline_shows_prediction_and_measurement(run_dir: Path) -> None:
     assert visible.count("bubble 50.0% of all ranks' time, from 0 to 0.06 ms") == 2
 
 
+def test_the_timeline_is_told_in_numbers(run_dir: Path) -> None:
+    slow = [
+        replace(event, start_us=2 * event.start_us, end_us=2 * event.end_us) for event in EVENTS
+    ]
+    wait = TimelineEvent(rank=0, action="0RECV_B0", start_us=20.0, end_us=3020.0)
+    halves = [
+        TimelineEvent(rank=0, action="0I0", start_us=80.0, end_us=1080.0),
+        TimelineEvent(rank=0, action="0W0", start_us=1080.0, end_us=4080.0),
+    ]
+    timeline = RunTimeline(step=3, predicted=EVENTS, measured=[*slow[:3], wait, *halves])
+    write_timeline(run_dir, timeline)
+    visible = _page(run_dir).visible
+    assert "The step took 4.1 ms, 6700.0% more than the 0.1 ms" in visible
+    assert "Bubble: 50.0% predicted, 50.0% measured" in visible
+    head = "Stage Ranks Forward Backward Backward, input Backward, weights Waiting"
+    assert f"{head} 0 0 0.02 1.00 3.00 3.00 1 1 0.02 0.04 0.00" in visible
+
+
 def test_wide_pictures_scroll_inside_their_card(run_dir: Path) -> None:
     write_timeline(run_dir, RunTimeline(step=3, predicted=EVENTS, measured=EVENTS))
     html = write_report(run_dir, info=INFO).read_text(encoding="utf-8")

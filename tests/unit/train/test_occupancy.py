@@ -20,6 +20,7 @@ RESULTS = (
     "config.toml",
     "run.json",
     "timeline.json",
+    "trace.json",
     "report.html",
     "rank_01.err",
 )

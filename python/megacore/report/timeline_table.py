@@ -1,0 +1,87 @@
+"""What a timeline says in numbers: prediction against measurement, and the passes of each stage."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from html import escape
+
+from megacore.pipeline import Action, ActionKind
+from megacore.pipeline.palette import kind_colours
+from megacore.report.run_files import RunTimeline, TimelineEvent
+
+MAX_STAGES = 32
+
+
+def timeline_summary(timeline: RunTimeline) -> str:
+    """One sentence that sets the measured step against the predicted one."""
+    measured_ms, predicted_ms = length_ms(timeline.measured), length_ms(timeline.predicted)
+    sentence = f"The step took {measured_ms:,.1f} ms"
+    if predicted_ms <= 0 or measured_ms <= 0:
+        return sentence + "."
+    difference = measured_ms / predicted_ms - 1
+    comparison = f"{abs(difference):.1%} {'more' if difference >= 0 else 'less'} than"
+    return (
+        f"{sentence}, {comparison} the {predicted_ms:,.1f} ms that the schedule predicts if every "
+        f"pass takes the mean time of its stage and messages take none. Bubble: "
+        f"{_bubble(timeline.predicted):.1%} predicted, {_bubble(timeline.measured):.1%} measured."
+    )
+
+
+def stage_table(timeline: RunTimeline) -> str:
+    """Mean milliseconds of each kind of pass by stage, and of waiting for a message, as HTML."""
+    times: defaultdict[tuple[int, ActionKind], list[float]] = defaultdict(list)
+    waits: defaultdict[int, float] = defaultdict(float)
+    ranks: defaultdict[int, set[int]] = defaultdict(set)
+    compute = kind_colours()
+    for event in timeline.measured:
+        action = Action.parse(event.action)
+        milliseconds = (event.end_us - event.start_us) / 1e3
+        ranks[action.stage].add(event.rank)
+        if action.kind in compute:
+            times[action.stage, action.kind].append(milliseconds)
+        elif action.kind in (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD):
+            waits[action.stage] += milliseconds
+    kinds = [kind for kind in compute if any(kind == other for _, other in times)]
+    if not kinds:
+        return ""
+    head = "".join(f"<th>{escape(compute[kind].name)}</th>" for kind in kinds)
+    rows = []
+    for stage in sorted(ranks)[:MAX_STAGES]:
+        means = [times[stage, kind] for kind in kinds]
+        cells = [f"{statistics.fmean(mean):.2f}" if mean else "" for mean in means]
+        waited = f"{waits[stage] / len(ranks[stage]):.2f}"
+        where = ", ".join(map(str, sorted(ranks[stage])[:8]))
+        where += ", ..." if len(ranks[stage]) > 8 else ""
+        values = "".join(f"<td>{cell}</td>" for cell in (*cells, waited))
+        rows.append(f"<tr><td>{stage}</td><td>{where}</td>{values}</tr>")
+    more = len(ranks) - MAX_STAGES
+    note = f'<p class="hint">and {more} more stages, in timeline.json</p>' if more > 0 else ""
+    return (
+        '<p class="hint">Measured, in ms: the mean of a pass, and all waiting of the step.</p>'
+        '<table class="stages"><thead><tr><th>Stage</th><th>Ranks</th>'
+        f"{head}<th>Waiting</th></tr></thead><tbody>{''.join(rows)}</tbody></table>{note}"
+    )
+
+
+def length_ms(events: Sequence[TimelineEvent]) -> float:
+    """From the first start to the last end of compute actions."""
+    computing = _computing(events)
+    if not computing:
+        return 0.0
+    first = min(event.start_us for event in computing)
+    return (max(event.end_us for event in computing) - first) / 1e3
+
+
+def _bubble(events: Sequence[TimelineEvent]) -> float:
+    """Share of all ranks' time in which a rank does not compute."""
+    computing = _computing(events)
+    busy = sum(event.end_us - event.start_us for event in computing) / 1e3
+    total = len({event.rank for event in computing}) * length_ms(events)
+    return max(1 - busy / total, 0.0) if total > 0 else 0.0
+
+
+def _computing(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
+    compute = kind_colours()
+    return [event for event in events if Action.parse(event.action).kind in compute]
