@@ -10,6 +10,7 @@
 #include "megacore/buffer/bucket_plan.h"
 #include "megacore/buffer/bucket_tracker.h"
 #include "megacore/buffer/shard_map.h"
+#include "megacore/buffer/step_control.h"
 
 namespace py = pybind11;
 
@@ -142,21 +143,29 @@ void bind_adamw(py::module_& module) {
          double bias_correction1,
          double bias_correction2,
          double grad_scale,
+         uintptr_t control,
          int num_threads) {
+        buffer::AdamWOptions options = {.lr = lr,
+                                        .beta1 = beta1,
+                                        .beta2 = beta2,
+                                        .eps = eps,
+                                        .weight_decay = weight_decay,
+                                        .bias_correction1 = bias_correction1,
+                                        .bias_correction2 = bias_correction2,
+                                        .grad_scale = grad_scale};
+        if (const auto* decided = pointer<const buffer::StepControl>(control)) {
+          if (decided->is_applied == 0.0) {
+            return;
+          }
+          options = controlled(options, *decided);
+        }
         buffer::adamw_step({.param = pointer<float>(param),
                             .grad = pointer<const float>(grad),
                             .exp_avg = pointer<float>(exp_avg),
                             .exp_avg_sq = pointer<float>(exp_avg_sq),
                             .param_bf16 = pointer<uint16_t>(param_bf16),
                             .numel = numel},
-                           {.lr = lr,
-                            .beta1 = beta1,
-                            .beta2 = beta2,
-                            .eps = eps,
-                            .weight_decay = weight_decay,
-                            .bias_correction1 = bias_correction1,
-                            .bias_correction2 = bias_correction2,
-                            .grad_scale = grad_scale},
+                           options,
                            num_threads);
       },
       py::kw_only(),
@@ -174,8 +183,37 @@ void bind_adamw(py::module_& module) {
       py::arg("bias_correction1"),
       py::arg("bias_correction2"),
       py::arg("grad_scale"),
+      py::arg("control"),
       py::arg("num_threads"),
       py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "decide_step",
+      [](uintptr_t state,
+         uintptr_t sums,
+         uintptr_t control,
+         double beta1,
+         double beta2,
+         double clip_grad,
+         double loss_scale_interval,
+         double num_averaged) {
+        *pointer<buffer::StepControl>(control) =
+            decide_step(*pointer<buffer::StepState>(state),
+                        {.beta1 = beta1,
+                         .beta2 = beta2,
+                         .clip_grad = clip_grad,
+                         .loss_scale_interval = loss_scale_interval,
+                         .num_averaged = num_averaged},
+                        *pointer<const buffer::StepSums>(sums));
+      },
+      py::kw_only(),
+      py::arg("state"),
+      py::arg("sums"),
+      py::arg("control"),
+      py::arg("beta1"),
+      py::arg("beta2"),
+      py::arg("clip_grad"),
+      py::arg("loss_scale_interval"),
+      py::arg("num_averaged"));
   module.def(
       "sum_of_squares",
       [](uintptr_t values, int64_t numel) {

@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "megacore/parallel/axis_order.h"
 #include "megacore/parallel/host_comm.h"
+#include "megacore/parallel/host_window.h"
 #include "megacore/parallel/rank_generator.h"
 #include "megacore/parallel/topology.h"
 
@@ -21,6 +22,7 @@ using parallel::HostComm;
 using parallel::HostDtype;
 using parallel::HostReduction;
 using parallel::HostSegment;
+using parallel::HostWindow;
 using parallel::RankGenerator;
 using parallel::RankGroups;
 using parallel::Topology;
@@ -150,7 +152,6 @@ void bind_host_enums(py::module_& module) {
 
 void bind_host_comm(py::module_& module) {
   using no_gil = py::call_guard<py::gil_scoped_release>;
-  bind_host_enums(module);
   py::class_<HostComm>(module, "HostComm")
       .def(py::init(&make_host_comm),
            py::kw_only(),
@@ -225,6 +226,52 @@ void bind_host_comm(py::module_& module) {
           py::arg("numel"),
           py::arg("dtype"),
           py::arg("source"),
+          no_gil())
+      .def("make_window",
+           &HostComm::make_window,
+           py::kw_only(),
+           py::arg("bytes"),
+           py::arg("num_parts"),
+           no_gil());
+}
+
+void bind_host_window(py::module_& module) {
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<HostWindow>(module, "HostWindow")
+      .def_property_readonly(
+          "data", [](const HostWindow& self) { return reinterpret_cast<uintptr_t>(self.data()); })
+      .def_property_readonly("bytes", &HostWindow::bytes)
+      .def("offer", &HostWindow::offer, py::arg("part"))
+      .def("is_offered", &HostWindow::is_offered, py::arg("part"))
+      .def("wait_until_taken", &HostWindow::wait_until_taken, py::arg("part"), no_gil())
+      .def(
+          "reduce_scatter",
+          [](HostWindow& self,
+             int64_t part,
+             int64_t offset,
+             int64_t numel,
+             HostDtype dtype,
+             HostReduction op) {
+            self.reduce_scatter(
+                {.part = part, .offset = offset, .numel = numel, .dtype = dtype, .reduction = op});
+          },
+          py::kw_only(),
+          py::arg("part"),
+          py::arg("offset"),
+          py::arg("numel"),
+          py::arg("dtype"),
+          py::arg("op"),
+          no_gil())
+      .def(
+          "all_gather",
+          [](HostWindow& self, int64_t part, int64_t offset, int64_t numel, HostDtype dtype) {
+            self.all_gather({.part = part, .offset = offset, .numel = numel, .dtype = dtype});
+          },
+          py::kw_only(),
+          py::arg("part"),
+          py::arg("offset"),
+          py::arg("numel"),
+          py::arg("dtype"),
           no_gil());
 }
 
@@ -232,6 +279,8 @@ void bind_host_comm(py::module_& module) {
 
 void bind_parallel(py::module_& module) {
   bind_rank_generator(module);
+  bind_host_enums(module);
+  bind_host_window(module);
   bind_host_comm(module);
   py::class_<Topology>(module, "Topology")
       .def(py::init(&make_topology),

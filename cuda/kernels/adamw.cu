@@ -14,9 +14,11 @@ constexpr int kThreads = 256;
 // More blocks than any device runs at once; each block then walks the array in strides.
 constexpr int64_t kMaxBlocks = 4096;
 
-__device__ __forceinline__ void step_one(const AdamWParams& p, int64_t i) {
+__device__ __forceinline__ void step_one(const AdamWParams& p,
+                                         const buffer::AdamWScalars& scalars,
+                                         int64_t i) {
   const buffer::AdamWElement next =
-      buffer::adamw_element({p.param[i], p.exp_avg[i], p.exp_avg_sq[i]}, p.grad[i], p.scalars);
+      buffer::adamw_element({p.param[i], p.exp_avg[i], p.exp_avg_sq[i]}, p.grad[i], scalars);
   p.param[i] = next.param;
   p.exp_avg[i] = next.exp_avg;
   p.exp_avg_sq[i] = next.exp_avg_sq;
@@ -25,13 +27,15 @@ __device__ __forceinline__ void step_one(const AdamWParams& p, int64_t i) {
   }
 }
 
-__device__ __forceinline__ void step_four(const AdamWParams& p, int64_t i) {
+__device__ __forceinline__ void step_four(const AdamWParams& p,
+                                          const buffer::AdamWScalars& scalars,
+                                          int64_t i) {
   float4 param = reinterpret_cast<float4*>(p.param)[i];
   float4 exp_avg = reinterpret_cast<float4*>(p.exp_avg)[i];
   float4 exp_avg_sq = reinterpret_cast<float4*>(p.exp_avg_sq)[i];
   const float4 grad = __ldg(reinterpret_cast<const float4*>(p.grad) + i);
   const auto step = [&](float& value, float g, float& m, float& v) {
-    const buffer::AdamWElement next = buffer::adamw_element({value, m, v}, g, p.scalars);
+    const buffer::AdamWElement next = buffer::adamw_element({value, m, v}, g, scalars);
     value = next.param;
     m = next.exp_avg;
     v = next.exp_avg_sq;
@@ -53,14 +57,32 @@ __device__ __forceinline__ void step_four(const AdamWParams& p, int64_t i) {
 
 // Elements [0, 4 * num_vectors) four at a time, the rest one at a time.
 __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWParams params, int64_t num_vectors) {
+  // Once per block: the factors take divisions and roots in fp64.
+  __shared__ buffer::AdamWScalars scalars;
+  if (params.control != nullptr && params.control->is_applied == 0.0) {
+    return;  // the same for every thread
+  }
+  if (threadIdx.x == 0) {
+    const buffer::AdamWOptions& options = params.options;
+    scalars = buffer::adamw_scalars(
+        params.control == nullptr ? options : buffer::controlled(options, *params.control));
+  }
+  __syncthreads();
   const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * kThreads;
   for (int64_t i = thread; i < num_vectors; i += stride) {
-    step_four(params, i);
+    step_four(params, scalars, i);
   }
   for (int64_t i = 4 * num_vectors + thread; i < params.numel; i += stride) {
-    step_one(params, i);
+    step_one(params, scalars, i);
   }
+}
+
+__global__ void decide_kernel(buffer::StepState* state,
+                              const buffer::StepSums* sums,
+                              buffer::StepControl* control,
+                              buffer::StepRules rules) {
+  *control = buffer::decide_step(*state, rules, *sums);
 }
 
 bool is_aligned(const void* pointer, uintptr_t bytes) {
@@ -84,6 +106,15 @@ void adamw_step(const AdamWParams& params, cudaStream_t stream) {
   const int64_t blocks = std::min((work + kThreads - 1) / kThreads, kMaxBlocks);
   adamw_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, num_vectors);
   check(cudaGetLastError(), "launching adamw_step on ", params.numel, " elements");
+}
+
+void decide_step(buffer::StepState* state,
+                 const buffer::StepSums* sums,
+                 buffer::StepControl* control,
+                 const buffer::StepRules& rules,
+                 cudaStream_t stream) {
+  decide_kernel<<<1, 1, 0, stream>>>(state, sums, control, rules);
+  check(cudaGetLastError(), "launching decide_step");
 }
 
 }  // namespace megacore::cuda

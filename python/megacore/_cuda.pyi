@@ -19,5 +19,18 @@ def adamw_step(
     bias_correction1: float,
     bias_correction2: float,
     grad_scale: float,
+    control: int,
+    stream: int,
+) -> None: ...
+def decide_step(
+    *,
+    state: int,
+    sums: int,
+    control: int,
+    beta1: float,
+    beta2: float,
+    clip_grad: float,
+    loss_scale_interval: float,
+    num_averaged: float,
     stream: int,
 ) -> None: ...

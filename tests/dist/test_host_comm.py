@@ -258,7 +258,7 @@ def test_describe_tells_the_path_of_every_group() -> None:
             "world: ranks 0, 1, 2, 3 over shared memory of this host (2 MiB per rank)"
         )
         assert [line.partition(":")[0] for line in on.splitlines()] == [
-            "world", "tp", "dp", "dp_cp", "etp", "expert_dp",
+            "world", "tp", "dp", "dp_cp", "etp", "etp_ep", "expert_dp",
         ]  # fmt: skip
         assert off.splitlines()[0] == "world: ranks 0, 1, 2, 3 over gloo: host_memory is off"
 

@@ -5,11 +5,14 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <optional>
+#include <stdexcept>
 #include <utility>
 
 #include "host_meeting.h"
 #include "megacore/base/check.h"
 #include "megacore/base/intmath.h"
+#include "megacore/parallel/host_window.h"
 
 namespace megacore::parallel {
 namespace {
@@ -289,6 +292,50 @@ void HostComm::broadcast(std::byte* data, int64_t numel, HostDtype dtype, int so
       copy_bytes(data + start * bytes, slot(source), piece * bytes);
     }
   });
+}
+
+std::unique_ptr<HostWindow> HostComm::make_window(int64_t bytes, int64_t num_parts) {
+  const int64_t segment_bytes = HostWindow::segment_bytes(bytes, num_parts);
+  std::optional<HostSegment> own;
+  try {
+    own.emplace(HostSegment::create_unnamed(segment_bytes));
+  } catch (const std::runtime_error&) {  // no memory, or no Linux: told to the others below
+  }
+  struct Place {
+    int64_t pid;
+    int64_t file;
+  };
+  const Place mine = {owner_pid_, own ? own->file() : -1};
+  std::vector<Place> places(config_.ranks.size());
+  all_gather(reinterpret_cast<std::byte*>(places.data()),
+             reinterpret_cast<const std::byte*>(&mine),
+             2,
+             HostDtype::kInt64);
+  std::vector<HostSegment> segments;
+  int64_t failed = own ? 0 : 1;
+  try {
+    for (int p = 0; p < size(); ++p) {
+      const Place& place = places[static_cast<size_t>(p)];
+      if (place.file >= 0 && failed == 0 && p != position()) {
+        segments.push_back(
+            HostSegment::open_unnamed(place.pid, static_cast<int>(place.file), segment_bytes));
+      } else if (failed == 0 && p == position()) {
+        segments.push_back(std::move(*own));
+      }
+      failed |= place.file < 0 ? 1 : 0;
+    }
+  } catch (const std::runtime_error&) {
+    failed = 1;
+  }
+  // Also tells that everyone has opened what it could: files may be closed.
+  all_reduce(reinterpret_cast<std::byte*>(&failed), 1, HostDtype::kInt64, HostReduction::kMax);
+  if (failed != 0) {
+    return nullptr;
+  }
+  for (HostSegment& segment : segments) {
+    segment.close_file();
+  }
+  return std::make_unique<HostWindow>(std::move(segments), num_parts, config_);
 }
 
 }  // namespace megacore::parallel

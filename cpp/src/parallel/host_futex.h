@@ -3,7 +3,9 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <thread>
 
 namespace megacore::parallel {
 
@@ -21,6 +23,30 @@ inline void pause_processor() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// Whether `is_over` becomes true before it pays to sleep. A member that waits looks a few times,
+// then offers its core to others for a while. Offering lets peers run that have no core of their
+// own, and spares a core without other work the way into sleep and back, which takes longer than
+// most waits.
+template <typename IsOver>
+bool is_soon(const IsOver& is_over) {
+  constexpr int kNumLooks = 10;
+  constexpr std::chrono::microseconds kOffer(50);
+  for (int look = 0; look < kNumLooks; ++look) {
+    if (is_over()) {
+      return true;
+    }
+    pause_processor();
+  }
+  const auto start = std::chrono::steady_clock::now();
+  while (!is_over()) {
+    if (std::chrono::steady_clock::now() - start > kOffer) {
+      return false;
+    }
+    std::this_thread::yield();
+  }
+  return true;
 }
 
 }  // namespace megacore::parallel

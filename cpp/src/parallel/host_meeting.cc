@@ -21,12 +21,6 @@ using Clock = std::chrono::steady_clock;
 // How often a waiting member looks whether the others still live.
 constexpr double kLookEveryS = 0.1;
 
-// A member that waits looks a few times, then offers its core to others for a while, then sleeps.
-// Offering lets peers run that have no core of their own, and spares a core without other work the
-// way into sleep and back, which takes longer than most waits.
-constexpr int kNumLooks = 10;
-constexpr double kOfferS = 50e-6;
-
 constexpr uint32_t kNoFailure = 0;
 constexpr uint32_t kFailureInWork = 1;
 constexpr uint32_t kFailureWritten = 2;
@@ -117,23 +111,6 @@ bool HostMeeting::is_over(uint32_t round) const {
   return header_.round.load(std::memory_order_acquire) == round;
 }
 
-bool HostMeeting::is_soon_over(uint32_t round) const {
-  for (int look = 0; look < kNumLooks; ++look) {
-    if (is_over(round)) {
-      return true;
-    }
-    pause_processor();
-  }
-  const Clock::time_point start = Clock::now();
-  while (!is_over(round)) {
-    if (seconds_since(start) > kOfferS) {
-      return false;
-    }
-    std::this_thread::yield();
-  }
-  return true;
-}
-
 void HostMeeting::sleep_until(uint32_t round, double limit_s) {
   // Announced before the kernel looks at the round: the last to arrive either sees this sleeper or
   // has changed the round before. Both need sequential consistency.
@@ -143,7 +120,7 @@ void HostMeeting::sleep_until(uint32_t round, double limit_s) {
 }
 
 void HostMeeting::wait_for(uint32_t round) {
-  if (is_soon_over(round)) {
+  if (is_soon([this, round] { return is_over(round); })) {
     return;
   }
   const Clock::time_point start = Clock::now();

@@ -81,7 +81,6 @@ class HostMeeting {
  private:
   HostMember& me() { return members_[static_cast<size_t>(config_.position)]; }
   void wait_for(uint32_t round);
-  bool is_soon_over(uint32_t round) const;
   void sleep_until(uint32_t round, double limit_s);
   bool is_over(uint32_t round) const;
   std::vector<int> missing(uint32_t round) const;

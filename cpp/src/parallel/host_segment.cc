@@ -42,23 +42,37 @@ class Descriptor {
     }
   }
   int number() const { return number_; }
+  int release() { return std::exchange(number_, -1); }
 
  private:
   int number_;
 };
 
-std::byte* map(const Descriptor& file, const std::string& name, int64_t bytes) {
-  // Populated now: a page fault per page in the first collective would cost more.
+// MAP_POPULATE among the flags: a page fault per page in the first collective would cost more.
+std::byte* map(const Descriptor& file, const std::string& name, int64_t bytes, int flags) {
   void* memory = mmap(nullptr,
                       static_cast<size_t>(bytes),
                       PROT_READ | PROT_WRITE,
-                      MAP_SHARED | MAP_POPULATE,
+                      MAP_SHARED | flags,
                       file.number(),
                       0);
   if (memory == MAP_FAILED) {
     fail("map", name, bytes, errno);
   }
   return static_cast<std::byte*>(memory);
+}
+
+// Maps an open file of the right size.
+std::byte* map_existing(const Descriptor& file, const std::string& name, int64_t bytes, int flags) {
+  struct stat info{};
+  if (file.number() < 0 || fstat(file.number(), &info) != 0) {
+    fail("open", name, bytes, errno);
+  }
+  if (info.st_size != bytes) {
+    throw std::runtime_error(concat(
+        "the shared-memory segment at ", name, " has ", info.st_size, " bytes, not ", bytes));
+  }
+  return map(file, name, bytes, flags);
 }
 
 #endif
@@ -78,7 +92,7 @@ HostSegment HostSegment::create(const std::string& name, int64_t bytes) {
     if (error != 0) {
       fail("reserve", name, bytes, error);
     }
-    return {map(file, name, bytes), bytes, true};
+    return {map(file, name, bytes, MAP_POPULATE), bytes, true};
   } catch (...) {
     remove(name);
     throw;
@@ -87,18 +101,32 @@ HostSegment HostSegment::create(const std::string& name, int64_t bytes) {
 
 HostSegment HostSegment::open(const std::string& name, int64_t bytes) {
   const Descriptor file(shm_open(name.c_str(), O_RDWR, 0));
-  struct stat info{};
-  if (file.number() < 0 || fstat(file.number(), &info) != 0) {
-    fail("open", name, bytes, errno);
-  }
-  if (info.st_size != bytes) {
-    throw std::runtime_error(concat(
-        "the shared-memory segment at ", name, " has ", info.st_size, " bytes, not ", bytes));
-  }
-  return {map(file, name, bytes), bytes, true};
+  return {map_existing(file, name, bytes, MAP_POPULATE), bytes, true};
 }
 
 void HostSegment::remove(const std::string& name) { shm_unlink(name.c_str()); }
+
+HostSegment HostSegment::create_unnamed(int64_t bytes) {
+  MC_REQUIRE(bytes >= 1, "a segment of ", bytes, " bytes; it needs at least 1");
+  const std::string name = "megacore";
+  Descriptor file(memfd_create(name.c_str(), MFD_CLOEXEC));
+  if (file.number() < 0) {
+    fail("create", name, bytes, errno);
+  }
+  const int error = posix_fallocate(file.number(), 0, bytes);
+  if (error != 0) {
+    fail("reserve", name, bytes, error);
+  }
+  HostSegment segment(map(file, name, bytes, MAP_POPULATE), bytes, true);
+  segment.file_ = file.release();
+  return segment;
+}
+
+HostSegment HostSegment::open_unnamed(int64_t pid, int file_number, int64_t bytes) {
+  const std::string name = concat("/proc/", pid, "/fd/", file_number);
+  const Descriptor file(::open(name.c_str(), O_RDWR | O_CLOEXEC));
+  return {map_existing(file, name, bytes, 0), bytes, true};
+}
 
 #else
 
@@ -112,14 +140,30 @@ HostSegment HostSegment::open(const std::string& name, int64_t bytes) {
 
 void HostSegment::remove(const std::string&) {}
 
+HostSegment HostSegment::create_unnamed(int64_t bytes) {
+  fail("create", "megacore", bytes, ENOSYS);
+}
+
+HostSegment HostSegment::open_unnamed(int64_t pid, int, int64_t bytes) {
+  fail("open", concat("process ", pid), bytes, ENOSYS);
+}
+
 #endif
 
 HostSegment::HostSegment(HostSegment&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       bytes_(std::exchange(other.bytes_, 0)),
-      is_mapped_(std::exchange(other.is_mapped_, false)) {}
+      is_mapped_(std::exchange(other.is_mapped_, false)),
+      file_(std::exchange(other.file_, -1)) {}
+
+void HostSegment::close_file() {
+  if (file_ >= 0) {
+    close(std::exchange(file_, -1));
+  }
+}
 
 HostSegment::~HostSegment() {
+  close_file();
   if (is_mapped_) {
     munmap(data_, static_cast<size_t>(bytes_));
   }

@@ -36,6 +36,7 @@ class GradReducer:
     def __init__(
         self, buffers: Sequence[ParamGradBuffer], *, waits: Callable[[ParamInfo], bool]
     ) -> None:
+        self._buffers = tuple(buffers)
         self._buckets = buckets_in_backward_order(buffers)
         self._infos: list[ParamInfo] = []
         offsets: dict[int, int] = {}
@@ -59,6 +60,8 @@ class GradReducer:
             pending.wait()
         self._pending.clear()
         self._transferred.clear()
+        for buffer in self._buffers:
+            buffer.wait_until_grads_free()
         self._tracker.start()
         self._counting = False
 
@@ -74,13 +77,15 @@ class GradReducer:
         """
         for bucket in self._tracker.finish():
             self._launch(bucket)
-            while len(self._pending) > _MAX_IN_FLIGHT:
+            while len(self._pending) > _MAX_IN_FLIGHT and self._pending[0][1].staging_bytes > 0:
                 self._complete_oldest()
         while self._pending:
             self._complete_oldest()
         for bucket in self._transferred:
             buffer, index = self._buckets[bucket]
             buffer.finish_reduce(index)
+        for buffer in self._buffers:
+            buffer.wait_until_grads_free()
         self._transferred.clear()
         self._counting = False
 

@@ -72,13 +72,16 @@ class ParamGatherer:
         self.finish()
         self._generation += 1
         self._num_started = 0
-        self._start_until(1)
+        starts_are_free = all(buffer.starts_are_free for buffer, _ in self._buckets)
+        self._start_until(len(self._buckets) if starts_are_free else 1)
 
     def finish(self) -> None:
         """Collect all that is not collected yet: every weight is current afterwards. Collective."""
         self._start_until(len(self._buckets))
         for bucket in range(len(self._buckets)):
             self._wait(bucket)
+        for buffer, _ in self._buckets:
+            buffer.wait_until_params_free()
         self._called = [self._generation] * len(self._called)
 
     def remove_hooks(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,16 +12,15 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from megacore.buffers.bucket_plan import ShardPiece, plan_buckets
-from megacore.config import OptimizerConfig
 from megacore.parallel.async_collectives import (
     PendingCollective,
     all_gather_async,
     reduce_scatter_async,
 )
 from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatter
-from megacore.parallel.instances import InstanceGroups
+from megacore.parallel.host_window import WindowTensor
 from megacore.parallel.params import ParamInfo
-from megacore.parallel.process_groups import Group, ProcessGroups
+from megacore.parallel.process_groups import Group
 
 NamedParams = Sequence[tuple[ParamInfo, nn.Parameter]]
 
@@ -32,6 +31,8 @@ _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class _BucketViews:
     """A bucket in both buffers, whole and the slice that this rank reduces."""
 
+    start: int
+    end: int
     param: Tensor
     own_param: Tensor
     grad: Tensor
@@ -53,6 +54,9 @@ class ParamGradBuffer:
     (the own slice of each bucket then holds the mean over ``dp_group``), an optimizer that updates
     the own slices of ``param_data``, :meth:`all_gather_params`.
 
+    In a group that shares the memory of one host both buffers lie in memory that its ranks can read
+    (see ``parallel/host_window.py``), so no collective needs memory of its own.
+
     Args:
         params: Description and parameter, in forward (registration) order; one dtype, one device,
             all dense or all expert.
@@ -60,6 +64,8 @@ class ParamGradBuffer:
         bucket_numel: Elements that close a bucket; see :func:`megacore.buffers.plan_buckets`.
         pad_for_ring: Pad buckets to multiples of 2^16 elements.
         grad_dtype: Dtype of the accumulated gradients: float32, or the parameters' dtype.
+        fp32_accumulation: Add gradients of 16 bits in float32 also on NCCL: ranks exchange slices
+            and add them themselves. On the CPU it is always so.
         distributed: Each rank optimizes its own slices only (ZeRO-1). Otherwise every rank gets all
             reduced gradients and optimizes everything; the reduced values have the same bits.
         grad_scale: Every reduced gradient is multiplied by this. Experts need it: their gradients
@@ -77,7 +83,6 @@ class ParamGradBuffer:
             ``plan`` itself, or a plan of one shard if not ``distributed``.
         shard_rank: Which shard of ``shard_plan`` this rank optimizes.
         param_data: All parameters, ``(plan.numel,)``, their dtype. Padding is zero.
-        grad_data: All gradients, ``(plan.numel,)``, ``grad_dtype``. Padding is zero.
 
     Raises:
         ValueError: If a parameter is listed twice, needs no gradient, or does not fit the others.
@@ -99,6 +104,7 @@ class ParamGradBuffer:
         bucket_numel: int | None = None,
         pad_for_ring: bool = False,
         grad_dtype: torch.dtype = torch.float32,
+        fp32_accumulation: bool = False,
         distributed: bool = True,
         grad_scale: float = 1.0,
         across: Group | None = None,
@@ -114,6 +120,7 @@ class ParamGradBuffer:
         self._num_ranks = dp_group.size * self.across.size
         self._averages = average_in_collective
         self._grad_scale = grad_scale
+        self._fp32_accumulation = fp32_accumulation
         numels = [param.numel() for _, param in self.params]
         shared = [info.shared is not None for info, _ in self.params]
         self.plan = plan_buckets(
@@ -134,20 +141,43 @@ class ParamGradBuffer:
                 bucket_alignment=self.plan.bucket_alignment,
             )
         first = self.params[0][1]
-        self.param_data = torch.zeros(self.plan.numel, dtype=first.dtype, device=first.device)
-        self.grad_data = torch.zeros(self.plan.numel, dtype=grad_dtype, device=first.device)
+        self._grad_window = self._make_window(grad_dtype)
+        self._param_window = self._make_window(first.dtype) if distributed else None
+        self.param_data = self._make_data(self._param_window, first.dtype)
+        self._grads = self._make_data(self._grad_window, grad_dtype)
+        # Kernels of experts add to ``param.main_grad`` themselves, so it must be zero in time.
+        self._writes_directly = self.params[0][0].expert
+        # Still holds values of an earlier step, which the first gradient replaces.
+        self._is_stale = [False] * len(self.params)
         self._has_grad = [False] * len(self.params)
         self._on_grad: list[Callable[[int], None]] = []
         self._hooks = [self._adopt(index) for index in range(len(self.params))]
         self._buckets = self._bucket_views()
 
+    @property
+    def grad_data(self) -> Tensor:
+        """All gradients, ``(plan.numel,)``, ``grad_dtype``. Padding is zero.
+
+        Ask anew after :meth:`zero_grads`: gradients are set to zero only when somebody looks or
+        none comes.
+        """
+        self._clear_stale(range(len(self.params)))
+        return self._grads
+
     def main_grad(self, index: int) -> Tensor:
-        """Return the accumulated gradient of parameter ``index``, a view in its shape."""
-        return self._view(self.grad_data, index)
+        """Return the accumulated gradient of parameter ``index``, a view in its shape.
+
+        Ask anew after :meth:`zero_grads`, as for :attr:`grad_data`.
+        """
+        self._clear_stale([index])
+        return self._view(self._grads, index)
 
     def zero_grads(self) -> None:
         """Set all gradients to zero; call it before the first backward pass of a step."""
-        self.grad_data.zero_()
+        if self._writes_directly:
+            self._grads.zero_()
+        else:
+            self._is_stale[:] = [True] * len(self._is_stale)
         self._has_grad[:] = [False] * len(self._has_grad)
 
     def missing_grads(self) -> list[str]:
@@ -175,23 +205,52 @@ class ParamGradBuffer:
         Sync:
             Collective over ``dp_group``. Waits for the device on gloo only.
         """
-        for index, views in enumerate(self._buckets):
-            self._scale_before(views)
-            if views.grad.numel() > 0 and self.dp_group.size > 1:
-                reduce_scatter(views.own_grad, views.grad, self.dp_group, op=self._op)
+        if self._grad_window is None:
+            for index, views in enumerate(self._buckets):
+                self._prepare(index)
+                if views.grad.numel() > 0 and self.dp_group.size > 1:
+                    reduce_scatter(
+                        views.own_grad,
+                        views.grad,
+                        self.dp_group,
+                        op=self._op,
+                        fp32_accumulation=self._fp32_accumulation,
+                    )
+                self.finish_reduce(index)
+            return
+        pending = [self.start_reduce(index) for index in range(len(self._buckets))]
+        for index, collective in enumerate(pending):
+            collective.wait()
             self.finish_reduce(index)
+        self.wait_until_grads_free()
 
     def start_reduce(self, bucket: int) -> PendingCollective:
         """Start the reduce-scatter of one bucket; wait for it, then call :meth:`finish_reduce`.
 
         Together, over all buckets, this does what :meth:`reduce_scatter_grads` does, to the bit.
+        Call :meth:`wait_until_grads_free` before gradients are written again.
         """
         views = self._buckets[bucket]
-        self._scale_before(views)
+        self._prepare(bucket)
         if views.grad.numel() == 0 or self.dp_group.size == 1:
             return PendingCollective()
-        with record_function(f"megacore::reduce_scatter bucket {bucket}"):
-            return reduce_scatter_async(views.own_grad, views.grad, self.dp_group, op=self._op)
+        name = f"megacore::reduce_scatter bucket {bucket}"
+        if self._grad_window is not None:
+            return self._grad_window.start_reduce_scatter(
+                bucket, views.start, views.end, op=self._op, name=name
+            )
+        with record_function(name):
+            return reduce_scatter_async(
+                views.own_grad,
+                views.grad,
+                self.dp_group,
+                op=self._op,
+                fp32_accumulation=self._fp32_accumulation,
+            )
+
+    def wait_until_grads_free(self) -> None:
+        """Return when no other rank reads the gradients of this one any more."""
+        _wait_until_free(self._grad_window, len(self._buckets))
 
     @torch.no_grad()
     def finish_reduce(self, bucket: int) -> None:
@@ -216,9 +275,18 @@ class ParamGradBuffer:
         return "avg" if self._averages and self.across.size == 1 else "sum"
 
     @torch.no_grad()
-    def _scale_before(self, views: _BucketViews) -> None:
+    def _prepare(self, bucket: int) -> None:
+        """Make the gradients of a bucket ready to be summed."""
+        self._clear_stale(self.plan.buckets[bucket].param_indices)
         if not self._averages:
-            views.grad.mul_(self._grad_scale / self._num_ranks)
+            self._buckets[bucket].grad.mul_(self._grad_scale / self._num_ranks)
+
+    @torch.no_grad()
+    def _clear_stale(self, params: Iterable[int]) -> None:
+        for index in params:
+            if self._is_stale[index]:
+                self._is_stale[index] = False
+                self._view(self._grads, index).zero_()
 
     @torch.no_grad()
     def all_gather_params(self) -> None:
@@ -229,17 +297,37 @@ class ParamGradBuffer:
         """
         if not self.distributed or self.dp_group.size == 1:
             return
+        if self._param_window is not None:
+            for collective in [self.start_gather(index) for index in range(len(self._buckets))]:
+                collective.wait()
+            self.wait_until_params_free()
+            return
         for bucket in self._buckets:
             if bucket.param.numel() > 0:
                 all_gather(bucket.param, bucket.own_param, self.dp_group)
 
     def start_gather(self, bucket: int) -> PendingCollective:
-        """Start to collect one bucket of updated parameters."""
+        """Start to collect one bucket of updated parameters.
+
+        Call :meth:`wait_until_params_free` before own parameters are written again.
+        """
         views = self._buckets[bucket]
         if not self.distributed or self.dp_group.size == 1 or views.param.numel() == 0:
             return PendingCollective()
-        with record_function(f"megacore::all_gather bucket {bucket}"):
+        name = f"megacore::all_gather bucket {bucket}"
+        if self._param_window is not None:
+            return self._param_window.start_all_gather(bucket, views.start, views.end, name=name)
+        with record_function(name):
             return all_gather_async(views.param, views.own_param, self.dp_group)
+
+    def wait_until_params_free(self) -> None:
+        """Return when no other rank reads the parameters of this one any more."""
+        _wait_until_free(self._param_window, len(self._buckets))
+
+    @property
+    def starts_are_free(self) -> bool:
+        """Whether a started collective takes no memory, and no time until it is waited for."""
+        return self._grad_window is not None
 
     def owned_pieces(self) -> list[ShardPiece]:
         """Pieces that this rank optimizes, in buffer order, positions by ``shard_plan``."""
@@ -261,10 +349,31 @@ class ParamGradBuffer:
         home.copy_(param.data)
         param.data = home
         param.grad = None
-        param.main_grad = self.main_grad(index)  # type: ignore[attr-defined]
-        hook = _accumulate_into(self.main_grad(index), self._has_grad, index, self._on_grad)
+        main_grad = self._view(self._grads, index)
+        if self._writes_directly:
+            param.main_grad = main_grad  # type: ignore[attr-defined]
+        hook = _Accumulate(
+            main_grad=main_grad,
+            index=index,
+            is_stale=self._is_stale,
+            has_grad=self._has_grad,
+            callbacks=self._on_grad,
+            writes_directly=self._writes_directly,
+        )
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return handle
+
+    def _make_window(self, dtype: torch.dtype) -> WindowTensor | None:
+        if self.params[0][1].device.type != "cpu" or self.dp_group.size == 1:
+            return None
+        return WindowTensor.zeros(
+            self.plan.numel, dtype=dtype, group=self.dp_group, num_parts=len(self.plan.buckets)
+        )
+
+    def _make_data(self, window: WindowTensor | None, dtype: torch.dtype) -> Tensor:
+        if window is not None:
+            return window.data
+        return torch.zeros(self.plan.numel, dtype=dtype, device=self.params[0][1].device)
 
     def _view(self, data: Tensor, index: int) -> Tensor:
         start, end = self.plan.param_range(index)
@@ -276,79 +385,50 @@ class ParamGradBuffer:
             start, end = self.plan.shard_range(index, dp_rank=self.dp_group.position)
             views.append(
                 _BucketViews(
+                    start=bucket.start,
+                    end=bucket.end,
                     param=self.param_data[bucket.start : bucket.end],
                     own_param=self.param_data[start:end],
-                    grad=self.grad_data[bucket.start : bucket.end],
-                    own_grad=self.grad_data[start:end],
+                    grad=self._grads[bucket.start : bucket.end],
+                    own_grad=self._grads[start:end],
                 )
             )
         return views
 
 
-def make_buffers(
-    params: NamedParams,
-    *,
-    groups: ProcessGroups,
-    optimizer: OptimizerConfig,
-    instances: InstanceGroups | None = None,
-) -> list[ParamGradBuffer]:
-    """Sort parameters into buffers, one per dtype and kind (see :func:`buffer_kind`).
+def _wait_until_free(window: WindowTensor | None, num_parts: int) -> None:
+    if window is not None:
+        for part in range(num_parts):
+            window.wait_until_free(part)
 
-    Dense parameters are averaged over ``groups.dp_cp``, expert parameters over
-    ``groups.expert_dp``. An expert's gradient is a sum over the tokens of every rank that sent it
-    some, so its mean is scaled down to that of a dense parameter. Sequence-parallel copies need a
-    sum over tp before that; in a buffer of their own they hold up no other parameter.
 
-    Args:
-        params: Description and parameter of every parameter of this rank, in forward order.
-        groups: Process groups of this rank.
-        optimizer: For ``bucket_numel``, ``pad_buckets``, ``distributed`` and
-            ``average_in_collective``.
-        instances: Groups of hybrid sharding. Default: one instance.
+@dataclass(frozen=True, kw_only=True)
+class _Accumulate:
+    """The hook of one parameter: runs when its gradient of a backward pass is complete.
 
-    Raises:
-        ValueError: If a parameter cannot be optimized; see :class:`ParamGradBuffer`.
+    It holds no reference to the parameter or the buffer, so it makes no reference cycle.
     """
-    if instances is None:
-        instances = InstanceGroups.split(groups, 1)
-    by_key: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
-    for position, (info, param) in enumerate(params):
-        by_key.setdefault((param.dtype, *buffer_kind(info)), []).append(position)
-    return [
-        ParamGradBuffer(
-            [params[position] for position in positions],
-            dp_group=instances.expert if expert else instances.dense,
-            across=instances.expert_across if expert else instances.dense_across,
-            average_in_collective=optimizer.average_in_collective,
-            bucket_numel=optimizer.bucket_numel,
-            pad_for_ring=optimizer.pad_buckets,
-            distributed=optimizer.distributed,
-            grad_scale=groups.expert_dp.size / groups.dp_cp.size if expert else 1.0,
-            positions=positions,
-        )
-        for (_, expert, _), positions in by_key.items()
-    ]
 
+    main_grad: Tensor
+    index: int
+    is_stale: list[bool]
+    has_grad: list[bool]
+    callbacks: list[Callable[[int], None]]
+    writes_directly: bool
 
-def buffer_kind(info: ParamInfo) -> tuple[bool, bool]:
-    """Return ``(expert, sequence parallel)``: parameters of one dtype and kind share a buffer."""
-    return info.expert, info.sequence_parallel
-
-
-def _accumulate_into(
-    main_grad: Tensor, has_grad: list[bool], index: int, callbacks: list[Callable[[int], None]]
-) -> Callable[[Tensor], None]:
-    # The hook holds no reference to the parameter or the buffer, so it makes no reference cycle.
-    def accumulate(param: Tensor) -> None:
-        # Without a gradient, the operation has added to main_grad itself.
-        if param.grad is not None:
-            main_grad.add_(param.grad)
-            param.grad = None
-        has_grad[index] = True
-        for callback in callbacks:
-            callback(index)
-
-    return accumulate
+    def __call__(self, param: Tensor) -> None:
+        if param.grad is None:
+            if not self.writes_directly:
+                return
+        elif self.is_stale[self.index]:
+            self.main_grad.copy_(param.grad)
+            self.is_stale[self.index] = False
+        else:
+            self.main_grad.add_(param.grad)
+        param.grad = None
+        self.has_grad[self.index] = True
+        for callback in self.callbacks:
+            callback(self.index)
 
 
 def _check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:

@@ -240,6 +240,16 @@ class OptimizerConfig(Section):
         description="Divide summed gradients by the number of ranks; `false` scales them before "
         "they are summed.",
     )
+    grad_dtype: Literal["float32", "param"] = Field(
+        default="float32",
+        description="Number format in which gradients are accumulated and communicated: float32, "
+        "or that of the parameters (`train.dtype`), which takes half the memory in 16 bits.",
+    )
+    fp32_accumulation: bool = Field(
+        default=False,
+        description="Add 16-bit gradients of different ranks in float32 on NCCL as well: slices "
+        "are exchanged in 16 bits and added locally. On the CPU they always are.",
+    )
     moments_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number format of AdamW's moments."
     )

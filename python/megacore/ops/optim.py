@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ def adamw_step_(
     settings: AdamWSettings,
     *,
     copy_out: Tensor | None = None,
+    control: Tensor | None = None,
 ) -> None:
     """Take one AdamW step in place, as ``torch.optim.AdamW`` defines it.
 
@@ -77,6 +78,8 @@ def adamw_step_(
         exp_avg_sq: Second moment, ``(n,)``, fp32, contiguous; updated.
         settings: The numbers of the step.
         copy_out: Receives the new parameters rounded to bfloat16, ``(n,)``, contiguous.
+        control: What :func:`decide_step_` decided, on the device of ``param``: replaces the step
+            and ``grad_scale`` of ``settings``, and may call the step off.
 
     Raises:
         ValueError: If shapes, dtypes, devices or layouts do not fit.
@@ -95,9 +98,12 @@ def adamw_step_(
     """
     kind = param.device.type
     if kind != "cpu" and not (kind == "cuda" and has_cuda_kernels()):
-        adamw_step_reference_(param, grad, exp_avg, exp_avg_sq, settings, copy_out=copy_out)
+        adamw_step_reference_(
+            param, grad, exp_avg, exp_avg_sq, settings, copy_out=copy_out, control=control
+        )
         return
     _check_step(param, grad, exp_avg, exp_avg_sq, copy_out)
+    _check_numbers("control", control, _CONTROL_SIZE, param)
     arguments: dict[str, Any] = {
         "param": param.data_ptr(),
         "grad": grad.data_ptr(),
@@ -105,6 +111,7 @@ def adamw_step_(
         "exp_avg_sq": exp_avg_sq.data_ptr(),
         "param_bf16": 0 if copy_out is None else copy_out.data_ptr(),
         "numel": param.numel(),
+        "control": 0 if control is None else control.data_ptr(),
         **_numbers(settings),
     }
     if kind == "cuda":
@@ -123,19 +130,131 @@ def adamw_step_reference_(
     settings: AdamWSettings,
     *,
     copy_out: Tensor | None = None,
+    control: Tensor | None = None,
 ) -> None:
     """Do what :func:`adamw_step_` does, with torch operations: any device, the same bits."""
     _check_step(param, grad, exp_avg, exp_avg_sq, copy_out)
-    scaled = grad * settings.grad_scale
-    exp_avg.add_((scaled - exp_avg).mul_(1.0 - settings.beta1))
-    exp_avg_sq.mul_(settings.beta2).add_((scaled * scaled).mul_(1.0 - settings.beta2))
+    _check_numbers("control", control, _CONTROL_SIZE, param)
+    if control is None:
+        bias1, bias2 = settings.bias_correction1, settings.bias_correction2
+        control = torch.tensor([settings.grad_scale, bias1, bias2, 1.0, 0.0], dtype=torch.float64)
+        control = control.to(param.device)
+    is_applied = control[3] != 0.0
+    scaled = grad * control[0].float()
+    next_avg = exp_avg + (scaled - exp_avg).mul_(1.0 - settings.beta1)
+    next_avg_sq = exp_avg_sq * settings.beta2
+    next_avg_sq.add_((scaled * scaled).mul_(1.0 - settings.beta2))
     # torch.sqrt of fp32 may be off by one bit (it uses MKL where it can); through fp64 it is exact.
-    root = exp_avg_sq.double().sqrt_().float()
-    root.mul_(1.0 / math.sqrt(settings.bias_correction2)).add_(settings.eps)
-    update = (exp_avg / root).mul_(settings.lr / settings.bias_correction1)
-    param.mul_(1.0 - settings.lr * settings.weight_decay).sub_(update)
+    root = next_avg_sq.double().sqrt_().float()
+    root.mul_((1.0 / control[2].sqrt()).float()).add_(settings.eps)
+    update = (next_avg / root).mul_((settings.lr / control[1]).float())
+    next_param = (param * (1.0 - settings.lr * settings.weight_decay)).sub_(update)
+    exp_avg.copy_(torch.where(is_applied, next_avg, exp_avg))
+    exp_avg_sq.copy_(torch.where(is_applied, next_avg_sq, exp_avg_sq))
+    param.copy_(torch.where(is_applied, next_param, param))
     if copy_out is not None:
-        copy_out.copy_(param)
+        copy_out.copy_(torch.where(is_applied, param.bfloat16(), copy_out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRules:
+    """How :func:`decide_step_` decides; the same in every step.
+
+    Attributes:
+        beta1: For the bias corrections.
+        beta2: For the bias corrections.
+        clip_grad: Largest gradient norm; 0 turns clipping off.
+        loss_scale_interval: Steps without overflow after which the loss scale doubles; 0: it stays.
+        num_averaged: Gradients are sums over tokens, averaged over this many ranks: they are to be
+            multiplied by it and divided by the number of tokens. 0: they are means already.
+    """
+
+    beta1: float
+    beta2: float
+    clip_grad: float = 0.0
+    loss_scale_interval: int = 0
+    num_averaged: int = 0
+
+
+_STATE_SIZE, _SUMS_SIZE, _CONTROL_SIZE = 4, 3, 5
+
+
+def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules) -> None:
+    """Decide, on the device, what an optimizer step does; all tensors are fp64.
+
+    If a gradient is not finite anywhere, the step is skipped: the step count stands still, and the
+    loss scale is halved. Otherwise the step count rises, the loss scale doubles after
+    ``loss_scale_interval`` such steps (up to 2^24), and gradients are clipped.
+
+    Args:
+        state: ``[step count, skipped steps, loss scale, good steps]``, updated. Gradients are
+            multiples of the loss scale, a power of two; good steps are those since it changed.
+        sums: ``[squared norm, ranks with a non-finite gradient, tokens, ...]``, summed over all
+            ranks.
+        control: ``(5,)``, filled with ``[gradient scale, bias correction 1, bias correction 2,
+            applied or not (1 or 0), gradient norm before clipping]``, for :func:`adamw_step_`. The
+            norm is NaN in a skipped step.
+        rules: How to decide.
+
+    Raises:
+        ValueError: If a tensor does not fit.
+
+    Sync:
+        None on CUDA.
+
+    Example:
+        >>> state = torch.tensor([0.0, 0.0, 2.0, 0.0], dtype=torch.float64)
+        >>> sums = torch.tensor([100.0, 0.0, 0.0], dtype=torch.float64)
+        >>> control = torch.empty(5, dtype=torch.float64)
+        >>> decide_step_(state, sums, control, StepRules(beta1=0.5, beta2=0.75))
+        >>> control.tolist(), state.tolist()
+        ([0.5, 0.5, 0.25, 1.0, 5.0], [1.0, 0.0, 2.0, 0.0])
+    """
+    _check_decision(state, sums, control)
+    kind = state.device.type
+    if kind != "cpu" and not (kind == "cuda" and has_cuda_kernels()):
+        decide_step_reference_(state, sums, control, rules)
+        return
+    arguments: dict[str, Any] = {
+        "state": state.data_ptr(),
+        "sums": sums.data_ptr(),
+        "control": control.data_ptr(),
+        **asdict(rules),
+    }
+    if kind == "cuda":
+        with torch.cuda.device(state.device):
+            cuda_kernels().decide_step(**arguments, stream=torch.cuda.current_stream().cuda_stream)
+    else:
+        _core.decide_step(**arguments)
+
+
+def decide_step_reference_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules) -> None:
+    """Do what :func:`decide_step_` does, with torch operations on any device.
+
+    Powers, hence bias corrections, may differ in the last bit of fp64.
+    """
+    _check_decision(state, sums, control)
+    is_good = sums[1] == 0.0
+    scale = 1.0 / state[2]
+    if rules.num_averaged > 0:
+        scale = scale * (rules.num_averaged / sums[2].clamp(min=1.0))
+    state[0] += is_good
+    state[1] += ~is_good
+    if rules.loss_scale_interval > 0:
+        good_steps = torch.where(is_good, state[3] + 1.0, 0.0)
+        grows = good_steps >= rules.loss_scale_interval
+        grown = torch.where(grows, (state[2] * 2.0).clamp(max=2.0**24), state[2])
+        state[2] = torch.where(is_good, grown, (state[2] / 2.0).clamp(min=1.0))
+        state[3] = torch.where(grows, 0.0, good_steps)
+    norm = sums[0].sqrt() * scale
+    clip = torch.ones_like(norm)
+    if rules.clip_grad > 0.0:
+        clip = (rules.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+    control[0] = clip * scale
+    control[1] = 1.0 - rules.beta1 ** state[0]
+    control[2] = 1.0 - rules.beta2 ** state[0]
+    control[3] = is_good
+    control[4] = torch.where(is_good, norm, math.nan)
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
@@ -193,6 +312,24 @@ def _check_step(
         _check_tensor(name, tensor, param, torch.float32)
     if copy_out is not None:
         _check_tensor("copy_out", copy_out, param, torch.bfloat16)
+
+
+def _check_decision(state: Tensor, sums: Tensor, control: Tensor) -> None:
+    _check_numbers("state", state, _STATE_SIZE, state)
+    _check_numbers("sums", sums, _SUMS_SIZE, state)
+    _check_numbers("control", control, _CONTROL_SIZE, state)
+
+
+def _check_numbers(name: str, numbers: Tensor | None, size: int, like: Tensor) -> None:
+    """``sums`` may be longer than needed; the others have their size."""
+    if numbers is None:
+        return
+    fits = numbers.dim() == 1 and numbers.numel() >= size and numbers.device == like.device
+    if numbers.dtype != torch.float64 or not fits or not numbers.is_contiguous():
+        raise ValueError(
+            f"{name} {_describe(numbers)} must be a flat float64 tensor of {size} numbers on "
+            f"{like.device}"
+        )
 
 
 def _check_tensor(name: str, tensor: Tensor, param: Tensor, dtype: torch.dtype) -> None:

@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from megacore.buffers import GradReducer, ParamGatherer, ParamGradBuffer
 from megacore.config import OptimizerConfig
-from megacore.ops.optim import AdamWSettings
-from megacore.optim.grad_norm import clip_coefficient, grad_ranges, norm_parts
+from megacore.ops.optim import AdamWSettings, StepRules, decide_step_
+from megacore.optim.grad_norm import grad_ranges, norm_parts
 from megacore.optim.grad_sums import needs_sum, sum_sequence_parallel_grads, sum_shared_grads
-from megacore.optim.loss_scale import DynamicLossScale
 from megacore.optim.param_group import ParamGroup
 from megacore.optim.shard import OptimizerShard, ParamPiece
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What one optimizer step found; the same on every rank.
 
-    Attributes:
-        grad_norm: Norm of the averaged gradient of the whole model before clipping; NaN if skipped.
-        skipped: A gradient was not finite somewhere, so no rank changed anything.
-        extra: The caller's numbers summed over the world, 1-D, fp64, on the CPU.
+    The numbers stay on the device until one of them is read, so that a step need not wait.
+
+    Args:
+        numbers: ``[gradient norm, skipped or not (1 or 0), *extra]``, fp64.
+
+    Example:
+        >>> StepResult(torch.tensor([5.0, 0.0, 7.0], dtype=torch.float64)).grad_norm
+        5.0
     """
 
-    grad_norm: float
-    skipped: bool
-    extra: Tensor
+    def __init__(self, numbers: Tensor) -> None:
+        self._on_device = numbers
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        return self._on_device.cpu()
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the whole model's averaged gradient before clipping; NaN if skipped.
+
+        Sync:
+            Waits for the device at the first of these numbers that is read.
+        """
+        return float(self._numbers[0])
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a gradient was not finite somewhere, so that no rank changed anything."""
+        return bool(self._numbers[1])
+
+    @property
+    def extra(self) -> Tensor:
+        """The caller's numbers summed over the world, 1-D, fp64, on the CPU."""
+        return self._numbers[2:]
 
 
 class DistributedOptimizer:
@@ -53,10 +76,6 @@ class DistributedOptimizer:
         modules: The model of this rank; needed with ``overlap_param_gather`` only.
         param_groups: Learning rate factor and weight decay of parameters by name; the same on every
             rank.
-
-    Attributes:
-        step_count: Updates taken so far; skipped steps do not count.
-        num_skipped: Steps skipped so far because of a non-finite gradient.
 
     Raises:
         ValueError: If there is no buffer, or ``overlap_param_gather`` lacks the module of a
@@ -87,11 +106,9 @@ class DistributedOptimizer:
         if not buffers:
             raise ValueError("the optimizer needs at least one buffer of parameters")
         self.buffers = tuple(buffers)
-        self.step_count = 0
-        self.num_skipped = 0
         self._groups = groups
         self._config = config
-        self._device = self.buffers[0].grad_data.device
+        self._device = self.buffers[0].param_data.device
         moments = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.moments_dtype]
         self._shards = [
             OptimizerShard(
@@ -102,11 +119,10 @@ class DistributedOptimizer:
             )
             for buffer in self.buffers
         ]
-        self._loss_scale: DynamicLossScale | None = None
-        if any(buffer.param_data.dtype == torch.float16 for buffer in self.buffers):
-            self._loss_scale = DynamicLossScale(
-                initial=config.loss_scale, interval=config.loss_scale_interval
-            )
+        self._scales_loss = any(b.param_data.dtype == torch.float16 for b in self.buffers)
+        # [step count, skipped steps, loss scale, good steps], see decide_step_. On the device.
+        initial = [0.0, 0.0, config.loss_scale if self._scales_loss else 1.0, 0.0]
+        self._state = torch.tensor(initial, dtype=torch.float64, device=self._device)
         self._grad_ranges = grad_ranges(self.buffers, groups)
         self._reducer: GradReducer | None = None
         if config.overlap_grad_reduce:
@@ -116,12 +132,34 @@ class DistributedOptimizer:
             self._gatherer = ParamGatherer(self.buffers, modules)
 
     @property
+    def step_count(self) -> int:
+        """Updates taken so far; skipped steps do not count.
+
+        Sync:
+            Waits for the device, as the other numbers here do.
+        """
+        return int(self._state[0])
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps skipped so far because of a non-finite gradient."""
+        return int(self._state[1])
+
+    @num_skipped.setter
+    def num_skipped(self, value: int) -> None:
+        self._state[1] = value
+
+    @property
     def loss_scale(self) -> float:
-        """What the caller multiplies the loss by before the backward pass; a power of two.
+        """What the loss is multiplied by before the backward pass; a power of two.
 
         1 unless there are float16 parameters; then it adapts after every step.
         """
-        return 1.0 if self._loss_scale is None else self._loss_scale.scale
+        return float(self._state[2]) if self._scales_loss else 1.0
+
+    def loss_scale_on_device(self) -> Tensor | float:
+        """The same without waiting for the device: a copy there, fp32, 0-d; or 1.0."""
+        return self._state[2].float() if self._scales_loss else 1.0
 
     @property
     def state_bytes(self) -> int:
@@ -181,7 +219,8 @@ class DistributedOptimizer:
             The gradient norm, whether the update was skipped, and the summed ``extra``.
 
         Sync:
-            Waits for the device once, to read the norm.
+            None on CUDA: whether to skip, how to clip and the loss scale are decided on the device.
+            Reading the result waits.
         """
         sum_shared_grads(self.buffers, self._groups)
         sum_sequence_parallel_grads(self.buffers, self._groups)
@@ -190,23 +229,17 @@ class DistributedOptimizer:
         else:
             for buffer in self.buffers:
                 buffer.reduce_scatter_grads()
-        squared_norm, num_nonfinite, factor, extra_sum = self._reduce_over_world(extra, num_tokens)
-        scale = self.loss_scale / factor
-        if self._loss_scale is not None:
-            self._loss_scale.update(overflow=num_nonfinite > 0)
-        if num_nonfinite > 0:
-            self.num_skipped += 1
-            return StepResult(grad_norm=math.nan, skipped=True, extra=extra_sum)
-        grad_norm = math.sqrt(squared_norm) / scale
-        self.step_count += 1
+        sums = self._reduce_over_world(extra, num_tokens)
+        control = torch.empty(5, dtype=torch.float64, device=self._device)
+        decide_step_(self._state, sums, control, self._rules(per_token=num_tokens is not None))
         self.finish_param_gather()
-        self._update(lr=lr, grad_norm=grad_norm, loss_scale=scale)
+        self._update(control, lr=lr)
         if self._gatherer is not None:
             self._gatherer.start()
         else:
             for buffer in self.buffers:
                 buffer.all_gather_params()
-        return StepResult(grad_norm=grad_norm, skipped=False, extra=extra_sum)
+        return StepResult(torch.cat([control[4:5], 1.0 - control[3:4], sums[3:]]))
 
     def pieces(self) -> list[ParamPiece]:
         """Return every range of every parameter that this rank optimizes, with its state.
@@ -215,23 +248,6 @@ class DistributedOptimizer:
         them all. Tensor-parallel replicas and tied copies appear on each of their holders.
         """
         return [piece for shard in self._shards for piece in shard.pieces()]
-
-    def finish_load(self, step_count: int) -> None:
-        """Take over state that was filled into the tensors of :meth:`pieces`. Collective.
-
-        Args:
-            step_count: Updates behind the loaded state.
-
-        Raises:
-            ValueError: If ``step_count`` is negative.
-        """
-        if step_count < 0:
-            raise ValueError(f"step_count is {step_count}; it cannot be negative")
-        self.step_count = step_count
-        self.finish_param_gather()
-        for shard in self._shards:
-            shard.copy_main_to_params()
-            shard.buffer.all_gather_params()
 
     def scalars(self) -> dict[str, float | int]:
         """The numbers of the optimizer's state, equal on every rank: what a checkpoint keeps.
@@ -242,12 +258,12 @@ class DistributedOptimizer:
         Sync:
             Waits for the device.
         """
-        scale = self._loss_scale
+        step_count, num_skipped, loss_scale, good_steps = self._state.tolist()
         return {
-            "step_count": self.step_count,
-            "num_skipped": self.num_skipped,
-            "loss_scale": self.loss_scale,
-            "loss_scale_good_steps": 0 if scale is None else scale.good_steps,
+            "step_count": int(step_count),
+            "num_skipped": int(num_skipped),
+            "loss_scale": loss_scale,
+            "loss_scale_good_steps": int(good_steps),
         }
 
     def load_scalars(self, scalars: Mapping[str, float | int]) -> None:
@@ -264,43 +280,58 @@ class DistributedOptimizer:
                 raise ValueError(f"unknown scalar {name!r}; use some of {', '.join(known)}")
             if value < 0:
                 raise ValueError(f"{name} is {value}; it cannot be negative")
-        merged = {**known, **scalars}
-        self.step_count = int(merged["step_count"])
-        self.num_skipped = int(merged["num_skipped"])
-        if self._loss_scale is not None:
-            self._loss_scale.scale = float(merged["loss_scale"])
-            self._loss_scale.good_steps = int(merged["loss_scale_good_steps"])
+        if not self._scales_loss:  # a checkpoint of another number format
+            scalars = {**scalars, "loss_scale": 1.0, "loss_scale_good_steps": 0}
+        values = list({**known, **scalars}.values())
+        self._state.copy_(torch.tensor(values, dtype=torch.float64))
+
+    def finish_load(self, step_count: int) -> None:
+        """Take over state that was filled into the tensors of :meth:`pieces`. Collective.
+
+        Args:
+            step_count: Updates behind the loaded state.
+
+        Raises:
+            ValueError: If ``step_count`` is negative.
+        """
+        if step_count < 0:
+            raise ValueError(f"step_count is {step_count}; it cannot be negative")
+        self._state[0] = step_count
+        self.finish_param_gather()
+        for shard in self._shards:
+            shard.copy_main_to_params()
+            shard.buffer.all_gather_params()
 
     @torch.no_grad()
-    def _reduce_over_world(
-        self, extra: Tensor | None, num_tokens: Tensor | None
-    ) -> tuple[float, float, float, Tensor]:
-        """Sum ``[norm^2, non-finite ranks, tokens, *extra]`` over the world.
-
-        The third result is what averaged gradients are multiplied by.
-        """
+    def _reduce_over_world(self, extra: Tensor | None, num_tokens: Tensor | None) -> Tensor:
+        """Sum ``[norm^2, non-finite ranks, tokens, *extra]`` over the world."""
         parts = [norm_parts(self._grad_ranges, device=self._device)]
-        tokens = torch.zeros(1) if num_tokens is None else num_tokens.reshape(1)
-        parts.append(tokens.to(self._device, torch.float64))
-        if extra is not None:
-            parts.append(extra.to(self._device, torch.float64))
-        vector = torch.cat(parts)
-        all_reduce_(vector, self._groups.world)
-        sums = vector.cpu()
-        factor = 1.0
-        if num_tokens is not None:
-            factor = self._groups.dp_cp.size / max(1.0, float(sums[2]))
-        return float(sums[0]), float(sums[1]), factor, sums[3:]
+        tokens = torch.zeros(1, device=self._device) if num_tokens is None else num_tokens
+        for numbers in (tokens.reshape(1), extra):
+            if numbers is not None:
+                parts.append(numbers.to(self._device, torch.float64, non_blocking=True))
+        sums = torch.cat(parts)
+        all_reduce_(sums, self._groups.world)
+        return sums
 
-    def _update(self, *, lr: float, grad_norm: float, loss_scale: float) -> None:
+    def _rules(self, *, per_token: bool) -> StepRules:
+        config = self._config
+        return StepRules(
+            beta1=config.beta1,
+            beta2=config.beta2,
+            clip_grad=config.clip_grad,
+            loss_scale_interval=config.loss_scale_interval if self._scales_loss else 0,
+            num_averaged=self._groups.dp_cp.size if per_token else 0,
+        )
+
+    def _update(self, control: Tensor, *, lr: float) -> None:
         config = self._config
         settings = AdamWSettings(
-            step=self.step_count,
+            step=1,  # the control knows which
             lr=lr,
             beta1=config.beta1,
             beta2=config.beta2,
             eps=config.eps,
-            grad_scale=clip_coefficient(grad_norm, max_norm=config.clip_grad) / loss_scale,
         )
         for shard in self._shards:
-            shard.step(settings)
+            shard.step(settings, control)

@@ -66,7 +66,7 @@ class _Run:
             copy_out=None if self.copy_out is None else self.copy_out[start:end],
         )
 
-    def step(self, settings: AdamWSettings) -> None:
+    def step(self, settings: AdamWSettings, control: Tensor) -> None:
         """Update these elements."""
         # Each is itself if it is fp32 already.
         exp_avg, exp_avg_sq = self.exp_avg.float(), self.exp_avg_sq.float()
@@ -78,6 +78,7 @@ class _Run:
             exp_avg_sq,
             settings,
             copy_out=self.copy_out if rounds else None,
+            control=control,
         )
         if self.copy_out is not None and not rounds:
             self.copy_out.copy_(self.main_param)
@@ -131,12 +132,13 @@ class OptimizerShard:
         ]
 
     @torch.no_grad()
-    def step(self, settings: AdamWSettings) -> None:
+    def step(self, settings: AdamWSettings, control: Tensor) -> None:
         """Update the owned parameters from the reduced gradients.
 
         Args:
             settings: For all parameters; the learning rate and weight decay of each follow from its
                 group.
+            control: What :func:`megacore.ops.optim.decide_step_` decided.
 
         Sync:
             None on CUDA.
@@ -147,9 +149,9 @@ class OptimizerShard:
             )
             if run.converts:
                 for start in range(0, run.grad.numel(), _BLOCK):
-                    run.part(start, start + _BLOCK).step(own)
+                    run.part(start, start + _BLOCK).step(own, control)
             else:
-                run.step(own)
+                run.step(own, control)
 
     @property
     def state_bytes(self) -> int:

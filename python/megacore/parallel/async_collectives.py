@@ -2,7 +2,7 @@
 
 Same arguments, checks and bits as the functions of the same names in ``collectives``. Members must
 start the same collectives of a group in the same order. On CPU tensors the transfer runs in the
-threads of gloo, also in groups that have shared memory, whose calls cannot run in the background.
+threads of gloo, also in groups that have shared memory: there a ``WindowTensor`` does better.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class PendingCollective:
     Args:
         work: What torch started; ``None`` if nothing had to be.
         complete: What is left to do once the transfer is over.
+        is_ready: Without ``work``: tells, without waiting, whether ``complete`` would wait.
         staging_bytes: Memory that is held until the end of :meth:`wait`.
     """
 
@@ -33,15 +34,19 @@ class PendingCollective:
         work: Work | None = None,
         *,
         complete: Callable[[], None] | None = None,
+        is_ready: Callable[[], bool] = lambda: True,
         staging_bytes: int = 0,
     ) -> None:
         self._work = work
+        self._is_ready = is_ready
         self._complete = complete
         self.staging_bytes = staging_bytes
 
     def is_transferred(self) -> bool:
-        """Tell, without waiting, whether :meth:`wait` would return at once."""
-        return self._work is None or self._work.is_completed()
+        """Tell, without waiting, whether :meth:`wait` would go to work at once."""
+        if self._work is not None:
+            return self._work.is_completed()
+        return self._complete is None or self._is_ready()
 
     def wait(self) -> None:
         """Make the result valid; later calls do nothing.
@@ -60,12 +65,18 @@ class PendingCollective:
 
 @torch.no_grad()
 def reduce_scatter_async(
-    output: Tensor, input: Tensor, group: Group, *, op: Literal["sum", "avg"] = "sum"
+    output: Tensor,
+    input: Tensor,
+    group: Group,
+    *,
+    op: Literal["sum", "avg"] = "sum",
+    fp32_accumulation: bool = False,
 ) -> PendingCollective:
     """Start :func:`megacore.parallel.collectives.reduce_scatter`.
 
-    On gloo the slices travel in the background and are added in the order of the ranks in
-    ``wait()``; until then the received slices take as much memory as ``input``.
+    On gloo, and with ``fp32_accumulation``, the slices travel in the background and are added in
+    the order of the ranks in ``wait()``; until then the received slices take as much memory as
+    ``input``.
 
     Raises:
         ValueError: If sizes, dtypes or devices do not fit.
@@ -80,12 +91,13 @@ def reduce_scatter_async(
     if handle is None:
         output.copy_(input.view(output.shape))
         return PendingCollective()
-    if collectives._is_gloo(handle, input):
+    exchanges = fp32_accumulation and collectives._is_low_precision(input)
+    if exchanges or collectives._is_gloo(handle, input):
         parts = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
         work = dist.all_to_all_single(parts.view(-1), input.view(-1), group=handle, async_op=True)
         return PendingCollective(
             work,
-            complete=lambda: _add_in_order(output, parts, average=op == "avg"),
+            complete=lambda: _add(output, parts, op == "avg"),
             staging_bytes=parts.numel() * parts.element_size(),
         )
     same = output.dtype == input.dtype
@@ -126,18 +138,8 @@ def all_gather_async(output: Tensor, input: Tensor, group: Group) -> PendingColl
 
 
 @torch.no_grad()
-def _add_in_order(output: Tensor, parts: Tensor, *, average: bool) -> None:
-    """What ``collectives.reduce_scatter`` does with the exchanged slices, to the bit."""
-    low_precision = parts.dtype in (torch.bfloat16, torch.float16)
-    wide = torch.float32 if low_precision else parts.dtype
-    total = output.view(-1) if output.dtype == wide else torch.empty_like(parts[0], dtype=wide)
-    total.copy_(parts[0])
-    for part in parts[1:]:
-        total.add_(part)
-    if average:
-        total.div_(parts.shape[0])
-    if output.dtype != wide:
-        output.copy_(total.view(output.shape))
+def _add(output: Tensor, parts: Tensor, average: bool) -> None:
+    collectives._add_in_order(output, parts, average=average)
 
 
 @torch.no_grad()

@@ -75,7 +75,12 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: Literal["sum", "max", "avg"
 
 @torch.no_grad()
 def reduce_scatter(
-    output: Tensor, input: Tensor, group: Group, *, op: Literal["sum", "avg"] = "sum"
+    output: Tensor,
+    input: Tensor,
+    group: Group,
+    *,
+    op: Literal["sum", "avg"] = "sum",
+    fp32_accumulation: bool = False,
 ) -> None:
     """Reduce ``input`` over the group and give each member its own slice.
 
@@ -89,6 +94,8 @@ def reduce_scatter(
         input: ``n * group.size`` elements, contiguous.
         group: The members.
         op: ``"avg"`` needs a floating point input.
+        fp32_accumulation: On NCCL too, add bfloat16 and float16 in float32, in the order of the
+            ranks. Takes memory of the size of ``input`` meanwhile.
 
     Raises:
         ValueError: If sizes, dtypes or devices do not fit.
@@ -103,7 +110,7 @@ def reduce_scatter(
         output.copy_(input.view(output.shape))
     elif host is not None:
         host.reduce_scatter(output, input, op=op)
-    elif _is_gloo(handle, input):
+    elif _is_gloo(handle, input) or (fp32_accumulation and _is_low_precision(input)):
         _exchange_and_add(output, input, group, handle, op)
     elif output.dtype == input.dtype:
         _native("reduce_scatter_single", "reduce_scatter_tensor")(
@@ -240,17 +247,25 @@ def _exchange_and_add(
 ) -> None:
     parts = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
     dist.all_to_all_single(parts.view(-1), input.view(-1), group=handle)
-    low_precision = input.dtype in (torch.bfloat16, torch.float16)
-    wide = torch.float32 if low_precision else input.dtype
+    _add_in_order(output, parts, average=op == "avg")
+
+
+def _add_in_order(output: Tensor, parts: Tensor, *, average: bool) -> None:
+    """Sum exchanged slices, ``(members, n)``, in the order of the members."""
+    wide = torch.float32 if _is_low_precision(parts) else parts.dtype
     # The output itself is the accumulator where its dtype allows: parts no longer alias it.
     total = output.view(-1) if output.dtype == wide else torch.empty_like(parts[0], dtype=wide)
     total.copy_(parts[0])
     for part in parts[1:]:
         total.add_(part)
-    if op == "avg":
-        total.div_(group.size)
+    if average:
+        total.div_(parts.shape[0])
     if output.dtype != wide:
         output.copy_(total.view(output.shape))
+
+
+def _is_low_precision(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _native(name: str, old_name: str) -> Any:

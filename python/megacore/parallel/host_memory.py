@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from megacore._core import HostComm, HostDtype, HostReduction
+from megacore._core import HostComm, HostDtype, HostReduction, HostWindow
 
 DEFAULT_SLOT_BYTES = 1 << 20
 SHM_FOLDER = Path("/dev/shm")
 
-_DTYPES = MappingProxyType(
+HOST_DTYPES = MappingProxyType(
     {
         torch.float32: HostDtype.FLOAT32,
         torch.float64: HostDtype.FLOAT64,
@@ -45,7 +45,7 @@ _DTYPES = MappingProxyType(
         torch.bool: HostDtype.BOOL,
     }
 )
-_REDUCTIONS = MappingProxyType(
+HOST_REDUCTIONS = MappingProxyType(
     {"sum": HostReduction.SUM, "max": HostReduction.MAX, "avg": HostReduction.AVG}
 )
 
@@ -77,14 +77,14 @@ class HostCommunicator:
         self._comm.all_reduce(
             data=tensor.data_ptr(),
             numel=tensor.numel(),
-            dtype=_DTYPES[tensor.dtype],
-            op=_REDUCTIONS[op],
+            dtype=HOST_DTYPES[tensor.dtype],
+            op=HOST_REDUCTIONS[op],
         )
         increment_version(tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, op: str) -> None:
         """Write this member's slice of the reduced ``input``, cast to the dtype of ``output``."""
-        if not HostComm.can_reduce(_DTYPES[input.dtype], _DTYPES[output.dtype]):
+        if not HostComm.can_reduce(HOST_DTYPES[input.dtype], HOST_DTYPES[output.dtype]):
             low_precision = input.dtype in (torch.bfloat16, torch.float16)
             wide = torch.float32 if low_precision else input.dtype
             reduced = torch.empty_like(output, dtype=wide)
@@ -93,11 +93,11 @@ class HostCommunicator:
             return
         self._comm.reduce_scatter(
             output=output.data_ptr(),
-            output_dtype=_DTYPES[output.dtype],
+            output_dtype=HOST_DTYPES[output.dtype],
             input=input.data_ptr(),
-            dtype=_DTYPES[input.dtype],
+            dtype=HOST_DTYPES[input.dtype],
             numel=output.numel(),
-            op=_REDUCTIONS[op],
+            op=HOST_REDUCTIONS[op],
         )
         increment_version(output)
 
@@ -107,7 +107,7 @@ class HostCommunicator:
             output=output.data_ptr(),
             input=input.data_ptr(),
             numel=input.numel(),
-            dtype=_DTYPES[input.dtype],
+            dtype=HOST_DTYPES[input.dtype],
         )
         increment_version(output)
 
@@ -116,7 +116,7 @@ class HostCommunicator:
         self._comm.broadcast(
             data=tensor.data_ptr(),
             numel=tensor.numel(),
-            dtype=_DTYPES[tensor.dtype],
+            dtype=HOST_DTYPES[tensor.dtype],
             source=source_position,
         )
         increment_version(tensor)
@@ -124,6 +124,10 @@ class HostCommunicator:
     def barrier(self) -> None:
         """Wait until every member has arrived."""
         self._comm.barrier()
+
+    def make_window(self, num_bytes: int, *, num_parts: int) -> HostWindow | None:
+        """Give every member memory that all can read; ``None`` on all if one cannot have it."""
+        return self._comm.make_window(bytes=num_bytes, num_parts=num_parts)
 
 
 @dataclass(frozen=True, kw_only=True)

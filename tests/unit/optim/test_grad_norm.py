@@ -25,7 +25,7 @@ class Handle:
 def groups_at(*, tp: int = 0, etp: int = 0) -> ProcessGroups:
     """Groups of one of two tensor-parallel ranks; only positions are looked at."""
     solo = Group.solo()
-    fields = dict.fromkeys(["world", "cp", "dp", "dp_cp", "pp", "ep", "expert_dp"], solo)
+    fields = dict.fromkeys(["world", "cp", "dp", "dp_cp", "pp", "ep", "etp_ep", "expert_dp"], solo)
     pair = Handle()
     return ProcessGroups(
         topology=Topology(world_size=2, tp=2),

@@ -10,6 +10,7 @@
 
 #include "megacore/base/host_device.h"
 #include "megacore/base/low_precision.h"
+#include "megacore/buffer/step_control.h"
 
 namespace megacore::buffer {
 
@@ -45,17 +46,25 @@ struct AdamWElement {
   float exp_avg_sq;
 };
 
-inline AdamWScalars adamw_scalars(const AdamWOptions& options) {
+MC_HOST_DEVICE AdamWScalars adamw_scalars(const AdamWOptions& options) {
   return {
       .grad_scale = static_cast<float>(options.grad_scale),
       .decay = static_cast<float>(1.0 - options.lr * options.weight_decay),
       .one_minus_beta1 = static_cast<float>(1.0 - options.beta1),
       .beta2 = static_cast<float>(options.beta2),
       .one_minus_beta2 = static_cast<float>(1.0 - options.beta2),
-      .inv_sqrt_bias2 = static_cast<float>(1.0 / std::sqrt(options.bias_correction2)),
+      .inv_sqrt_bias2 = static_cast<float>(1.0 / sqrt(options.bias_correction2)),
       .eps = static_cast<float>(options.eps),
       .step_size = static_cast<float>(options.lr / options.bias_correction1),
   };
+}
+
+// The options of a step that `control` decides about.
+MC_HOST_DEVICE AdamWOptions controlled(AdamWOptions options, const StepControl& control) {
+  options.grad_scale = control.grad_scale;
+  options.bias_correction1 = control.bias_correction1;
+  options.bias_correction2 = control.bias_correction2;
+  return options;
 }
 
 // One step of one element, as torch.optim.AdamW defines it (amsgrad off):

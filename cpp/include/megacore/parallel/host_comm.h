@@ -36,6 +36,7 @@
 
 namespace megacore::parallel {
 
+class HostWindow;   // see host_window.h
 struct HostCall;    // one call as its caller made it, for comparison
 class HostMeeting;  // where members wait for each other
 
@@ -93,6 +94,11 @@ class HostComm {
 
   // Copies the data of the member at `source` to all.
   void broadcast(std::byte* data, int64_t numel, HostDtype dtype, int source);
+
+  // Gives every member `bytes` of memory, all zero, that the others can read. All members call it
+  // together with equal arguments. Null on every member if one cannot have it.
+  // REQUIRES: bytes >= 1, num_parts >= 1.
+  std::unique_ptr<HostWindow> make_window(int64_t bytes, int64_t num_parts);
 
  private:
   class Use;

@@ -24,6 +24,15 @@ class HostSegment {
   // size.
   static HostSegment open(const std::string& name, int64_t bytes);
 
+  // New memory without a name, all zero, reserved at once. It does not count against the size of
+  // /dev/shm. Others open it by this process and file() until close_file().
+  // Throws std::runtime_error with the system's reason.
+  static HostSegment create_unnamed(int64_t bytes);
+
+  // What the process `pid` has created as its file number `file`. Throws std::runtime_error if that
+  // is not there, not of this size, or not allowed.
+  static HostSegment open_unnamed(int64_t pid, int file, int64_t bytes);
+
   // Memory of the caller, for members that are threads of one process. Not freed.
   static HostSegment over(std::byte* data, int64_t bytes) { return {data, bytes, false}; }
 
@@ -36,6 +45,8 @@ class HostSegment {
 
   std::byte* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
+  int file() const { return file_; }  // -1 if there is none (any more)
+  void close_file();
 
  private:
   HostSegment(std::byte* data, int64_t bytes, bool is_mapped)
@@ -44,6 +55,7 @@ class HostSegment {
   std::byte* data_;
   int64_t bytes_;
   bool is_mapped_;
+  int file_ = -1;
 };
 
 }  // namespace megacore::parallel

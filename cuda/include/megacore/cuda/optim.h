@@ -21,7 +21,9 @@ struct AdamWParams {
   float* exp_avg_sq = nullptr;     // (numel) second moment, updated in place
   uint16_t* param_bf16 = nullptr;  // (numel) optional: receives the new parameter as bfloat16
   int64_t numel = 0;
-  buffer::AdamWScalars scalars = {};
+  buffer::AdamWOptions options = {};
+  // Optional, on the device: overrules the options it has, and may call the step off.
+  const buffer::StepControl* control = nullptr;
 };
 
 // One AdamW step; bit for bit the result of buffer::adamw_step on the same numbers. Moves four
@@ -29,5 +31,12 @@ struct AdamWParams {
 // Throws std::runtime_error if the launch fails, e.g. on a device this build has no code for.
 // REQUIRES: numel >= 0; the four fp32 pointers are set if numel > 0.
 void adamw_step(const AdamWParams& params, cudaStream_t stream);
+
+// buffer::decide_step on the device, with the bits of the CPU. All pointers are device pointers.
+void decide_step(buffer::StepState* state,
+                 const buffer::StepSums* sums,
+                 buffer::StepControl* control,
+                 const buffer::StepRules& rules,
+                 cudaStream_t stream);
 
 }  // namespace megacore::cuda

@@ -1,0 +1,282 @@
+#include "megacore/parallel/host_window.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "host_futex.h"
+#include "megacore/base/check.h"
+#include "megacore/base/intmath.h"
+#include "megacore/parallel/host_process.h"
+
+namespace megacore::parallel {
+
+// Written by its owner only, but for num_sleepers.
+struct alignas(64) WindowMember {
+  std::atomic<int32_t> pid;
+  std::atomic<uint64_t> start_ticks;
+  std::atomic<uint32_t> has_left;
+  std::atomic<uint32_t> num_sleepers;  // members that sleep until this one's flags change
+};
+
+namespace {
+
+using base::concat;
+using Clock = std::chrono::steady_clock;
+
+// How often a waiting member looks whether the others still live.
+constexpr double kLookEveryS = 0.1;
+
+int64_t flags_bytes(int64_t num_parts) {
+  return base::align_up(num_parts * static_cast<int64_t>(sizeof(std::atomic<uint32_t>)),
+                        int64_t{64});
+}
+
+int64_t front_bytes(int64_t num_parts) {
+  return base::align_up(static_cast<int64_t>(sizeof(WindowMember)) + 2 * flags_bytes(num_parts),
+                        int64_t{4096});
+}
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Rounds wrap around, and nobody is more than one ahead.
+bool has_reached(uint32_t flag, uint32_t round) { return static_cast<int32_t>(flag - round) >= 0; }
+
+void set(std::atomic<uint32_t>& flag, uint32_t round, WindowMember& owner) {
+  // Either the sleeper is seen here or it sees the flag: both sequentially consistent.
+  flag.store(round);
+  if (owner.num_sleepers.load() > 0) {
+    futex_wake_all(flag);
+  }
+}
+
+}  // namespace
+
+int64_t HostWindow::segment_bytes(int64_t bytes, int64_t num_parts) {
+  return front_bytes(num_parts) + bytes;
+}
+
+HostWindow::HostWindow(std::vector<HostSegment> segments, int64_t num_parts, HostCommConfig config)
+    : segments_(std::move(segments)), config_(std::move(config)), owner_pid_(getpid()) {
+  MC_REQUIRE(segments_.size() == config_.ranks.size(),
+             "there are ",
+             segments_.size(),
+             " segments for ",
+             config_.ranks.size(),
+             " members");
+  MC_REQUIRE(num_parts >= 1, "num_parts is ", num_parts, "; it must be at least 1");
+  bytes_ = segments_[0].bytes() - front_bytes(num_parts);
+  for (const HostSegment& segment : segments_) {
+    MC_REQUIRE(segment.bytes() == segments_[0].bytes() && bytes_ >= 0,
+               "the segments of a window must have one size, enough for ",
+               num_parts,
+               " parts");
+  }
+  rounds_.resize(static_cast<size_t>(num_parts));
+  const ProcessIdentity self = this_process();
+  member(config_.position).start_ticks.store(self.start_ticks);
+  member(config_.position).pid.store(self.pid);
+}
+
+HostWindow::~HostWindow() {
+  if (getpid() == owner_pid_) {
+    member(config_.position).has_left.store(1);
+  }
+}
+
+WindowMember& HostWindow::member(int position) const {
+  return *reinterpret_cast<WindowMember*>(segments_[static_cast<size_t>(position)].data());
+}
+
+HostWindow::Flags HostWindow::offered(int position) const {
+  std::byte* const start = segments_[static_cast<size_t>(position)].data() + sizeof(WindowMember);
+  return {reinterpret_cast<std::atomic<uint32_t>*>(start), rounds_.size()};
+}
+
+HostWindow::Flags HostWindow::taken(int position) const {
+  std::byte* const start = segments_[static_cast<size_t>(position)].data() + sizeof(WindowMember) +
+                           flags_bytes(num_parts());
+  return {reinterpret_cast<std::atomic<uint32_t>*>(start), rounds_.size()};
+}
+
+std::byte* HostWindow::data(int position) const {
+  return segments_[static_cast<size_t>(position)].data() + front_bytes(num_parts());
+}
+
+void HostWindow::check_task(const Task& task) const {
+  MC_REQUIRE(task.part >= 0 && task.part < num_parts(),
+             "part is ",
+             task.part,
+             "; it must be in [0, ",
+             num_parts(),
+             ")");
+  const int64_t end = task.offset + size() * task.numel * bytes_of(task.dtype);
+  MC_REQUIRE(task.offset >= 0 && task.numel >= 0 && end <= bytes_,
+             "bytes [",
+             task.offset,
+             ", ",
+             end,
+             ") are not in a window of ",
+             bytes_);
+  MC_REQUIRE(task.reduction != HostReduction::kAvg || is_floating_point(task.dtype),
+             "avg needs a floating point type, not ",
+             name_of(task.dtype));
+  MC_REQUIRE(getpid() == owner_pid_,
+             "this window belongs to process ",
+             owner_pid_,
+             "; it cannot be used after a fork");
+}
+
+void HostWindow::offer(int64_t part) {
+  check_task({.part = part});
+  const uint32_t round = ++rounds_[static_cast<size_t>(part)];
+  set(offered(config_.position)[static_cast<size_t>(part)], round, member(config_.position));
+}
+
+bool HostWindow::is_offered(int64_t part) const {
+  check_task({.part = part});
+  const auto index = static_cast<size_t>(part);
+  for (int p = 0; p < size(); ++p) {
+    if (!has_reached(offered(p)[index].load(std::memory_order_acquire), rounds_[index])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void HostWindow::reduce_scatter(const Task& task) {
+  check_task(task);
+  wait_for(task.part, &HostWindow::offered, "reduce_scatter");
+  const int64_t start = task.offset + config_.position * task.numel * bytes_of(task.dtype);
+  std::vector<const std::byte*> parts;
+  for (int p = 0; p < size(); ++p) {
+    parts.push_back(data(p) + start);
+  }
+  reduce_parts({.parts = parts,
+                .numel = task.numel,
+                .dtype = task.dtype,
+                .reduction = task.reduction,
+                .output = data() + start,
+                .output_dtype = task.dtype});
+  finish(task.part);
+}
+
+void HostWindow::all_gather(const Task& task) {
+  check_task(task);
+  wait_for(task.part, &HostWindow::offered, "all_gather");
+  const int64_t slice = task.numel * bytes_of(task.dtype);
+  // Each member begins behind itself, so that not all read from one at a time.
+  for (int step = 1; step < size(); ++step) {
+    const int p = (config_.position + step) % size();
+    const int64_t start = task.offset + p * slice;
+    if (slice > 0) {
+      std::memcpy(data() + start, data(p) + start, static_cast<size_t>(slice));
+    }
+  }
+  finish(task.part);
+}
+
+void HostWindow::finish(int64_t part) {
+  const auto index = static_cast<size_t>(part);
+  set(taken(config_.position)[index], rounds_[index], member(config_.position));
+}
+
+void HostWindow::wait_until_taken(int64_t part) {
+  check_task({.part = part});
+  wait_for(part, &HostWindow::taken, "the end of a collective");
+}
+
+void HostWindow::wait_for(int64_t part, Flags (HostWindow::*flags)(int) const, const char* what) {
+  const auto index = static_cast<size_t>(part);
+  const uint32_t round = rounds_[index];
+  const Clock::time_point start = Clock::now();
+  double looked_s = 0.0;
+  for (int p = 0; p < size(); ++p) {
+    std::atomic<uint32_t>& flag = (this->*flags)(p)[index];
+    const auto is_set = [&] { return has_reached(flag.load(std::memory_order_acquire), round); };
+    while (!is_soon(is_set)) {
+      const double left_s = config_.timeout_s - seconds_since(start);
+      member(p).num_sleepers.fetch_add(1);
+      const uint32_t value = flag.load();
+      if (!has_reached(value, round)) {
+        futex_wait(flag, value, std::clamp(left_s, 0.0, kLookEveryS));
+      }
+      member(p).num_sleepers.fetch_sub(1);
+      if (is_set()) {
+        break;
+      }
+      if (config_.while_waiting) {
+        config_.while_waiting();
+      }
+      const double waited_s = seconds_since(start);
+      if (waited_s - looked_s < kLookEveryS && waited_s < config_.timeout_s) {
+        continue;
+      }
+      looked_s = waited_s;
+      std::vector<int> missing;
+      for (int other = p; other < size(); ++other) {
+        if (!has_reached((this->*flags)(other)[index].load(), round)) {
+          missing.push_back(other);
+        }
+      }
+      look_for_lost_members(missing, part, what);
+      if (waited_s >= config_.timeout_s && !missing.empty()) {
+        throw std::runtime_error(concat(about(part, what),
+                                        " timed out after ",
+                                        config_.timeout_s,
+                                        " s: ",
+                                        who(missing),
+                                        " did not come"));
+      }
+    }
+  }
+}
+
+void HostWindow::look_for_lost_members(const std::vector<int>& missing,
+                                       int64_t part,
+                                       const char* what) const {
+  for (const int position : missing) {
+    const WindowMember& other = member(position);
+    const int32_t pid = other.pid.load();
+    const bool has_left = other.has_left.load() != 0;
+    if (has_left ||
+        (pid != 0 && has_ended({.pid = pid, .start_ticks = other.start_ticks.load()}))) {
+      throw std::runtime_error(concat(about(part, what),
+                                      " lost a peer: ",
+                                      has_left ? "" : "the process of ",
+                                      who({position}),
+                                      has_left ? " has left the group" : " has ended"));
+    }
+  }
+}
+
+std::string HostWindow::who(const std::vector<int>& positions) const {
+  std::string text;
+  for (const int position : positions) {
+    text += concat(text.empty() ? "" : ", ",
+                   "rank ",
+                   config_.ranks[static_cast<size_t>(position)],
+                   " (position ",
+                   position,
+                   ", pid ",
+                   member(position).pid.load(),
+                   ")");
+  }
+  return text;
+}
+
+std::string HostWindow::about(int64_t part, const char* what) const {
+  std::string ranks;
+  for (const int rank : config_.ranks) {
+    ranks += concat(ranks.empty() ? "" : ", ", rank);
+  }
+  return concat(what, " of bucket ", part, " over ranks ", ranks, " of this host");
+}
+
+}  // namespace megacore::parallel

@@ -1,0 +1,63 @@
+"""Sorting of parameters into buffers."""
+
+from __future__ import annotations
+
+import torch
+
+from megacore.buffers.param_grad_buffer import NamedParams, ParamGradBuffer
+from megacore.config import OptimizerConfig
+from megacore.parallel.instances import InstanceGroups
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
+
+
+def make_buffers(
+    params: NamedParams,
+    *,
+    groups: ProcessGroups,
+    optimizer: OptimizerConfig,
+    instances: InstanceGroups | None = None,
+) -> list[ParamGradBuffer]:
+    """Sort parameters into buffers, one per dtype and kind (see :func:`buffer_kind`).
+
+    Dense parameters are averaged over ``groups.dp_cp``, expert parameters over
+    ``groups.expert_dp``. An expert's gradient is a sum over the tokens of every rank that sent it
+    some, so its mean is scaled down to that of a dense parameter. Sequence-parallel copies need a
+    sum over tp before that; in a buffer of their own they hold up no other parameter.
+
+    Args:
+        params: Description and parameter of every parameter of this rank, in forward order.
+        groups: Process groups of this rank.
+        optimizer: For ``bucket_numel``, ``pad_buckets``, ``distributed``, ``grad_dtype``,
+            ``fp32_accumulation`` and ``average_in_collective``.
+        instances: Groups of hybrid sharding. Default: one instance.
+
+    Raises:
+        ValueError: If a parameter cannot be optimized; see :class:`ParamGradBuffer`.
+    """
+    if instances is None:
+        instances = InstanceGroups.split(groups, 1)
+    by_key: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+    for position, (info, param) in enumerate(params):
+        by_key.setdefault((param.dtype, *buffer_kind(info)), []).append(position)
+    return [
+        ParamGradBuffer(
+            [params[position] for position in positions],
+            dp_group=instances.expert if expert else instances.dense,
+            across=instances.expert_across if expert else instances.dense_across,
+            average_in_collective=optimizer.average_in_collective,
+            bucket_numel=optimizer.bucket_numel,
+            pad_for_ring=optimizer.pad_buckets,
+            distributed=optimizer.distributed,
+            grad_dtype=dtype if optimizer.grad_dtype == "param" else torch.float32,
+            fp32_accumulation=optimizer.fp32_accumulation,
+            grad_scale=groups.expert_dp.size / groups.dp_cp.size if expert else 1.0,
+            positions=positions,
+        )
+        for (dtype, expert, _), positions in by_key.items()
+    ]
+
+
+def buffer_kind(info: ParamInfo) -> tuple[bool, bool]:
+    """Return ``(expert, sequence parallel)``: parameters of one dtype and kind share a buffer."""
+    return info.expert, info.sequence_parallel

@@ -1,0 +1,118 @@
+"""A tensor of each rank of one host that the others can read: collectives without staging memory.
+
+Where ``host_memory`` moves tensors piece by piece through shared slots, in step with the others, a
+``WindowTensor`` is itself shared. A part of it is *offered* when its data are final; the work of
+the collective, to read what one needs from the others, is done later, by each rank when it suits
+it. So a collective can be started during a computation, and it costs no memory and no second copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.profiler import record_function
+
+from megacore._core import HostWindow
+from megacore.parallel.async_collectives import PendingCollective
+from megacore.parallel.host_memory import HOST_DTYPES, HOST_REDUCTIONS
+from megacore.parallel.process_groups import Group
+
+
+class WindowTensor:
+    """A flat tensor on the CPU, all zero at first, in memory that all members of a group can read.
+
+    Collectives run in place on numbered parts of it. Every member starts and completes those of one
+    part in the same order; parts are independent. A part must not be written between the start of a
+    collective and :meth:`wait_until_free`.
+
+    Args:
+        window: The native window.
+        numel: Elements.
+        dtype: Their dtype.
+        size: Members of the group.
+
+    Attributes:
+        data: The tensor, ``(numel,)``. It keeps the memory alive.
+    """
+
+    def __init__(self, window: HostWindow, *, numel: int, dtype: torch.dtype, size: int) -> None:
+        self._window = window
+        self._size = size
+        self._dtype = HOST_DTYPES[dtype]
+        self._element_bytes = dtype.itemsize
+        memory = (ctypes.c_uint8 * window.bytes).from_address(window.data)
+        memory.window = window  # type: ignore[attr-defined]
+        self.data = torch.frombuffer(memory, dtype=dtype, count=numel)
+
+    @staticmethod
+    def zeros(
+        numel: int, *, dtype: torch.dtype, group: Group, num_parts: int
+    ) -> WindowTensor | None:
+        """Make one on every member of ``group``. Collective.
+
+        Returns:
+            ``None``, on every member, where the group does not share memory or one lacks memory.
+        """
+        if group.host is None or numel == 0:
+            return None
+        window = group.host.make_window(numel * dtype.itemsize, num_parts=num_parts)
+        return (
+            None
+            if window is None
+            else WindowTensor(window, numel=numel, dtype=dtype, size=group.size)
+        )
+
+    def start_reduce_scatter(
+        self, part: int, start: int, end: int, *, op: Literal["sum", "avg"], name: str
+    ) -> PendingCollective:
+        """Start to reduce elements ``[start, end)``, those of ``part``, over the group.
+
+        Afterwards this member's slice of them, the one of its position, is reduced. The bits are
+        those of :func:`megacore.parallel.collectives.reduce_scatter`. The work is shown in
+        profiles under ``name``.
+        """
+
+        def reduce() -> None:
+            self._window.reduce_scatter(
+                part=part,
+                offset=start * self._element_bytes,
+                numel=(end - start) // self._size,
+                dtype=self._dtype,
+                op=HOST_REDUCTIONS[op],
+            )
+
+        return self._start(part, reduce, name)
+
+    def start_all_gather(self, part: int, start: int, end: int, *, name: str) -> PendingCollective:
+        """Start to collect elements ``[start, end)``, those of ``part``: a slice of each member."""
+
+        def gather() -> None:
+            self._window.all_gather(
+                part=part,
+                offset=start * self._element_bytes,
+                numel=(end - start) // self._size,
+                dtype=self._dtype,
+            )
+
+        return self._start(part, gather, name)
+
+    def wait_until_free(self, part: int) -> None:
+        """Return when no other member needs the part any more, so that it may be written.
+
+        Sync:
+            Waits until all have completed what was last started.
+        """
+        self._window.wait_until_taken(part)
+
+    def _start(self, part: int, work: Callable[[], None], name: str) -> PendingCollective:
+        def complete() -> None:
+            with record_function(name):
+                work()
+            increment_version(self.data)
+
+        self._window.offer(part)
+        return PendingCollective(complete=complete, is_ready=lambda: self._window.is_offered(part))
