@@ -13,18 +13,10 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked ranks need it, and share the cores
 
-import argparse
-import datetime
-import json
-import multiprocessing
-import platform
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megacore import __version__
+from _common import facts, on_gloo_ranks, options, write_json
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.collectives import (
     all_gather,
@@ -67,7 +59,7 @@ def calls_of_torch(whole: torch.Tensor, own: torch.Tensor) -> dict[str, Call]:
     }
 
 
-def measure_on_rank(world_size: int, sizes_kib: list[int]) -> list[dict[str, Any]]:
+def measure_on_rank(_rank: int, world_size: int, sizes_kib: list[int]) -> list[dict[str, Any]]:
     """Seconds of every call on this rank."""
     topology = Topology(world_size=world_size)
     shared = ProcessGroups.create(topology).world
@@ -103,35 +95,9 @@ def measure_on_rank(world_size: int, sizes_kib: list[int]) -> list[dict[str, Any
     return rows
 
 
-def run_rank(rank: int, world_size: int, store: str, sizes_kib: list[int], results: Any) -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # torch renames two calls
-    torch.set_num_threads(1)
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
-    )
-    results.put(measure_on_rank(world_size, sizes_kib))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def measure(world_size: int, sizes_kib: list[int]) -> list[dict[str, Any]]:
     """Median over the repetitions of the slowest rank's time, per collective and size."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        results = context.Queue()
-        store = str(Path(folder) / "store")
-        ranks = [
-            context.Process(
-                target=run_rank, args=(rank, world_size, store, sizes_kib, results), daemon=True
-            )
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        by_rank = [results.get(timeout=600) for _ in ranks]
-        for process in ranks:
-            process.join()
+    by_rank = on_gloo_ranks(world_size, measure_on_rank, world_size, sizes_kib)
     rows = []
     for same_call in zip(*by_rank, strict=True):
         row = {"ranks": world_size, **{key: same_call[0][key] for key in ("collective", "kib")}}
@@ -142,27 +108,7 @@ def measure(world_size: int, sizes_kib: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def machine() -> dict[str, Any]:
-    """What a reader needs to judge the numbers."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.partition(":")[2].strip()
-                break
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load": f"{os.getloadavg()[0]:.1f} (average of the last minute, own processes included)",
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megacore": __version__,
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
-def show(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
+def show(rows: list[dict[str, Any]], known: dict[str, Any]) -> None:
     table = Table(title="float32, one thread per rank, median time of the slowest rank in ms")
     for name in ("ranks", "collective", "size", *WAYS, "megacore/shm", "torch/shm"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -178,22 +124,21 @@ def show(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
         )
     console = Console(width=120, highlight=False)
     console.print(table)
-    for name, value in facts.items():
+    for name, value in known.items():
         console.print(f"{name}: {value}", markup=False)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--worlds", default="2,4", help="numbers of ranks")
     parser.add_argument("--kib", default="4,1024,65536", help="sizes of the whole tensor, KiB")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON too")
     args = parser.parse_args()
     sizes_kib = [int(kib) for kib in args.kib.split(",")]
     rows = [row for world in args.worlds.split(",") for row in measure(int(world), sizes_kib)]
-    facts = machine()
-    show(rows, facts)
-    if args.json:
-        Path(args.json).write_text(json.dumps({"machine": facts, "results": rows}, indent=2))
+    known = facts("torch")
+    show(rows, known)
+    write_json(args.json, rows, known)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,14 @@ times are those of the whole Python call, the contenders taking turns on the sam
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from megacore import __version__
+from _common import header, options
 from megacore.moe import OffloadPlan, plan_offload
 from megacore.moe.baselines import place_by_load
 from megacore.moe.simulate import remote_fraction
@@ -185,29 +181,16 @@ def domain_table(num_tokens: int, num_steps: int) -> str:
     return "\n".join(lines)
 
 
-def machine() -> str:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    return (
-        f"{datetime.date.today()}, {cpu}, one thread; megacore {__version__}, "
-        f"Python {platform.python_version()}, NumPy {np.__version__}"
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="per rank, for the quality tables")
     parser.add_argument("--steps", type=int, default=2, help="per workload and skew")
     parser.add_argument("--rounds", type=int, default=40, help="timed calls per input")
     parser.add_argument("--out", type=Path, help="also write the output here")
     args = parser.parse_args()
-    command = " ".join(["python", *sys.argv])
     text = "\n\n".join(
         [
-            f"{machine()}\n{command}",
+            f"{header('numpy')}\n# one thread",
             time_table(args.rounds),
             quality_table(args.tokens, args.steps),
             domain_table(args.tokens, args.steps),

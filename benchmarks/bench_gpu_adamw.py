@@ -10,7 +10,6 @@ bf16 copy that training uses, 2 bytes more per element; torch needs a second pas
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from _common import header, options
 from megacore.ops import has_cuda_kernels
 from megacore.ops.optim import AdamWSettings, adamw_step_
 
@@ -77,14 +77,14 @@ def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str,
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--numel", type=float, nargs="+", default=[10e6, 100e6, 1e9])
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
     if not has_cuda_kernels() or not torch.cuda.is_available():
         print("needs a GPU and a build with nvcc (see `megacore doctor`)", file=sys.stderr)
         return 2
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{header('torch')}\n# {torch.cuda.get_device_name()}")
     print(f"{'elements':>14} {'copy':>5} {'ours us':>9} {'TB/s':>6} {'fused':>7} {'foreach':>8}")
     for numel in (int(number) for number in args.numel):
         for bf16 in (False, True):

@@ -13,10 +13,8 @@ its own: unshare -rn sh -c 'ip link set lo up; python benchmarks/bench_optimizer
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -33,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacore import __version__
+from _common import header, options
 from megacore.buffers import make_buffers
 from megacore.config import OptimizerConfig
 from megacore.optim import DistributedOptimizer
@@ -261,7 +259,7 @@ def report(results: list[dict[str, Any]], num_params: int, args: argparse.Namesp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--world-sizes", default="2,4")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="which; ddp among them")
     parser.add_argument("--hidden", type=int, default=1024)
@@ -279,12 +277,7 @@ def main() -> None:
         work(args)
         return
     args.worlds = [int(size) for size in args.world_sizes.split(",")]
-    print(
-        f"megacore {__version__}, torch {torch.__version__}, "
-        f"{platform.machine()}, {os.cpu_count()} cores, "
-        f"{shutil.disk_usage('/dev/shm').total >> 20} MiB /dev/shm, "
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
-    )
+    print(f"{header('torch')}; {shutil.disk_usage('/dev/shm').total >> 20} MiB /dev/shm")
     num_params = 8 * args.hidden * args.hidden * args.layers
     results = []
     for world in args.worlds:

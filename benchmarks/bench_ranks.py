@@ -8,16 +8,10 @@ checks that all three ways agree, and prints the time each takes. Run:
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import math
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +19,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from megacore import __version__
+from _common import facts, options, write_json
 from megacore.parallel import RankGenerator, Topology
 
 DENSE_TOKENS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp", "tp-dp", "tp-dp-cp")
@@ -119,26 +113,7 @@ def measure(world_size: int) -> dict[str, float]:
     }
 
 
-def machine() -> dict[str, Any]:
-    """What a reader needs to judge the numbers."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.partition(":")[2].strip()
-                break
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "megacore": __version__,
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
-def show(results: list[dict[str, float]], facts: dict[str, Any]) -> None:
+def show(results: list[dict[str, float]], known: dict[str, Any]) -> None:
     table = Table(title="all groups of 15 tokens (9 dense, 6 expert), best of several runs")
     for name in ("world", "native", "NumPy", "plain Python", "Python/native", "NumPy/native"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -153,20 +128,19 @@ def show(results: list[dict[str, float]], facts: dict[str, Any]) -> None:
         )
     console = Console(width=100, highlight=False)
     console.print(table)
-    for name, value in facts.items():
+    for name, value in known.items():
         console.print(f"{name}: {value}", markup=False)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="world sizes")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON too")
     args = parser.parse_args()
     results = [measure(int(world)) for world in args.worlds.split(",")]
-    facts = machine()
-    show(results, facts)
-    if args.json:
-        Path(args.json).write_text(json.dumps({"machine": facts, "results": results}, indent=2))
+    known = facts("numpy")
+    show(results, known)
+    write_json(args.json, results, known)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""What the benchmarks share: facts about the machine, options, turns, and gloo ranks."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def options(doc: str | None, **kwargs: Any) -> argparse.ArgumentParser:
+    """A parser that is described by the first line of a benchmark's docstring."""
+    return argparse.ArgumentParser(description=(doc or "").partition("\n")[0], **kwargs)
+
+
+def processor() -> str:
+    """Name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def facts(*packages: str) -> dict[str, Any]:
+    """What a reader needs to judge the numbers: machine, load, date, versions, command."""
+    return {
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "load": f"{os.getloadavg()[0]:.1f} (average of the last minute)",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("megacore", *packages)},
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def header(*packages: str) -> str:
+    """The facts in two lines."""
+    known = facts(*packages)
+    command = known.pop("command")
+    cores, load = known.pop("cores"), known.pop("load")
+    versions = ", ".join(f"{name} {known[name]}" for name in ("python", "megacore", *packages))
+    return f"# {known['date']}; {known['cpu']}, {cores} cores; load {load}; {versions}\n# {command}"
+
+
+def write_json(path: str | Path | None, results: Any, machine: Mapping[str, Any]) -> None:
+    """Write results with the facts, if a path is given."""
+    if path:
+        Path(path).write_text(json.dumps({"machine": machine, "results": results}, indent=2))
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of every round of every contender.
+
+    The contenders take turns, so that a busy moment of the machine hits all of them.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_number in range(rounds + warmup):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            if round_number >= warmup:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def on_gloo_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 600.0
+) -> list[Any]:
+    """Run ``function(rank, *args)`` in forked gloo ranks; returns their results by rank.
+
+    Set ``OMP_NUM_THREADS=1`` before torch is imported: forked ranks need it, and share the cores.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.Queue()
+        ranks = [
+            context.Process(
+                target=_gloo_rank,
+                args=(rank, world_size, f"{folder}/store", results, function, args),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        by_rank = dict(results.get(timeout=timeout_s) for _ in ranks)
+        for process in ranks:
+            process.join()
+    return [by_rank[rank] for rank in range(world_size)]
+
+
+def _gloo_rank(
+    rank: int, world_size: int, store: str, results: Any, function: Callable[..., Any], args: Any
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames two calls
+    torch.set_num_threads(1)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+    )
+    results.put((rank, function(rank, *args)))
+    dist.barrier()
+    dist.destroy_process_group()
