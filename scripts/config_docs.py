@@ -65,7 +65,7 @@ def document() -> str:
     for name, cls in section_classes().items():
         parts.append(f"\n## [{name}]\n\n{_summary(cls.__doc__ or '')}\n\n")
         parts.append("| key | values | default | meaning |\n| --- | --- | --- | --- |\n")
-        for key, info in cls.model_fields.items():
+        for key, info in cls.by_key().items():
             cells = (f"`{key}`", _values(info), _default(info), info.description or "")
             row = " | ".join(cell.replace("|", "\\|") for cell in cells)
             parts.append(f"| {row} |\n")

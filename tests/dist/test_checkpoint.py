@@ -28,7 +28,7 @@ from tests.support.distributed import RankFailed, run_ranks
 
 pytestmark = pytest.mark.dist
 
-STATE = TrainState(step=40, samples=1280, optimizer_steps=39, num_skipped=1)
+STATE = TrainState(step=40, samples=1280, optimizer={"step_count": 39, "num_skipped": 1})
 INFOS = [
     ParamInfo(name="embedding", full_shape=(256, 32), tp_dim=0, shared="embedding"),
     ParamInfo(name="layers.0.attention.qkv", full_shape=(3, 32, 32), tp_dim=1),
@@ -99,7 +99,7 @@ def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 def _die_while_saving(rank: int, directory: Path) -> None:
     groups = _groups(2, 1)
-    real_write = save_module._write_pieces
+    real_write = save_module._write_mine
 
     def write_and_die(*args, **kwargs):
         written = real_write(*args, **kwargs)
@@ -108,8 +108,8 @@ def _die_while_saving(rank: int, directory: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return written
 
-    save_module._write_pieces = write_and_die  # this process ends here
-    state = TrainState(step=80, samples=1, optimizer_steps=1)
+    save_module._write_mine = write_and_die  # this process ends here
+    state = TrainState(step=80, samples=1, optimizer={})
     save_checkpoint(directory, _pieces(groups), state=state, config={}, groups=groups)
 
 

@@ -114,7 +114,7 @@ def test_a_mistake_that_ranks_find_is_one_sentence_and_leaves_nobody(
 
 def test_generating_from_a_damaged_checkpoint_is_one_sentence(tiny: Path, tmp_path: Path) -> None:
     assert run(tmp_path, "train", str(tiny), "--nproc=1", "--train.steps=1").code == 0
-    [weights] = (tmp_path / "run" / "checkpoints").glob("step_*/*.safetensors")
+    [weights] = (tmp_path / "run" / "checkpoints").glob("step_*/*.distcp")
     weights.write_bytes(weights.read_bytes()[:100])
     ended = run(tmp_path, "generate", str(tmp_path / "run"), "--prompt", "x")
     assert ended.code == 2

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
 
@@ -30,7 +31,14 @@ def filled(value: T | None) -> T:
 class Section(BaseModel):
     """Base of all sections: frozen, no unknown keys, finite numbers only."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, serialize_by_alias=True
+    )
+
+    @classmethod
+    def by_key(cls) -> dict[str, FieldInfo]:
+        """Fields by the names users write: an alias where Python does not allow the name."""
+        return {info.alias or name: info for name, info in cls.model_fields.items()}
 
 
 @dataclass(frozen=True)

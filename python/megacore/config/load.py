@@ -272,7 +272,7 @@ def _typed(key: str, text: str) -> Any:
 
 def _annotation(key: str) -> Any:
     section, _, name = key.partition(".")
-    fields = section_classes().get(section, Section).model_fields
+    fields = section_classes().get(section, Section).by_key()
     return fields[name].annotation if name in fields else None
 
 
@@ -359,12 +359,12 @@ def _unknown_key(section: str, name: str) -> str:
         if close:
             return f"unknown section [{section}]; did you mean [{close[0]}]?"
         return f"unknown section [{section}]; the sections are {', '.join(classes)}"
-    close = close_words(name, list(classes[section].model_fields), count=1)
+    close = close_words(name, list(classes[section].by_key()), count=1)
     if close:
         return f"unknown key {section}.{name}; did you mean {section}.{close[0]}?"
     if homes := setting_homes(name):
         return f"unknown key {section}.{name}; did you mean {' or '.join(homes)}?"
-    known = ", ".join(classes[section].model_fields)
+    known = ", ".join(classes[section].by_key())
     return f"unknown key {section}.{name}; [{section}] has {known}"
 
 
@@ -375,4 +375,4 @@ def setting_homes(name: str) -> list[str]:
         >>> setting_homes("lr")
         ['optimizer.lr']
     """
-    return [f"{home}.{name}" for home, cls in section_classes().items() if name in cls.model_fields]
+    return [f"{home}.{name}" for home, cls in section_classes().items() if name in cls.by_key()]

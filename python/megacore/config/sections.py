@@ -387,6 +387,15 @@ class CheckpointConfig(Section):
         description="Steps between checkpoints; 0 saves only at the end, -1 never.",
     )
     keep: int = Field(default=2, ge=1, description="Number of newest checkpoints that are kept.")
+    in_background: bool = Field(
+        default=False,
+        alias="async",
+        description="Copy the state to host memory and go on training while it is written.",
+    )
+    on_failure: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="What a checkpoint that cannot be written does to the run.",
+    )
     resume: str | None = Field(
         default=None,
         min_length=1,

@@ -9,16 +9,17 @@ from pathlib import Path
 import torch
 
 from megacore.config import Config, config_to_toml, filled
+from megacore.errors import CheckpointError
 from megacore.models.size import count_parameters
 from megacore.parallel.collectives import barrier
 from megacore.pipeline import ActionRecorder
 from megacore.train.checkpoint import (
+    CheckpointSaver,
     FoundCheckpoint,
     TrainState,
     check_checkpoint_folder,
     find_checkpoint,
     load_checkpoint,
-    save_checkpoint,
 )
 from megacore.train.console import Console, RunSummary, StartInfo
 from megacore.train.context import RankContext
@@ -48,9 +49,10 @@ def train(config: Config, context: RankContext) -> int:
     started = time.monotonic()
     trainer = build_trainer(config, world_size=context.world_size, device=context.device)
     with hold_folders(config, trainer.groups):
-        if config.checkpoint.interval >= 0:
+        saver = _make_saver(trainer) if config.checkpoint.interval >= 0 else None
+        if saver is not None:
             check_checkpoint_folder(
-                filled(config.checkpoint.dir), trainer.optimizer.pieces(), groups=trainer.groups
+                filled(config.checkpoint.dir), num_bytes=saver.num_bytes(), groups=trainer.groups
             )
         found = find_checkpoint(
             config.checkpoint.resume, filled(config.checkpoint.dir), groups=trainer.groups
@@ -58,7 +60,7 @@ def train(config: Config, context: RankContext) -> int:
         first_step = _resume(trainer, found)
         # Last, when nothing more can be wrong: a mistake moves nobody's results.
         moved = make_place(config, found.path, trainer.groups)
-        run = _Run(trainer, found, first_step=first_step, notes=moved)
+        run = _Run(trainer, found, saver, first_step=first_step, notes=moved)
         try:
             run.loop()
             run.finish(wall_time_s=time.monotonic() - started)
@@ -77,10 +79,27 @@ def _resume(trainer: Trainer, found: FoundCheckpoint) -> int:
         optimizer.pieces(),
         groups=trainer.groups,
         config=trainer.config.model_dump(),
+        verified=found.verified,
     )
-    optimizer.finish_load(state.optimizer_steps)
-    optimizer.num_skipped = state.num_skipped
+    try:
+        optimizer.load_scalars(state.optimizer)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {found.path}: {error}") from error
+    optimizer.finish_load(optimizer.step_count)
     return state.step
+
+
+def _make_saver(trainer: Trainer) -> CheckpointSaver:
+    config = trainer.config
+    return CheckpointSaver(
+        filled(config.checkpoint.dir),
+        trainer.optimizer.pieces,
+        groups=trainer.groups,
+        config=config.model_dump(),
+        keep=config.checkpoint.keep,
+        in_background=config.checkpoint.in_background,
+        tolerant=config.checkpoint.on_failure == "continue",
+    )
 
 
 class _Run:
@@ -90,12 +109,14 @@ class _Run:
         self,
         trainer: Trainer,
         found: FoundCheckpoint,
+        saver: CheckpointSaver | None,
         *,
         first_step: int,
         notes: tuple[str, ...] = (),
     ) -> None:
         config = trainer.config
         self._trainer = trainer
+        self._saver = saver
         self._config = config
         self._first_step = first_step
         self._is_main = trainer.groups.rank == 0
@@ -131,6 +152,8 @@ class _Run:
             if _is_due(step, config.train.eval_interval, is_last=is_last):
                 validation_loss = self._validation_loss = self._trainer.evaluate()
             self._write(self._record(step, metrics, validation_loss))
+            if self._saver is not None:
+                self._note_failure(self._saver.poll())
             if _is_due(step, config.checkpoint.interval, is_last=is_last):
                 self._save(step + 1)
 
@@ -138,6 +161,8 @@ class _Run:
         """Save at the end if asked to, write the report, print the summary. Collective."""
         if self._config.checkpoint.interval == 0 and self._last is not None:
             self._save(self._config.train.steps)
+        if self._saver is not None:
+            self._note_failure(self._saver.finish())
         info = run_info(
             self._trainer,
             started_at=self._started_at,
@@ -156,7 +181,9 @@ class _Run:
         barrier(self._trainer.groups.world)
 
     def close(self) -> None:
-        """Take the progress bar down and close the metrics file."""
+        """Take the progress bar down, close the metrics file, leave no save behind unasked."""
+        if self._saver is not None:
+            self._saver.abandon()
         self._console.__exit__(None, None, None)
         if self._metrics is not None:
             self._metrics.close()
@@ -202,21 +229,19 @@ class _Run:
         self._console.step(record)
 
     def _save(self, step: int) -> None:
-        config, optimizer = self._config, self._trainer.optimizer
+        assert self._saver is not None  # an interval below 0 saves nothing
+        optimizer = self._trainer.optimizer
         optimizer.finish_param_gather()
-        save_checkpoint(
-            filled(config.checkpoint.dir),
-            optimizer.pieces(),
-            state=TrainState(
-                step=step,
-                samples=step * config.train.global_batch_size,
-                optimizer_steps=optimizer.step_count,
-                num_skipped=optimizer.num_skipped,
-            ),
-            config=config.model_dump(),
-            groups=self._trainer.groups,
-            keep=config.checkpoint.keep,
+        state = TrainState(
+            step=step,
+            samples=step * self._config.train.global_batch_size,
+            optimizer=optimizer.scalars(),
         )
+        self._note_failure(self._saver.save(state))
+
+    def _note_failure(self, why: str | None) -> None:
+        if why is not None:
+            self._console.note(f"a checkpoint was not saved: {why}")
 
     def _start_info(self, found: FoundCheckpoint, notes: tuple[str, ...]) -> StartInfo:
         trainer = self._trainer

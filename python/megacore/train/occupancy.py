@@ -20,7 +20,7 @@ from megacore.config import Config, filled
 from megacore.errors import ConfigError
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint.agreement import on_rank_0
-from megacore.train.checkpoint.format import LATEST_NAME, PARTIAL_SUFFIX, read_index, step_folders
+from megacore.train.checkpoint.format import LATEST_NAME, read_index, step_folders
 from megacore.train.folder import describe_os_error
 
 LOCK_NAME = ".lock"
@@ -156,9 +156,8 @@ def _set_aside(config: Config) -> tuple[str, ...]:
 def _saved(checkpoints: Path) -> list[Path]:
     """Everything of ours in a folder of checkpoints; ``latest`` goes first, lest it dangle."""
     latest = checkpoints / LATEST_NAME
-    leftovers = sorted(checkpoints.glob(f"step_*{PARTIAL_SUFFIX}"))
-    folders = [path for _, path in step_folders(checkpoints)]
-    return [*([latest] if latest.is_file() else []), *folders, *leftovers]
+    folders = sorted(checkpoints.glob("step_*"))  # leftovers too
+    return [*([latest] if latest.is_file() else []), *folders]
 
 
 def _free_name(homes: Sequence[Path]) -> str:

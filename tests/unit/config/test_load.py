@@ -234,6 +234,6 @@ def test_derived_settings_are_known_and_travel_to_other_processes() -> None:
 
 def test_every_field_has_a_description() -> None:
     for name, cls in section_classes().items():
-        for key, info in cls.model_fields.items():
+        for key, info in cls.by_key().items():
             assert info.description, f"{name}.{key}"
             assert info.description.endswith("."), f"{name}.{key}"

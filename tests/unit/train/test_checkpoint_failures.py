@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
@@ -24,12 +29,15 @@ from megacore.train.checkpoint import (
     resolve_checkpoint,
     save_checkpoint,
 )
+from megacore.train.checkpoint import files as files_module
+from megacore.train.checkpoint import publish as publish_module
 from megacore.train.checkpoint import save as save_module
 from tests.support.checkpoints import ThreadWorld, make_pieces
 
 GROUPS = ProcessGroups.single()
 WEIGHT = ParamInfo(name="layers.0.w", full_shape=(16, 16), tp_dim=0)
 NORM = ParamInfo(name="norm", full_shape=(16,), tp_dim=None)
+TENSORS = "__0_0.distcp"
 CONFIG = {"model": {"num_layers": 1, "hidden_size": 16}}
 
 
@@ -38,7 +46,7 @@ def _pieces(*infos: ParamInfo) -> list[ParamPiece]:
 
 
 def _save(directory: Path, step: int = 3, **options: Any) -> Path:
-    state = TrainState(step=step, samples=step * 8, optimizer_steps=step)
+    state = TrainState(step=step, samples=step * 8, optimizer={"step_count": step})
     return save_checkpoint(
         directory, _pieces(), state=state, config=CONFIG, groups=GROUPS, **options
     )
@@ -49,46 +57,80 @@ def _names(directory: Path) -> list[str]:
 
 
 def _edit_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """Change ``index.json`` as if it had been written like that."""
+
     def edit(folder: Path) -> None:
         data = json.loads((folder / "index.json").read_text())
+        del data["crc32"]
         change(data)
-        (folder / "index.json").write_text(json.dumps(data))
+        text = json.dumps(data, indent=1) + "\n"
+        data["crc32"] = zlib.crc32(text.encode())
+        (folder / "index.json").write_text(json.dumps(data, indent=1) + "\n")
+
+    return edit
+
+
+def _edit_metadata(change: Callable[[Metadata], None]) -> Callable[[Path], None]:
+    """Change what DCP wrote, with a correct checksum."""
+
+    def edit(folder: Path) -> None:
+        metadata = FileSystemReader(folder).read_metadata()
+        change(metadata)
+        raw = pickle.dumps(metadata)
+        (folder / ".metadata").write_bytes(raw)
+        new = {"num_bytes": len(raw), "crc32": zlib.crc32(raw)}
+        _edit_index(lambda data: data["files"].update({".metadata": new}))(folder)
 
     return edit
 
 
 def _cut_file(folder: Path) -> None:
-    file = folder / "rank_00000.safetensors"
+    file = folder / TENSORS
     file.write_bytes(file.read_bytes()[:-10])
 
 
-def _flip_a_bit(folder: Path) -> None:
-    file = folder / "rank_00000.safetensors"
+def _flip_a_bit(folder: Path, name: str = TENSORS) -> None:
+    file = folder / name
     raw = bytearray(file.read_bytes())
-    raw[-5] ^= 1
+    raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
 
 
-def _break_header(folder: Path) -> None:
-    file = folder / "rank_00000.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[:8] = b"\xff" * 8
-    file.write_bytes(raw)
+def _become_version_1(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "index.json").write_text('{"format": "megacore-checkpoint", "format_version": 1}')
+    (folder / "rank_00000.safetensors").write_bytes(b"")
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated file": (
         _cut_file,
-        r"rank_00000\.safetensors has [\d,]+ bytes, but was written with [\d,]+: it was cut off",
+        r"__0_0\.distcp has [\d,]+ bytes, but was written with [\d,]+: it was cut off",
     ),
     "flipped bit": (
         _flip_a_bit,
-        r"rank_00000\.safetensors is damaged: \w+ of parameter \S+ does not match its checksum",
+        r"__0_0\.distcp is damaged: its content does not match its checksum",
     ),
-    "broken header": (_break_header, r"cannot read \w+ of parameter \S+ from .*rank_00000"),
-    "missing file": (
-        lambda folder: (folder / "rank_00000.safetensors").unlink(),
-        r"rank_00000\.safetensors is missing",
+    "missing file": (lambda folder: (folder / TENSORS).unlink(), r"__0_0\.distcp is missing"),
+    "missing metadata": (
+        lambda folder: (folder / ".metadata").unlink(),
+        r"\.metadata is missing",
+    ),
+    "flipped bit of the metadata": (
+        lambda folder: _flip_a_bit(folder, ".metadata"),
+        r"\.metadata is damaged: its content does not match its checksum",
+    ),
+    "metadata of another torch": (
+        lambda folder: (
+            (folder / ".metadata").write_bytes(b"x"),
+            _edit_index(
+                lambda data: data["files"].update(
+                    {".metadata": {"num_bytes": 1, "crc32": zlib.crc32(b"x")}}
+                )
+            )(folder),
+        )[0],
+        r"cannot read .*\.metadata: UnpicklingError",
     ),
     "missing index": (
         lambda folder: (folder / "index.json").unlink(),
@@ -98,29 +140,43 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "index.json").write_text('{"format": "mega'),
         r"cannot read .*index\.json: Unterminated string",
     ),
+    "another number in the index": (
+        lambda folder: (folder / "index.json").write_text(
+            (folder / "index.json").read_text().replace('"samples": 24', '"samples": 25')
+        ),
+        r"index\.json is damaged: its content does not match its checksum",
+    ),
     "index without a field": (
         _edit_index(lambda data: data.pop("files")),
         r"index\.json is damaged \(KeyError\('files'\)\)",
     ),
+    "index without the metadata": (
+        _edit_index(lambda data: data["files"].pop(".metadata")),
+        r"index\.json does not list \.metadata",
+    ),
     "newer format": (
-        _edit_index(lambda data: data.update(format_version=2)),
-        r"has format version 2, this megacore reads version 1",
+        _edit_index(lambda data: data.update(format_version=3)),
+        r"has format version 3, this megacore reads version 2",
+    ),
+    "older format": (
+        _become_version_1,
+        r"has format version 1, this megacore reads version 2; load it with the megacore that",
     ),
     "foreign index": (
         _edit_index(lambda data: data.pop("format")),
         r"does not describe a checkpoint of megacore",
     ),
     "missing range": (
-        _edit_index(lambda data: data["params"]["norm"]["pieces"].clear()),
-        r"parameter norm: shard 0 has 0 of 16 elements",
+        _edit_metadata(lambda data: data.storage_data.clear()),
+        r"cannot read checkpoint .*: KeyError",
     ),
     "missing parameter": (
-        _edit_index(lambda data: data["params"].pop("norm")),
+        _edit_metadata(lambda data: data.state_dict_metadata.pop("main_param.norm")),
         r"has no parameter norm",
     ),
     "missing moments": (
-        _edit_index(lambda data: data.update(kinds=["main_param"])),
-        r"holds main_param of each parameter, but no exp_avg",
+        _edit_metadata(lambda data: data.state_dict_metadata.pop("exp_avg.norm")),
+        r"holds no exp_avg of parameter norm",
     ),
 }
 
@@ -136,7 +192,7 @@ def test_damage_is_named_with_its_file_and_parameter(
     assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["truncated file", "flipped bit", "missing index", "newer format"])
+@pytest.mark.parametrize("name", ["truncated file", "flipped bit", "missing index", "older format"])
 def test_generation_reports_damage_too(tmp_path: Path, name: str) -> None:
     folder = _save(tmp_path)
     damage, message = DAMAGES[name]
@@ -241,19 +297,16 @@ def test_ranks_share_the_verification_and_all_pass_over_what_one_finds(
 
     def save(groups: ProcessGroups, step: int) -> Path:
         pieces = make_pieces([WEIGHT, NORM], tp=(0, 1), dp=(groups.dp.position, 4))
-        state = TrainState(step=step, samples=8, optimizer_steps=1)
+        state = TrainState(step=step, samples=8, optimizer={})
         return save_checkpoint(tmp_path, pieces, state=state, config={}, groups=groups)
 
     good = world.run(lambda groups: save(groups, 1))[0]
     bad = world.run(lambda groups: save(groups, 2))[0]
-    file = bad / "rank_00002.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-5] ^= 1
-    file.write_bytes(raw)
+    _flip_a_bit(bad, "__2_0.distcp")
     found = world.run(lambda groups: find_checkpoint("auto", tmp_path, groups=groups))
     assert {one.path for one in found} == {good}
     assert len({one.skipped for one in found}) == 1
-    assert found[0].skipped[0].startswith("rank 2: checkpoint file ")
+    assert found[0].skipped[0].startswith("rank 3: checkpoint file ")
 
 
 @pytest.mark.parametrize("name", ["truncated file", "flipped bit", "torn index"])
@@ -293,9 +346,9 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
 def test_leftovers_of_a_killed_run_do_not_disturb(tmp_path: Path) -> None:
     leftover = tmp_path / "step_00000003.partial"
     leftover.mkdir()
-    (leftover / "rank_00007.safetensors").write_bytes(b"half")
+    (leftover / "__7_0.distcp").write_bytes(b"half")
     folder = _save(tmp_path)
-    assert _names(folder) == ["index.json", "rank_00000.safetensors"]
+    assert _names(folder) == [".metadata", TENSORS, "index.json"]
     assert _names(tmp_path) == ["latest", "step_00000003"]
 
 
@@ -344,15 +397,16 @@ def test_a_folder_that_is_not_shared_is_found_by_probing(
 
 
 def test_a_full_disk_is_found_by_probing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    monkeypatch.setattr(
+        publish_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000)
+    )
     with pytest.raises(CheckpointError, match=r"it takes 1\.1 MB, but .* has 1\.0 MB left"):
         _probe(tmp_path, GROUPS)
     assert _names(tmp_path) == []
 
 
 def _probe(directory: Path, groups: ProcessGroups) -> None:
-    pieces = make_pieces([WEIGHT, NORM], tp=(groups.tp.position, groups.tp.size), dp=(0, 1))
-    check_checkpoint_folder(directory, pieces, groups=groups)
+    check_checkpoint_folder(directory, num_bytes=3264, groups=groups)
 
 
 # ---- failing to write --------------------------------------------------------------------------
@@ -363,7 +417,7 @@ def test_a_full_disk_is_found_before_anything_is_written(
 ) -> None:
     _save(tmp_path, step=1)
     usage = SimpleNamespace(free=1_000_000)
-    monkeypatch.setattr(save_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(publish_module.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(CheckpointError, match=r"it takes 1\.1 MB, but .* has 1\.0 MB left"):
         _save(tmp_path, step=2)
     assert _names(tmp_path) == ["latest", "step_00000001"]
@@ -372,26 +426,25 @@ def test_a_full_disk_is_found_before_anything_is_written(
 def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_save_file = save_module.save_file
+    class FailingFile(files_module._ChecksumFile):
+        def write(self, data: Any, /) -> int:
+            if "__2_" in str(self.raw.name):
+                raise OSError(28, "No space left on device", str(self.raw.name))
+            return super().write(data)
 
-    def failing(tensors: Any, path: Path, metadata: Any) -> None:
-        if path.name == "rank_00002.safetensors":
-            raise OSError(28, "No space left on device", str(path))
-        real_save_file(tensors, path, metadata)
-
-    monkeypatch.setattr(save_module, "save_file", failing)
+    monkeypatch.setattr(files_module, "_ChecksumFile", FailingFile)
     world = ThreadWorld(tp=2, dp=2)
     world.patch(monkeypatch)
     messages = world.run(lambda groups: _message_of_saving(tmp_path, groups))
     assert len(set(messages)) == 1
-    assert messages[0].startswith("rank 2: cannot write checkpoint file")
+    assert messages[0].startswith("rank 2: cannot write a checkpoint file")
     assert "No space left" in messages[0]
     assert _names(tmp_path) == []
 
 
 def _message_of_saving(directory: Path, groups: ProcessGroups) -> str:
     pieces = make_pieces([WEIGHT, NORM], tp=(groups.tp.position, 2), dp=(groups.dp.position, 2))
-    state = TrainState(step=1, samples=8, optimizer_steps=1)
+    state = TrainState(step=1, samples=8, optimizer={})
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint(directory, pieces, state=state, config={}, groups=groups)
     return str(caught.value)
@@ -406,8 +459,7 @@ def test_a_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
 def test_ranks_without_a_shared_disk_are_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_module, "save_file", lambda _, path, **__: path.write_bytes(b"x"))
-    real_write = save_module._write_pieces
+    real_write = save_module._write_mine
 
     def write_elsewhere(*args: Any) -> Any:
         written = real_write(*args)
@@ -415,7 +467,7 @@ def test_ranks_without_a_shared_disk_are_told_so(
         args[0].mkdir()
         return written
 
-    monkeypatch.setattr(save_module, "_write_pieces", write_elsewhere)
+    monkeypatch.setattr(save_module, "_write_mine", write_elsewhere)
     with pytest.raises(CheckpointError, match="must be on a file system that all ranks share"):
         _save(tmp_path)
 
@@ -423,17 +475,19 @@ def test_ranks_without_a_shared_disk_are_told_so(
 def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: Path, __: Any, rank: int) -> None:
-        if rank == 1:
-            raise KeyError("bug")
+    class Broken(save_module.ChecksumWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            if plan.storage_data.prefix == "__1_":
+                raise KeyError("bug")
+            return super().write_data(plan, planner)
 
-    monkeypatch.setattr(save_module, "_write_pieces", broken)
+    monkeypatch.setattr(save_module, "ChecksumWriter", Broken)
     world = ThreadWorld(tp=1, dp=2)
     world.patch(monkeypatch)
 
     def save(groups: ProcessGroups) -> str:
         pieces = make_pieces([NORM], tp=(0, 1), dp=(groups.dp.position, 2))
-        state = TrainState(step=1, samples=8, optimizer_steps=1)
+        state = TrainState(step=1, samples=8, optimizer={})
         with pytest.raises((CheckpointError, KeyError)) as caught:
             save_checkpoint(tmp_path, pieces, state=state, config={}, groups=groups)
         return type(caught.value).__name__
@@ -441,10 +495,53 @@ def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(
     assert world.run(save) == ["CheckpointError", "KeyError"]
 
 
+def test_a_file_that_reads_back_differently_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, step=1)
+    real_fsync = os.fsync
+
+    def damage_and_flush(descriptor: int) -> None:
+        name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        if name.endswith(TENSORS):
+            os.pwrite(os.open(name, os.O_WRONLY), b"?", 100)
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", damage_and_flush)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
+        _save(tmp_path, step=2)
+    assert _names(tmp_path) == ["latest", "step_00000001"]
+
+
+def test_a_kill_while_the_same_step_is_replaced_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, step=3)
+
+    real_rename = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial") and target.name == "step_00000003":
+            raise KeyboardInterrupt  # between the two renames
+        return real_rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(KeyboardInterrupt):
+            _save(tmp_path, step=3)
+    found = find_checkpoint("auto", tmp_path, groups=GROUPS)
+    assert found.path == tmp_path / "step_00000003.replaced"
+    load_checkpoint(tmp_path, _pieces(), groups=GROUPS)
+    _save(tmp_path, step=3)
+    assert _names(tmp_path) == ["latest", "step_00000003"]
+
+
 def test_pieces_with_a_hole_are_our_own_bug(tmp_path: Path) -> None:
     [whole] = make_pieces([NORM], tp=(0, 1), dp=(0, 1))
     tensors = {kind: values[:4] for kind, values in whole.tensors.items()}
     half = ParamPiece(info=NORM, start=0, end=4, tensors=tensors)
-    state = TrainState(step=1, samples=8, optimizer_steps=1)
-    with pytest.raises(RuntimeError, match="norm do not tile it: shard 0 has 4 of 16 elements"):
+    state = TrainState(step=1, samples=8, optimizer={})
+    with pytest.raises(
+        RuntimeError, match="norm do not tile it: they have 4 elements of 16, and 0 overlaps"
+    ):
         save_checkpoint(tmp_path, [half], state=state, config={}, groups=GROUPS)

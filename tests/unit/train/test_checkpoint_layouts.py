@@ -12,6 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megacore.optim import ParamPiece
 from megacore.parallel.params import ParamInfo
@@ -23,6 +27,8 @@ from megacore.train.checkpoint import (
     read_index,
     save_checkpoint,
 )
+from megacore.train.checkpoint.chunks import boxes_of_range
+from megacore.train.checkpoint.format import read_metadata
 from tests.support.checkpoints import (
     KINDS,
     ThreadWorld,
@@ -31,7 +37,9 @@ from tests.support.checkpoints import (
     make_pieces,
 )
 
-STATE = TrainState(step=7, samples=224, optimizer_steps=6, num_skipped=1)
+STATE = TrainState(
+    step=7, samples=224, optimizer={"step_count": 6, "num_skipped": 1, "loss_scale": 2.0**15}
+)
 CONFIG = {"model": {"num_layers": 2}}
 EMBEDDING = ParamInfo(name="embedding", full_shape=(8, 6), tp_dim=0, shared="embedding")
 QKV = ParamInfo(name="layers.0.qkv", full_shape=(3, 4, 5), tp_dim=1)
@@ -66,6 +74,10 @@ def _save(
         paths = world.run(save)
     assert len(set(paths)) == 1
     return paths[0]
+
+
+def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
+    return read_metadata(path, read_index(path)).state_dict_metadata
 
 
 def _load_and_compare(
@@ -127,6 +139,63 @@ def test_any_layout_reads_what_any_layout_wrote(
         assert torch.equal(weights[info.name], full_values(info, "main_param"))
 
 
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=4).map(tuple),
+    ends=st.tuples(st.integers(0, 700), st.integers(0, 700)).map(sorted),
+    limit=st.integers(1, 40) | st.just(1 << 22),
+)
+def test_boxes_are_the_elements_of_their_range_in_order(
+    shape: tuple[int, ...], ends: list[int], limit: int
+) -> None:
+    numel = math.prod(shape)
+    start, end = (min(bound, numel) for bound in ends)
+    flat = torch.arange(numel)
+    boxes = boxes_of_range(shape, start, end, max_numel=limit)
+    found = []
+    for offsets, sizes in boxes:
+        part = flat.view(shape)[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        assert tuple(part.shape) == sizes
+        assert part.numel() <= limit
+        found.append(part.flatten())
+    assert torch.equal(torch.cat([flat[:0], *found]), flat[start:end])
+    if limit > numel:
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_big_tensors_are_stored_in_parts_that_a_reader_can_hold() -> None:
+    boxes = boxes_of_range((2, 8192, 4096), 0, 2 * 8192 * 4096)
+    assert {math.prod(sizes) for _, sizes in boxes} == {1 << 22}
+    assert len(boxes) == 16
+
+
+def test_tools_of_torch_read_our_checkpoints(tmp_path: Path) -> None:
+    path = _save(tmp_path / "saved", INFOS, tp=2, dp=3)
+    dcp_to_torch_save(path, tmp_path / "all.pt")
+    plain = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert set(plain) == set(KINDS)
+    for kind in KINDS:
+        assert set(plain[kind]) == {info.name for info in INFOS}
+        for info in INFOS:
+            assert torch.equal(plain[kind][info.name], full_values(info, kind))
+    ours = {"exp_avg": {"layers.0.qkv": torch.zeros(QKV.full_shape)}}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp_load(ours, storage_reader=FileSystemReader(path), no_dist=True)
+    assert torch.equal(ours["exp_avg"]["layers.0.qkv"], full_values(QKV, "exp_avg"))
+
+
+def test_moments_keep_their_format_and_fit_another(tmp_path: Path) -> None:
+    groups = ProcessGroups.single()
+    values = torch.tensor([1.0, 1.00390625, -3.0]).bfloat16()
+    info = ParamInfo(name="w", full_shape=(3,), tp_dim=None)
+    held = {"main_param": torch.ones(3), "exp_avg": values, "exp_avg_sq": values}
+    piece = ParamPiece(info=info, start=0, end=3, tensors=held)
+    path = save_checkpoint(tmp_path, [piece], state=STATE, config={}, groups=groups)
+    assert _stored(path)["exp_avg.w"].properties.dtype == torch.bfloat16
+    wide = make_pieces([info], tp=(0, 1), dp=(0, 1), filled=False)
+    load_checkpoint(path, wide, groups=groups)
+    assert torch.equal(wide[0].tensors["exp_avg"], values.float())
+
+
 def test_every_bit_pattern_survives(tmp_path: Path) -> None:
     info = ParamInfo(name="w", full_shape=(6,), tp_dim=None)
     values = torch.tensor([0.0, -0.0, math.inf, math.nan, 1e-45, 3.4e38])
@@ -143,14 +212,15 @@ def test_replicas_are_written_once_and_spread_over_the_ranks(
     tmp_path: Path, distributed: bool
 ) -> None:
     infos = [
-        ParamInfo(name=f"layers.{n}.w", full_shape=(4, 64), tp_dim=None if n % 2 else 0)
+        ParamInfo(name=f"layers.{n}.w", full_shape=(4, 640), tp_dim=None if n % 2 else 0)
         for n in range(16)
     ]
     path = _save(tmp_path, infos, tp=2, dp=2, distributed=distributed)
     total = sum(math.prod(info.full_shape) for info in infos) * 4 * len(KINDS)
-    sizes = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
-    # Each file has a header, of some 100 bytes per tensor.
-    assert total <= sum(sizes.values()) < total * 1.5
+    sizes = {file.name: file.stat().st_size for file in path.glob("*.distcp")}
+    # Each tensor has a header of about a kilobyte.
+    items = [item for _, item in read_metadata(path, read_index(path)).storage_data.items()]
+    assert total <= sum(sizes.values()) < total + 2000 * len(items)
     assert len(sizes) == 4
     assert max(sizes.values()) < 1.2 * min(sizes.values())
 
@@ -162,7 +232,7 @@ def test_a_shared_copy_is_not_written_but_is_filled(tmp_path: Path) -> None:
     groups = ProcessGroups.single()
     written = make_pieces([EMBEDDING, copy], tp=(0, 1), dp=(0, 1))
     path = save_checkpoint(tmp_path, written, state=STATE, config={}, groups=groups)
-    assert len(read_index(path).params["embedding"].pieces) == 1
+    assert len(_stored(path)["main_param.embedding"].chunks) == 1
     pieces = make_pieces([EMBEDDING, copy], tp=(0, 1), dp=(0, 1), filled=False)
     load_checkpoint(path, pieces, groups=groups)
     assert_equal_pieces(pieces, written)
@@ -188,7 +258,7 @@ def test_a_shared_parameter_is_written_by_the_rank_that_owns_it(tmp_path: Path) 
         path = world.run(save)[0]
     _, weights = load_full_weights(path)
     assert torch.equal(weights["embedding"], full_values(EMBEDDING, "main_param"))
-    assert list(read_index(path).files) == ["rank_00000.safetensors"]
+    assert set(read_index(path).files) == {".metadata", "__0_0.distcp"}
 
 
 def test_the_index_tells_where_everything_is(tmp_path: Path) -> None:
@@ -199,16 +269,26 @@ def test_the_index_tells_where_everything_is(tmp_path: Path) -> None:
     assert index.config == CONFIG
     assert index.topology["tp"] == 2
     assert index.topology["world_size"] == 4
-    assert set(index.kinds) == set(KINDS)
-    assert {name: param.full_shape for name, param in index.params.items()} == {
-        info.name: info.full_shape for info in INFOS
+    stored = _stored(path)
+    assert {key: tuple(tensor.size) for key, tensor in stored.items()} == {
+        f"{kind}.{info.name}": info.full_shape for kind in KINDS for info in INFOS
     }
-    qkv = index.params["layers.0.qkv"]
-    assert (qkv.tp_dim, qkv.tp_size) == (1, 2)
-    ranges = sorted((piece.tp_position, piece.start, piece.end) for piece in qkv.pieces)
-    assert ranges == [(0, 0, 15), (0, 15, 30), (1, 0, 15), (1, 15, 30)]
-    assert index.params["norm"].tp_size == 1
-    assert {name: (path / name).stat().st_size for name in index.files} == index.files
+    qkv = stored["exp_avg.layers.0.qkv"].chunks
+    # Two tp shards of (3, 2, 5), each cut in the middle of a row.
+    boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in qkv)
+    assert boxes == [
+        ((0, 0, 0), (1, 2, 5)),
+        ((0, 2, 0), (1, 2, 5)),
+        ((1, 0, 0), (1, 1, 5)),
+        ((1, 1, 0), (1, 1, 5)),
+        ((1, 2, 0), (1, 1, 5)),
+        ((1, 3, 0), (1, 1, 5)),
+        ((2, 0, 0), (1, 2, 5)),
+        ((2, 2, 0), (1, 2, 5)),
+    ]
+    sizes = {name: file.num_bytes for name, file in index.files.items()}
+    assert {name: (path / name).stat().st_size for name in sizes} == sizes
+    assert {*sizes, "index.json"} == {file.name for file in path.iterdir()}
 
 
 def test_a_parameter_split_along_another_dimension_is_cut_anew(tmp_path: Path) -> None:
@@ -231,4 +311,4 @@ def test_expert_parameters_are_split_over_the_expert_tensor_parallel_group(tmp_p
     with pytest.MonkeyPatch.context() as patch:
         world.patch(patch)
         path = world.run(save)[0]
-    assert read_index(path).params["experts.3.w"].tp_size == 1
+    assert [tuple(box.sizes) for box in _stored(path)["main_param.experts.3.w"].chunks] == [(4, 2)]

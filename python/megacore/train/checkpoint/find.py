@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from megacore.errors import CheckpointError
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint.agreement import on_every_rank, on_rank_0
+from megacore.train.checkpoint.files import check_content
 from megacore.train.checkpoint.format import (
     INDEX_NAME,
     LATEST_NAME,
     PARTIAL_SUFFIX,
-    CheckpointReader,
+    REPLACED_SUFFIX,
+    CheckpointIndex,
     check_files,
     read_index,
     step_folders,
@@ -29,10 +30,12 @@ class FoundCheckpoint:
     Attributes:
         path: The checkpoint folder; ``None`` to start anew.
         skipped: Why newer checkpoints were passed over, one sentence each.
+        verified: Whether its files were compared with their checksums already.
     """
 
     path: Path | None
     skipped: tuple[str, ...] = ()
+    verified: bool = False
 
 
 def find_checkpoint(
@@ -99,11 +102,11 @@ def _newest_sound(directory: Path, groups: ProcessGroups) -> FoundCheckpoint:
     skipped: list[str] = []
     for folder in on_rank_0(lambda: _newest_first(directory), groups):
         try:
-            on_every_rank(partial(_verify_share, folder, groups), groups)
+            verify_files(folder, groups)
         except CheckpointError as error:
             skipped.append(without_advice(error))
             continue
-        return FoundCheckpoint(path=folder, skipped=tuple(skipped))
+        return FoundCheckpoint(path=folder, skipped=tuple(skipped), verified=True)
     if skipped:
         # Starting anew would bury the run under another one.
         count = (
@@ -126,13 +129,21 @@ def _newest_first(directory: Path) -> list[Path]:
     return candidates
 
 
-def _verify_share(folder: Path, groups: ProcessGroups) -> None:
-    """Read this rank's share of a checkpoint's files and compare it with the checksums."""
-    index = read_index(folder)
-    check_files(folder, index)
-    mine = sorted(index.files)[groups.world.position :: groups.world.size]
-    with CheckpointReader(folder, index) as reader:
-        reader.verify(mine)
+def verify_files(folder: Path, groups: ProcessGroups) -> CheckpointIndex:
+    """Compare all files of a checkpoint with their checksums, each rank a share. Collective.
+
+    Raises:
+        CheckpointError: On every rank, naming a file that is missing or damaged.
+    """
+
+    def verify_share() -> CheckpointIndex:
+        index = read_index(folder)
+        check_files(folder, index)
+        for name in sorted(index.files)[groups.world.position :: groups.world.size]:
+            check_content(folder / name, index.files[name])
+        return index
+
+    return on_every_rank(verify_share, groups)
 
 
 def _read_latest(directory: Path) -> Path | None:
@@ -140,8 +151,8 @@ def _read_latest(directory: Path) -> Path | None:
         name = (directory / LATEST_NAME).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
-    folder = directory / name
-    return folder if name and folder.is_dir() else None
+    folders = (directory / name, directory / (name + REPLACED_SUFFIX))
+    return next((folder for folder in folders if name and folder.is_dir()), None)
 
 
 def _suggest(path: Path) -> str:

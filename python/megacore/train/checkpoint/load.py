@@ -6,23 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
-from megacore.parallel.params import shard
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint.agreement import gather_results, on_every_rank
-from megacore.train.checkpoint.find import resolve_checkpoint
-from megacore.train.checkpoint.format import (
-    MAIN_PARAM,
-    CheckpointIndex,
-    CheckpointReader,
-    StoredParam,
-    TrainState,
-    read_index,
-)
-from megacore.train.checkpoint.shards import shards_of
+from megacore.train.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of, tensor_key, whole
+from megacore.train.checkpoint.files import ADVICE
+from megacore.train.checkpoint.find import resolve_checkpoint, verify_files
+from megacore.train.checkpoint.format import CheckpointIndex, TrainState, read_index, read_metadata
+from megacore.train.checkpoint.planner import ChunkLoadPlanner
 
 
 def load_checkpoint(
@@ -31,6 +28,7 @@ def load_checkpoint(
     *,
     groups: ProcessGroups,
     config: Mapping[str, Any] | None = None,
+    verified: bool = False,
 ) -> TrainState:
     """Fill the tensors of ``pieces`` from a checkpoint of any layout. Collective.
 
@@ -42,27 +40,30 @@ def load_checkpoint(
         pieces: What this rank holds; their tensors are overwritten.
         groups: Process groups of this rank.
         config: The present configuration as plain values; used to explain a misfit.
+        verified: `find_checkpoint` has compared the files with their checksums just now.
 
     Returns:
         Where the run stood.
 
     Raises:
-        CheckpointError: On every rank, if the checkpoint is missing, damaged, of a newer format, or
+        CheckpointError: On every rank, if the checkpoint is missing, damaged, of another format, or
             of another model. The pieces may be partly filled then.
 
     Sync:
         Waits for all ranks.
     """
     folder = on_every_rank(lambda: resolve_checkpoint(path), groups)
-    index = on_every_rank(lambda: read_index(folder), groups)
-    names = gather_results(lambda: _check_fit(folder, index, pieces, config=config or {}), groups)
-    left_over = sorted(set(index.params) - set().union(*names))
-    if left_over:
-        raise CheckpointError(
-            f"checkpoint {folder} has parameters this model does not use, such as {left_over[0]} "
-            f"({len(left_over)} in all){_differences(index.config, config or {})}"
-        )
-    on_every_rank(lambda: _fill(folder, index, pieces, groups), groups)
+    if verified:
+        index = on_every_rank(lambda: read_index(folder), groups)
+    else:
+        index = verify_files(folder, groups)
+    metadata = on_every_rank(lambda: read_metadata(folder, index), groups)
+    fit = _Fit(folder, index, metadata, config or {})
+    names = gather_results(lambda: fit.check(pieces), groups)
+    fit.check_left_over(set().union(*names))
+    # Boxes need no limit here: it is what is stored that must fit into memory.
+    chunks = chunks_of(pieces, groups, max_numel=1 << 62)
+    on_every_rank(lambda: _fill(folder, metadata, chunks), groups)
     return index.state
 
 
@@ -76,80 +77,89 @@ def load_full_weights(path: str | Path) -> tuple[dict[str, Any], dict[str, Tenso
         The run's configuration as plain values; each parameter by name, full shape, float32.
 
     Raises:
-        CheckpointError: If the checkpoint is missing, damaged or of a newer format.
+        CheckpointError: If the checkpoint is missing, damaged or of another format.
     """
     folder = resolve_checkpoint(path)
-    index = read_index(folder)
-    with CheckpointReader(folder, index) as reader:
-        weights = {
-            name: reader.full(param, MAIN_PARAM) for name, param in sorted(index.params.items())
-        }
-    return index.config, weights
+    index = verify_files(folder, ProcessGroups.single())
+    metadata = read_metadata(folder, index)
+    chunks = {
+        name: whole(tensor_key(MAIN_PARAM, name), stored.size, stored.properties.dtype)
+        for name, stored in sorted(_stored_tensors(metadata, MAIN_PARAM).items())
+    }
+    _fill(folder, metadata, list(chunks.values()))
+    return index.config, {name: chunk.tensor for name, chunk in chunks.items()}
 
 
-def _check_fit(
-    folder: Path,
-    index: CheckpointIndex,
-    pieces: Sequence[ParamPiece],
-    *,
-    config: Mapping[str, Any],
-) -> set[str]:
-    """Check that every piece can be filled; return the names of the parameters."""
-    for piece in pieces:
-        info = piece.info
-        stored = index.params.get(info.name)
-        if stored is None:
-            raise CheckpointError(
-                f"checkpoint {folder} has no parameter {info.name}"
-                f"{_differences(index.config, config)}"
-            )
-        if stored.full_shape != info.full_shape:
-            raise CheckpointError(
-                f"parameter {info.name} has shape {list(stored.full_shape)} in checkpoint "
-                f"{folder}, but {list(info.full_shape)} in this model"
-                f"{_differences(index.config, config)}"
-            )
-        missing = sorted(set(piece.tensors) - set(index.kinds))
-        if missing:
-            raise CheckpointError(
-                f"checkpoint {folder} holds {', '.join(index.kinds)} of each parameter, but no "
-                f"{missing[0]}, which parameter {info.name} needs to continue training"
-            )
-    return {piece.info.name for piece in pieces}
+class _Fit:
+    """Whether a model can be filled from a checkpoint."""
 
+    def __init__(
+        self,
+        folder: Path,
+        index: CheckpointIndex,
+        metadata: Metadata,
+        config: Mapping[str, Any],
+    ) -> None:
+        self._folder = folder
+        self._metadata = metadata
+        self._params = _stored_tensors(metadata, MAIN_PARAM)
+        self._differences = _differences(index.config, config)
 
-def _fill(
-    folder: Path, index: CheckpointIndex, pieces: Sequence[ParamPiece], groups: ProcessGroups
-) -> None:
-    by_name: dict[str, list[ParamPiece]] = {}
-    for piece in pieces:
-        by_name.setdefault(piece.info.name, []).append(piece)
-    with CheckpointReader(folder, index) as reader:
-        for name, mine in by_name.items():
-            _fill_parameter(reader, index.params[name], mine, groups)
-
-
-def _fill_parameter(
-    reader: CheckpointReader,
-    stored: StoredParam,
-    pieces: Sequence[ParamPiece],
-    groups: ProcessGroups,
-) -> None:
-    info = pieces[0].info
-    tp_size, tp_position = shards_of(info, groups)
-    same_shards = (stored.tp_size, stored.tp_dim) == (tp_size, info.tp_dim)
-    for kind in pieces[0].tensors:
-        if same_shards:
-            for piece in pieces:
-                values = reader.local(
-                    stored, kind, tp_position=tp_position, start=piece.start, end=piece.end
-                )
-                piece.tensors[kind].copy_(values)
-            continue
-        full = reader.full(stored, kind)
-        local = shard(full, info, tp_position=tp_position, tp_size=tp_size).flatten()
+    def check(self, pieces: Sequence[ParamPiece]) -> set[str]:
+        """Check that every piece can be filled; return the names of the parameters."""
         for piece in pieces:
-            piece.tensors[kind].copy_(local[piece.start : piece.end])
+            info = piece.info
+            stored = self._params.get(info.name)
+            if stored is None:
+                raise CheckpointError(
+                    f"checkpoint {self._folder} has no parameter {info.name}{self._differences}"
+                )
+            if tuple(stored.size) != info.full_shape:
+                raise CheckpointError(
+                    f"parameter {info.name} has shape {list(stored.size)} in checkpoint "
+                    f"{self._folder}, but {list(info.full_shape)} in this model{self._differences}"
+                )
+            for kind in piece.tensors:
+                if tensor_key(kind, info.name) not in self._metadata.state_dict_metadata:
+                    raise CheckpointError(
+                        f"checkpoint {self._folder} holds no {kind} of parameter {info.name}, "
+                        f"which is needed to continue training"
+                    )
+        return {piece.info.name for piece in pieces}
+
+    def check_left_over(self, used: set[str]) -> None:
+        """Check that no parameter of the checkpoint is without a place."""
+        left_over = sorted(set(self._params) - used)
+        if left_over:
+            raise CheckpointError(
+                f"checkpoint {self._folder} has parameters this model does not use, such as "
+                f"{left_over[0]} ({len(left_over)} in all){self._differences}"
+            )
+
+
+def _stored_tensors(metadata: Metadata, kind: str) -> dict[str, TensorStorageMetadata]:
+    """The logical tensors of one kind by name of their parameters."""
+    prefix = tensor_key(kind, "")
+    return {
+        key.removeprefix(prefix): stored
+        for key, stored in metadata.state_dict_metadata.items()
+        if key.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
+    }
+
+
+@torch.no_grad()
+def _fill(folder: Path, metadata: Metadata, chunks: Sequence[Chunk]) -> None:
+    """Read what the chunks need; every rank for itself, there is nothing to agree upon."""
+    reader = FileSystemReader(folder)
+    planner = ChunkLoadPlanner(chunks)
+    planner.set_up_planner({}, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    try:
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    except Exception as error:  # the files are as they were written: it is their content
+        raise CheckpointError(
+            f"cannot read checkpoint {folder}: {type(error).__name__}: {error}; {ADVICE}"
+        ) from error
 
 
 def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> str:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 
 from megacore.errors import CheckpointError
-from megacore.optim import ParamPiece
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint.agreement import on_every_rank, on_rank_0
-from megacore.train.checkpoint.save import check_room, plan_writes
+from megacore.train.checkpoint.publish import check_room
 from megacore.train.folder import describe_os_error, probe_folder
 
 
 def check_checkpoint_folder(
-    directory: str | Path, pieces: Sequence[ParamPiece], *, groups: ProcessGroups
+    directory: str | Path, *, num_bytes: int, groups: ProcessGroups
 ) -> None:
-    """Make the folder of checkpoints and prove that `save_checkpoint` can use it. Collective.
+    """Make the folder of checkpoints and prove that they can be written there. Collective.
 
     Every rank writes a small file, rank 0 looks whether it sees all of them, and whether there is
     room for one checkpoint. The small files go away again.
 
     Args:
         directory: Folder of all checkpoints of the run, on a file system that all ranks share.
-        pieces: What this rank holds.
+        num_bytes: Size of the tensors of one checkpoint.
         groups: Process groups of this rank.
 
     Raises:
@@ -32,12 +30,11 @@ def check_checkpoint_folder(
             disk is too full.
     """
     directory = Path(directory)
-    plan = plan_writes(pieces, groups)
     mine = _probe_file(directory, groups.rank)
     try:
         on_every_rank(lambda: _write(mine), groups)
         on_rank_0(lambda: _look(directory, groups.world.size), groups)
-        on_rank_0(lambda: check_room(directory, num_bytes=plan.num_bytes), groups)
+        on_rank_0(lambda: check_room(directory, num_bytes=num_bytes), groups)
     finally:
         with contextlib.suppress(OSError):
             mine.unlink(missing_ok=True)

@@ -1,38 +1,203 @@
-"""Writing a checkpoint: plan, write, publish."""
+"""Saving a run: plan once; then write, verify and publish, in the step or behind it."""
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint.agreement import gather_results, on_rank_0
+from megacore.train.checkpoint.background import BackgroundTask, Staging, background_groups
+from megacore.train.checkpoint.chunks import chunks_of
+from megacore.train.checkpoint.files import ChecksumWriter, FileSum, check_content
 from megacore.train.checkpoint.format import (
-    INDEX_NAME,
-    LATEST_NAME,
     PARTIAL_SUFFIX,
     CheckpointIndex,
-    StoredParam,
-    StoredPiece,
     TrainState,
-    check_files,
     step_folder,
-    step_folders,
-    tensor_checksum,
 )
-from megacore.train.checkpoint.shards import shards_of
+from megacore.train.checkpoint.planner import ChunkSavePlanner, num_bytes
+from megacore.train.checkpoint.publish import prepare, publish
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WritePlan:
+    """Who writes what, the same for every save of a run.
+
+    Attributes:
+        held: Everything this rank holds.
+        mine: What of it this rank writes.
+        metadata: Description of the whole checkpoint.
+    """
+
+    held: list[WriteItem]
+    mine: SavePlan
+    metadata: Metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """What one rank reports about its part."""
+
+    results: list[WriteResult]
+    sums: dict[str, FileSum]
+
+
+class CheckpointSaver:
+    """Saves the checkpoints of one run. Collective: all ranks make it and call it together.
+
+    Chunks held by several ranks (replicas) are written by one of them; which one is chosen so that
+    all ranks write about the same amount. Copies of shared parameters are not written.
+
+    Args:
+        directory: Folder of all checkpoints of the run, on a file system that all ranks share.
+        pieces: Returns what this rank holds; the same ranges each time.
+        groups: Process groups of this rank.
+        config: The resolved configuration as plain values (``config.model_dump(mode="json")``).
+        keep: After success, of the checkpoints up to that step only the newest ``keep`` stay.
+        in_background: Copy the state and return from `save`, while a thread writes and publishes.
+            It talks to the threads of the other ranks over a gloo group of its own.
+        tolerant: Return the sentence of a save that failed instead of raising it.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        pieces: Callable[[], Sequence[ParamPiece]],
+        *,
+        groups: ProcessGroups,
+        config: Mapping[str, Any],
+        keep: int = 2,
+        in_background: bool = False,
+        tolerant: bool = False,
+    ) -> None:
+        self._directory = Path(directory)
+        self._pieces = pieces
+        self._groups = groups
+        self._config = config
+        self._keep = keep
+        self._tolerant = tolerant
+        self._plan: _WritePlan | None = None
+        self._task: BackgroundTask | None = None
+        self._staging: Staging | None = None
+        if in_background:
+            self._groups = background_groups(groups)
+            self._staging = Staging()
+
+    def save(self, state: TrainState) -> str | None:
+        """Write one checkpoint; in the background, begin to, once the former one is finished.
+
+        Args:
+            state: Where the run stands.
+
+        Returns:
+            Why a save failed, if failures are tolerated and there is one.
+
+        Raises:
+            CheckpointError: On every rank, if the disk is too full or a rank cannot write; the
+                previous checkpoints are untouched then. In the background: if the former save
+                failed.
+
+        Sync:
+            Waits for the device. Waits for all ranks unless in the background.
+        """
+        former = self.finish()
+        planner = self._planner()
+        plan = self._planned(planner)
+        if self._staging is None:
+            return self._judge(lambda: self._write(planner, plan, state))
+        staged = self._staging.copy(planner, plan.mine)
+        self._task = BackgroundTask(lambda: self._write(staged, plan, state))
+        return former
+
+    def poll(self) -> str | None:
+        """Say if a background save has failed meanwhile; costs nothing while one runs.
+
+        Returns:
+            As `save`.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
+        return self.finish() if self._task is not None and self._task.is_done else None
+
+    def finish(self) -> str | None:
+        """Wait for the background save, if there is one.
+
+        Returns:
+            As `save`.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
+        task, self._task = self._task, None
+        return None if task is None else self._judge(task.result)
+
+    def abandon(self) -> None:
+        """Give up a background save because the process ends; it may still come through."""
+        if self._task is not None:
+            self._task.abandon()
+
+    def num_bytes(self) -> int:
+        """Size of the tensors of one checkpoint. Collective at the first call."""
+        return num_bytes(self._planned(self._planner()).metadata)
+
+    def _judge(self, action: Callable[[], None]) -> str | None:
+        try:
+            action()
+        except CheckpointError as error:
+            if not self._tolerant:
+                raise
+            return str(error)
+        return None
+
+    def _planner(self) -> ChunkSavePlanner:
+        own = [piece for piece in self._pieces() if not piece.info.is_shared_copy]
+        return ChunkSavePlanner(chunks_of(own, self._groups))
+
+    def _planned(self, planner: ChunkSavePlanner) -> _WritePlan:
+        held = planner.create_local_plan().items
+        if self._plan is None:
+            plans = gather_results(lambda: SavePlan(held), self._groups)
+            plans, metadata = planner.create_global_plan(plans)
+            plans = ChecksumWriter(Path()).prepare_global_plan(plans)
+            mine = planner.finish_plan(plans[self._groups.world.position])
+            self._plan = _WritePlan(held=held, mine=mine, metadata=metadata)
+        if self._plan.held != held:
+            raise RuntimeError("the optimizer holds other ranges than when saving was planned")
+        return self._plan
+
+    def _write(self, planner: ChunkSavePlanner, plan: _WritePlan, state: TrainState) -> None:
+        groups = self._groups
+        partial = self._directory / (step_folder(state.step) + PARTIAL_SUFFIX)
+
+        def finish(written: Sequence[_Written]) -> None:
+            sums = _finish_dcp(partial, plan.metadata, written)
+            index = CheckpointIndex(
+                state=state,
+                config=dict(self._config),
+                topology=_describe_topology(groups),
+                files=sums,
+            )
+            publish(partial, index, keep=self._keep)
+
+        try:
+            on_rank_0(lambda: prepare(partial, num_bytes=num_bytes(plan.metadata)), groups)
+            written = gather_results(lambda: _write_mine(partial, planner, plan.mine), groups)
+            on_rank_0(lambda: finish(written), groups)
+        except Exception:
+            if groups.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 def save_checkpoint(
@@ -44,276 +209,44 @@ def save_checkpoint(
     groups: ProcessGroups,
     keep: int = 2,
 ) -> Path:
-    """Write one checkpoint. Collective: every rank calls it with its own pieces.
-
-    Ranges held by several ranks (replicas) are written by one of them; which one is chosen so that
-    all ranks write about the same amount. Copies of shared parameters are not written.
-
-    Args:
-        directory: Folder of all checkpoints of the run, on a file system that all ranks share.
-        pieces: What this rank holds.
-        state: Where the run stands.
-        config: The resolved configuration as plain values (``config.model_dump(mode="json")``).
-        groups: Process groups of this rank.
-        keep: After success, of the checkpoints up to this step only the newest ``keep`` stay.
+    """Write a single checkpoint; arguments and errors as `CheckpointSaver`. Collective.
 
     Returns:
         The folder of the new checkpoint.
-
-    Raises:
-        CheckpointError: On every rank, if the disk is too full or a rank cannot write; the previous
-            checkpoints are untouched then.
-
-    Sync:
-        Waits for the device, and for all ranks.
     """
-    directory = Path(directory)
-    partial = directory / (step_folder(state.step) + PARTIAL_SUFFIX)
+    saver = CheckpointSaver(directory, lambda: pieces, groups=groups, config=config, keep=keep)
+    saver.save(state)
+    return Path(directory) / step_folder(state.step)
+
+
+def _write_mine(partial: Path, planner: ChunkSavePlanner, plan: SavePlan) -> _Written:
+    """Write this rank's file, flush it to disk, and read it back."""
+    writer = ChecksumWriter(partial)
+    if not plan.items:
+        return _Written(results=[], sums={})
     try:
-        plan = plan_writes(pieces, groups)
-        on_rank_0(lambda: _prepare(partial, num_bytes=plan.num_bytes), groups)
-        written = gather_results(lambda: _write_pieces(partial, plan.mine, groups.rank), groups)
-        on_rank_0(
-            lambda: _publish(
-                partial,
-                _make_index(plan, written, state=state, config=config, groups=groups),
-                keep=keep,
-            ),
-            groups,
-        )
-    except Exception:
-        if groups.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return partial.with_suffix("")
+        results = writer.write_data(plan, planner).wait()
+    except (OSError, RuntimeError) as error:  # torch wraps errors of the disk
+        raise CheckpointError(f"cannot write a checkpoint file into {partial}: {error}") from error
+    for name, expected in writer.sums.items():
+        check_content(partial / name, expected)
+    return _Written(results=results, sums=writer.sums)
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class _Range:
-    """Identity of a piece: ranks that hold the same range hold the same values."""
-
-    name: str
-    full_shape: tuple[int, ...]
-    tp_dim: int | None
-    tp_size: int
-    tp_position: int
-    start: int
-    end: int
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}@{self.tp_position}.{self.start}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WritePlan:
-    """Who writes what.
-
-    Attributes:
-        owners: The rank that writes each range.
-        mine: What this rank writes.
-        kinds: Tensors per parameter.
-        num_bytes: Of all tensors of the checkpoint.
-    """
-
-    owners: dict[_Range, int]
-    mine: dict[_Range, ParamPiece]
-    kinds: tuple[str, ...]
-    num_bytes: int
-
-
-def plan_writes(pieces: Sequence[ParamPiece], groups: ProcessGroups) -> WritePlan:
-    """Share the writing of a checkpoint among the ranks. Collective."""
-    held = {
-        _range_of(piece, groups): piece
-        for piece in pieces
-        if not piece.info.is_shared_copy and piece.end > piece.start
-    }
-    kinds = sorted({tuple(piece.tensors) for piece in held.values()})
-    everyone = gather_results(lambda: (list(held), kinds), groups)
-    all_kinds = sorted({kind for _, kinds in everyone for kind in kinds})
-    if len(all_kinds) != 1:
-        raise RuntimeError(f"pieces hold different kinds of tensors: {all_kinds}")
-    owners = _choose_owners([ranges for ranges, _ in everyone])
-    return WritePlan(
-        owners=owners,
-        mine={key: piece for key, piece in held.items() if owners[key] == groups.rank},
-        kinds=all_kinds[0],
-        num_bytes=sum(key.end - key.start for key in owners) * 4 * len(all_kinds[0]),
-    )
-
-
-def _range_of(piece: ParamPiece, groups: ProcessGroups) -> _Range:
-    info = piece.info
-    size, position = shards_of(info, groups)
-    return _Range(
-        name=info.name,
-        full_shape=info.full_shape,
-        tp_dim=info.tp_dim,
-        tp_size=size,
-        tp_position=position,
-        start=piece.start,
-        end=piece.end,
-    )
-
-
-def _choose_owners(ranges_of_rank: Sequence[Sequence[_Range]]) -> dict[_Range, int]:
-    """Give each range to the holder with the least to write; equal input gives equal output."""
-    holders: dict[_Range, list[int]] = {}
-    for rank, ranges in enumerate(ranges_of_rank):
-        for key in ranges:
-            holders.setdefault(key, []).append(rank)
-    load = [0] * len(ranges_of_rank)
-    owners = {}
-    order = sorted(holders, key=lambda key: (key.start - key.end, key.name, key.tp_position))
-    for key in order:
-        owner = min(holders[key], key=lambda rank: (load[rank], rank))
-        load[owner] += key.end - key.start
-        owners[key] = owner
-    return owners
-
-
-def _prepare(partial: Path, *, num_bytes: int) -> None:
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    if partial.exists():  # left behind by a run that was interrupted
-        shutil.rmtree(partial)
-    check_room(partial.parent, num_bytes=num_bytes)
-    partial.mkdir()
-
-
-def check_room(directory: Path, *, num_bytes: int) -> None:
-    """Check that a checkpoint with ``num_bytes`` of tensors fits on the disk of ``directory``.
-
-    Raises:
-        CheckpointError: If it does not.
-    """
-    free = shutil.disk_usage(directory).free
-    # Headers and the index come on top of the tensors.
-    needed = num_bytes + num_bytes // 50 + (1 << 20)
-    if free < needed:
-        raise CheckpointError(
-            f"no room for a checkpoint: it takes {needed / 1e6:,.1f} MB, but {directory} has "
-            f"{free / 1e6:,.1f} MB left; free some space, lower checkpoint.keep, or set "
-            f"checkpoint.dir to another disk"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    file: str
-    num_bytes: int
-    crc32: dict[_Range, dict[str, int]]
-
-
-def _write_pieces(partial: Path, pieces: Mapping[_Range, ParamPiece], rank: int) -> _Written | None:
-    if not pieces:
-        return None
-    path = partial / f"rank_{rank:05d}.safetensors"
-    arrays: dict[str, NDArray[np.float32]] = {}
-    checksums: dict[_Range, dict[str, int]] = {}
-    for key, piece in sorted(pieces.items()):
-        for kind, values in piece.tensors.items():
-            values = values.detach().to("cpu", torch.float32).contiguous()
-            arrays[f"{kind}/{key.key}"] = values.numpy()
-            checksums.setdefault(key, {})[kind] = tensor_checksum(values)
-    try:
-        save_file(arrays, path, metadata={"format": "megacore"})
-        _flush(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot write checkpoint file {path}: {error}") from error
-    return _Written(file=path.name, num_bytes=path.stat().st_size, crc32=checksums)
-
-
-def _make_index(
-    plan: WritePlan,
-    written: Sequence[_Written | None],
-    *,
-    state: TrainState,
-    config: Mapping[str, Any],
-    groups: ProcessGroups,
-) -> CheckpointIndex:
-    pieces: dict[str, list[tuple[_Range, StoredPiece]]] = {}
-    for key, owner in sorted(plan.owners.items()):
-        report = written[owner]
-        assert report is not None  # an owner has something to write
-        piece = StoredPiece(
-            file=report.file,
-            key=key.key,
-            tp_position=key.tp_position,
-            start=key.start,
-            end=key.end,
-            crc32=report.crc32[key],
-        )
-        pieces.setdefault(key.name, []).append((key, piece))
-    params = {}
-    for name, found in pieces.items():
-        first = found[0][0]
-        params[name] = StoredParam(
-            name=name,
-            full_shape=first.full_shape,
-            tp_dim=first.tp_dim,
-            tp_size=first.tp_size,
-            pieces=tuple(piece for _, piece in found),
-        )
-        try:
-            params[name].check_complete()
-        except ValueError as error:
-            raise RuntimeError(f"the pieces of {name} do not tile it: {error}") from error
-    return CheckpointIndex(
-        state=state,
-        config=dict(config),
-        topology=_describe_topology(groups),
-        kinds=plan.kinds,
-        params=params,
-        files={report.file: report.num_bytes for report in written if report is not None},
-    )
+def _finish_dcp(
+    partial: Path, metadata: Metadata, written: Sequence[_Written]
+) -> dict[str, FileSum]:
+    """Write ``.metadata``, which makes the folder one that DCP reads; return all files."""
+    writer = ChecksumWriter(partial)
+    # A copy, as it adds where everything is.
+    writer.finish(replace(metadata), [report.results for report in written])
+    sums = dict(writer.sums)
+    for report in written:
+        sums |= report.sums
+    return sums
 
 
 def _describe_topology(groups: ProcessGroups) -> dict[str, Any]:
     topology = groups.topology
     names = ("world_size", "tp", "cp", "pp", "dp", "ep", "etp", "expert_dp", "order")
     return {name: getattr(topology, name) for name in names}
-
-
-def _publish(partial: Path, index: CheckpointIndex, *, keep: int) -> None:
-    """Make the written folder the newest checkpoint. Before the rename it does not exist at all."""
-    directory = partial.parent
-    final = partial.with_suffix("")
-    try:
-        check_files(partial, index)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}; checkpoint.dir must be on a file system that all ranks share"
-        ) from None
-    (partial / INDEX_NAME).write_text(index.to_json(), encoding="utf-8")
-    _flush(partial / INDEX_NAME)
-    _flush(partial)
-    if final.exists():  # the same step once more, after resuming from an earlier one
-        _remove(final)
-    partial.rename(final)
-    _flush(directory)
-    latest = directory / (LATEST_NAME + PARTIAL_SUFFIX)
-    latest.write_text(final.name + "\n", encoding="utf-8")
-    _flush(latest)
-    latest.replace(directory / LATEST_NAME)
-    _flush(directory)
-    # Later steps belong to a continuation that was abandoned; they are the user's to delete.
-    so_far = [path for step, path in step_folders(directory) if step <= index.state.step]
-    for old in so_far[: -max(1, keep)]:
-        _remove(old)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint so that no moment shows half of it under its name."""
-    doomed = folder.with_name(f"{folder.name}.old{PARTIAL_SUFFIX}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
