@@ -95,7 +95,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attention(config: ModelConfig, params: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    head_dim = config.head_dim
+    head_dim = config.head_dim or config.hidden_size // config.num_heads
     num_shared = config.num_heads // config.num_kv_heads
     heads = []
     for weight in params[f"{name}.qkv"]:

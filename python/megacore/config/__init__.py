@@ -15,6 +15,7 @@ from megacore.config.load import (
     setting_homes,
     split_overrides,
 )
+from megacore.config.moe import MoEConfig
 from megacore.config.resolve import resolve
 from megacore.config.sections import (
     CheckpointConfig,
@@ -34,6 +35,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -56,15 +56,18 @@ def resolve(
 
 def _fill(config: Config, world_size: int, vocab_size: int | None, cuda: bool | None) -> Config:
     model, parallel, run = config.model, config.parallel, config.run
+    ffn_hidden_size = model.ffn_hidden_size or -(-8 * model.hidden_size // 192) * 64
     steps = config.train.steps
     run_dir = run.dir or f"runs/{run.name}"
     sections = {
         "model": _filling(
             model,
             num_kv_heads=model.num_heads,
-            ffn_hidden_size=-(-8 * model.hidden_size // 192) * 64,
+            head_dim=model.hidden_size // model.num_heads,
+            ffn_hidden_size=ffn_hidden_size,
             vocab_size=vocab_size,
         ),
+        "moe": _filling(config.moe, ffn_hidden_size=ffn_hidden_size),
         "parallel": _filling(parallel, etp=parallel.tp),
         "optimizer": _filling(
             config.optimizer,
@@ -129,14 +132,58 @@ class _Problems:
         return f"{key} = {shown} ({self.config.origin(key)})"
 
 
-def _check_available(problems: _Problems, config: Config) -> None:
-    if config.parallel.ep > 1:
+def _check_experts(problems: _Problems, config: Config) -> None:
+    moe, parallel = config.moe, config.parallel
+    if moe.num_experts == 0:
+        for key, needs in (("ep", parallel.ep > 1), ("etp", parallel.etp not in (1, parallel.tp))):
+            if needs:
+                problems.add(
+                    f"{problems.shown(f'parallel.{key}')} is for experts, but "
+                    f"{problems.shown('moe.num_experts')}; leave {key} out, or set num_experts"
+                )
+        return
+    for key, axis in (("num_experts", "ep"), ("ffn_hidden_size", "etp")):
+        value, size = filled(getattr(moe, key)), filled(getattr(parallel, axis))
+        if value % size:
+            problems.add(
+                f"{problems.shown(f'moe.{key}', value)} is not a multiple of "
+                f"{problems.shown(f'parallel.{axis}', size)}; nearest: "
+                f"{axis}={nearest_divisors(size, value)}, or {key}={nearest_multiples(value, size)}"
+            )
+    if moe.shared_ffn_hidden_size % parallel.tp:
         problems.add(
-            f"{problems.shown('parallel.ep')} is not yet available in training; set it to 1"
+            f"{problems.shown('moe.shared_ffn_hidden_size')} is not a multiple of "
+            f"{problems.shown('parallel.tp')}; nearest: "
+            f"{nearest_multiples(moe.shared_ffn_hidden_size, parallel.tp)}"
         )
-    if config.parallel.etp not in (1, config.parallel.tp):
+    unit = parallel.tp * (2 * parallel.cp if parallel.cp > 1 else 1)
+    if not parallel.sequence_parallel and config.model.seq_length % unit:
         problems.add(
-            f"{problems.shown('parallel.etp')} is not yet available in training; leave it out"
+            f"{problems.shown('model.seq_length')} is not a multiple of {unit}: the ranks of tp "
+            f"share the tokens that they route; nearest: "
+            f"{nearest_multiples(config.model.seq_length, unit)}"
+        )
+    if not moe.moe_layers(config.model.num_layers):
+        problems.add(
+            f"{problems.shown('moe.num_experts')}, but none of the {config.model.num_layers} "
+            f"layers has experts: {problems.shown('moe.first_dense_layers')}, "
+            f"{problems.shown('moe.layer_interval')}; lower one of them"
+        )
+    _check_expert_layout(problems, config)
+
+
+def _check_expert_layout(problems: _Problems, config: Config) -> None:
+    parallel, world = config.parallel, problems.world_size
+    etp = filled(parallel.etp)
+    most = max(1, world // (etp * parallel.pp))
+    product = etp * parallel.ep * parallel.pp
+    if world % (parallel.tp * parallel.cp * parallel.pp) == 0 and world % product:
+        problems.add(
+            f"the experts do not fit {_count(world, 'process')} ({problems.launcher}): "
+            f"{problems.shown('parallel.etp', etp)} x {problems.shown('parallel.ep')} x "
+            f"{problems.shown('parallel.pp')} = {product}, and {world} is not a multiple of it; "
+            f"nearest: ep={nearest_divisors(parallel.ep, most)}, or start "
+            f"{nearest_multiples(world, product)} processes"
         )
 
 
@@ -339,8 +386,8 @@ def _divisors(number: int) -> list[int]:
 
 
 _CHECKS: tuple[Callable[[_Problems, Config], None], ...] = (
-    _check_available,
     _check_layout,
+    _check_experts,
     _check_model_fits_tp,
     _check_sequence_fits_cp,
     _check_pipeline,

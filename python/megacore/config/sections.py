@@ -16,6 +16,7 @@ from typing import Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from megacore.config.base import Origins, Section, filled, nearest_divisors, nearest_multiples
+from megacore.config.moe import MoEConfig
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 MAX_TIMEOUT_S = 7 * 86400.0
@@ -27,7 +28,15 @@ class ModelConfig(Section):
     hidden_size: int = Field(default=128, ge=1, description="Width of the residual stream.")
     num_layers: int = Field(default=4, ge=1, description="Number of transformer layers.")
     num_heads: int = Field(
-        default=4, ge=1, description="Attention heads; must divide `hidden_size`."
+        default=4,
+        ge=1,
+        description="Attention heads; must divide `hidden_size` unless `head_dim` is set.",
+    )
+    head_dim: int | None = Field(
+        default=None,
+        ge=2,
+        multiple_of=2,
+        description="Width of one attention head, even. Default: `hidden_size` / `num_heads`.",
     )
     num_kv_heads: int | None = Field(
         default=None,
@@ -59,14 +68,12 @@ class ModelConfig(Section):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability.")
     rope_base: float = Field(default=10000.0, gt=0.0, description="Base of the rotary embedding.")
     norm_eps: float = Field(default=1e-5, gt=0.0, description="Epsilon of RMSNorm.")
+    qk_norm: bool = Field(
+        default=False, description="RMSNorm of each head's query and key before the rotation."
+    )
     init_std: float = Field(
         default=0.02, gt=0.0, description="Standard deviation of initial weights."
     )
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_heads
 
     @property
     def padded_vocab_size(self) -> int:
@@ -83,24 +90,29 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size = {self.hidden_size} is not a multiple of num_heads = "
-                f"{self.num_heads}; nearest hidden_size: "
-                f"{nearest_multiples(self.hidden_size, self.num_heads)}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"hidden_size / num_heads = {self.head_dim} is odd, but rotary embedding turns "
-                f"pairs; nearest hidden_size: "
-                f"{nearest_multiples(self.hidden_size, 2 * self.num_heads)}"
-            )
+        if self.head_dim is None:
+            self._check_derived_head_dim()
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}; "
                 f"nearest: {nearest_divisors(self.num_kv_heads, self.num_heads)}"
             )
         return self
+
+    def _check_derived_head_dim(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} is not a multiple of num_heads = "
+                f"{self.num_heads}; nearest hidden_size: "
+                f"{nearest_multiples(self.hidden_size, self.num_heads)}, or set head_dim"
+            )
+        head_dim = self.hidden_size // self.num_heads
+        if head_dim % 2:
+            raise ValueError(
+                f"hidden_size / num_heads = {head_dim} is odd, but rotary embedding turns "
+                f"pairs; nearest hidden_size: "
+                f"{nearest_multiples(self.hidden_size, 2 * self.num_heads)}, or set head_dim"
+            )
 
 
 class ParallelConfig(Section):
@@ -467,6 +479,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    moe: MoEConfig = MoEConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     train: TrainSectionConfig = TrainSectionConfig()

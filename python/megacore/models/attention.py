@@ -6,11 +6,12 @@ N query heads of this rank (a multiple of G).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megacore.models.context_parallel import causal_attention
 from megacore.models.functional import split_and_rotate
-from megacore.models.layers import ColumnLinear, ModelContext, RowLinear
+from megacore.models.layers import ColumnLinear, HeadNorm, ModelContext, RowLinear
 
 
 class Attention(nn.Module):
@@ -29,7 +30,11 @@ class Attention(nn.Module):
         self.grouped = shape.q_per_kv > 1
         self.cp = context.region.cp
         self.qkv = ColumnLinear(f"{name}.qkv", shape.qkv_full_shape, tp_dim=0, context=context)
-        self.output = RowLinear(f"{name}.output", shape.hidden, context=context)
+        width = shape.num_heads * shape.head_dim
+        self.output = RowLinear(f"{name}.output", width, context=context)
+        normed = context.config.qk_norm
+        self.q_norm = HeadNorm(f"{name}.q_norm", context) if normed else None
+        self.k_norm = HeadNorm(f"{name}.k_norm", context) if normed else None
 
     def forward(self, x_SBH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Mix tokens with earlier ones.
@@ -43,6 +48,10 @@ class Attention(nn.Module):
         """
         qkv_SBX: Tensor = self.qkv(x_SBH)
         qkv_SBGX = qkv_SBX.view(*qkv_SBX.shape[:2], self.num_local_groups, -1)
+        if self.q_norm is not None and self.k_norm is not None:
+            heads = qkv_SBGX.view(*qkv_SBGX.shape[:3], -1, self.head_dim)
+            q, k = self.q_norm(heads[..., :-2, :]), self.k_norm(heads[..., -2:-1, :])
+            qkv_SBGX = torch.cat((q, k, heads[..., -1:, :]), dim=-2).flatten(-2)
         q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
         mixed_SBND = causal_attention(q_SBND, k_SBGD, v_SBGD, group=self.cp, grouped=self.grouped)
         output: Tensor = self.output(mixed_SBND.flatten(2))

@@ -44,6 +44,7 @@ def build_chunks(
                 dtype=torch_dtype(config.train.dtype),
                 device=device,
                 seed=config.train.seed,
+                moe=config.moe,
                 tied_weight=_embedding_weight(chunks),
             )
         )

@@ -10,15 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, MoEConfig
 from megacore.models.dropout import Site
 from megacore.models.functional import rotary_tables
 from megacore.models.init import ParamFactory
 from megacore.models.layers import ModelContext, ResidualDropout, RMSNorm, VocabEmbedding
 from megacore.models.loss import cross_entropy
 from megacore.models.mappings import Region
+from megacore.models.moe_block import MoEBlock
 from megacore.models.shape import GPTShape
 from megacore.models.transformer import TransformerLayer
+from megacore.moe.dispatchers import StaticBudget
+from megacore.moe.layer import MoELayer
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.params import ParamInfo
@@ -43,6 +46,7 @@ class GPTChunk(nn.Module):
             float32 at least.
         device: Where the parameters live.
         seed: Seed of initial weights and dropout.
+        moe: A resolved ``[moe]`` section. Default: every layer is dense.
         tied_weight: With tied embeddings: the embedding of another chunk on this rank, used by this
             chunk's head in place of a copy.
 
@@ -76,14 +80,32 @@ class GPTChunk(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 1234,
+        moe: MoEConfig | None = None,
         tied_weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
+        moe = MoEConfig() if moe is None else moe
         self.shape = GPTShape.from_config(config)
         self.shape.check_layout(tp=groups.tp.size, sequence_parallel=sequence_parallel)
         self.region = Region(group=groups.tp, sequence_parallel=sequence_parallel, cp=groups.cp)
-        params = ParamFactory(seed=seed, tp=groups.tp, dtype=dtype, device=torch.device(device))
-        context = ModelContext(config=config, shape=self.shape, region=self.region, params=params)
+        params = ParamFactory(
+            seed=seed,
+            tp=groups.tp,
+            etp=groups.etp,
+            ep=groups.ep,
+            dtype=dtype,
+            device=torch.device(device),
+        )
+        self.moe_budget = StaticBudget(moe.static_budget)
+        context = ModelContext(
+            config=config,
+            shape=self.shape,
+            region=self.region,
+            params=params,
+            moe=moe,
+            groups=groups,
+            budget=self.moe_budget,
+        )
         self.embedding = Embedding(context, with_head=has_head) if has_embedding else None
         self.layers = nn.ModuleList(TransformerLayer(index, context) for index in layers)
         if has_head and self.embedding is not None and self.shape.tie_embeddings:
@@ -149,6 +171,14 @@ class GPTChunk(nn.Module):
     def param_infos(self) -> list[tuple[ParamInfo, nn.Parameter]]:
         """Every parameter this chunk owns with its description, in order of creation."""
         return list(self._param_infos)
+
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """The MoE layers of this chunk by their global index."""
+        return {
+            layer.index: layer.mlp.moe
+            for layer in self.layers
+            if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoEBlock)
+        }
 
     def _hidden(self, hidden_SBH: Tensor | None, batch: Microbatch) -> Tensor:
         sequence = batch.shape[1]

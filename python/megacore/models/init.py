@@ -58,6 +58,8 @@ class ParamFactory:
     Attributes:
         seed: Seed of the run.
         tp: Tensor-parallel group, which says what part to keep.
+        etp: The same for experts.
+        ep: Expert-parallel group, which says what experts to keep.
         dtype: Number format of the parameters.
         device: Where they live.
         made: Every parameter made so far, in order.
@@ -67,6 +69,8 @@ class ParamFactory:
     tp: Group
     dtype: torch.dtype
     device: torch.device
+    etp: Group = field(default_factory=Group.solo)
+    ep: Group = field(default_factory=Group.solo)
     made: list[tuple[ParamInfo, nn.Parameter]] = field(default_factory=list)
 
     def normal(self, info: ParamInfo, *, std: float, drawn_rows: int | None = None) -> nn.Parameter:
@@ -75,12 +79,36 @@ class ParamFactory:
             return self._make(info, torch.empty(info.full_shape, device=self.device))
         return self._make(info, draw_full(info, seed=self.seed, std=std, drawn_rows=drawn_rows))
 
+    def experts(self, info: ParamInfo, *, std: float) -> nn.Parameter:
+        """Matrices of experts, which dimension 0 counts.
+
+        Each expert has its own random stream, named after its number, so a rank draws only the
+        experts that it holds.
+        """
+        local = torch.empty(
+            info.local_shape(self.etp.size, ep_size=self.ep.size), device=self.device
+        )
+        first = self.ep.position * local.shape[0]
+        for index in range(0 if local.is_meta else local.shape[0]):
+            one = ParamInfo(
+                name=f"{info.name}.{first + index}",
+                full_shape=info.full_shape[1:],
+                tp_dim=None if info.tp_dim is None else info.tp_dim - 1,
+            )
+            full = draw_full(one, seed=self.seed, std=std)
+            part = shard(full, one, tp_position=self.etp.position, tp_size=self.etp.size)
+            local[index] = part.to(self.device)
+        return self._remember(info, local)
+
     def ones(self, info: ParamInfo) -> nn.Parameter:
         """A vector of ones."""
         return self._make(info, torch.ones(info.full_shape))
 
     def _make(self, info: ParamInfo, full: Tensor) -> nn.Parameter:
         local = shard(full, info, tp_position=self.tp.position, tp_size=self.tp.size)
+        return self._remember(info, local)
+
+    def _remember(self, info: ParamInfo, local: Tensor) -> nn.Parameter:
         parameter = nn.Parameter(local.to(device=self.device, dtype=self.dtype))
         self.made.append((info, parameter))
         return parameter

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, MoEConfig
 from megacore.models.dropout import DropoutKey, Site, dropout, keep_mask
 from megacore.models.functional import rms_norm
 from megacore.models.init import ParamFactory
 from megacore.models.mappings import Region
 from megacore.models.shape import GPTShape
+from megacore.moe.dispatchers import StaticBudget
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +33,18 @@ class ModelContext:
         shape: The same, filled in.
         region: The tp group and whether the sequence is split.
         params: Makes the parameters.
+        moe: The ``[moe]`` section.
+        groups: Process groups of this rank.
+        budget: Size of the ``static`` dispatcher's buffers, one for all layers.
     """
 
     config: ModelConfig
     shape: GPTShape
     region: Region
     params: ParamFactory
+    moe: MoEConfig
+    groups: ProcessGroups
+    budget: StaticBudget
 
     @property
     def output_std(self) -> float:
@@ -67,6 +75,28 @@ class RMSNorm(nn.Module):
     def forward(self, x_SBH: Tensor) -> Tensor:
         """``(..., H)`` to the same shape."""
         return rms_norm(x_SBH, self.weight, self.eps)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of each head's vector; one weight for all heads, which tp ranks share."""
+
+    def __init__(self, name: str, context: ModelContext) -> None:
+        super().__init__()
+        self.eps = context.config.norm_eps
+        self.weight = context.params.ones(
+            ParamInfo(
+                name=name,
+                full_shape=(context.shape.head_dim,),
+                tp_dim=None,
+                # Each tp rank saw its own heads only, so gradients are summed in any case.
+                sequence_parallel=True,
+                weight_decay=False,
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., D)`` to the same shape."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 class ColumnLinear(nn.Module):

@@ -25,6 +25,7 @@ class GPTShape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     ffn: int
     vocab: int
     padded_vocab: int
@@ -43,17 +44,13 @@ class GPTShape:
             num_layers=config.num_layers,
             num_heads=config.num_heads,
             num_kv_heads=filled(config.num_kv_heads),
+            head_dim=config.head_dim or config.hidden_size // config.num_heads,
             ffn=filled(config.ffn_hidden_size),
             vocab=filled(config.vocab_size),
             padded_vocab=config.padded_vocab_size,
             seq_length=config.seq_length,
             tie_embeddings=config.tie_embeddings,
         )
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden // self.num_heads
 
     @property
     def q_per_kv(self) -> int:

@@ -21,6 +21,9 @@ class Microbatch:
             identifies a sample in every layout, so that dropout hits the same elements wherever
             the sample is computed.
         step: Optimizer step the microbatch belongs to, from 0.
+        loss_factor: What its mean loss is multiplied by on the way into the backward pass, such as
+            the loss scale divided by the number of microbatches. Losses in the middle of the model
+            (those of MoE routers) get the same factor.
 
     Raises:
         ValueError: If the shapes disagree.
@@ -36,6 +39,7 @@ class Microbatch:
     labels: Tensor | None
     sample_ids: Tensor
     step: int
+    loss_factor: float = 1.0
 
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)
@@ -65,4 +69,5 @@ class Microbatch:
             labels=None if self.labels is None else self.labels.to(device),
             sample_ids=self.sample_ids.to(device),
             step=self.step,
+            loss_factor=self.loss_factor,
         )

@@ -28,7 +28,8 @@ class ParamInfo:
         tp_dim: Dimension that tensor parallelism splits (etp for experts); ``None`` if every tp
             rank holds it all.
         sequence_parallel: The parameter is replicated over tp, but each tp rank saw only its
-            slice of the sequence, so its gradient is a part that must be summed over tp.
+            part of the activations (mostly a slice of the sequence), so its gradient is a part that
+            must be summed over tp.
         weight_decay: Whether the optimizer decays it (matrices yes, norm weights no).
         shared: Name of a set of parameters that must stay equal across pipeline stages;
             ``"embedding"`` for tied word embeddings that live on the first and on the last stage.

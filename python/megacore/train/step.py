@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program
 from megacore.pipeline.executor import ActivationSpec
+from megacore.train.experts import ExpertMetrics, ExpertWatch
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
 BatchSource = Callable[[int, int], Microbatch]
@@ -36,12 +37,14 @@ class StepMetrics:
         grad_norm: Norm of the averaged gradient before clipping.
         skipped: Whether a non-finite gradient made every rank skip the update.
         step_time_s: Wall time of the step on this rank, seconds.
+        experts: What became of tokens in MoE layers; ``None`` for a model without.
     """
 
     loss: float
     grad_norm: float
     skipped: bool
     step_time_s: float
+    experts: ExpertMetrics | None = None
 
 
 class TrainStep:
@@ -54,6 +57,7 @@ class TrainStep:
         program: This rank's actions of one training step; validation runs its forward passes.
         activation: Shape, dtype and device of what stages send to each other.
         num_microbatches: Microbatches per data-parallel rank and step.
+        experts: Watches the MoE layers of ``chunks``.
     """
 
     def __init__(
@@ -65,12 +69,14 @@ class TrainStep:
         program: Program,
         activation: ActivationSpec,
         num_microbatches: int,
+        experts: ExpertWatch,
     ) -> None:
         self._chunks = list(chunks)
         self._optimizer = optimizer
         self._groups = groups
         self._activation = activation
         self._num_microbatches = num_microbatches
+        self._experts = experts
         self._program = program
         self._last_backwards = {
             action.stage: action.microbatch
@@ -96,26 +102,34 @@ class TrainStep:
 
         Raises:
             PeerLostError: If another rank went away.
+            MegacoreError: If tokens found no room in a static buffer and that is an error.
 
         Sync:
             Waits for the device: the metrics are numbers.
         """
         start = time.perf_counter()
         executor = self._executor if recorder is None else self._make_executor(recorder)
-        self._optimizer.zero_grads()
         scale = self._optimizer.loss_scale
-        losses = executor.run(
-            self._forward_step(step, batches, loss_scale=scale),
-            before_backward=self._before_backward,
-        )
+        self._experts.start_step()
+        while True:
+            self._optimizer.zero_grads()
+            losses = executor.run(
+                self._forward_step(step, batches, loss_scale=scale),
+                before_backward=self._before_backward,
+            )
+            if not self._experts.must_rerun(f"step {step + 1:,}"):
+                break
+            executor = self._executor
         self._warn_of_missing_grads()
-        extra = self._loss_sums([loss / scale for loss in losses])
+        sums = self._loss_sums([loss / scale for loss in losses])
+        extra = torch.cat((sums.to(self._activation.device), self._experts.extra()))
         result = self._optimizer.step(lr=lr, extra=extra)
         return StepMetrics(
-            loss=_mean(result.extra),
+            loss=_mean(result.extra[:2]),
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             step_time_s=time.perf_counter() - start,
+            experts=self._experts.finish_step(result.extra[2:], skipped=result.skipped),
         )
 
     @torch.no_grad()
@@ -126,7 +140,11 @@ class TrainStep:
             chunk.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         for step in range(num_steps):
-            losses = self._executor.run(self._forward_step(step, batches), forward_only=True)
+            self._experts.start_step()
+            while True:
+                losses = self._executor.run(self._forward_step(step, batches), forward_only=True)
+                if not self._experts.must_rerun(f"validation batch {step + 1:,}"):
+                    break
             sums += self._loss_sums(losses)
         for chunk in self._chunks:
             chunk.train()
@@ -163,12 +181,13 @@ class TrainStep:
         self, step: int, batches: BatchSource, *, loss_scale: float = 1.0
     ) -> Callable[[nn.Module, Tensor | None, int], Tensor]:
         cache: dict[int, Microbatch] = {}
+        # A scalar is the mean loss of the microbatch; the step's loss is the mean over them.
+        factor = loss_scale / self._num_microbatches
 
         def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> Tensor:
             if microbatch not in cache:
-                cache[microbatch] = batches(step, microbatch)
+                cache[microbatch] = replace(batches(step, microbatch), loss_factor=factor)
             output: Tensor = chunk(hidden, cache[microbatch])
-            # A scalar is the mean loss of the microbatch; the step's loss is the mean over them.
             return output / self._num_microbatches * loss_scale if output.dim() == 0 else output
 
         return forward_step

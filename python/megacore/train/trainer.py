@@ -22,6 +22,7 @@ from megacore.parallel.batch import Microbatch
 from megacore.parallel.instances import InstanceGroups
 from megacore.pipeline import ActionRecorder, Schedule, build_schedule, receives_for
 from megacore.pipeline.executor import ActivationSpec
+from megacore.train.experts import ExpertWatch
 from megacore.train.step import BatchSource, StepMetrics, TrainStep
 
 
@@ -69,6 +70,10 @@ class Trainer:
         topology = self.groups.topology
         axes = {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp, "dp": topology.dp}
         product = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+        if self.config.moe.num_experts > 0:
+            axes = {"etp": topology.etp, "ep": topology.ep, "edp": topology.expert_dp}
+            experts = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+            product += f", experts {experts}" if experts else ""
         count = topology.world_size
         where = f"{count} {'process' if count == 1 else 'processes'} on {self.device.type}"
         return f"{product}, {where}" if product else where
@@ -153,6 +158,14 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         program=program,
         activation=activation,
         num_microbatches=config.num_microbatches(world_size),
+        experts=ExpertWatch(
+            chunks,
+            moe=config.moe,
+            num_layers=config.model.num_layers,
+            groups=groups,
+            num_microbatches=config.num_microbatches(world_size),
+            device=device,
+        ),
     )
     return Trainer(
         config=config,

@@ -90,8 +90,37 @@ def test_suggested_layouts_do_fit() -> None:
             "model.seq_length = 18 (--model.seq_length=18) is not a multiple of 2 * parallel.cp = 2 "
             "(--parallel.cp=2) = 4, the slices of a sequence; nearest seq_length: 16 or 20",
         ),
-        ({"parallel__ep": "2"}, 2, "parallel.ep = 2 (--parallel.ep=2) is not yet available"),
-        ({"parallel__etp": "2"}, 2, "parallel.etp = 2 (--parallel.etp=2) is not yet available"),
+        (
+            {"parallel__ep": "2"},
+            2,
+            "parallel.ep = 2 (--parallel.ep=2) is for experts, but moe.num_experts = 0 (default); "
+            "leave ep out, or set num_experts",
+        ),
+        ({"parallel__etp": "2"}, 2, "parallel.etp = 2 (--parallel.etp=2) is for experts"),
+        (
+            {"moe__num_experts": "6", "parallel__ep": "4"},
+            4,
+            "moe.num_experts = 6 (--moe.num_experts=6) is not a multiple of parallel.ep = 4 "
+            "(--parallel.ep=4); nearest: ep=3 or 6, or num_experts=4 or 8",
+        ),
+        (
+            {"moe__num_experts": "4", "parallel__ep": "4", "parallel__etp": "2"},
+            4,
+            "the experts do not fit 4 processes (--nproc): parallel.etp = 2 (--parallel.etp=2) x "
+            "parallel.ep = 4 (--parallel.ep=4) x parallel.pp = 1 (default) = 8, and 4 is not a "
+            "multiple of it; nearest: ep=2, or start 8 processes",
+        ),
+        (
+            {"moe__num_experts": "4", "moe__first_dense_layers": "9"},
+            1,
+            "moe.num_experts = 4 (--moe.num_experts=4), but none of the 4 layers has experts",
+        ),
+        (
+            {"moe__num_experts": "4", "parallel__tp": "2", "model__seq_length": "15"},
+            2,
+            "model.seq_length = 15 (--model.seq_length=15) is not a multiple of 2: the ranks of tp "
+            "share the tokens that they route; nearest: 14 or 16",
+        ),
         (
             {"parallel__tp": "8"},
             8,

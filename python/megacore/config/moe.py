@@ -1,0 +1,161 @@
+"""The ``[moe]`` section: which layers have experts, how tokens find them and what happens then."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from megacore.config.base import Section
+
+
+class MoEConfig(Section):
+    """``[moe]``: mixture of experts."""
+
+    num_experts: int = Field(
+        default=0, ge=0, description="Experts per MoE layer; 0 makes every layer dense."
+    )
+    top_k: int = Field(default=2, ge=1, description="Experts per token.")
+    ffn_hidden_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Inner width of an expert. Default: `model.ffn_hidden_size`.",
+    )
+    activation: Literal["swiglu", "gelu"] = Field(
+        default="swiglu", description="Activation of the experts."
+    )
+    first_dense_layers: int = Field(
+        default=0, ge=0, description="Layers at the start that are dense."
+    )
+    layer_interval: int = Field(
+        default=1,
+        ge=1,
+        description="Of the layers after the first dense ones, every n-th is an MoE layer.",
+    )
+    shared_ffn_hidden_size: int = Field(
+        default=0,
+        ge=0,
+        description="Inner width of the shared expert, which sees every token; 0 for none.",
+    )
+    shared_gate: bool = Field(
+        default=False,
+        description="Multiply the shared expert's output by a learnt sigmoid gate per token.",
+    )
+    shared_overlap: bool = Field(
+        default=False,
+        description="Compute the shared expert while tokens travel to theirs.",
+    )
+    dispatcher: Literal["allgather", "alltoall", "static"] = Field(
+        default="alltoall",
+        description="How tokens reach their experts: all to all ranks; each copy to its rank; the "
+        "same in buffers of fixed size, without a word to the host.",
+    )
+    static_budget: float = Field(
+        default=2.0,
+        gt=0.0,
+        description="`static`: rows of each buffer, as a multiple of a rank's fair share of "
+        "copies; at most as many as can ever come.",
+    )
+    over_budget: Literal["error", "drop", "rerun"] = Field(
+        default="error",
+        description="`static`: what to do with copies that find no room: end the run; leave them "
+        "out and count them; or run the step again with twice the budget.",
+    )
+    capacity_factor: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Each rank sends an expert at most its fair share of copies times this; the "
+        "rest is dropped and counted. Default: no limit.",
+    )
+    drop_by: Literal["probs", "position"] = Field(
+        default="probs",
+        description="Which copies keep their place under `capacity_factor`: those of the highest "
+        "weight, or the first ones.",
+    )
+    pad_to_capacity: bool = Field(
+        default=False,
+        description="`static`: keep exactly the capacity's rows for each expert, so that nothing "
+        "can run over.",
+    )
+    score_function: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="Turns the router's logits into scores."
+    )
+    softmax_after_top_k: bool = Field(
+        default=False, description="Take the softmax over the chosen experts only."
+    )
+    normalize: bool = Field(
+        default=True, description="Divide the scores of a token's experts by their sum."
+    )
+    scaling_factor: float = Field(
+        default=1.0, gt=0.0, description="Multiplies the weights of a token's experts."
+    )
+    num_groups: int = Field(
+        default=1,
+        ge=1,
+        description="Groups of consecutive experts; only those of the best groups can be chosen.",
+    )
+    groups_top_k: int = Field(default=1, ge=1, description="How many groups are the best ones.")
+    group_score_top: int = Field(
+        default=2, ge=1, description="A group's score is the sum of this many best scores in it."
+    )
+    expert_bias: bool = Field(
+        default=False,
+        description="Balance experts by a bias on their scores that follows the load, without a "
+        "loss.",
+    )
+    expert_bias_rate: float = Field(
+        default=1e-3, ge=0.0, description="How much the bias changes in a step."
+    )
+    aux_loss_coef: float = Field(
+        default=0.0, ge=0.0, description="Weight of the load-balancing loss."
+    )
+    aux_loss_type: Literal["sequence", "batch"] = Field(
+        default="sequence",
+        description="Tokens that are balanced together: those of a sequence, or those of a "
+        "microbatch on all data parallel ranks.",
+    )
+    z_loss_coef: float = Field(
+        default=0.0, ge=0.0, description="Weight of the loss that keeps router logits small."
+    )
+    jitter: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Noise on the router's input in training, as a fraction.",
+    )
+    force_balanced: bool = Field(
+        default=False,
+        description="Give every expert equally many tokens whatever the scores; for benchmarks.",
+    )
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether the layer with this global index has experts.
+
+        Example:
+            >>> moe = MoEConfig(num_experts=4, first_dense_layers=1, layer_interval=2)
+            >>> [index for index in range(6) if moe.is_moe_layer(index)]
+            [2, 4]
+        """
+        after_dense = index - self.first_dense_layers + 1
+        return self.num_experts > 0 and after_dense > 0 and after_dense % self.layer_interval == 0
+
+    def moe_layers(self, num_layers: int) -> list[int]:
+        """Global indices of the MoE layers of a model."""
+        return [index for index in range(num_layers) if self.is_moe_layer(index)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if 0 < self.num_experts < self.top_k:
+            raise ValueError(
+                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; use at most "
+                f"{self.num_experts}"
+            )
+        if self.pad_to_capacity and (self.capacity_factor is None or self.dispatcher != "static"):
+            raise ValueError(
+                'pad_to_capacity needs capacity_factor and dispatcher = "static"; set both, or '
+                "pad_to_capacity = false"
+            )
+        if self.shared_ffn_hidden_size == 0 and (self.shared_gate or self.shared_overlap):
+            name = "shared_gate" if self.shared_gate else "shared_overlap"
+            raise ValueError(f"{name} needs a shared expert; set shared_ffn_hidden_size above 0")
+        return self

@@ -1,0 +1,154 @@
+"""The MoE layer of a transformer: its parameters, and what ties it to the rest of the model.
+
+Shapes: S sequence, B batch, H hidden, E experts, F inner width of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from megacore.config import filled
+from megacore.models.layers import ModelContext
+from megacore.models.mappings import Region, gather_sequence, scatter_sequence
+from megacore.moe.balance import RouterGroups
+from megacore.moe.dispatchers import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    Capacity,
+    Dispatcher,
+    ExpertPlacement,
+    StaticDispatcher,
+)
+from megacore.moe.experts import GroupedExperts
+from megacore.moe.layer import MoELayer
+from megacore.moe.router import TokenNames, TopKRouter
+from megacore.moe.settings import router_config
+from megacore.parallel.batch import Microbatch
+from megacore.parallel.params import ParamInfo
+
+
+class MoEBlock(nn.Module):
+    """An MoE layer in the place of an MLP.
+
+    Between tensor-parallel regions each tp rank routes different tokens: its slice with sequence
+    parallelism, an equal share of the tokens that all have without.
+
+    Args:
+        name: Prefix of the parameters' names.
+        layer: Global index of the layer.
+        context: What to build from.
+        shared: The shared expert, if any.
+    """
+
+    def __init__(
+        self, name: str, layer: int, context: ModelContext, *, shared: nn.Module | None
+    ) -> None:
+        super().__init__()
+        moe, groups, region = context.moe, context.groups, context.region
+        self.tokens = Region(group=region.group, sequence_parallel=True, cp=region.cp)
+        router = TopKRouter(
+            router_config(moe),
+            context.params.normal(
+                ParamInfo(
+                    name=f"{name}.router",
+                    full_shape=(moe.num_experts, context.shape.hidden),
+                    tp_dim=None,
+                    sequence_parallel=True,
+                ),
+                std=context.config.init_std,
+            ),
+            groups=RouterGroups(sequence_parallel=groups.tp, cp=groups.cp, dp_cp=groups.dp_cp),
+            seed=context.params.seed,
+            layer=layer,
+        )
+        self.moe = MoELayer(
+            router=router,
+            dispatcher=_dispatcher(context),
+            experts=_experts(f"{name}.experts", context),
+            shared=shared,
+            overlap_shared=moe.shared_overlap,
+            take_share=None if region.sequence_parallel else self._take_share,
+            join_shares=None if region.sequence_parallel else self._join_shares,
+        )
+        self.num_shares = 1 if region.sequence_parallel else region.group.size
+
+    def forward(self, x_SBH: Tensor, batch: Microbatch) -> Tensor:
+        """``(S[/tp], B, H)`` to the same shape."""
+        num_tokens = x_SBH.shape[0] // self.num_shares
+        names = TokenNames(
+            step=batch.step,
+            sample_ids_B=batch.sample_ids,
+            positions_S=self.tokens.positions(num_tokens, device=x_SBH.device),
+        )
+        output: Tensor = self.moe(x_SBH, names, loss_factor=batch.loss_factor)
+        return output
+
+    def _take_share(self, x_SBH: Tensor) -> Tensor:
+        return scatter_sequence(x_SBH, self.tokens.group)
+
+    def _join_shares(self, x_SBH: Tensor) -> Tensor:
+        return gather_sequence(x_SBH, self.tokens.group)
+
+
+class GatedExpert(nn.Module):
+    """A shared expert whose output each token scales by a sigmoid of its own."""
+
+    def __init__(self, name: str, mlp: nn.Module, context: ModelContext) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.gate = context.params.normal(
+            ParamInfo(
+                name=name,
+                full_shape=(1, context.shape.hidden),
+                tp_dim=None,
+                sequence_parallel=context.region.sequence_parallel,
+            ),
+            std=context.config.init_std,
+        )
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """``(S[/tp], B, H)`` to the same shape."""
+        output: Tensor = self.mlp(x_SBH) * torch.sigmoid(linear(x_SBH, self.gate))
+        return output
+
+
+def _dispatcher(context: ModelContext) -> Dispatcher:
+    moe = context.moe
+    placement = ExpertPlacement.of(context.groups, moe.num_experts)
+    capacity = None
+    if moe.capacity_factor is not None:
+        capacity = Capacity(
+            factor=moe.capacity_factor, drop_by=moe.drop_by, pad=moe.pad_to_capacity
+        )
+    if moe.dispatcher == "static":
+        return StaticDispatcher(placement, budget=context.budget, capacity=capacity)
+    if moe.dispatcher == "allgather":
+        return AllGatherDispatcher(placement, capacity=capacity)
+    return AllToAllDispatcher(placement, capacity=capacity)
+
+
+def _experts(name: str, context: ModelContext) -> GroupedExperts:
+    moe, hidden = context.moe, context.shape.hidden
+    width = filled(moe.ffn_hidden_size)
+    inner = (2, width) if moe.activation == "swiglu" else (width,)
+    fc1 = ParamInfo(
+        name=f"{name}.fc1",
+        full_shape=(moe.num_experts, *inner, hidden),
+        tp_dim=len(inner),
+        ep_dim=0,
+        expert=True,
+    )
+    fc2 = ParamInfo(
+        name=f"{name}.fc2",
+        full_shape=(moe.num_experts, hidden, width),
+        tp_dim=2,
+        ep_dim=0,
+        expert=True,
+    )
+    return GroupedExperts(
+        context.params.experts(fc1, std=context.config.init_std),
+        context.params.experts(fc2, std=context.output_std),
+        activation=moe.activation,
+    )

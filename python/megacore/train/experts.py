@@ -1,0 +1,166 @@
+"""What becomes of tokens on their way to experts, step by step: loads, losses, full buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.config import MoEConfig
+from megacore.errors import MegacoreError
+from megacore.models.gpt import GPTChunk
+from megacore.moe.router import update_expert_biases
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.process_groups import ProcessGroups
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertMetrics:
+    """What one step did with its tokens, over all ranks; equal on every rank.
+
+    Attributes:
+        load: Copies that each expert computed, by global index of the MoE layer.
+        num_dropped: Copies that no expert saw, all layers together.
+        num_over_budget: Those of them that a static buffer had no room for.
+        aux_loss: Sum over layers of the load-balancing loss, with its coefficient.
+        z_loss: Likewise for the z-loss.
+        num_reruns: How often the step was run again with a larger budget.
+    """
+
+    load: dict[int, tuple[int, ...]]
+    num_dropped: int
+    num_over_budget: int
+    aux_loss: float
+    z_loss: float
+    num_reruns: int = 0
+
+    @property
+    def imbalance(self) -> float:
+        """Highest load of an expert over the mean of its layer, of the worst layer; 1 is balanced.
+
+        Example:
+            >>> ExpertMetrics(load={0: (3, 1), 1: (2, 2)}, num_dropped=0, num_over_budget=0,
+            ...               aux_loss=0.0, z_loss=0.0).imbalance
+            1.5
+        """
+        return max(max(load) * len(load) / max(1, sum(load)) for load in self.load.values())
+
+
+class ExpertWatch:
+    """Counts of all MoE layers of this rank, and the policy for full buffers.
+
+    Args:
+        chunks: Model chunks of this rank.
+        moe: A resolved ``[moe]`` section.
+        num_layers: Layers of the whole model.
+        groups: Process groups of this rank.
+        num_microbatches: Microbatches per data-parallel rank and step.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[GPTChunk],
+        *,
+        moe: MoEConfig,
+        num_layers: int,
+        groups: ProcessGroups,
+        num_microbatches: int,
+        device: torch.device,
+    ) -> None:
+        self._moe = moe
+        self._device = device
+        self._groups = groups
+        self._budgets = [chunk.moe_budget for chunk in chunks]
+        self._layers = {index: layer for c in chunks for index, layer in c.moe_layers().items()}
+        self._indices = moe.moe_layers(num_layers)
+        # Values of losses are averaged over microbatches and the ranks of a stage.
+        self._num_values = num_microbatches * groups.topology.world_size // groups.topology.pp
+        self._num_reruns = 0
+
+    def start_step(self) -> None:
+        """Forget what was counted, before the first forward pass of a step."""
+        self._num_reruns = 0
+        self._reset()
+
+    def must_rerun(self, what: str) -> bool:
+        """Tell whether the step must be run again; if so, budgets have grown. Collective.
+
+        Args:
+            what: The step in words, for the message.
+
+        Raises:
+            MegacoreError: If tokens found no room and the policy is ``"error"``.
+
+        Sync:
+            Waits for the device if the dispatcher is ``static`` and the policy not ``"drop"``;
+            otherwise returns at once.
+        """
+        if self._moe.dispatcher != "static" or self._moe.over_budget == "drop":
+            return False
+        total = torch.zeros((), dtype=torch.int64, device=self._device)
+        for layer in self._layers.values():
+            total += layer.num_over_budget
+        all_reduce_(total, self._groups.world)
+        num_over = int(total)
+        if num_over == 0:
+            return False
+        factor = self._budgets[0].factor
+        if self._moe.over_budget == "error":
+            raise MegacoreError(
+                f"{what}: {num_over:,} copies of tokens found no room in the buffers of the static "
+                f"dispatcher (moe.static_budget = {factor:g}); raise it, or set moe.over_budget to "
+                '"rerun" or "drop"'
+            )
+        for budget in self._budgets:
+            budget.grow()
+        self._num_reruns += 1
+        self._reset()
+        return True
+
+    def extra(self) -> Tensor:
+        """This rank's counts, to be summed over the world: 1-D, fp64; empty without experts."""
+        zeros = torch.zeros(self._moe.num_experts + 4, dtype=torch.float64, device=self._device)
+        rows = []
+        for index in self._indices:
+            layer = self._layers.get(index)
+            if layer is None:
+                rows.append(zeros)
+                continue
+            counts = layer.counts()
+            numbers = [
+                counts.tokens_per_expert,
+                torch.stack((counts.num_dropped, counts.num_over_budget)),
+                counts.losses / self._num_values,
+            ]
+            rows.append(torch.cat([part.double() for part in numbers]))
+        return torch.cat(rows) if rows else zeros[:0]
+
+    def finish_step(self, sums: Tensor, *, skipped: bool) -> ExpertMetrics | None:
+        """Make metrics of the summed :meth:`extra`; let biases follow the load. Collective.
+
+        Returns:
+            ``None`` for a model without experts.
+        """
+        if not self._indices:
+            return None
+        if not skipped:
+            update_expert_biases([layer.router for layer in self._layers.values()])
+        num_experts = self._moe.num_experts
+        table = sums.view(len(self._indices), num_experts + 4)
+        dropped, over, aux, z = table[:, num_experts:].sum(0).tolist()
+        loads = table[:, :num_experts].round().long().tolist()
+        return ExpertMetrics(
+            load={i: tuple(load) for i, load in zip(self._indices, loads, strict=True)},
+            num_dropped=round(dropped),
+            num_over_budget=round(over),
+            aux_loss=aux,
+            z_loss=z,
+            num_reruns=self._num_reruns,
+        )
+
+    def _reset(self) -> None:
+        for layer in self._layers.values():
+            layer.reset_counts()
