@@ -30,12 +30,10 @@ void require_feasible(const Instance& instance) {
     MC_REQUIRE(limit >= smallest,
                "memory_limit is ",
                limit,
-               ", but a microbatch on its way through the ",
-               instance.placement.stages_of(rank).size(),
-               " stages of rank ",
-               rank,
-               " holds ",
+               ", but a single microbatch holds ",
                smallest,
+               " on rank ",
+               rank,
                "; the smallest limit that works there is ",
                smallest);
   }

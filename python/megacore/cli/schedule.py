@@ -16,6 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megacore.cli.schedule_auto import (
+    add_auto_options,
+    auto_options,
+    certificate_json,
+    with_stage_costs,
+)
 from megacore.cli.schedule_compare import run_compare
 from megacore.errors import ConfigError
 
@@ -33,6 +39,7 @@ examples:
   megacore schedule interleaved_1f1b --pp 4 --chunks 2 --microbatches 8 --svg schedule.svg
   megacore schedule interleaved_1f1b --pp 8 --chunks 2 --microbatches 33 --send 0.1
   megacore schedule zb_v --pp 4 --microbatches 8
+  megacore schedule auto --pp 8 --placement v --microbatches 32 --memory-limit 8 --costs send=0.1
   megacore schedule --compare --pp 8 --microbatches 32 --send 0.1
   megacore schedule --from-csv my.csv --forward 1 --backward 1.7
 """
@@ -95,6 +102,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
     parser.add_argument("--csv", metavar="FILE", help="write PyTorch's pipelining CSV")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or Chrome")
+    add_auto_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     costs = _costs(args)
     if args.compare:
         return run_compare(args, costs)
-    schedule = _schedule(args)
+    schedule = _schedule(args, costs)
     timeline = schedule.simulate(costs)
     if args.json:
         _print_json(schedule, timeline)
@@ -128,16 +136,17 @@ def _costs(args: argparse.Namespace) -> Costs:
         raise ConfigError(
             f"--backward-weight is {weight:g}, but it is a part of --backward, {args.backward:g}"
         )
-    return Costs(
+    costs = Costs(
         forward=args.forward,
         backward_input=args.backward - weight,
         backward_weight=weight,
         send=args.send,
         overlap=args.overlap,
     )
+    return with_stage_costs(costs, args.costs)
 
 
-def _schedule(args: argparse.Namespace) -> Schedule:
+def _schedule(args: argparse.Namespace, costs: Costs) -> Schedule:
     from megacore.pipeline import SCHEDULE_NAMES, Schedule, build_schedule
 
     if (args.name is None) == (args.from_csv is None):
@@ -153,6 +162,7 @@ def _schedule(args: argparse.Namespace) -> Schedule:
             group_size=args.group_size,
             warmup_multiplier=args.warmup_multiplier,
             forward_only=args.forward_only,
+            **auto_options(args, costs),
         )
     try:
         schedule = Schedule.from_csv(args.from_csv)
@@ -187,6 +197,8 @@ def _print_json(schedule: Schedule, timeline: Timeline) -> None:
         "actions": [[str(action) for action in schedule.actions(rank)] for rank in ranks],
         "order": [schedule.order(rank) for rank in ranks],
     }
+    if schedule.certificate is not None:
+        result["certificate"] = certificate_json(schedule.certificate)
     json.dump(result, sys.stdout)
     print()
 
@@ -206,7 +218,9 @@ def _print_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> None:
         f"at most [bold]{max(timeline.peak_in_flight)}[/] microbatch activations in flight "
         "on one rank"
     )
-    if not schedule.is_forward_only and costs.overlap == 0:
+    if schedule.certificate is not None:
+        console.print(Text(str(schedule.certificate)))
+    elif not schedule.is_forward_only and costs.overlap == 0:
         bound = schedule.lower_bound(costs)
         gap = timeline.makespan / bound.value - 1 if bound.value > 0 else 0.0
         verdict = "no order is faster" if gap < 1e-9 else f"an order {gap:.1%} faster may exist"

@@ -150,7 +150,7 @@ def test_a_limit_below_one_microbatch_is_refused_with_the_smallest_that_works() 
         build_schedule("auto", memory_limit=1, **problem)
     assert certificate_of(build_schedule("auto", memory_limit=2, **problem)).peak_memory == [2] * 4
     sizes = [5, 1, 1, 1, 1, 1, 1, 3]
-    with pytest.raises(ValueError, match="of rank 0 holds 8; the smallest limit"):
+    with pytest.raises(ValueError, match="holds 8 on rank 0; the smallest limit"):
         build_schedule("auto", memory_limit=7, activation_size=sizes, **problem)
     build_schedule("auto", memory_limit=8, activation_size=sizes, **problem)
 
