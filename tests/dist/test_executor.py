@@ -233,11 +233,11 @@ def test_an_error_in_forward_step_names_the_action() -> None:
 
 def send_wrong_shape(rank: int, schedule: Schedule) -> str:
     group = pipeline_group(rank, 2)
+    executor = PipelineExecutor(
+        schedule.program(rank), [make_stage(rank)], group=group, activation=SPEC
+    )
     if rank == 1:
         return ""
-    executor = PipelineExecutor(
-        schedule.program(rank), [make_stage(0)], group=group, activation=SPEC
-    )
     try:
         executor.run(lambda chunk, _hidden, _microbatch: chunk(torch.zeros(BATCH + 1, WIDTH)))
     except ValueError as error:

@@ -110,15 +110,19 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         unit = _wide(x) * scale
         grad = _wide(grad)
-        grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
-        grad_unit = grad * weight
-        radial = (grad_unit * unit).mean(-1, keepdim=True)
-        grad_x = grad_unit.addcmul_(unit, radial, value=-1).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight, None
+        grad_x = grad_weight = None
+        # A split backward pass asks for one of the two at a time.
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            grad_unit = grad * weight
+            radial = (grad_unit * unit).mean(-1, keepdim=True)
+            grad_x = grad_unit.addcmul_(unit, radial, value=-1).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None
 
 
 class _SwiGLU(torch.autograd.Function):

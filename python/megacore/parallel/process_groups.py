@@ -136,6 +136,7 @@ class ProcessGroups:
     etp_ep: Group
     expert_dp: Group
     embedding: Group
+    pp_channels: tuple[Group, Group] | None = None
 
     @classmethod
     def create(
@@ -146,6 +147,8 @@ class ProcessGroups:
         backend: str | None = None,
         host_memory: bool = True,
         host_slot_bytes: int = DEFAULT_SLOT_BYTES,
+        pp_channels: bool = False,
+        pp_ends: tuple[int, int] = (0, -1),
     ) -> ProcessGroups:
         """Make the groups of this rank; every rank must call it, with the same topology.
 
@@ -162,6 +165,9 @@ class ProcessGroups:
                 why.
             host_slot_bytes: Size of the pieces that tensors are moved in. Each rank adds two such
                 slots to the shared memory of a group.
+            pp_channels: Make ``pp_channels``.
+            pp_ends: Positions in the pipeline of the first and of the last stage; ``(0, 0)`` for a
+                V, which comes back to the rank it began on.
 
         Raises:
             ConfigError: If torch.distributed is not initialised, the number of processes is not the
@@ -173,9 +179,12 @@ class ProcessGroups:
             connects here and all ranks wait for each other.
         """
         if topology.world_size == 1 and not dist.is_initialized():
-            return cls(topology=topology, rank=0, **_solo_groups())
+            return cls(topology=topology, rank=0, pp_channels=None, **_solo_groups())
         _require_matching_world(topology)
-        settings = f"{topology}, backend {backend}, host_memory {host_memory} {host_slot_bytes}"
+        settings = (
+            f"{topology}, backend {backend}, host_memory {host_memory} {host_slot_bytes}, "
+            f"pp_channels {pp_channels}, pp_ends {pp_ends}"
+        )
         call = _require_same_call_on_all_ranks(settings)
         connector = None
         if host_memory:
@@ -191,8 +200,15 @@ class ProcessGroups:
         for name, (view, token) in _AXIS_GROUPS.items():
             generator = topology.expert if view == "expert" else topology.dense
             groups[name] = maker.make(name, generator.get_ranks(token))
-        groups["embedding"] = maker.make("embedding", _embedding_groups(topology))
-        return cls(topology=topology, rank=maker.rank, **groups)
+        groups["embedding"] = maker.make("embedding", _embedding_groups(topology, pp_ends))
+        channels = None
+        if pp_channels and topology.pp > 1:
+            pipelines = topology.dense.get_ranks("pp")
+            to_higher, to_lower = (
+                maker.make_another(f"pp {direction}", pipelines) for direction in ("up", "down")
+            )
+            channels = (to_higher, to_lower)
+        return cls(topology=topology, rank=maker.rank, pp_channels=channels, **groups)
 
     @classmethod
     def single(cls) -> ProcessGroups:
@@ -203,7 +219,7 @@ class ProcessGroups:
             >>> groups.tp.size, groups.world.handle
             (1, None)
         """
-        return cls(topology=Topology(world_size=1), rank=0, **_solo_groups())
+        return cls(topology=Topology(world_size=1), rank=0, pp_channels=None, **_solo_groups())
 
     def describe(self) -> str:
         """Say how each group of this rank communicates, one line per group that does."""
@@ -259,6 +275,19 @@ class _GroupMaker:
         path = self._path(name, mine, position)
         return Group(name, mine, position, self._made[mine], path.communicator, path.note)
 
+    def make_another(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
+        """Return a group for messages only, even where there is one with the same ranks.
+
+        Every rank must be in a rank list of more than one.
+        """
+        mine = next(tuple(ranks) for ranks in partition if self.rank in ranks)
+        for ranks in map(tuple, partition):
+            if ranks == mine or not self._members_only:
+                handle = self._new_group(name, ranks)
+                if ranks == mine:
+                    my_handle = handle
+        return Group(name, mine, mine.index(self.rank), my_handle)
+
     def _path(self, name: str, ranks: tuple[int, ...], position: int) -> HostPath:
         """The way through shared memory; groups with equal rank lists share it."""
         if backend_for(self._made[ranks], "cpu") != "gloo":
@@ -272,13 +301,17 @@ class _GroupMaker:
     def _make_once(self, name: str, ranks: tuple[int, ...]) -> None:
         if ranks in self._made:
             return
-        self._made[ranks] = dist.new_group(
+        self._made[ranks] = self._new_group(name, ranks)
+
+    def _new_group(self, name: str, ranks: tuple[int, ...]) -> ProcessGroup:
+        handle: ProcessGroup = dist.new_group(
             list(ranks),
             timeout=self._timeout,
             backend=self._backend,
             use_local_synchronization=self._members_only,
             group_desc=f"megacore {name}",
         )
+        return handle
 
 
 def host_connector(
@@ -314,11 +347,12 @@ def _solo_groups() -> dict[str, Group]:
     return {name: Group.solo(name=name) for name in ("world", *_AXIS_GROUPS, "embedding")}
 
 
-def _embedding_groups(topology: Topology) -> list[list[int]]:
+def _embedding_groups(topology: Topology, pp_ends: tuple[int, int]) -> list[list[int]]:
     pipelines = topology.dense.groups("pp")
-    if topology.pp == 1:
+    first, last = (end % topology.pp for end in pp_ends)
+    if first == last:
         return []
-    ends: list[list[int]] = pipelines[:, [0, -1]].tolist()
+    ends: list[list[int]] = pipelines[:, sorted((first, last))].tolist()
     return ends
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,8 +50,67 @@ class ActivationSpec:
         )
 
 
-def receives_for(group: Group, activation: ActivationSpec) -> Literal["ahead", "in_order"]:
+class StageActivations:
+    """What every stage of a pipeline sends on: the same for all, or by stage.
+
+    Args:
+        activation: One description for all stages, or one for each stage but the last of a chain,
+            by the stage whose output it describes.
+        num_stages: Stages of all chains.
+        num_chains: Copies of the model through which different microbatches flow.
+
+    Raises:
+        ValueError: If a stage is missing, or the stages live on different devices.
+    """
+
+    def __init__(
+        self,
+        activation: ActivationSpec | Mapping[int, ActivationSpec],
+        *,
+        num_stages: int,
+        num_chains: int = 1,
+    ) -> None:
+        length = num_stages // num_chains
+        senders = [stage for stage in range(num_stages) if (stage + 1) % length != 0]
+        if isinstance(activation, ActivationSpec):
+            self.device = torch.device(activation.device)
+            self._by_stage = dict.fromkeys(senders, activation)
+            return
+        if sorted(activation) != senders:
+            raise ValueError(
+                f"activation describes the outputs of the stages {sorted(activation)}, but those "
+                f"that have a next stage are {senders}"
+            )
+        devices = {torch.device(spec.device) for spec in activation.values()}
+        if len(devices) > 1:
+            raise ValueError(
+                f"activation names the devices {sorted(map(str, devices))}; a rank has one"
+            )
+        self.device = devices.pop() if devices else torch.device("cpu")
+        self._by_stage = dict(activation)
+
+    def of_output(self, stage: int) -> ActivationSpec:
+        """Return what a stage gives to the next one."""
+        return self._by_stage[stage]
+
+    def of_message(self, receiver: int, *, forward: bool) -> ActivationSpec:
+        """Return what a stage gets: its input, or else the gradient of its output."""
+        return self._by_stage[receiver - 1 if forward else receiver]
+
+
+def receives_for(
+    group: Group,
+    activation: ActivationSpec | Mapping[int, ActivationSpec],
+    *,
+    overlap: bool | None = None,
+) -> Literal["ahead", "in_order"]:
     """Return where the receives of a program should stand for the backend of a group.
+
+    Args:
+        group: The pipeline's ranks.
+        activation: What stages send to each other.
+        overlap: Whether transfers run beside compute. By default on all backends but NCCL, where
+            each direction needs a group of its own (``ProcessGroups.create(pp_channels=True)``).
 
     Example:
         >>> from megacore.parallel import Group
@@ -58,11 +118,14 @@ def receives_for(group: Group, activation: ActivationSpec) -> Literal["ahead", "
         >>> receives_for(Group.solo(), spec)
         'ahead'
     """
-    return "in_order" if uses_nccl(group, activation) else "ahead"
+    if overlap is None:
+        specs = [activation] if isinstance(activation, ActivationSpec) else activation.values()
+        overlap = not any(uses_nccl(group, torch.device(spec.device)) for spec in specs)
+    return "ahead" if overlap else "in_order"
 
 
-def uses_nccl(group: Group, activation: ActivationSpec) -> bool:
+def uses_nccl(group: Group, device: torch.device) -> bool:
     """Whether the messages of a group go over NCCL."""
-    if group.handle is None or torch.device(activation.device).type != "cuda":
+    if group.handle is None or device.type != "cuda":
         return False
     return "nccl" in dist.get_backend_config(group.handle)

@@ -1,0 +1,267 @@
+"""One walk through a program: the tensors under way, and a handler per kind of action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megacore._core import Action, ActionKind, Program, StateMachine
+from megacore.pipeline.messages import Incoming, Messages, Transport
+from megacore.pipeline.recorder import ActionRecorder
+from megacore.pipeline.split_backward import DeferredWeightGrads, backward_input, whole_backward
+
+# What a stage returns: its output; the last one a scalar loss, or (loss, number of tokens).
+StageOutput: TypeAlias = Tensor | tuple[Tensor, Tensor | int]
+# (model chunk, input or None on the first stage, microbatch) -> what the stage returns.
+ForwardStep: TypeAlias = Callable[[nn.Module, Tensor | None, int], StageOutput]
+# (stage, microbatch), called before the action that adds to the gradients of parameters.
+BeforeBackward: TypeAlias = Callable[[int, int], None]
+
+KIND_WORDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward, gradient of the input",
+    ActionKind.BACKWARD_WEIGHT: "backward, gradients of the weights",
+    ActionKind.SEND_FORWARD: "send the output",
+    ActionKind.RECV_FORWARD: "receive the input",
+    ActionKind.SEND_BACKWARD: "send the gradient of the input",
+    ActionKind.RECV_BACKWARD: "receive the gradient of the output",
+}
+
+
+class StepLosses(list[Tensor]):
+    """The losses of one step on a rank that has a last stage, in the order of the microbatches.
+
+    Attributes:
+        num_tokens: Sum of the numbers of tokens that came with the losses, a scalar on their
+            device; ``None`` if none came.
+    """
+
+    num_tokens: Tensor | None = None
+
+
+class Track:
+    """A program with the facts about each of its positions, and the machine that walks it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.machine = StateMachine(program)
+        self.peers = program.peers
+        self.acknowledged = program.acknowledged
+        self.stages_per_chain = program.num_stages // program.num_chains
+
+    def is_first(self, stage: int) -> bool:
+        """Whether a stage takes no input from another one."""
+        return stage % self.stages_per_chain == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a stage ends in the loss."""
+        return (stage + 1) % self.stages_per_chain == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """What the backward pass of a stage and microbatch needs; the graph holds the rest.
+
+    The output itself is not among it: its memory is free as soon as it was sent.
+    """
+
+    hidden: Tensor | None
+    output: GradientEdge | None  # None: nothing in the stage needs a gradient
+
+
+class Step:
+    """Runs a program once."""
+
+    def __init__(
+        self,
+        track: Track,
+        chunks: Mapping[int, nn.Module],
+        forward_step: ForwardStep,
+        *,
+        transport: Transport,
+        recorder: ActionRecorder | None,
+        before_backward: BeforeBackward | None,
+    ) -> None:
+        self._track = track
+        self._chunks = chunks
+        self._forward_step = forward_step
+        self._activations = transport.activations
+        self._recorder = recorder
+        self._before_backward = before_backward
+        self._trains = not track.program.is_forward_only
+        self._messages = Messages(transport)
+        # By stage and microbatch.
+        self._inputs: dict[tuple[int, int], Tensor | Incoming] = {}
+        self._output_grads: dict[tuple[int, int], Tensor | Incoming] = {}
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._deferred: dict[tuple[int, int], DeferredWeightGrads] = {}
+        self._outgoing: dict[tuple[ActionKind, int, int], Tensor] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._num_tokens: Tensor | None = None
+
+    def run(self) -> StepLosses:
+        """Walk from the first action to the last."""
+        handlers: dict[ActionKind, Callable[[Action], None]] = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.BACKWARD_INPUT: self._backward_input,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
+            ActionKind.SEND_FORWARD: self._send,
+            ActionKind.SEND_BACKWARD: self._send,
+            ActionKind.RECV_FORWARD: self._receive,
+            ActionKind.RECV_BACKWARD: self._receive,
+        }
+        machine = self._track.machine
+        machine.reset()
+        while (action := machine.next()) is not None:
+            machine.start(action)
+            try:
+                handlers[action.kind](action)
+            except Exception as error:
+                error.add_note(self._describe(action))
+                raise
+            machine.complete(action)
+        self._messages.finish_all()
+        self._require_nothing_left()
+        losses = StepLosses(loss for _, loss in sorted(self._losses.items()))
+        losses.num_tokens = self._num_tokens
+        return losses
+
+    def _forward(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        hidden = None if self._track.is_first(action.stage) else self._take(self._inputs, key)
+        if hidden is not None and self._trains:
+            hidden.requires_grad_()
+        with self._recorded(action), torch.set_grad_enabled(self._trains):
+            result = self._forward_step(self._chunks[action.stage], hidden, action.microbatch)
+        is_last = self._track.is_last(action.stage)
+        output = self._take_loss(result, action.microbatch) if is_last else _require_tensor(result)
+        if self._trains:
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            self._saved[key] = _Saved(hidden=hidden, output=edge)
+        if not is_last:
+            self._activations.of_output(action.stage).require(output, "the output")
+            self._hand_over(ActionKind.SEND_FORWARD, action, output.detach().contiguous())
+
+    def _backward(self, action: Action) -> None:
+        saved, output_grad = self._take_backward(action)
+        self._announce(action)
+        with self._recorded(action):
+            # A stage without trainable parameters and without an input has nothing to do.
+            if saved.output is not None:
+                whole_backward(saved.output, output_grad)
+        if saved.hidden is not None:
+            self._hand_over_grad(action, saved.hidden, saved.hidden.grad)
+            saved.hidden.grad = None
+
+    def _backward_input(self, action: Action) -> None:
+        saved, output_grad = self._take_backward(action)
+        grad = None
+        with self._recorded(action):
+            if saved.output is not None:
+                grad, deferred = backward_input(saved.output, output_grad, saved.hidden)
+                self._deferred[action.stage, action.microbatch] = deferred
+        if saved.hidden is not None:
+            self._hand_over_grad(action, saved.hidden, grad)
+
+    def _backward_weight(self, action: Action) -> None:
+        deferred = self._deferred.pop((action.stage, action.microbatch), None)
+        self._announce(action)
+        with self._recorded(action):
+            if deferred is not None:
+                deferred.run()
+
+    def _take_backward(self, action: Action) -> tuple[_Saved, Tensor | None]:
+        key = (action.stage, action.microbatch)
+        is_last = self._track.is_last(action.stage)
+        return self._saved.pop(key), None if is_last else self._take(self._output_grads, key)
+
+    def _announce(self, action: Action) -> None:
+        if self._before_backward is not None:
+            self._before_backward(action.stage, action.microbatch)
+
+    def _take_loss(self, result: StageOutput, microbatch: int) -> Tensor:
+        loss, num_tokens = result if isinstance(result, tuple) else (result, None)
+        _require_loss(loss)
+        self._losses[microbatch] = loss.detach()
+        if num_tokens is not None:
+            count = torch.as_tensor(num_tokens, device=loss.device).detach().reshape(())
+            self._num_tokens = count if self._num_tokens is None else self._num_tokens + count
+        return loss
+
+    def _hand_over_grad(self, action: Action, hidden: Tensor, grad: Tensor | None) -> None:
+        # A chunk that ignores its input leaves no gradient.
+        message = torch.zeros_like(hidden) if grad is None else grad
+        self._hand_over(ActionKind.SEND_BACKWARD, action, message.contiguous())
+
+    def _hand_over(self, send_kind: ActionKind, action: Action, message: Tensor) -> None:
+        """Give a message to the neighbouring stage here, or keep it for the send that follows."""
+        forward = send_kind == ActionKind.SEND_FORWARD
+        neighbour = action.stage + (1 if forward else -1)
+        if neighbour in self._chunks:
+            received = self._inputs if forward else self._output_grads
+            received[neighbour, action.microbatch] = message
+        else:
+            self._outgoing[send_kind, action.stage, action.microbatch] = message
+
+    def _send(self, action: Action) -> None:
+        message = self._outgoing.pop((action.kind, action.stage, action.microbatch))
+        self._messages.send(action, self._track.peers[self._track.machine.position], message)
+
+    def _receive(self, action: Action) -> None:
+        position = self._track.machine.position
+        received = self._inputs if action.kind == ActionKind.RECV_FORWARD else self._output_grads
+        received[action.stage, action.microbatch] = self._messages.receive(
+            action, self._track.peers[position], self._track.acknowledged[position]
+        )
+
+    def _take(
+        self, received: dict[tuple[int, int], Tensor | Incoming], key: tuple[int, int]
+    ) -> Tensor:
+        """Return a message, waiting for it if it comes from another rank."""
+        message = received.pop(key)
+        if isinstance(message, Tensor):
+            return message
+        with self._recorded(message.action):
+            return self._messages.wait(message)
+
+    def _recorded(self, action: Action) -> AbstractContextManager[None]:
+        return self._recorder.record(action) if self._recorder is not None else nullcontext()
+
+    def _describe(self, action: Action) -> str:
+        program = self._track.program
+        return (
+            f"in pipeline action {action} ({KIND_WORDS[action.kind]}, stage {action.stage}, "
+            f"microbatch {action.microbatch}) on pipeline rank {program.rank}, "
+            f"step {self._track.machine.position} of {len(program)}"
+        )
+
+    def _require_nothing_left(self) -> None:
+        for name in ("_inputs", "_output_grads", "_saved", "_deferred", "_outgoing"):
+            if getattr(self, name):
+                raise RuntimeError(f"megacore bug: {name} holds {list(getattr(self, name))}")
+
+
+def _require_tensor(result: StageOutput) -> Tensor:
+    if not isinstance(result, Tensor):
+        raise ValueError(
+            f"a stage that is not the last one returned a {type(result).__name__}; there, "
+            "forward_step must return the output as one tensor"
+        )
+    return result
+
+
+def _require_loss(loss: Tensor) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        shown = f"{list(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
+        raise ValueError(
+            f"the last stage returned {shown}; there, forward_step must return the scalar loss of "
+            "the microbatch, or (loss, number of tokens)"
+        )

@@ -1,0 +1,225 @@
+"""The messages of one step between the ranks of a pipeline.
+
+Sends and receives only start transfers. Each message is kept alive until it is known to have been
+received; a receive is waited for by whoever reads it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from megacore._core import Action, ActionKind
+from megacore.parallel.collectives import irecv, isend
+from megacore.parallel.process_groups import Group
+from megacore.pipeline.activation import ActivationSpec, StageActivations
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MAX_DIMS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """How the messages of a pipeline travel.
+
+    Attributes:
+        to_higher: Group for messages to a rank of higher position.
+        to_lower: Group for messages to a rank of lower position; may be the same.
+        activations: What each stage sends on.
+        debug: Let a header travel ahead of each message, and check it.
+    """
+
+    to_higher: Group
+    to_lower: Group
+    activations: StageActivations
+    debug: bool = False
+
+    def group(self, *, sender: int, receiver: int) -> Group:
+        """Return the group in which one rank sends to another."""
+        return self.to_higher if sender < receiver else self.to_lower
+
+
+@dataclass(kw_only=True)
+class Incoming:
+    """A receive under way.
+
+    Attributes:
+        action: The receive.
+        peer: Position of the sender.
+        acknowledged: Sends to the peer that the message's arrival proves received.
+        tensor: Where the message will be.
+        work: The transfer; in debug mode first that of the header.
+        header: The header under way, in debug mode.
+    """
+
+    action: Action
+    peer: int
+    acknowledged: int
+    tensor: Tensor
+    work: Work
+    header: Tensor | None
+
+
+class Messages:
+    """Sends and receives of one rank in one step."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._position = transport.to_higher.position
+        self._waiting: dict[int, deque[tuple[list[Work], list[Tensor]]]] = defaultdict(deque)
+        self._num_done: dict[int, int] = defaultdict(int)
+        # In debug mode: messages whose header was not looked at yet, and how many were.
+        self._unseen: dict[int, deque[Incoming]] = defaultdict(deque)
+        self._num_seen: dict[int, int] = defaultdict(int)
+
+    def send(self, action: Action, peer: int, message: Tensor) -> None:
+        """Start to send what an action carries."""
+        transport = self._transport
+        forward = action.kind == ActionKind.SEND_FORWARD
+        receiver = action.stage + (1 if forward else -1)
+        spec = transport.activations.of_message(receiver, forward=forward)
+        spec.require(message, "the message")
+        group = transport.group(sender=self._position, receiver=peer)
+        tensors = [message]
+        if transport.debug:
+            number = self._num_done[peer] + len(self._waiting[peer])
+            tensors = [_header(receiver, action.microbatch, forward, number, spec), message]
+        tags = _tags(receiver, forward=forward, debug=transport.debug)[-len(tensors) :]
+        works = [
+            isend(tensor, group, to_position=peer, tag=tag)
+            for tensor, tag in zip(tensors, tags, strict=True)
+        ]
+        self._waiting[peer].append((works, tensors))
+
+    def receive(self, action: Action, peer: int, acknowledged: int) -> Incoming:
+        """Start to receive what an action brings."""
+        transport = self._transport
+        forward = action.kind == ActionKind.RECV_FORWARD
+        spec = transport.activations.of_message(action.stage, forward=forward)
+        tensor, header = spec.empty(), None
+        group = transport.group(sender=peer, receiver=self._position)
+        tags = _tags(action.stage, forward=forward, debug=transport.debug)
+        if transport.debug:
+            # The message itself is received once its header is known to be right: a message of
+            # another size would end the process.
+            header = torch.empty(5 + _MAX_DIMS, dtype=torch.int64, device=spec.device)
+        work = irecv(
+            tensor if header is None else header,
+            group,
+            from_position=peer,
+            tag=tags[-1] if header is None else tags[0],
+        )
+        incoming = Incoming(
+            action=action,
+            peer=peer,
+            acknowledged=acknowledged,
+            tensor=tensor,
+            work=work,
+            header=header,
+        )
+        if header is not None:
+            self._unseen[peer].append(incoming)
+        return incoming
+
+    def wait(self, incoming: Incoming) -> Tensor:
+        """Wait for a message, and let go of what its arrival proves received."""
+        group = self._transport.group(sender=incoming.peer, receiver=self._position)
+        try:
+            while incoming.header is not None:
+                self._see_next(incoming.peer)
+            incoming.work.wait()
+        except Exception as error:
+            error.add_note(
+                f"while waiting for {incoming.action} from pipeline rank {incoming.peer} "
+                f"(rank {group.ranks[incoming.peer]})"
+            )
+            raise
+        self._finish(incoming.peer, incoming.acknowledged)
+        return incoming.tensor
+
+    def finish_all(self) -> None:
+        """Wait until all sends are done."""
+        for peer, messages in self._waiting.items():
+            self._finish(peer, self._num_done[peer] + len(messages))
+
+    def _finish(self, peer: int, count: int) -> None:
+        """Wait for the first ``count`` messages of this step to a peer and let them go."""
+        while self._num_done[peer] < count:
+            works, _ = self._waiting[peer].popleft()
+            for work in works:
+                work.wait()
+            self._num_done[peer] += 1
+
+    def _see_next(self, peer: int) -> None:
+        """Check the header of the next message from a peer, and start to receive the message."""
+        incoming = self._unseen[peer].popleft()
+        forward = incoming.action.kind == ActionKind.RECV_FORWARD
+        stage, microbatch = incoming.action.stage, incoming.action.microbatch
+        spec = self._transport.activations.of_message(stage, forward=forward)
+        expected = _header(stage, microbatch, forward, self._num_seen[peer], spec)
+        incoming.work.wait()
+        header = torch.zeros_like(expected) if incoming.header is None else incoming.header
+        if not torch.equal(header, expected):
+            raise RuntimeError(
+                f"pipeline rank {self._position} expected {_describe(expected.tolist())}, but "
+                f"pipeline rank {peer} sent {_describe(header.tolist())}; the two ranks "
+                "run programs that do not belong together"
+            )
+        self._num_seen[peer] += 1
+        group = self._transport.group(sender=peer, receiver=self._position)
+        tag = _tags(stage, forward=forward, debug=True)[-1]
+        incoming.work = irecv(incoming.tensor, group, from_position=peer, tag=tag)
+        incoming.header = None
+
+
+def connect(transport: Transport, peers: set[int]) -> None:
+    """Exchange a word with each peer in both directions. Collective over all ranks of a pipeline.
+
+    NCCL, and gloo if told to, connect two ranks at their first message, and both of them block
+    until they are connected: even where a program only starts a transfer. Here all ranks do so in
+    one order, so that the messages of a step find every channel open.
+
+    Args:
+        transport: The groups.
+        peers: Positions that this rank exchanges messages with.
+    """
+    mine = transport.to_higher.position
+    word = torch.zeros(1, device=transport.activations.device)
+    for low, high in sorted((min(mine, peer), max(mine, peer)) for peer in peers):
+        for sender, receiver in ((low, high), (high, low)):
+            group = transport.group(sender=sender, receiver=receiver)
+            if sender == mine:
+                isend(word, group, to_position=receiver, tag=0).wait()
+            else:
+                irecv(word, group, from_position=sender, tag=0).wait()
+
+
+def _tags(receiver: int, *, forward: bool, debug: bool) -> tuple[int, ...]:
+    """Each stage's inputs and output gradients have a tag of their own.
+
+    In debug mode all headers have one tag and all messages another: then they come in the order in
+    which they were sent, right or wrong.
+    """
+    return (0, 1) if debug else (2 * receiver + (0 if forward else 1),)
+
+
+def _header(
+    stage: int, microbatch: int, forward: bool, number: int, spec: ActivationSpec
+) -> Tensor:
+    shape = [*spec.shape, *[-1] * (_MAX_DIMS - len(spec.shape))]
+    dtype = _DTYPES.index(spec.dtype)
+    return torch.tensor([number, stage, microbatch, int(forward), dtype, *shape]).to(spec.device)
+
+
+def _describe(header: list[int]) -> str:
+    number, stage, microbatch, forward, dtype, *shape = header
+    action = Action(
+        stage, ActionKind.RECV_FORWARD if forward else ActionKind.RECV_BACKWARD, microbatch
+    )
+    what = f"input of stage {stage}" if forward else f"gradient of the output of stage {stage}"
+    sizes = [size for size in shape if size >= 0]
+    return f"message {number}, {action} ({what}, microbatch {microbatch}, {sizes} {_DTYPES[dtype]})"

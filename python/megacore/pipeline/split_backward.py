@@ -1,0 +1,359 @@
+"""A backward pass in two parts: the gradient of the input (I), later those of the weights (W).
+
+Any module can be split, since the split is made in its autograd graph. The nodes of the graph from
+which only parameters can be reached are *weight nodes*: a transposed view of a weight, say. All
+others are *activation nodes*. A *border node*, such as a matrix product, is an activation node with
+an edge to a weight node. I runs the activation nodes, in which the border nodes compute the
+gradients of activations alone, and keeps what arrives at the border nodes. W lets the border nodes
+compute the gradients of weights alone, from what was kept, and then runs the weight nodes. So every
+gradient is computed once, every collective in a backward pass runs once, and parameters get their
+gradients in the same order as from a whole backward pass.
+
+Autograd lets a node leave out gradients that the running backward pass does not ask for. To have
+this in W, border nodes are called from inside of a small backward pass of their own
+(``_WeightGrads``), which asks for the weight nodes only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+# What arrives at a node: the gradient of each of its outputs that has one.
+Arrived = dict[int, Tensor]
+
+
+class DeferredWeightGrads:
+    """The W that follows an I: holds what it needs, and lets go of it as it runs."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self._parts = parts
+
+    def run(self) -> None:
+        """Add the gradients of the weights to the parameters' ``grad``; a second call does nothing.
+
+        Hooks on parameters run as in any backward pass. Hooks on other tensors from which only
+        parameters can be reached do not run.
+        """
+        parts, self._parts = self._parts, []
+        roots, wanted = [], []
+        while parts:
+            part = parts.pop()
+            wanted += [GradientEdge(node, 0) for node in part.weight_nodes]
+            params = [leaf.variable for leaf in part.leaves]
+            roots.append(_WeightGrads.apply(part, *params))  # type: ignore[no-untyped-call]
+            del part
+        if roots:
+            torch.autograd.backward(roots, inputs=wanted)
+
+
+def backward_input(
+    output: GradientEdge, output_grad: Tensor | None, hidden: Tensor | None
+) -> tuple[Tensor | None, DeferredWeightGrads]:
+    """Compute the gradient of the input of a stage, and defer those of its weights.
+
+    Args:
+        output: Of the stage's output, from ``torch.autograd.graph.get_gradient_edge``.
+        output_grad: Gradient of the output; ``None`` for a scalar loss.
+        hidden: The stage's input, a leaf that requires grad, or ``None`` on the first stage. There,
+            a branch of the graph without any activation in it, as from the embedding's weight up to
+            the first sum, belongs to the weights.
+
+    Returns:
+        The gradient of ``hidden``, or ``None`` if it has no influence; and what is left to do.
+
+    Raises:
+        ValueError: If the graph has a node that runs a backward pass of its own.
+
+    Example:
+        >>> x, w = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.tensor([2.0, 3.0]))
+        >>> grad, weights = backward_input(get_gradient_edge((x * w).sum()), None, x)
+        >>> grad.tolist(), w.grad
+        ([2.0, 3.0], None)
+        >>> weights.run()
+        >>> w.grad.tolist()
+        [1.0, 1.0]
+    """
+    target = None if hidden is None else get_gradient_edge(hidden)
+    graph = _Graph(output, None if target is None else target.node)
+    output_grad = _grad_or_one(output, output_grad)
+    if output.node in graph.weight_nodes:
+        return None, DeferredWeightGrads(
+            _parts(graph, {output.node: {output.output_nr: output_grad}})
+        )
+    edges = [GradientEdge(node, nr) for node, nrs in graph.borders.items() for nr in sorted(nrs)]
+    reached = graph.reaches_target
+    wanted = [target, *edges] if reached and target is not None else edges
+    if not wanted:
+        return None, DeferredWeightGrads([])
+    watch = _Watch(graph)
+    try:
+        grads = torch.autograd.grad(
+            [output], wanted, [output_grad], retain_graph=True, allow_unused=True
+        )
+    finally:
+        watch.end()
+    grad, captured = (grads[0], grads[1:]) if reached else (None, grads)
+    arrived: dict[Node, Arrived] = defaultdict(dict)
+    for edge, value in zip(edges, captured, strict=True):
+        if value is not None:
+            arrived[edge.node][edge.output_nr] = value
+    arrived |= watch.arrived
+    return grad, DeferredWeightGrads(_parts(graph, arrived))
+
+
+def whole_backward(output: GradientEdge, output_grad: Tensor | None) -> None:
+    """Run a backward pass in one piece; ``output_grad`` is ``None`` for a scalar loss."""
+    torch.autograd.backward([output], [_grad_or_one(output, output_grad)])
+
+
+def _grad_or_one(output: GradientEdge, output_grad: Tensor | None) -> Tensor:
+    if output_grad is not None:
+        return output_grad
+    metadata = output.node._input_metadata[output.output_nr]
+    return torch.ones(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+
+class _Graph:
+    """The autograd graph of one forward pass of a stage, sorted into the kinds of nodes.
+
+    Attributes:
+        edges: The edges of each node, ``(None, 0)`` for an input without gradient.
+        weight_nodes: Nodes from which only parameters can be reached, leaves included.
+        borders: Border nodes, each with the outputs whose gradients arrive at it.
+        reaches_target: Whether the stage's input has any influence.
+    """
+
+    def __init__(self, output: GradientEdge, target: Node | None) -> None:
+        self.edges = _edges(output.node)
+        self.weight_nodes: set[Node] = set()
+        activation: set[Node] = set()
+        borders: list[Node] = []
+        for node, edges in self.edges.items():
+            children = [child for child, _ in edges if child is not None]
+            if node is target or not activation.isdisjoint(children):
+                activation.add(node)
+            elif not children:
+                if _is_leaf(node):
+                    self.weight_nodes.add(node)
+                continue
+            elif target is not None or _is_branch_of_weights(children, self.weight_nodes):
+                self.weight_nodes.add(node)
+                continue
+            else:
+                activation.add(node)
+            if not self.weight_nodes.isdisjoint(children):
+                borders.append(node)
+        self.reaches_target = target in activation
+        self.borders: dict[Node, set[int]] = {node: set() for node in borders}
+        if output.node in self.borders:
+            self.borders[output.node].add(output.output_nr)
+        for node in activation:
+            for child, nr in self.edges[node]:
+                if child in self.borders:
+                    self.borders[child].add(nr)
+
+    def asks(self, node: Node, *, weights: bool) -> list[bool]:
+        """For each edge of a node whether it belongs to I, or to W."""
+        edges = self.edges[node]
+        return [(child in self.weight_nodes) == weights for child, _ in edges if child is not None]
+
+
+def _is_branch_of_weights(children: list[Node], weight_nodes: set[Node]) -> bool:
+    """On the first stage: whether a node is on the way from one weight to where it meets others."""
+    return len(children) == 1 and children[0] in weight_nodes
+
+
+def _is_leaf(node: Node) -> bool:
+    return hasattr(node, "variable")
+
+
+def _edges(root: Node) -> dict[Node, list[tuple[Node | None, int]]]:
+    """The edges of all nodes of a graph, each node behind those it leads to. It may be deep."""
+    done: dict[Node, list[tuple[Node | None, int]]] = {}
+    path = [root]
+    opened: dict[Node, list[tuple[Node | None, int]]] = {}
+    while path:
+        node = path[-1]
+        if node in opened:
+            path.pop()
+            if node not in done:
+                done[node] = opened[node]
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                "a stage with a reentrant checkpoint cannot split its backward pass, because the "
+                "checkpoint adds to the gradients of weights at once; use torch.utils.checkpoint "
+                "with use_reentrant=False, or a schedule with whole backward passes"
+            )
+        opened[node] = edges = list(node.next_functions)
+        path += [child for child, _ in edges if child is not None and child not in opened]
+    return done
+
+
+class _Watch:
+    """Watches border nodes during I, and lets Python functions leave out gradients of weights.
+
+    Hooks see gradients as other hooks left them. A node that leads to no activation is not run, so
+    its hook is not called either; what arrives there is captured by autograd itself.
+    """
+
+    def __init__(self, graph: _Graph) -> None:
+        self.arrived: dict[Node, Arrived] = {}
+        self._needs: list[tuple[Any, tuple[bool, ...]]] = []
+        self._handles = [node.register_prehook(self._hook(node)) for node in graph.borders]
+        for node in graph.borders:
+            needs = getattr(node, "needs_input_grad", None)  # of functions written in Python
+            if needs is not None:
+                self._needs.append((node, needs))
+                _ask_for(node, graph.asks(node, weights=False))
+
+    def _hook(self, node: Node) -> Callable[[Sequence[Tensor | None]], None]:
+        arrived = self.arrived  # not self, which would be a cycle from a node to itself
+
+        def on_run(grads: Sequence[Tensor | None]) -> None:
+            arrived[node] = {nr: grad for nr, grad in enumerate(grads) if grad is not None}
+
+        return on_run
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for node, needs in self._needs:
+            node.needs_input_grad = needs
+
+
+def _ask_for(node: Any, wanted: Sequence[bool]) -> None:
+    """Set which gradients a Python function is to compute, among those it has edges for."""
+    flags = iter(wanted)
+    node.needs_input_grad = tuple(needed and next(flags) for needed in node.needs_input_grad)
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """Border and weight nodes that run together in W, since their gradients are added up.
+
+    Attributes:
+        arrived: What arrives at its nodes from I.
+        nodes: Its nodes without the leaves, in the order in which autograd would run them.
+        weight_nodes: Those that are weight nodes, and the leaves.
+        leaves: The nodes of its parameters.
+    """
+
+    arrived: dict[Node, Arrived]
+    nodes: deque[Node]
+    weight_nodes: set[Node]
+    leaves: list[Any]
+
+    def run(self) -> list[Tensor | None]:
+        """Compute the gradients of the parameters, letting go of each node behind it."""
+        while self.nodes:
+            node = self.nodes.popleft()
+            arrived = self.arrived.pop(node, None)
+            if arrived is None:
+                continue
+            grads = _run_node(node, arrived, self.weight_nodes)
+            for (child, nr), grad in zip(node.next_functions, grads, strict=True):
+                if child in self.weight_nodes and grad is not None:
+                    self._add(child, nr, grad)
+        return [self.arrived.pop(leaf, {}).get(0) for leaf in self.leaves]
+
+    def _add(self, node: Node, nr: int, grad: Tensor) -> None:
+        metadata = node._input_metadata[nr]
+        # As autograd does: gradients of what was broadcast or cast come in the wide form.
+        if grad.shape != metadata.shape:
+            grad = grad.sum_to_size(metadata.shape)
+        if grad.dtype != metadata.dtype:
+            grad = grad.to(metadata.dtype)
+        grads = self.arrived.setdefault(node, {})
+        grads[nr] = grads[nr] + grad if nr in grads else grad
+
+
+def _run_node(node: Any, arrived: Arrived, weight_nodes: set[Node]) -> Sequence[Tensor | None]:
+    """Gradients of the edges of a node to weight nodes, ``None`` for the others."""
+    metadata = node._input_metadata
+    if not isinstance(node, BackwardCFunction):
+        result = node(*(arrived.get(nr) for nr in range(len(metadata))))
+        return result if isinstance(result, tuple) else (result,)
+    needed = node.needs_input_grad
+    edges = node.next_functions
+    _ask_for(node, [child in weight_nodes for child, _ in edges if child is not None])
+    # A Python function expects a gradient for every output.
+    filled = [
+        arrived[nr] if nr in arrived else torch.zeros(m.shape, dtype=m.dtype, device=m.device)
+        for nr, m in enumerate(metadata)
+    ]
+    result = node.apply(*filled)  # type: ignore[no-untyped-call]
+    by_input = result if isinstance(result, tuple) else (result,)
+    # Results stand for the arguments of the forward pass, edges for the tensors among them.
+    grads = iter([grad for grad, need in zip(by_input, needed, strict=False) if need])
+    return [None if child is None else next(grads) for child, _ in edges]
+
+
+def _parts(graph: _Graph, arrived: dict[Node, Arrived]) -> list[_Part]:
+    """Cut what W has to run into parts, in the order in which autograd would begin them."""
+    groups = _Groups()
+    members: dict[Node, list[Node]] = {}
+    nodes = [*graph.weight_nodes, *(node for node in arrived if node in graph.borders)]
+    for node in nodes:
+        for child, _ in graph.edges[node]:
+            if child in graph.weight_nodes:
+                groups.join(node, child)
+    for node in nodes:
+        members.setdefault(groups.find(node), []).append(node)
+    parts = []
+    for group in members.values():
+        here = {node: arrived[node] for node in group if node in arrived}
+        leaves = [node for node in group if _is_leaf(node)]
+        if here:
+            inner = set(group).difference(leaves)
+            part = _Part(
+                arrived=here,
+                nodes=deque(sorted(inner, key=_sequence, reverse=True)),
+                weight_nodes=graph.weight_nodes.intersection(group),
+                leaves=leaves,
+            )
+            parts.append((max(map(_sequence, here)), part))
+    return [part for _, part in sorted(parts, key=lambda entry: entry[0], reverse=True)]
+
+
+def _sequence(node: Node) -> int:
+    return node._sequence_nr()
+
+
+class _Groups:
+    """Disjoint sets of nodes."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Node, Node] = {}
+
+    def find(self, node: Node) -> Node:
+        """Return the node that stands for the set of a node."""
+        while (parent := self._parent.get(node, node)) is not node:
+            node = parent
+        return node
+
+    def join(self, first: Node, second: Node) -> None:
+        """Unite two sets."""
+        self._parent[self.find(first)] = self.find(second)
+
+
+class _WeightGrads(torch.autograd.Function):
+    """Stands for one part in the backward pass of W: its gradients are those of the part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, *params: Tensor) -> Tensor:
+        ctx.part = part
+        return params[0].new_zeros(())  # on their device, so that W runs on the stream it is on
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        part, ctx.part = ctx.part, None
+        return (None, *part.run())
