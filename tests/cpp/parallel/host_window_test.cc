@@ -23,7 +23,9 @@ struct Shape {
 };
 
 HostCommConfig config_of(const Shape& shape, int position) {
-  HostCommConfig config = {.position = position, .timeout_s = shape.timeout_s};
+  HostCommConfig config;
+  config.position = position;
+  config.timeout_s = shape.timeout_s;
   for (int p = 0; p < shape.size; ++p) {
     config.ranks.push_back(10 + p);
   }
