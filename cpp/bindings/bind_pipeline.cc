@@ -10,11 +10,9 @@
 
 #include "bindings.h"
 #include "megacore/pipeline/generators.h"
-#include "megacore/pipeline/lowering.h"
 #include "megacore/pipeline/partition.h"
 #include "megacore/pipeline/schedule_table.h"
 #include "megacore/pipeline/simulate.h"
-#include "megacore/pipeline/state_machine.h"
 #include "megacore/pipeline/validate.h"
 
 namespace megacore::bindings {
@@ -36,6 +34,10 @@ void bind_action(py::module_& module) {
       .value("RECV_FORWARD", ActionKind::kRecvForward)
       .value("SEND_BACKWARD", ActionKind::kSendBackward)
       .value("RECV_BACKWARD", ActionKind::kRecvBackward)
+      .value("RECOMPUTE", ActionKind::kRecompute)
+      .value("RELEASE", ActionKind::kRelease)
+      .value("GATHER_PARAMS", ActionKind::kGatherParams)
+      .value("REDUCE_GRADS", ActionKind::kReduceGrads)
       .finalize();
   py::class_<Action>(module, "Action", "One step of a pipeline rank; str() gives its text, 2F0.")
       .def(py::init<int32_t, ActionKind, int32_t>(), "stage"_a, "kind"_a, "microbatch"_a)
@@ -101,12 +103,9 @@ void bind_schedule(py::module_& module) {
       .def("forward_only", py::overload_cast<const Schedule&>(&forward_only), NoGil())
       .def("validate", &validate, NoGil())
       .def(
-          "lower",
-          [](const Schedule& s, bool in_order) {
-            return lower(s, in_order ? Receives::kInOrder : Receives::kAhead);
-          },
-          py::kw_only(),
-          "in_order"_a,
+          "validate_memory",
+          [](const Schedule& s, const std::vector<int64_t>& limits) { validate_memory(s, limits); },
+          "limits"_a,
           NoGil())
       .def(
           "simulate",
@@ -199,85 +198,12 @@ void bind_generators(py::module_& module) {
       "layout"_a);
 }
 
-// One field of every step, in order.
-template <typename Field>
-auto step_fields(Field ProgramStep::* field) {
-  return [field](const Program& program) {
-    std::vector<Field> values;
-    values.reserve(program.steps.size());
-    for (const ProgramStep& step : program.steps) values.push_back(step.*field);
-    return values;
-  };
-}
-
-void bind_program(py::module_& module) {
-  py::class_<Program>(
-      module,
-      "Program",
-      "One rank's actions with sends and receives, in execution order; iterate over "
-      "`actions`. `peers` holds the rank at the other end (-1: compute action), "
-      "`acknowledged` how many sends to that rank a receive proves received.")
-      .def_readonly("rank", &Program::rank)
-      .def_readonly("num_microbatches", &Program::num_microbatches)
-      .def_readonly("is_forward_only", &Program::forward_only)
-      .def_property_readonly("is_in_order",
-                             [](const Program& p) { return p.receives == Receives::kInOrder; })
-      .def_property_readonly("num_ranks", [](const Program& p) { return p.placement.num_ranks(); })
-      .def_property_readonly("num_stages",
-                             [](const Program& p) { return p.placement.num_stages(); })
-      .def_property_readonly("num_chains",
-                             [](const Program& p) { return p.placement.num_chains(); })
-      .def_property_readonly("stages",
-                             [](const Program& p) {
-                               const auto stages = p.placement.stages_of(p.rank);
-                               return std::vector<int32_t>(stages.begin(), stages.end());
-                             })
-      .def_property_readonly("actions", step_fields(&ProgramStep::action))
-      .def_property_readonly("peers", step_fields(&ProgramStep::peer))
-      .def_property_readonly("acknowledged", step_fields(&ProgramStep::acknowledged))
-      .def("forward_only",
-           py::overload_cast<const Program&>(&forward_only),
-           NoGil(),
-           "The same program without backward and gradient messages, for evaluation.")
-      .def("to_text",
-           py::overload_cast<const Program&>(&to_text),
-           NoGil(),
-           "The actions, separated by blanks.")
-      .def("__len__", [](const Program& p) { return p.steps.size(); })
-      .def(py::self == py::self);
-  module.def("programs_from_actions", &programs_from_actions, "schedule"_a, "rows"_a, NoGil());
-  module.def(
-      "validate_programs",
-      [](const std::vector<Program>& programs) { validate_programs(programs); },
-      "programs"_a,
-      NoGil());
-
-  py::class_<StateMachine>(module,
-                           "StateMachine",
-                           "Walks a program; a step out of turn is a RuntimeError that names the "
-                           "position, the action expected and the one given.")
-      .def(py::init<Program>(), "program"_a)
-      .def_property_readonly("position", &StateMachine::position)
-      .def_property_readonly("is_running", &StateMachine::is_running)
-      .def(
-          "next",
-          [](const StateMachine& machine) -> std::optional<Action> {
-            const ProgramStep* step = machine.next();
-            return step == nullptr ? std::nullopt : std::optional(step->action);
-          },
-          "The action to start next, or the one that runs; None at the end.")
-      .def("start", &StateMachine::start, "action"_a)
-      .def("complete", &StateMachine::complete, "action"_a)
-      .def("reset", &StateMachine::reset, "Back to the first step, from anywhere.");
-}
-
 }  // namespace
 
 void bind_pipeline(pybind11::module_& module) {
   bind_action(module);
   bind_schedule(module);
   bind_generators(module);
-  bind_program(module);
 }
 
 }  // namespace megacore::bindings

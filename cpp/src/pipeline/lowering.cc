@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <utility>
 
 #include "dependencies.h"
 #include "megacore/base/check.h"
+#include "megacore/pipeline/passes.h"
 #include "megacore/pipeline/simulate.h"
 #include "messages.h"
 
@@ -83,14 +85,41 @@ struct PlacedReceive {
   ProgramStep step;
 };
 
-// One compute action ahead of the reader, and never behind a later message of the same channel.
-void place_receives(const Channel& channel, std::vector<PlacedReceive>& placed) {
+// The compute actions of one rank.
+struct ComputeRow {
+  std::span<const Action> actions;
+  std::vector<uint8_t> starts_pair;  // by action, or empty if no two overlap
+
+  // The first of the pair that holds an action, or the action itself.
+  int32_t start_of(int32_t action) const {
+    const bool second =
+        !starts_pair.empty() && action > 0 && starts_pair[static_cast<size_t>(action) - 1] != 0;
+    return second ? action - 1 : action;
+  }
+  bool is_pair(size_t action) const { return !starts_pair.empty() && starts_pair[action] != 0; }
+};
+
+ComputeRow compute_row(const Schedule& schedule, int rank) {
+  ComputeRow row{.actions = schedule.rank_actions(rank), .starts_pair = {}};
+  const std::vector<int64_t> pairs = overlap_positions(schedule, rank);
+  if (!pairs.empty()) row.starts_pair.assign(row.actions.size(), 0);
+  for (const int64_t position : pairs) row.starts_pair[static_cast<size_t>(position)] = 1;
+  return row;
+}
+
+// `ahead` compute actions before the reader, never between two that overlap, and never behind a
+// later message of the same channel.
+void place_receives(const Channel& channel,
+                    const ComputeRow& row,
+                    int ahead,
+                    std::vector<PlacedReceive>& placed) {
   const size_t begin = placed.size();
   placed.resize(begin + channel.messages.size());
   int32_t latest = INT32_MAX;
   for (size_t i = channel.messages.size(); i-- > 0;) {
     const Message& message = channel.messages[i];
-    latest = std::min(latest, std::max(message.read_at - 1, 0));
+    const int32_t wanted = std::max(row.start_of(message.read_at) - ahead, 0);
+    latest = std::min(latest, row.start_of(wanted));
     placed[begin + i] = {
         .before = latest,
         .step = {
@@ -98,9 +127,17 @@ void place_receives(const Channel& channel, std::vector<PlacedReceive>& placed) 
   }
 }
 
+// Appends the compute action at `i`, or the pair that begins there. Returns how many those are.
+size_t append_compute(const ComputeRow& row, size_t i, std::vector<ProgramStep>& steps) {
+  const bool pair = row.is_pair(i);
+  steps.push_back({.action = row.actions[i], .starts_pair = pair});
+  if (pair) steps.push_back({.action = row.actions[i + 1]});
+  return pair ? 2 : 1;
+}
+
 // Merges the compute actions of a rank, their sends, and its receives, which are ordered by place
 // (stably: the order within a channel stays).
-std::vector<ProgramStep> assemble(std::span<const Action> actions,
+std::vector<ProgramStep> assemble(const ComputeRow& row,
                                   const Placement& placement,
                                   std::vector<PlacedReceive> receives) {
   std::stable_sort(
@@ -108,14 +145,15 @@ std::vector<ProgramStep> assemble(std::span<const Action> actions,
         return a.before < b.before;
       });
   std::vector<ProgramStep> steps;
-  steps.reserve(2 * actions.size() + receives.size());
+  steps.reserve(2 * row.actions.size() + receives.size());
   auto receive = receives.begin();
-  for (size_t i = 0; i < actions.size(); ++i) {
+  for (size_t i = 0; i < row.actions.size();) {
     for (; receive != receives.end() && receive->before == static_cast<int32_t>(i); ++receive) {
       steps.push_back(receive->step);
     }
-    steps.push_back({.action = actions[i]});
-    if (const auto send = send_of(actions[i], placement)) steps.push_back(*send);
+    for (const size_t end = i + append_compute(row, i, steps); i < end; ++i) {
+      if (const auto send = send_of(row.actions[i], placement)) steps.push_back(*send);
+    }
   }
   return steps;
 }
@@ -171,7 +209,7 @@ std::vector<std::vector<Channel>> acknowledged_channels(const Schedule& schedule
 }
 
 // Programs without steps.
-std::vector<Program> empty_programs(const Schedule& schedule, Receives receives) {
+std::vector<Program> empty_programs(const Schedule& schedule, Receives receives, int ahead) {
   std::vector<Program> programs;
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     programs.push_back({.rank = rank,
@@ -179,21 +217,22 @@ std::vector<Program> empty_programs(const Schedule& schedule, Receives receives)
                         .num_microbatches = schedule.num_microbatches,
                         .forward_only = schedule.forward_only,
                         .receives = receives,
-                        .steps = {}});
+                        .steps = {},
+                        .ahead = ahead});
   }
   return programs;
 }
 
-std::vector<Program> lower_ahead(const Schedule& schedule) {
+std::vector<Program> lower_ahead(const Schedule& schedule, int ahead) {
   const std::vector<std::vector<Channel>> incoming = acknowledged_channels(schedule);
-  std::vector<Program> programs = empty_programs(schedule, Receives::kAhead);
+  std::vector<Program> programs = empty_programs(schedule, Receives::kAhead, ahead);
   for (Program& program : programs) {
+    const ComputeRow row = compute_row(schedule, program.rank);
     std::vector<PlacedReceive> receives;
     for (const Channel& channel : incoming[static_cast<size_t>(program.rank)]) {
-      place_receives(channel, receives);
+      place_receives(channel, row, ahead, receives);
     }
-    program.steps =
-        assemble(schedule.rank_actions(program.rank), schedule.placement, std::move(receives));
+    program.steps = assemble(row, schedule.placement, std::move(receives));
   }
   return programs;
 }
@@ -201,19 +240,23 @@ std::vector<Program> lower_ahead(const Schedule& schedule) {
 // Both ends of a message, at the time at which it is made if all costs are 1.
 struct Transfer {
   double time;
+  size_t made_at;  // index into the actions of the schedule: by sender, then in its order
   ProgramStep send;
   ProgramStep receive;  // its peer is the sender
 };
 
-// All messages by time; of those made at one time, by sender. A rank makes one at a time.
+// All messages by time; of those made at one time, by sender; a pair makes two at a time, in order.
 std::vector<Transfer> transfers_in_order(const Schedule& schedule, const Timeline& timeline) {
+  const std::vector<uint8_t> starts_pair = pair_starts(schedule);
   std::vector<Transfer> transfers;
   for (const std::vector<Channel>& channels : acknowledged_channels(schedule)) {
     for (const Channel& channel : channels) {
       const int64_t begin = schedule.offsets[static_cast<size_t>(channel.from)];
       for (const Message& message : channel.messages) {
         const auto made_at = static_cast<size_t>(begin + message.made_at);
-        transfers.push_back({.time = timeline.spans[made_at].end,
+        const bool pair = !starts_pair.empty() && starts_pair[made_at] != 0;
+        transfers.push_back({.time = timeline.spans[made_at + (pair ? 1 : 0)].end,
+                             .made_at = made_at,
                              .send = send_of(schedule.actions[made_at], schedule.placement).value(),
                              .receive = {.action = message.receive,
                                          .peer = channel.from,
@@ -222,22 +265,23 @@ std::vector<Transfer> transfers_in_order(const Schedule& schedule, const Timelin
     }
   }
   std::sort(transfers.begin(), transfers.end(), [](const Transfer& a, const Transfer& b) {
-    return a.time != b.time ? a.time < b.time : a.receive.peer < b.receive.peer;
+    return a.time != b.time ? a.time < b.time : a.made_at < b.made_at;
   });
   return transfers;
 }
 
-std::vector<Program> lower_in_order(const Schedule& schedule) {
+std::vector<Program> lower_in_order(const Schedule& schedule, int ahead) {
   const Timeline timeline = simulate(schedule, {});
-  std::vector<Program> programs = empty_programs(schedule, Receives::kInOrder);
-  std::vector<int64_t> next(schedule.offsets.begin(), schedule.offsets.end() - 1);
+  std::vector<Program> programs = empty_programs(schedule, Receives::kInOrder, ahead);
+  std::vector<ComputeRow> rows;
+  for (const Program& program : programs) rows.push_back(compute_row(schedule, program.rank));
+  std::vector<size_t> next(rows.size(), 0);
   // Appends the compute actions of a rank that start before `time`.
   const auto compute_until = [&](int32_t rank, double time) {
     const auto r = static_cast<size_t>(rank);
-    for (; next[r] < schedule.offsets[r + 1]; ++next[r]) {
-      const auto index = static_cast<size_t>(next[r]);
-      if (timeline.spans[index].start >= time) break;
-      programs[r].steps.push_back({.action = schedule.actions[index]});
+    const auto begin = static_cast<size_t>(schedule.offsets[r]);
+    while (next[r] < rows[r].actions.size() && timeline.spans[begin + next[r]].start < time) {
+      next[r] += append_compute(rows[r], next[r], programs[r].steps);
     }
   };
   for (const Transfer& transfer : transfers_in_order(schedule, timeline)) {
@@ -259,42 +303,81 @@ bool is_forward(ActionKind kind) {
          kind == ActionKind::kRecvForward;
 }
 
+// What preceded a reader may be gone: place the receives again.
+std::vector<ProgramStep> placed_again(const Program& program) {
+  std::vector<Action> actions;
+  for (const ProgramStep& step : program.steps) {
+    if (is_compute(step.action.kind)) actions.push_back(step.action);
+  }
+  const ComputeRow row{.actions = actions, .starts_pair = {}};
+  std::vector<PlacedReceive> receives;
+  for (const Channel& channel : channels_of(program, actions)) {
+    place_receives(channel, row, program.ahead, receives);
+  }
+  return assemble(row, program.placement, std::move(receives));
+}
+
+// The program without what passes have added to it or noted on its steps.
+Program without_passes(const Program& program) {
+  Program result = program;
+  result.passes = {};
+  std::erase_if(result.steps, [](const ProgramStep& step) {
+    return !is_compute(step.action.kind) && !is_transfer(step.action.kind);
+  });
+  for (ProgramStep& step : result.steps) {
+    step.slot = -1;
+    step.batch = -1;
+    step.drops_activations = false;
+  }
+  return result;
+}
+
+// The passes that mean something without backward.
+Program with_passes(Program program, const Passes& passes) {
+  if (passes.batches) program = batch_transfers(std::move(program));
+  if (passes.parameter_sync) program = add_parameter_sync(std::move(program));
+  if (passes.releases) program = add_releases(std::move(program));
+  if (passes.slots) program = assign_slots(std::move(program), *passes.slots);
+  return program;
+}
+
 }  // namespace
 
-std::vector<Program> lower(const Schedule& schedule, Receives receives) {
-  return receives == Receives::kAhead ? lower_ahead(schedule) : lower_in_order(schedule);
+void number_messages(Program& program) {
+  std::vector<int32_t> counts(2 * static_cast<size_t>(program.placement.num_ranks()), 0);
+  for (ProgramStep& step : program.steps) {
+    if (!is_transfer(step.action.kind) || step.peer < 0) continue;
+    const size_t channel =
+        2 * static_cast<size_t>(step.peer) + (is_send(step.action.kind) ? 0U : 1U);
+    step.sequence = counts[channel]++;
+  }
+}
+
+std::vector<Program> lower(const Schedule& schedule, Receives receives, int ahead) {
+  MC_REQUIRE(ahead >= 0,
+             "ahead is ",
+             ahead,
+             "; it is how many compute actions before its reader a receive stands, 0 at least");
+  std::vector<Program> programs =
+      receives == Receives::kAhead ? lower_ahead(schedule, ahead) : lower_in_order(schedule, ahead);
+  for (Program& program : programs) number_messages(program);
+  return programs;
 }
 
 Program forward_only(const Program& program) {
-  Program result = program;
+  Program result = without_passes(program);
   result.forward_only = true;
   std::erase_if(result.steps,
                 [](const ProgramStep& step) { return !is_forward(step.action.kind); });
   const auto counts = forward_send_counts(program);
   for (ProgramStep& step : result.steps) {
+    step.starts_pair = false;
     if (step.acknowledged == 0) continue;
     step.acknowledged = counts.at(step.peer).at(static_cast<size_t>(step.acknowledged));
   }
-  if (program.receives == Receives::kInOrder) return result;
-
-  // What preceded a reader may be gone: place the receives again.
-  std::vector<Action> actions;
-  for (const ProgramStep& step : result.steps) {
-    if (is_compute(step.action.kind)) actions.push_back(step.action);
-  }
-  std::vector<PlacedReceive> receives;
-  for (const Channel& channel : channels_of(result, actions)) place_receives(channel, receives);
-  result.steps = assemble(actions, result.placement, std::move(receives));
-  return result;
-}
-
-std::string to_text(const Program& program) {
-  std::string text;
-  for (const ProgramStep& step : program.steps) {
-    if (!text.empty()) text += ' ';
-    append_text(step.action, text);
-  }
-  return text;
+  if (program.receives == Receives::kAhead) result.steps = placed_again(result);
+  number_messages(result);
+  return with_passes(std::move(result), program.passes);
 }
 
 }  // namespace megacore::pipeline

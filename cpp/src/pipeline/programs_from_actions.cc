@@ -10,7 +10,7 @@ namespace {
 
 // The step of an action; a send or receive that has no other end keeps -1.
 ProgramStep step_of(const Action& action, const Placement& placement) {
-  if (is_compute(action.kind)) return {.action = action};
+  if (!is_transfer(action.kind)) return {.action = action};
   const std::optional<ProgramStep> step = is_send(action.kind)
                                               ? send_of(maker_of(action), placement)
                                               : receive_of(reader_of(action), placement);
@@ -31,7 +31,8 @@ std::vector<Program> programs_from_actions(const Schedule& schedule,
                                                      .steps = {}});
     for (const Action& action : rows[rank]) {
       MC_REQUIRE(action.stage >= 0 && action.stage < schedule.num_stages() &&
-                     action.microbatch >= 0 && action.microbatch < schedule.num_microbatches,
+                     (is_per_stage(action.kind) ||
+                      (action.microbatch >= 0 && action.microbatch < schedule.num_microbatches)),
                  "rank ",
                  rank,
                  ", position ",
@@ -45,6 +46,7 @@ std::vector<Program> programs_from_actions(const Schedule& schedule,
                  " microbatches");
       program.steps.push_back(step_of(action, schedule.placement));
     }
+    number_messages(program);
   }
   return programs;
 }

@@ -241,4 +241,44 @@ void validate(const Schedule& schedule) {
   }
 }
 
+void validate_memory(const Schedule& schedule, std::span<const int64_t> limits) {
+  const auto num_ranks = static_cast<size_t>(schedule.num_ranks());
+  MC_REQUIRE(limits.size() == 1 || limits.size() == num_ranks,
+             "memory_limit has ",
+             limits.size(),
+             " entries; give one for all ranks or ",
+             num_ranks,
+             ", one per rank");
+  std::string list;
+  std::vector<Mark> marks;
+  for (size_t rank = 0; rank < num_ranks; ++rank) {
+    const auto actions = schedule.rank_actions(static_cast<int>(rank));
+    const int64_t limit = limits[limits.size() == 1 ? 0 : rank];
+    int64_t held = 0;
+    int64_t peak = 0;
+    size_t first = actions.size();
+    for (size_t position = 0; position < actions.size(); ++position) {
+      if (actions[position].kind == ActionKind::kForward) peak = std::max(peak, ++held);
+      if (held > limit) first = std::min(first, position);
+      if (frees_activation(actions[position].kind) || schedule.forward_only) --held;
+    }
+    if (peak <= limit) continue;
+    marks.push_back({static_cast<int>(rank), static_cast<int64_t>(first)});
+    list += concat("  rank ",
+                   rank,
+                   " holds up to ",
+                   peak,
+                   " activations, its limit is ",
+                   limit,
+                   "; the first too many is that of ",
+                   to_text(actions[first]),
+                   " at position ",
+                   first,
+                   "\n");
+  }
+  if (marks.empty()) return;
+  throw std::invalid_argument(
+      concat("the schedule does not fit:\n", list, marked_table(schedule.rows(), marks)));
+}
+
 }  // namespace megacore::pipeline

@@ -1,41 +1,19 @@
+#include "megacore/pipeline/validate_programs.h"
+
 #include <algorithm>
 #include <map>
-#include <string_view>
 #include <utility>
 
 #include "dependencies.h"
 #include "megacore/base/check.h"
-#include "megacore/pipeline/lowering.h"
 #include "megacore/pipeline/validate.h"
 #include "messages.h"
-#include "schedule_table_text.h"
+#include "program_errors.h"
 
 namespace megacore::pipeline {
 namespace {
 
 using base::concat;
-
-using Programs = std::span<const Program>;
-
-// Throws with the programs as a table, the given places marked.
-[[noreturn]] void refuse(Programs programs, const std::vector<Mark>& marks, std::string text) {
-  std::vector<std::vector<Action>> actions;
-  for (const Program& program : programs) {
-    auto& row = actions.emplace_back();
-    for (const ProgramStep& step : program.steps) row.push_back(step.action);
-  }
-  const std::vector<std::span<const Action>> rows(actions.begin(), actions.end());
-  throw std::invalid_argument(
-      concat("the programs are not valid: ", text, "\n", marked_table(rows, marks)));
-}
-
-[[noreturn]] void refuse_step(Programs programs, int rank, int64_t position, std::string text) {
-  const ProgramStep& step =
-      programs[static_cast<size_t>(rank)].steps[static_cast<size_t>(position)];
-  refuse(programs,
-         {{rank, position}},
-         concat("rank ", rank, ", position ", position, ": ", to_text(step.action), " ", text));
-}
 
 void check_agreement(Programs programs) {
   MC_REQUIRE(!programs.empty(), "there are no programs; give those of all ranks");
@@ -56,10 +34,11 @@ void check_agreement(Programs programs) {
                "; programs go in rank order");
     MC_REQUIRE(program.placement == model.placement &&
                    program.num_microbatches == model.num_microbatches &&
-                   program.forward_only == model.forward_only && program.receives == model.receives,
+                   program.forward_only == model.forward_only &&
+                   program.receives == model.receives && program.passes == model.passes,
                "the programs of rank 0 and rank ",
                rank,
-               " differ in placement, number of microbatches, forward_only or receives");
+               " differ in placement, number of microbatches, forward_only, receives or passes");
   }
 }
 
@@ -71,8 +50,19 @@ Schedule schedule_of(Programs programs) {
                     .actions = {},
                     .offsets = {0}};
   for (const Program& program : programs) {
-    for (const ProgramStep& step : program.steps) {
-      if (is_compute(step.action.kind)) schedule.actions.push_back(step.action);
+    const auto& steps = program.steps;
+    for (size_t i = 0; i < steps.size(); ++i) {
+      if (steps[i].starts_pair) {
+        const bool pair = i + 1 < steps.size() && is_compute(steps[i + 1].action.kind);
+        if (!pair) {
+          refuse_step(programs,
+                      program.rank,
+                      static_cast<int64_t>(i),
+                      "is marked to overlap with the step after it, which computes nothing");
+        }
+        schedule.overlaps.push_back(static_cast<int64_t>(schedule.actions.size()));
+      }
+      if (is_compute(steps[i].action.kind)) schedule.actions.push_back(steps[i].action);
     }
     schedule.offsets.push_back(static_cast<int64_t>(schedule.actions.size()));
   }
@@ -114,17 +104,35 @@ class Scan {
     for (const Program& program : programs_) {
       for (size_t position = 0; position < program.steps.size(); ++position) {
         const Place at{program, program.steps[position], static_cast<int64_t>(position)};
-        if (is_compute(at.step.action.kind)) {
+        const ActionKind kind = at.step.action.kind;
+        if (is_compute(kind)) {
           compute(at);
-        } else {
-          is_send(at.step.action.kind) ? send(at) : receive(at);
+        } else if (is_transfer(kind)) {
+          is_send(kind) ? send(at) : receive(at);
         }
       }
     }
+    for (const auto& [ends, channel] : channels_)
+      check_ends_exist(ends.first, ends.second, channel);
     return std::move(channels_);
   }
 
  private:
+  void check_ends_exist(int32_t from, int32_t to, const Ends& channel) const {
+    for (size_t i = 0; i < channel.received.size(); ++i) {
+      if (sent_[index_.of(reader_of(channel.received[i]))] != 0) continue;
+      refuse_step(programs_,
+                  to,
+                  channel.receive_positions[i],
+                  concat("has no send: rank ", from, " never sends this message"));
+    }
+    for (size_t i = 0; i < channel.sent.size(); ++i) {
+      if (posted_[index_.of(reader_of(channel.sent[i]))] >= 0) continue;
+      refuse_step(
+          programs_, from, channel.send_positions[i], concat("has no receive on rank ", to));
+    }
+  }
+
   struct Place {
     const Program& program;
     const ProgramStep& step;
@@ -174,11 +182,12 @@ class Scan {
     const Action maker = maker_of(at.step.action);
     check_ends(at, maker);
     require(made_[index_.of(maker)] != 0, at, "stands before the action that makes its message");
-    uint8_t& sent = sent_[index_.of(maker)];
+    const Action receive = receive_for(at.step.action, placement_);
+    uint8_t& sent = sent_[index_.of(reader_of(receive))];
     require(sent == 0, at, "is repeated");
     sent = 1;
     Ends& channel = channels_[{at.program.rank, at.step.peer}];
-    channel.sent.push_back(receive_for(at.step.action, placement_));
+    channel.sent.push_back(receive);
     channel.send_positions.push_back(at.position);
     const Ends& opposite = channels_[{at.step.peer, at.program.rank}];
     channel.acknowledgeable.push_back(static_cast<int32_t>(opposite.num_read));
@@ -200,47 +209,57 @@ class Scan {
   const Placement& placement_;
   ValueIndex index_;
   std::vector<uint8_t> made_;  // by value: its action has been scanned
-  std::vector<uint8_t> sent_;  // by value
-  std::vector<int32_t>
-      posted_;  // by value of the reader: index of its message in its channel, or -1
+  std::vector<uint8_t> sent_;  // by value of the reader
+  // By value of the reader: index of its message in its channel, or -1.
+  std::vector<int32_t> posted_;
   Channels channels_;
 };
 
-// Both ends list the same messages in the same order.
-void check_order(Programs programs, int32_t from, int32_t to, const Ends& channel) {
-  const size_t common = std::min(channel.sent.size(), channel.received.size());
-  const auto differ = std::mismatch(channel.sent.begin(),
-                                    channel.sent.begin() + static_cast<std::ptrdiff_t>(common),
-                                    channel.received.begin());
-  const auto i = static_cast<size_t>(differ.first - channel.sent.begin());
-  if (i == channel.sent.size() && i == channel.received.size()) return;
-  const auto contains = [](const std::vector<Action>& list, const Action& action) {
-    return std::find(list.begin(), list.end(), action) != list.end();
-  };
-  if (i < channel.received.size() && !contains(channel.sent, channel.received[i])) {
+// The first message that the two ends of a channel list differently, or nothing.
+std::optional<size_t> first_difference(const Ends& channel) {
+  const auto differ =
+      std::mismatch(channel.sent.begin(), channel.sent.end(), channel.received.begin());
+  if (differ.first == channel.sent.end()) return std::nullopt;
+  return static_cast<size_t>(differ.first - channel.sent.begin());
+}
+
+// Why the ends of some channel do not list the same messages in the same order, or an empty text.
+std::string order_problem(Programs programs, const Channels& channels) {
+  for (const auto& [ends, channel] : channels) {
+    const auto i = first_difference(channel);
+    if (!i) continue;
+    const auto [from, to] = ends;
+    const int64_t position = channel.send_positions[*i];
+    return program_report(
+        programs,
+        {{from, position}, {to, channel.receive_positions[*i]}},
+        concat("from rank ",
+               from,
+               " to rank ",
+               to,
+               ", message ",
+               *i,
+               " is sent as ",
+               to_text(
+                   programs[static_cast<size_t>(from)].steps[static_cast<size_t>(position)].action),
+               " but received as ",
+               to_text(channel.received[*i]),
+               ": a channel must be received in the order of sending"));
+  }
+  return {};
+}
+
+// The steps of one end carry the numbers 0, 1, 2, ...
+void check_numbers(Programs programs, int rank, const std::vector<int64_t>& positions) {
+  for (size_t i = 0; i < positions.size(); ++i) {
+    const int32_t sequence =
+        programs[static_cast<size_t>(rank)].steps[static_cast<size_t>(positions[i])].sequence;
+    if (sequence == static_cast<int32_t>(i)) continue;
     refuse_step(programs,
-                to,
-                channel.receive_positions[i],
-                concat("has no send: rank ", from, " never sends this message"));
+                rank,
+                positions[i],
+                concat("is message ", i, " of its channel, but has the number ", sequence));
   }
-  if (i < channel.sent.size() && !contains(channel.received, channel.sent[i])) {
-    refuse_step(programs, from, channel.send_positions[i], concat("has no receive on rank ", to));
-  }
-  refuse(programs,
-         {{from, channel.send_positions[i]}, {to, channel.receive_positions[i]}},
-         concat("from rank ",
-                from,
-                " to rank ",
-                to,
-                ", message ",
-                i,
-                " is sent as ",
-                to_text(programs[static_cast<size_t>(from)]
-                            .steps[static_cast<size_t>(channel.send_positions[i])]
-                            .action),
-                " but received as ",
-                to_text(channel.received[i]),
-                ": a channel must be received in the order of sending"));
 }
 
 void check_acknowledged(Programs programs, int32_t to, const Ends& channel) {
@@ -259,145 +278,48 @@ void check_acknowledged(Programs programs, int32_t to, const Ends& channel) {
   }
 }
 
-// Runs the programs with sends and receives that only start; every rank must reach its end.
-class Walk {
- public:
-  explicit Walk(Programs programs)
-      : programs_(programs),
-        placement_(programs.front().placement),
-        index_(placement_.num_stages(), programs.front().num_microbatches),
-        done_(2 * index_.size(), 0),
-        waiters_(2 * index_.size(), placement_.num_ranks()),
-        position_(programs.size(), 0) {}
-
-  void run() {
-    std::vector<int32_t> ready;
-    for (int rank = placement_.num_ranks() - 1; rank >= 0; --rank) ready.push_back(rank);
-    while (!ready.empty()) {
-      const int32_t rank = ready.back();
-      ready.pop_back();
-      advance(rank, ready);
-    }
-    check_end();
-  }
-
- private:
-  // The place of a value at its maker, or of its message once that is sent.
-  size_t place_of(const Action& maker, bool message) const {
-    return index_.of(maker) + (message ? index_.size() : 0);
-  }
-
-  void advance(int32_t rank, std::vector<int32_t>& ready) {
-    const auto& steps = programs_[static_cast<size_t>(rank)].steps;
-    size_t& here = position_[static_cast<size_t>(rank)];
-    for (; here < steps.size(); ++here) {
-      const Action& action = steps[here].action;
-      if (is_recv(action.kind)) continue;
-      size_t made = 0;
-      if (is_send(action.kind)) {
-        made = place_of(maker_of(action), true);
-      } else {
-        if (waits(rank, action)) return;
-        made = place_of(action, false);
-      }
-      done_[made] = 1;
-      waiters_.release(made, ready);
-    }
-  }
-
-  bool waits(int32_t rank, const Action& action) {
-    for (const Action& dependency : dependencies_of(action, placement_)) {
-      const size_t place = place_of(dependency, placement_.rank_of(dependency.stage) != rank);
-      if (done_[place] != 0) continue;
-      waiters_.add(place, rank);
-      return true;
-    }
-    return false;
-  }
-
-  void check_end() const {
-    std::vector<Mark> marks;
-    std::string reasons;
-    for (size_t rank = 0; rank < programs_.size(); ++rank) {
-      if (position_[rank] == programs_[rank].steps.size()) continue;
-      marks.push_back({static_cast<int>(rank), static_cast<int64_t>(position_[rank])});
-      const Action& stuck = programs_[rank].steps[position_[rank]].action;
-      reasons += concat("\n  rank ",
-                        rank,
-                        " stops at position ",
-                        position_[rank],
-                        ": ",
-                        to_text(stuck),
-                        " waits");
-      if (const auto message = receive_of(stuck, placement_)) {
-        reasons += concat(" for ", to_text(message->action), " from rank ", message->peer);
-      }
-    }
-    if (!marks.empty()) refuse(programs_, marks, concat("they deadlock", reasons));
-  }
-
-  Programs programs_;
-  const Placement& placement_;
-  ValueIndex index_;
-  std::vector<uint8_t> done_;  // by place_of()
-  Waiters waiters_;
-  std::vector<size_t> position_;  // by rank
-};
-
-// Runs programs whose sends and receives block: a transfer happens when both its ends have come to
-// it. Compute actions never wait here, as what they read was received before.
-void check_in_order(Programs programs) {
-  std::vector<size_t> position(programs.size(), 0);
-  const auto head = [&](size_t rank) {
-    const auto& steps = programs[rank].steps;
-    while (position[rank] < steps.size() && is_compute(steps[position[rank]].action.kind)) {
-      ++position[rank];
-    }
-    return position[rank] < steps.size() ? &steps[position[rank]] : nullptr;
-  };
-  const auto meet = [&](const ProgramStep& one, const ProgramStep& other, const Placement& at) {
-    return is_send(one.action.kind) && is_recv(other.action.kind) &&
-           receive_for(one.action, at) == other.action;
-  };
-  std::vector<size_t> ready;
-  for (size_t rank = programs.size(); rank-- > 0;) ready.push_back(rank);
-  while (!ready.empty()) {
-    const size_t rank = ready.back();
-    ready.pop_back();
-    while (const ProgramStep* mine = head(rank)) {
-      const auto peer = static_cast<size_t>(mine->peer);
-      const ProgramStep* other = head(peer);
-      const Placement& placement = programs[rank].placement;
-      if (other == nullptr || !(meet(*mine, *other, placement) || meet(*other, *mine, placement))) {
-        break;
-      }
-      ++position[rank];
-      ++position[peer];
-      ready.push_back(peer);
-    }
-  }
-  std::vector<Mark> marks;
-  for (size_t rank = 0; rank < programs.size(); ++rank) {
-    if (head(rank) == nullptr) continue;
-    marks.push_back({static_cast<int>(rank), static_cast<int64_t>(position[rank])});
-  }
-  if (!marks.empty()) {
-    refuse(programs, marks, "their sends and receives do not follow one order over all ranks");
-  }
+// All that does not depend on a transport.
+Channels checked_channels(Programs programs) {
+  check_agreement(programs);
+  validate(schedule_of(programs));
+  return Scan(programs).run();
 }
 
 }  // namespace
 
-void validate_programs(std::span<const Program> programs) {
-  check_agreement(programs);
-  validate(schedule_of(programs));
-  const Channels channels = Scan(programs).run();
+void validate_programs(std::span<const Program> programs, std::span<const Transport> transports) {
+  const Channels channels = checked_channels(programs);
+  const std::string problem = order_problem(programs, channels);
+  if (!problem.empty()) throw std::invalid_argument(problem);
   for (const auto& [ends, channel] : channels) {
-    check_order(programs, ends.first, ends.second, channel);
+    check_numbers(programs, ends.first, channel.send_positions);
+    check_numbers(programs, ends.second, channel.receive_positions);
+    check_acknowledged(programs, ends.second, channel);
   }
-  for (const auto& [ends, channel] : channels) check_acknowledged(programs, ends.second, channel);
-  Walk(programs).run();
-  if (programs.front().receives == Receives::kInOrder) check_in_order(programs);
+  check_buffers(programs);
+  for (const Transport transport : transports) {
+    const std::string stop = stop_with_transport(programs, transport);
+    if (!stop.empty()) throw std::invalid_argument(stop);
+  }
+}
+
+void validate_programs(std::span<const Program> programs) {
+  const bool in_order = !programs.empty() && programs.front().receives == Receives::kInOrder;
+  const Transport transport = in_order ? Transport::kPerRank : Transport::kPerChannel;
+  validate_programs(programs, {&transport, 1});
+}
+
+std::vector<std::string> transport_report(std::span<const Program> programs) {
+  const std::string order = order_problem(programs, checked_channels(programs));
+  std::vector<std::string> report;
+  for (const Transport transport : {Transport::kPerChannel,
+                                    Transport::kPerPair,
+                                    Transport::kPerDirection,
+                                    Transport::kPerRank}) {
+    const std::string stop = stop_with_transport(programs, transport);
+    report.push_back(transport == Transport::kPerChannel && !order.empty() ? order : stop);
+  }
+  return report;
 }
 
 }  // namespace megacore::pipeline

@@ -24,11 +24,13 @@ from megacore._core import (
     LowerBound,
     Program,
     ScheduleInfo,
+    SlotCounts,
     StateMachine,
     validate_programs,
 )
-from megacore.pipeline.partition import partition_layers
 from megacore.pipeline.auto import Certificate
+from megacore.pipeline.partition import partition_layers
+from megacore.pipeline.passes import Lowering, Recompute
 from megacore.pipeline.recorder import ActionRecorder, TimedAction
 from megacore.pipeline.schedule import (
     SCHEDULE_NAMES,
@@ -51,14 +53,17 @@ __all__ = [
     "ActionKind",
     "ActionRecorder",
     "ActivationSpec",
+    "Certificate",
     "Costs",
     "Event",
-    "Certificate",
     "LowerBound",
+    "Lowering",
     "PipelineExecutor",
     "Program",
+    "Recompute",
     "Schedule",
     "ScheduleInfo",
+    "SlotCounts",
     "StateMachine",
     "TimedAction",
     "Timeline",

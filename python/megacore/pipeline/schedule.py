@@ -12,6 +12,7 @@ from typing import Any, Literal
 from megacore import _core
 from megacore._core import Action, LowerBound, Program, ScheduleInfo
 from megacore.pipeline.auto import AUTO, Certificate, build_auto
+from megacore.pipeline.passes import Lowering, Receives, lower
 from megacore.pipeline.svg import timeline_svg
 from megacore.pipeline.timeline import Costs, Timeline
 from megacore.pipeline.trace import simulated_trace
@@ -19,6 +20,7 @@ from megacore.pipeline.trace import simulated_trace
 SCHEDULE_NAMES = tuple(info.name for info in _core.schedule_catalog())
 
 _DEFAULT_COSTS = Costs()
+_DEFAULT_LOWERING = Lowering()
 
 
 def schedule_catalog() -> list[ScheduleInfo]:
@@ -44,13 +46,13 @@ def build_schedule(
     group_size: int | None = None,
     warmup_multiplier: int | None = None,
     forward_only: bool = False,
-) -> Schedule:
     placement: Literal["loop", "v"] | None = None,
     memory_limit: int | Sequence[int] | None = None,
     activation_size: int | Sequence[int] | None = None,
     split_backward: bool | None = None,
     costs: Costs | None = None,
     effort: Literal["fast", "thorough"] | None = None,
+) -> Schedule:
     """Build a schedule by name, or search for one with the name ``"auto"``, and validate it.
 
     Args:
@@ -66,7 +68,6 @@ def build_schedule(
         warmup_multiplier: For ``"interleaved_1f1b"``, the forwards more that a rank runs first per
             rank behind it: 2 hides messages (the default), 1 holds fewer activations.
         forward_only: Leave the backward actions out, for evaluation.
-
         placement: For ``"auto"``, as all that follow: ``"loop"`` (the default) puts stage s on rank
             s mod p; ``"v"`` puts stages r and 2p-1-r on rank r.
         memory_limit: What a rank may hold from F until B or W, one number for all ranks or one per
@@ -79,6 +80,7 @@ def build_schedule(
             be 0.
         effort: ``"fast"`` takes less than a second for 64 ranks and 1024 microbatches,
             ``"thorough"`` up to some seconds. By default thorough for small problems.
+
     Returns:
         The schedule of all ranks. Of ``"auto"`` it has a ``certificate``.
 
@@ -93,7 +95,6 @@ def build_schedule(
         >>> schedule.order(1)
         [1, 1, 2, -2, 2, -2, 1, -1, 1, -1, 2, -2, 2, -2, -1, -1]
     """
-    if name not in SCHEDULE_NAMES:
     search = {
         "placement": placement,
         "memory_limit": memory_limit,
@@ -118,6 +119,7 @@ def build_schedule(
     for option, value in search.items():
         if value is not None:
             raise ValueError(f"{option} is for schedule 'auto' only; leave it out with {name!r}")
+    if name not in SCHEDULE_NAMES:
         known = (*SCHEDULE_NAMES, AUTO)
         close = difflib.get_close_matches(name, known, n=1)
         names = ", ".join(known)
@@ -174,19 +176,19 @@ class Schedule:
     def __init__(self, native: _core.Schedule, certificate: Certificate | None = None) -> None:
         native.validate()
         self._native = native
-
         self._certificate = certificate
+
     @property
     def name(self) -> str:
         """Name of the generator, or of the file it was read from."""
         return self._native.name
 
     @property
-    @property
     def certificate(self) -> Certificate | None:
         """How good an ``auto`` schedule is, proved; None for all others."""
         return self._certificate
 
+    @property
     def num_ranks(self) -> int:
         """Pipeline ranks."""
         return self._native.num_ranks
@@ -241,19 +243,29 @@ class Schedule:
         """
         return self._native.order(rank)
 
-    def validate(self) -> None:
-        """Prove again that the schedule is complete and free of deadlock.
+    def validate(self, *, memory_limit: int | Sequence[int] | None = None) -> None:
+        """Prove again that the schedule is complete and free of deadlock, and that it fits.
+
+        Args:
+            memory_limit: Activations that a rank may hold, one number for all ranks or one per
+                rank.
 
         Raises:
-            ValueError: Never for a schedule that exists; it is checked when it is made.
+            ValueError: If a rank holds more. The rest holds for every schedule that exists.
+
+        Example:
+            >>> build_schedule("gpipe", num_ranks=2, num_microbatches=4).validate(memory_limit=4)
         """
         self._native.validate()
+        if memory_limit is not None:
+            limits = [memory_limit] if isinstance(memory_limit, int) else memory_limit
+            self._native.validate_memory(limits)
 
     def forward_only(self) -> Schedule:
         """Return the same schedule without its backward actions."""
         return Schedule(self._native.forward_only())
 
-    def program(self, rank: int, *, receives: Literal["ahead", "in_order"] = "ahead") -> Program:
+    def program(self, rank: int, *, receives: Receives = "ahead") -> Program:
         """Return what one rank executes: its actions, with sends and receives.
 
         The programs of all ranks are made and proved together at the first call.
@@ -296,23 +308,75 @@ class Schedule:
             >>> [program.peers for program in schedule.programs_from([first, last])]
             [[-1, 1, 1, -1], [0, -1, -1, 0]]
         """
-        actions = [[Action.parse(a) if isinstance(a, str) else a for a in row] for row in rows]
-        programs = _core.programs_from_actions(self._native, actions)
+        programs = self._foreign_programs(rows)
         _core.validate_programs(programs)
         return programs
+
+    def _foreign_programs(self, rows: Sequence[Sequence[Action | str]]) -> list[Program]:
+        actions = [[Action.parse(a) if isinstance(a, str) else a for a in row] for row in rows]
+        return _core.programs_from_actions(self._native, actions)
 
     @cached_property
     def _programs_ahead(self) -> list[Program]:
-        return self._lower(in_order=False)
+        return lower(self._native, Lowering.communication(receives="ahead"))
 
     @cached_property
     def _programs_in_order(self) -> list[Program]:
-        return self._lower(in_order=True)
+        return lower(self._native, Lowering.communication(receives="in_order"))
 
-    def _lower(self, *, in_order: bool) -> list[Program]:
-        programs = self._native.lower(in_order=in_order)
-        _core.validate_programs(programs)
-        return programs
+    def lower(self, lowering: Lowering = _DEFAULT_LOWERING) -> list[Program]:
+        """Return the programs of all ranks with all that moves data, and the buffers it uses.
+
+        ``program.to_text("compute")``, ``("data")`` and ``("resources")`` show the three levels of
+        a program.
+
+        Args:
+            lowering: What to add.
+
+        Raises:
+            ValueError: If the options do not fit together.
+
+        Example:
+            >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+            >>> programs = schedule.lower(Lowering(parameter_sync=False, releases=False))
+            >>> programs[0].to_text("compute")
+            '0F0 0F1 0B0 0B1'
+            >>> programs[0].to_text("resources")[:38]
+            '0F0[0] 0SEND_F0->1#0 0RECV_B0<-1#0[0] '
+        """
+        return lower(self._native, lowering)
+
+    def transport_report(
+        self, programs: Lowering | Sequence[Sequence[Action | str]] = _DEFAULT_LOWERING
+    ) -> dict[str, str | None]:
+        """Tell on which transports the programs of a lowering run.
+
+        A transport is modelled by which transfers of a rank share a queue. In a queue a transfer
+        waits for all that stand before it, and it happens when both its ends are at the head.
+
+        Args:
+            programs: A lowering, or the programs that another one made, as for ``programs_from``.
+
+        Returns:
+            ``"per_channel"`` (one queue per ordered pair of ranks: gloo), ``"per_pair"`` (NCCL with
+            a communicator of two ranks), ``"per_direction"`` (one for activations and one for
+            gradients) and ``"per_rank"`` (all on one communicator): each with None if they run,
+            else with the reason and the programs as a table.
+
+        Raises:
+            ValueError: If they run nowhere, as something is missing or out of place.
+
+        Example:
+            >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=4)
+            >>> report = schedule.transport_report(Lowering(receives="ahead"))
+            >>> [transport for transport, problem in report.items() if problem is None]
+            ['per_channel', 'per_direction']
+            >>> set(schedule.transport_report(Lowering(receives="in_order")).values())
+            {None}
+        """
+        if isinstance(programs, Lowering):
+            return dict(_core.transport_report(lower(self._native, programs)))
+        return dict(_core.transport_report(self._foreign_programs(programs)))
 
     def simulate(self, costs: Costs = _DEFAULT_COSTS) -> Timeline:
         """Run the schedule on paper: every action as early as its inputs and its rank allow.

@@ -10,7 +10,8 @@ namespace {
 TEST(Action, EveryKindSurvivesTextAndBack) {
   for (size_t kind = 0; kind < kKindText.size(); ++kind) {
     for (const int32_t number : {0, 7, 10, 1023, INT32_MAX}) {
-      const Action action{number, static_cast<ActionKind>(kind), number};
+      const auto of_kind = static_cast<ActionKind>(kind);
+      const Action action{number, of_kind, is_per_stage(of_kind) ? kNoMicrobatch : number};
       EXPECT_EQ(parse_action(to_text(action)), action) << to_text(action);
     }
   }
@@ -22,6 +23,8 @@ TEST(Action, TextFollowsThePyTorchCells) {
   EXPECT_EQ(to_text({2, ActionKind::kBackwardWeight, 0}), "2W0");
   EXPECT_EQ(to_text({2, ActionKind::kSendForward, 0}), "2SEND_F0");
   EXPECT_EQ(to_text({10, ActionKind::kRecvBackward, 11}), "10RECV_B11");
+  EXPECT_EQ(to_text({3, ActionKind::kRecompute, 4}), "3RECOMPUTE4");
+  EXPECT_EQ(to_text({3, ActionKind::kReduceGrads, kNoMicrobatch}), "3REDUCE_GRADS");
 }
 
 TEST(Action, RefusesWhatIsNotExactlyOneAction) {
@@ -38,6 +41,8 @@ TEST(Action, RefusesWhatIsNotExactlyOneAction) {
                            "2SEND0",
                            "2SEND_W0",
                            "2F0;3B1",
+                           "2REDUCE_GRADS0",
+                           "2RELEASE",
                            "99999999999F0",
                            "2F99999999999"}) {
     EXPECT_THROW(parse_action(text), std::invalid_argument) << text;

@@ -10,6 +10,7 @@
 
 #include "megacore/pipeline/generators.h"
 #include "megacore/pipeline/state_machine.h"
+#include "megacore/pipeline/validate_programs.h"
 
 namespace megacore::pipeline {
 namespace {
@@ -192,7 +193,7 @@ TEST(ValidatePrograms, FindsProgramsThatNeedMoreThanOneQueue) {
   auto programs = lower(one_f_one_b({.num_ranks = 2, .num_microbatches = 4}));
   EXPECT_EQ(error_of(programs), "valid");
   for (Program& program : programs) program.receives = Receives::kInOrder;
-  EXPECT_TRUE(mentions(error_of(programs), "do not follow one order over all ranks"));
+  EXPECT_TRUE(mentions(error_of(programs), "their sends and receives do not follow one order"));
 }
 
 TEST(ValidatePrograms, FindsAPrematureAcknowledgement) {

@@ -12,6 +12,7 @@
 #include "megacore/pipeline/lowering.h"
 #include "megacore/pipeline/simulate.h"
 #include "megacore/pipeline/validate.h"
+#include "megacore/pipeline/validate_programs.h"
 
 namespace megacore::pipeline {
 

@@ -13,15 +13,24 @@
 // rank needs no message.
 //
 // Where receives stand decides what a transport must be able to do:
-//   kAhead    Before the compute action that precedes the reader, so that the transfer runs beside
-//             it. Needs one independent queue per channel, as gloo has.
+//   kAhead    Before the compute action that precedes the reader (`ahead` of them, if more than 1),
+//             so that the transfer runs beside it. Needs one independent queue per channel, as gloo
+//             has. A receive never stands behind a later message of its channel.
 //   kInOrder  All sends and receives of all ranks follow one global order, the times at which the
 //             messages are made. Safe on any transport, even if every transfer blocks both its
 //             ends: NCCL runs all transfers of a pair of ranks, in both directions, in one queue.
+//
+// Two actions that overlap stay together: the receives of both stand before them, the sends of both
+// behind them.
+//
+// Programs have three levels. The compute actions are the first. `lower` adds communication, and
+// the passes of passes.h the other movements of data: the second. The third is what they note on
+// the steps: numbers of messages, buffer slots, batches. Each is a text form.
 
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -39,8 +48,27 @@ struct ProgramStep {
   // `peer` have been received for sure, so waiting for them returns at once and their buffers can
   // go.
   int32_t acknowledged = 0;
+  int32_t sequence = -1;  // of a send or receive: its number among the messages of its channel
+  int32_t slot = -1;      // buffer of a compute action, a release or a receive; see assign_slots()
+  int32_t batch = -1;     // of a send or receive: those with one number are posted together
+  bool starts_pair = false;        // runs together with the compute action that follows
+  bool drops_activations = false;  // a forward whose activations a RECOMPUTE makes again
 
   friend bool operator==(const ProgramStep&, const ProgramStep&) = default;
+};
+
+// From which buffers slots are taken: every chunk has its own, or all chunks of a rank share them.
+enum class SlotPools : uint8_t { kPerChunk, kShared };
+
+// Which passes a program has been through, so that validation knows what must be there.
+struct Passes {
+  bool parameter_sync = false;
+  bool recompute = false;
+  bool releases = false;
+  bool batches = false;
+  std::optional<SlotPools> slots = std::nullopt;
+
+  friend bool operator==(const Passes&, const Passes&) = default;
 };
 
 struct Program {
@@ -50,14 +78,19 @@ struct Program {
   bool forward_only = false;
   Receives receives = Receives::kAhead;
   std::vector<ProgramStep> steps;  // in execution order
+  int ahead = 1;                   // of Receives::kAhead
+  Passes passes = {};
 
   friend bool operator==(const Program&, const Program&) = default;
 };
 
 // One program per rank. A send directly follows the action that makes its message. Ahead, a receive
-// stands where a channel's order asks for it even earlier than described above. O(actions), in
-// order O(actions log actions). REQUIRES: validate(schedule) passes.
-std::vector<Program> lower(const Schedule& schedule, Receives receives = Receives::kAhead);
+// stands where a channel's order asks for it even earlier than described above; `ahead` 0 places it
+// directly before its reader where that order permits. O(actions), in order O(actions log actions).
+// Throws std::invalid_argument for a negative `ahead`. REQUIRES: validate(schedule) passes.
+std::vector<Program> lower(const Schedule& schedule,
+                           Receives receives = Receives::kAhead,
+                           int ahead = 1);
 
 // The programs that another lowering made, from the actions of every rank in order. The other ends
 // of sends and receives follow from the placement of `schedule`; nothing is acknowledged. The
@@ -70,15 +103,16 @@ std::vector<Program> programs_from_actions(const Schedule& schedule,
 // REQUIRES: every rank of the pipeline runs its program like this.
 Program forward_only(const Program& program);
 
-// Checks the programs of all ranks together, whatever made them: the compute actions form a valid
-// schedule; every value that crosses ranks is sent once, after it was made, and received once,
-// before it is read; both ends of a channel list the same messages in the same order;
-// `acknowledged` promises nothing too early; with sends and receives that only start, every rank
-// reaches its end, and of programs in order also when each of them blocks. Throws
-// std::invalid_argument that names rank, position and action and shows the programs as a table.
-void validate_programs(std::span<const Program> programs);
+// How much of a program its text shows.
+enum class ProgramLevel : uint8_t {
+  kCompute,    // compute actions
+  kData,       // and all other steps
+  kResources,  // and what is noted on the steps
+};
 
-// The steps separated by blanks.
-std::string to_text(const Program& program);
+// The steps separated by blanks. With resources, 0SEND_F3->1#2 is message 2 to rank 1, 0F3[1] uses
+// slot 1, 0F3[1,dropped] keeps no activations, and a batch stands in braces. A pair that overlaps
+// is (0F4;7B2)OVERLAP_F_B at the levels of compute and resources.
+std::string to_text(const Program& program, ProgramLevel level = ProgramLevel::kData);
 
 }  // namespace megacore::pipeline

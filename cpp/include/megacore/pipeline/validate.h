@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <cstdint>
+#include <span>
+
 #include "megacore/pipeline/schedule.h"
 
 namespace megacore::pipeline {
@@ -16,5 +19,10 @@ namespace megacore::pipeline {
 // Throws std::invalid_argument otherwise. The message lists what is wrong, says where every stuck
 // rank waits and for what, and shows the schedule as a table with those places marked. O(actions).
 void validate(const Schedule& schedule);
+
+// Checks that no rank holds more (stage, microbatch) activations at once than its limit; one limit
+// for all ranks, or one per rank. Throws std::invalid_argument that names the rank, the forward
+// that exceeds its limit, and its peak. O(actions). REQUIRES: validate(schedule) passes.
+void validate_memory(const Schedule& schedule, std::span<const int64_t> limits);
 
 }  // namespace megacore::pipeline

@@ -1,0 +1,86 @@
+"""What lowering adds to a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megacore import _core
+from megacore._core import Program
+
+Receives = Literal["ahead", "in_order"]
+SlotPools = Literal["per_chunk", "shared"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """Which microbatches keep their activations, and which make them again before backward.
+
+    Of every ``window`` forwards of a rank, in its order, the first ``keep`` keep them.
+
+    Attributes:
+        keep: How many; 0 recomputes all.
+        window: By default as many as the rank holds at once, so that memory for ``keep`` full
+            activations is used all the time.
+
+    Source: ``num_microbatches_with_partial_activation_checkpoints`` of Megatron-LM.
+    """
+
+    keep: int = 0
+    window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowering:
+    """What ``Schedule.lower`` adds to the compute actions.
+
+    Attributes:
+        receives: ``"ahead"`` or ``"in_order"``; see ``Schedule.program``.
+        ahead: With ``"ahead"``, how many compute actions before its reader a receive is posted, at
+            the least. More hides longer transfers and needs more receive buffers.
+        recompute: Adds RECOMPUTE for the activations that are not kept.
+        parameter_sync: Adds GATHER_PARAMS before the first forward of every stage, and REDUCE_GRADS
+            after its last backward.
+        releases: Adds RELEASE after the last action that reads an activation.
+        batches: Groups neighbouring sends and receives that are posted together; needs
+            ``"in_order"``.
+        slots: Numbers the buffers: ``"per_chunk"`` gives each chunk its own, ``"shared"`` lets all
+            chunks of a rank share them. None: no numbers.
+    """
+
+    receives: Receives = "ahead"
+    ahead: int = 1
+    recompute: Recompute | None = None
+    parameter_sync: bool = True
+    releases: bool = True
+    batches: bool = False
+    slots: SlotPools | None = "per_chunk"
+
+    @staticmethod
+    def communication(*, receives: Receives) -> Lowering:
+        """Sends and receives only."""
+        return Lowering(receives=receives, parameter_sync=False, releases=False, slots=None)
+
+
+def lower(schedule: _core.Schedule, lowering: Lowering) -> list[Program]:
+    """Lower a native schedule and prove the programs of all ranks."""
+    if lowering.receives not in ("ahead", "in_order"):
+        raise ValueError(f"receives is {lowering.receives!r}; it must be 'ahead' or 'in_order'")
+    if lowering.batches and lowering.receives == "ahead":
+        raise ValueError(
+            "batches need receives='in_order': a compute action waits for a whole batch, which is "
+            "only safe if all transfers follow one order"
+        )
+    recompute = lowering.recompute
+    programs = _core.lower(
+        schedule,
+        in_order=lowering.receives == "in_order",
+        ahead=lowering.ahead,
+        recompute=None if recompute is None else (recompute.keep, recompute.window or 0),
+        parameter_sync=lowering.parameter_sync,
+        releases=lowering.releases,
+        batches=lowering.batches,
+        slots=lowering.slots,
+    )
+    _core.validate_programs(programs)
+    return programs
