@@ -1,0 +1,97 @@
+"""A run that was saved on one layout goes on with the same losses on any other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import Config, resolve
+from megacore.train.loop import train
+from tests.support.distributed import run_ranks
+
+pytestmark = pytest.mark.dist
+
+STEPS, SAVED = 6, 3
+TEXT = "The quick brown fox jumps over the lazy dog. " * 200
+# 24 sequences are divisible by 1, 2, 3 and 8 ranks, 24 vocabulary rows by all of their tp.
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {
+        "hidden_size": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "ffn_hidden_size": 64,
+        "seq_length": 16,
+        "dropout": 0.1,
+    },
+    "train": {"steps": STEPS, "microbatch_size": 1, "global_batch_size": 24, "eval_interval": 0},
+    "optimizer": {"lr": 5e-3, "warmup_steps": 2},
+}
+
+
+def _train(rank: int, world_size: int, folder: Path, settings: dict[str, Any]) -> None:
+    sections = {name: dict(values) for name, values in SECTIONS.items()}
+    sections["data"] = {"source": str(folder / "text.txt"), "tokenizer": "bytes"}
+    for key, value in settings.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    config = resolve(Config(**sections), world_size, vocab_size=256, cuda=False)
+    device = torch.device("cpu")
+    context: Any = SimpleNamespace(rank=rank, world_size=world_size, device=device)
+    assert train(config, context) == 0
+
+
+def _losses(world_size: int, folder: Path, name: str, **settings: Any) -> dict[int, float]:
+    chosen = {key.replace("__", "."): value for key, value in settings.items()}
+    chosen["run.dir"] = str(folder / name)
+    run_ranks(world_size, _train, world_size, folder, chosen, timeout_s=200)
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {record["step"]: record["loss"] for record in records}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> dict[int, float]:
+    """Losses of a run on tp2 x pp2 that saves in the background."""
+    settings = {"checkpoint__interval": SAVED, "checkpoint__async": True, "checkpoint__keep": 5}
+    losses = _losses(4, folder, "saved", parallel__tp=2, parallel__pp=2, **settings)
+    assert sorted(losses) == list(range(STEPS))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (4, {"parallel__tp": 2, "parallel__pp": 2}),
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (8, {"parallel__tp": 2, "parallel__pp": 2}),
+    ],
+    ids=["tp2 pp2", "1", "dp2", "dp3", "tp2 pp2 dp2"],
+)
+def test_resuming_on_another_layout_gives_the_same_losses(
+    folder: Path, saved: dict[int, float], world_size: int, layout: dict[str, Any]
+) -> None:
+    path = folder / "saved" / "checkpoints" / f"step_{SAVED:08d}"
+    name = f"on_{world_size}"
+    losses = _losses(
+        world_size, folder, name, checkpoint__resume=str(path), checkpoint__interval=-1, **layout
+    )
+    expected = {step: saved[step] for step in range(SAVED, STEPS)}
+    if world_size == 4:
+        assert losses == expected  # every bit
+    else:
+        assert losses == pytest.approx(expected, rel=1e-5)
+    assert saved[STEPS - 1] < saved[0] - 0.3, "the model must have learnt something"
