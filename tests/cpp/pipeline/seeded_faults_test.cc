@@ -1,0 +1,197 @@
+// Every fault that is planted into a valid program is found.
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <random>
+
+#include "megacore/pipeline/passes.h"
+#include "random_schedule.h"
+#include "schedule_checks.h"
+
+namespace megacore::pipeline {
+namespace {
+
+using Steps = std::vector<ProgramStep>;
+
+class Faults {
+ public:
+  explicit Faults(unsigned seed) : random_(seed) {}
+
+  std::vector<Program> random_programs() {
+    const Schedule schedule =
+        random_schedule(random_placement(4, random_), 1 + below(4), coin(), random_);
+    const bool in_order = coin();
+    return lower(schedule,
+                 {.receives = in_order ? Receives::kInOrder : Receives::kAhead,
+                  .ahead = below(3),
+                  .recompute = coin() ? std::optional(Recompute{.keep = below(2)}) : std::nullopt,
+                  .batches = in_order && coin(),
+                  .slots = coin() ? SlotPools::kShared : SlotPools::kPerChunk});
+  }
+
+  // Any step.
+  bool drop(Steps& steps) {
+    steps.erase(steps.begin() + below(static_cast<int>(steps.size())));
+    return true;
+  }
+
+  // Any step, again at any later place.
+  bool duplicate(Steps& steps) {
+    const int from = below(static_cast<int>(steps.size()));
+    const ProgramStep step = steps[static_cast<size_t>(from)];
+    steps.insert(steps.begin() + from + 1 + below(static_cast<int>(steps.size()) - from), step);
+    return true;
+  }
+
+  // Two transfers at one end of a channel.
+  bool swap(Steps& steps) {
+    const auto pair = two_of_a_channel(steps);
+    if (!pair) return false;
+    std::swap(steps[pair->first], steps[pair->second]);
+    std::swap(steps[pair->first].sequence, steps[pair->second].sequence);
+    return true;
+  }
+
+  // A send or receive behind the next one of its channel.
+  bool defer(Steps& steps) {
+    const auto pair = two_of_a_channel(steps);
+    if (!pair) return false;
+    return move_behind(steps, pair->first, pair->second);
+  }
+
+  // A receive behind its reader.
+  bool read_too_early(Steps& steps) {
+    const auto receive = any(steps, [](const ProgramStep& s) { return is_recv(s.action.kind); });
+    if (!receive) return false;
+    const Action action = steps[*receive].action;
+    const auto reader = any(steps, [&](const ProgramStep& s) {
+      const bool forward = action.kind == ActionKind::kRecvForward;
+      return s.action.stage == action.stage && s.action.microbatch == action.microbatch &&
+             (forward ? s.action.kind == ActionKind::kForward
+                      : gives_input_gradient(s.action.kind));
+    });
+    return move_behind(steps, *receive, *reader);
+  }
+
+  // What must come behind the last reader, before it.
+  bool release_early(Steps& steps) {
+    const auto release = any(steps, [](const ProgramStep& s) {
+      return s.action.kind == ActionKind::kRelease || s.action.kind == ActionKind::kReduceGrads;
+    });
+    const Action action = steps[*release].action;
+    for (size_t reader = *release; reader-- > 0;) {
+      const Action& other = steps[reader].action;
+      const bool reads = is_compute(other.kind) && other.stage == action.stage &&
+                         (is_per_stage(action.kind) || other.microbatch == action.microbatch);
+      if (reads) return move_behind(steps, reader, *release);
+    }
+    return false;
+  }
+
+  // The slot of another step.
+  bool change_slot(Steps& steps) {
+    const auto victim = any(steps, [](const ProgramStep& s) {
+      return s.slot >= 0 && s.action.kind != ActionKind::kForward && !is_recv(s.action.kind);
+    });
+    ++steps[*victim].slot;
+    return true;
+  }
+
+  // A forward takes a slot that is in use.
+  bool reuse_slot(Steps& steps) {
+    std::map<std::pair<int, int>, int> live;  // by stage and microbatch
+    for (ProgramStep& step : steps) {
+      const auto me = std::pair(step.action.stage, step.action.microbatch);
+      if (step.action.kind == ActionKind::kRelease) live.erase(me);
+      if (step.action.kind != ActionKind::kForward) continue;
+      for (const auto& [other, slot] : live) {
+        if (other.first != step.action.stage) continue;  // pools may be apart
+        step.slot = slot;
+        return true;
+      }
+      live[me] = step.slot;
+    }
+    return false;
+  }
+
+  // A recomputation that its backward needs, behind it.
+  bool recompute_late(Steps& steps) {
+    const auto recompute =
+        any(steps, [](const ProgramStep& s) { return s.action.kind == ActionKind::kRecompute; });
+    return recompute && move_behind(steps, *recompute, *recompute + 1);
+  }
+
+  size_t pick(size_t limit) { return static_cast<size_t>(below(static_cast<int>(limit))); }
+
+ private:
+  int below(int limit) { return std::uniform_int_distribution<int>(0, limit - 1)(random_); }
+  bool coin() { return below(2) == 0; }
+
+  template <typename Predicate>
+  std::optional<size_t> any(const Steps& steps, const Predicate& predicate) {
+    std::vector<size_t> found;
+    for (size_t i = 0; i < steps.size(); ++i) {
+      if (predicate(steps[i])) found.push_back(i);
+    }
+    if (found.empty()) return std::nullopt;
+    return found[pick(found.size())];
+  }
+
+  std::optional<std::pair<size_t, size_t>> two_of_a_channel(const Steps& steps) {
+    const auto first = any(steps, [](const ProgramStep& s) { return is_transfer(s.action.kind); });
+    if (!first) return std::nullopt;
+    for (size_t i = *first + 1; i < steps.size(); ++i) {
+      const bool same = is_transfer(steps[i].action.kind) && steps[i].peer == steps[*first].peer &&
+                        is_send(steps[i].action.kind) == is_send(steps[*first].action.kind);
+      if (same) return std::pair(*first, i);
+    }
+    return std::nullopt;
+  }
+
+  // Moves the step at `from` directly behind the one at `to`.
+  static bool move_behind(Steps& steps, size_t from, size_t to) {
+    std::rotate(steps.begin() + static_cast<std::ptrdiff_t>(from),
+                steps.begin() + static_cast<std::ptrdiff_t>(from) + 1,
+                steps.begin() + static_cast<std::ptrdiff_t>(to) + 1);
+    return true;
+  }
+
+  std::mt19937 random_;
+};
+
+TEST(SeededFaults, AllAreFoundInAThousandRandomPrograms) {
+  struct Kind {
+    const char* name;
+    bool (Faults::*plant)(Steps&);
+  };
+  const std::vector<Kind> kinds = {{"drop", &Faults::drop},
+                                   {"duplicate", &Faults::duplicate},
+                                   {"swap", &Faults::swap},
+                                   {"defer", &Faults::defer},
+                                   {"read too early", &Faults::read_too_early},
+                                   {"release early", &Faults::release_early},
+                                   {"change slot", &Faults::change_slot},
+                                   {"reuse slot", &Faults::reuse_slot},
+                                   {"recompute late", &Faults::recompute_late}};
+  std::map<std::string, int> planted;
+  for (unsigned round = 0; round < 1000; ++round) {
+    Faults faults(round);
+    const std::vector<Program> good = faults.random_programs();
+    ASSERT_NO_THROW(validate_programs(good)) << round;
+    for (const Kind& kind : kinds) {
+      std::vector<Program> bad = good;
+      Program& program = bad[faults.pick(bad.size())];
+      if (!(faults.*kind.plant)(program.steps)) continue;
+      ++planted[kind.name];
+      ASSERT_THROW(validate_programs(bad), std::invalid_argument)
+          << kind.name << " in round " << round << " on rank " << program.rank << "\n"
+          << to_text(program, ProgramLevel::kResources);
+    }
+  }
+  for (const Kind& kind : kinds) EXPECT_GT(planted[kind.name], 300) << kind.name;
+}
+
+}  // namespace
+}  // namespace megacore::pipeline
