@@ -13,6 +13,7 @@ void bind_schedule_catalog(pybind11::module_& module);  // after bind_pipeline
 void bind_auto_schedule(pybind11::module_& module);     // after bind_schedule_catalog
 void bind_buffer(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
+void bind_moe_kernels(pybind11::module_& module);
 void bind_graph(pybind11::module_& module);
 
 }  // namespace megacore::bindings

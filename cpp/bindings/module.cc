@@ -10,5 +10,6 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_auto_schedule(module);
   megacore::bindings::bind_buffer(module);
   megacore::bindings::bind_moe(module);
+  megacore::bindings::bind_moe_kernels(module);
   megacore::bindings::bind_graph(module);
 }

@@ -611,3 +611,118 @@ def plan_capture(
     output_signature: Sequence[int],
     reuse: str,
 ) -> CapturePlan: ...
+
+# ---- moe kernels ---------------------------------------------------------------------------------
+# Tensors are addresses; see cpp/include/megacore/moe/{grouped_gemm,permutation,activations}.h.
+
+def grouped_gemm(
+    *,
+    x: int,
+    w: int,
+    m_splits: int,
+    y: int,
+    num_rows: int,
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    num_threads: int,
+) -> None: ...
+def grouped_gemm_input_grad(
+    *,
+    grad_y: int,
+    w: int,
+    m_splits: int,
+    grad_x: int,
+    num_rows: int,
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    num_threads: int,
+) -> None: ...
+def grouped_gemm_weight_grad(
+    *,
+    grad_y: int,
+    x: int,
+    m_splits: int,
+    grad_w: int,
+    num_rows: int,
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    accumulate: bool,
+    num_threads: int,
+) -> None: ...
+def sort_by_expert(
+    *, expert_of: int, numel: int, num_experts: int, row_map: int, tokens_per_expert: int
+) -> None: ...
+def top_k(
+    *, scores: int, rows: int, columns: int, k: int, chosen: int, num_threads: int
+) -> None: ...
+def spread_rows(
+    *,
+    tokens: int,
+    weights: int,
+    rows: int,
+    row_map: int,
+    num_tokens: int,
+    num_choices: int,
+    num_rows: int,
+    width: int,
+    is_bfloat16: bool,
+    num_threads: int,
+) -> None: ...
+def collect_rows(
+    *,
+    rows: int,
+    weights: int,
+    tokens: int,
+    row_map: int,
+    num_tokens: int,
+    num_choices: int,
+    num_rows: int,
+    width: int,
+    is_bfloat16: bool,
+    num_threads: int,
+) -> None: ...
+def row_dots(
+    *,
+    tokens: int,
+    rows: int,
+    dots: int,
+    row_map: int,
+    num_tokens: int,
+    num_choices: int,
+    num_rows: int,
+    width: int,
+    is_bfloat16: bool,
+    num_threads: int,
+) -> None: ...
+
+class Activation(IntEnum):
+    SWIGLU = 0
+    GELU = 1
+
+def activate(
+    *,
+    kind: Activation,
+    x: int,
+    probs: int,
+    y: int,
+    rows: int,
+    width: int,
+    is_bfloat16: bool,
+    num_threads: int,
+) -> None: ...
+def activate_backward(
+    *,
+    kind: Activation,
+    grad_y: int,
+    x: int,
+    probs: int,
+    grad_x: int,
+    grad_probs: int,
+    rows: int,
+    width: int,
+    is_bfloat16: bool,
+    num_threads: int,
+) -> None: ...

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore import _core
 from megacore.ops.library import define_gradient, define_op, describe
 
 
@@ -123,6 +124,73 @@ def _check(x: Tensor, probs: Tensor | None, *, factor: int) -> None:
         raise ValueError(f"probs {describe(probs)} must be ({x.shape[0]},), one per row of x")
 
 
+# dtypes that the native kernels know; others take the reference.
+_NATIVE = (torch.float32, torch.bfloat16)
+
+
+def _activate(kind: _core.Activation, x: Tensor, probs: Tensor | None, width: int) -> Tensor:
+    x = x.contiguous()
+    probs = None if probs is None else probs.float().contiguous()
+    y = x.new_empty(x.shape[0], width)
+    _core.activate(
+        kind=kind,
+        x=x.data_ptr(),
+        probs=0 if probs is None else probs.data_ptr(),
+        y=y.data_ptr(),
+        rows=x.shape[0],
+        width=width,
+        is_bfloat16=x.dtype == torch.bfloat16,
+        num_threads=torch.get_num_threads(),
+    )
+    return y
+
+
+def _activate_backward(
+    kind: _core.Activation, grad: Tensor, x: Tensor, probs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    grad, x = grad.contiguous(), x.contiguous()
+    wide = None if probs is None else probs.float().contiguous()
+    grad_x = torch.empty_like(x)
+    grad_probs = grad.new_empty(0 if wide is None else wide.shape[0], dtype=torch.float32)
+    _core.activate_backward(
+        kind=kind,
+        grad_y=grad.data_ptr(),
+        x=x.data_ptr(),
+        probs=0 if wide is None else wide.data_ptr(),
+        grad_x=grad_x.data_ptr(),
+        grad_probs=grad_probs.data_ptr(),
+        rows=grad.shape[0],
+        width=grad.shape[1],
+        is_bfloat16=x.dtype == torch.bfloat16,
+        num_threads=torch.get_num_threads(),
+    )
+    return grad_x, grad_probs if probs is None else grad_probs.to(probs.dtype)
+
+
+def _swiglu_cpu(x: Tensor, probs: Tensor | None) -> Tensor:
+    if x.dtype not in _NATIVE:
+        return swiglu_reference(x, probs)
+    return _activate(_core.Activation.SWIGLU, x, probs, x.shape[1] // 2)
+
+
+def _gelu_cpu(x: Tensor, probs: Tensor | None) -> Tensor:
+    if x.dtype not in _NATIVE:
+        return gelu_reference(x, probs)
+    return _activate(_core.Activation.GELU, x, probs, x.shape[1])
+
+
+def _swiglu_backward_cpu(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+    if x.dtype not in _NATIVE:
+        return _swiglu_backward_reference(grad, x, probs)
+    return _activate_backward(_core.Activation.SWIGLU, grad, x, probs)
+
+
+def _gelu_backward_cpu(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+    if x.dtype not in _NATIVE:
+        return _gelu_backward_reference(grad, x, probs)
+    return _activate_backward(_core.Activation.GELU, grad, x, probs)
+
+
 def _backward_fake(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = _wide_dtype(x.dtype)
     grad_probs = grad.new_empty(0, dtype=wide) if probs is None else torch.empty_like(probs)
@@ -141,25 +209,25 @@ def _gelu_fake(x: Tensor, probs: Tensor | None) -> Tensor:
 
 _swiglu = define_op(
     "swiglu(Tensor x, Tensor? probs) -> Tensor",
-    cpu=swiglu_reference,
+    cpu=_swiglu_cpu,
     cuda=swiglu_reference,
     fake=_swiglu_fake,
 )
 _swiglu_backward = define_op(
     "swiglu_backward(Tensor grad, Tensor x, Tensor? probs) -> (Tensor, Tensor)",
-    cpu=_swiglu_backward_reference,
+    cpu=_swiglu_backward_cpu,
     cuda=_swiglu_backward_reference,
     fake=_backward_fake,
 )
 _gelu = define_op(
     "gelu(Tensor x, Tensor? probs) -> Tensor",
-    cpu=gelu_reference,
+    cpu=_gelu_cpu,
     cuda=gelu_reference,
     fake=_gelu_fake,
 )
 _gelu_backward = define_op(
     "gelu_backward(Tensor grad, Tensor x, Tensor? probs) -> (Tensor, Tensor)",
-    cpu=_gelu_backward_reference,
+    cpu=_gelu_backward_cpu,
     cuda=_gelu_backward_reference,
     fake=_backward_fake,
 )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore import _core
 from megacore.ops.library import define_gradient, define_op, describe
 
 
@@ -32,7 +33,8 @@ def grouped_gemm(
     gets none. Autograd still visits a leaf ``w`` when all its gradients are there and runs its
     post-accumulate hooks, with ``w.grad`` as it was. A gradient buffer takes a visit without a
     gradient as the report that ``main_grad`` is ready; :class:`megacore.buffers.ParamGradBuffer`
-    does so. It also gives each parameter its ``main_grad``, see :func:`main_grad_of`.
+    does so for parameters of experts, and gives them their ``main_grad``, see
+    :func:`main_grad_of`.
 
     Args:
         x: Rows in expert order, ``(M, K)``.
@@ -204,11 +206,76 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_w, None, None, None
 
 
-def _forward_cpu(
+def _forward_any(
     x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None, accumulate: bool
 ) -> Tensor:
     del main_grad, accumulate
     return _forward_reference(x, w, m_splits)
+
+
+# On the CPU: float32 goes to the native kernels, which are faster for every group size (see
+# benchmarks/results/moe_cpu.txt). Products of two bfloat16 stay with torch, which has the
+# processor's instructions for them. The weight gradient is a float32 product in both cases.
+def _forward_cpu(
+    x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None, accumulate: bool
+) -> Tensor:
+    del main_grad, accumulate
+    if x.dtype != torch.float32:
+        return _forward_reference(x, w, m_splits)
+    x, w, m_splits = x.contiguous(), w.contiguous(), m_splits.contiguous()
+    y = x.new_empty(x.shape[0], w.shape[1])
+    _core.grouped_gemm(
+        x=x.data_ptr(),
+        w=w.data_ptr(),
+        m_splits=m_splits.data_ptr(),
+        y=y.data_ptr(),
+        **_sizes(x.shape[0], w),
+    )
+    return y
+
+
+def _input_grad_cpu(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+    if grad.dtype != torch.float32:
+        return _input_grad_reference(grad, w, m_splits)
+    grad, w, m_splits = grad.contiguous(), w.contiguous(), m_splits.contiguous()
+    grad_x = grad.new_empty(grad.shape[0], w.shape[2])
+    _core.grouped_gemm_input_grad(
+        grad_y=grad.data_ptr(),
+        w=w.data_ptr(),
+        m_splits=m_splits.data_ptr(),
+        grad_x=grad_x.data_ptr(),
+        **_sizes(grad.shape[0], w),
+    )
+    return grad_x
+
+
+def _weight_grad_cpu_(
+    grad: Tensor, x: Tensor, m_splits: Tensor, out: Tensor, accumulate: bool
+) -> None:
+    if out.dtype != torch.float32 or not out.is_contiguous():
+        _weight_grad_reference_(grad, x, m_splits, out, accumulate)
+        return
+    grad, x = grad.float().contiguous(), x.float().contiguous()
+    m_splits = m_splits.contiguous()
+    _core.grouped_gemm_weight_grad(
+        grad_y=grad.data_ptr(),
+        x=x.data_ptr(),
+        m_splits=m_splits.data_ptr(),
+        grad_w=out.data_ptr(),
+        accumulate=accumulate,
+        **_sizes(x.shape[0], out),
+    )
+
+
+def _sizes(num_rows: int, w: Tensor) -> dict[str, int]:
+    num_experts, out_features, in_features = w.shape
+    return {
+        "num_rows": num_rows,
+        "num_experts": num_experts,
+        "out_features": out_features,
+        "in_features": in_features,
+        "num_threads": torch.get_num_threads(),
+    }
 
 
 def _forward_fake(
@@ -233,19 +300,19 @@ _grouped_gemm = define_op(
     "grouped_gemm(Tensor x, Tensor w, Tensor m_splits, Tensor? main_grad, bool accumulate)"
     " -> Tensor",
     cpu=_forward_cpu,
-    cuda=_forward_cpu,
+    cuda=_forward_any,
     fake=_forward_fake,
 )
 _input_grad = define_op(
     "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits) -> Tensor",
-    cpu=_input_grad_reference,
+    cpu=_input_grad_cpu,
     cuda=_input_grad_reference,
     fake=_input_grad_fake,
 )
 _weight_grad_ = define_op(
     "grouped_gemm_weight_grad_(Tensor grad, Tensor x, Tensor m_splits, Tensor(a!) out,"
     " bool accumulate) -> ()",
-    cpu=_weight_grad_reference_,
+    cpu=_weight_grad_cpu_,
     cuda=_weight_grad_reference_,
     fake=_weight_grad_fake_,
 )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megacore import _core
 from megacore.ops.library import define_gradient, define_op, describe
 
 
@@ -231,6 +232,80 @@ def _check_rows(tokens: Tensor | None, row_map: Tensor, weights: Tensor | None) 
         )
 
 
+# dtypes that the native kernels know; others take the reference.
+_NATIVE = (torch.float32, torch.bfloat16)
+
+
+def _sort_cpu(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    expert_of = expert_of.contiguous()
+    row_map, counts = torch.empty_like(expert_of), expert_of.new_empty(num_experts)
+    _core.sort_by_expert(
+        expert_of=expert_of.data_ptr(),
+        numel=expert_of.numel(),
+        num_experts=num_experts,
+        row_map=row_map.data_ptr(),
+        tokens_per_expert=counts.data_ptr(),
+    )
+    return row_map, counts
+
+
+def _spread_cpu(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
+    if tokens.dtype not in _NATIVE:
+        return spread_rows_reference(tokens, row_map, num_rows, weights)
+    tokens, row_map = tokens.contiguous(), row_map.contiguous()
+    weights = None if weights is None else weights.float().contiguous()
+    rows = tokens.new_empty(num_rows, tokens.shape[1])
+    _core.spread_rows(
+        tokens=tokens.data_ptr(),
+        weights=0 if weights is None else weights.data_ptr(),
+        rows=rows.data_ptr(),
+        **_map_arguments(row_map, rows),
+    )
+    return rows
+
+
+def _collect_cpu(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+    if rows.dtype not in _NATIVE:
+        return collect_rows_reference(rows, row_map, weights)
+    rows, row_map = rows.contiguous(), row_map.contiguous()
+    weights = None if weights is None else weights.float().contiguous()
+    tokens = rows.new_empty(row_map.shape[0], rows.shape[1])
+    _core.collect_rows(
+        rows=rows.data_ptr(),
+        weights=0 if weights is None else weights.data_ptr(),
+        tokens=tokens.data_ptr(),
+        **_map_arguments(row_map, rows),
+    )
+    return tokens
+
+
+def _row_dots_cpu(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
+    if rows.dtype not in _NATIVE:
+        return _row_dots_reference(tokens, rows, row_map)
+    tokens, rows, row_map = tokens.contiguous(), rows.contiguous(), row_map.contiguous()
+    dots = rows.new_empty(row_map.shape, dtype=torch.float32)
+    _core.row_dots(
+        tokens=tokens.data_ptr(),
+        rows=rows.data_ptr(),
+        dots=dots.data_ptr(),
+        **_map_arguments(row_map, rows),
+    )
+    return dots
+
+
+def _map_arguments(row_map: Tensor, rows: Tensor) -> dict[str, Any]:
+    num_tokens, num_choices = row_map.shape
+    return {
+        "row_map": row_map.data_ptr(),
+        "num_tokens": num_tokens,
+        "num_choices": num_choices,
+        "num_rows": rows.shape[0],
+        "width": rows.shape[1],
+        "is_bfloat16": rows.dtype == torch.bfloat16,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
 def _sort_fake(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(expert_of), expert_of.new_empty(num_experts)
 
@@ -252,25 +327,25 @@ def _row_dots_fake(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
 
 _sort_by_expert = define_op(
     "sort_by_expert(Tensor expert_of, SymInt num_experts) -> (Tensor, Tensor)",
-    cpu=sort_by_expert_reference,
+    cpu=_sort_cpu,
     cuda=sort_by_expert_reference,
     fake=_sort_fake,
 )
 _spread_rows = define_op(
     "spread_rows(Tensor tokens, Tensor row_map, SymInt num_rows, Tensor? weights) -> Tensor",
-    cpu=spread_rows_reference,
+    cpu=_spread_cpu,
     cuda=spread_rows_reference,
     fake=_spread_fake,
 )
 _collect_rows = define_op(
     "collect_rows(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
-    cpu=collect_rows_reference,
+    cpu=_collect_cpu,
     cuda=collect_rows_reference,
     fake=_collect_fake,
 )
 _row_dots = define_op(
     "row_dots(Tensor tokens, Tensor rows, Tensor row_map) -> Tensor",
-    cpu=_row_dots_reference,
+    cpu=_row_dots_cpu,
     cuda=_row_dots_reference,
     fake=_row_dots_fake,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megacore import _core
 from megacore.ops.library import define_op, describe
 
 
@@ -50,13 +51,30 @@ def top_k_reference(scores: Tensor, k: int) -> Tensor:
     return order[:, :k].contiguous()
 
 
+def _top_k_cpu(scores: Tensor, k: int) -> Tensor:
+    if scores.dtype != torch.float32:
+        return top_k_reference(scores, k)
+    scores = scores.contiguous()
+    rows, columns = scores.shape
+    chosen = scores.new_empty(rows, k, dtype=torch.int64)
+    _core.top_k(
+        scores=scores.data_ptr(),
+        rows=rows,
+        columns=columns,
+        k=k,
+        chosen=chosen.data_ptr(),
+        num_threads=torch.get_num_threads(),
+    )
+    return chosen
+
+
 def _top_k_fake(scores: Tensor, k: int) -> Tensor:
     return scores.new_empty(scores.shape[0], k, dtype=torch.int64)
 
 
 _top_k = define_op(
     "top_k(Tensor scores, SymInt k) -> Tensor",
-    cpu=top_k_reference,
+    cpu=_top_k_cpu,
     cuda=top_k_reference,
     fake=_top_k_fake,
 )

@@ -1,0 +1,360 @@
+#include <pybind11/native_enum.h>
+
+#include <cstdint>
+
+#include "bindings.h"
+#include "megacore/moe/activations.h"
+#include "megacore/moe/grouped_gemm.h"
+#include "megacore/moe/permutation.h"
+
+namespace py = pybind11;
+
+namespace megacore::bindings {
+namespace {
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void bind_grouped_gemm(py::module_& module) {
+  using moe::GroupedShape;
+  module.def(
+      "grouped_gemm",
+      [](uintptr_t x,
+         uintptr_t w,
+         uintptr_t m_splits,
+         uintptr_t y,
+         int64_t num_rows,
+         int64_t num_experts,
+         int64_t out_features,
+         int64_t in_features,
+         int num_threads) {
+        moe::grouped_gemm(pointer<const float>(x),
+                          pointer<const float>(w),
+                          pointer<const int64_t>(m_splits),
+                          pointer<float>(y),
+                          GroupedShape{num_rows, num_experts, out_features, in_features},
+                          num_threads);
+      },
+      py::kw_only(),
+      py::arg("x"),
+      py::arg("w"),
+      py::arg("m_splits"),
+      py::arg("y"),
+      py::arg("num_rows"),
+      py::arg("num_experts"),
+      py::arg("out_features"),
+      py::arg("in_features"),
+      py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "grouped_gemm_input_grad",
+      [](uintptr_t grad_y,
+         uintptr_t w,
+         uintptr_t m_splits,
+         uintptr_t grad_x,
+         int64_t num_rows,
+         int64_t num_experts,
+         int64_t out_features,
+         int64_t in_features,
+         int num_threads) {
+        moe::grouped_gemm_input_grad(pointer<const float>(grad_y),
+                                     pointer<const float>(w),
+                                     pointer<const int64_t>(m_splits),
+                                     pointer<float>(grad_x),
+                                     GroupedShape{num_rows, num_experts, out_features, in_features},
+                                     num_threads);
+      },
+      py::kw_only(),
+      py::arg("grad_y"),
+      py::arg("w"),
+      py::arg("m_splits"),
+      py::arg("grad_x"),
+      py::arg("num_rows"),
+      py::arg("num_experts"),
+      py::arg("out_features"),
+      py::arg("in_features"),
+      py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "grouped_gemm_weight_grad",
+      [](uintptr_t grad_y,
+         uintptr_t x,
+         uintptr_t m_splits,
+         uintptr_t grad_w,
+         int64_t num_rows,
+         int64_t num_experts,
+         int64_t out_features,
+         int64_t in_features,
+         bool accumulate,
+         int num_threads) {
+        moe::grouped_gemm_weight_grad(
+            pointer<const float>(grad_y),
+            pointer<const float>(x),
+            pointer<const int64_t>(m_splits),
+            pointer<float>(grad_w),
+            GroupedShape{num_rows, num_experts, out_features, in_features},
+            accumulate,
+            num_threads);
+      },
+      py::kw_only(),
+      py::arg("grad_y"),
+      py::arg("x"),
+      py::arg("m_splits"),
+      py::arg("grad_w"),
+      py::arg("num_rows"),
+      py::arg("num_experts"),
+      py::arg("out_features"),
+      py::arg("in_features"),
+      py::arg("accumulate"),
+      py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_choices(py::module_& module) {
+  module.def(
+      "sort_by_expert",
+      [](uintptr_t expert_of,
+         int64_t numel,
+         int64_t num_experts,
+         uintptr_t row_map,
+         uintptr_t tokens_per_expert) {
+        moe::sort_by_expert(pointer<const int64_t>(expert_of),
+                            numel,
+                            num_experts,
+                            pointer<int64_t>(row_map),
+                            pointer<int64_t>(tokens_per_expert));
+      },
+      py::kw_only(),
+      py::arg("expert_of"),
+      py::arg("numel"),
+      py::arg("num_experts"),
+      py::arg("row_map"),
+      py::arg("tokens_per_expert"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "top_k",
+      [](uintptr_t scores,
+         int64_t rows,
+         int64_t columns,
+         int64_t k,
+         uintptr_t chosen,
+         int num_threads) {
+        moe::top_k(
+            pointer<const float>(scores), rows, columns, k, pointer<int64_t>(chosen), num_threads);
+      },
+      py::kw_only(),
+      py::arg("scores"),
+      py::arg("rows"),
+      py::arg("columns"),
+      py::arg("k"),
+      py::arg("chosen"),
+      py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+// `is_bfloat16` says what the elements of tokens and rows are: bfloat16, or else float32.
+template <typename Run>
+void for_dtype(bool is_bfloat16, const Run& run) {
+  if (is_bfloat16) {
+    run(uint16_t{});
+  } else {
+    run(float{});
+  }
+}
+
+void bind_rows(py::module_& module) {
+  using moe::RowMap;
+  module.def(
+      "spread_rows",
+      [](uintptr_t tokens,
+         uintptr_t weights,
+         uintptr_t rows,
+         uintptr_t row_map,
+         int64_t num_tokens,
+         int64_t num_choices,
+         int64_t num_rows,
+         int64_t width,
+         bool is_bfloat16,
+         int num_threads) {
+        const RowMap map{pointer<const int64_t>(row_map), num_tokens, num_choices, num_rows};
+        for_dtype(is_bfloat16, [&](auto element) {
+          using Float = decltype(element);
+          moe::spread_rows(pointer<const Float>(tokens),
+                           pointer<const float>(weights),
+                           pointer<Float>(rows),
+                           map,
+                           width,
+                           num_threads);
+        });
+      },
+      py::kw_only(),
+      py::arg("tokens"),
+      py::arg("weights"),
+      py::arg("rows"),
+      py::arg("row_map"),
+      py::arg("num_tokens"),
+      py::arg("num_choices"),
+      py::arg("num_rows"),
+      py::arg("width"),
+      py::arg("is_bfloat16"),
+      py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "collect_rows",
+      [](uintptr_t rows,
+         uintptr_t weights,
+         uintptr_t tokens,
+         uintptr_t row_map,
+         int64_t num_tokens,
+         int64_t num_choices,
+         int64_t num_rows,
+         int64_t width,
+         bool is_bfloat16,
+         int num_threads) {
+        const RowMap map{pointer<const int64_t>(row_map), num_tokens, num_choices, num_rows};
+        for_dtype(is_bfloat16, [&](auto element) {
+          using Float = decltype(element);
+          moe::collect_rows(pointer<const Float>(rows),
+                            pointer<const float>(weights),
+                            pointer<Float>(tokens),
+                            map,
+                            width,
+                            num_threads);
+        });
+      },
+      py::kw_only(),
+      py::arg("rows"),
+      py::arg("weights"),
+      py::arg("tokens"),
+      py::arg("row_map"),
+      py::arg("num_tokens"),
+      py::arg("num_choices"),
+      py::arg("num_rows"),
+      py::arg("width"),
+      py::arg("is_bfloat16"),
+      py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "row_dots",
+      [](uintptr_t tokens,
+         uintptr_t rows,
+         uintptr_t dots,
+         uintptr_t row_map,
+         int64_t num_tokens,
+         int64_t num_choices,
+         int64_t num_rows,
+         int64_t width,
+         bool is_bfloat16,
+         int num_threads) {
+        const RowMap map{pointer<const int64_t>(row_map), num_tokens, num_choices, num_rows};
+        for_dtype(is_bfloat16, [&](auto element) {
+          using Float = decltype(element);
+          moe::row_dots(pointer<const Float>(tokens),
+                        pointer<const Float>(rows),
+                        pointer<float>(dots),
+                        map,
+                        width,
+                        num_threads);
+        });
+      },
+      py::kw_only(),
+      py::arg("tokens"),
+      py::arg("rows"),
+      py::arg("dots"),
+      py::arg("row_map"),
+      py::arg("num_tokens"),
+      py::arg("num_choices"),
+      py::arg("num_rows"),
+      py::arg("width"),
+      py::arg("is_bfloat16"),
+      py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_activations(py::module_& module) {
+  using moe::Activation;
+  using moe::ActivationShape;
+  py::native_enum<Activation>(module, "Activation", "enum.IntEnum")
+      .value("SWIGLU", Activation::kSwiglu)
+      .value("GELU", Activation::kGelu)
+      .finalize();
+  module.def(
+      "activate",
+      [](Activation kind,
+         uintptr_t x,
+         uintptr_t probs,
+         uintptr_t y,
+         int64_t rows,
+         int64_t width,
+         bool is_bfloat16,
+         int num_threads) {
+        for_dtype(is_bfloat16, [&](auto element) {
+          using Float = decltype(element);
+          moe::activate(kind,
+                        pointer<const Float>(x),
+                        pointer<const float>(probs),
+                        pointer<Float>(y),
+                        ActivationShape{rows, width},
+                        num_threads);
+        });
+      },
+      py::kw_only(),
+      py::arg("kind"),
+      py::arg("x"),
+      py::arg("probs"),
+      py::arg("y"),
+      py::arg("rows"),
+      py::arg("width"),
+      py::arg("is_bfloat16"),
+      py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "activate_backward",
+      [](Activation kind,
+         uintptr_t grad_y,
+         uintptr_t x,
+         uintptr_t probs,
+         uintptr_t grad_x,
+         uintptr_t grad_probs,
+         int64_t rows,
+         int64_t width,
+         bool is_bfloat16,
+         int num_threads) {
+        for_dtype(is_bfloat16, [&](auto element) {
+          using Float = decltype(element);
+          moe::activate_backward(kind,
+                                 pointer<const Float>(grad_y),
+                                 pointer<const Float>(x),
+                                 pointer<const float>(probs),
+                                 pointer<Float>(grad_x),
+                                 pointer<float>(grad_probs),
+                                 ActivationShape{rows, width},
+                                 num_threads);
+        });
+      },
+      py::kw_only(),
+      py::arg("kind"),
+      py::arg("grad_y"),
+      py::arg("x"),
+      py::arg("probs"),
+      py::arg("grad_x"),
+      py::arg("grad_probs"),
+      py::arg("rows"),
+      py::arg("width"),
+      py::arg("is_bfloat16"),
+      py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_moe_kernels(py::module_& module) {
+  bind_grouped_gemm(module);
+  bind_choices(module);
+  bind_rows(module);
+  bind_activations(module);
+}
+
+}  // namespace megacore::bindings

@@ -1,0 +1,53 @@
+// Grouped matrix products in fp32: every expert multiplies its own rows by its own weight.
+//
+//   rows of x:  [ expert 0 | expert 1 | ... | rows of nobody ]      m_splits[e] rows each
+//   y = x w^T per expert, and its two derivatives
+//
+// Blocked for the caches, with a register tile as wide as the processor's vectors; no BLAS. All
+// experts share one list of tasks, so that a few large groups or many small ones keep every thread
+// busy. The sum behind each element runs in the same order for any number of threads.
+//
+// All matrices are row-major and contiguous. Rows of nobody are not read; they become zero in
+// results that have rows.
+
+#pragma once
+
+#include <cstdint>
+
+namespace megacore::moe {
+
+struct GroupedShape {
+  int64_t num_rows;      // M, of all experts and of nobody
+  int64_t num_experts;   // E
+  int64_t out_features;  // N
+  int64_t in_features;   // K
+};
+
+// y[rows of e] = x[rows of e] w[e]^T: x (M, K), w (E, N, K), y (M, N).
+// REQUIRES: every m_splits[e] >= 0, their sum <= M, num_threads >= 1.
+void grouped_gemm(const float* x,
+                  const float* w,
+                  const int64_t* m_splits,
+                  float* y,
+                  const GroupedShape& shape,
+                  int num_threads);
+
+// grad_x[rows of e] = grad_y[rows of e] w[e]: grad_y (M, N), grad_x (M, K). REQUIRES: as above.
+void grouped_gemm_input_grad(const float* grad_y,
+                             const float* w,
+                             const int64_t* m_splits,
+                             float* grad_x,
+                             const GroupedShape& shape,
+                             int num_threads);
+
+// grad_w[e] (+)= grad_y[rows of e]^T x[rows of e]: grad_w (E, N, K). Without `accumulate` the
+// gradient of an expert without rows becomes zero. REQUIRES: as above.
+void grouped_gemm_weight_grad(const float* grad_y,
+                              const float* x,
+                              const int64_t* m_splits,
+                              float* grad_w,
+                              const GroupedShape& shape,
+                              bool accumulate,
+                              int num_threads);
+
+}  // namespace megacore::moe

@@ -1,0 +1,264 @@
+#include "megacore/moe/activations.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "megacore/base/check.h"
+#include "megacore/base/low_precision.h"
+#include "megacore/base/vector_clones.h"
+#include "parallel_for.h"
+
+namespace megacore::moe {
+namespace {
+
+// Elements of work that are worth a thread.
+constexpr int64_t kGrainNumel = 1 << 14;
+
+[[gnu::always_inline]] inline float widen(float value) { return value; }
+[[gnu::always_inline]] inline float widen(uint16_t bits) { return base::float_of_bfloat16(bits); }
+[[gnu::always_inline]] inline void narrow(float value, float& to) { to = value; }
+[[gnu::always_inline]] inline void narrow(float value, uint16_t& to) {
+  to = base::bfloat16_bits(value);
+}
+
+// e^x without branches, so that loops vectorise. x = n ln 2 + r with |r| <= ln 2 / 2; e^r is a
+// Taylor polynomial whose first missing term is below 2^-25 of it. Saturates instead of
+// overflowing: e^88 and e^-87 serve a sigmoid as infinity and zero. A NaN stays one.
+[[gnu::always_inline]] inline float exponential(float x) {
+  constexpr float kRound = 0x1.8p23F;  // adding it rounds to an integer, kept in the low bits
+  x = x < -87.0F ? -87.0F : x;
+  x = x > 88.0F ? 88.0F : x;
+  const float shifted = x * 0x1.715476p+0F + kRound;
+  const float n = shifted - kRound;
+  const float r = (x - n * 0x1.62e4p-1F) - n * 0x1.7f7d1cp-20F;
+  float sum = 1.0F / 5040.0F;
+  sum = sum * r + 1.0F / 720.0F;
+  sum = sum * r + 1.0F / 120.0F;
+  sum = sum * r + 1.0F / 24.0F;
+  sum = sum * r + 1.0F / 6.0F;
+  sum = sum * r + 0.5F;
+  sum = sum * r + 1.0F;
+  sum = sum * r + 1.0F;
+  return sum * base::float_of_bits((base::bits_of_float(shifted) + 127U) << 23);
+}
+
+[[gnu::always_inline]] inline float sigmoid(float x) { return 1.0F / (1.0F + exponential(-x)); }
+
+// 0.5 (1 + tanh(u)) = sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+constexpr float kGeluScale = 1.5957691216057308F;
+constexpr float kGeluCubic = 0.044715F;
+
+[[gnu::always_inline]] inline float gelu_sigmoid(float x) {
+  return sigmoid(kGeluScale * (x + kGeluCubic * x * x * x));
+}
+
+template <typename Float>
+[[gnu::always_inline]] inline void swiglu_row(const Float* __restrict__ x,
+                                              float prob,
+                                              Float* __restrict__ y,
+                                              int64_t width) {
+  for (int64_t i = 0; i < width; ++i) {
+    const float gate = widen(x[i]);
+    narrow(prob * (gate * sigmoid(gate) * widen(x[width + i])), y[i]);
+  }
+}
+
+template <typename Float>
+[[gnu::always_inline]] inline void gelu_row(const Float* __restrict__ x,
+                                            float prob,
+                                            Float* __restrict__ y,
+                                            int64_t width) {
+  for (int64_t i = 0; i < width; ++i) {
+    const float value = widen(x[i]);
+    narrow(prob * (value * gelu_sigmoid(value)), y[i]);
+  }
+}
+
+// Products for the gradient of the weight of a row are kept for a stretch and then added in lanes:
+// the loop over them vectorises, and the order of the sum depends on the width only.
+constexpr int64_t kStretch = 256;
+constexpr int64_t kLanes = 16;
+
+[[gnu::always_inline]] inline void add_stretch(const float* products, int64_t count, float* lanes) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] += products[i + lane];
+    }
+  }
+  for (; i < count; ++i) {
+    lanes[i % kLanes] += products[i];
+  }
+}
+
+[[gnu::always_inline]] inline float sum_of(const float* lanes) {
+  float sum = 0.0F;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    sum += lanes[lane];
+  }
+  return sum;
+}
+
+// Both return the gradient of the weight of the row.
+template <typename Float>
+[[gnu::always_inline]] inline float swiglu_backward_row(const Float* __restrict__ grad_y,
+                                                        const Float* __restrict__ x,
+                                                        float prob,
+                                                        Float* __restrict__ grad_x,
+                                                        int64_t width) {
+  float lanes[kLanes] = {};
+  for (int64_t start = 0; start < width; start += kStretch) {
+    const int64_t count = std::min(kStretch, width - start);
+    float products[kStretch];
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t i = start + j;
+      const float grad = widen(grad_y[i]);
+      const float gate = widen(x[i]);
+      const float up = widen(x[width + i]);
+      const float s = sigmoid(gate);
+      const float silu = gate * s;
+      products[j] = grad * (silu * up);
+      const float weighted = grad * prob;
+      narrow(weighted * up * (s * (1.0F + gate * (1.0F - s))), grad_x[i]);
+      narrow(weighted * silu, grad_x[width + i]);
+    }
+    add_stretch(products, count, lanes);
+  }
+  return sum_of(lanes);
+}
+
+template <typename Float>
+[[gnu::always_inline]] inline float gelu_backward_row(const Float* __restrict__ grad_y,
+                                                      const Float* __restrict__ x,
+                                                      float prob,
+                                                      Float* __restrict__ grad_x,
+                                                      int64_t width) {
+  float lanes[kLanes] = {};
+  for (int64_t start = 0; start < width; start += kStretch) {
+    const int64_t count = std::min(kStretch, width - start);
+    float products[kStretch];
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t i = start + j;
+      const float grad = widen(grad_y[i]);
+      const float value = widen(x[i]);
+      const float s = gelu_sigmoid(value);
+      const float inner = kGeluScale * (1.0F + 3.0F * kGeluCubic * value * value);
+      products[j] = grad * (value * s);
+      narrow(grad * prob * (s * (1.0F + value * (1.0F - s) * inner)), grad_x[i]);
+    }
+    add_stretch(products, count, lanes);
+  }
+  return sum_of(lanes);
+}
+
+// Only plain functions can be compiled once per vector width.
+#define MC_ACTIVATION(kind, suffix, Float)                                             \
+  MC_VECTOR_CLONES void kind##_##suffix(                                               \
+      const Float* __restrict__ x, float prob, Float* __restrict__ y, int64_t width) { \
+    kind##_row(x, prob, y, width);                                                     \
+  }                                                                                    \
+  MC_VECTOR_CLONES float kind##_backward_##suffix(const Float* __restrict__ grad_y,    \
+                                                  const Float* __restrict__ x,         \
+                                                  float prob,                          \
+                                                  Float* __restrict__ grad_x,          \
+                                                  int64_t width) {                     \
+    return kind##_backward_row(grad_y, x, prob, grad_x, width);                        \
+  }
+
+MC_ACTIVATION(swiglu, fp32, float)
+MC_ACTIVATION(swiglu, bf16, uint16_t)
+MC_ACTIVATION(gelu, fp32, float)
+MC_ACTIVATION(gelu, bf16, uint16_t)
+
+void one_row(Activation kind, const float* x, float prob, float* y, int64_t width) {
+  (kind == Activation::kSwiglu ? swiglu_fp32 : gelu_fp32)(x, prob, y, width);
+}
+void one_row(Activation kind, const uint16_t* x, float prob, uint16_t* y, int64_t width) {
+  (kind == Activation::kSwiglu ? swiglu_bf16 : gelu_bf16)(x, prob, y, width);
+}
+float one_row_backward(
+    Activation kind, const float* grad, const float* x, float prob, float* out, int64_t width) {
+  return (kind == Activation::kSwiglu ? swiglu_backward_fp32 : gelu_backward_fp32)(
+      grad, x, prob, out, width);
+}
+float one_row_backward(Activation kind,
+                       const uint16_t* grad,
+                       const uint16_t* x,
+                       float prob,
+                       uint16_t* out,
+                       int64_t width) {
+  return (kind == Activation::kSwiglu ? swiglu_backward_bf16 : gelu_backward_bf16)(
+      grad, x, prob, out, width);
+}
+
+int64_t input_width(Activation kind, const ActivationShape& shape) {
+  return kind == Activation::kSwiglu ? 2 * shape.width : shape.width;
+}
+
+int64_t grain(const ActivationShape& shape, int num_threads) {
+  MC_REQUIRE(shape.rows >= 0 && shape.width >= 0, "a size is negative");
+  MC_REQUIRE(num_threads >= 1, "num_threads is ", num_threads, "; it must be at least 1");
+  return std::max(int64_t{1}, kGrainNumel / std::max(int64_t{1}, shape.width));
+}
+
+}  // namespace
+
+template <typename Float>
+void activate(Activation kind,
+              const Float* x,
+              const float* probs,
+              Float* y,
+              const ActivationShape& shape,
+              int num_threads) {
+  const int64_t stride = input_width(kind, shape);
+  const auto run = [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float prob = probs == nullptr ? 1.0F : probs[row];
+      one_row(kind, x + row * stride, prob, y + row * shape.width, shape.width);
+    }
+  };
+  parallel_for(shape.rows, grain(shape, num_threads), num_threads, run);
+}
+
+template <typename Float>
+void activate_backward(Activation kind,
+                       const Float* grad_y,
+                       const Float* x,
+                       const float* probs,
+                       Float* grad_x,
+                       float* grad_probs,
+                       const ActivationShape& shape,
+                       int num_threads) {
+  const int64_t stride = input_width(kind, shape);
+  const auto run = [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float prob = probs == nullptr ? 1.0F : probs[row];
+      const float grad_prob = one_row_backward(kind,
+                                               grad_y + row * shape.width,
+                                               x + row * stride,
+                                               prob,
+                                               grad_x + row * stride,
+                                               shape.width);
+      if (probs != nullptr) {
+        grad_probs[row] = grad_prob;
+      }
+    }
+  };
+  parallel_for(shape.rows, grain(shape, num_threads), num_threads, run);
+}
+
+#define MC_INSTANTIATE(Float)                                                       \
+  template void activate<Float>(                                                    \
+      Activation, const Float*, const float*, Float*, const ActivationShape&, int); \
+  template void activate_backward<Float>(Activation,                                \
+                                         const Float*,                              \
+                                         const Float*,                              \
+                                         const float*,                              \
+                                         Float*,                                    \
+                                         float*,                                    \
+                                         const ActivationShape&,                    \
+                                         int);
+MC_INSTANTIATE(float)
+MC_INSTANTIATE(uint16_t)
+
+}  // namespace megacore::moe

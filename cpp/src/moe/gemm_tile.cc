@@ -1,0 +1,101 @@
+#include "gemm_tile.h"
+
+#include <cstring>
+#include <utility>
+
+namespace megacore::moe {
+namespace {
+
+// Operators on these become single instructions where the target has such registers. Memory is
+// aligned for floats only, so it is read and written through memcpy.
+using Float4 [[gnu::vector_size(16)]] = float;
+using Float8 [[gnu::vector_size(32)]] = float;
+using Float16 [[gnu::vector_size(64)]] = float;
+
+template <typename Vector, int kRows, int kVectors>
+[[gnu::always_inline]] inline void tile(const float* left,
+                                        const float* right,
+                                        int64_t depth,
+                                        float* c,
+                                        int64_t c_stride,
+                                        bool accumulate) {
+  constexpr int64_t kLanes = sizeof(Vector) / sizeof(float);
+  Vector sums[kRows][kVectors] = {};
+  for (int64_t d = 0; d < depth; ++d) {
+    Vector row[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      memcpy(&row[v], right + v * kLanes, sizeof(Vector));
+    }
+#pragma GCC unroll 14
+    for (int i = 0; i < kRows; ++i) {
+      const float factor = left[i * kLeftStride];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        sums[i][v] += row[v] * factor;
+      }
+    }
+    ++left;
+    right += kVectors * kLanes;
+  }
+#pragma GCC unroll 14
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      float* target = c + i * c_stride + v * kLanes;
+      if (accumulate) {
+        Vector before;
+        memcpy(&before, target, sizeof(Vector));
+        sums[i][v] += before;
+      }
+      memcpy(target, &sums[i][v], sizeof(Vector));
+    }
+  }
+}
+
+// One plain function per height and instruction set, since only functions carry a target.
+#define MC_TILE_FUNCTION(name, Vector, target)                                  \
+  template <int kRows, int kVectors>                                            \
+  target void name(const float* left,                                           \
+                   const float* right,                                          \
+                   int64_t depth,                                               \
+                   float* c,                                                    \
+                   int64_t c_stride,                                            \
+                   bool accumulate) {                                           \
+    tile<Vector, kRows, kVectors>(left, right, depth, c, c_stride, accumulate); \
+  }                                                                             \
+  template <int... kIndices>                                                    \
+  constexpr TileKernels name##_table(std::integer_sequence<int, kIndices...>) { \
+    return {.max_rows = sizeof...(kIndices),                                    \
+            .columns = 2 * sizeof(Vector) / sizeof(float),                      \
+            .whole = {name<kIndices + 1, 2>...},                                \
+            .half = {name<kIndices + 1, 1>...}};                                \
+  }
+
+MC_TILE_FUNCTION(tile_of_4, Float4, )
+// 12 sums, 2 vectors of the right side and a factor: 15 of 16 registers.
+constexpr TileKernels kBaseline = tile_of_4_table(std::make_integer_sequence<int, 6>());
+
+#if defined(__x86_64__)
+MC_TILE_FUNCTION(tile_of_8, Float8, [[gnu::target("avx2,fma")]])
+MC_TILE_FUNCTION(tile_of_16, Float16, [[gnu::target("avx512f")]])
+constexpr TileKernels kAvx2 = tile_of_8_table(std::make_integer_sequence<int, 6>());
+// 28 sums, 2 vectors of the right side: 30 of 32 registers; factors come from memory.
+constexpr TileKernels kAvx512 = tile_of_16_table(std::make_integer_sequence<int, 14>());
+#endif
+
+}  // namespace
+
+const TileKernels& tile_kernels() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f")) {
+    return kAvx512;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    return kAvx2;
+  }
+#endif
+  return kBaseline;
+}
+
+}  // namespace megacore::moe

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.library import opcheck
+
+from megacore.buffers import ParamGradBuffer
+from megacore.ops import grouped_gemm, main_grad_of
+from megacore.ops.gemm import grouped_gemm_reference
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import Group
+
+# Relative to the largest value; sums of up to some hundred products.
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    scale = expected.abs().max().clamp(min=1e-30) if expected.numel() else 1.0
+    error = (found.double() - expected.double()).abs() / scale
+    assert error.numel() == 0 or error.max() <= TOLERANCE[dtype]
+
+
+def token_loop(x: Tensor, w: Tensor, m_splits: list[int]) -> Tensor:
+    """Every row by itself, in float64."""
+    y = torch.zeros(x.shape[0], w.shape[1], dtype=torch.float64)
+    row = 0
+    for expert, count in enumerate(m_splits):
+        for _ in range(count):
+            y[row] = w[expert].double() @ x[row].double()
+            row += 1
+    return y
+
+
+def make(m_splits: list[int], spare: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(7)
+    rows = sum(m_splits) + spare
+    x = torch.randn(rows, k, generator=generator).to(dtype)
+    w = torch.randn(len(m_splits), n, k, generator=generator).to(dtype)
+    grad = torch.randn(rows, n, generator=generator).to(dtype)
+    return x, w, grad
+
+
+def run(
+    op: Any, x: Tensor, w: Tensor, grad: Tensor, m_splits: list[int], **options: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = op(x, w, torch.tensor(m_splits), **options)
+    y.backward(grad)
+    assert x.grad is not None
+    return y.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("m_splits", "n", "k"),
+    [
+        ([3, 0, 9, 1], 45, 70),  # nothing is a multiple of anything
+        ([0, 0, 0], 8, 16),  # no rows at all
+        ([0, 1, 0], 5, 3),  # one token
+        ([300, 0, 20], 31, 33),  # more rows than one block
+        ([16, 17], 64, 600),  # more depth than one block
+        ([8, 9], 600, 300),
+        ([2], 1, 1),
+    ],
+)
+def test_forward_and_gradients_equal_a_loop_over_tokens(
+    m_splits: list[int], n: int, k: int, dtype: torch.dtype
+) -> None:
+    x, w, grad = make(m_splits, 3, n, k, dtype)
+    used = sum(m_splits)
+    x[used:], grad[used:] = torch.nan, torch.nan
+    for op in (grouped_gemm, grouped_gemm_reference):
+        y, grad_x, grad_w = run(op, x, w, grad, m_splits)
+        assert y.dtype == grad_x.dtype == dtype
+        assert_near(y, token_loop(x, w, m_splits), dtype)
+        assert_near(grad_x, token_loop(grad, w.transpose(1, 2), m_splits), dtype)
+        assert grad_w is not None
+        starts = torch.tensor([0, *m_splits]).cumsum(0).tolist()
+        expected = torch.stack(
+            [grad[a:b].double().T @ x[a:b].double() for a, b in itertools.pairwise(starts)]
+        )
+        assert_near(grad_w, expected, dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m_splits=st.lists(st.sampled_from([0, 0, 1, 2, 7, 8, 9, 15, 16, 17, 33, 64]), max_size=6),
+    spare=st.integers(0, 3),
+    n=st.integers(1, 70),
+    k=st.integers(1, 70),
+    threads=st.integers(1, 3),
+)
+def test_any_sizes_equal_the_reference(
+    m_splits: list[int], spare: int, n: int, k: int, threads: int
+) -> None:
+    x, w, grad = make(m_splits or [0], spare, n, k, torch.float32)
+    splits = m_splits or [0]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ours = run(grouped_gemm, x, w, grad, splits)
+    finally:
+        torch.set_num_threads(before)
+    for found, expected in zip(ours, run(grouped_gemm_reference, x, w, grad, splits), strict=True):
+        assert found is not None
+        assert expected is not None
+        assert_near(found, expected, torch.float32)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    x, w, grad = make([200, 3, 0, 90], 5, 300, 200, torch.float32)
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(run(grouped_gemm, x, w, grad, [200, 3, 0, 90]))
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert a is not None
+            assert b is not None
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", [grouped_gemm, grouped_gemm_reference])
+def test_main_grad_receives_the_weight_gradient_in_float32(op: Any, dtype: torch.dtype) -> None:
+    splits = [4, 0, 13]
+    x, w, grad = make(splits, 1, 20, 30, dtype)
+    exact = torch.stack(
+        [grad[a:b].float().T @ x[a:b].float() for a, b in ((0, 4), (4, 4), (4, 17))]
+    )
+    main_grad = torch.ones(3, 20, 30)
+    _, _, grad_w = run(op, x, w, grad, splits, main_grad=main_grad)
+    assert grad_w is None
+    assert_near(main_grad, exact + 1, torch.float32)
+    run(op, x, w, grad, splits, main_grad=main_grad, accumulate=False)
+    assert_near(main_grad, exact, torch.float32)
+
+
+def test_a_buffer_learns_of_gradients_that_went_straight_to_main_grad() -> None:
+    weight = nn.Parameter(torch.randn(2, 3, 4))
+    info = ParamInfo(name="w", full_shape=(2, 3, 4), tp_dim=None, expert=True)
+    buffer = ParamGradBuffer([(info, weight)], dp_group=Group.solo())
+    reported: list[int] = []
+    buffer.on_grad(reported.append)
+    assert main_grad_of(weight) is not None
+    assert buffer.missing_grads() == ["w"]
+    x = torch.randn(5, 4)
+    splits = torch.tensor([2, 3])
+    for _ in range(2):  # two microbatches
+        y = grouped_gemm(x, weight, splits, main_grad=main_grad_of(weight))
+        y.sum().backward()
+    assert reported == [0, 0]
+    assert buffer.missing_grads() == []
+    assert weight.grad is None
+    expected = torch.stack([x[:2].sum(0).expand(3, 4), x[2:].sum(0).expand(3, 4)]) * 2
+    assert_near(buffer.main_grad(0), expected, torch.float32)
+
+
+def test_a_weight_used_twice_is_reported_once_per_backward_pass() -> None:
+    weight = nn.Parameter(torch.randn(2, 4, 4))
+    info = ParamInfo(name="w", full_shape=(2, 4, 4), tp_dim=None, expert=True)
+    buffer = ParamGradBuffer([(info, weight)], dp_group=Group.solo())
+    reported: list[int] = []
+    buffer.on_grad(reported.append)
+    x, splits = torch.randn(5, 4), torch.tensor([2, 3])
+    hidden = grouped_gemm(x, weight, splits, main_grad=main_grad_of(weight))
+    grouped_gemm(hidden, weight, splits, main_grad=main_grad_of(weight)).sum().backward()
+    assert reported == [0]
+    twin = weight.detach().clone().requires_grad_()
+    grouped_gemm(grouped_gemm(x, twin, splits), twin, splits).sum().backward()
+    assert twin.grad is not None
+    assert_near(buffer.main_grad(0), twin.grad, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(4, 5)}, "do not fit; expected"),
+        ({"x": torch.zeros(4, 3, dtype=torch.float64)}, "x and w a dtype"),
+        ({"m_splits": torch.tensor([1])}, r"must be \(2,\) int64"),
+        ({"m_splits": torch.tensor([1, 1], dtype=torch.int32)}, r"must be \(2,\) int64"),
+        ({"m_splits": torch.tensor([4, 1])}, r"must lie in \[0, 0\]"),
+        ({"m_splits": torch.tensor([-1, 1])}, r"must lie in \[0, 4\]"),
+        ({"main_grad": torch.zeros(2, 5, 3, dtype=torch.bfloat16)}, "main_grad .* float32"),
+        ({"main_grad": torch.zeros(2, 3, 5).transpose(1, 2)}, "contiguous"),
+    ],
+)
+def test_mistakes_are_explained(change: dict[str, Tensor], message: str) -> None:
+    arguments = {
+        "x": torch.zeros(4, 3),
+        "w": torch.zeros(2, 5, 3),
+        "m_splits": torch.tensor([1, 2]),
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        grouped_gemm(**arguments)
+
+
+def test_torch_can_trace_and_differentiate_the_operations() -> None:
+    x, w, grad = make([2, 0, 3], 2, 5, 4, torch.float32)
+    splits = torch.tensor([2, 0, 3])
+    x.requires_grad_()
+    w.requires_grad_()
+    ops = torch.ops.megacore
+    opcheck(ops.grouped_gemm.default, (x, w, splits, None, True))
+    opcheck(ops.grouped_gemm.default, (x, w, splits, torch.zeros(3, 5, 4), True))
+    opcheck(ops.grouped_gemm_input_grad.default, (grad, w.detach(), splits))
+    target = torch.zeros(3, 5, 4)
+    opcheck(ops.grouped_gemm_weight_grad_.default, (grad, x.detach(), splits, target, True))
+    twice = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda a, b: grouped_gemm(a, b, splits), twice)
