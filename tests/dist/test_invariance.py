@@ -88,6 +88,45 @@ LAYOUTS = {
     ),
     "cp2 pp2": (4, {"parallel.cp": 2, "parallel.pp": 2}),
     "cp4": (4, {"parallel.cp": 4}),
+    "pp4 zb_h1": (4, {"parallel.pp": 4, "pipeline.schedule": "zb_h1"}),
+    "pp2 dp2 zb_v, overlapped": (
+        4,
+        {
+            "parallel.pp": 2,
+            "pipeline.schedule": "zb_v",
+            "optimizer.overlap_grad_reduce": True,
+            "optimizer.overlap_param_gather": True,
+            "optimizer.bucket_numel": 5000,
+        },
+    ),
+    "tp2 pp2 dualpipe_v, sequence parallel": (
+        4,
+        {
+            "parallel.tp": 2,
+            "parallel.pp": 2,
+            "parallel.sequence_parallel": True,
+            "pipeline.schedule": "dualpipe_v",
+        },
+    ),
+    "pp2 v_half, checked messages": (
+        2,
+        {
+            "parallel.pp": 2,
+            "pipeline.schedule": "v_half",
+            "pipeline.debug_messages": True,
+            "model.tie_embeddings": True,
+        },
+    ),
+    "pp2 auto": (
+        2,
+        {
+            "parallel.pp": 2,
+            "pipeline.schedule": "auto",
+            "pipeline.placement": "v",
+            "pipeline.memory_limit": 4,
+            "pipeline.overlap_p2p": False,
+        },
+    ),
     "pp2 dp2, pp before dp": (4, {"parallel.pp": 2, "parallel.order": "tp-pp-dp"}),
 }
 

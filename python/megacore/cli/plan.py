@@ -76,7 +76,7 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     from rich.table import Table
 
     parallel, train, pipeline = config.parallel, config.train, config.pipeline
-    chunks = f", {pipeline.num_chunks} chunks per rank" if pipeline.num_chunks > 1 else ""
+    chunks = f", {pipeline.chunks} chunks per rank" if pipeline.chunks > 1 else ""
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_row(
         "[bold]layout[/]",

@@ -6,7 +6,7 @@ All mistakes of a configuration are reported at once, each with its place and th
 from __future__ import annotations
 
 from megacore.config.base import filled
-from megacore.config.layers import layers_of_stages
+from megacore.config.layers import layers_of_stages, stages_of_ranks
 from megacore.config.load import (
     config_from_values,
     config_to_toml,
@@ -53,4 +53,5 @@ __all__ = [
     "section_classes",
     "setting_homes",
     "split_overrides",
+    "stages_of_ranks",
 ]

@@ -23,12 +23,12 @@ def layers_of_stages(config: Config) -> list[range]:
     ranges = partition_layers(
         config.model.num_layers,
         num_ranks=config.parallel.pp,
-        num_chunks=pipeline.num_chunks,
+        num_chunks=pipeline.chunks,
         first=pipeline.first_layers,
         last=pipeline.last_layers,
         account_for_embedding=pipeline.account_for_embedding,
         account_for_loss=pipeline.account_for_loss,
-        is_v=_is_v(config),
+        is_v=config.pipeline.is_v,
         layout=pipeline.layout,
     )
     return [range(begin, end) for begin, end in ranges]
@@ -36,17 +36,10 @@ def layers_of_stages(config: Config) -> list[range]:
 
 def stages_of_ranks(config: Config) -> list[list[int]]:
     """Return the stages that each pipeline rank holds, in chunk order."""
-    pp, num_stages = config.parallel.pp, config.parallel.pp * config.pipeline.num_chunks
-    if _is_v(config):
+    pp, num_stages = config.parallel.pp, config.parallel.pp * config.pipeline.chunks
+    if config.pipeline.is_v:
         return [[rank, num_stages - 1 - rank] for rank in range(pp)]
     return [list(range(rank, num_stages, pp)) for rank in range(pp)]
-
-
-def _is_v(config: Config) -> bool:
-    from megacore._core import schedule_catalog
-
-    placements = {info.name: info.placement for info in schedule_catalog()}
-    return placements.get(config.pipeline.schedule) == "v"
 
 
 def layers_fit(config: Config) -> bool:
@@ -71,7 +64,7 @@ def nearest_fits(config: Config, world_size: int) -> list[str]:
         world_size: Only pipeline sizes that divide these processes are named.
     """
     pipeline, layers = config.pipeline, config.model.num_layers
-    stages = config.parallel.pp * pipeline.num_chunks
+    stages = config.parallel.pp * pipeline.chunks
     ends = (pipeline.first_layers or 0) + (pipeline.last_layers or 0)
     others = config.parallel.tp * config.parallel.cp
     sizes = [pp for pp in range(1, layers + 1) if world_size % (others * pp) == 0]
@@ -80,9 +73,9 @@ def nearest_fits(config: Config, world_size: int) -> list[str]:
         _nearest(config, "model.num_layers", layers, range(1, layers + ends + stages + 1)),
         _nearest(config, "parallel.pp", config.parallel.pp, sizes),
     ]
-    if pipeline.num_chunks > 1:
+    if pipeline.chunks > 1:
         chunks = range(2, layers + 1)
-        found.append(_nearest(config, "pipeline.num_chunks", pipeline.num_chunks, chunks))
+        found.append(_nearest(config, "pipeline.num_chunks", pipeline.chunks, chunks))
     even_share = layers // config.parallel.pp
     for key in ("first_layers", "last_layers"):
         value = getattr(pipeline, key)

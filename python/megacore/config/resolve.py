@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megacore._core import ScheduleInfo, schedule_catalog
 from megacore.config.base import filled, nearest_divisors, nearest_multiples
 from megacore.config.layers import layers_fit, layers_of_stages, nearest_fits, stages_of_ranks
 from megacore.config.load import join_problems
@@ -69,6 +70,7 @@ def _fill(config: Config, world_size: int, vocab_size: int | None, cuda: bool | 
         ),
         "moe": _filling(config.moe, ffn_hidden_size=ffn_hidden_size),
         "parallel": _filling(parallel, etp=parallel.tp),
+        "pipeline": _filling(config.pipeline, num_chunks=config.pipeline.chunks),
         "optimizer": _filling(
             config.optimizer,
             min_lr=config.optimizer.lr / 10,
@@ -212,7 +214,7 @@ def _check_layout(problems: _Problems, config: Config) -> None:
 def _nearest_layouts(config: Config, world: int) -> list[str]:
     """Up to two settings of tp and pp that fit the world and the model, fewest changes first."""
     tp, pp, model = config.parallel.tp, config.parallel.pp, config.model
-    stages_per_rank = config.pipeline.num_chunks
+    stages_per_rank = config.pipeline.chunks
     fitting = [
         (new_tp, new_pp)
         for new_tp in _divisors(world)
@@ -259,24 +261,50 @@ def _check_sequence_fits_cp(problems: _Problems, config: Config) -> None:
 
 
 def _check_pipeline(problems: _Problems, config: Config) -> None:
-    pipeline, pp = config.pipeline, config.parallel.pp
-    interleaved = pipeline.schedule == "interleaved_1f1b"
+    pipeline, pp, info = config.pipeline, config.parallel.pp, config.pipeline.schedule_info
     schedule = problems.shown("pipeline.schedule")
-    if interleaved and pipeline.num_chunks == 1:
+    chunks = problems.shown("pipeline.num_chunks", pipeline.chunks)
+    own_chunks = info.num_chunks if info is not None else 2 * pipeline.is_v
+    if info is not None and info.placement == "bidirectional":
+        problems.add(
+            f"{schedule} keeps two copies of the model on different ranks, whose gradients "
+            "training does not add up; use dualpipe_v, which overlaps the same passes with one copy"
+        )
+    elif own_chunks and pipeline.chunks != own_chunks:
+        problems.add(
+            f"{chunks} does not fit {schedule}, which has {own_chunks}; leave num_chunks out, or "
+            f"use one of {_names(lambda other: other.num_chunks == 0)}"
+        )
+    elif pipeline.schedule == "no_pipelining":
+        if pp > 1:
+            problems.add(
+                f"{schedule} runs on one pipeline rank, but {problems.shown('parallel.pp')}; set "
+                "parallel.pp to 1, or use 1f1b"
+            )
+    elif pipeline.schedule.startswith("interleaved") and pipeline.chunks == 1:
         problems.add(f"{schedule} needs pipeline.num_chunks > 1; set it to 2, or use 1f1b")
-    if interleaved and pp == 1:
+    if pipeline.schedule.startswith("interleaved") and pp == 1:
         problems.add(f"{schedule} needs parallel.pp > 1; set it to 2, or use 1f1b")
-    if not interleaved and pipeline.group_size is not None:
+    if pipeline.group_size is not None and (info is None or not info.takes_group_size):
         problems.add(
-            f"{problems.shown('pipeline.group_size')} needs the schedule interleaved_1f1b, but "
-            f"{schedule}; leave group_size out or change the schedule"
+            f"{problems.shown('pipeline.group_size')} needs one of the schedules "
+            f"{_names(lambda other: other.takes_group_size)}, but {schedule}; leave group_size out "
+            "or change the schedule"
         )
-    if not interleaved and pipeline.num_chunks > 1:
-        problems.add(
-            f"{problems.shown('pipeline.num_chunks')} needs the schedule interleaved_1f1b, but "
-            f"{schedule}; set num_chunks to 1 or change the schedule"
-        )
+    for key, is_set in (
+        ("placement", pipeline.placement != "loop"),
+        ("memory_limit", pipeline.memory_limit is not None),
+    ):
+        if info is not None and is_set:
+            problems.add(
+                f"{problems.shown(f'pipeline.{key}')} is for the schedule auto, but {schedule}; "
+                f"leave {key} out or change the schedule"
+            )
     _check_layers(problems, config)
+
+
+def _names(matches: Callable[[ScheduleInfo], bool]) -> str:
+    return ", ".join(info.name for info in schedule_catalog() if matches(info))
 
 
 def _check_layers(problems: _Problems, config: Config) -> None:
@@ -284,12 +312,13 @@ def _check_layers(problems: _Problems, config: Config) -> None:
     if pipeline.layout is not None:
         _check_pipeline_layout(problems, config)
         return
-    stages = pp * pipeline.num_chunks
+    stages = pp * pipeline.chunks
     units = layers + pipeline.account_for_embedding + pipeline.account_for_loss
     if stages > units:
         problems.add(
             f"{problems.shown('model.num_layers')} cannot fill the {stages} stages of "
-            f"{problems.shown('parallel.pp')} x {problems.shown('pipeline.num_chunks')}; "
+            f"{problems.shown('parallel.pp')} x "
+            f"{problems.shown('pipeline.num_chunks', pipeline.chunks)}; "
             f"use at least {stages} layers, or at most {units} stages"
         )
         return
@@ -301,8 +330,8 @@ def _check_layers(problems: _Problems, config: Config) -> None:
         )
     elif not layers_fit(config):
         settings = [problems.shown("parallel.pp")]
-        if pipeline.num_chunks > 1:
-            settings.append(problems.shown("pipeline.num_chunks"))
+        if pipeline.chunks > 1:
+            settings.append(problems.shown("pipeline.num_chunks", pipeline.chunks))
         for key in ("first_layers", "last_layers", "account_for_embedding", "account_for_loss"):
             if getattr(pipeline, key) not in (None, False):
                 settings.append(problems.shown(f"pipeline.{key}"))

@@ -11,15 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from megacore._core import ScheduleInfo, schedule_catalog
 from megacore.config.base import Origins, Section, filled, nearest_divisors, nearest_multiples
 from megacore.config.moe import MoEConfig
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 MAX_TIMEOUT_S = 7 * 86400.0
+SCHEDULES = (*(info.name for info in schedule_catalog()), "auto")
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[SCHEDULES]
 
 
 class ModelConfig(Section):
@@ -168,19 +175,44 @@ class ParallelConfig(Section):
 class PipelineConfig(Section):
     """``[pipeline]``: the schedule and the way layers are dealt to stages."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = Field(
-        default="1f1b", description="Order of forward and backward passes."
+    schedule: ScheduleName = Field(
+        default="1f1b",
+        description="Order of forward and backward passes; `megacore schedule --compare` shows all "
+        "of them for given sizes. `auto` searches for the best one.",
     )
-    num_chunks: int = Field(
-        default=1,
+    num_chunks: int | None = Field(
+        default=None,
         ge=1,
-        description="Model chunks per pipeline rank; more than 1 needs `interleaved_1f1b`.",
+        description="Model chunks per pipeline rank. Default: what the schedule has; 2 where it "
+        "can have any number, 1 for `no_pipelining` and `auto`.",
+    )
+    placement: Literal["loop", "v"] = Field(
+        default="loop",
+        description="Where `auto` puts the stages: in a loop over the ranks, or down the ranks and "
+        "back up (needs 2 chunks). The other schedules have a placement of their own.",
+    )
+    memory_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="For `auto`: stage activations that a rank may hold. Default: as many as it "
+        "takes.",
+    )
+    overlap_p2p: bool | None = Field(
+        default=None,
+        description="Let messages between stages travel beside compute, with receives posted "
+        "ahead. On NCCL this makes two more process groups per pipeline. Default: on with gloo, "
+        "off with NCCL.",
+    )
+    debug_messages: bool = Field(
+        default=False,
+        description="Let a header travel ahead of each message between stages, and stop with both "
+        "names if a message is not the one expected. Slower.",
     )
     group_size: int | None = Field(
         default=None,
         ge=1,
-        description="Microbatches that run through one chunk before the next (interleaved). "
-        "Default: the smallest with which a step is shortest.",
+        description="Microbatches that run through one chunk before the next (interleaved "
+        "schedules). Default: the smallest with which a step is shortest.",
     )
     first_layers: int | None = Field(
         default=None,
@@ -207,6 +239,32 @@ class PipelineConfig(Section):
         "layer, `L` output layer and loss, `|` next stage, `x*3`, `( )`; as in `Et|(tt|)*2tL`. "
         "Default: layers are dealt evenly.",
     )
+
+    @property
+    def schedule_info(self) -> ScheduleInfo | None:
+        """What is known of the schedule; ``None`` for ``auto``."""
+        return next((info for info in schedule_catalog() if info.name == self.schedule), None)
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the stages go down the ranks and back up, so that one rank holds both ends."""
+        info = self.schedule_info
+        return self.placement == "v" if info is None else info.placement == "v"
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks per rank, given or derived.
+
+        Example:
+            >>> [PipelineConfig(schedule=name).chunks for name in ("1f1b", "zb_v", "looped_bfs")]
+            [1, 2, 2]
+        """
+        if self.num_chunks is not None:
+            return self.num_chunks
+        info = self.schedule_info
+        if info is None:
+            return 2 if self.is_v else 1
+        return info.num_chunks or (1 if info.name == "no_pipelining" else 2)
 
 
 class OptimizerConfig(Section):
@@ -433,7 +491,7 @@ class RunConfig(Section):
         default=None,
         ge=1,
         description="Processes to start (as `--nproc`). "
-        "Default: one per GPU; without GPUs `tp` * `cp` * `pp`.",
+        "Default: one per GPU; without GPUs as few as the layout allows.",
     )
     backend: Literal["gloo", "nccl"] | None = Field(
         default=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megacore.config import Config, layers_of_stages
+from megacore.config import Config, layers_of_stages, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
 from megacore.parallel.process_groups import ProcessGroups
@@ -14,7 +14,10 @@ from megacore.parallel.process_groups import ProcessGroups
 def build_chunks(
     config: Config, groups: ProcessGroups, *, device: torch.device | str = "cpu"
 ) -> list[GPTChunk]:
-    """Build this pipeline rank's chunks, in order: chunk c is stage ``c * pp + pp_rank``.
+    """Build this pipeline rank's chunks, in the order of their stages.
+
+    The schedule says which stages those are: in a loop chunk c is stage ``c * pp + pp_rank``; in a
+    V the two chunks are the stages ``pp_rank`` and ``2 * pp - 1 - pp_rank``.
 
     Args:
         config: A resolved configuration.
@@ -22,17 +25,16 @@ def build_chunks(
         device: Where the parameters live.
 
     Returns:
-        ``pipeline.num_chunks`` chunks. The first stage has the embedding, the last one the head.
+        ``pipeline.chunks`` chunks. The first stage has the embedding, the last one the head.
         If one rank holds both in different chunks and they are tied, the head uses the embedding's
         parameter.
 
     Raises:
         ConfigError: If layers or tensor-parallel sizes do not work out.
     """
-    pp = groups.pp.size
     stages = _stages(config)
     chunks: list[GPTChunk] = []
-    for stage in range(groups.pp.position, len(stages), pp):
+    for stage in stages_of_ranks(config)[groups.pp.position]:
         chunks.append(
             GPTChunk(
                 config.model,

@@ -88,7 +88,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     stages, pp = layers_of_stages(config), config.parallel.pp
     ranks, num_params = [], 0
     for pp_rank in range(pp):
-        mine = range(pp_rank, len(stages), pp)
+        mine = stages_of_ranks(config)[pp_rank]
         infos = _param_infos(config, stages, mine)
         num_params += sum(math.prod(info.full_shape) for info in infos if not info.is_shared_copy)
         sizes = _buffer_sizes(config, infos, dp_size=config.dp(world_size))
@@ -128,7 +128,7 @@ def check_plan(config: Config, world_size: int) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _param_infos(config: Config, stages: list[range], mine: range) -> list[ParamInfo]:
+def _param_infos(config: Config, stages: list[range], mine: list[int]) -> list[ParamInfo]:
     """Descriptions of the parameters of one pipeline rank, in order, without making them."""
     infos: list[ParamInfo] = []
     holds_embedding = False

@@ -58,6 +58,7 @@ class TrainStep:
         activation: Shape, dtype and device of what stages send to each other.
         num_microbatches: Microbatches per data-parallel rank and step.
         experts: Watches the MoE layers of ``chunks``.
+        debug_messages: Check every message between stages; see ``PipelineExecutor``.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class TrainStep:
         activation: ActivationSpec,
         num_microbatches: int,
         experts: ExpertWatch,
+        debug_messages: bool = False,
     ) -> None:
         self._chunks = list(chunks)
         self._optimizer = optimizer
@@ -77,14 +79,20 @@ class TrainStep:
         self._activation = activation
         self._num_microbatches = num_microbatches
         self._experts = experts
-        self._program = program
         self._last_backwards = {
             action.stage: action.microbatch
             for action in program.actions
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
         }
         self._reported_missing: tuple[str, ...] = ()
-        self._executor = self._make_executor(recorder=None)
+        self._executor = PipelineExecutor(
+            program,
+            self._chunks,
+            group=groups.pp,
+            activation=activation,
+            channels=groups.pp_channels,
+            debug=debug_messages,
+        )
 
     def train(
         self, step: int, batches: BatchSource, *, lr: float, recorder: ActionRecorder | None = None
@@ -108,18 +116,19 @@ class TrainStep:
             Waits for the device: the metrics are numbers.
         """
         start = time.perf_counter()
-        executor = self._executor if recorder is None else self._make_executor(recorder)
         scale = self._optimizer.loss_scale
         self._experts.start_step()
         while True:
             self._optimizer.zero_grads()
-            losses = executor.run(
+            losses = self._executor.run(
                 self._forward_step(step, batches, loss_scale=scale),
                 before_backward=self._before_backward,
+                recorder=recorder,
             )
             if not self._experts.must_rerun(f"step {step + 1:,}"):
                 break
-            executor = self._executor
+            if recorder is not None:
+                recorder.clear()
         self._warn_of_missing_grads()
         sums = self._loss_sums([loss / scale for loss in losses])
         extra = torch.cat((sums.to(self._activation.device), self._experts.extra()))
@@ -156,15 +165,6 @@ class TrainStep:
         # Gradients are final with the last action of the stage that adds to them.
         is_last = self._last_backwards[stage] == microbatch
         self._optimizer.before_backward(is_last=is_last)
-
-    def _make_executor(self, recorder: ActionRecorder | None) -> PipelineExecutor:
-        return PipelineExecutor(
-            self._program,
-            self._chunks,
-            group=self._groups.pp,
-            activation=self._activation,
-            recorder=recorder,
-        )
 
     def _warn_of_missing_grads(self) -> None:
         missing = tuple(self._optimizer.missing_grads())

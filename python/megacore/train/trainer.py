@@ -7,13 +7,14 @@ function of the configuration, so no rank ever has to ask another.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megacore.buffers import make_buffers
-from megacore.config import Config
+from megacore.config import Config, stages_of_ranks
 from megacore.data import Dataset, TrainingData, load_data, microbatch
-from megacore.errors import DataError
+from megacore.errors import ConfigError, DataError
 from megacore.models.build import build_chunks, torch_dtype
 from megacore.models.gpt import GPTChunk
 from megacore.optim import DistributedOptimizer, learning_rate
@@ -92,7 +93,7 @@ class Trainer:
 
     def schedule_text(self) -> str:
         """The schedule for people."""
-        chunks = self.config.pipeline.num_chunks
+        chunks = self.config.pipeline.chunks
         return (
             f"{self.schedule.name}{f', {chunks} chunks' if chunks > 1 else ''}, "
             f"{self.schedule.num_microbatches} microbatches of "
@@ -150,7 +151,9 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     )
     schedule = train_schedule(config, world_size)
     activation = activation_spec(config, device)
-    program = schedule.program(groups.pp.position, receives=receives_for(groups.pp, activation))
+    overlap = config.pipeline.overlap_p2p
+    receives = receives_for(groups.pp, activation, overlap=overlap)
+    program = schedule.program(groups.pp.position, receives=receives)
     step = TrainStep(
         chunks,
         optimizer,
@@ -182,10 +185,18 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
 def _make_groups(config: Config, world_size: int) -> ProcessGroups:
     if world_size == 1:
         return ProcessGroups.single()
+    by_rank = stages_of_ranks(config)
+    num_stages = sum(map(len, by_rank))
+    first, last = (
+        next(rank for rank, stages in enumerate(by_rank) if stage in stages)
+        for stage in (0, num_stages - 1)
+    )
     return ProcessGroups.create(
         make_topology(config, world_size),
         timeout_s=config.run.timeout_s,
         host_memory=config.run.host_memory,
+        pp_channels=bool(config.pipeline.overlap_p2p) and config.run.backend == "nccl",
+        pp_ends=(first, last),
     )
 
 
@@ -204,15 +215,31 @@ def make_topology(config: Config, world_size: int) -> Topology:
 
 
 def train_schedule(config: Config, world_size: int) -> Schedule:
-    """The schedule of one training step."""
-    pipeline = config.pipeline
-    return build_schedule(
-        pipeline.schedule,
-        num_ranks=config.parallel.pp,
-        num_microbatches=config.num_microbatches(world_size),
-        num_chunks=pipeline.num_chunks,
-        group_size=pipeline.group_size,
-    )
+    """The schedule of one training step.
+
+    Raises:
+        ConfigError: If it cannot be built; the message names the nearest sizes that can.
+    """
+    pipeline, num_microbatches = config.pipeline, config.num_microbatches(world_size)
+    search: dict[str, Any] = {}
+    if pipeline.schedule_info is None:
+        search = {"placement": pipeline.placement, "memory_limit": pipeline.memory_limit}
+    try:
+        return build_schedule(
+            pipeline.schedule,
+            num_ranks=config.parallel.pp,
+            num_microbatches=num_microbatches,
+            num_chunks=pipeline.chunks,
+            group_size=pipeline.group_size,
+            **search,
+        )
+    except ValueError as error:
+        train, dp = config.train, config.dp(world_size)
+        raise ConfigError(
+            f"pipeline.schedule = {pipeline.schedule} with {num_microbatches} microbatches per step"
+            f" (train.global_batch_size {train.global_batch_size} / (train.microbatch_size "
+            f"{train.microbatch_size} x dp {dp})): {error}"
+        ) from error
 
 
 def activation_spec(config: Config, device: torch.device) -> ActivationSpec:

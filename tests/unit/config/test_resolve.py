@@ -139,9 +139,41 @@ def test_suggested_layouts_do_fit() -> None:
         ),
         ({"parallel__tp": "2", "model__ffn_hidden_size": "99"}, 2, "ffn_hidden_size=98 or 100"),
         ({"parallel__pp": "8"}, 8, "model.num_layers = 4 (default) cannot fill the 8 stages"),
-        ({"pipeline__num_chunks": "2"}, 1, "needs the schedule interleaved_1f1b"),
-        ({"pipeline__schedule": "interleaved_1f1b"}, 1, "needs pipeline.num_chunks > 1"),
+        (
+            {"pipeline__num_chunks": "2"},
+            1,
+            "pipeline.num_chunks = 2 (--pipeline.num_chunks=2) does not fit pipeline.schedule = "
+            "1f1b (default), which has 1; leave num_chunks out, or use one of no_pipelining, "
+            "interleaved_1f1b, looped_bfs",
+        ),
+        (
+            {"pipeline__schedule": "zb_v", "pipeline__num_chunks": "1"},
+            1,
+            "does not fit pipeline.schedule = zb_v (--pipeline.schedule=zb_v), which has 2",
+        ),
+        (
+            {"pipeline__schedule": "interleaved_1f1b", "pipeline__num_chunks": "1"},
+            1,
+            "needs pipeline.num_chunks > 1",
+        ),
         ({"pipeline__schedule": "interleaved_1f1b"}, 1, "needs parallel.pp > 1"),
+        ({"pipeline__schedule": "dualpipe"}, 1, "two copies of the model"),
+        (
+            {"pipeline__schedule": "no_pipelining", "parallel__pp": "2"},
+            2,
+            "runs on one pipeline rank, but parallel.pp = 2",
+        ),
+        ({"pipeline__placement": "v"}, 1, "placement = v (--pipeline.placement=v) is for the"),
+        ({"pipeline__memory_limit": "3"}, 1, "is for the schedule auto, but pipeline.schedule"),
+        (
+            {
+                "pipeline__schedule": "auto",
+                "pipeline__placement": "v",
+                "pipeline__num_chunks": "3",
+            },
+            1,
+            "does not fit pipeline.schedule = auto (--pipeline.schedule=auto), which has 2",
+        ),
         (
             {"train__global_batch_size": "30"},
             2,

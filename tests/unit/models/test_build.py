@@ -40,6 +40,18 @@ def test_the_chunks_of_all_ranks_are_the_whole_model(pp: int, num_chunks: int) -
     assert torch.equal(hidden, whole_model(model)(None, batch))
 
 
+def test_the_stages_of_a_v_go_down_the_ranks_and_back_up() -> None:
+    model = tiny_config(num_layers=4)
+    config = config_for(model, pp=2, num_chunks=2, schedule="zb_v")
+    (first, last), (second, third) = [build_chunks(config, groups_of_stage(r, 2)) for r in range(2)]
+    batch, hidden = random_batch(model), None
+    for chunk in (first, second, third, last):
+        hidden = chunk(hidden, batch)
+    assert torch.equal(hidden, whole_model(model)(None, batch))
+    # Both ends are on one rank, so a tied embedding is there once.
+    assert last.head.weight is params_by_name(first)["embedding"]
+
+
 def test_stages_may_hold_only_the_embedding_or_only_the_head() -> None:
     model = tiny_config(num_layers=2)
     config = config_for(model, pp=4, account_for_embedding=True, account_for_loss=True)
