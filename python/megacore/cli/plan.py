@@ -65,6 +65,7 @@ def _as_json(plan: RunPlan, world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "dp": plan.topology.dp,
         "num_params": plan.num_params,
+        "num_active_params": plan.num_active_params,
         "num_microbatches": plan.num_microbatches,
         "bubble_fraction": plan.bubble_fraction,
         "ranks": ranks,
@@ -83,7 +84,10 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
         f"{world_size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {plan.topology.dp} "
         f"(order {parallel.order})",
     )
-    facts.add_row("[bold]model[/]", f"{plan.num_params:,} parameters, {train.dtype}")
+    if config.moe.num_experts > 0:
+        facts.add_row("[bold]experts[/]", _experts_text(plan, config))
+    active = f", {plan.num_active_params:,} per token" if config.moe.num_experts > 0 else ""
+    facts.add_row("[bold]model[/]", f"{plan.num_params:,} parameters{active}, {train.dtype}")
     facts.add_row(
         "[bold]step[/]",
         f"{train.global_batch_size} sequences of {config.model.seq_length} tokens = dp "
@@ -108,6 +112,17 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
         f"params, grads, optim: memory per rank, no activations; optimizer state {sharding}\n"
         "held: most microbatches, counted per chunk, whose activations a rank holds at once",
         soft_wrap=True,
+    )
+
+
+def _experts_text(plan: RunPlan, config: Config) -> str:
+    """How the ranks share the experts, and what each holds."""
+    moe, topology = config.moe, plan.topology
+    layers = len(moe.moe_layers(config.model.num_layers))
+    return (
+        f"etp {topology.etp} x ep {topology.ep} x edp {topology.expert_dp} x pp {topology.pp}; "
+        f"{layers} of {config.model.num_layers} layers with {moe.num_experts} experts, "
+        f"{moe.num_experts // topology.ep} per rank, {moe.top_k} per token, {moe.dispatcher}"
     )
 
 

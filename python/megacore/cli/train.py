@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import time
 from functools import partial
@@ -153,7 +154,9 @@ def default_nproc(config: Config) -> int:
 
     if config.run.backend != "gloo" and torch.cuda.is_available():
         return torch.cuda.device_count()
-    return config.parallel.tp * config.parallel.cp * config.parallel.pp
+    parallel = config.parallel
+    etp = parallel.tp if parallel.etp is None else parallel.etp
+    return parallel.pp * math.lcm(parallel.tp * parallel.cp, etp * parallel.ep)
 
 
 def _prepare_environment(*, debug: bool) -> int | None:

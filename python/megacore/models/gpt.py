@@ -180,6 +180,22 @@ class GPTChunk(nn.Module):
             if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoEBlock)
         }
 
+    def buffer_infos(self) -> list[tuple[ParamInfo, Tensor]]:
+        """State that no optimizer updates but a checkpoint keeps: the biases of experts."""
+        return [
+            (
+                ParamInfo(
+                    name=f"layers.{index}.moe.expert_bias",
+                    full_shape=tuple(layer.router.expert_bias.shape),
+                    tp_dim=None,
+                    weight_decay=False,
+                ),
+                layer.router.expert_bias,
+            )
+            for index, layer in self.moe_layers().items()
+            if layer.router.expert_bias is not None
+        ]
+
     def _hidden(self, hidden_SBH: Tensor | None, batch: Microbatch) -> Tensor:
         sequence = batch.shape[1]
         if sequence > self.shape.seq_length:

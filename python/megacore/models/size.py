@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, MoEConfig, filled
 from megacore.models.shape import GPTShape
 
 
@@ -14,10 +14,13 @@ class ParameterCount:
 
     Attributes:
         embedding: The token embedding.
-        per_layer: One transformer layer.
-        num_layers: Number of layers.
+        per_layer: One dense transformer layer.
+        num_layers: Number of dense layers.
         final_norm: The norm before the output layer.
         head: The output layer; 0 if it is tied to the embedding.
+        per_moe_layer: One MoE layer.
+        num_moe_layers: Number of MoE layers.
+        per_moe_layer_idle: The experts of one MoE layer that a token does not see.
     """
 
     embedding: int
@@ -25,39 +28,61 @@ class ParameterCount:
     num_layers: int
     final_norm: int
     head: int
+    per_moe_layer: int = 0
+    num_moe_layers: int = 0
+    per_moe_layer_idle: int = 0
 
     @property
     def total(self) -> int:
         """All parameters."""
-        layers = self.num_layers * self.per_layer
+        layers = self.num_layers * self.per_layer + self.num_moe_layers * self.per_moe_layer
         return self.embedding + layers + self.final_norm + self.head
 
+    @property
+    def active(self) -> int:
+        """Parameters that one token meets: without the experts that it is not sent to."""
+        return self.total - self.num_moe_layers * self.per_moe_layer_idle
 
-def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Count the parameters of a resolved ``[model]`` section without making the model.
+
+def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> ParameterCount:
+    """Count the parameters of resolved ``[model]`` and ``[moe]`` sections without making the model.
 
     Example:
         >>> config = ModelConfig(hidden_size=8, num_heads=2, num_kv_heads=1, ffn_hidden_size=16,
         ...                      num_layers=3, vocab_size=10, vocab_pad_multiple=4)
-        >>> count_parameters(config)
-        ParameterCount(embedding=96, per_layer=592, num_layers=3, final_norm=8, head=0)
+        >>> count_parameters(config).total
+        1880
+        >>> count = count_parameters(config, MoEConfig(num_experts=4, ffn_hidden_size=16))
+        >>> count.total, count.active
+        (5432, 3128)
     """
-    shape = GPTShape.from_config(config)
+    shape, moe = GPTShape.from_config(config), MoEConfig() if moe is None else moe
+    num_moe = len(moe.moe_layers(shape.num_layers))
     vocab_matrix = shape.padded_vocab * shape.hidden
     return ParameterCount(
         embedding=vocab_matrix,
-        per_layer=_layer_matmul_weights(shape) + 2 * shape.hidden,
-        num_layers=shape.num_layers,
+        per_layer=_attention_weights(shape) + _dense_weights(shape) + _norm_weights(config, shape),
+        num_layers=shape.num_layers - num_moe,
         final_norm=shape.hidden,
         head=0 if shape.tie_embeddings else vocab_matrix,
+        per_moe_layer=_attention_weights(shape)
+        + _moe_weights(shape, moe, experts=moe.num_experts)
+        + _norm_weights(config, shape)
+        if num_moe
+        else 0,
+        num_moe_layers=num_moe,
+        per_moe_layer_idle=(moe.num_experts - moe.top_k) * _expert_weights(shape, moe)
+        if num_moe
+        else 0,
     )
 
 
-def flops_per_token(config: ModelConfig) -> int:
+def flops_per_token(config: ModelConfig, moe: MoEConfig | None = None) -> int:
     """Floating-point operations of the matrix products of one token, forward and backward.
 
-    ``6 * W + 6 * L * S * A`` with W the weights that a token is multiplied with (the layers and the
-    output layer, without padding; not the embedding, which is a lookup), L layers, S the sequence
+    ``6 * W + 6 * L * S * A`` with W the weights that a token is multiplied with (the layers, of
+    experts only the chosen ones, and the output layer, without padding; not the embedding, which is
+    a lookup), L layers, S the sequence
     length and A the summed width of the query heads. A product with a weight costs 2 operations in
     the forward and 4 in the backward pass. Attention multiplies a token with the keys and the
     values of the ``S / 2`` tokens that it sees on average: ``2 * A * S`` operations forward,
@@ -72,14 +97,37 @@ def flops_per_token(config: ModelConfig) -> int:
         >>> flops_per_token(config)
         5701632
     """
-    shape = GPTShape.from_config(config)
-    weights = shape.num_layers * _layer_matmul_weights(shape) + shape.vocab * shape.hidden
+    shape, moe = GPTShape.from_config(config), MoEConfig() if moe is None else moe
+    num_moe = len(moe.moe_layers(shape.num_layers))
+    weights = shape.num_layers * _attention_weights(shape) + shape.vocab * shape.hidden
+    weights += (shape.num_layers - num_moe) * _dense_weights(shape)
+    if num_moe:
+        weights += num_moe * _moe_weights(shape, moe, experts=moe.top_k)
     attention = shape.num_layers * shape.seq_length * shape.num_heads * shape.head_dim
     return 6 * (weights + attention)
 
 
-def _layer_matmul_weights(shape: GPTShape) -> int:
+def _attention_weights(shape: GPTShape) -> int:
     groups, group_width, hidden = shape.qkv_full_shape
     qkv = groups * group_width * hidden
     output = hidden * shape.num_heads * shape.head_dim
-    return qkv + output + 3 * shape.ffn * hidden
+    return qkv + output
+
+
+def _dense_weights(shape: GPTShape) -> int:
+    return 3 * shape.ffn * shape.hidden
+
+
+def _expert_weights(shape: GPTShape, moe: MoEConfig) -> int:
+    num_matrices = 3 if moe.activation == "swiglu" else 2
+    return num_matrices * filled(moe.ffn_hidden_size) * shape.hidden
+
+
+def _moe_weights(shape: GPTShape, moe: MoEConfig, *, experts: int) -> int:
+    """Router, ``experts`` experts and the shared expert of one layer."""
+    shared = 3 * moe.shared_ffn_hidden_size * shape.hidden + moe.shared_gate * shape.hidden
+    return moe.num_experts * shape.hidden + experts * _expert_weights(shape, moe) + shared
+
+
+def _norm_weights(config: ModelConfig, shape: GPTShape) -> int:
+    return 2 * shape.hidden + (2 * shape.head_dim if config.qk_norm else 0)

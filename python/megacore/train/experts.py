@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,18 @@ class ExpertMetrics:
             1.5
         """
         return max(max(load) * len(load) / max(1, sum(load)) for load in self.load.values())
+
+    def as_record(self) -> dict[str, Any]:
+        """What ``metrics.jsonl`` says."""
+        return {
+            "expert_load": {str(layer): list(load) for layer, load in self.load.items()},
+            "expert_imbalance": self.imbalance,
+            "num_dropped_copies": self.num_dropped,
+            "num_over_budget": self.num_over_budget,
+            "num_reruns": self.num_reruns,
+            "aux_loss": self.aux_loss,
+            "z_loss": self.z_loss,
+        }
 
 
 class ExpertWatch:

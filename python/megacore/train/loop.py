@@ -76,7 +76,7 @@ def _resume(trainer: Trainer, found: FoundCheckpoint) -> int:
     optimizer = trainer.optimizer
     state = load_checkpoint(
         found.path,
-        optimizer.pieces(),
+        trainer.pieces(),
         groups=trainer.groups,
         config=trainer.config.model_dump(),
         verified=found.verified,
@@ -93,7 +93,7 @@ def _make_saver(trainer: Trainer) -> CheckpointSaver:
     config = trainer.config
     return CheckpointSaver(
         filled(config.checkpoint.dir),
-        trainer.optimizer.pieces,
+        trainer.pieces,
         groups=trainer.groups,
         config=config.model_dump(),
         keep=config.checkpoint.keep,
@@ -218,6 +218,7 @@ class _Run:
             num_skipped=self._trainer.optimizer.num_skipped,
             samples=(step + 1) * train.global_batch_size,
             validation_loss=validation_loss,
+            experts=metrics.experts,
         )
 
     def _write(self, record: StepRecord) -> None:
@@ -251,7 +252,7 @@ class _Run:
             name=self._config.run.name,
             layout=trainer.layout_text(),
             model=trainer.model_text(),
-            num_parameters=count_parameters(self._config.model).total,
+            num_parameters=count_parameters(self._config.model, self._config.moe).total,
             data=trainer.data_text(),
             num_tokens=len(trainer.data.train.tokens),
             unigram_entropy=trainer.data.unigram_entropy,

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from megacore.report import read_metrics
+from megacore.train.experts import ExpertMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class StepRecord:
         num_skipped: Steps skipped so far because of a non-finite gradient.
         samples: Samples consumed so far, this step included.
         validation_loss: Loss on validation data after the step; ``None`` where it was not measured.
+        experts: What became of tokens in MoE layers; ``None`` for a model without.
     """
 
     step: int
@@ -37,13 +39,18 @@ class StepRecord:
     num_skipped: int
     samples: int
     validation_loss: float | None = None
+    experts: ExpertMetrics | None = None
 
     def to_json(self) -> str:
         """One line. A value that is not finite becomes ``null``, since JSON has no NaN.
 
-        An unmeasured ``validation_loss`` is left out.
+        An unmeasured ``validation_loss`` is left out. What is known of experts becomes
+        ``expert_load`` (a list per MoE layer, by its index), ``expert_imbalance``,
+        ``num_dropped_copies``, ``num_over_budget``, ``num_reruns``, ``aux_loss`` and ``z_loss``.
         """
-        data = asdict(self)
+        data = {name: value for name, value in asdict(self).items() if name != "experts"}
+        if self.experts is not None:
+            data |= self.experts.as_record()
         if self.validation_loss is None:
             del data["validation_loss"]
         for name, value in data.items():

@@ -10,9 +10,11 @@ import math
 from dataclasses import dataclass
 
 from megacore.buffers import BufferPlan, buffer_kind, plan_buckets
-from megacore.config import Config, layers_of_stages
+from megacore.config import Config, filled, layers_of_stages, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
+from megacore.models.size import count_parameters
+from megacore.moe.settings import router_config
 from megacore.optim import MemoryRow, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
@@ -63,6 +65,7 @@ class RunPlan:
     Attributes:
         topology: Layout of the ranks.
         num_params: Parameters of the model, each counted once.
+        num_active_params: Those that one token meets; fewer where a token sees few experts.
         num_microbatches: Microbatches per data-parallel rank and step.
         bubble_fraction: Part of the pipeline ranks' time that is idle, if a backward pass takes
             twice as long as a forward pass and messages take no time.
@@ -71,6 +74,7 @@ class RunPlan:
 
     topology: Topology
     num_params: int
+    num_active_params: int
     num_microbatches: int
     bubble_fraction: float
     ranks: tuple[RankPlan, ...]
@@ -91,7 +95,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
         mine = stages_of_ranks(config)[pp_rank]
         infos = _param_infos(config, stages, mine)
         num_params += sum(math.prod(info.full_shape) for info in infos if not info.is_shared_copy)
-        sizes = _buffer_sizes(config, infos, dp_size=config.dp(world_size))
+        sizes = _buffer_sizes(config, infos, topology)
         ranks.append(
             RankPlan(
                 pp_rank=pp_rank,
@@ -108,6 +112,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     return RunPlan(
         topology=topology,
         num_params=num_params,
+        num_active_params=count_parameters(config.model, config.moe).active,
         num_microbatches=config.num_microbatches(world_size),
         bubble_fraction=timeline.bubble_fraction,
         ranks=tuple(ranks),
@@ -124,6 +129,8 @@ def check_plan(config: Config, world_size: int) -> None:
         make_topology(config, world_size)
         layers_of_stages(config)
         train_schedule(config, world_size)
+        if config.moe.num_experts > 0:
+            router_config(config.moe)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -141,6 +148,7 @@ def _param_infos(config: Config, stages: list[range], mine: list[int]) -> list[P
             groups=ProcessGroups.single(),
             sequence_parallel=config.parallel.sequence_parallel,
             device="meta",
+            moe=config.moe,
         )
         new = [info for info, _ in chunk.param_infos()]
         if holds_embedding:
@@ -152,7 +160,15 @@ def _param_infos(config: Config, stages: list[range], mine: list[int]) -> list[P
 
 
 def _local_numels(config: Config, infos: list[ParamInfo]) -> list[int]:
-    return [math.prod(info.local_shape(config.parallel.tp)) for info in infos]
+    parallel = config.parallel
+    return [
+        math.prod(
+            info.local_shape(
+                filled(parallel.etp) if info.expert else parallel.tp, ep_size=parallel.ep
+            )
+        )
+        for info in infos
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +179,8 @@ class _BufferSizes:
     bucket_numels: tuple[int, ...]
 
 
-def _buffer_sizes(config: Config, infos: list[ParamInfo], *, dp_size: int) -> _BufferSizes:
-    plans = _buffer_plans(config, infos, dp_size=dp_size)
+def _buffer_sizes(config: Config, infos: list[ParamInfo], topology: Topology) -> _BufferSizes:
+    plans = _buffer_plans(config, infos, topology)
     numel = sum(plan.numel for plan in plans)
     owned = sum(plan.shard_numel for plan in plans) if config.optimizer.distributed else numel
     row = memory_row_of(config)
@@ -182,7 +198,7 @@ def memory_row_of(config: Config) -> MemoryRow:
     return memory_row(params=config.train.dtype, moments=config.optimizer.moments_dtype)
 
 
-def _buffer_plans(config: Config, infos: list[ParamInfo], *, dp_size: int) -> list[BufferPlan]:
+def _buffer_plans(config: Config, infos: list[ParamInfo], topology: Topology) -> list[BufferPlan]:
     """What ``make_buffers`` will lay out; all parameters have one dtype."""
     by_kind: dict[tuple[bool, bool], list[ParamInfo]] = {}
     for info in infos:
@@ -190,7 +206,8 @@ def _buffer_plans(config: Config, infos: list[ParamInfo], *, dp_size: int) -> li
     return [
         plan_buckets(
             _local_numels(config, members),
-            dp_size=dp_size // config.optimizer.num_instances,
+            dp_size=(topology.expert_dp if members[0].expert else topology.dp * topology.cp)
+            // config.optimizer.num_instances,
             bucket_numel=config.optimizer.bucket_numel,
             shared=[info.shared is not None for info in members],
             pad_for_ring=config.optimizer.pad_buckets,

@@ -51,6 +51,8 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
         has_head=True,
         groups=ProcessGroups.single(),
         device=device,
+        # One process needs no exchange, and a text should not depend on who shares its batch.
+        moe=config.moe.model_copy(update={"dispatcher": "alltoall", "capacity_factor": None}),
     )
     _fill(model, weights, path)
     return RestoredModel(
@@ -60,7 +62,8 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
 
 @torch.no_grad()
 def _fill(model: GPTChunk, weights: dict[str, Tensor], path: str | Path) -> None:
-    params = dict((info.name, param) for info, param in model.param_infos())
+    params: dict[str, Tensor] = {info.name: param for info, param in model.param_infos()}
+    params |= {info.name: value for info, value in model.buffer_infos()}
     if params.keys() != weights.keys():
         odd = sorted(params.keys() ^ weights.keys())
         raise CheckpointError(

@@ -132,7 +132,7 @@ def run_info(
             "order": topology.order,
         },
         model=trainer.model_text(),
-        num_parameters=count_parameters(config.model).total,
+        num_parameters=count_parameters(config.model, config.moe).total,
         data=trainer.data_text(),
         num_tokens=len(data.train.tokens),
         unigram_entropy=data.unigram_entropy,

@@ -17,7 +17,7 @@ from megacore.data import Dataset, TrainingData, load_data, microbatch
 from megacore.errors import ConfigError, DataError
 from megacore.models.build import build_chunks, torch_dtype
 from megacore.models.gpt import GPTChunk
-from megacore.optim import DistributedOptimizer, learning_rate
+from megacore.optim import DistributedOptimizer, ParamPiece, learning_rate
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.instances import InstanceGroups
@@ -54,6 +54,15 @@ class Trainer:
         """Run optimizer step number ``step`` (from 0). See :meth:`TrainStep.train`."""
         lr = self.learning_rate(step)
         return self.step.train(step, self._batches(self.data.train), lr=lr, recorder=recorder)
+
+    def pieces(self) -> list[ParamPiece]:
+        """All state of this rank that a checkpoint keeps, as views to save from or load into."""
+        buffers = [
+            ParamPiece(info=info, start=0, end=value.numel(), tensors={"main_param": value})
+            for chunk in self.chunks
+            for info, value in chunk.buffer_infos()
+        ]
+        return self.optimizer.pieces() + buffers
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of step ``step``."""
