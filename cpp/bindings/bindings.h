@@ -15,5 +15,6 @@ void bind_buffer(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
 void bind_moe_kernels(pybind11::module_& module);
 void bind_graph(pybind11::module_& module);
+void bind_weak_tensor(pybind11::module_& module);
 
 }  // namespace megacore::bindings

@@ -12,4 +12,5 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_moe(module);
   megacore::bindings::bind_moe_kernels(module);
   megacore::bindings::bind_graph(module);
+  megacore::bindings::bind_weak_tensor(module);
 }

@@ -157,6 +157,8 @@ class Timeline:
     @property
     def peak_in_flight(self) -> list[int]: ...
     @property
+    def exposed(self) -> list[float]: ...
+    @property
     def spans(self) -> list[tuple[float, float]]: ...
 
 class Schedule:
@@ -194,6 +196,7 @@ class Schedule:
         send: float,
         overlap: float,
     ) -> Timeline: ...
+    def critical_path(self, timeline: Timeline) -> list[int]: ...
     def to_text(self) -> str: ...
     def to_csv(self) -> str: ...
     def __eq__(self, other: object, /) -> bool: ...
@@ -611,6 +614,17 @@ def plan_capture(
     output_signature: Sequence[int],
     reuse: str,
 ) -> CapturePlan: ...
+
+def weak_tensor_capsule(
+    data: int,
+    *,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype_code: int,
+    dtype_bits: int,
+    device_type: int,
+    device_id: int,
+) -> object: ...
 
 # ---- moe kernels ---------------------------------------------------------------------------------
 # Tensors are addresses; see cpp/include/megacore/moe/{grouped_gemm,permutation,activations}.h.
