@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -46,6 +47,7 @@ VARIANTS = {
     "fsdp": "fully_shard (weights kept after forward) + fused AdamW",
 }
 ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MEMORY_STEPS = 3  # with memory samples, after the timed ones
 Step = Callable[[Tensor], float]
 
 
@@ -105,9 +107,7 @@ def with_megacore(model: nn.Sequential, *, overlap: bool) -> tuple[Step, str]:
         optimizer.step(lr=ADAMW["lr"])
         return loss.item()
 
-    # Collectives in the background always take gloo.
-    shared = getattr(groups.dp_cp, "host", None) is not None and not overlap
-    return step, "shared memory" if shared else "gloo"
+    return step, "shared memory" if buffers[0].starts_are_free else "gloo"
 
 
 def with_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Step, str]:
@@ -146,12 +146,37 @@ def make_step(variant: str, shape: Shape) -> tuple[Step, str]:
     return with_torch(wrapped, sharded)
 
 
-def memory_bytes(field: str) -> int:
-    """A line of this process's status: ``VmRSS`` now, ``VmHWM`` the peak."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
+def memory_bytes() -> int:
+    """Physical memory of this process: a page that n processes share counts 1/n (PSS)."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
+    raise RuntimeError("no Pss in /proc/self/smaps_rollup")
+
+
+class PeakMemory:
+    """Samples the memory of this process in a thread; it takes time, so not in timed steps."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.peak = 0
+        self.samples = 0
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def _sample(self) -> None:
+        while not self._stop.is_set():
+            self.peak = max(self.peak, memory_bytes())
+            self.samples += 1
+            self._stop.wait(self._interval_s)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 def loopback_bytes() -> int:
@@ -170,20 +195,28 @@ def work(args: argparse.Namespace) -> None:
     store = dist.FileStore(str(args.folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     shape = Shape(hidden=args.hidden, layers=args.layers, tokens=args.tokens)
-    before = memory_bytes("VmRSS")
+    load_libraries()
+    before = memory_bytes()
     step, way = make_step(args.variant, shape)
-    times, losses, sent = [], [], []
+    times, cpu_times, losses, sent = [], [], [], []
     for number in range(args.warmup + args.steps):
         x = torch.randn(shape.tokens, shape.hidden, generator=seeded(number, rank))
         dist.barrier()
         bytes_before, start = loopback_bytes(), time.perf_counter()
+        cpu_start = time.process_time()
         loss = torch.tensor(step(x))
         times.append(time.perf_counter() - start)
         dist.barrier()
+        cpu_times.append(time.process_time() - cpu_start)
         sent.append(loopback_bytes() - bytes_before)
         dist.all_reduce(loss)
         losses.append(loss.item() / world)
-    mine = {"times": times, "peak": memory_bytes("VmHWM") - before}
+    with PeakMemory(interval_s=0.02) as memory:
+        for number in range(MEMORY_STEPS):
+            step(torch.randn(shape.tokens, shape.hidden, generator=seeded(number, rank)))
+        dist.barrier()
+    cpu_s = statistics.median(cpu_times[args.warmup :])
+    mine = {"times": times, "cpu_s": cpu_s, "peak": memory.peak - before, "samples": memory.samples}
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, mine)
     if rank == 0:
@@ -196,13 +229,23 @@ def work(args: argparse.Namespace) -> None:
             "way": way,
             "step_s": statistics.median(slowest[args.warmup :]),
             "fastest_s": min(slowest[args.warmup :]),
+            "cpu_s": max(r["cpu_s"] for r in everyone),
             "peak_bytes": max(r["peak"] for r in everyone),
+            "memory_samples": min(r["samples"] for r in everyone),
             "loopback_bytes_per_rank": statistics.median(sent[args.warmup :]) / world,
             "losses": losses,
         }
         (args.folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def load_libraries() -> None:
+    """Touch the code that every variant runs, so that it does not count as memory of one."""
+    model = make_model(Shape(hidden=8, layers=1, tokens=1))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    loss_of(model, torch.ones(1, 8)).backward()
+    optimizer.step()
 
 
 def seeded(number: int, rank: int) -> torch.Generator:
@@ -229,15 +272,22 @@ def measure(variant: str, world: int, args: argparse.Namespace) -> dict[str, Any
 def report(results: list[dict[str, Any]], num_params: int, args: argparse.Namespace) -> None:
     print(f"\n{num_params / 1e6:.1f} M float32 parameters, {args.tokens} tokens per rank and step")
     print(f"time: median (fastest) of {args.steps} steps, each as slow as its slowest rank")
-    print("memory: most that one rank's resident set grew, shared memory included")
+    print("CPU: time that a rank's threads computed per step (median, busiest rank)")
+    fewest = min(result["memory_samples"] for result in results)
+    print("memory: most physical memory that one rank took on top of what it had before the model")
+    print("        (PSS: shared pages divided among their users), sampled every 20 ms in")
+    print(f"        {MEMORY_STEPS} more steps, {fewest} samples or more per rank")
     print("TCP: bytes through the loopback device per rank and step, protocol included")
     print("load: what else ran on the machine, as processes wanting a core, at the start\n")
-    print(f"{'':54} {'ranks':>5} {'time ms':>16} {'memory MB':>10} {'TCP MB':>8}  way")
+    print(
+        f"{'':54} {'ranks':>5} {'time ms':>16} {'CPU ms':>7} {'memory MB':>10} {'TCP MB':>8}  way"
+    )
     for result in results:
         time_text = f"{result['step_s'] * 1e3:.0f} ({result['fastest_s'] * 1e3:.0f})"
         print(
             f"{VARIANTS[result['variant']]:54} {result['world_size']:5} {time_text:>16} "
-            f"{result['peak_bytes'] / 1e6:10.0f} {result['loopback_bytes_per_rank'] / 1e6:8.0f}  "
+            f"{result['cpu_s'] * 1e3:7.0f} {result['peak_bytes'] / 1e6:10.0f} "
+            f"{result['loopback_bytes_per_rank'] / 1e6:8.0f}  "
             f"{result['way']} (load {result['load']:.1f})"
         )
     for world in args.worlds:

@@ -57,8 +57,8 @@ def make_optimizer(
     return DistributedOptimizer(buffers, groups=groups, config=config)
 
 
-def dp_groups(world_size: int, cp: int = 1) -> ProcessGroups:
-    return ProcessGroups.create(Topology(world_size=world_size, cp=cp))
+def dp_groups(world_size: int, cp: int = 1, *, host_memory: bool = True) -> ProcessGroups:
+    return ProcessGroups.create(Topology(world_size=world_size, cp=cp), host_memory=host_memory)
 
 
 def train(

@@ -32,9 +32,10 @@ class Trace:
     transfers: list[float]
 
 
-def trace_step(folder: Path, overlap: str) -> list[Trace]:
+def trace_step(folder: Path, overlap: str, way: str) -> list[Trace]:
+    arguments = ["2", str(folder), overlap, way]
     jobs = [
-        start_command([sys.executable, str(WORKER), str(rank), "2", str(folder), overlap], folder)
+        start_command([sys.executable, str(WORKER), str(rank), *arguments], folder)
         for rank in range(2)
     ]
     for job in jobs:
@@ -60,8 +61,8 @@ def read(path: Path) -> Trace:
     )
 
 
-def test_reduce_scatter_runs_during_backward_and_all_gather_during_forward(tmp_path: Path) -> None:
-    for trace in trace_step(tmp_path, "on"):
+def test_gloo_reduces_during_backward_and_gathers_during_forward(tmp_path: Path) -> None:
+    for trace in trace_step(tmp_path, "on", "gloo"):
         num_buckets = len(trace.reduces)
         assert num_buckets >= 4
         # The bucket of the tied embedding waits for the end; every other one is issued before the
@@ -74,13 +75,40 @@ def test_reduce_scatter_runs_during_backward_and_all_gather_during_forward(tmp_p
         # others are issued one by one between the products of the forward pass.
         during = [start for start in trace.gathers if start < trace.grads[0]]
         assert len(during) == num_buckets - 1
-        between = [start for start in during if start > trace.forwards[0]]
-        assert len(between) >= 3
-        for first, second in pairwise(between):
-            assert any(first < product < second for product in trace.forwards)
+        check_gathers(trace, during)
+
+
+def test_shared_memory_reduces_during_backward_and_gathers_during_forward(tmp_path: Path) -> None:
+    traces = trace_step(tmp_path, "on", "shared")
+    num_early = 0
+    for trace in traces:
+        assert trace.transfers == []
+        assert trace.grads[0] < trace.reduces[0]
+        num_early += sum(start < trace.grads[-1] for start in trace.reduces)
+        # All gathers of the update before: their work is done where the weights are needed.
+        during = [start for start in trace.gathers if start < trace.grads[0]]
+        assert len(during) == len(trace.reduces) >= 4
+        check_gathers(trace, during)
+    # The work itself is shown. Whichever rank completes a bucket later finds the other's gradients
+    # there and adds them at once, but for the buckets that wait for the end.
+    assert num_early >= len(traces[0].reduces) - 2
+
+
+def check_gathers(trace: Trace, during: list[float]) -> None:
+    between = [start for start in during if start > trace.forwards[0]]
+    assert len(between) >= 3
+    for first, second in pairwise(between):
+        assert any(first < product < second for product in trace.forwards)
 
 
 def test_without_overlap_nothing_is_issued_during_the_passes(tmp_path: Path) -> None:
-    for trace in trace_step(tmp_path, "off"):
+    for trace in trace_step(tmp_path, "off", "gloo"):
         assert trace.reduces == trace.gathers == []
         assert all(start > trace.grads[-1] for start in trace.transfers)
+
+
+def test_without_overlap_shared_memory_works_after_the_passes(tmp_path: Path) -> None:
+    for trace in trace_step(tmp_path, "off", "shared"):
+        assert len(trace.reduces) == len(trace.gathers) >= 4
+        assert all(start > trace.grads[-1] for start in trace.reduces)
+        assert all(start > trace.reduces[-1] for start in trace.gathers)

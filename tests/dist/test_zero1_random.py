@@ -36,6 +36,7 @@ class Case:
     pad_for_ring: bool
     distributed: bool
     overlap: bool
+    host_memory: bool
     clip_grad: float
 
 
@@ -45,7 +46,7 @@ def make_case(seed: int) -> Case:
         tuple(rng.choice((1, 2, 7, 33, 64)) for _ in range(rng.choice((1, 1, 2))))
         for _ in range(rng.randint(1, 7))
     )
-    dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
+    dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
     return Case(
         seed=seed,
         shapes=shapes,
@@ -55,6 +56,7 @@ def make_case(seed: int) -> Case:
         pad_for_ring=rng.random() < 0.1,
         distributed=rng.random() < 0.8,
         overlap=rng.random() < 0.5,
+        host_memory=rng.random() < 0.6,
         clip_grad=rng.choice((0.0, 0.3)),
     )
 
@@ -89,10 +91,11 @@ class Model(nn.Module):
 
 
 def train(rank: int, world_size: int, seeds: list[int]) -> list[tuple[list[float], list[Tensor]]]:
-    groups = dp_groups(world_size)
+    ways = {way: dp_groups(world_size, host_memory=way) for way in (True, False)}
     results = []
     for seed in seeds:
         case = make_case(seed)
+        groups = ways[case.host_memory]
         params = make_params(case)
         buffer = ParamGradBuffer(
             params,
@@ -105,6 +108,7 @@ def train(rank: int, world_size: int, seeds: list[int]) -> list[tuple[list[float
         model = Model([param for _, param in params])
         config = OptimizerConfig(
             clip_grad=case.clip_grad,
+            loss_scale=1.0,
             overlap_grad_reduce=case.overlap,
             overlap_param_gather=case.overlap,
         )
@@ -146,7 +150,10 @@ def train_alone(case: Case, world_size: int, norms: list[float]) -> list[Tensor]
     return finals
 
 
-@pytest.mark.parametrize(("world_size", "num_cases"), [(1, 30), (2, 30), (3, 20), (5, 8), (8, 5)])
+@pytest.mark.parametrize(
+    ("world_size", "num_cases"),
+    [(1, 30), (2, 30), (3, 20), (4, 10), (5, 8), (6, 5), (7, 5), (8, 5)],
+)
 def test_random_models_on_any_number_of_ranks(world_size: int, num_cases: int) -> None:
     seeds = [100 * world_size + number for number in range(num_cases)]
     by_rank = run_ranks(world_size, train, world_size, seeds, timeout_s=180)

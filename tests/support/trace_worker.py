@@ -1,4 +1,4 @@
-"""One rank that profiles a training step: ``trace_worker.py RANK WORLD_SIZE FOLDER OVERLAP``.
+"""One rank that profiles a step: ``trace_worker.py RANK WORLD_SIZE FOLDER on|off gloo|shared``.
 
 Not forked from the test process: torch's profiler does not survive a fork.
 """
@@ -19,7 +19,7 @@ from megacore.train.trainer import build_trainer
 from tests.dist.test_invariance import make_config
 
 
-def main(rank: int, world_size: int, folder: Path, overlap: bool) -> None:
+def main(rank: int, world_size: int, folder: Path, *, overlap: bool, shared: bool) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -29,6 +29,7 @@ def main(rank: int, world_size: int, folder: Path, overlap: bool) -> None:
             "optimizer.bucket_numel": 4000,
             "optimizer.overlap_grad_reduce": overlap,
             "optimizer.overlap_param_gather": overlap,
+            "run.host_memory": shared,
         },
     )
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
@@ -45,4 +46,5 @@ def main(rank: int, world_size: int, folder: Path, overlap: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "on")
+    number, size, where, on, way = sys.argv[1:]
+    main(int(number), int(size), Path(where), overlap=on == "on", shared=way == "shared")

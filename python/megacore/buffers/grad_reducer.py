@@ -103,11 +103,11 @@ class GradReducer:
                 self._launch(bucket)
 
     def _launch(self, bucket: int) -> None:
+        buffer, index = self._buckets[bucket]
+        self._pending.append((bucket, buffer.start_reduce(index)))
         # Sums of arrived slices free their staging memory; a transfer under way is not waited for.
         while self._pending and self._pending[0][1].is_transferred():
             self._complete_oldest()
-        buffer, index = self._buckets[bucket]
-        self._pending.append((bucket, buffer.start_reduce(index)))
 
     def _complete_oldest(self) -> None:
         bucket, pending = self._pending.popleft()

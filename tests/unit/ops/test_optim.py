@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ from torch import Tensor
 
 from megacore.ops.optim import (
     AdamWSettings,
+    StepRules,
     adamw_step_,
     adamw_step_reference_,
+    decide_step_,
+    decide_step_reference_,
     sum_of_squares,
     sum_of_squares_reference,
 )
@@ -118,3 +123,71 @@ def test_sum_of_squares_is_finite_exactly_if_all_elements_are() -> None:
     assert not torch.isfinite(sum_of_squares(values))
     with pytest.raises(ValueError, match="contiguous"):
         sum_of_squares(values[::2])
+
+
+def decisions(*, bad: bool, tokens: float) -> tuple[torch.Tensor, torch.Tensor]:
+    state = torch.tensor([6.0, 2.0, 8.0, 1.0], dtype=torch.float64)
+    sums = torch.tensor([0.0 if bad else 1234.5, float(bad), tokens, 7.0], dtype=torch.float64)
+    return state, sums
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("clip_grad", [0.0, 0.5, 1e9])
+@pytest.mark.parametrize("interval", [0, 2, 100])
+@pytest.mark.parametrize("num_averaged", [0, 4])
+def test_decisions_are_those_of_the_reference(
+    bad: bool, clip_grad: float, interval: int, num_averaged: int
+) -> None:
+    rules = StepRules(
+        beta1=0.9,
+        beta2=0.95,
+        clip_grad=clip_grad,
+        loss_scale_interval=interval,
+        num_averaged=num_averaged,
+    )
+    state, sums = decisions(bad=bad, tokens=100.0)
+    other_state, control, other = state.clone(), torch.empty(5).double(), torch.empty(5).double()
+    decide_step_(state, sums, control, rules)
+    decide_step_reference_(other_state, sums, other, rules)
+    assert torch.equal(state, other_state)
+    torch.testing.assert_close(control, other, rtol=1e-14, atol=0.0, equal_nan=True)
+    assert bool(control[3]) is not bad
+
+
+@pytest.mark.parametrize("step", [adamw_step_, adamw_step_reference_])
+def test_a_decision_replaces_the_settings(step: Callable[..., None]) -> None:
+    plain, controlled = tensors(1003, seed=1), tensors(1003, seed=1)
+    settings = AdamWSettings(step=7, lr=1e-2, beta1=0.9, beta2=0.95, grad_scale=0.25)
+    decided = [0.25, settings.bias_correction1, settings.bias_correction2, 1.0, 3.0]
+    control = torch.tensor(decided, dtype=torch.float64)
+    adamw_step_(*plain, settings)
+    other = replace(settings, step=1, grad_scale=99.0)
+    copy_out = torch.zeros(1003, dtype=torch.bfloat16)
+    step(*controlled, other, control=control, copy_out=copy_out)
+    for a, b in zip(plain, controlled, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(copy_out, controlled[0].bfloat16())
+
+
+@pytest.mark.parametrize("step", [adamw_step_, adamw_step_reference_])
+def test_a_step_that_is_called_off_changes_nothing(step: Callable[..., None]) -> None:
+    values = tensors(100, seed=2)
+    values[1][3] = math.nan
+    before = [value.clone() for value in values]
+    copy_out = torch.full((100,), 5.0, dtype=torch.bfloat16)
+    control = torch.tensor([1.0, 0.1, 0.1, 0.0, math.nan], dtype=torch.float64)
+    step(*values, SETTINGS, control=control, copy_out=copy_out)
+    for a, b in zip(values, before, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+    assert torch.equal(copy_out, torch.full((100,), 5.0, dtype=torch.bfloat16))
+
+
+def test_numbers_of_a_decision_are_checked() -> None:
+    state, sums = decisions(bad=False, tokens=0.0)
+    rules = StepRules(beta1=0.9, beta2=0.95)
+    with pytest.raises(ValueError, match=r"control .*float32.* flat float64 tensor of 5"):
+        decide_step_(state, sums, torch.empty(5), rules)
+    with pytest.raises(ValueError, match=r"sums .* of 3 numbers"):
+        decide_step_(state, sums[:2], torch.empty(5).double(), rules)
+    with pytest.raises(ValueError, match=r"control .* of 5 numbers"):
+        adamw_step_(*tensors(8, seed=1), SETTINGS, control=torch.empty(4).double())
