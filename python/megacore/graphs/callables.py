@@ -112,7 +112,7 @@ def make_graphed_callables(
     if order is not None:
         return tuple(calls)
     for module, call in zip(modules, calls, strict=True):
-        module.forward = call  # type: ignore[method-assign]
+        module.forward = call
         module.reset_graphs = call.reset  # type: ignore[assignment]
     return modules[0] if is_single else tuple(modules)
 
