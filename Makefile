@@ -30,7 +30,7 @@ $(VENV)/.base: constraints.txt
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.base
-	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt pytest hypothesis tokenizers ruff mypy \
+	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt pytest hypothesis tokenizers transformers ruff mypy \
 	    clang-format codespell pre-commit
 	touch $@
 
