@@ -1,0 +1,318 @@
+"""Weights of Llama, Mistral, Mixtral, Qwen3 and Qwen3-MoE in the folder format of Hugging Face.
+
+A folder holds ``config.json`` and one or more ``*.safetensors`` files. Nothing is downloaded, and
+the ``transformers`` package is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megacore.config import ModelConfig, MoEConfig, filled
+from megacore.errors import MegacoreError
+from megacore.models.gpt import GPTChunk
+from megacore.parallel.params import ShardPosition, shard
+from megacore.parallel.process_groups import ProcessGroups
+
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportedModel:
+    """What a folder holds.
+
+    Attributes:
+        chunk: The model, or this rank's part of it.
+        model: Its ``[model]`` section.
+        moe: Its ``[moe]`` section.
+    """
+
+    chunk: GPTChunk
+    model: ModelConfig
+    moe: MoEConfig
+
+
+def import_hf(
+    folder: str | Path,
+    *,
+    seq_length: int | None = None,
+    groups: ProcessGroups | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> ImportedModel:
+    """Build a model from a folder and fill it.
+
+    Args:
+        folder: Holds ``config.json`` and ``*.safetensors``.
+        seq_length: Tokens per sequence. Default: the longest the model was made for.
+        groups: Process groups of this rank, which gets its shard of every layer; there is no
+            pipeline. Default: one process.
+        dtype: Number format of the parameters.
+        device: Where they go.
+
+    Raises:
+        MegacoreError: If a file is missing or unreadable, or the model has a part that megacore
+            lacks.
+    """
+    folder = Path(folder)
+    model, moe = sections_from_hf(_read_config(folder), seq_length=seq_length)
+    chunk = GPTChunk(
+        model,
+        layers=range(model.num_layers),
+        has_embedding=True,
+        has_head=True,
+        groups=ProcessGroups.single() if groups is None else groups,
+        dtype=dtype,
+        device=device,
+        moe=moe,
+    )
+    weights = weights_from_hf(_read_tensors(folder), model, moe)
+    fill_chunk(chunk, weights, ProcessGroups.single() if groups is None else groups)
+    return ImportedModel(chunk=chunk, model=model, moe=moe)
+
+
+def sections_from_hf(
+    config: Mapping[str, Any], *, seq_length: int | None = None
+) -> tuple[ModelConfig, MoEConfig]:
+    """The ``[model]`` and ``[moe]`` sections that describe a ``config.json``.
+
+    Raises:
+        MegacoreError: If the model has a part that megacore lacks.
+    """
+    _check_supported(config)
+    num_heads = config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    model = ModelConfig(
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        ffn_hidden_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        seq_length=seq_length or config["max_position_embeddings"],
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        qk_norm=config["model_type"].startswith("qwen3"),
+        init_std=config.get("initializer_range", 0.02),
+    )
+    return model, _moe_section(config)
+
+
+def weights_from_hf(
+    tensors: Mapping[str, Tensor], model: ModelConfig, moe: MoEConfig
+) -> dict[str, Tensor]:
+    """Rename and join tensors: from the names of Hugging Face to whole parameters of megacore.
+
+    Experts may be one tensor each, as on the hub, or joined, as in a model of ``transformers`` 5.
+    The map is linear, so it takes gradients as well.
+
+    Args:
+        tensors: By name, such as ``"model.layers.0.self_attn.q_proj.weight"``.
+        model: From `sections_from_hf`.
+        moe: Likewise.
+
+    Raises:
+        MegacoreError: If a tensor is missing or one is left over.
+    """
+    source = _Source(tensors)
+    result = {
+        "embedding": _padded(source.take("model.embed_tokens.weight"), model),
+        "final_norm": source.take("model.norm.weight"),
+    }
+    if not model.tie_embeddings:
+        result["head"] = _padded(source.take("lm_head.weight"), model)
+    source.drop("lm_head.weight")
+    for layer in range(model.num_layers):
+        result |= _layer(source, layer, model, moe)
+    source.check_empty()
+    return result
+
+
+@torch.no_grad()
+def fill_chunk(chunk: GPTChunk, weights: Mapping[str, Tensor], groups: ProcessGroups) -> None:
+    """Copy a rank's parts of whole parameters into its chunk.
+
+    Args:
+        chunk: Any part of a model in any layout.
+        weights: Whole parameters by name; more than the chunk has is fine.
+        groups: What the chunk was built with.
+
+    Raises:
+        MegacoreError: If a parameter is missing or has another shape.
+    """
+    for info, parameter in chunk.param_infos():
+        if info.name not in weights:
+            raise MegacoreError(f"there are no weights for parameter {info.name}")
+        whole = weights[info.name]
+        if tuple(whole.shape) != info.full_shape:
+            raise MegacoreError(
+                f"weights for {info.name} have shape {tuple(whole.shape)}, but the model has "
+                f"{info.full_shape}"
+            )
+        parameter.copy_(shard(whole, info, **vars(ShardPosition.of(info, groups))))
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise MegacoreError(
+            f"model_type {kind!r} cannot be imported; there are {', '.join(MODEL_TYPES)}"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    lacking = {
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "sliding_window": config.get("sliding_window") is not None
+        and config.get("use_sliding_window", True),
+        f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
+        f"rope_type {rope.get('rope_type')!r}": rope.get("rope_type", "default") != "default",
+    }
+    found = [name for name, is_used in lacking.items() if is_used]
+    if found:
+        raise MegacoreError(f"the model uses {', '.join(found)}, which megacore does not have")
+
+
+def _moe_section(config: Mapping[str, Any]) -> MoEConfig:
+    if config["model_type"] not in ("mixtral", "qwen3_moe"):
+        return MoEConfig(ffn_hidden_size=config["intermediate_size"])
+    is_mixtral = config["model_type"] == "mixtral"
+    num_experts = config.get("num_local_experts") or config["num_experts"]
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    num_layers = config["num_hidden_layers"]
+    wanted = [i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense]
+    for first in range(num_layers):
+        section = MoEConfig(
+            num_experts=num_experts,
+            top_k=config["num_experts_per_tok"],
+            ffn_hidden_size=config["intermediate_size" if is_mixtral else "moe_intermediate_size"],
+            normalize=is_mixtral or bool(config.get("norm_topk_prob")),
+            first_dense_layers=first,
+            layer_interval=step,
+            aux_loss_coef=config.get("router_aux_loss_coef", 0.0),
+        )
+        if section.moe_layers(num_layers) == wanted:
+            return section
+    raise MegacoreError(
+        f"layers {wanted} have experts; megacore has every n-th layer after the first dense ones"
+    )
+
+
+def _layer(source: _Source, layer: int, model: ModelConfig, moe: MoEConfig) -> dict[str, Tensor]:
+    theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
+    kind = "moe" if moe.is_moe_layer(layer) else "mlp"
+    result = {
+        f"{ours}.attention.norm": source.take(f"{theirs}.input_layernorm.weight"),
+        f"{ours}.attention.qkv": _qkv(source, f"{theirs}.self_attn", model),
+        f"{ours}.attention.output": source.take(f"{theirs}.self_attn.o_proj.weight"),
+        f"{ours}.{kind}.norm": source.take(f"{theirs}.post_attention_layernorm.weight"),
+    }
+    if model.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            result[f"{ours}.attention.{name}"] = source.take(f"{theirs}.self_attn.{name}.weight")
+    if kind == "moe":
+        return result | _experts(source, theirs, f"{ours}.moe", moe)
+    gate, up = (source.take(f"{theirs}.mlp.{name}_proj.weight") for name in ("gate", "up"))
+    result[f"{ours}.mlp.gate_up"] = torch.stack((gate, up))
+    result[f"{ours}.mlp.down"] = source.take(f"{theirs}.mlp.down_proj.weight")
+    return result
+
+
+def _qkv(source: _Source, prefix: str, model: ModelConfig) -> Tensor:
+    """For each key head: the query heads that read it, the key, the value."""
+    parts = [source.take(f"{prefix}.{name}_proj.weight") for name in "qkv"]
+    groups = filled(model.num_kv_heads)
+    return torch.cat([part.reshape(groups, -1, model.hidden_size) for part in parts], dim=1)
+
+
+def _experts(source: _Source, layer: str, ours: str, moe: MoEConfig) -> dict[str, Tensor]:
+    prefix = f"{layer}.mlp"
+    names = ("gate_proj", "up_proj", "down_proj")
+    if source.has(f"{layer}.block_sparse_moe.gate.weight"):  # Mixtral on the hub
+        prefix, names = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    router = source.take(f"{prefix}.gate.weight")
+    if source.has(f"{prefix}.experts.gate_up_proj"):
+        fc1 = source.take(f"{prefix}.experts.gate_up_proj")
+        fc1 = fc1.reshape(moe.num_experts, 2, -1, fc1.shape[-1])
+        fc2 = source.take(f"{prefix}.experts.down_proj")
+    else:
+        gate, up, fc2 = (
+            torch.stack(
+                [source.take(f"{prefix}.experts.{e}.{name}.weight") for e in range(moe.num_experts)]
+            )
+            for name in names
+        )
+        fc1 = torch.stack((gate, up), dim=1)
+    return {f"{ours}.router": router, f"{ours}.experts.fc1": fc1, f"{ours}.experts.fc2": fc2}
+
+
+def _padded(weight: Tensor, model: ModelConfig) -> Tensor:
+    """Rows of the padded vocabulary are zero."""
+    missing = model.padded_vocab_size - weight.shape[0]
+    return torch.nn.functional.pad(weight, (0, 0, 0, missing))
+
+
+class _Source:
+    """Tensors by name, each to be taken once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._left = set(tensors)
+
+    def has(self, name: str) -> bool:
+        return name in self._left
+
+    def drop(self, name: str) -> None:
+        self._left.discard(name)
+
+    def take(self, name: str) -> Tensor:
+        if name not in self._left:
+            raise MegacoreError(
+                f"there is no tensor {name}; the folder holds another kind of model"
+            )
+        self._left.remove(name)
+        return self._tensors[name]
+
+    def check_empty(self) -> None:
+        # Older folders carry the frequencies of the rotation, which follow from the configuration.
+        left = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
+        if left:
+            raise MegacoreError(
+                f"{len(left)} tensors have no place in the model, such as {left[0]}; it has a part "
+                "that megacore lacks"
+            )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MegacoreError(f"cannot read {path}: {error}") from error
+    return config
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise MegacoreError(f"{folder} holds no *.safetensors file; save the model in that format")
+    return dict(_tensors_of(files))
+
+
+def _tensors_of(files: Iterable[Path]) -> Iterable[tuple[str, Tensor]]:
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    yield name, opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise MegacoreError(f"cannot read {path}: {error}") from error

@@ -1,0 +1,135 @@
+"""Our models against those of ``transformers``, with the same random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.errors import MegacoreError
+from megacore.models.import_hf import import_hf, sections_from_hf, weights_from_hf
+from megacore.parallel.batch import Microbatch
+
+transformers = pytest.importorskip("transformers")
+
+COMMON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 70,
+    "max_position_embeddings": 32,
+    # Large weights, so that every part matters to the loss.
+    "initializer_range": 0.2,
+}
+MIXTRAL = {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    "intermediate_size": 48,
+    "moe_intermediate_size": 20,
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", MIXTRAL),
+    "mixtral, other rotation": (
+        "Mixtral",
+        {**MIXTRAL, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3-moe not normalized, tied": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "qwen3-moe, every second layer": ("Qwen3Moe", {**QWEN3_MOE, "decoder_sparse_step": 2}),
+    "qwen3-moe, first layer dense": ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [0]}),
+    "llama": ("Llama", {"intermediate_size": 48}),
+    "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12}),
+}
+
+
+def make_theirs(name: str) -> Any:
+    torch.manual_seed(3)
+    family, changes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms start as ones, which would hide their place
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_theirs(name: str, tmp_path: Path) -> None:
+    theirs = make_theirs(name)
+    theirs.save_pretrained(tmp_path)
+    imported = import_hf(tmp_path)
+    ours = imported.chunk
+    tokens = torch.randint(0, 70, (2, 17), generator=torch.Generator().manual_seed(1))
+    batch = Microbatch(
+        tokens=tokens[:, :-1], labels=tokens[:, 1:], sample_ids=torch.arange(2), step=0
+    )
+    expected = theirs(input_ids=batch.tokens).logits
+    ours.eval()
+    torch.testing.assert_close(ours.logits(None, batch), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), batch.labels.flatten()).backward()
+    ours(None, batch).backward()
+    gradients = {key: weight.grad for key, weight in theirs.named_parameters()}
+    wanted = weights_from_hf(gradients, imported.model, imported.moe)
+    for info, parameter in ours.param_infos():
+        distance = (parameter.grad - wanted[info.name]).norm() / wanted[info.name].norm()
+        assert distance < 1e-5, f"{info.name}: {distance}"
+
+
+def test_experts_may_be_one_tensor_each() -> None:
+    theirs = make_theirs("mixtral")
+    joined = theirs.state_dict()
+    single: dict[str, torch.Tensor] = {}
+    for key, value in joined.items():
+        if key.endswith("experts.gate_up_proj"):
+            prefix = key.removesuffix("mlp.experts.gate_up_proj") + "block_sparse_moe"
+            for e in range(4):
+                single[f"{prefix}.experts.{e}.w1.weight"] = value[e, :24]
+                single[f"{prefix}.experts.{e}.w3.weight"] = value[e, 24:]
+        elif key.endswith("experts.down_proj"):
+            prefix = key.removesuffix("mlp.experts.down_proj") + "block_sparse_moe"
+            for e in range(4):
+                single[f"{prefix}.experts.{e}.w2.weight"] = value[e]
+        else:
+            single[key.replace("mlp.gate.weight", "block_sparse_moe.gate.weight")] = value
+    sections = sections_from_hf(theirs.config.to_dict())
+    first, second = weights_from_hf(joined, *sections), weights_from_hf(single, *sections)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' cannot be imported; there are llama"),
+        ({"sliding_window": 128}, "uses sliding_window, which megacore does not have"),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, "rope_type 'yarn'"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_is_missing_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = {**make_theirs("mixtral").config.to_dict(), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    with pytest.raises(MegacoreError, match=message):
+        import_hf(tmp_path)
+
+
+def test_tensors_without_a_place_are_refused() -> None:
+    theirs = make_theirs("llama")
+    sections = sections_from_hf(theirs.config.to_dict())
+    tensors = theirs.state_dict()
+    with pytest.raises(MegacoreError, match=r"1 tensors have no place in the model, such as extra"):
+        weights_from_hf({**tensors, "extra": torch.zeros(1)}, *sections)
+    del tensors["model.norm.weight"]
+    with pytest.raises(MegacoreError, match=r"no tensor model.norm.weight"):
+        weights_from_hf(tensors, *sections)
