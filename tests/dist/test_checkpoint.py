@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacore.errors import CheckpointError
+from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.parallel.topology import Topology
 from megacore.train.checkpoint import (
+    CheckpointSaver,
     TrainState,
     find_checkpoint,
     load_checkpoint,
@@ -95,6 +98,60 @@ def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert messages[0] == messages[1]
     assert messages[0].startswith("rank 1: checkpoint ")
     assert "has no parameter new" in messages[0]
+
+
+def _save_behind_steps(rank: int, directory: Path) -> bool:
+    """Rank 1 writes slowly while both compute sums over the world; nothing mixes."""
+    groups = _groups(2, 1)
+    real_write = save_module._write_mine
+
+    def write_slowly(*args, **kwargs):
+        if rank == 1:
+            time.sleep(0.5)
+        return real_write(*args, **kwargs)
+
+    save_module._write_mine = write_slowly  # this process ends here
+    pieces = _pieces(groups)
+    saver = CheckpointSaver(directory, lambda: pieces, groups=groups, config={}, in_background=True)
+    saver.save(STATE)
+    for piece in pieces:
+        for tensor in piece.tensors.values():
+            tensor.zero_()  # as the next steps do
+    for step in range(200):
+        values = torch.full((3,), float(step * (rank + 1)))
+        all_reduce_(values, groups.world)
+        assert values.tolist() == [3.0 * step] * 3
+        saver.poll()
+    saver.finish()
+    return (directory / "step_00000040").exists()
+
+
+def test_saving_in_the_background_meets_no_collective_of_the_step(tmp_path: Path) -> None:
+    assert run_ranks(2, _save_behind_steps, tmp_path) == [True, True]
+    run_ranks(1, _load, 1, 1, tmp_path / "step_00000040")
+
+
+def _fail_in_the_background(rank: int, directory: Path) -> tuple[str, list[str]]:
+    groups = _groups(2, 1)
+    if rank == 1:
+
+        def write_nothing(*_: object) -> None:
+            raise OSError(28, "No space left on device", "disk")
+
+        save_module._write_mine = write_nothing  # this process ends here
+    saver = CheckpointSaver(
+        directory, lambda: _pieces(groups), groups=groups, config={}, in_background=True
+    )
+    saver.save(STATE)
+    with pytest.raises(CheckpointError) as caught:
+        saver.finish()
+    return str(caught.value), sorted(path.name for path in directory.iterdir())
+
+
+def test_a_failure_in_the_background_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    results = run_ranks(2, _fail_in_the_background, tmp_path)
+    assert {message for message, _ in results} == {"rank 1: No space left on device: disk"}
+    assert list(tmp_path.iterdir()) == []
 
 
 def _die_while_saving(rank: int, directory: Path) -> None:

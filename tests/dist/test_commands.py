@@ -12,6 +12,8 @@ import pytest
 
 from megacore.cli import main
 from megacore.config import load_config
+from megacore.errors import CheckpointError
+from megacore.train.checkpoint import publish
 from tests.support.jobs import Ended, Job, assert_gone, start_function
 
 pytestmark = pytest.mark.dist
@@ -218,3 +220,66 @@ def test_doctor_tells_the_facts_and_tries_two_processes(tmp_path: Path) -> None:
     table = run(tmp_path, "doctor")
     assert (table.code, table.err) == (0, "")
     assert "CPU cores" in table.out
+
+
+ASYNC = ("--nproc=2", "--checkpoint.async", "--checkpoint.interval=1")
+
+
+def test_a_run_that_saves_in_the_background_is_complete_at_its_end(
+    tiny: Path, tmp_path: Path
+) -> None:
+    ended = run(tmp_path, "train", str(tiny), *ASYNC)
+    assert (ended.code, ended.err) == (0, "")
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000003", "step_00000004"]
+    assert "async = true" in (tmp_path / "run" / "config.toml").read_text()
+    again = run(
+        tmp_path, "train", str(tiny), "--nproc=1", "--checkpoint.resume=auto", "--train.steps=5"
+    )
+    assert (again.code, again.err) == (0, "")
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_failed_save_in_the_background_ends_the_run_or_is_a_note(
+    tiny: Path, tmp_path: Path, policy: str
+) -> None:
+    def train_on_a_disk_that_fills() -> int:
+        real = publish.check_room
+
+        def check_room(directory: Path, *, num_bytes: int) -> None:
+            if any(directory.glob("step_00000002")) and not any(directory.glob("step_00000003")):
+                raise CheckpointError("no room for a checkpoint: it takes more")
+            real(directory, num_bytes=num_bytes)
+
+        publish.check_room = check_room  # this process ends here
+        return main(["train", str(tiny), *ASYNC, f"--checkpoint.on_failure={policy}"])
+
+    ended = start_function(train_on_a_disk_that_fills, tmp_path).finish(timeout_s=60)
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000001", "step_00000002"]
+    if policy == "stop":
+        assert ended.code == 2
+        [complaint] = ended.err.splitlines()
+        assert "no room for a checkpoint" in complaint
+    else:
+        assert (ended.code, ended.err) == (0, "")
+        assert ended.out.count("a checkpoint was not saved: no room for a checkpoint") == 2
+
+
+def test_stopping_a_run_that_saves_in_the_background_leaves_complete_checkpoints(
+    tiny: Path, tmp_path: Path
+) -> None:
+    job = start(tmp_path, "train", str(tiny), *ASYNC, "--train.steps=100000")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while not (checkpoints / "latest").exists():
+        assert time.monotonic() < deadline, "nothing was saved"
+        time.sleep(0.01)
+    os.kill(job.pid, signal.SIGTERM)
+    ended = job.finish(timeout_s=30)
+    assert ended.code == 143
+    resumed = run(
+        tmp_path, "train", str(tiny), "--nproc=1", "--checkpoint.resume=auto", "--train.steps=1"
+    )
+    assert (resumed.code, resumed.err) == (0, "")
+    assert "passed over" not in resumed.out
