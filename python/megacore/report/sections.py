@@ -13,6 +13,7 @@ from megacore.config import Config
 from megacore.parallel import Topology
 from megacore.report.charts import ChartSpec, Reference, Series, legend, line_chart
 from megacore.report.drawings import layout_drawing, timeline_drawings
+from megacore.report.expert_load import load_drawing, relative_loads
 from megacore.report.run_files import RunFiles
 from megacore.report.series import (
     Point,
@@ -121,6 +122,23 @@ def small_charts(run: RunFiles) -> str:
         _card(title, hint, line_chart(spec, width=360, height=200)) for title, hint, spec in charts
     )
     return f'<div class="row">{cards}</div>'
+
+
+def experts_card(run: RunFiles) -> str:
+    """How evenly the experts were used; nothing for a model without."""
+    loads = relative_loads(run.metrics)
+    if not loads:
+        return ""
+    imbalance = [value for _, value in _metric(run, "expert_imbalance")]
+    dropped = sum(int(record.get("num_dropped_copies", 0)) for record in run.metrics)
+    lost = f"{dropped:,} copies of tokens were dropped." if dropped else "No token was dropped."
+    hint = (
+        "One picture per layer: steps from left to right, experts from top to bottom. The colour "
+        "is an expert's share of the tokens: none at 0, full at three times the fair share. In the "
+        f"last step the busiest expert had {imbalance[-1]:.2f} times its share. {lost}"
+    )
+    drawings = "".join(load_drawing(layer, values) for layer, values in loads.items())
+    return _card("Load of the experts", hint, f'<div class="loads">{drawings}</div>')
 
 
 def layout_card(run: RunFiles) -> str:
