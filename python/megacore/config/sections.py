@@ -432,6 +432,12 @@ class TrainSectionConfig(Section):
     global_batch_size: int = Field(
         default=32, ge=1, description="Sequences per optimizer step, all ranks."
     )
+    loss_normalization: Literal["microbatch", "token"] = Field(
+        default="microbatch",
+        description="How losses of tokens become one: the mean over each microbatch, then over "
+        "microbatches; or the mean over all tokens of the global batch. The same unless some "
+        "tokens do not count (labels below 0).",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
         description="Number format of weights and activations; main weights are float32.",

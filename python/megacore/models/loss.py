@@ -20,18 +20,19 @@ from megacore.parallel.process_groups import Group
 def cross_entropy(
     logits_SBV: Tensor, labels_SB: Tensor, *, first_column: int, group: Group
 ) -> Tensor:
-    """Mean negative log likelihood of the labels.
+    """Mean negative log likelihood of the labels, over the tokens that have one.
 
     Args:
         logits_SBV: This rank's columns, ``(S, B, V)``, any float dtype; ``V`` may differ between
             ranks and may be 0.
-        labels_SB: Global token ids, ``(S, B)``, int64, each a column of exactly one rank.
+        labels_SB: Global token ids, ``(S, B)``, int64, each a column of exactly one rank; below 0
+            for a token that does not count.
         first_column: Global id of column 0.
         group: The tp group.
 
     Returns:
-        Scalar, float32 (float64 for float64 logits), the same on every rank. The gradient of a
-        rank's logits needs no communication.
+        Scalar, float32 (float64 for float64 logits), the same on every rank; 0 if no token counts.
+        The gradient of a rank's logits needs no communication.
 
     Sync:
         Two all-reduces over ``group``; none for a group of one.
@@ -67,18 +68,20 @@ class _CrossEntropy(torch.autograd.Function):
         sums = torch.stack((softmax.sum(-1), label_logit))
         all_reduce_(sums, group)
         softmax.div_(sums[0, ..., None])
-        ctx.save_for_backward(softmax, column, here)
+        counts = labels >= 0
+        num_tokens = counts.sum().clamp_(min=1)
+        ctx.save_for_backward(softmax, column, here, counts, num_tokens)
         ctx.dtype = logits.dtype
-        return (sums[0].log() - sums[1]).mean()
+        return (sums[0].log() - sums[1]).mul_(counts).sum() / num_tokens
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, column, here = ctx.saved_tensors
-        scale = grad / here.numel()
+        softmax, column, here, counts, num_tokens = ctx.saved_tensors
+        scale = counts[..., None] * (grad / num_tokens)
         grad_logits = softmax * scale
         if grad_logits.shape[-1] > 0:
-            grad_logits.scatter_add_(-1, column, (here * -scale)[..., None])
+            grad_logits.scatter_add_(-1, column, here[..., None] * -scale)
         return grad_logits.to(ctx.dtype), None, None, None
 
 

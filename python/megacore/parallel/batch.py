@@ -16,7 +16,8 @@ class Microbatch:
 
     Attributes:
         tokens: Token ids, ``(B, S)``, int64.
-        labels: The token that follows each one, ``(B, S)``, int64; ``None`` if no loss is wanted.
+        labels: The token that follows each one, ``(B, S)``, int64; below 0 where it does not count
+            in the loss; ``None`` if no loss is wanted.
         sample_ids: Global number of each sample, ``(B,)``, int64. Together with the step it
             identifies a sample in every layout, so that dropout hits the same elements wherever
             the sample is computed.
@@ -39,7 +40,7 @@ class Microbatch:
     labels: Tensor | None
     sample_ids: Tensor
     step: int
-    loss_factor: float = 1.0
+    loss_factor: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)

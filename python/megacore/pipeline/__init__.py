@@ -45,7 +45,8 @@ from megacore.pipeline.timeline import Costs, Event, Timeline
 
 if TYPE_CHECKING:
     from megacore.pipeline.activation import ActivationSpec, receives_for
-    from megacore.pipeline.executor import PipelineExecutor, forward_backward
+    from megacore.pipeline.executor import PipelineExecutor, StepLosses, forward_backward
+    from megacore.pipeline.forward_backward_func import get_forward_backward_func
 
 __all__ = [
     "SCHEDULE_NAMES",
@@ -65,11 +66,13 @@ __all__ = [
     "ScheduleInfo",
     "SlotCounts",
     "StateMachine",
+    "StepLosses",
     "TimedAction",
     "Timeline",
     "best_group_size",
     "build_schedule",
     "forward_backward",
+    "get_forward_backward_func",
     "partition_layers",
     "receives_for",
     "schedule_catalog",
@@ -85,8 +88,12 @@ def __getattr__(name: str) -> Any:
         from megacore.pipeline import activation
 
         return getattr(activation, name)
-    if name in ("PipelineExecutor", "forward_backward"):
+    if name in ("PipelineExecutor", "StepLosses", "forward_backward"):
         from megacore.pipeline import executor
 
         return getattr(executor, name)
+    if name == "get_forward_backward_func":
+        from megacore.pipeline.forward_backward_func import get_forward_backward_func
+
+        return get_forward_backward_func
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,7 @@ from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program
+from megacore.pipeline.execution import StageOutput, StepLosses
 from megacore.pipeline.executor import ActivationSpec
 from megacore.train.experts import ExpertMetrics, ExpertWatch
 
@@ -59,6 +60,8 @@ class TrainStep:
         num_microbatches: Microbatches per data-parallel rank and step.
         experts: Watches the MoE layers of ``chunks``.
         debug_messages: Check every message between stages; see ``PipelineExecutor``.
+        per_token: The loss is the mean over all tokens of the global batch, instead of the mean
+            over microbatches of their means.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class TrainStep:
         num_microbatches: int,
         experts: ExpertWatch,
         debug_messages: bool = False,
+        per_token: bool = False,
     ) -> None:
         self._chunks = list(chunks)
         self._optimizer = optimizer
@@ -79,6 +83,7 @@ class TrainStep:
         self._activation = activation
         self._num_microbatches = num_microbatches
         self._experts = experts
+        self._per_token = per_token
         self._last_backwards = {
             action.stage: action.microbatch
             for action in program.actions
@@ -130,9 +135,10 @@ class TrainStep:
             if recorder is not None:
                 recorder.clear()
         self._warn_of_missing_grads()
-        sums = self._loss_sums([loss / scale for loss in losses])
-        extra = torch.cat((sums.to(self._activation.device), self._experts.extra()))
-        result = self._optimizer.step(lr=lr, extra=extra)
+        sums = self._loss_sums(losses, loss_scale=scale)
+        extra = torch.cat((sums, self._experts.extra()))
+        num_tokens = sums[1] if self._per_token else None
+        result = self._optimizer.step(lr=lr, extra=extra, num_tokens=num_tokens)
         return StepMetrics(
             loss=_mean(result.extra[:2]),
             grad_norm=result.grad_norm,
@@ -147,7 +153,7 @@ class TrainStep:
         self._optimizer.finish_param_gather()
         for chunk in self._chunks:
             chunk.eval()
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._activation.device)
         for step in range(num_steps):
             self._experts.start_step()
             while True:
@@ -157,7 +163,6 @@ class TrainStep:
             sums += self._loss_sums(losses)
         for chunk in self._chunks:
             chunk.train()
-        sums = sums.to(self._activation.device)
         all_reduce_(sums, self._groups.world)
         return _mean(sums)
 
@@ -179,25 +184,42 @@ class TrainStep:
 
     def _forward_step(
         self, step: int, batches: BatchSource, *, loss_scale: float = 1.0
-    ) -> Callable[[nn.Module, Tensor | None, int], Tensor]:
+    ) -> Callable[[nn.Module, Tensor | None, int], StageOutput]:
         cache: dict[int, Microbatch] = {}
-        # A scalar is the mean loss of the microbatch; the step's loss is the mean over them.
-        factor = loss_scale / self._num_microbatches
 
-        def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> Tensor:
+        def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> StageOutput:
             if microbatch not in cache:
-                cache[microbatch] = replace(batches(step, microbatch), loss_factor=factor)
-            output: Tensor = chunk(hidden, cache[microbatch])
-            return output / self._num_microbatches * loss_scale if output.dim() == 0 else output
+                batch = batches(step, microbatch)
+                # A scalar output is the mean loss of the tokens that count. It goes into the step's
+                # loss as it is: the loss is the mean over microbatches; or as a sum over tokens.
+                factor = (
+                    _num_tokens(chunk, batch) if self._per_token else 1 / self._num_microbatches
+                )
+                cache[microbatch] = replace(batch, loss_factor=factor * loss_scale)
+            batch = cache[microbatch]
+            output: Tensor = chunk(hidden, batch)
+            if output.dim() > 0:
+                return output
+            if self._per_token:
+                return output * batch.loss_factor, _num_tokens(chunk, batch)
+            return output / self._num_microbatches * loss_scale
 
         return forward_step
 
-    def _loss_sums(self, losses: Sequence[Tensor]) -> Tensor:
-        """``(sum of losses, number of steps)``, non-zero on one rank per data-parallel replica."""
+    def _loss_sums(self, losses: StepLosses, *, loss_scale: float = 1.0) -> Tensor:
+        """``(sum of losses, number of steps or tokens)``, of one rank per data-parallel replica."""
         if not losses or self._groups.tp.position != 0:
-            return torch.zeros(2, dtype=torch.float64)
-        total = torch.stack(list(losses)).double().sum().cpu()
-        return torch.stack([total, torch.ones((), dtype=torch.float64)])
+            return torch.zeros(2, dtype=torch.float64, device=self._activation.device)
+        total = torch.stack([loss / loss_scale for loss in losses]).double().sum()
+        count = torch.ones_like(total) if losses.num_tokens is None else losses.num_tokens
+        return torch.stack([total, count.double()])
+
+
+def _num_tokens(chunk: nn.Module, batch: Microbatch) -> Tensor:
+    """How many tokens of this rank's share of a microbatch count in the loss."""
+    assert isinstance(chunk, GPTChunk)
+    assert batch.labels is not None
+    return (chunk.region.share(batch.labels) >= 0).sum()
 
 
 def _mean(sums: Tensor) -> float:

@@ -178,6 +178,8 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
             num_microbatches=config.num_microbatches(world_size),
             device=device,
         ),
+        debug_messages=config.pipeline.debug_messages,
+        per_token=config.train.loss_normalization == "token",
     )
     return Trainer(
         config=config,

@@ -1,0 +1,211 @@
+"""Forward and backward passes in the manner that users of Megatron-LM know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from megacore.parallel.process_groups import Group
+from megacore.pipeline.activation import ActivationSpec, receives_for
+from megacore.pipeline.execution import BeforeBackward, StageOutput
+from megacore.pipeline.executor import PipelineExecutor
+from megacore.pipeline.schedule import Schedule, build_schedule
+
+# Output of the last stage -> (loss, report) or (sum of token losses, number of tokens, report).
+LossFunc: TypeAlias = Callable[[Tensor], tuple[Tensor, Any] | tuple[Tensor, Tensor, Any]]
+# (data iterator, model chunk) -> (output, loss function).
+ForwardStepFunc: TypeAlias = Callable[[Any, Any], tuple[Tensor, LossFunc]]
+
+
+class StepReports(list[Any]):
+    """What the loss function reported, by microbatch.
+
+    Attributes:
+        num_tokens: Sum of the numbers of tokens, on the device; ``None`` if none came.
+    """
+
+    num_tokens: Tensor | None = None
+
+
+class ForwardBackwardFunc:
+    """Runs steps; made by ``get_forward_backward_func``."""
+
+    def __init__(
+        self,
+        schedule: str | Schedule,
+        *,
+        group: Group,
+        activation: ActivationSpec | Mapping[int, ActivationSpec],
+        group_size: int | None,
+        per_token: bool,
+    ) -> None:
+        self._given = schedule
+        self._group = group
+        self._activation = activation
+        self._group_size = group_size
+        self._per_token = per_token
+        self._receives: Literal["ahead", "in_order"] = receives_for(group, activation)
+        self._executors: dict[tuple[int, tuple[int, ...]], PipelineExecutor] = {}
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: ForwardStepFunc,
+        data_iterator: Any,
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        forward_only: bool = False,
+        before_backward: BeforeBackward | None = None,
+    ) -> StepReports:
+        """Run one step over all microbatches.
+
+        Args:
+            forward_step_func: Called as ``forward_step_func(data_iterator, chunk)`` for every
+                forward; returns ``(output, loss_func)``. Before each call the chunk gets the
+                previous stage's output by ``chunk.set_input_tensor(hidden)``, ``None`` on the first
+                stage. On the last stage ``loss_func(output)`` returns ``(loss, report)``, with the
+                mean loss of the microbatch; or ``(sum of token losses, number of tokens, report)``.
+            data_iterator: Handed on; with several chunks a list, one per chunk. Every chunk sees
+                the microbatches in ascending order.
+            model: This rank's chunks, in the order of their stages.
+            num_microbatches: Microbatches of this step.
+            forward_only: Run the forward passes only, without autograd.
+            before_backward: See ``PipelineExecutor.run``.
+
+        Returns:
+            On a rank with a last stage the reports of its microbatches in ascending order; else an
+            empty list.
+
+        Raises:
+                ValueError: If the schedule cannot run these sizes, or a chunk has no
+                ``set_input_tensor``.
+        """
+        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        if isinstance(data_iterator, list):
+            iterators = data_iterator
+        else:
+            iterators = [data_iterator] * len(chunks)
+        if len(iterators) != len(chunks):
+            raise ValueError(
+                f"there are {len(chunks)} model chunks, but {len(iterators)} data iterators; give "
+                "one per chunk"
+            )
+        by_chunk = {id(chunk): data for chunk, data in zip(chunks, iterators, strict=True)}
+        executor, stages = self._executor(chunks, num_microbatches)
+        reports: dict[int, Any] = {}
+
+        def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> StageOutput:
+            set_input_tensor: Any = getattr(chunk, "set_input_tensor", None)
+            if set_input_tensor is None:
+                raise ValueError(
+                    f"{type(chunk).__name__} has no set_input_tensor(hidden), by which a model "
+                    "chunk gets its input; add one, or use megacore.pipeline.PipelineExecutor"
+                )
+            set_input_tensor(hidden)
+            output, loss_func = forward_step_func(by_chunk[id(chunk)], chunk)
+            if not stages[id(chunk)]:
+                return output
+            loss, *num_tokens, reports[microbatch] = loss_func(output)
+            if not num_tokens:
+                return loss / num_microbatches
+            if self._per_token:
+                return loss, num_tokens[0]
+            mean = loss / num_tokens[0].clamp(min=1)
+            return mean / num_microbatches, num_tokens[0]
+
+        losses = executor.run(
+            forward_step, forward_only=forward_only, before_backward=before_backward
+        )
+        result = StepReports(report for _, report in sorted(reports.items()))
+        result.num_tokens = losses.num_tokens
+        return result
+
+    def _executor(
+        self, chunks: list[nn.Module], num_microbatches: int
+    ) -> tuple[PipelineExecutor, dict[int, bool]]:
+        """The executor of these chunks, and which of them are last stages."""
+        schedule = self._schedule(len(chunks), num_microbatches)
+        key = (num_microbatches, tuple(map(id, chunks)))
+        if key not in self._executors:
+            self._executors[key] = PipelineExecutor(
+                schedule.program(self._group.position, receives=self._receives),
+                chunks,
+                group=self._group,
+                activation=self._activation,
+            )
+        length = schedule.num_stages // schedule.num_chains
+        stages = schedule.stages(self._group.position)
+        return self._executors[key], {
+            id(chunk): (stage + 1) % length == 0
+            for chunk, stage in zip(chunks, stages, strict=True)
+        }
+
+    def _schedule(self, num_chunks: int, num_microbatches: int) -> Schedule:
+        if isinstance(self._given, Schedule):
+            if self._given.num_microbatches != num_microbatches:
+                raise ValueError(
+                    f"the schedule {self._given.name} is for {self._given.num_microbatches} "
+                    f"microbatches, but num_microbatches is {num_microbatches}; give the schedule "
+                    "by name"
+                )
+            return self._given
+        return build_schedule(
+            self._given,
+            num_ranks=self._group.size,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            group_size=self._group_size,
+        )
+
+
+def get_forward_backward_func(
+    schedule: str | Schedule = "1f1b",
+    *,
+    group: Group,
+    activation: ActivationSpec | Mapping[int, ActivationSpec],
+    group_size: int | None = None,
+    per_token: bool = False,
+) -> ForwardBackwardFunc:
+    """Return a function that runs the forward and backward passes of a step.
+
+    It is called as in Megatron-LM, with the same forward step and loss functions; what is global
+    there (process groups, shapes, settings) is given here. Gradients add up in the parameters'
+    ``grad``, or wherever hooks put them.
+
+    Args:
+        schedule: Name, or a schedule for one number of microbatches.
+        group: The pipeline's ranks, ``ProcessGroups.pp``.
+        activation: What stages send to each other.
+        group_size: See ``build_schedule``.
+        per_token: Sums of token losses go into the backward pass as they are; divide the gradients
+            by the total of ``num_tokens`` (``DistributedOptimizer.step(num_tokens=...)`` does,
+            without waiting for the device). Otherwise every microbatch counts by its mean.
+
+    Example:
+        >>> import torch
+        >>> from megacore.pipeline import ActivationSpec, get_forward_backward_func
+        >>> class Model(torch.nn.Linear):
+        ...     def set_input_tensor(self, hidden):
+        ...         pass  # the only stage reads its data
+        >>> def forward_step(data, model):
+        ...     output = model(next(data))
+        ...     return output, lambda out: (out.mean(), {"mean": out.mean().item()})
+        >>> step = get_forward_backward_func(
+        ...     group=Group.solo(),
+        ...     activation=ActivationSpec(shape=(1,), dtype=torch.float32, device="cpu"),
+        ... )
+        >>> model = Model(2, 1)
+        >>> reports = step(forward_step_func=forward_step, model=model, num_microbatches=2,
+        ...                data_iterator=iter([torch.ones(2), torch.zeros(2)]))
+        >>> len(reports), model.weight.grad.tolist()
+        (2, [[0.5, 0.5]])
+    """
+    return ForwardBackwardFunc(
+        schedule,
+        group=group,
+        activation=activation,
+        group_size=group_size,
+        per_token=per_token,
+    )

@@ -1,0 +1,130 @@
+"""Steps run in the manner of Megatron-LM: forward step function, loss function, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacore.parallel import Group
+from megacore.pipeline import ActivationSpec, build_schedule, get_forward_backward_func
+
+SPEC = ActivationSpec(shape=(2, 4), dtype=torch.float32, device="cpu")
+NUM_TOKENS = (3, 1, 4)
+
+
+class Chunk(nn.Linear):
+    hidden: Tensor | None = None
+
+    def set_input_tensor(self, hidden: Tensor | None) -> None:
+        self.hidden = hidden
+
+
+def make_chunks(count: int) -> list[Chunk]:
+    torch.manual_seed(1)
+    return [Chunk(4, 4) for _ in range(count)]
+
+
+def data() -> Iterator[tuple[Tensor, int]]:
+    for number, count in enumerate(NUM_TOKENS):
+        yield torch.full((2, 4), number + 1.0), count
+
+
+def forward_step(loss: Callable[[Tensor, int], tuple[Any, ...]]) -> Callable[..., Any]:
+    def step(iterator: Iterator[tuple[Tensor, int]], chunk: Chunk) -> tuple[Tensor, Any]:
+        x, count = next(iterator)
+        output = torch.tanh(chunk(x if chunk.hidden is None else chunk.hidden))
+        return output, lambda out: loss(out, count)
+
+    return step
+
+
+def mean_loss(output: Tensor, _count: int) -> tuple[Tensor, dict[str, float]]:
+    loss = output.square().mean()
+    return loss, {"loss": loss.item()}
+
+
+def token_loss(output: Tensor, count: int) -> tuple[Tensor, Tensor, str]:
+    return output.square().mean() * count, torch.tensor(count), f"{count} tokens"
+
+
+def expected_grads(weights: list[float]) -> list[Tensor]:
+    chunks = make_chunks(2)
+    for (x, _), weight in zip(data(), weights, strict=True):
+        hidden = torch.tanh(chunks[1](torch.tanh(chunks[0](x))))
+        (hidden.square().mean() * weight).backward()
+    return [p.grad for chunk in chunks for p in chunk.parameters()]
+
+
+def run(loss: Any, **options: Any) -> tuple[Any, list[Tensor]]:
+    step = get_forward_backward_func(
+        "interleaved_1f1b", group=Group.solo(), activation=SPEC, **options
+    )
+    chunks = make_chunks(2)
+    reports = step(
+        forward_step_func=forward_step(loss),
+        data_iterator=[data(), data()],
+        model=chunks,
+        num_microbatches=3,
+    )
+    again = step(
+        forward_step_func=forward_step(loss),
+        data_iterator=[data(), data()],
+        model=chunks,
+        num_microbatches=3,
+        forward_only=True,
+    )
+    assert again == reports
+    return reports, [p.grad for chunk in chunks for p in chunk.parameters()]
+
+
+def require_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_means_of_microbatches_count_equally() -> None:
+    reports, grads = run(mean_loss)
+    assert len(reports) == 3
+    assert all(report["loss"] > 0 for report in reports)
+    assert reports.num_tokens is None
+    require_close(grads, expected_grads([1 / 3] * 3))
+
+
+def test_losses_with_numbers_of_tokens() -> None:
+    reports, grads = run(token_loss)
+    assert reports == ["3 tokens", "1 tokens", "4 tokens"]
+    assert reports.num_tokens.item() == 8
+    require_close(grads, expected_grads([1 / 3] * 3))
+    _, sums = run(token_loss, per_token=True)
+    require_close(sums, expected_grads([3.0, 1.0, 4.0]))
+
+
+def test_mistakes_are_named() -> None:
+    step = get_forward_backward_func(group=Group.solo(), activation=SPEC)
+    with pytest.raises(ValueError, match="Linear has no set_input_tensor"):
+        step(
+            forward_step_func=forward_step(mean_loss),
+            data_iterator=data(),
+            model=nn.Linear(4, 4),
+            num_microbatches=1,
+        )
+    schedule = build_schedule("1f1b", num_ranks=1, num_microbatches=2)
+    step = get_forward_backward_func(schedule, group=Group.solo(), activation=SPEC)
+    with pytest.raises(ValueError, match="is for 2 microbatches, but num_microbatches is 3"):
+        step(
+            forward_step_func=forward_step(mean_loss),
+            data_iterator=data(),
+            model=make_chunks(1),
+            num_microbatches=3,
+        )
+    with pytest.raises(ValueError, match="1 model chunks, but 2 data iterators"):
+        step(
+            forward_step_func=forward_step(mean_loss),
+            data_iterator=[data(), data()],
+            model=make_chunks(1),
+            num_microbatches=2,
+        )
