@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         help="show layout, memory and schedule of a run without starting it",
         description="Show layout, memory and schedule of a run without starting it.",
-        usage="megacore plan CONFIG [--world-size N] [--json] [--section.key=value ...]",
+        usage="megacore plan CONFIG [--world-size N] [--json|--buffers] [--section.key=value ...]",
         epilog="Settings of the file can be changed as for train: --parallel.pp=4",
         allow_abbrev=False,
     )
@@ -34,6 +34,9 @@ def add_parser(subparsers: Any) -> None:
         help="number of processes (default: as train would start)",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--buffers", action="store_true", help="print where each parameter lies, bucket by bucket"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,8 +47,11 @@ def run(args: argparse.Namespace) -> int:
     world_size = config.run.nproc or default_nproc(config)
     config = resolve_for_training(config, world_size, launcher="--world-size")
 
-    from megacore.train.plan import plan_run
+    from megacore.train.plan import buffer_layouts, plan_run
 
+    if args.buffers:
+        print("\n\n".join(buffer_layouts(config, world_size)))
+        return 0
     plan = plan_run(config, world_size)
     if args.json:
         print(json.dumps(_as_json(plan, world_size), indent=2))

@@ -25,6 +25,16 @@ class MemoryRow:
     sharded: int
 
     @property
+    def param_bytes(self) -> int:
+        """The part of ``resident`` that parameters take."""
+        return _BYTES[self.params]
+
+    @property
+    def grad_bytes(self) -> int:
+        """The part of ``resident`` that gradients take."""
+        return _BYTES[self.grads]
+
+    @property
     def whole(self) -> int:
         """Bytes per parameter without sharding."""
         return self.resident + self.sharded

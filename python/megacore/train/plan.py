@@ -20,8 +20,6 @@ from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
 from megacore.train.trainer import make_topology, train_schedule
 
-FLOAT32_BYTES = 4
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
@@ -119,6 +117,38 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     )
 
 
+def buffer_layouts(config: Config, world_size: int) -> list[str]:
+    """Say which parameter lies where in the buffers of each pipeline position, as text.
+
+    Raises:
+        ValueError: If the layout or the layers do not work out.
+    """
+    topology, stages = make_topology(config, world_size), layers_of_stages(config)
+    texts = []
+    for pp_rank, mine in enumerate(stages_of_ranks(config)):
+        infos = _param_infos(config, stages, mine)
+        for members, plan in _buffer_plans(config, infos, topology):
+            kind = "expert" if members[0].expert else "dense"
+            partial = ", partial over tp" if members[0].sequence_parallel else ""
+            lines = [
+                f"pp {pp_rank}, {kind} parameters{partial}: {plan.numel:,} elements, "
+                f"{plan.shard_numel:,} on each of {plan.dp_size} ranks"
+            ]
+            for number, bucket in enumerate(plan.buckets):
+                used = sum(
+                    end - start for start, end in map(plan.param_range, bucket.param_indices)
+                )
+                lines.append(
+                    f"  bucket {number} [{bucket.start:,}, {bucket.end:,}), "
+                    f"{bucket.numel - used:,} of {bucket.numel:,} padding"
+                )
+                for index in bucket.param_indices:
+                    start, end = plan.param_range(index)
+                    lines.append(f"    [{start:,}, {end:,}) {members[index].name}")
+            texts.append("\n".join(lines))
+    return texts
+
+
 def check_plan(config: Config, world_size: int) -> None:
     """Make layout, layer partition and schedule once, as every rank will, to find mistakes early.
 
@@ -180,14 +210,13 @@ class _BufferSizes:
 
 
 def _buffer_sizes(config: Config, infos: list[ParamInfo], topology: Topology) -> _BufferSizes:
-    plans = _buffer_plans(config, infos, topology)
+    plans = [plan for _, plan in _buffer_plans(config, infos, topology)]
     numel = sum(plan.numel for plan in plans)
     owned = sum(plan.shard_numel for plan in plans) if config.optimizer.distributed else numel
     row = memory_row_of(config)
-    grad_bytes = numel * FLOAT32_BYTES
     return _BufferSizes(
-        param_bytes=numel * row.resident - grad_bytes,
-        grad_bytes=grad_bytes,
+        param_bytes=numel * row.param_bytes,
+        grad_bytes=numel * row.grad_bytes,
         optimizer_bytes=owned * row.sharded,
         bucket_numels=tuple(bucket.numel for plan in plans for bucket in plan.buckets),
     )
@@ -195,22 +224,29 @@ def _buffer_sizes(config: Config, infos: list[ParamInfo], topology: Topology) ->
 
 def memory_row_of(config: Config) -> MemoryRow:
     """Bytes per parameter in a run of this configuration."""
-    return memory_row(params=config.train.dtype, moments=config.optimizer.moments_dtype)
+    optimizer = config.optimizer
+    grads = config.train.dtype if optimizer.grad_dtype == "param" else "float32"
+    return memory_row(params=config.train.dtype, grads=grads, moments=optimizer.moments_dtype)
 
 
-def _buffer_plans(config: Config, infos: list[ParamInfo], topology: Topology) -> list[BufferPlan]:
-    """What ``make_buffers`` will lay out; all parameters have one dtype."""
+def _buffer_plans(
+    config: Config, infos: list[ParamInfo], topology: Topology
+) -> list[tuple[list[ParamInfo], BufferPlan]]:
+    """What ``make_buffers`` will lay out, and of which parameters; all have one dtype."""
     by_kind: dict[tuple[bool, bool], list[ParamInfo]] = {}
     for info in infos:
         by_kind.setdefault(buffer_kind(info), []).append(info)
     return [
-        plan_buckets(
-            _local_numels(config, members),
-            dp_size=(topology.expert_dp if members[0].expert else topology.dp * topology.cp)
-            // config.optimizer.num_instances,
-            bucket_numel=config.optimizer.bucket_numel,
-            shared=[info.shared is not None for info in members],
-            pad_for_ring=config.optimizer.pad_buckets,
+        (
+            members,
+            plan_buckets(
+                _local_numels(config, members),
+                dp_size=(topology.expert_dp if members[0].expert else topology.dp * topology.cp)
+                // config.optimizer.num_instances,
+                bucket_numel=config.optimizer.bucket_numel,
+                shared=[info.shared is not None for info in members],
+                pad_for_ring=config.optimizer.pad_buckets,
+            ),
         )
         for members in by_kind.values()
     ]

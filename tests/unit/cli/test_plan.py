@@ -122,3 +122,22 @@ def test_plan_shows_buckets_and_bytes_per_parameter(
     assert all(numel % 128 == 0 for numel in last["bucket_numels"])
     assert main(["plan", str(config), *settings]) == 0
     assert "bytes per parameter: 6 + 12/d = 12 with d = 2" in capsys.readouterr().out
+
+
+def test_plan_shows_where_each_parameter_lies(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--world-size=8", "--optimizer.bucket_numel=5000", "--buffers")
+    assert main(["plan", str(config), *settings]) == 0
+    first, last = capsys.readouterr().out.split("\n\n")
+    assert first.startswith("pp 0, dense parameters: ")
+    assert " on each of 2 ranks\n  bucket 0 [0, " in first
+    assert "    [0, 2,048) layers.2.mlp.down\n" in first
+    assert last.startswith("pp 1, dense parameters: ")
+    assert last.splitlines()[-1].endswith(") layers.3.attention.norm")
+
+
+def test_planned_gradients_may_have_the_format_of_the_parameters(config: Path) -> None:
+    settings = [("train.dtype", "bfloat16"), ("optimizer.grad_dtype", "param")]
+    first = plan_run(resolve(load_config(config, settings), 8, cuda=False), 8).ranks[0]
+    assert first.grad_bytes == first.param_bytes
