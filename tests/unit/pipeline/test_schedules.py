@@ -342,21 +342,6 @@ def test_pytorch_reads_every_cell_as_we_mean_it(tmp_path: Path) -> None:
             assert theirs.computation_type.name == expected[action.kind]
 
 
-def test_chrome_trace_has_a_span_per_action(tmp_path: Path) -> None:
-    import json
-
-    schedule = interleaved(2, 2, 4)
-    schedule.to_chrome_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == 2 * 2 * 2 * 4
-    assert {event["name"] for event in spans} == {
-        str(action) for rank in range(2) for action in schedule.actions(rank)
-    }
-    assert max(event["ts"] + event["dur"] for event in spans) == schedule.simulate().makespan * 1e3
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"rank 0", "rank 1"}
-
-
 def test_the_grid_shows_fractional_costs_exactly_where_they_share_a_unit() -> None:
     schedule = build_schedule("1f1b", num_ranks=1, num_microbatches=1)
     costs = Costs(forward=1.0, backward_input=0.75, backward_weight=0.75)
