@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,11 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, resolve
+from megacore.errors import MegacoreError
+from megacore.models.gpt import GPTChunk
+from megacore.parallel import ProcessGroups
 from megacore.parallel.params import ParamInfo, ShardPosition, unshard
+from megacore.train.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import Trainer, build_trainer
 from tests.support.distributed import run_ranks
 
@@ -109,64 +115,241 @@ def assert_same(found: Result, expected: Result) -> None:
     assert found[2][0] == expected[2][0]
 
 
-SINGLES: dict[tuple[tuple[str, Any], ...], Result] = {}
 EP2 = {"parallel.ep": 2}
+TP2 = {"parallel.tp": 2}
+PP2 = {"parallel.pp": 2}
 SP = {"parallel.sequence_parallel": True}
+ETP1 = {"parallel.etp": 1}
+ETP2 = {"parallel.etp": 2}
 STATIC = {"moe.dispatcher": "static"}
 ALLGATHER = {"moe.dispatcher": "allgather"}
+CHUNKS = {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2}
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "ep2": (2, EP2),
-    "ep2 allgather": (2, {**EP2, **ALLGATHER}),
-    "ep2 static": (2, {**EP2, **STATIC}),
-    "tp2": (2, {"parallel.tp": 2}),
-    "tp2 sp": (2, {"parallel.tp": 2, **SP}),
-    "tp2 etp1": (2, {"parallel.tp": 2, "parallel.etp": 1}),
-    "tp2 etp1 ep2": (2, {"parallel.tp": 2, "parallel.etp": 1, **EP2}),
-    "etp2": (2, {"parallel.etp": 2}),
-    "pp2": (2, {"parallel.pp": 2}),
-    "dp4 ep2": (4, EP2),
-    "dp4 ep4": (4, {"parallel.ep": 4}),
-    "dp4 ep2 etp2 static": (4, {**EP2, "parallel.etp": 2, **STATIC}),
-    "tp2 sp ep2": (4, {"parallel.tp": 2, **SP, **EP2}),
-    "tp2 sp etp1 ep4": (4, {"parallel.tp": 2, **SP, "parallel.etp": 1, "parallel.ep": 4}),
-    "tp4 etp1 ep4 allgather": (
-        4,
-        {
-            "parallel.tp": 4,
-            "model.num_kv_heads": 4,
-            "parallel.etp": 1,
-            "parallel.ep": 4,
-            **ALLGATHER,
-        },
-    ),
-    "pp2 ep2": (4, {"parallel.pp": 2, **EP2}),
-    "pp2 ep2 2 chunks": (
-        4,
-        {
-            "parallel.pp": 2,
-            **EP2,
-            "pipeline.schedule": "interleaved_1f1b",
-            "pipeline.num_chunks": 2,
-        },
-    ),
-    "pp2 tp2 etp1 ep2 sp": (
-        4,
-        {"parallel.pp": 2, "parallel.tp": 2, "parallel.etp": 1, **EP2, **SP},
-    ),
+# What is trained. Layouts must not change it, so each has its own single process.
+MODELS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "sigmoid": {
+        "moe.score_function": "sigmoid",
+        "moe.expert_bias": True,
+        "moe.num_experts": 8,
+        "moe.num_groups": 4,
+        "moe.groups_top_k": 2,
+        "moe.jitter": 0.05,
+        "moe.shared_gate": True,
+        "moe.shared_overlap": True,
+        "moe.activation": "gelu",
+        "moe.layer_interval": 2,
+        "moe.aux_loss_coef": 0.0,
+        "model.qk_norm": True,
+        "model.head_dim": 12,
+        "model.num_kv_heads": 4,
+        "model.dropout": 0.1,
+    },
 }
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dp2": ("softmax", 2, {}),
+    "ep2": ("softmax", 2, EP2),
+    "ep2 allgather": ("softmax", 2, {**EP2, **ALLGATHER}),
+    "ep2 static": ("softmax", 2, {**EP2, **STATIC}),
+    "tp2": ("softmax", 2, TP2),
+    "tp2 sp": ("softmax", 2, {**TP2, **SP}),
+    "tp2 etp1": ("softmax", 2, {**TP2, **ETP1}),
+    "tp2 etp1 ep2": ("softmax", 2, {**TP2, **ETP1, **EP2}),
+    "etp2": ("softmax", 2, ETP2),
+    "pp2": ("softmax", 2, PP2),
+    "cp2 ep2": ("softmax", 2, {"parallel.cp": 2, **EP2}),
+    "ep2, gradients reduced early": (
+        "softmax",
+        2,
+        {**EP2, "optimizer.overlap_grad_reduce": True, "optimizer.overlap_param_gather": True},
+    ),
+    "dp4 ep2": ("softmax", 4, EP2),
+    "dp4 ep4": ("softmax", 4, {"parallel.ep": 4}),
+    "dp4 ep2 without ZeRO-1": ("softmax", 4, {**EP2, "optimizer.distributed": False}),
+    "dp4 ep2 etp2 static": ("softmax", 4, {**EP2, **ETP2, **STATIC}),
+    "tp2 sp ep2": ("softmax", 4, {**TP2, **SP, **EP2}),
+    "tp2 sp etp1 ep4": ("softmax", 4, {**TP2, **SP, **ETP1, "parallel.ep": 4}),
+    "tp2 cp2 etp1 ep4 sp": (
+        "softmax",
+        4,
+        {**TP2, "parallel.cp": 2, **ETP1, "parallel.ep": 4, **SP},
+    ),
+    "pp2 ep2": ("softmax", 4, {**PP2, **EP2}),
+    "pp2 ep2, 2 chunks": ("softmax", 4, {**PP2, **EP2, **CHUNKS}),
+    "pp2 tp2 etp1 ep2 sp": ("softmax", 4, {**PP2, **TP2, **ETP1, **EP2, **SP}),
+    "8 ranks: pp2 tp2 dp2, ep2 etp2": ("softmax", 8, {**PP2, **TP2, **EP2}),
+    "8 ranks: tp2 dp4, etp1 ep4 edp2 static": (
+        "softmax",
+        8,
+        {**TP2, **ETP1, "parallel.ep": 4, **STATIC},
+    ),
+    "other router, ep2": ("sigmoid", 2, EP2),
+    "other router, tp4 etp1 ep4 allgather": (
+        "sigmoid",
+        4,
+        {"parallel.tp": 4, **ETP1, "parallel.ep": 4, **ALLGATHER},
+    ),
+    "other router, pp2 tp2 sp static": ("sigmoid", 4, {**PP2, **TP2, **SP, **STATIC}),
+    "other router, cp2 dp2 ep4": ("sigmoid", 4, {"parallel.cp": 2, "parallel.ep": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def singles() -> dict[str, Result]:
+    results = {}
+    for name, changes in MODELS.items():
+        losses, gradients, loads = train(0, 1, changes)
+        results[name] = losses, whole_gradients([gradients]), loads
+    return results
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_gives_losses_and_gradients_of_one_process(layout: str) -> None:
-    world_size, changes = LAYOUTS[layout]
-    model = {key: value for key, value in changes.items() if key.startswith("model.")}
-    key = tuple(sorted(model.items()))
-    if key not in SINGLES:
-        losses, gradients, loads = train(0, 1, model)
-        SINGLES[key] = losses, whole_gradients([gradients]), loads
-    found = train_on_ranks(world_size, changes)
-    assert_same(found, SINGLES[key])
+def test_layout_gives_losses_and_gradients_of_one_process(
+    layout: str, singles: dict[str, Result]
+) -> None:
+    model, world_size, changes = LAYOUTS[layout]
+    found = train_on_ranks(world_size, {**MODELS[model], **changes})
+    assert_same(found, singles[model])
     assert found[0][-1] < found[0][0] - 0.3, "the model must have learnt something"
+
+
+@pytest.mark.dist
+def test_balancing_over_the_batch_does_not_depend_on_who_holds_the_tokens() -> None:
+    """Its pool is a microbatch of all data-parallel ranks: one microbatch per step, here."""
+    changes = {"moe.aux_loss_type": "batch", "moe.aux_loss_coef": 0.1}
+    losses, gradients, loads = train(0, 1, {**changes, "train.microbatch_size": 8})
+    layout = {**TP2, **ETP1, **EP2, "train.microbatch_size": 4}
+    found = train_on_ranks(4, {**changes, **layout})
+    assert_same(found, (losses, whole_gradients([gradients]), loads))
+
+
+def test_gradients_of_a_later_step_are_those_of_autograd() -> None:
+    config = make_config(1, {})
+    trainer = build_trainer(config, world_size=1, device=torch.device("cpu"))
+    for step in range(3):
+        trainer.train_step(step)
+    plain = GPTChunk(
+        config.model,
+        layers=range(4),
+        has_embedding=True,
+        has_head=True,
+        groups=ProcessGroups.single(),
+        moe=config.moe,
+    )
+    weights = {info.name: weight for info, weight in trainer.chunks[0].param_infos()}
+    with torch.no_grad():
+        for info, weight in plain.param_infos():
+            weight.copy_(weights[info.name])
+    before = {piece.info.name: piece.tensors["exp_avg"].clone() for piece in trainer.pieces()}
+    share = 1 / config.num_microbatches(1)
+    batches = trainer._batches(trainer.data.train)
+    for number in range(config.num_microbatches(1)):
+        (plain(None, replace(batches(3, number), loss_factor=share)) * share).backward()
+    trainer.train_step(3)
+    after = {piece.info.name: piece.tensors["exp_avg"] for piece in trainer.pieces()}
+    beta1 = config.optimizer.beta1
+    for info, weight in plain.param_infos():
+        found = (after[info.name] - beta1 * before[info.name]) / (1 - beta1)
+        expected = weight.grad.flatten()
+        assert (found - expected).norm() < 1e-4 * expected.norm(), info.name
+
+
+TIGHT = {**EP2, **STATIC, "moe.static_budget": 1.0, "train.steps": 3}
+
+
+def train_tight(_rank: int, policy: str) -> list[tuple[float, int, int, int, float]]:
+    config = make_config(2, {**TIGHT, "moe.over_budget": policy, "train.eval_interval": 1})
+    trainer = build_trainer(config, world_size=2, device=torch.device("cpu"))
+    found = []
+    for step in range(3):
+        metrics = trainer.train_step(step)
+        experts = metrics.experts
+        found.append(
+            (
+                metrics.loss,
+                experts.num_dropped,
+                experts.num_over_budget,
+                experts.num_reruns,
+                trainer.evaluate(),
+            )
+        )
+    return found
+
+
+def fail_tight(_rank: int) -> str:
+    trainer = build_trainer(make_config(2, TIGHT), world_size=2, device=torch.device("cpu"))
+    before = [piece.tensors["main_param"].clone() for piece in trainer.pieces()]
+    with pytest.raises(MegacoreError) as caught:
+        trainer.train_step(0)
+    for piece, value in zip(trainer.pieces(), before, strict=True):
+        assert torch.equal(piece.tensors["main_param"], value), "the update must not have happened"
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_small_budget_is_an_error_unless_told_otherwise() -> None:
+    first, second = run_ranks(2, fail_tight)
+    assert first == second
+    assert "copies of tokens found no room" in first
+    assert "moe.static_budget = 1" in first
+
+
+@pytest.mark.dist
+def test_a_small_budget_drops_and_counts() -> None:
+    results = run_ranks(2, train_tight, "drop")
+    assert results[0] == results[1]
+    for _, num_dropped, num_over, num_reruns, _ in results[0]:
+        assert num_dropped == num_over > 0
+        assert num_reruns == 0
+
+
+@pytest.mark.dist
+def test_a_small_budget_reruns_the_step_with_a_larger_one() -> None:
+    results = run_ranks(2, train_tight, "rerun")
+    assert results[0] == results[1]
+    changes = {**EP2, "train.steps": 3}
+    expected = run_ranks(2, train_loose, changes)[0]
+    assert [row[0] for row in results[0]] == pytest.approx([row[0] for row in expected], rel=1e-6)
+    assert [row[4] for row in results[0]] == pytest.approx([row[1] for row in expected], rel=1e-6)
+    assert results[0][0][3] >= 1, "the first step must have been run again"
+    assert all(row[1:3] == (0, 0) for row in results[0]), "nothing may be lost"
+
+
+def train_loose(_rank: int, changes: dict[str, Any]) -> list[tuple[float, float]]:
+    config = make_config(2, {**changes, "train.eval_interval": 1})
+    trainer = build_trainer(config, world_size=2, device=torch.device("cpu"))
+    return [(trainer.train_step(step).loss, trainer.evaluate()) for step in range(3)]
+
+
+SAVED = {**MODELS["sigmoid"], "train.steps": 6}
+
+
+def save_after_three(_rank: int, world_size: int, changes: dict[str, Any], folder: Path) -> Any:
+    config = make_config(world_size, {**SAVED, **changes})
+    trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
+    for step in range(3):
+        trainer.train_step(step)
+    saver = CheckpointSaver(folder, trainer.pieces, groups=trainer.groups, config={})
+    saver.save(TrainState(step=3, samples=24, optimizer=trainer.optimizer.scalars()))
+    return [trainer.train_step(step).loss for step in range(3, 6)]
+
+
+def resume_after_three(_rank: int, world_size: int, changes: dict[str, Any], folder: Path) -> Any:
+    config = make_config(world_size, {**SAVED, **changes})
+    trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
+    state = load_checkpoint(folder, trainer.pieces(), groups=trainer.groups)
+    trainer.optimizer.load_scalars(state.optimizer)
+    trainer.optimizer.finish_load(trainer.optimizer.step_count)
+    biases = [value for chunk in trainer.chunks for _, value in chunk.buffer_infos()]
+    assert all((value != 0).any() for value in biases), "biases must have been loaded"
+    return [trainer.train_step(step).loss for step in range(3, 6)]
+
+
+@pytest.mark.dist
+def test_a_checkpoint_goes_on_with_other_expert_parallel_sizes(tmp_path: Path) -> None:
+    losses = run_ranks(4, save_after_three, 4, {**EP2, **TP2, **ETP1}, tmp_path)[0]
+    for world_size, changes in ((4, {"parallel.ep": 4}), (2, {**PP2}), (2, {**ETP2}), (1, {})):
+        found = run_ranks(world_size, resume_after_three, world_size, changes, tmp_path)[0]
+        assert found == pytest.approx(losses, rel=1e-5), f"{world_size} ranks, {changes}"
