@@ -1,5 +1,50 @@
-"""Mixture of experts: which hot experts to clone, and which tokens go to the clones."""
+"""Mixture of experts: routers, and which hot experts to clone and which tokens go to the clones.
+
+What computes on tensors loads torch on first use; planning does without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from megacore.moe.offload_plan import OffloadPlan, plan_offload
 
-__all__ = ["OffloadPlan", "plan_offload"]
+if TYPE_CHECKING:
+    from megacore.moe.balance import RouterGroups
+    from megacore.moe.replay import RoutingLog
+    from megacore.moe.router import (
+        RouterConfig,
+        RoutingResult,
+        TokenNames,
+        TopKRouter,
+        update_expert_biases,
+    )
+
+__all__ = [
+    "OffloadPlan",
+    "RouterConfig",
+    "RouterGroups",
+    "RoutingLog",
+    "RoutingResult",
+    "TokenNames",
+    "TopKRouter",
+    "plan_offload",
+    "update_expert_biases",
+]
+
+_MODULES = {
+    "RouterConfig": "router",
+    "RouterGroups": "balance",
+    "RoutingLog": "replay",
+    "RoutingResult": "router",
+    "TokenNames": "router",
+    "TopKRouter": "router",
+    "update_expert_biases": "router",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"megacore.moe.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'megacore.moe' has no attribute {name!r}")

@@ -134,16 +134,20 @@ def _groups(m_splits: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
 
 
 def _forward_reference(x: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
-    y = x.new_zeros(x.shape[0], w.shape[1])
-    for expert, start, end in _groups(m_splits, x.shape[0]):
-        torch.mm(x[start:end], w[expert].t(), out=y[start:end])
+    y = x.new_empty(x.shape[0], w.shape[1])
+    used = 0
+    for expert, start, used in _groups(m_splits, x.shape[0]):
+        torch.mm(x[start:used], w[expert].t(), out=y[start:used])
+    y[used:] = 0
     return y
 
 
 def _input_grad_reference(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
-    grad_x = grad.new_zeros(grad.shape[0], w.shape[2])
-    for expert, start, end in _groups(m_splits, grad.shape[0]):
-        torch.mm(grad[start:end], w[expert], out=grad_x[start:end])
+    grad_x = grad.new_empty(grad.shape[0], w.shape[2])
+    used = 0
+    for expert, start, used in _groups(m_splits, grad.shape[0]):
+        torch.mm(grad[start:used], w[expert], out=grad_x[start:used])
+    grad_x[used:] = 0
     return grad_x
 
 
