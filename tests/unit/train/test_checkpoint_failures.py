@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import shutil
+import signal
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +36,7 @@ from megacore.train.checkpoint import files as files_module
 from megacore.train.checkpoint import publish as publish_module
 from megacore.train.checkpoint import save as save_module
 from tests.support.checkpoints import ThreadWorld, make_pieces
+from tests.support.jobs import start_function
 
 GROUPS = ProcessGroups.single()
 WEIGHT = ParamInfo(name="layers.0.w", full_shape=(16, 16), tp_dim=0)
@@ -448,6 +452,21 @@ def _message_of_saving(directory: Path, groups: ProcessGroups) -> str:
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint(directory, pieces, state=state, config={}, groups=groups)
     return str(caught.value)
+
+
+def test_a_disk_that_fills_while_writing_is_named_as_the_cause(tmp_path: Path) -> None:
+    def fill(limit: int) -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        with pytest.raises(CheckpointError) as caught:
+            _save(tmp_path)
+        where = tmp_path / "step_00000003.partial"
+        sentence = f"cannot write a checkpoint file into {where}: File too large"
+        return 0 if str(caught.value) == sentence and not list(tmp_path.iterdir()) else 1
+
+    for limit in (100, 1500, 4000):  # before, in and after the first tensor
+        ended = start_function(partial(fill, limit), tmp_path.parent).finish(timeout_s=60)
+        assert (ended.code, ended.err) == (0, "")
 
 
 def test_a_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:

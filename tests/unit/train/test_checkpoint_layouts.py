@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megacore.optim import ParamPiece
-from megacore.parallel.params import ParamInfo
-from megacore.parallel.process_groups import ProcessGroups
+from megacore.parallel.params import ParamInfo, ShardPosition
+from megacore.parallel.process_groups import Group, ProcessGroups
 from megacore.train.checkpoint import (
     TrainState,
     load_checkpoint,
@@ -295,6 +295,56 @@ def test_a_parameter_split_along_another_dimension_is_cut_anew(tmp_path: Path) -
     path = _save(tmp_path, [ParamInfo(name="w", full_shape=(4, 6), tp_dim=0)], tp=2, dp=1)
     _load_and_compare(path, [ParamInfo(name="w", full_shape=(4, 6), tp_dim=1)], tp=2, dp=2)
     _load_and_compare(path, [ParamInfo(name="w", full_shape=(4, 6), tp_dim=None)], tp=2, dp=2)
+
+
+def test_experts_in_one_tensor_move_between_expert_layouts(tmp_path: Path) -> None:
+    """Saved on etp2 x ep2, each part cut over two ranks; loaded on ep4 and on one rank."""
+    info = ParamInfo(name="experts.w", full_shape=(4, 6, 5), tp_dim=1, ep_dim=0, expert=True)
+
+    def pieces(groups: ProcessGroups, *, filled: bool) -> list[ParamPiece]:
+        where = ShardPosition.of(info, groups)
+        box = tuple(slice(offset, None) for offset in where.offsets(info))
+        shape = info.local_shape(where.tp_size, ep_size=where.ep_size)
+        numel = math.prod(shape)
+        held = []
+        for start, end in ((0, numel // 3), (numel // 3, numel)):
+            tensors = {}
+            for kind in KINDS:
+                whole = full_values(info, kind)[box][tuple(map(slice, shape))]
+                values = whole.flatten()[start:end].clone()
+                tensors[kind] = values if filled else torch.full_like(values, math.nan)
+            held.append(ParamPiece(info=info, start=start, end=end, tensors=tensors))
+        return held
+
+    def on(groups: ProcessGroups, etp: int) -> ProcessGroups:
+        rank = groups.rank
+        handle = groups.world.handle
+        first = rank // etp * etp
+        ranks = tuple(range(first, first + etp))
+        return replace(
+            groups,
+            etp=Group("etp", ranks, rank % etp, handle if etp > 1 else None),
+            ep=Group("ep", tuple(range(rank % etp, 4, etp)), rank // etp, handle),
+        )
+
+    def save(groups: ProcessGroups) -> Path:
+        mine = on(groups, 2)
+        held = pieces(mine, filled=True)
+        return save_checkpoint(tmp_path, held, state=STATE, config={}, groups=mine)
+
+    def load(groups: ProcessGroups) -> None:
+        mine = on(groups, 1)
+        held = pieces(mine, filled=False)
+        load_checkpoint(tmp_path, held, groups=mine)
+        assert_equal_pieces(held, pieces(mine, filled=True))
+
+    with pytest.MonkeyPatch.context() as patch:
+        world = ThreadWorld(tp=2, dp=2)
+        world.patch(patch)
+        world.run(save)
+        world.run(load)
+    _, weights = load_full_weights(tmp_path)
+    assert torch.equal(weights["experts.w"], full_values(info, "main_param"))
 
 
 def test_expert_parameters_are_split_over_the_expert_tensor_parallel_group(tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def _describe(failure: Exception | None) -> str | None:
     if failure is None:
         return None
     if isinstance(failure, OSError) and failure.strerror:
-        return f"{failure.strerror}: {failure.filename}"
+        where = "" if failure.filename is None else f": {failure.filename}"
+        return f"{failure.strerror}{where}"
     if isinstance(failure, MegacoreError):
         return str(failure)
     return f"{type(failure).__name__}: {failure}"

@@ -43,7 +43,8 @@ class ChecksumWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=True)
+        # Copying ahead would touch the current GPU, which in a thread is the first one.
+        super().__init__(folder, sync_files=True, per_thread_copy_ahead=0)
         self.sums: dict[str, FileSum] = {}
         self.fs = _ChecksumFileSystem(self.sums)
 
@@ -113,11 +114,16 @@ class _ChecksumFile(io.BufferedWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self._num_bytes = self._crc32 = 0
+        self.error: OSError | None = None
 
     def write(self, data: Any, /) -> int:
         self._num_bytes += memoryview(data).nbytes
         self._crc32 = zlib.crc32(data, self._crc32)
-        return super().write(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     @property
     def sum(self) -> FileSum:
@@ -136,8 +142,13 @@ class _ChecksumFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _ChecksumFile(Path(path)) as file:
-            yield file
+        file = _ChecksumFile(Path(path))
+        try:
+            with file:
+                yield file
+        except Exception as error:
+            # torch's own complaint about its archive would hide that the disk is full.
+            raise file.error or error from error
         self._sums[Path(path).name] = file.sum
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

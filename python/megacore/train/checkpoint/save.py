@@ -27,6 +27,7 @@ from megacore.train.checkpoint.format import (
 )
 from megacore.train.checkpoint.planner import ChunkSavePlanner, num_bytes
 from megacore.train.checkpoint.publish import prepare, publish
+from megacore.train.folder import describe_os_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +227,10 @@ def _write_mine(partial: Path, planner: ChunkSavePlanner, plan: SavePlan) -> _Wr
         return _Written(results=[], sums={})
     try:
         results = writer.write_data(plan, planner).wait()
-    except (OSError, RuntimeError) as error:  # torch wraps errors of the disk
-        raise CheckpointError(f"cannot write a checkpoint file into {partial}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write a checkpoint file into {partial}: {describe_os_error(error)}"
+        ) from error
     for name, expected in writer.sums.items():
         check_content(partial / name, expected)
     return _Written(results=results, sums=writer.sums)
