@@ -121,7 +121,7 @@ class TrainStep:
             Waits for the device: the metrics are numbers.
         """
         start = time.perf_counter()
-        scale = self._optimizer.loss_scale
+        scale = self._optimizer.loss_scale_on_device()
         self._experts.start_step()
         while True:
             self._optimizer.zero_grads()
@@ -183,7 +183,7 @@ class TrainStep:
             )
 
     def _forward_step(
-        self, step: int, batches: BatchSource, *, loss_scale: float = 1.0
+        self, step: int, batches: BatchSource, *, loss_scale: Tensor | float = 1.0
     ) -> Callable[[nn.Module, Tensor | None, int], StageOutput]:
         cache: dict[int, Microbatch] = {}
 
@@ -206,7 +206,7 @@ class TrainStep:
 
         return forward_step
 
-    def _loss_sums(self, losses: StepLosses, *, loss_scale: float = 1.0) -> Tensor:
+    def _loss_sums(self, losses: StepLosses, *, loss_scale: Tensor | float = 1.0) -> Tensor:
         """``(sum of losses, number of steps or tokens)``, of one rank per data-parallel replica."""
         if not losses or self._groups.tp.position != 0:
             return torch.zeros(2, dtype=torch.float64, device=self._activation.device)
