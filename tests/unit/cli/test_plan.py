@@ -141,3 +141,25 @@ def test_planned_gradients_may_have_the_format_of_the_parameters(config: Path) -
     settings = [("train.dtype", "bfloat16"), ("optimizer.grad_dtype", "param")]
     first = plan_run(resolve(load_config(config, settings), 8, cuda=False), 8).ranks[0]
     assert first.grad_bytes == first.param_bytes
+
+
+def test_plan_counts_experts_where_they_are(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(
+        TOML + "[moe]\nnum_experts = 8\nfirst_dense_layers = 1\nffn_hidden_size = 24\n"
+    )
+    whole = plan_of(capsys, str(config), "--world-size=4")
+    split = plan_of(capsys, str(config), "--world-size=8", "--parallel.ep=2", "--parallel.etp=1")
+    assert split["num_params"] == whole["num_params"] > split["num_active_params"]
+    all_experts = 5 * 8 * 3 * 24 * 32  # layers, experts, matrices
+    idle = whole["num_params"] - whole["num_active_params"]
+    assert idle == all_experts * 6 // 8
+    # etp 2 holds half of each expert; etp 1 x ep 2 the whole of every second one.
+    assert [r["num_params"] for r in split["ranks"]] == [r["num_params"] for r in whole["ranks"]]
+    assert main(["plan", str(config), "--world-size=8", "--parallel.ep=2"]) == 0
+    text = capsys.readouterr().out
+    assert "etp 2 x ep 2 x edp 1 x pp 2" in text
+    assert "per token" in text
+    assert main(["plan", str(config), "--world-size=4", "--moe.num_groups=3"]) == 2
+    assert "num_groups is 3; it must divide num_experts=8" in capsys.readouterr().err

@@ -3,14 +3,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacore.report import read_metrics
+from megacore.train.experts import ExpertMetrics
 from megacore.train.metrics import MetricsWriter, StepRecord
 
 
-def _record(step: int, **changes: float) -> StepRecord:
+def _record(step: int, **changes: Any) -> StepRecord:
     values = {
         "step": step,
         "loss": 3.0 - step / 10,
@@ -95,3 +97,15 @@ def test_a_step_that_occurs_twice_keeps_its_last_record(tmp_path: Path) -> None:
 
 def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_a_model_with_experts_tells_their_load() -> None:
+    experts = ExpertMetrics(
+        load={1: (3, 1), 3: (2, 2)}, num_dropped=4, num_over_budget=1, aux_loss=0.5, z_loss=0.25
+    )
+    record = json.loads(_record(0, experts=experts).to_json())
+    assert record["expert_load"] == {"1": [3, 1], "3": [2, 2]}
+    assert record["expert_imbalance"] == 1.5
+    assert (record["num_dropped_copies"], record["num_over_budget"]) == (4, 1)
+    assert "experts" not in record
+    assert "expert_load" not in json.loads(_record(0).to_json())
