@@ -15,8 +15,10 @@ from megacore.config import OptimizerConfig
 from megacore.ops import cuda_kernels, has_cuda_kernels
 from megacore.ops.optim import (
     AdamWSettings,
+    StepRules,
     adamw_step_,
     adamw_step_reference_,
+    decide_step_,
     sum_of_squares,
 )
 from megacore.optim import DistributedOptimizer
@@ -139,4 +141,39 @@ def test_training_on_the_gpu_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None
             sum((w.float() * torch.arange(len(w), device=device)).sum() for w in weights).backward()  # type: ignore[union-attr]
             optimizer.step(lr=1e-2)
         found[device] = torch.cat([w.detach().cpu() for w in weights])
+    assert torch.equal(found["cpu"], found["cuda"])
+
+
+def test_a_step_is_decided_on_the_device_and_nothing_waits() -> None:
+    weight = nn.Parameter(torch.linspace(-1, 1, 4096, device="cuda", dtype=torch.float16))
+    info = ParamInfo(name="w", full_shape=(4096,), tp_dim=None)
+    config, groups = OptimizerConfig(loss_scale=8.0), ProcessGroups.single()
+    buffers = make_buffers([(info, weight)], groups=groups, optimizer=config)
+    optimizer = DistributedOptimizer(buffers, groups=groups, config=config)
+    results, tokens = [], torch.ones((), device="cuda")
+    for value in (1.0, float("inf"), 2.0):
+        optimizer.zero_grads()
+        buffers[0].grad_data.fill_(value)
+        with synchronising_is_an_error():
+            results.append(optimizer.step(lr=1e-3, num_tokens=tokens))
+            optimizer.loss_scale_on_device()
+    assert [result.skipped for result in results] == [False, True, False]
+    assert results[0].grad_norm == pytest.approx(64.0 / 8.0)
+    assert results[2].grad_norm == pytest.approx(2 * 64.0 / 4.0)
+    assert optimizer.scalars() == {
+        "step_count": 2, "num_skipped": 1, "loss_scale": 4.0, "loss_scale_good_steps": 1
+    }  # fmt: skip
+
+
+def test_decisions_have_the_bits_of_the_cpu() -> None:
+    rules = StepRules(beta1=0.9, beta2=0.999, clip_grad=0.5, loss_scale_interval=3, num_averaged=4)
+    found = {}
+    for device in ("cpu", "cuda"):
+        numbers = torch.tensor([0.0, 0.0, 16.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]).double().to(device)
+        state, control, history = numbers[:4], numbers[4:], []
+        for step in range(50):
+            sums = torch.tensor([step * 1.7, float(step % 7 == 3), 100.0 + step]).double()
+            decide_step_(state, sums.to(device), control, rules)
+            history.append(numbers.cpu().clone())
+        found[device] = torch.stack(history).nan_to_num(nan=-1.0)
     assert torch.equal(found["cpu"], found["cuda"])
