@@ -45,3 +45,18 @@ def test_a_rank_with_nothing_to_train_is_refused() -> None:
     assert "ends with L" in message_of(both, 3)
     both = make(parallel__pp="3", pipeline__layout="Ett||t|||tL", **settings)
     assert "give one of its stages (1, 4) a layer" in message_of(both, 3)
+
+
+def test_the_first_rank_of_a_v_holds_both_ends() -> None:
+    settings = {"parallel__pp": "2", "model__num_layers": "6", "pipeline__first_layers": "2"}
+    loop = make(**settings, pipeline__schedule="interleaved_1f1b", pipeline__num_chunks="2")
+    assert [len(s) for s in layers_of_stages(resolve(loop, 2, cuda=False))] == [1, 2, 1, 2]
+    v = make(**settings, pipeline__schedule="zb_v", pipeline__num_chunks="2")
+    assert [len(s) for s in layers_of_stages(resolve(v, 2, cuda=False))] == [1, 2, 2, 1]
+    hollow = make(
+        parallel__pp="2",
+        pipeline__schedule="zb_v",
+        pipeline__num_chunks="2",
+        pipeline__layout="Ett|||ttL",
+    )
+    assert "give one of its stages (1, 2) a layer" in message_of(hollow, 2)
