@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -250,3 +254,118 @@ def test_a_wrong_shape_is_refused_before_it_is_sent() -> None:
     text = run_ranks(2, send_wrong_shape, schedule)[0]
     assert "the output is [4, 6] torch.float32 on cpu, but stages exchange [3, 6]" in text
     assert "in pipeline action 0F0" in text
+
+
+def run_other_order(rank: int) -> None:
+    """Rank 0 sends the microbatches in order, rank 1 expects them in another one."""
+    group = pipeline_group(rank, 2)
+    texts = (
+        "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1\n",
+        "rank 0: 0F1 0F0 0B1 0B0\nrank 1: 1F1 1F0 1B1 1B0\n",
+    )
+    schedule = Schedule.from_text(texts[rank])
+    chunks, last = my_chunks(schedule, rank)
+    executor = PipelineExecutor(
+        schedule.program(rank), list(chunks.values()), group=group, activation=SPEC, debug=True
+    )
+    executor.run(make_forward_step(last, 2))
+
+
+def test_debug_mode_names_both_messages_that_do_not_match() -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(2, run_other_order)
+    assert (
+        "RuntimeError: pipeline rank 1 expected message 0, 1RECV_F1 (input of stage 1, microbatch "
+        "1, [3, 6] torch.float32), but pipeline rank 0 sent message 0, 1RECV_F0 (input of stage 1, "
+        "microbatch 0, [3, 6] torch.float32); the two ranks run programs that do not belong "
+        "together"
+    ) in str(failure.value)
+
+
+WIDTHS = {0: 5, 1: 7, 2: 4}  # of the output of each stage but the last
+
+
+def run_uneven(rank: int, schedule: Schedule, debug: bool) -> tuple[list[float], Grads]:
+    group = pipeline_group(rank, schedule.num_ranks)
+    torch.manual_seed(3)
+    widths = [WIDTH, *WIDTHS.values(), WIDTH]
+    every = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    chunks = {stage: every[stage] for stage in schedule.stages(rank)}
+    executor = PipelineExecutor(
+        schedule.program(rank),
+        list(chunks.values()),
+        group=group,
+        activation={
+            stage: ActivationSpec(shape=(BATCH, width), dtype=torch.float32, device="cpu")
+            for stage, width in WIDTHS.items()
+        },
+        debug=debug,
+    )
+    last = chunks.get(schedule.num_stages - 1)
+    losses = executor.run(make_forward_step(last, schedule.num_microbatches))
+    return [loss.item() for loss in losses], grads_of(chunks)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_stages_may_exchange_different_shapes(debug: bool) -> None:
+    schedule = build_schedule("zb_v", num_ranks=2, num_microbatches=4)
+    alone = build_schedule("no_pipelining", num_ranks=1, num_chunks=4, num_microbatches=4)
+    (expected,) = run_ranks(1, run_uneven, alone, False)
+    results = run_ranks(2, run_uneven, schedule, debug)
+    assert results[0][0] == expected[0]
+    grads = results[0][1] | results[1][1]
+    assert all(torch.equal(grads[key], grad) for key, grad in expected[1].items())
+
+
+class Watched(torch.autograd.Function):
+    """Keeps what it was given until its backward pass, as a layer does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (_,) = ctx.saved_tensors
+        return grad.clone()
+
+
+def count_alive(rank: int, schedule: Schedule) -> tuple[int, int, int]:
+    """The most inputs and the most outputs of stages alive at once, and what is left at the end."""
+    group = pipeline_group(rank, schedule.num_ranks)
+    chunks, last = my_chunks(schedule, rank)
+    good = make_forward_step(last, schedule.num_microbatches)
+    inputs, outputs = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
+    peaks = [0, 0]
+
+    def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> Tensor:
+        x = data(microbatch)[0] if hidden is None else hidden
+        inputs.add(x.untyped_storage())
+        peaks[0] = max(peaks[0], len(inputs))
+        output = good(chunk, Watched.apply(x) if x.requires_grad else x, microbatch)
+        output = output.clone()  # nothing in the graph keeps this one
+        if chunk is not last:
+            outputs.add(output.untyped_storage())
+            peaks[1] = max(peaks[1], len(outputs))
+        return output
+
+    gc.disable()
+    try:
+        forward_backward(
+            list(chunks.values()), schedule, forward_step, group=group, activation=SPEC
+        )
+        return peaks[0], peaks[1], len(inputs) + len(outputs)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_memory_is_bounded_by_what_the_schedule_holds(name: str) -> None:
+    schedule = build_schedule(name, num_ranks=3, num_microbatches=12)
+    held = schedule.simulate().peak_in_flight
+    for rank, (inputs, outputs, left) in enumerate(run_ranks(3, count_alive, schedule)):
+        assert 1 <= inputs <= held[rank]
+        # An output lives until its receiver is known to have it: a round trip, not a backward.
+        assert (rank < 2) <= outputs <= schedule.num_ranks - rank + 1
+        assert left == 0

@@ -93,7 +93,10 @@ class Messages:
             isend(tensor, group, to_position=peer, tag=tag)
             for tensor, tag in zip(tensors, tags, strict=True)
         ]
-        self._waiting[peer].append((works, tensors))
+        waiting = self._waiting[peer]
+        waiting.append((works, tensors))
+        while waiting and all(work.is_completed() for work in waiting[0][0]):
+            self._finish(peer, self._num_done[peer] + 1)
 
     def receive(self, action: Action, peer: int, acknowledged: int) -> Incoming:
         """Start to receive what an action brings."""
