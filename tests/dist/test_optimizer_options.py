@@ -149,3 +149,17 @@ def test_bfloat16_moments_take_half_the_memory_and_learn_the_same() -> None:
 
 def test_one_process_alone_needs_no_groups() -> None:
     assert InstanceGroups.split(ProcessGroups.single(), 1).dense_across.size == 1
+
+
+def test_gradients_in_the_format_of_the_parameters() -> None:
+    bf16 = {"train.dtype": "bfloat16"}
+    narrow = {**bf16, "optimizer.grad_dtype": "param", "optimizer.fp32_accumulation": True}
+    [plain, *_] = run_ranks(2, train, 2, 5, bf16, timeout_s=120)
+    results = run_ranks(2, train, 2, 5, narrow, timeout_s=120)
+    overlapped = run_ranks(2, train, 2, 5, {**narrow, **OVERLAP}, timeout_s=120)
+    over_gloo = run_ranks(
+        2, train, 2, 5, {**narrow, **OVERLAP, "run.host_memory": False}, timeout_s=120
+    )
+    assert results == overlapped == over_gloo
+    assert results[0][0] == pytest.approx(plain[0], rel=2e-2)
+    assert results[0][0] != plain[0]  # rounded gradients leave a trace
