@@ -2,9 +2,9 @@
 
     python benchmarks/bench_moe.py [--threads 2] [--experts 8] [--hidden 512] [--width 1024]
 
-Every figure is the median of several rounds, in which the contestants take turns. With one thread it
-is processor time, which a busy machine disturbs less; with several it is wall time. A ratio above 1
-means that megacore is faster.
+Every figure is the median of several rounds, in which the contestants take turns. With one thread
+it is processor time, which a busy machine disturbs less; with several it is wall time. A ratio
+above 1 means that megacore is faster.
 """
 
 from __future__ import annotations

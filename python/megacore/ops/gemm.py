@@ -217,9 +217,9 @@ def _forward_any(
     return _forward_reference(x, w, m_splits)
 
 
-# On the CPU: float32 goes to the native kernels, which are faster for every group size (see
-# benchmarks/results/moe_cpu.txt). Products of two bfloat16 stay with torch, which has the
-# processor's instructions for them. The weight gradient is a float32 product in both cases.
+# On the CPU, what benchmarks/results/moe_cpu.txt justifies: float32 goes to the native kernels at
+# every group size. Products of two bfloat16 stay with torch, which has the processor's instructions
+# for them. The weight gradient is a float32 product in both cases.
 def _forward_cpu(
     x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None, accumulate: bool
 ) -> Tensor:
