@@ -53,3 +53,20 @@ def test_the_logits_are_not_changed() -> None:
     before = logits.clone()
     cross_entropy(logits, labels, first_column=0, group=Group.solo())
     assert torch.equal(logits, before)
+
+
+def test_tokens_with_a_label_below_zero_do_not_count() -> None:
+    logits = torch.randn(4, 3, 7, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 7, (4, 3))
+    labels[1:, 0] = -1
+    loss = cross_entropy(logits, labels, first_column=0, group=Group.solo())
+    loss.backward()
+    grad, logits.grad = logits.grad, None
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-1
+    )
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grad, logits.grad)
+    none = cross_entropy(logits, labels * 0 - 1, first_column=0, group=Group.solo())
+    assert none.item() == 0.0

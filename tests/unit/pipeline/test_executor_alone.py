@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -200,3 +201,57 @@ def test_the_recorder_synchronizes_before_each_time_stamp() -> None:
     chunks = make_chunks(1)
     make_executor(one_rank(1, 2), chunks, recorder).run(make_step(chunks[-1]))
     assert len(calls) == 2 * 4
+
+
+def test_activations_by_stage_must_be_complete() -> None:
+    schedule, chunks = one_rank(3), make_chunks(3)
+
+    def make(activation: dict[int, ActivationSpec]) -> PipelineExecutor:
+        return PipelineExecutor(
+            schedule.program(0), chunks, group=Group.solo(), activation=activation
+        )
+
+    make({0: SPEC, 1: SPEC}).run(make_step(chunks[-1]))
+    with pytest.raises(ValueError, match=r"stages \[0, 2\], but those .* are \[0, 1\]"):
+        make({0: SPEC, 2: SPEC})
+    other = ActivationSpec(shape=(3, 4), dtype=torch.float32, device="meta")
+    with pytest.raises(ValueError, match=r"names the devices \['cpu', 'meta'\]"):
+        make({0: SPEC, 1: other})
+    wide = ActivationSpec(shape=(3, 5), dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match=r"is \[3, 4\] .* exchange \[3, 5\]"):
+        make({0: SPEC, 1: wide}).run(make_step(chunks[-1]))
+
+
+def test_numbers_of_tokens_add_up_and_come_from_the_last_stage_only() -> None:
+    chunks = make_chunks(2)
+    good, executor = make_step(chunks[-1]), make_executor(one_rank(2), chunks)
+
+    def counting(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> Any:
+        output = good(chunk, hidden, microbatch)
+        return (output, microbatch + 1) if chunk is chunks[-1] else output
+
+    losses = executor.run(counting)
+    assert losses.num_tokens.item() == 1 + 2 + 3
+    assert executor.run(good).num_tokens is None
+    with pytest.raises(ValueError, match="not the last one returned a tuple"):
+        executor.run(lambda chunk, hidden, mb: (good(chunk, hidden, mb), 1))
+    with pytest.raises(ValueError, match="the last stage returned 'no loss'"):
+        executor.run(lambda c, h, mb: good(c, h, mb) if c is chunks[0] else "no loss")
+
+
+def test_an_output_may_be_a_view_of_the_input() -> None:
+    """Outputs are not kept, so nothing is freed under a view."""
+    schedule = Schedule.from_text("rank 0: 0F0 1F0 2F0 2I0 2W0 1I0 1W0 0I0 0W0\n")
+    chunks = make_chunks(3)
+    good = make_step(chunks[-1])
+
+    def step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> Tensor:
+        return hidden.view(3, 4) if chunk is chunks[1] else good(chunk, hidden, microbatch)
+
+    make_executor(schedule, chunks).run(step)
+    plain = make_chunks(3)
+    x = torch.full((3, 4), 1.0)
+    torch.tanh(plain[2](torch.tanh(plain[0](x)))).square().mean().backward()
+    assert torch.equal(chunks[0].weight.grad, plain[0].weight.grad)
+    assert torch.equal(chunks[2].bias.grad, plain[2].bias.grad)
+    assert chunks[1].weight.grad is None
