@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.library import opcheck
 
 from megacore.buffers import ParamGradBuffer
@@ -15,6 +16,7 @@ from megacore.ops import grouped_gemm, main_grad_of
 from megacore.ops.gemm import grouped_gemm_reference
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import Group
+from megacore.pipeline.split_backward import backward_input
 
 # Relative to the largest value; sums of up to some hundred products.
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}
@@ -217,3 +219,25 @@ def test_torch_can_trace_and_differentiate_the_operations() -> None:
     opcheck(ops.grouped_gemm_weight_grad_.default, (grad, x.detach(), splits, target, True))
     twice = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
     assert torch.autograd.gradcheck(lambda a, b: grouped_gemm(a, b, splits), twice)
+
+
+def test_a_split_backward_pass_adds_the_weight_gradient_once_and_late() -> None:
+    weight = nn.Parameter(torch.randn(2, 4, 4))
+    info = ParamInfo(name="w", full_shape=(2, 4, 4), tp_dim=None, expert=True)
+    buffer = ParamGradBuffer([(info, weight)], dp_group=Group.solo())
+    reported: list[int] = []
+    buffer.on_grad(reported.append)
+    x, splits = torch.randn(5, 4, requires_grad=True), torch.tensor([2, 3])
+    y = grouped_gemm(x, weight, splits, main_grad=main_grad_of(weight)).square().sum()
+    grad_x, weights = backward_input(get_gradient_edge(y), None, x)
+    assert reported == []
+    assert not buffer.main_grad(0).any()
+    weights.run()
+    assert reported == [0]
+    twin, x_twin = (t.detach().clone().requires_grad_() for t in (weight, x))
+    grouped_gemm(x_twin, twin, splits).square().sum().backward()
+    assert twin.grad is not None
+    assert torch.equal(buffer.main_grad(0), twin.grad)
+    assert grad_x is not None
+    assert x_twin.grad is not None
+    assert torch.equal(grad_x, x_twin.grad)
