@@ -1,4 +1,4 @@
-# make demo    sets everything up and trains a small GPT on four processes of this machine
+# make demo    sets everything up and trains a small GPT with experts on four processes of this machine
 # make test    sets everything up and runs all tests (GPU tests are skipped where there is no GPU)
 # make build   editable install for development     make lint / fmt / bench / test-cpp / clean
 #
@@ -50,8 +50,8 @@ build: $(VENV)/.tools
 demo: install
 	rm -rf runs/demo
 	$(BIN)/megacore train examples/demo.toml --nproc 4 --train.steps=60
-	@echo; echo "The same run goes on with another layout: pipeline x data parallel instead of tensor x pipeline."
-	$(BIN)/megacore train examples/demo.toml --nproc 4 --parallel.tp=1 --checkpoint.resume=auto
+	@echo; echo "The same run goes on with another layout: experts over all four ranks instead of pipeline x expert parallel."
+	$(BIN)/megacore train examples/demo.toml --nproc 4 --parallel.pp=1 --parallel.ep=4 --checkpoint.resume=auto
 	$(BIN)/megacore generate runs/demo --prompt "The built-in function " --max-new-tokens 200
 
 test: test-cpp test-python
