@@ -83,7 +83,9 @@ void bind_schedule_catalog(pybind11::module_& module) {
       .def_property_readonly("by_reason", [](const LowerBound& bound) {
         py::dict values;
         for (size_t i = 0; i < kNumBoundReasons; ++i) {
-          values[py::str(name_of(static_cast<BoundReason>(i)))] = bound.by_reason[i];
+          const auto reason = static_cast<BoundReason>(i);
+          if (reason == BoundReason::kExhaustion && bound.reason != reason) continue;
+          values[py::str(name_of(reason))] = bound.by_reason[i];
         }
         return values;
       });

@@ -103,6 +103,43 @@ double mean(const std::vector<double>& values) {
   return sum / static_cast<double>(values.size());
 }
 
+// How long a rank waits for something more urgent.
+std::vector<double> waits_of(const Instance& instance) {
+  const double hop = *std::max_element(instance.hop.begin(), instance.hop.end());
+  std::vector<double> waits = {0.0};
+  if (hop > 0.0) waits.push_back(2.0 * hop);
+  waits.push_back(mean(instance.forward));
+  return waits;
+}
+
+std::vector<Policy> with_waits(const Policy& policy, const Instance& instance) {
+  std::vector<Policy> policies;
+  for (const double wait : waits_of(instance)) {
+    policies.push_back(policy);
+    policies.back().patience = wait;
+  }
+  return policies;
+}
+
+// Keys for every microbatch: the starts of its actions.
+Policy keys_after(const Orders& orders,
+                  const std::vector<double>& starts,
+                  const Instance& instance) {
+  const size_t size = instance.at(instance.num_stages(), 0);
+  Policy policy{.forward_keys = std::vector<double>(size),
+                .backward_keys = std::vector<double>(size)};
+  std::vector<int> counts(static_cast<size_t>(instance.num_stages()) * 2, 0);
+  for (size_t i = 0; i < orders.tokens.size(); ++i) {
+    const auto [stage, part] = orders.tokens[i];
+    if (part == Part::kWeight) continue;
+    const bool forward = part == Part::kForward;
+    const int microbatch = counts[static_cast<size_t>(stage) * 2 + (forward ? 0 : 1)]++;
+    (forward ? policy.forward_keys : policy.backward_keys)[instance.at(stage, microbatch)] =
+        starts[i];
+  }
+  return policy;
+}
+
 }  // namespace
 
 std::vector<Policy> standard_policies(const Instance& instance) {
@@ -111,12 +148,8 @@ std::vector<Policy> standard_policies(const Instance& instance) {
                                backward_first(instance, false),
                                by_time(instance, mean(instance.forward))};
   const std::vector<int> caps = caps_of(instance, wave_of(instance, 0.0));
-  const double hop = *std::max_element(instance.hop.begin(), instance.hop.end());
-  std::vector<double> waits = {0.0};
-  if (hop > 0.0) waits.push_back(2.0 * hop);
-  waits.push_back(mean(instance.forward));
   std::vector<Policy> policies;
-  for (const double wait : waits) {
+  for (const double wait : waits_of(instance)) {
     for (const Policy& policy : plain) {
       for (const bool capped : {false, true}) {
         for (const int backlog : {kLate, 0}) {
@@ -135,26 +168,25 @@ std::vector<Policy> standard_policies(const Instance& instance) {
 std::vector<Policy> policies_after(const Orders& orders,
                                    const std::vector<double>& starts,
                                    const Instance& instance) {
-  const size_t size = instance.at(instance.num_stages(), 0);
-  Policy policy{.forward_keys = std::vector<double>(size),
-                .backward_keys = std::vector<double>(size)};
-  std::vector<int> counts(static_cast<size_t>(instance.num_stages()) * 2, 0);
-  for (size_t i = 0; i < orders.tokens.size(); ++i) {
-    const Token& token = orders.tokens[i];
-    if (token.part == Part::kWeight) continue;
-    const bool forward = token.part == Part::kForward;
-    const int microbatch = counts[static_cast<size_t>(token.stage) * 2 + (forward ? 0 : 1)]++;
-    (forward ? policy.forward_keys : policy.backward_keys)[instance.at(token.stage, microbatch)] =
-        starts[i];
+  return with_waits(keys_after(orders, starts, instance), instance);
+}
+
+std::vector<Policy> periodic_policies_after(const Orders& orders,
+                                            const std::vector<double>& starts,
+                                            const Instance& instance) {
+  const Policy keys = keys_after(orders, starts, instance);
+  const int middle = instance.num_microbatches / 2;
+  const int later = std::min(middle + instance.num_ranks(), instance.num_microbatches - 1);
+  Policy policy;
+  const double whole =
+      keys.forward_keys[instance.at(0, later)] - keys.forward_keys[instance.at(0, middle)];
+  policy.slope = later > middle ? whole / (later - middle) : 0.0;
+  for (int s = 0; s < instance.num_stages(); ++s) {
+    const size_t at = instance.at(s, middle);
+    policy.forward_keys.push_back(keys.forward_keys[at] - policy.slope * middle);
+    policy.backward_keys.push_back(keys.backward_keys[at] - policy.slope * middle);
   }
-  std::vector<Policy> policies = {policy};
-  const double hop = *std::max_element(instance.hop.begin(), instance.hop.end());
-  for (const double wait : {2.0 * hop, mean(instance.forward)}) {
-    if (wait == 0.0) continue;
-    policies.push_back(policy);
-    policies.back().patience = wait;
-  }
-  return policies;
+  return with_waits(policy, instance);
 }
 
 }  // namespace megacore::pipeline

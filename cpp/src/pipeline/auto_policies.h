@@ -11,10 +11,14 @@ namespace megacore::pipeline {
 // Rules that have proved themselves on different kinds of instances; most useful first.
 std::vector<Policy> standard_policies(const Instance& instance);
 
-// Rules that take actions in the order of their starts in a timed solution, with and without
-// waiting.
+// Rules like a timed solution, with and without waiting: all actions in the order of their starts.
 std::vector<Policy> policies_after(const Orders& orders,
                                    const std::vector<double>& starts,
                                    const Instance& instance);
+
+// The same, but every microbatch like the one in the middle.
+std::vector<Policy> periodic_policies_after(const Orders& orders,
+                                            const std::vector<double>& starts,
+                                            const Instance& instance);
 
 }  // namespace megacore::pipeline

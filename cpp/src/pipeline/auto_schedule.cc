@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "auto_exact_search.h"
 #include "auto_list_scheduler.h"
 #include "auto_order_search.h"
 #include "auto_policies.h"
@@ -17,8 +18,11 @@ namespace megacore::pipeline {
 namespace {
 
 // How many actions the trials of a thorough search may schedule.
-constexpr int64_t kRuleActions = 3'000'000;
+constexpr int64_t kRuleActions = 6'000'000;
 constexpr int64_t kOrderActions = 6'000'000;
+// Partial solutions that an exact search looks at, before and after all others have tried.
+constexpr int64_t kFirstNodes = 5'000;
+constexpr int64_t kNodes = 300'000;
 
 void require_feasible(const Instance& instance) {
   for (int rank = 0; rank < instance.num_ranks(); ++rank) {
@@ -51,12 +55,12 @@ int core_size(const Instance& instance) {
 class Portfolio {
  public:
   Portfolio(const BoundProblem& problem, const Instance& instance, Effort effort)
-      : problem_(problem),
-        instance_(instance),
+      : instance_(instance),
         effort_(effort),
         timer_(instance),
         core_(instance.with_microbatches(core_size(instance))),
-        core_timer_(core_) {
+        core_timer_(core_),
+        core_scheduler_(core_) {
     certificate_.bound = lower_bound(problem);
     certificate_.makespan = kNever;
     BoundProblem core_problem = problem;
@@ -66,8 +70,13 @@ class Portfolio {
 
   AutoSchedule run() && {
     add_named();
-    if (!is_optimal()) add_rules();
-    if (!is_optimal() && effort_ == Effort::kThorough) improve();
+    const bool thorough = effort_ == Effort::kThorough;
+    if (!is_optimal()) add_standard_rules();
+    if (!is_optimal()) exhaust(kFirstNodes);
+    if (!is_optimal() && thorough) add_rules_like_named();
+    if (!is_optimal() && thorough) search_rules();
+    if (!is_optimal() && thorough) improve();
+    if (!is_optimal() && thorough) exhaust(kNodes);
     return std::move(*this).result();
   }
 
@@ -94,52 +103,73 @@ class Portfolio {
                      [](const auto& a, const auto& b) { return a.makespan < b.makespan; });
   }
 
-  // The list scheduler under standard rules, then under rules near the best of them.
-  void add_rules() {
-    ListScheduler scheduler(core_);
-    std::vector<Trial> trials;
-    for (Policy& policy : standard_policies(core_)) {
-      const double makespan = scheduler.run(policy);
-      certificate_.num_scheduled += static_cast<int64_t>(core_.num_actions());
-      trials.push_back({std::move(policy), makespan});
-    }
-    std::stable_sort(trials.begin(), trials.end(), [](const Trial& a, const Trial& b) {
+  void try_on_core(Policy policy) {
+    const double makespan = core_scheduler_.run(policy);
+    certificate_.num_scheduled += static_cast<int64_t>(core_.num_actions());
+    trials_.push_back({std::move(policy), makespan});
+  }
+
+  void sort_trials() {
+    std::stable_sort(trials_.begin(), trials_.end(), [](const Trial& a, const Trial& b) {
       return a.makespan < b.makespan;
     });
-    add_whole(trials.front().policy, "list_scheduler");
-    if (effort_ == Effort::kFast) return;
+  }
+
+  void add_standard_rules() {
+    for (Policy& policy : standard_policies(core_)) try_on_core(std::move(policy));
+    sort_trials();
+    add_whole(trials_.front().policy, "list_scheduler");
+  }
+
+  // Rules like the named schedules, also those that need more memory.
+  void add_rules_like_named() {
+    for (const Seed& seed : named_seeds(core_, true)) {
+      if (core_timer_.makespan(seed.orders) == kNever) continue;
+      const std::vector<double>& starts = core_timer_.starts();
+      for (const Policy& policy : policies_after(seed.orders, starts, core_)) {
+        const double makespan = core_scheduler_.run(policy);
+        certificate_.num_scheduled += static_cast<int64_t>(core_.num_actions());
+        offer_core(core_scheduler_.orders(), makespan, "list_scheduler like " + seed.name);
+      }
+      for (Policy& policy : periodic_policies_after(seed.orders, starts, core_)) {
+        try_on_core(std::move(policy));
+      }
+    }
+    sort_trials();
+    add_whole(trials_.front().policy, "list_scheduler");
+  }
+
+  // Rules near the best ones.
+  void search_rules() {
     constexpr size_t kStarts = 4;
-    for (size_t i = 0; i < std::min(kStarts, trials.size()) && !is_optimal(); ++i) {
+    for (size_t i = 0; i < std::min(kStarts, trials_.size()) && !is_optimal(); ++i) {
       const FoundRule found =
-          search_rule(scheduler,
+          search_rule(core_scheduler_,
                       core_,
-                      trials[i].policy,
+                      trials_[i].policy,
                       {.target = core_bound_, .max_actions = kRuleActions / kStarts, .seed = i});
       certificate_.num_scheduled += found.num_scheduled;
       add_whole(found.policy, "rule_search");
     }
   }
 
-  // Follows a rule for all microbatches.
+  // Follows a rule for all microbatches; and for few, whose steady state is then repeated.
   void add_whole(const Policy& policy, const char* name) {
+    const double core_makespan = core_scheduler_.run(policy);
+    offer_core(core_scheduler_.orders(), core_makespan, name);
+    if (is_core_whole()) return;
     ListScheduler scheduler(instance_);
     const double makespan = scheduler.run(policy);
     certificate_.num_scheduled += static_cast<int64_t>(instance_.num_actions());
-    Orders orders = scheduler.orders();
-    offer(std::move(orders), makespan, name);
-    if (is_core_whole()) return;
-    ListScheduler core_scheduler(core_);
-    core_scheduler.run(policy);
-    orders = core_scheduler.orders();
-    offer_unrolled(orders);
+    offer(scheduler.orders(), makespan, name);
   }
 
-  void offer_unrolled(const Orders& orders) {
+  void offer_core(Orders orders, double makespan, const std::string& name) {
+    if (is_core_whole()) return offer(std::move(orders), makespan, name);
     core_timer_.makespan(orders);
     std::optional<Orders> longer = unroll(orders, core_timer_.starts(), core_, instance_);
     if (!longer) return;
-    const double makespan = timer_.makespan(*longer);
-    offer(std::move(*longer), makespan, "cyclic_search");
+    offer(std::move(*longer), timer_.makespan(*longer), "cyclic_search, " + name);
   }
 
   void improve() {
@@ -150,6 +180,23 @@ class Portfolio {
         {.target = certificate_.bound.value, .max_actions = kOrderActions, .seed = 1});
     certificate_.num_scheduled += found.num_scheduled;
     offer(std::move(found.orders), found.makespan, certificate_.winner + " + local_search");
+  }
+
+  // Looks at all orders, if they are few enough.
+  void exhaust(int64_t max_nodes) {
+    constexpr size_t kMostActions = 200;
+    if (instance_.num_actions() > kMostActions || !can_search_exactly(instance_)) return;
+    ExactResult found = search_exactly(instance_,
+                                       {.below = certificate_.makespan,
+                                        .target = certificate_.bound.value,
+                                        .max_nodes = max_nodes});
+    certificate_.num_scheduled += found.num_nodes;
+    if (found.orders) offer(std::move(*found.orders), found.makespan, "exact_search");
+    if (!found.is_complete || is_optimal()) return;
+    certificate_.bound.value = certificate_.makespan;
+    certificate_.bound.reason = BoundReason::kExhaustion;
+    certificate_.bound.by_reason[static_cast<size_t>(BoundReason::kExhaustion)] =
+        certificate_.makespan;
   }
 
   AutoSchedule result() && {
@@ -168,12 +215,13 @@ class Portfolio {
     certificate_.winner = std::move(winner);
   }
 
-  const BoundProblem& problem_;
   const Instance& instance_;
   Effort effort_;
   OrderTimer timer_;
   Instance core_;  // with fewer microbatches
   OrderTimer core_timer_;
+  ListScheduler core_scheduler_;
+  std::vector<Trial> trials_;  // rules on the core, the best first
   double core_bound_ = 0.0;
   Orders best_;
   Certificate certificate_;

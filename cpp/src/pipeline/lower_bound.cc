@@ -199,7 +199,7 @@ void check(const BoundProblem& problem) {
 
 std::string_view name_of(BoundReason reason) {
   constexpr std::array<std::string_view, kNumBoundReasons> kNames = {
-      "critical_path", "rank_work", "rank_queue", "memory_area", "delivery"};
+      "critical_path", "rank_work", "rank_queue", "memory_area", "delivery", "exhaustion"};
   return kNames[static_cast<size_t>(reason)];
 }
 
@@ -209,7 +209,8 @@ std::string_view to_text(BoundReason reason) {
       "the work of one rank, from its first start to its shortest tail",
       "the queue of one rank: actions arrive too late",
       "the memory of one rank: activations live too long",
-      "the queue of one rank: actions arrive too late and lead on too far"};
+      "the queue of one rank: actions arrive too late and lead on too far",
+      "a search that left no order out"};
   return kTexts[static_cast<size_t>(reason)];
 }
 

@@ -44,8 +44,9 @@ enum class BoundReason : uint8_t {
   kMemoryArea,  // a rank: lifetimes of all activations fit into M times the makespan, less what
                 // the ramps at the start and the end leave unused
   kDelivery,    // the queue with heads and tails, both with memory (Jackson's preemptive schedule)
+  kExhaustion,  // a search left no order out; of auto_schedule() only
 };
-inline constexpr size_t kNumBoundReasons = 5;
+inline constexpr size_t kNumBoundReasons = 6;
 
 // The name as one would write it, rank_work, and what it means, for people.
 std::string_view name_of(BoundReason reason);
