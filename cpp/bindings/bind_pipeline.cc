@@ -65,6 +65,7 @@ void bind_schedule(py::module_& module) {
       .def_readonly("bubble_fraction", &Timeline::bubble_fraction)
       .def_readonly("busy", &Timeline::busy)
       .def_readonly("peak_in_flight", &Timeline::peak_in_flight)
+      .def_readonly("exposed", &Timeline::exposed)
       .def_property_readonly("spans", [](const Timeline& timeline) {
         py::list spans;
         for (const TimedSpan& span : timeline.spans) {
@@ -129,6 +130,7 @@ void bind_schedule(py::module_& module) {
           "send"_a,
           "overlap"_a,
           NoGil())
+      .def("critical_path", &critical_path, "timeline"_a, NoGil())
       .def("to_text", py::overload_cast<const Schedule&>(&to_text), NoGil())
       .def("to_csv", &to_csv, NoGil())
       .def(py::self == py::self);

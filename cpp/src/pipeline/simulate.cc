@@ -48,7 +48,9 @@ class Simulation {
                   .bubble_fraction = 0.0,
                   .busy = std::vector<double>(rank_time_.size(), 0.0),
                   .peak_in_flight = {},
-                  .spans = std::vector<TimedSpan>(schedule.actions.size())} {}
+                  .spans = std::vector<TimedSpan>(schedule.actions.size()),
+                  .exposed = std::vector<double>(rank_time_.size(), 0.0),
+                  .send = costs.send} {}
 
   Timeline run() && {
     const auto num_run = run_in_order(
@@ -73,17 +75,22 @@ class Simulation {
  private:
   void run_action(size_t position, const Action& action, const Dependencies& inputs) {
     const int rank = schedule_.placement.rank_of(action.stage);
-    const double start = inputs_time(rank, inputs);
-    if (is_pair(position)) return run_pair(rank, position, start);
+    if (is_pair(position)) return run_pair(rank, position, inputs);
     if (position > 0 && is_pair(position - 1)) return;  // it ran with the action before it
+    const double start = inputs_time(rank, inputs, costs_.send);
+    expose(rank, start, inputs_time(rank, inputs, 0.0));
     const double end = start + duration_of(action, costs_);
     finish(rank, position, {start, end}, end);
   }
 
-  void run_pair(int rank, size_t position, double first_start) {
+  void run_pair(int rank, size_t position, const Dependencies& inputs) {
     const Action& second = schedule_.actions[position + 1];
-    const double start =
-        std::max(first_start, inputs_time(rank, dependencies_of(second, schedule_.placement)));
+    const Dependencies others = dependencies_of(second, schedule_.placement);
+    const auto both_there = [&](double send) {
+      return std::max(inputs_time(rank, inputs, send), inputs_time(rank, others, send));
+    };
+    const double start = both_there(costs_.send);
+    expose(rank, start, both_there(0.0));
     const double alone = duration_of(schedule_.actions[position], costs_);
     const double both = alone + duration_of(second, costs_);
     const double hidden = overlap_ * std::min(alone, both - alone);
@@ -97,14 +104,19 @@ class Simulation {
     return !starts_pair_.empty() && starts_pair_[position] != 0;
   }
 
-  // When the rank is free and all inputs have arrived.
-  double inputs_time(int rank, const Dependencies& dependencies) const {
+  // When the rank is free and all inputs have arrived, if a message takes `send`.
+  double inputs_time(int rank, const Dependencies& dependencies, double send) const {
     double time = rank_time_[static_cast<size_t>(rank)];
     for (const Action& dependency : dependencies) {
       const bool remote = schedule_.placement.rank_of(dependency.stage) != rank;
-      time = std::max(time, value_time_[index_.of(dependency)] + (remote ? costs_.send : 0.0));
+      time = std::max(time, value_time_[index_.of(dependency)] + (remote ? send : 0.0));
     }
     return time;
+  }
+
+  // An action starts later than it would if messages took no time.
+  void expose(int rank, double start, double start_without_messages) {
+    timeline_.exposed[static_cast<size_t>(rank)] += start - start_without_messages;
   }
 
   void finish(int rank, size_t position, const TimedSpan& span, double value_time) {

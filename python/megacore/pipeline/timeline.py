@@ -57,6 +57,8 @@ class Timeline:
         busy: Time each rank spends in actions.
         peak_in_flight: Largest number of (stage, microbatch) pairs whose activations each rank
             holds at once.
+        exposed: Time each rank idles only because a message is still under way: what it would save
+            at once if messages took no time.
     """
 
     def __init__(self, schedule: _core.Schedule, times: _core.Timeline) -> None:
@@ -66,6 +68,7 @@ class Timeline:
         self.bubble_fraction: float = times.bubble_fraction
         self.busy: list[float] = times.busy
         self.peak_in_flight: list[int] = times.peak_in_flight
+        self.exposed: list[float] = times.exposed
 
     @cached_property
     def rank_spans(self) -> list[float]:
@@ -98,6 +101,22 @@ class Timeline:
     def events(self) -> list[Event]:
         """All actions with their times, rank after rank, in execution order."""
         return self.first_ranks(self._schedule.num_ranks)
+
+    @cached_property
+    def critical_path(self) -> list[Event]:
+        """A chain of actions that determines the makespan, in the order of time.
+
+        Each starts when the one before it ends, or when the message of that one arrives. Making any
+        other action faster does not make the step faster.
+
+        Example:
+            >>> from megacore.pipeline import build_schedule
+            >>> timeline = build_schedule("1f1b", num_ranks=2, num_microbatches=2).simulate()
+            >>> " ".join(str(event.action) for event in timeline.critical_path)
+            '0F0 1F0 1B0 1F1 1B1 0B1'
+        """
+        events = self.events
+        return [events[index] for index in self._schedule.critical_path(self._times)]
 
     def first_ranks(self, count: int) -> list[Event]:
         """The events of the lowest ``count`` ranks, for pictures that show few of many ranks."""

@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <random>
 #include <stdexcept>
+#include <string>
 
 #include "megacore/pipeline/generators.h"
+#include "random_schedule.h"
 
 namespace megacore::pipeline {
 namespace {
@@ -113,6 +116,61 @@ TEST(Simulate, NeverTakesZeroTimeForADivision) {
   const Timeline timeline =
       simulate(schedule, {.forward = {0.0}, .backward_input = {0.0}, .backward_weight = {0.0}});
   EXPECT_EQ(timeline.bubble_fraction, 0.0);
+}
+
+std::string path_text(const Schedule& schedule, const Costs& costs) {
+  const Timeline timeline = simulate(schedule, costs);
+  std::string text;
+  for (const int64_t index : critical_path(schedule, timeline)) {
+    if (!text.empty()) text += ' ';
+    append_text(schedule.actions[static_cast<size_t>(index)], text);
+  }
+  return text;
+}
+
+TEST(CriticalPath, FollowsTheSlowStage) {
+  const Schedule schedule = one_f_one_b({.num_ranks = 2, .num_microbatches = 3});
+  EXPECT_EQ(path_text(schedule, {}), "0F0 1F0 1B0 1F1 1B1 1F2 1B2 0B2");
+  EXPECT_EQ(path_text(schedule, {.forward = {5.0, 1.0}}), "0F0 0F1 0B0 0F2 1F2 1B2 0B2");
+}
+
+TEST(Exposed, IsTheTimeMessagesCostAtOnce) {
+  const Schedule schedule = gpipe({.num_ranks = 2, .num_microbatches = 2});
+  EXPECT_EQ(simulate(schedule, {}).exposed, (std::vector<double>{0.0, 0.0}));
+  // Rank 1 waits for the first message, rank 0 for the first gradient; the others are hidden.
+  EXPECT_EQ(simulate(schedule, {.send = 0.5}).exposed, (std::vector<double>{0.5, 0.5}));
+}
+
+// On any schedule, with any costs: the path begins at 0 and ends at the makespan, its steps join
+// without a gap but for messages, and what is exposed is idle time.
+TEST(CriticalPath, JoinsBeginningAndEndOfRandomSchedules) {
+  std::mt19937 random(29);
+  for (int round = 0; round < 400; ++round) {
+    Schedule schedule = random_schedule(random_placement(4, random),
+                                        std::uniform_int_distribution<int>(1, 4)(random),
+                                        round % 2 == 0,
+                                        random);
+    if (round % 8 == 0) schedule = dualpipe_v({.num_ranks = 3, .num_microbatches = 6 + round % 3});
+    std::uniform_int_distribution<int> eighths(0, 16);
+    Costs costs{.send = eighths(random) / 16.0};
+    for (auto* values : {&costs.forward, &costs.backward_input, &costs.backward_weight}) {
+      values->assign(static_cast<size_t>(schedule.num_stages()), 0.0);
+      for (double& value : *values) value = eighths(random) / 8.0;
+    }
+    const Timeline timeline = simulate(schedule, costs);
+    const std::vector<int64_t> path = critical_path(schedule, timeline);
+    const auto span = [&](size_t i) { return timeline.spans[static_cast<size_t>(path[i])]; };
+    EXPECT_EQ(span(0).start, 0.0);
+    EXPECT_EQ(span(path.size() - 1).end, timeline.makespan);
+    for (size_t i = 1; i < path.size(); ++i) {
+      const double gap = span(i).start - span(i - 1).end;
+      EXPECT_TRUE(gap == 0.0 || gap == costs.send) << gap;
+    }
+    for (size_t rank = 0; rank < timeline.exposed.size(); ++rank) {
+      EXPECT_GE(timeline.exposed[rank], 0.0);
+      EXPECT_LE(timeline.exposed[rank], timeline.makespan - timeline.busy[rank] + 1e-9);
+    }
+  }
 }
 
 }  // namespace

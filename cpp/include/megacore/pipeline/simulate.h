@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "megacore/pipeline/schedule.h"
@@ -36,6 +37,9 @@ struct Timeline {
   // from F until B, or until W of a split backward. 1 at least in a forward-only schedule.
   std::vector<int64_t> peak_in_flight;
   std::vector<TimedSpan> spans;  // one per entry of schedule.actions
+  // [num_ranks] time in which a rank idles only because a message is still under way.
+  std::vector<double> exposed = {};
+  double send = 0.0;  // latency of a message, of the costs
 };
 
 // Every rank runs its actions in order, each as early as its inputs allow. A pair that overlaps
@@ -44,5 +48,10 @@ struct Timeline {
 // Throws std::invalid_argument for negative or missing costs, and for a schedule that deadlocks.
 // REQUIRES: stages and microbatches of all actions are in range (see validate()).
 Timeline simulate(const Schedule& schedule, const Costs& costs);
+
+// A chain of actions that determines the makespan, as indices into schedule.actions, in time: each
+// starts when the one before it ends, or when the message of that arrives. O(actions).
+// REQUIRES: `timeline` is that of `schedule`.
+std::vector<int64_t> critical_path(const Schedule& schedule, const Timeline& timeline);
 
 }  // namespace megacore::pipeline
