@@ -384,6 +384,14 @@ def _check_instances(problems: _Problems, config: Config) -> None:
             f"({_count(problems.world_size, 'process')} / tp*cp*pp); "
             f"nearest: {nearest_divisors(count, dp)}"
         )
+    parallel = config.parallel
+    expert_dp = problems.world_size // (filled(parallel.etp) * parallel.ep * parallel.pp)
+    if config.moe.num_experts > 0 and expert_dp > 0 and expert_dp % count:
+        problems.add(
+            f"{problems.shown('optimizer.num_instances')} does not divide edp {expert_dp} "
+            f"({_count(problems.world_size, 'process')} / etp*ep*pp); "
+            f"nearest: {nearest_divisors(count, expert_dp)}"
+        )
 
 
 def _check_decay(problems: _Problems, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Mixture of experts: routers, and which hot experts to clone and which tokens go to the clones.
+"""Mixture of experts: routers, dispatchers and layers; which hot experts to clone, and for whom.
 
 What computes on tensors loads torch on first use; planning does without it.
 """
@@ -12,6 +12,15 @@ from megacore.moe.offload_plan import OffloadPlan, plan_offload
 
 if TYPE_CHECKING:
     from megacore.moe.balance import RouterGroups
+    from megacore.moe.dispatchers import (
+        AllGatherDispatcher,
+        AllToAllDispatcher,
+        Dispatcher,
+        ExpertPlacement,
+        StaticDispatcher,
+    )
+    from megacore.moe.experts import GroupedExperts
+    from megacore.moe.layer import MoELayer
     from megacore.moe.replay import RoutingLog
     from megacore.moe.router import (
         RouterConfig,
@@ -22,11 +31,18 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AllGatherDispatcher",
+    "AllToAllDispatcher",
+    "Dispatcher",
+    "ExpertPlacement",
+    "GroupedExperts",
+    "MoELayer",
     "OffloadPlan",
     "RouterConfig",
     "RouterGroups",
     "RoutingLog",
     "RoutingResult",
+    "StaticDispatcher",
     "TokenNames",
     "TopKRouter",
     "plan_offload",
@@ -34,10 +50,17 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AllGatherDispatcher": "dispatchers",
+    "AllToAllDispatcher": "dispatchers",
+    "Dispatcher": "dispatchers",
+    "ExpertPlacement": "dispatchers",
+    "GroupedExperts": "experts",
+    "MoELayer": "layer",
     "RouterConfig": "router",
     "RouterGroups": "balance",
     "RoutingLog": "replay",
     "RoutingResult": "router",
+    "StaticDispatcher": "dispatchers",
     "TokenNames": "router",
     "TopKRouter": "router",
     "update_expert_biases": "router",

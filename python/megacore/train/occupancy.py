@@ -193,7 +193,7 @@ def compare_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str,
         ('train.seed is 2 now and was 1 in the checkpoint: the run goes on with 2',)
     """
     notes = []
-    for section in ("model", "data", "train"):
+    for section in ("model", "moe", "data", "train"):
         before, now = theirs.get(section, {}), ours.get(section, {})
         for key in sorted(set(before) & set(now)):
             matters = key in _TRAIN_KEYS if section == "train" else key not in _START_KEYS

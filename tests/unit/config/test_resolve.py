@@ -87,8 +87,8 @@ def test_suggested_layouts_do_fit() -> None:
         (
             {"parallel__cp": "2", "model__seq_length": "18"},
             2,
-            "model.seq_length = 18 (--model.seq_length=18) is not a multiple of 2 * parallel.cp = 2 "
-            "(--parallel.cp=2) = 4, the slices of a sequence; nearest seq_length: 16 or 20",
+            "model.seq_length = 18 (--model.seq_length=18) is not a multiple of 2 * parallel.cp = "
+            "2 (--parallel.cp=2) = 4, the slices of a sequence; nearest seq_length: 16 or 20",
         ),
         (
             {"parallel__ep": "2"},
@@ -109,6 +109,12 @@ def test_suggested_layouts_do_fit() -> None:
             "the experts do not fit 4 processes (--nproc): parallel.etp = 2 (--parallel.etp=2) x "
             "parallel.ep = 4 (--parallel.ep=4) x parallel.pp = 1 (default) = 8, and 4 is not a "
             "multiple of it; nearest: ep=2, or start 8 processes",
+        ),
+        (
+            {"moe__num_experts": "4", "parallel__ep": "4", "optimizer__num_instances": "2"},
+            4,
+            "optimizer.num_instances = 2 (--optimizer.num_instances=2) does not divide edp 1 "
+            "(4 processes / etp*ep*pp); nearest: 1",
         ),
         (
             {"moe__num_experts": "4", "moe__first_dense_layers": "9"},

@@ -164,12 +164,14 @@ def _fill(folder: Path, metadata: Metadata, chunks: Sequence[Chunk]) -> None:
 
 def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     """Settings of the model that differ, as the end of a sentence."""
-    theirs, ours = stored.get("model", {}), present.get("model", {})
-    found = [
-        f"model.{key} is {theirs[key]} there and {ours[key]} here"
-        for key in sorted(set(theirs) & set(ours))
-        if theirs[key] != ours[key]
-    ]
+    found = []
+    for section in ("model", "moe"):
+        theirs, ours = stored.get(section, {}), present.get(section, {})
+        found += [
+            f"{section}.{key} is {theirs[key]} there and {ours[key]} here"
+            for key in sorted(set(theirs) & set(ours))
+            if theirs[key] != ours[key]
+        ]
     if found:
         return "; " + ", ".join(found)
     return "; it belongs to another model: compare the [model] settings with those of that run"
