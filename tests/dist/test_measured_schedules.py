@@ -109,4 +109,20 @@ def test_simulated_and_measured_steps_agree() -> None:
                 wrong.append((schedule.name, round(measured / expected, 3)))
         if not wrong:
             return
+    if (overshoot := sleep_overshoot()) > 1.02:
+        pytest.skip(
+            f"the machine is too busy to measure: bare sleeps take {overshoot:.2f}x as long"
+        )
     raise AssertionError(f"measured over simulated time: {wrong}")
+
+
+def sleep_overshoot() -> float:
+    """How much longer than asked for a step's worth of sleeps takes, at best."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(8):
+            time.sleep(FORWARD_S)
+            sum(range(5_000))  # a little work, as between the passes of a step
+        times.append((time.perf_counter() - start) / (8 * FORWARD_S))
+    return min(times)
