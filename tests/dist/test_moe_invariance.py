@@ -177,6 +177,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "pp2 ep2": ("softmax", 4, {**PP2, **EP2}),
     "pp2 ep2, 2 chunks": ("softmax", 4, {**PP2, **EP2, **CHUNKS}),
+    "pp2 ep2, weight gradients apart": (
+        "softmax",
+        4,
+        {**PP2, **EP2, "pipeline.schedule": "zb_h1"},
+    ),
+    "pp2, a V": ("softmax", 2, {**PP2, "pipeline.schedule": "zb_v"}),
     "pp2 tp2 etp1 ep2 sp": ("softmax", 4, {**PP2, **TP2, **ETP1, **EP2, **SP}),
     "8 ranks: pp2 tp2 dp2, ep2 etp2": ("softmax", 8, {**PP2, **TP2, **EP2}),
     "8 ranks: tp2 dp4, etp1 ep4 edp2 static": (
