@@ -23,6 +23,7 @@ from megacore.cli.schedule_auto import (
     with_stage_costs,
 )
 from megacore.cli.schedule_compare import run_compare
+from megacore.cli.schedule_program import add_program_options, print_programs
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--csv", metavar="FILE", help="write PyTorch's pipelining CSV")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or Chrome")
     add_auto_options(parser)
+    add_program_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,6 +113,9 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         return run_compare(args, costs)
     schedule = _schedule(args, costs)
+    if args.program is not None:
+        print_programs(schedule, args)
+        return 0
     timeline = schedule.simulate(costs)
     if args.json:
         _print_json(schedule, timeline)
@@ -192,7 +197,9 @@ def _print_json(schedule: Schedule, timeline: Timeline) -> None:
         "bubble_fraction": timeline.bubble_fraction,
         "span_bubble_fraction": timeline.span_bubble_fraction,
         "busy": timeline.busy,
+        "exposed": timeline.exposed,
         "peak_in_flight": timeline.peak_in_flight,
+        "critical_path": [[e.rank, str(e.action), e.start, e.end] for e in timeline.critical_path],
         "stages": [schedule.stages(rank) for rank in ranks],
         "actions": [[str(action) for action in schedule.actions(rank)] for rank in ranks],
         "order": [schedule.order(rank) for rank in ranks],
@@ -231,6 +238,8 @@ def _print_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> None:
     console.print()
     _print_grid(console, schedule, timeline)
     _print_ranks(console, schedule, timeline)
+    if schedule.num_ranks <= MAX_ROWS:
+        _print_critical_path(console, timeline)
 
 
 def _print_grid(console: Console, schedule: Schedule, timeline: Timeline) -> None:
@@ -328,12 +337,13 @@ def _print_ranks(console: Console, schedule: Schedule, timeline: Timeline) -> No
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("rank", justify="right", style="bold cyan")
     table.add_column("stages")
-    for name in ("forwards first", "in flight at most", "busy", "idle"):
+    for name in ("forwards first", "in flight at most", "busy", "idle", "for messages"):
         table.add_column(name, justify="right")
     for rank in range(min(schedule.num_ranks, MAX_ROWS)):
         order = schedule.order(rank)
         warmup = next((i for i, token in enumerate(order) if token < 0), len(order))
-        busy = timeline.busy[rank] / timeline.makespan if timeline.makespan > 0 else 0.0
+        makespan = timeline.makespan or 1.0
+        busy = timeline.busy[rank] / makespan
         table.add_row(
             str(rank),
             " ".join(map(str, schedule.stages(rank))),
@@ -341,7 +351,25 @@ def _print_ranks(console: Console, schedule: Schedule, timeline: Timeline) -> No
             str(timeline.peak_in_flight[rank]),
             f"{busy:.1%}",
             f"{1 - busy:.1%}",
+            f"{timeline.exposed[rank] / makespan:.1%}",
         )
     console.print(table)
     if schedule.num_ranks > MAX_ROWS:
         console.print(f"... and {schedule.num_ranks - MAX_ROWS} more ranks; --json has them all")
+
+
+def _print_critical_path(console: Console, timeline: Timeline) -> None:
+    """Say which ranks the longest chain of actions runs through."""
+    path = timeline.critical_path
+    if not path:
+        return
+    on_rank: dict[int, float] = {}
+    for event in path:
+        on_rank[event.rank] = on_rank.get(event.rank, 0.0) + event.end - event.start
+    busiest = sorted(on_rank.items(), key=lambda item: (-item[1], item[0]))[:4]
+    shares = ", ".join(f"{time / timeline.makespan:.0%} on rank {rank}" for rank, time in busiest)
+    console.print(
+        f"\ncritical path: {len(path)} actions from {path[0].action} to {path[-1].action}, "
+        f"{shares}",
+        style="dim",
+    )

@@ -213,3 +213,31 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
     assert sentence in err
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_programs_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("1f1b", "--pp=2", "--microbatches=2")
+    code, out, _ = run(capsys, *arguments, "--program=resources")
+    assert code == 0
+    assert out.splitlines() == [
+        "rank 0: 0GATHER_PARAMS 0F0[0] 0SEND_F0->1#0 0RECV_B0<-1#0[0] 0F1[1] 0SEND_F1->1#1 "
+        "0RECV_B1<-1#1[1] 0B0[0] 0RELEASE0[0] 0B1[1] 0RELEASE1[1] 0REDUCE_GRADS",
+        "rank 1: 1GATHER_PARAMS 1RECV_F0<-0#0[0] 1F0[0] 1RECV_F1<-0#1[0] 1B0[0] 1SEND_B0->0#0 "
+        "1RELEASE0[0] 1F1[0] 1B1[0] 1SEND_B1->0#1 1RELEASE1[0] 1REDUCE_GRADS",
+        "",
+        "free of deadlock with these queues of messages: per_channel, per_direction",
+        "not with: per_pair, per_rank",
+    ]
+    _, out, _ = run(capsys, *arguments, "--program=compute")
+    assert out.startswith("rank 0: 0F0 0F1 0B0 0B1\n")
+    _, out, _ = run(capsys, *arguments, "--program=data", "--keep=0", "--receives=in_order")
+    assert "0RECOMPUTE1 0B1" in out
+    assert "per_channel, per_pair, per_direction, per_rank" in out
+    code, _, err = run(capsys, *arguments, "--program=data", "--keep=-1")
+    assert (code, "--keep is -1; it must be at least 0" in err) == (2, True)
+
+
+def test_the_critical_path_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "gpipe", "--pp=2", "--microbatches=2", "--send=0.5")
+    [line] = [line for line in out.splitlines() if line.startswith("critical path")]
+    assert line == "critical path: 6 actions from 0F0 to 0B1, 50% on rank 0, 40% on rank 1"

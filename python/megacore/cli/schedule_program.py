@@ -1,0 +1,67 @@
+"""``megacore schedule --program``: what each rank does, with messages, buffers and collectives."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from megacore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megacore.pipeline import Lowering, Schedule
+
+LEVELS = ("compute", "data", "resources")
+
+
+def add_program_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``--program``."""
+    group = parser.add_argument_group("options of --program")
+    group.add_argument(
+        "--program",
+        choices=LEVELS,
+        metavar="LEVEL",
+        help="print the program of each rank instead: compute (what it computes), data (with "
+        "messages, collectives and releases) or resources (with peers, sequence numbers and "
+        "buffers)",
+    )
+    group.add_argument(
+        "--receives",
+        choices=("ahead", "in_order"),
+        default="ahead",
+        help="post receives ahead of their readers, or in one order with the sends "
+        "(default: ahead)",
+    )
+    group.add_argument(
+        "--keep",
+        type=int,
+        metavar="N",
+        help="recompute activations, except for N of as many microbatches as a rank holds",
+    )
+
+
+def lowering_of(args: argparse.Namespace) -> Lowering:
+    """The lowering that the options ask for.
+
+    Raises:
+        ConfigError: If ``--keep`` is negative.
+    """
+    from megacore.pipeline import Lowering, Recompute
+
+    if args.keep is not None and args.keep < 0:
+        raise ConfigError(f"--keep is {args.keep}; it must be at least 0")
+    recompute = None if args.keep is None else Recompute(keep=args.keep)
+    return Lowering(receives=args.receives, recompute=recompute)
+
+
+def print_programs(schedule: Schedule, args: argparse.Namespace) -> None:
+    """Print the proved programs of all ranks, and the transports on which they cannot deadlock."""
+    lowering = lowering_of(args)
+    for rank, program in enumerate(schedule.lower(lowering)):
+        print(f"rank {rank}: {program.to_text(args.program)}")
+    report = schedule.transport_report(lowering)
+    safe = [name for name, problem in report.items() if problem is None]
+    print(f"\nfree of deadlock with these queues of messages: {', '.join(safe)}")
+    unsafe = [name for name, problem in report.items() if problem is not None]
+    if unsafe:
+        print(f"not with: {', '.join(unsafe)}", file=sys.stdout)
