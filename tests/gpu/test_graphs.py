@@ -139,7 +139,7 @@ class Syncing(nn.Module):
 def test_a_host_sync_in_a_module_is_named_and_training_goes_on() -> None:
     module = Syncing().cuda()
     with pytest.raises(
-        CaptureError, match=r"the capture of the forward pass of.*Syncing.*at test_"
+        CaptureError, match=r"(?s)the capture of the forward pass of.*Syncing.*at test_"
     ):
         make_graphed_callables(module, sample(), backend="cuda")
     module(torch.ones(ROWS, HIDDEN, device="cuda")).sum().backward()

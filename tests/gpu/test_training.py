@@ -54,7 +54,14 @@ def test_bf16_learns_like_fp32() -> None:
 def test_the_command_trains_under_nccl(tmp_path: Path) -> None:
     arguments = [
         *(sys.executable, "-m", "megacore", "train", str(ROOT / "examples" / "demo.toml")),
-        *("--nproc", "1", "--parallel.tp=1", "--parallel.pp=1", "--train.steps=20"),
+        *(
+            "--nproc",
+            "1",
+            "--parallel.tp=1",
+            "--parallel.pp=1",
+            "--parallel.ep=1",
+            "--train.steps=20",
+        ),
         f"--run.dir={tmp_path / 'run'}",
     ]
     ended = start_command(arguments, tmp_path).finish(timeout_s=240)

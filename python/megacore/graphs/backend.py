@@ -171,6 +171,7 @@ class CudaBackend(GraphBackend):
         """Record on the side stream, without garbage collection."""
         torch.cuda.synchronize(self._device)
         gc.collect()
+        _clear_workspaces()
         torch.cuda.empty_cache()
         # A graph that the collector destroys while another one is recorded breaks the recording.
         was_enabled = gc.isenabled()
@@ -182,6 +183,7 @@ class CudaBackend(GraphBackend):
         finally:
             if was_enabled:
                 gc.enable()
+            _clear_workspaces()
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def capture(self, function: Callable[[], Results]) -> CapturedGraph:
@@ -197,6 +199,14 @@ class CudaBackend(GraphBackend):
             raise
         graph.capture_end()
         return _CudaGraph(graph, results)
+
+
+def _clear_workspaces() -> None:
+    """Let go of cuBLAS's workspaces, which it keeps for every stream it has ever run on.
+
+    Those of a capture then lie in the pool of its graphs and go when the graphs go.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
