@@ -127,6 +127,16 @@ class MoEConfig(Section):
         default=False,
         description="Give every expert equally many tokens whatever the scores; for benchmarks.",
     )
+    router_fp32: bool = Field(
+        default=True,
+        description="Compute the router's logits in float32 whatever `train.dtype` is.",
+    )
+    load_interval: int = Field(
+        default=10,
+        ge=0,
+        description="Steps between two records of every expert's load in `metrics.jsonl`; 0 for "
+        "none. Imbalance and losses are there for each step.",
+    )
 
     def is_moe_layer(self, index: int) -> bool:
         """Whether the layer with this global index has experts.

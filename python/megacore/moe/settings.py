@@ -33,4 +33,5 @@ def router_config(moe: MoEConfig) -> RouterConfig:
         z_loss_coef=moe.z_loss_coef,
         jitter=moe.jitter,
         force_balanced=moe.force_balanced,
+        fp32=moe.router_fp32,
     )

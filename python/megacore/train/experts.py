@@ -48,10 +48,11 @@ class ExpertMetrics:
         """
         return max(max(load) * len(load) / max(1, sum(load)) for load in self.load.values())
 
-    def as_record(self) -> dict[str, Any]:
-        """What ``metrics.jsonl`` says."""
+    def as_record(self, *, with_load: bool = True) -> dict[str, Any]:
+        """What ``metrics.jsonl`` says; the load of every expert is a long list in a large model."""
+        load = {str(layer): list(load) for layer, load in self.load.items()}
         return {
-            "expert_load": {str(layer): list(load) for layer, load in self.load.items()},
+            **({"expert_load": load} if with_load else {}),
             "expert_imbalance": self.imbalance,
             "num_dropped_copies": self.num_dropped,
             "num_over_budget": self.num_over_budget,

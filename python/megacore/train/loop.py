@@ -208,6 +208,7 @@ class _Run:
     def _record(self, step: int, metrics: StepMetrics, validation_loss: float | None) -> StepRecord:
         train = self._config.train
         tokens = train.global_batch_size * self._config.model.seq_length
+        interval, is_last = self._config.moe.load_interval, step + 1 == train.steps
         return StepRecord(
             step=step,
             loss=metrics.loss,
@@ -219,6 +220,7 @@ class _Run:
             samples=(step + 1) * train.global_batch_size,
             validation_loss=validation_loss,
             experts=metrics.experts,
+            with_load=interval > 0 and (step % interval == 0 or is_last),
         )
 
     def _write(self, record: StepRecord) -> None:

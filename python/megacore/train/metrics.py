@@ -28,6 +28,7 @@ class StepRecord:
         samples: Samples consumed so far, this step included.
         validation_loss: Loss on validation data after the step; ``None`` where it was not measured.
         experts: What became of tokens in MoE layers; ``None`` for a model without.
+        with_load: Whether the load of every expert is told.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepRecord:
     samples: int
     validation_loss: float | None = None
     experts: ExpertMetrics | None = None
+    with_load: bool = True
 
     def to_json(self) -> str:
         """One line. A value that is not finite becomes ``null``, since JSON has no NaN.
@@ -48,9 +50,10 @@ class StepRecord:
         ``expert_load`` (a list per MoE layer, by its index), ``expert_imbalance``,
         ``num_dropped_copies``, ``num_over_budget``, ``num_reruns``, ``aux_loss`` and ``z_loss``.
         """
-        data = {name: value for name, value in asdict(self).items() if name != "experts"}
+        data = asdict(self)
+        del data["experts"], data["with_load"]
         if self.experts is not None:
-            data |= self.experts.as_record()
+            data |= self.experts.as_record(with_load=self.with_load)
         if self.validation_loss is None:
             del data["validation_loss"]
         for name, value in data.items():

@@ -109,3 +109,7 @@ def test_a_model_with_experts_tells_their_load() -> None:
     assert (record["num_dropped_copies"], record["num_over_budget"]) == (4, 1)
     assert "experts" not in record
     assert "expert_load" not in json.loads(_record(0).to_json())
+    brief = json.loads(_record(0, experts=experts, with_load=False).to_json())
+    assert "expert_load" not in brief
+    assert "with_load" not in record | brief
+    assert brief["expert_imbalance"] == 1.5
