@@ -6,6 +6,7 @@
 #include "megacore/moe/activations.h"
 #include "megacore/moe/grouped_gemm.h"
 #include "megacore/moe/permutation.h"
+#include "megacore/moe/reroute.h"
 
 namespace py = pybind11;
 
@@ -151,6 +152,44 @@ void bind_choices(py::module_& module) {
       py::arg("k"),
       py::arg("chosen"),
       py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_reroute(py::module_& module) {
+  module.def(
+      "reroute_copies",
+      [](uintptr_t expert_of,
+         int64_t numel,
+         uintptr_t home,
+         uintptr_t total,
+         uintptr_t first,
+         uintptr_t first_part,
+         uintptr_t destination,
+         uintptr_t tokens,
+         int64_t num_experts,
+         uintptr_t physical) {
+        moe::reroute_copies(pointer<const int64_t>(expert_of),
+                            numel,
+                            {.num_experts = num_experts,
+                             .home = pointer<const int64_t>(home),
+                             .total = pointer<const int64_t>(total),
+                             .first = pointer<const int64_t>(first),
+                             .first_part = pointer<const int64_t>(first_part),
+                             .destination = pointer<const int64_t>(destination),
+                             .tokens = pointer<const int64_t>(tokens)},
+                            pointer<int64_t>(physical));
+      },
+      py::kw_only(),
+      py::arg("expert_of"),
+      py::arg("numel"),
+      py::arg("home"),
+      py::arg("total"),
+      py::arg("first"),
+      py::arg("first_part"),
+      py::arg("destination"),
+      py::arg("tokens"),
+      py::arg("num_experts"),
+      py::arg("physical"),
       py::call_guard<py::gil_scoped_release>());
 }
 
@@ -353,6 +392,7 @@ void bind_activations(py::module_& module) {
 void bind_moe_kernels(py::module_& module) {
   bind_grouped_gemm(module);
   bind_choices(module);
+  bind_reroute(module);
   bind_rows(module);
   bind_activations(module);
 }

@@ -669,6 +669,19 @@ def grouped_gemm_weight_grad(
 def sort_by_expert(
     *, expert_of: int, numel: int, num_experts: int, row_map: int, tokens_per_expert: int
 ) -> None: ...
+def reroute_copies(
+    *,
+    expert_of: int,
+    numel: int,
+    home: int,
+    total: int,
+    first: int,
+    first_part: int,
+    destination: int,
+    tokens: int,
+    num_experts: int,
+    physical: int,
+) -> None: ...
 def top_k(
     *, scores: int, rows: int, columns: int, k: int, chosen: int, num_threads: int
 ) -> None: ...

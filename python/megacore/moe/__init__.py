@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megacore.moe.experts import GroupedExperts
     from megacore.moe.layer import MoELayer
     from megacore.moe.replay import RoutingLog
+    from megacore.moe.reroute import reroute_tokens
     from megacore.moe.router import (
         RouterConfig,
         RoutingResult,
@@ -46,6 +47,7 @@ __all__ = [
     "TokenNames",
     "TopKRouter",
     "plan_offload",
+    "reroute_tokens",
     "update_expert_biases",
 ]
 
@@ -63,6 +65,7 @@ _MODULES = {
     "StaticDispatcher": "dispatchers",
     "TokenNames": "router",
     "TopKRouter": "router",
+    "reroute_tokens": "reroute",
     "update_expert_biases": "router",
 }
 
