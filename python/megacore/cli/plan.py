@@ -116,7 +116,8 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     console.print(_memory_text(plan, config), soft_wrap=True)
     console.print(
         f"params, grads, optim: memory per rank, no activations; optimizer state {sharding}\n"
-        "held: most microbatches, counted per chunk, whose activations a rank holds at once",
+        f"held: most microbatches, counted per chunk, whose activations a rank holds at once"
+        f"{_recompute_text(config)}",
         soft_wrap=True,
     )
 
@@ -166,10 +167,26 @@ def _rank_table(plan: RunPlan, config: Config, world_size: int) -> Any:
             f"{rank.num_params:,}",
             str(len(rank.bucket_numels)),
             *(f"{size / unit_bytes:.1f}" for size in sizes),
-            str(rank.peak_in_flight),
+            _held_text(rank, config),
             f"{rank.busy_fraction:.0%}",
         )
     return table
+
+
+def _held_text(rank: RankPlan, config: Config) -> str:
+    if config.train.recompute == "none":
+        return str(rank.peak_in_flight)
+    return f"{rank.peak_in_flight}, {rank.peak_kept} in full"
+
+
+def _recompute_text(config: Config) -> str:
+    match config.train.recompute:
+        case "full":
+            return ";\nnot in full: only the input of each layer is held, the rest is recomputed"
+        case "selective":
+            parts = config.train.recompute_modules.replace(",", ", ")
+            return f";\nnot in full: without {parts}, which are recomputed"
+    return ""
 
 
 def memory_unit(largest: int) -> tuple[str, int]:

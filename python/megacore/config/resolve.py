@@ -394,6 +394,14 @@ def _check_instances(problems: _Problems, config: Config) -> None:
         )
 
 
+def _check_recompute(problems: _Problems, config: Config) -> None:
+    if "moe" in config.train.recomputed and config.moe.num_experts == 0:
+        problems.add(
+            f"{problems.shown('train.recompute_modules')} names moe, but the model has no experts "
+            "(moe.num_experts = 0); leave it out"
+        )
+
+
 def _check_decay(problems: _Problems, config: Config) -> None:
     steps, optimizer = config.train.steps, config.optimizer
     set_decay = problems.config.optimizer.decay_steps
@@ -430,5 +438,6 @@ _CHECKS: tuple[Callable[[_Problems, Config], None], ...] = (
     _check_pipeline,
     _check_batch,
     _check_instances,
+    _check_recompute,
     _check_decay,
 )

@@ -36,17 +36,16 @@ class Attention(nn.Module):
         self.q_norm = HeadNorm(f"{name}.q_norm", context) if normed else None
         self.k_norm = HeadNorm(f"{name}.k_norm", context) if normed else None
 
-    def forward(self, x_SBH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, qkv_SBX: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Mix tokens with earlier ones.
 
         Args:
-            x_SBH: ``(S[/tp], B, H)``.
+            qkv_SBX: What the layer ``qkv`` makes of ``(S[/tp], B, H)``.
             rotary: Cosines and sines at the positions of these tokens, at least ``(S, D/2)`` each.
 
         Returns:
             ``(S[/tp], B, H)``.
         """
-        qkv_SBX: Tensor = self.qkv(x_SBH)
         qkv_SBGX = qkv_SBX.view(*qkv_SBX.shape[:2], self.num_local_groups, -1)
         if self.q_norm is not None and self.k_norm is not None:
             heads = qkv_SBGX.view(*qkv_SBGX.shape[:3], -1, self.head_dim)

@@ -48,6 +48,7 @@ def build_chunks(
                 seed=config.train.seed,
                 moe=config.moe,
                 tied_weight=_embedding_weight(chunks),
+                recompute=config.train.recomputed,
             )
         )
     return chunks

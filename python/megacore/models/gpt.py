@@ -49,6 +49,8 @@ class GPTChunk(nn.Module):
         moe: A resolved ``[moe]`` section. Default: every layer is dense.
         tied_weight: With tied embeddings: the embedding of another chunk on this rank, used by this
             chunk's head in place of a copy.
+        recompute: What the backward pass makes again instead of it being kept: ``{"layer"}``, each
+            layer from its input, or parts of it as in ``train.recompute_modules``.
 
     Raises:
         ConfigError: If the tp size does not divide what it splits.
@@ -82,6 +84,7 @@ class GPTChunk(nn.Module):
         seed: int = 1234,
         moe: MoEConfig | None = None,
         tied_weight: nn.Parameter | None = None,
+        recompute: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         moe = MoEConfig() if moe is None else moe
@@ -105,6 +108,7 @@ class GPTChunk(nn.Module):
             moe=moe,
             groups=groups,
             budget=self.moe_budget,
+            recompute=recompute,
         )
         self.embedding = Embedding(context, with_head=has_head) if has_embedding else None
         self.layers = nn.ModuleList(TransformerLayer(index, context) for index in layers)
@@ -118,12 +122,15 @@ class GPTChunk(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self._param_infos = tuple(params.made)
 
-    def forward(self, hidden_SBH: Tensor | None, batch: Microbatch) -> Tensor:
+    def forward(
+        self, hidden_SBH: Tensor | None, batch: Microbatch, *, keep_activations: bool = False
+    ) -> Tensor:
         """Run the chunk.
 
         Args:
             hidden_SBH: Output of the chunk before, ``(S[/tp], B, H)``; ``None`` with the embedding.
             batch: The microbatch, the same on every chunk.
+            keep_activations: Keep all activations this time, whatever ``recompute`` says.
 
         Returns:
             ``(S[/tp], B, H)``; with the head the scalar mean loss over the microbatch's tokens, or
@@ -133,7 +140,7 @@ class GPTChunk(nn.Module):
             ValueError: If the input does not belong to this chunk, the sequence is too long or has
                 no even slices, or a head gets no labels.
         """
-        hidden_SBH = self._hidden(hidden_SBH, batch)
+        hidden_SBH = self._hidden(hidden_SBH, batch, keep_activations=keep_activations)
         if self.head is None:
             return hidden_SBH
         if batch.labels is None:
@@ -196,7 +203,9 @@ class GPTChunk(nn.Module):
             if layer.router.expert_bias is not None
         ]
 
-    def _hidden(self, hidden_SBH: Tensor | None, batch: Microbatch) -> Tensor:
+    def _hidden(
+        self, hidden_SBH: Tensor | None, batch: Microbatch, *, keep_activations: bool = False
+    ) -> Tensor:
         sequence = batch.shape[1]
         if sequence > self.shape.seq_length:
             raise ValueError(
@@ -219,7 +228,7 @@ class GPTChunk(nn.Module):
             raise ValueError("a chunk without the embedding takes the output of the chunk before")
         rotary = self._rotary(sequence)
         for layer in self.layers:
-            x_SBH = layer(x_SBH, rotary, batch)
+            x_SBH = layer(x_SBH, rotary, batch, keep_activations=keep_activations)
         return x_SBH
 
     def _rotary(self, sequence: int) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,8 @@ class ModelContext:
         moe: The ``[moe]`` section.
         groups: Process groups of this rank.
         budget: Size of the ``static`` dispatcher's buffers, one for all layers.
+        recompute: What makes its activations again in the backward pass: ``"layer"``, or parts of
+            layers as in ``train.recompute_modules``.
     """
 
     config: ModelConfig
@@ -45,6 +47,7 @@ class ModelContext:
     moe: MoEConfig
     groups: ProcessGroups
     budget: StaticBudget
+    recompute: frozenset[str] = frozenset()
 
     @property
     def output_std(self) -> float:

@@ -25,6 +25,7 @@ from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import TokenNames, TopKRouter
 from megacore.moe.settings import router_config
+from megacore.ops.recompute import Memo
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
 
@@ -74,15 +75,15 @@ class MoEBlock(nn.Module):
         )
         self.num_shares = 1 if region.sequence_parallel else region.group.size
 
-    def forward(self, x_SBH: Tensor, batch: Microbatch) -> Tensor:
-        """``(S[/tp], B, H)`` to the same shape."""
+    def forward(self, x_SBH: Tensor, batch: Microbatch, *, memo: Memo | None = None) -> Tensor:
+        """``(S[/tp], B, H)`` to the same shape; for ``memo`` see `MoELayer`."""
         num_tokens = x_SBH.shape[0] // self.num_shares
         names = TokenNames(
             step=batch.step,
             sample_ids_B=batch.sample_ids,
             positions_S=self.tokens.positions(num_tokens, device=x_SBH.device),
         )
-        output: Tensor = self.moe(x_SBH, names, loss_factor=batch.loss_factor)
+        output: Tensor = self.moe(x_SBH, names, loss_factor=batch.loss_factor, memo=memo)
         return output
 
     def _take_share(self, x_SBH: Tensor) -> Tensor:

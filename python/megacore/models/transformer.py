@@ -1,5 +1,8 @@
 """One transformer layer: attention, then SwiGLU or experts, behind norms, on the residual stream.
 
+A part whose activations are recomputed ends in a matrix product where it can: the product is not
+computed again, only its input.
+
 Shapes: S sequence, B batch, H hidden.
 """
 
@@ -12,6 +15,7 @@ from megacore.models.dropout import Site
 from megacore.models.functional import swiglu
 from megacore.models.layers import ColumnLinear, ModelContext, ResidualDropout, RMSNorm, RowLinear
 from megacore.models.moe_block import GatedExpert, MoEBlock
+from megacore.ops.recompute import Memo, recompute, recompute_if
 from megacore.parallel.batch import Microbatch
 
 
@@ -26,7 +30,11 @@ class MLP(nn.Module):
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """``(S[/tp], B, H)`` to the same shape."""
-        output: Tensor = self.down(swiglu(self.gate_up(x_SBH)))
+        return self.finish(self.gate_up(x_SBH))
+
+    def finish(self, x_SBF: Tensor) -> Tensor:
+        """From the output of ``gate_up``."""
+        output: Tensor = self.down(swiglu(x_SBF))
         return output
 
 
@@ -39,6 +47,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, index: int, context: ModelContext) -> None:
         super().__init__()
         self.index = index
+        self._recompute = context.recompute
         name = f"layers.{index}"
         self.attention_norm = RMSNorm(f"{name}.attention.norm", context)
         self.attention = Attention(f"{name}.attention", context)
@@ -53,17 +62,55 @@ class TransformerLayer(nn.Module):
             self.mlp = MLP(f"{name}.mlp", context, width=context.shape.ffn)
         self.mlp_dropout = ResidualDropout(layer=index, site=Site.MLP, context=context)
 
-    def forward(self, x_SBH: Tensor, rotary: tuple[Tensor, Tensor], batch: Microbatch) -> Tensor:
-        """``(S[/tp], B, H)`` to the same shape."""
-        mixed_SBH = self.attention(self.attention_norm(x_SBH), rotary)
+    def forward(
+        self,
+        x_SBH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: Microbatch,
+        *,
+        keep_activations: bool = False,
+    ) -> Tensor:
+        """``(S[/tp], B, H)`` to the same shape; see ``GPTChunk`` for ``keep_activations``."""
+        again = frozenset[str]() if keep_activations else self._recompute
+        memo = Memo()
+
+        def whole(x_SBH: Tensor) -> Tensor:
+            return self._run(x_SBH, rotary, batch, again, memo)
+
+        return recompute(whole, x_SBH, memo=memo) if "layer" in again else whole(x_SBH)
+
+    def _run(
+        self,
+        x_SBH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: Microbatch,
+        again: frozenset[str],
+        memo: Memo,
+    ) -> Tensor:
+        qkv_SBX = recompute_if(
+            "norm" in again, lambda x: self.attention.qkv(self.attention_norm(x)), x_SBH
+        )
+        mixed_SBH = recompute_if(
+            "attention" in again, lambda qkv: self.attention(qkv, rotary), qkv_SBX
+        )
         x_SBH = x_SBH + self.attention_dropout(mixed_SBH, batch)
-        normed_SBH = self.mlp_norm(x_SBH)
-        if isinstance(self.mlp, MoEBlock):
-            inner_SBH: Tensor = self.mlp(normed_SBH, batch)
-        else:
-            inner_SBH = self.mlp(normed_SBH)
+        inner_SBH = self._inner(x_SBH, batch, again, memo)
         dropped_SBH: Tensor = self.mlp_dropout(inner_SBH, batch)
         return x_SBH + dropped_SBH
+
+    def _inner(self, x_SBH: Tensor, batch: Microbatch, again: frozenset[str], memo: Memo) -> Tensor:
+        """MLP or experts, with their norm."""
+        mlp = self.mlp
+        if isinstance(mlp, MoEBlock):
+
+            def experts(x: Tensor) -> Tensor:
+                return mlp(self.mlp_norm(x), batch, memo=memo)  # type: ignore[no-any-return]
+
+            return recompute(experts, x_SBH, memo=memo) if "moe" in again else experts(x_SBH)
+        if "mlp" in again:
+            return recompute(lambda x: mlp(self.mlp_norm(x)), x_SBH)
+        inner_SBF = recompute_if("norm" in again, lambda x: mlp.gate_up(self.mlp_norm(x)), x_SBH)
+        return recompute_if("activation" in again, mlp.finish, inner_SBF)
 
 
 def _shared_expert(name: str, context: ModelContext) -> nn.Module | None:

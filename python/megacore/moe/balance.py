@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megacore.ops.recompute import Memo
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import Group
 
@@ -43,6 +44,7 @@ def load_balancing_loss(
     *,
     kind: Literal["sequence", "batch"],
     groups: RouterGroups,
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``E * sum over e of (share of assignments to e) * (mean score of e)``; 1 if balanced.
 
@@ -57,6 +59,7 @@ def load_balancing_loss(
         expert_ids_SBK: The choices, ``(S, B, k)``, int64.
         kind: The pool.
         groups: Who holds the other tokens of the pool.
+        memo: That of a recomputed region around the call; sums over ranks are then made once.
 
     Returns:
         The loss with this rank's part of the gradient, and its value without any. Averaged over
@@ -84,9 +87,14 @@ def load_balancing_loss(
     num_tokens = length * batch // pools
     own_tokens = num_tokens * groups.sequence_parallel.size
     pool_group = groups.cp if kind == "sequence" else groups.dp_cp
-    stats = torch.stack([count_PE, total_PE.detach()])
-    all_reduce_(stats, groups.sequence_parallel)
-    all_reduce_(stats, pool_group)
+
+    def over_ranks() -> Tensor:
+        stats = torch.stack([count_PE, total_PE.detach()])
+        all_reduce_(stats, groups.sequence_parallel)
+        all_reduce_(stats, pool_group)
+        return stats
+
+    stats = over_ranks() if memo is None else memo.once(over_ranks)
     pool_tokens = own_tokens * pool_group.size
     share_PE = stats[0] / (pool_tokens * expert_ids_SBK.shape[-1])
     factor = num_experts / pools

@@ -6,7 +6,7 @@ Shapes: S this rank's part of the sequence, B batch, H hidden, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megacore.moe.dispatchers import Dispatcher, DispatchPlan
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
+from megacore.ops.recompute import Memo
 
 Mapping = Callable[[Tensor], Tensor]
 
@@ -88,7 +89,12 @@ class MoELayer(nn.Module):
         self.register_buffer("losses", losses, persistent=False)
 
     def forward(
-        self, x_SBH: Tensor, names: TokenNames | None = None, *, loss_factor: float | Tensor = 1.0
+        self,
+        x_SBH: Tensor,
+        names: TokenNames | None = None,
+        *,
+        loss_factor: float | Tensor = 1.0,
+        memo: Memo | None = None,
     ) -> Tensor:
         """Apply the layer.
 
@@ -97,15 +103,22 @@ class MoELayer(nn.Module):
             names: Names of the tokens that this rank routes; jitter needs them.
             loss_factor: What the mean loss of this microbatch is multiplied by on its way into the
                 backward pass; the router's losses get the same factor.
+            memo: That of a recomputed region around the layer: tokens then go where they went
+                before, and nothing is counted twice.
 
         Returns:
             What the residual stream gains, ``(S, B, H)``.
         """
         tokens_SBH = x_SBH if self._take_share is None else self._take_share(x_SBH)
-        routing: RoutingResult = self.router(tokens_SBH, names=names, loss_factor=loss_factor)
-        plan = self.dispatcher.preprocess(routing)
-        self._count(plan, routing)
-        splits = self.dispatcher.read_splits(plan)
+        memo = Memo() if memo is None else memo
+        routing: RoutingResult = self.router(
+            tokens_SBH, names=names, loss_factor=loss_factor, memo=memo
+        )
+        decided = memo.once(lambda: _without_gradient(self.dispatcher.preprocess(routing)))
+        plan = replace(decided, probs=routing.probs)
+        if not memo.is_replay:
+            self._count(plan, routing)
+        splits = memo.once(lambda: self.dispatcher.read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
         # Between the start and the end of the exchange.
         shared_SBH = self.shared(x_SBH) if self.shared and self.overlap_shared else None
@@ -141,3 +154,7 @@ class MoELayer(nn.Module):
         for index, loss in enumerate((routing.aux_loss, routing.z_loss)):
             if loss is not None:
                 self.losses[index] += loss
+
+
+def _without_gradient(plan: DispatchPlan) -> DispatchPlan:
+    return replace(plan, probs=plan.probs.detach())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megacore.moe.balance import RouterGroups, inject_gradient, load_balancing_loss, z_loss
 from megacore.ops import top_k
 from megacore.ops.counter_random import key_of, token_numbers, uniform
+from megacore.ops.recompute import Memo
 from megacore.parallel.collectives import all_reduce_
 
 # As in DeepSeek-V3; far below any sum of softmax scores.
@@ -210,6 +211,7 @@ class TopKRouter(nn.Module):
         names: TokenNames | None = None,
         loss_factor: float | Tensor = 1.0,
         expert_ids: Tensor | None = None,
+        memo: Memo | None = None,
     ) -> RoutingResult:
         """Route the tokens.
 
@@ -222,6 +224,7 @@ class TopKRouter(nn.Module):
                 tensor is read in the backward pass.
             expert_ids: Choices made before, ``(T, k)``, int64, to be used instead of the best ones
                 (see :class:`megacore.moe.replay.RoutingLog`).
+            memo: That of a recomputed region around the router.
 
         Raises:
             ValueError: If shapes do not fit, or if jitter lacks names.
@@ -240,8 +243,9 @@ class TopKRouter(nn.Module):
         logits_SBE = self._logits(hidden, names)
         logits = logits_SBE.flatten(0, 1)
         scores = _scores(logits, config)
+        memo = Memo() if memo is None else memo
         if expert_ids is None:
-            expert_ids = self._choose(logits, scores.detach(), names)
+            expert_ids = memo.once(lambda: self._choose(logits, scores.detach(), names))
         elif expert_ids.shape != (logits.shape[0], config.top_k):
             raise ValueError(
                 f"expert_ids have shape {tuple(expert_ids.shape)}; expected "
@@ -253,7 +257,7 @@ class TopKRouter(nn.Module):
         )
         aux_value = z_value = None
         if self.training:
-            if self.tokens_seen is not None:
+            if self.tokens_seen is not None and not memo.is_replay:
                 self.tokens_seen += counts
             if config.aux_loss_coef > 0.0:
                 own, value = load_balancing_loss(
@@ -261,6 +265,7 @@ class TopKRouter(nn.Module):
                     expert_ids.view(*logits_SBE.shape[:2], -1),
                     kind=config.aux_loss_type,
                     groups=self.groups,
+                    memo=memo,
                 )
                 probs = inject_gradient(probs, own * config.aux_loss_coef, loss_factor)
                 aux_value = value * config.aux_loss_coef

@@ -32,6 +32,7 @@ KIND_WORDS = {
     ActionKind.RECV_FORWARD: "receive the input",
     ActionKind.SEND_BACKWARD: "send the gradient of the input",
     ActionKind.RECV_BACKWARD: "receive the gradient of the output",
+    ActionKind.RECOMPUTE: "make activations again",
 }
 
 
@@ -117,6 +118,9 @@ class Step:
             ActionKind.SEND_BACKWARD: self._send,
             ActionKind.RECV_FORWARD: self._receive,
             ActionKind.RECV_BACKWARD: self._receive,
+            # The stage does it itself, layer by layer as gradients arrive, so that the activations
+            # of one layer are there at a time. `Program.dropped` told it in its forward pass.
+            ActionKind.RECOMPUTE: lambda _: None,
         }
         machine = self._track.machine
         machine.reset()

@@ -57,9 +57,15 @@ class Lowering:
     slots: SlotPools | None = "per_chunk"
 
     @staticmethod
-    def communication(*, receives: Receives) -> Lowering:
-        """Sends and receives only."""
-        return Lowering(receives=receives, parameter_sync=False, releases=False, slots=None)
+    def communication(*, receives: Receives, recompute: Recompute | None = None) -> Lowering:
+        """Sends and receives only, and perhaps recomputation: what the executor runs."""
+        return Lowering(
+            receives=receives,
+            recompute=recompute,
+            parameter_sync=False,
+            releases=False,
+            slots=None,
+        )
 
 
 def lower(schedule: _core.Schedule, lowering: Lowering) -> list[Program]:

@@ -18,7 +18,8 @@ from megacore.moe.settings import router_config
 from megacore.optim import MemoryRow, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
-from megacore.train.trainer import make_topology, train_schedule
+from megacore.pipeline import ActionKind, Lowering, Program
+from megacore.train.trainer import make_topology, train_recompute, train_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class RankPlan:
             pass.
         peak_in_flight: Largest number of microbatches, counted per chunk, whose activations it
             holds at once.
+        peak_kept: Likewise of those that keep all activations; the others are recomputed.
         busy_fraction: Part of a step's makespan in which it computes.
     """
 
@@ -48,6 +50,7 @@ class RankPlan:
     optimizer_bytes: int
     bucket_numels: tuple[int, ...]
     peak_in_flight: int
+    peak_kept: int
     busy_fraction: float
 
     @property
@@ -87,6 +90,9 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     topology = make_topology(config, world_size)
     schedule = train_schedule(config, world_size)
     timeline = schedule.simulate()
+    programs = schedule.lower(
+        Lowering.communication(receives="ahead", recompute=train_recompute(config))
+    )
     stages, pp = layers_of_stages(config), config.parallel.pp
     ranks, num_params = [], 0
     for pp_rank in range(pp):
@@ -104,6 +110,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
                 optimizer_bytes=sizes.optimizer_bytes,
                 bucket_numels=sizes.bucket_numels,
                 peak_in_flight=timeline.peak_in_flight[pp_rank],
+                peak_kept=_peak_kept(programs[pp_rank]),
                 busy_fraction=timeline.busy[pp_rank] / timeline.makespan,
             )
         )
@@ -115,6 +122,25 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
         bubble_fraction=timeline.bubble_fraction,
         ranks=tuple(ranks),
     )
+
+
+def _peak_kept(program: Program) -> int:
+    """Most forwards whose activations are all there at once."""
+    dropped = {
+        (action.stage, action.microbatch)
+        for action in program.actions
+        if action.kind == ActionKind.RECOMPUTE
+    }
+    held = most = 0
+    for action in program.actions:
+        if (action.stage, action.microbatch) in dropped:
+            continue
+        if action.kind == ActionKind.FORWARD:
+            held += 1
+            most = max(most, held)
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            held -= 1
+    return most
 
 
 def buffer_layouts(config: Config, world_size: int) -> list[str]:

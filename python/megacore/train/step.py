@@ -89,6 +89,12 @@ class TrainStep:
             for action in program.actions
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
         }
+        self._stages = dict(zip(self._chunks, program.stages, strict=True))
+        self._recomputed = {
+            (action.stage, action.microbatch)
+            for action in program.actions
+            if action.kind == ActionKind.RECOMPUTE
+        }
         self._reported_missing: tuple[str, ...] = ()
         self._executor = PipelineExecutor(
             program,
@@ -197,7 +203,9 @@ class TrainStep:
                 )
                 cache[microbatch] = replace(batch, loss_factor=factor * loss_scale)
             batch = cache[microbatch]
-            output: Tensor = chunk(hidden, batch)
+            assert isinstance(chunk, GPTChunk)
+            keep = (self._stages[chunk], microbatch) not in self._recomputed
+            output: Tensor = chunk(hidden, batch, keep_activations=keep)
             if output.dim() > 0:
                 return output
             if self._per_token:

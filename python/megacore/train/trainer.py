@@ -21,7 +21,14 @@ from megacore.optim import DistributedOptimizer, ParamPiece, learning_rate
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.instances import InstanceGroups
-from megacore.pipeline import ActionRecorder, Schedule, build_schedule, receives_for
+from megacore.pipeline import (
+    ActionRecorder,
+    Lowering,
+    Recompute,
+    Schedule,
+    build_schedule,
+    receives_for,
+)
 from megacore.pipeline.executor import ActivationSpec
 from megacore.train.experts import ExpertWatch
 from megacore.train.step import BatchSource, StepMetrics, TrainStep
@@ -162,7 +169,8 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     activation = activation_spec(config, device)
     overlap = config.pipeline.overlap_p2p
     receives = receives_for(groups.pp, activation, overlap=overlap)
-    program = schedule.program(groups.pp.position, receives=receives)
+    lowering = Lowering.communication(receives=receives, recompute=train_recompute(config))
+    program = schedule.lower(lowering)[groups.pp.position]
     step = TrainStep(
         chunks,
         optimizer,
@@ -251,6 +259,12 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
             f" (train.global_batch_size {train.global_batch_size} / (train.microbatch_size "
             f"{train.microbatch_size} x dp {dp})): {error}"
         ) from error
+
+
+def train_recompute(config: Config) -> Recompute | None:
+    """Which microbatches of a training step are recomputed; ``None`` for none."""
+    train = config.train
+    return None if train.recompute == "none" else Recompute(keep=train.recompute_keep)
 
 
 def activation_spec(config: Config, device: torch.device) -> ActivationSpec:

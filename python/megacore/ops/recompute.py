@@ -1,0 +1,169 @@
+"""Activations that are made again in the backward pass instead of being kept.
+
+:func:`recompute` runs a function and keeps its input only. When the backward pass asks for the
+first tensor that the function would have kept, the function runs again, and what it made is kept
+from then on like any other activation: each tensor goes when autograd lets go of it. A backward
+pass in two halves therefore runs the function once, for both of them.
+
+The second run ends with the last tensor that is needed. A matrix product at the end of a region is
+not computed again, as its result is not needed for its gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+_T = TypeVar("_T")
+
+
+class Memo:
+    """What the second run of a function takes over from the first, such as decisions.
+
+    Attributes:
+        is_replay: Whether this is the second run. What counts something does not count again.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._position = 0
+        self.is_replay = False
+
+    def once(self, make: Callable[[], _T]) -> _T:
+        """Return ``make()``; in the second run what the first one returned in this place.
+
+        The value must not depend on tensors that need a gradient.
+
+        Example:
+            >>> memo, numbers = Memo(), iter(range(9))
+            >>> first = memo.once(lambda: next(numbers))
+            >>> memo.replay()
+            >>> first, memo.once(lambda: next(numbers))
+            (0, 0)
+        """
+        if not self.is_replay:
+            self._values.append(make())
+        value: _T = self._values[self._position]
+        self._position += 1
+        return value
+
+    def replay(self) -> None:
+        """Begin the second run."""
+        self.is_replay, self._position = True, 0
+
+
+def recompute(
+    function: Callable[[Tensor], Tensor], x: Tensor, *, memo: Memo | None = None
+) -> Tensor:
+    """Compute ``function(x)``, and compute it again for its backward pass.
+
+    Args:
+        function: Must compute the same when it runs again, up to what ``memo`` keeps. Tensors other
+            than ``x`` that it uses must be parameters or need no gradient. It may run collectives:
+            they run again, up to the last one before the last tensor that is kept. It must not use
+            ``recompute`` itself.
+        x: Its input.
+        memo: Given to the function by its maker, for what must not be decided or counted twice.
+
+    Returns:
+        The result, with the same gradients, to the bit, as without recomputation.
+
+    Raises:
+        RuntimeError: In the backward pass, if the second run keeps other tensors than the first.
+
+    Source:
+        Chen et al., arXiv:1604.06174.
+
+    Example:
+        >>> x, w = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.tensor([0.0, 1.0]))
+        >>> recompute(lambda x: (x * w).exp(), x).sum().backward()
+        >>> [round(number, 4) for number in w.grad.tolist()]
+        [1.0, 2.7183]
+    """
+    if not torch.is_grad_enabled():
+        return function(x)
+    region = _Region(function, x, memo)
+    with saved_tensors_hooks(region.pack, _unpack):
+        return function(x)
+
+
+def recompute_if(condition: bool, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute ``function(x)``, with :func:`recompute` if the condition holds."""
+    return recompute(function, x) if condition else function(x)
+
+
+class _Kept:
+    """Stands in the autograd graph for a tensor that the first run did not keep."""
+
+    __slots__ = ("__weakref__", "about", "region", "tensor")
+
+    def __init__(self, region: _Region, tensor: Tensor) -> None:
+        self.region: _Region | None = region
+        self.tensor: Tensor | None = None
+        self.about = (tensor.shape, tensor.dtype)
+
+    def fill(self, tensor: Tensor) -> None:
+        if (tensor.shape, tensor.dtype) != self.about:
+            raise RuntimeError(
+                f"a recomputed function kept {list(tensor.shape)} {tensor.dtype} where it kept "
+                f"{list(self.about[0])} {self.about[1]} before; it must compute the same both times"
+            )
+        self.region, self.tensor = None, tensor.detach()
+
+
+class _Region:
+    """One call of a function: how to run it again, and who waits for what it keeps."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, memo: Memo | None) -> None:
+        self._function = function
+        self._x, self._needs_grad = x.detach(), x.requires_grad
+        self._memo = memo
+        # Weak: autograd alone decides how long a tensor lives.
+        self._kept: list[weakref.ref[_Kept]] = []
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        kept = _Kept(self, tensor)
+        self._kept.append(weakref.ref(kept))
+        return kept
+
+    def run_again(self) -> None:
+        if self._memo is not None:
+            self._memo.replay()
+        waiting = iter(self._kept)
+        num_left = len(self._kept)
+
+        def fill(tensor: Tensor) -> None:
+            nonlocal num_left
+            kept = next(waiting)()
+            if kept is not None:
+                kept.fill(tensor)
+            num_left -= 1
+            if num_left == 0:
+                raise _Done
+
+        x = self._x.detach().requires_grad_(self._needs_grad)
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(fill, _unpack):
+                self._function(x)
+        except _Done:
+            return
+        raise RuntimeError(
+            f"a recomputed function kept {len(self._kept) - num_left} tensors where it kept "
+            f"{len(self._kept)} before; it must compute the same both times"
+        )
+
+
+def _unpack(kept: _Kept) -> Tensor:
+    if kept.region is not None:
+        kept.region.run_again()
+    assert kept.tensor is not None
+    return kept.tensor
+
+
+class _Done(Exception):
+    """Ends a second run that has made all that is needed."""
