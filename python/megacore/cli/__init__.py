@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megacore.config import did_you_mean, setting_homes, split_overrides
 from megacore.errors import ConfigError, MegacoreError, PeerLostError
@@ -36,6 +36,7 @@ class Command:
 COMMANDS = {
     "train": Command(help="train a model as a TOML file says", takes_settings=True),
     "generate": Command(help="continue a text with a trained checkpoint"),
+    "import-hf": Command(help="make a checkpoint from a model of Hugging Face"),
     "plan": Command(
         help="show layout, memory and schedule of a run without starting it", takes_settings=True
     ),
@@ -90,7 +91,7 @@ def _run(arguments: Sequence[str], *, debug: bool) -> int:
         parser.parse_args(_with_dashes(arguments))
         parser.print_help()
         return 0
-    module = importlib.import_module(f"megacore.cli.{name}")
+    module = importlib.import_module(f"megacore.cli.{name.replace('-', '_')}")
     settings: list[tuple[str, str]] = []
     if COMMANDS[name].takes_settings:
         settings, arguments = split_overrides(arguments)
@@ -111,6 +112,14 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
+class _Help(argparse.HelpFormatter):
+    """Leaves room for the longest command beside its help."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._action_max_length = 4 + max(map(len, COMMANDS))
+
+
 class _ShowVersion(argparse.Action):
     """Print the version of the native core; it is not loaded before."""
 
@@ -128,6 +137,7 @@ def _build_parser(
         prog="megacore",
         description="Distributed training on CPUs and GPUs.",
         epilog="megacore COMMAND --help explains a command; --debug adds tracebacks to messages.",
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     parser.add_argument(

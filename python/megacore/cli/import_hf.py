@@ -1,0 +1,60 @@
+"""``megacore import-hf FOLDER OUT``: a checkpoint from a model of Hugging Face."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from megacore.errors import ConfigError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command's arguments."""
+    parser = subparsers.add_parser(
+        "import-hf",
+        help="make a checkpoint from a model of Hugging Face",
+        description="Make a checkpoint and a configuration from a model in the folder format of "
+        "Hugging Face: Llama, Mistral, Mixtral, Qwen3, Qwen3-MoE. Nothing is downloaded.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        help="holds config.json and *.safetensors; tokenizer.json is taken along",
+    )
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, help="a new folder for config.toml and the checkpoint"
+    )
+    parser.add_argument(
+        "--seq-length",
+        metavar="N",
+        type=int,
+        help="tokens per sequence (default: the longest the model was made for)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import in this process, and say how to go on."""
+    if args.seq_length is not None and args.seq_length < 1:
+        raise ConfigError(f"--seq-length is {args.seq_length}; it must be at least 1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+
+    from megacore.train.import_checkpoint import import_checkpoint
+
+    done = import_checkpoint(args.folder, args.out, seq_length=args.seq_length)
+    model = done.config.model
+    print(
+        f"{done.num_params:,} parameters, {model.num_layers} layers, sequence {model.seq_length}: "
+        f"{done.checkpoint}"
+    )
+    if done.config.data.tokenizer == "bytes":
+        print(
+            "The folder has no tokenizer.json: set data.tokenizer, or train on tokens that were "
+            "made before (a .bin/.idx pair as data.source)."
+        )
+    print(f"megacore train {done.config_path}")
+    print(f'megacore generate {args.out} --prompt "..."')
+    return 0

@@ -1,0 +1,169 @@
+"""``megacore import-hf``: what it writes trains and speaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.cli import main
+from megacore.config import load_config, resolve
+from megacore.models.import_hf import import_hf
+from megacore.parallel.batch import Microbatch
+from megacore.train.restore import restore_model
+from megacore.train.trainer import build_trainer
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+COMMON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 384,
+    "max_position_embeddings": 24,
+    "initializer_range": 0.2,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"intermediate_size": 24, "num_local_experts": 4}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 20,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [0],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama": ("Llama", {"intermediate_size": 48}),
+}
+TEXT = "The quick brown fox jumps over the lazy dog. " * 40
+
+
+def make_folder(name: str, folder: Path, *, tokenizer: bool = True) -> Any:
+    """A random model with a tokenizer of 256 bytes, as the hub would have it."""
+    torch.manual_seed(3)
+    family, changes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model.save_pretrained(folder)
+    if tokenizer:
+        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        made = tokenizers.Tokenizer(
+            tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
+        )
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        made.save(str(folder / "tokenizer.json"))
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_imported_model_trains_and_speaks(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    theirs = make_folder(name, tmp_path / "theirs")
+    out = tmp_path / "ours"
+    assert main(["import-hf", str(tmp_path / "theirs"), str(out), "--seq-length=16"]) == 0
+    said = capfd.readouterr().out
+    assert f"{sum(p.numel() for p in theirs.parameters()):,} parameters" in said
+    assert f"megacore train {out / 'config.toml'}" in said
+    assert "tokenizer" not in said
+
+    restored = restore_model(out)
+    tokens = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(1))
+    batch = Microbatch(tokens=tokens, labels=None, sample_ids=torch.arange(1), step=0)
+    restored.model.eval()
+    logits = restored.model.logits(None, batch)
+    torch.testing.assert_close(
+        logits, theirs(input_ids=tokens).logits.detach(), rtol=1e-5, atol=1e-5
+    )
+    options = ("--prompt", "The quick", "--max-new-tokens", "3", "--temperature", "0")
+    assert main(["generate", str(out), *options]) == 0
+    assert capfd.readouterr().out.startswith("The quick")
+
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    settings = {
+        "data.source": text,
+        "train.steps": 2,
+        "train.microbatch_size": 2,
+        "train.global_batch_size": 4,
+        "train.eval_interval": 0,
+        "optimizer.lr": 1e-3,
+        "run.dir": tmp_path / "run",
+        "run.plain": "true",
+    }
+    overrides = [f"--{key}={value}" for key, value in settings.items()]
+    assert main(["train", str(out / "config.toml"), "--nproc=1", *overrides]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line) for line in lines)
+    config = load_config(out / "config.toml", [(k, str(v)) for k, v in settings.items()])
+    assert first["loss"] == pytest.approx(first_loss(theirs, config), rel=1e-5)
+    assert second["step"] == 1
+
+
+def first_loss(theirs: Any, config: Any) -> float:
+    """Of the first batch, with their model."""
+    trainer = build_trainer(
+        resolve(config, 1, cuda=False), world_size=1, device=torch.device("cpu")
+    )
+    losses = []
+    for number in range(2):
+        batch = trainer._batches(trainer.data.train)(0, number)
+        logits = theirs(input_ids=batch.tokens).logits
+        losses.append(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.view(-1))
+        )
+    return torch.stack(losses).mean().item()
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["import-hf", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+def test_mistakes_are_told_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, out = tmp_path / "theirs", tmp_path / "ours"
+    make_folder("llama", theirs, tokenizer=False)
+    capsys.readouterr()
+    assert "config.json" in complaint(capsys, str(tmp_path / "nowhere"), str(out))
+    assert "--seq-length is 0" in complaint(capsys, str(theirs), str(out), "--seq-length=0")
+    busy = tmp_path / "busy"
+    busy.mkdir()
+    (busy / "mine.txt").write_text("x")
+    assert "holds files already; name a new folder" in complaint(capsys, str(theirs), str(busy))
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    message = complaint(capsys, str(theirs), str(out))
+    assert "'gpt2' cannot be imported; there are llama, mistral, mixtral, qwen3" in message
+    (theirs / "config.json").write_text(json.dumps(config))
+    for weights in theirs.glob("*.safetensors"):
+        weights.unlink()
+    assert "holds no *.safetensors file" in complaint(capsys, str(theirs), str(out))
+    assert not out.exists()
+    assert [path.name for path in busy.iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_without_a_tokenizer_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder("llama", tmp_path / "theirs", tokenizer=False)
+    capsys.readouterr()
+    assert main(["import-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    assert "has no tokenizer.json: set data.tokenizer" in capsys.readouterr().out
+    assert (
+        import_hf(tmp_path / "theirs").model == load_config(tmp_path / "ours" / "config.toml").model
+    )
