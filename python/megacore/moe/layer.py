@@ -109,15 +109,42 @@ class MoELayer(nn.Module):
         Returns:
             What the residual stream gains, ``(S, B, H)``.
         """
-        tokens_SBH = x_SBH if self._take_share is None else self._take_share(x_SBH)
         memo = Memo() if memo is None else memo
+        tokens_SBH, routing = self.route(x_SBH, names, loss_factor=loss_factor, memo=memo)
+        plan = self.plan(routing, memo=memo)
+        return self.finish(x_SBH, tokens_SBH, plan, memo=memo)
+
+    def route(
+        self,
+        x_SBH: Tensor,
+        names: TokenNames | None,
+        *,
+        loss_factor: float | Tensor,
+        memo: Memo,
+    ) -> tuple[Tensor, RoutingResult]:
+        """The first part of :meth:`forward`: this rank's tokens and their experts."""
+        tokens_SBH = x_SBH if self._take_share is None else self._take_share(x_SBH)
         routing: RoutingResult = self.router(
             tokens_SBH, names=names, loss_factor=loss_factor, memo=memo
         )
+        return tokens_SBH, routing
+
+    def plan(self, routing: RoutingResult, *, memo: Memo) -> DispatchPlan:
+        """The second part: which copy goes where. Up to here no size depends on the routing."""
         decided = memo.once(lambda: _without_gradient(self.dispatcher.preprocess(routing)))
         plan = replace(decided, probs=routing.probs)
         if not memo.is_replay:
             self._count(plan, routing)
+        return plan
+
+    def finish(
+        self, x_SBH: Tensor, tokens_SBH: Tensor, plan: DispatchPlan, *, memo: Memo
+    ) -> Tensor:
+        """The rest: to the experts and back.
+
+        Sync:
+            Waits for the device where the dispatcher has to read sizes.
+        """
         splits = memo.once(lambda: self.dispatcher.read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
         # Between the start and the end of the exchange.
