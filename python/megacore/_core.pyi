@@ -312,6 +312,7 @@ def lower_bound(
     send: float,
     memory_limit: Sequence[int] | None,
 ) -> LowerBound: ...
+
 class Effort(IntEnum):
     FAST = ...
     THOROUGH = ...
@@ -366,6 +367,7 @@ def partition_layers(
     is_v: bool,
     layout: str | None,
 ) -> list[tuple[int, int]]: ...
+def predictions_of_layout(layout: str) -> list[int]: ...
 def programs_from_actions(
     schedule: Schedule, rows: Sequence[Sequence[Action]]
 ) -> list[Program]: ...
@@ -614,7 +616,6 @@ def plan_capture(
     output_signature: Sequence[int],
     reuse: str,
 ) -> CapturePlan: ...
-
 def weak_tensor_capsule(
     data: int,
     *,
@@ -627,6 +628,26 @@ def weak_tensor_capsule(
 ) -> object: ...
 
 # ---- moe kernels ---------------------------------------------------------------------------------
+# The arguments of a grouped product on a GPU, see cpp/include/megacore/moe/grouped_arguments.h.
+def grouped_arguments_bytes(*, num_experts: int) -> int: ...
+def fill_grouped_arguments(
+    *,
+    product: int,
+    m_splits: int,
+    accumulate_mask: int,
+    accumulate: bool,
+    num_rows: int,
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    operand_bytes: int,
+    result_bytes: int,
+    a: int,
+    b: int,
+    d: int,
+    arguments: int,
+) -> None: ...
+
 # Tensors are addresses; see cpp/include/megacore/moe/{grouped_gemm,permutation,activations}.h.
 
 def grouped_gemm(
