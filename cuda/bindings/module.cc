@@ -38,4 +38,5 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("runtime_version", &runtime_version);
   module.def("compiled_archs", &compiled_archs);
   megacore::bindings::bind_optim(module);
+  megacore::bindings::bind_tokens(module);
 }

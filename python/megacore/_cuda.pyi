@@ -34,3 +34,97 @@ def decide_step(
     num_averaged: float,
     stream: int,
 ) -> None: ...
+
+MAX_SORTED_EXPERTS: int
+MAX_TOP_K_COLUMNS: int
+SUM_BLOCKS: int
+
+def sort_workspace_numel(*, numel: int, num_experts: int) -> int: ...
+def sort_by_expert(
+    *,
+    expert_of: int,
+    numel: int,
+    num_experts: int,
+    row_map: int,
+    tokens_per_expert: int,
+    workspace: int,
+    stream: int,
+) -> None: ...
+def spread_rows(
+    *,
+    tokens: int,
+    weights: int,
+    rows: int,
+    is_written: int,
+    row_map: int,
+    num_tokens: int,
+    num_choices: int,
+    num_rows: int,
+    width: int,
+    dtype: str,
+    stream: int,
+) -> None: ...
+def collect_rows(
+    *,
+    rows: int,
+    weights: int,
+    tokens: int,
+    row_map: int,
+    num_tokens: int,
+    num_choices: int,
+    num_rows: int,
+    width: int,
+    dtype: str,
+    stream: int,
+) -> None: ...
+def row_dots(
+    *,
+    tokens: int,
+    rows: int,
+    dots: int,
+    row_map: int,
+    num_tokens: int,
+    num_choices: int,
+    num_rows: int,
+    width: int,
+    dtype: str,
+    stream: int,
+) -> None: ...
+def top_k(*, scores: int, rows: int, columns: int, k: int, chosen: int, stream: int) -> None: ...
+def swiglu(
+    *, x: int, probs: int, y: int, rows: int, width: int, dtype: str, stream: int
+) -> None: ...
+def swiglu_backward(
+    *,
+    grad_y: int,
+    x: int,
+    probs: int,
+    grad_x: int,
+    grad_probs: int,
+    rows: int,
+    width: int,
+    dtype: str,
+    stream: int,
+) -> None: ...
+def gelu(*, x: int, probs: int, y: int, rows: int, width: int, dtype: str, stream: int) -> None: ...
+def gelu_backward(
+    *,
+    grad_y: int,
+    x: int,
+    probs: int,
+    grad_x: int,
+    grad_probs: int,
+    rows: int,
+    width: int,
+    dtype: str,
+    stream: int,
+) -> None: ...
+def sum_of_squares(
+    *,
+    values: int,
+    numel: int,
+    dtype: str,
+    partial_sums: int,
+    total: int,
+    stream: int,
+) -> None: ...

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from megacore import _core
+from megacore.ops import token_kernels
 from megacore.ops.library import define_gradient, define_op, describe
+from megacore.ops.token_kernels import kernel_or, takes_float
 
 
 def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -210,25 +212,25 @@ def _gelu_fake(x: Tensor, probs: Tensor | None) -> Tensor:
 _swiglu = define_op(
     "swiglu(Tensor x, Tensor? probs) -> Tensor",
     cpu=_swiglu_cpu,
-    cuda=swiglu_reference,
+    cuda=kernel_or(swiglu_reference, token_kernels.swiglu, takes_float),
     fake=_swiglu_fake,
 )
 _swiglu_backward = define_op(
     "swiglu_backward(Tensor grad, Tensor x, Tensor? probs) -> (Tensor, Tensor)",
     cpu=_swiglu_backward_cpu,
-    cuda=_swiglu_backward_reference,
+    cuda=kernel_or(_swiglu_backward_reference, token_kernels.swiglu_backward, takes_float),
     fake=_backward_fake,
 )
 _gelu = define_op(
     "gelu(Tensor x, Tensor? probs) -> Tensor",
     cpu=_gelu_cpu,
-    cuda=gelu_reference,
+    cuda=kernel_or(gelu_reference, token_kernels.gelu, takes_float),
     fake=_gelu_fake,
 )
 _gelu_backward = define_op(
     "gelu_backward(Tensor grad, Tensor x, Tensor? probs) -> (Tensor, Tensor)",
     cpu=_gelu_backward_cpu,
-    cuda=_gelu_backward_reference,
+    cuda=kernel_or(_gelu_backward_reference, token_kernels.gelu_backward, takes_float),
     fake=_backward_fake,
 )
 

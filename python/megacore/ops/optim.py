@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megacore import _core
-from megacore.ops import cuda_kernels, has_cuda_kernels
+from megacore.ops import cuda_kernels, has_cuda_kernels, token_kernels
+from megacore.ops.token_kernels import takes_float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +279,8 @@ def sum_of_squares(values: Tensor) -> Tensor:
     """
     if not values.is_contiguous():
         raise ValueError(f"values {_describe(values)} must be contiguous")
+    if values.device.type == "cuda" and has_cuda_kernels() and takes_float(values):
+        return token_kernels.sum_of_squares(values)
     if values.device.type != "cpu":
         return sum_of_squares_reference(values)
     values = values.float()

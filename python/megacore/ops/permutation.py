@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from megacore import _core
+from megacore.ops import token_kernels
 from megacore.ops.library import define_gradient, define_op, describe
+from megacore.ops.token_kernels import kernel_or, takes_experts, takes_float
 
 
 class Permuted(NamedTuple):
@@ -101,10 +103,8 @@ def permute_probs(probs: Tensor, row_map: Tensor, num_rows: int) -> Tensor:
         >>> permute_probs(torch.tensor([[0.5, 0.25], [1.0, 9.0]]), row_map, 4).tolist()
         [0.25, 1.0, 0.5, 0.0]
     """
-    # Copies that do not exist share one more row at the end, which is cut off.
-    index = torch.where(row_map < 0, num_rows, row_map)
-    moved: Tensor = probs.new_zeros(num_rows + 1).scatter(0, index.flatten(), probs.flatten())
-    return moved[:num_rows]
+    # Every copy is a token of its own, one number wide.
+    return spread_rows(probs.reshape(-1, 1), row_map.reshape(-1, 1), num_rows).flatten()
 
 
 def sort_by_expert(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -328,25 +328,25 @@ def _row_dots_fake(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
 _sort_by_expert = define_op(
     "sort_by_expert(Tensor expert_of, SymInt num_experts) -> (Tensor, Tensor)",
     cpu=_sort_cpu,
-    cuda=sort_by_expert_reference,
+    cuda=kernel_or(sort_by_expert_reference, token_kernels.sort_by_expert, takes_experts),
     fake=_sort_fake,
 )
 _spread_rows = define_op(
     "spread_rows(Tensor tokens, Tensor row_map, SymInt num_rows, Tensor? weights) -> Tensor",
     cpu=_spread_cpu,
-    cuda=spread_rows_reference,
+    cuda=kernel_or(spread_rows_reference, token_kernels.spread_rows, takes_float),
     fake=_spread_fake,
 )
 _collect_rows = define_op(
     "collect_rows(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
     cpu=_collect_cpu,
-    cuda=collect_rows_reference,
+    cuda=kernel_or(collect_rows_reference, token_kernels.collect_rows, takes_float),
     fake=_collect_fake,
 )
 _row_dots = define_op(
     "row_dots(Tensor tokens, Tensor rows, Tensor row_map) -> Tensor",
     cpu=_row_dots_cpu,
-    cuda=_row_dots_reference,
+    cuda=kernel_or(_row_dots_reference, token_kernels.row_dots, takes_float),
     fake=_row_dots_fake,
 )
 

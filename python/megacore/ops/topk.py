@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from megacore import _core
+from megacore.ops import token_kernels
 from megacore.ops.library import define_op, describe
+from megacore.ops.token_kernels import kernel_or, takes_scores
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
@@ -75,6 +77,6 @@ def _top_k_fake(scores: Tensor, k: int) -> Tensor:
 _top_k = define_op(
     "top_k(Tensor scores, SymInt k) -> Tensor",
     cpu=_top_k_cpu,
-    cuda=top_k_reference,
+    cuda=kernel_or(top_k_reference, token_kernels.top_k, takes_scores),
     fake=_top_k_fake,
 )

@@ -1,0 +1,247 @@
+"""Token kernels of a GPU: bandwidth against a copy, times of routing, sorting and planning.
+
+    python benchmarks/bench_gpu_tokens.py [--rounds 15] [--out FOLDER]
+
+Kernels that move rows are bound by memory. Each works on more data than the caches hold, and its
+time is set against the bytes it must move: every input read once, every output written once. The
+share is of the bandwidth that a large copy reaches in the same run; the goal is 85%. torch's
+operations for the same result run beside them (its backward pass of SwiGLU with the forward pass).
+
+Small kernels are timed in a graph, once with warm caches (many in a row) and once after 512 MiB
+were written between two of them. ``--out`` writes ``bench_gpu_tokens.json`` and ``.txt``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from _common import facts, header, options, write_json
+from megacore.ops import (
+    collect_rows,
+    has_cuda_kernels,
+    sort_by_expert,
+    spread_rows,
+    swiglu,
+    top_k,
+)
+from megacore.ops.activations import swiglu_reference
+from megacore.ops.optim import sum_of_squares
+from megacore.ops.permutation import (
+    collect_rows_reference,
+    sort_by_expert_reference,
+    spread_rows_reference,
+)
+from megacore.ops.topk import top_k_reference
+
+Run = Callable[[], Any]
+# Tokens, choices, features, experts, inner width: the shapes of two published models.
+SHAPES = {"256 experts": (8192, 8, 7168, 256, 2048), "8 experts": (16384, 2, 4096, 8, 14336)}
+IN_A_ROW = 20
+
+
+def median_us(run: Run, rounds: int, before: Run | None = None) -> float:
+    """Median time of ``run`` on the device, in microseconds."""
+    times = []
+    for number in range(rounds + 2):
+        if before is not None:
+            before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        if number >= 2:
+            times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def graph_of(run: Run, times: int) -> torch.cuda.CUDAGraph:
+    """``run`` captured ``times`` times in a row."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            run()
+    return graph
+
+
+def copy_bandwidth(rounds: int) -> float:
+    """TB/s of a copy of 2 GiB, read and written."""
+    source = torch.randn(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_us(lambda: target.copy_(source), rounds) / 1e6
+
+
+def moving_kernels(shape: tuple[int, ...]) -> dict[str, tuple[Run, Run, int]]:
+    """Name -> ours, torch's, bytes to move."""
+    num_tokens, k, width, num_experts, inner = shape
+    scores = torch.rand(num_tokens, num_experts, device="cuda")
+    row_map, _ = sort_by_expert(top_k(scores, k), num_experts)
+    num_rows = num_tokens * k
+    probs = torch.rand(num_tokens, k, device="cuda")
+    tokens = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
+    row_dots = torch.ops.megacore.row_dots.default
+    moved = (num_tokens + num_rows) * width * 2
+    x = torch.randn(num_rows, 2 * inner, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(num_rows, inner, device="cuda", dtype=torch.bfloat16)
+    row_probs = torch.rand(num_rows, device="cuda")
+    backward = torch.ops.megacore.swiglu_backward.default
+
+    def dots_by_torch() -> Tensor:
+        picked = rows[row_map.flatten()].view(num_tokens, k, width)
+        return torch.einsum("th,tkh->tk", tokens.float(), picked.float())
+
+    def backward_by_torch() -> tuple[Tensor, ...]:
+        leaf, weight = x.detach().requires_grad_(), row_probs.detach().requires_grad_()
+        return torch.autograd.grad(swiglu_reference(leaf, weight), (leaf, weight), grad)
+
+    return {
+        "permute": (
+            lambda: spread_rows(tokens, row_map, num_rows),
+            lambda: spread_rows_reference(tokens, row_map, num_rows),
+            moved,
+        ),
+        "unpermute": (
+            lambda: collect_rows(rows, row_map, probs),
+            lambda: collect_rows_reference(rows, row_map, probs),
+            moved,
+        ),
+        "row dots": (lambda: row_dots(tokens, rows, row_map), dots_by_torch, moved),
+        "swiglu": (
+            lambda: swiglu(x, row_probs),
+            lambda: swiglu_reference(x, row_probs),
+            num_rows * inner * 3 * 2,
+        ),
+        "swiglu backward": (
+            lambda: backward(grad, x, row_probs),
+            backward_by_torch,
+            num_rows * inner * 5 * 2,
+        ),
+    }
+
+
+def small_kernels(shape: tuple[int, ...]) -> dict[str, tuple[Run, Run]]:
+    """Name -> ours, torch's."""
+    num_tokens, k, _, num_experts, _ = shape
+    scores = torch.rand(num_tokens, num_experts, device="cuda")
+    expert_of = top_k(scores, k)
+    return {
+        "top-k": (lambda: top_k(scores, k), lambda: top_k_reference(scores, k)),
+        "sort": (
+            lambda: sort_by_expert(expert_of, num_experts),
+            lambda: sort_by_expert_reference(expert_of, num_experts),
+        ),
+    }
+
+
+def measure_moving(rounds: int, copy: float) -> list[dict[str, Any]]:
+    """Bandwidths of the kernels that move rows."""
+    found = []
+    for shape_name, shape in SHAPES.items():
+        for name, (ours, theirs, num_bytes) in moving_kernels(shape).items():
+            ours_us, torch_us = median_us(ours, rounds), median_us(theirs, max(rounds // 3, 3))
+            bandwidth = num_bytes / ours_us / 1e6
+            found.append(
+                {
+                    "kernel": name,
+                    "shape": shape_name,
+                    "us": ours_us,
+                    "tb_per_s": bandwidth,
+                    "of_copy": bandwidth / copy,
+                    "torch_us": torch_us,
+                }
+            )
+        torch.cuda.empty_cache()
+    values = torch.randn(1 << 29, device="cuda")
+    ours_us = median_us(lambda: sum_of_squares(values), rounds)
+    torch_us = median_us(lambda: torch.linalg.vector_norm(values, dtype=torch.float64), rounds)
+    bandwidth = values.nbytes / ours_us / 1e6
+    found.append(
+        {
+            "kernel": "sum of squares",
+            "shape": "2 GiB",
+            "us": ours_us,
+            "tb_per_s": bandwidth,
+            "of_copy": bandwidth / copy,
+            "torch_us": torch_us,
+        }
+    )
+    return found
+
+
+def measure_small(rounds: int) -> list[dict[str, Any]]:
+    """Times of the kernels that work on a few numbers per token."""
+    wash = torch.empty(1 << 27, device="cuda")
+    found = []
+    for shape_name, shape in SHAPES.items():
+        for name, (ours, theirs) in small_kernels(shape).items():
+            warm, once = graph_of(ours, IN_A_ROW), graph_of(ours, 1)
+            beside = graph_of(theirs, IN_A_ROW)
+            found.append(
+                {
+                    "kernel": name,
+                    "shape": shape_name,
+                    "warm_us": median_us(warm.replay, rounds) / IN_A_ROW,
+                    "cold_us": median_us(once.replay, rounds, before=lambda: wash.fill_(1.0)),
+                    "torch_us": median_us(beside.replay, rounds) / IN_A_ROW,
+                }
+            )
+    return found
+
+
+def table(moving: list[dict[str, Any]], small: list[dict[str, Any]], copy: float) -> list[str]:
+    """The results as text."""
+    lines = [f"copy of 2 GiB: {copy:.2f} TB/s", ""]
+    lines.append(f"{'kernel':<16} {'shape':<12} {'us':>9} {'TB/s':>6} {'of copy':>8} {'torch':>7}")
+    for row in moving:
+        lines.append(
+            f"{row['kernel']:<16} {row['shape']:<12} {row['us']:>9.1f} {row['tb_per_s']:>6.2f} "
+            f"{row['of_copy']:>8.0%} {row['torch_us'] / row['us']:>6.2f}x"
+        )
+    lines += ["", f"{'kernel':<16} {'shape':<12} {'warm us':>9} {'cold us':>9} {'torch':>7}"]
+    for row in small:
+        lines.append(
+            f"{row['kernel']:<16} {row['shape']:<12} {row['warm_us']:>9.1f} "
+            f"{row['cold_us']:>9.1f} {row['torch_us'] / row['warm_us']:>6.2f}x"
+        )
+    return lines
+
+
+def main() -> int:
+    """Print the tables."""
+    parser = options(__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="folder for the results as JSON and text")
+    args = parser.parse_args()
+    if not has_cuda_kernels() or not torch.cuda.is_available():
+        print("needs a GPU and a build with nvcc (see `megacore doctor`)", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    copy = copy_bandwidth(args.rounds)
+    moving, small = measure_moving(args.rounds, copy), measure_small(args.rounds)
+    device = torch.cuda.get_device_name()
+    text = "\n".join([header("torch"), f"# {device}", *table(moving, small, copy)])
+    print(text)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "bench_gpu_tokens.txt").write_text(text + "\n")
+        results = {"copy_tb_per_s": copy, "moving": moving, "small": small}
+        machine = {**facts("torch"), "gpu": device}
+        write_json(args.out / "bench_gpu_tokens.json", results, machine)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

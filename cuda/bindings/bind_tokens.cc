@@ -1,0 +1,300 @@
+#include <cstdint>
+#include <string_view>
+
+#include "bindings.h"
+#include "megacore/base/check.h"
+#include "megacore/cuda/activations.h"
+#include "megacore/cuda/norm.h"
+#include "megacore/cuda/permutation.h"
+#include "megacore/cuda/topk.h"
+
+namespace py = pybind11;
+
+namespace megacore::bindings {
+namespace {
+
+using cuda::FloatType;
+using moe::Activation;
+
+// Named as torch names them.
+FloatType float_type(std::string_view dtype) {
+  if (dtype == "float32") {
+    return FloatType::kFloat32;
+  }
+  if (dtype == "bfloat16") {
+    return FloatType::kBfloat16;
+  }
+  MC_REQUIRE(
+      dtype == "float16", "the kernels know float32, bfloat16 and float16, not \"", dtype, "\"");
+  return FloatType::kFloat16;
+}
+
+cuda::RowMap row_map_of(
+    uintptr_t row_map, int64_t num_tokens, int64_t num_choices, int64_t num_rows, int64_t width) {
+  return {.rows = device_pointer<const int64_t>(row_map),
+          .num_tokens = num_tokens,
+          .num_choices = num_choices,
+          .num_rows = num_rows,
+          .width = width};
+}
+
+void bind_permutation(py::module_& module) {
+  module.def("sort_workspace_numel",
+             &cuda::sort_workspace_numel,
+             py::kw_only(),
+             py::arg("numel"),
+             py::arg("num_experts"));
+  module.def(
+      "sort_by_expert",
+      [](uintptr_t expert_of,
+         int64_t numel,
+         int64_t num_experts,
+         uintptr_t row_map,
+         uintptr_t tokens_per_expert,
+         uintptr_t workspace,
+         uintptr_t stream) {
+        cuda::sort_by_expert({.expert_of = device_pointer<const int64_t>(expert_of),
+                              .numel = numel,
+                              .num_experts = num_experts,
+                              .row_map = device_pointer<int64_t>(row_map),
+                              .tokens_per_expert = device_pointer<int64_t>(tokens_per_expert),
+                              .workspace = device_pointer<int32_t>(workspace)},
+                             stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("expert_of"),
+      py::arg("numel"),
+      py::arg("num_experts"),
+      py::arg("row_map"),
+      py::arg("tokens_per_expert"),
+      py::arg("workspace"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "spread_rows",
+      [](uintptr_t tokens,
+         uintptr_t weights,
+         uintptr_t rows,
+         uintptr_t is_written,
+         uintptr_t row_map,
+         int64_t num_tokens,
+         int64_t num_choices,
+         int64_t num_rows,
+         int64_t width,
+         std::string_view dtype,
+         uintptr_t stream) {
+        cuda::spread_rows({.tokens = device_pointer<const void>(tokens),
+                           .weights = device_pointer<const float>(weights),
+                           .rows = device_pointer<void>(rows),
+                           .is_written = device_pointer<uint8_t>(is_written),
+                           .map = row_map_of(row_map, num_tokens, num_choices, num_rows, width),
+                           .type = float_type(dtype)},
+                          stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("tokens"),
+      py::arg("weights"),
+      py::arg("rows"),
+      py::arg("is_written"),
+      py::arg("row_map"),
+      py::arg("num_tokens"),
+      py::arg("num_choices"),
+      py::arg("num_rows"),
+      py::arg("width"),
+      py::arg("dtype"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "collect_rows",
+      [](uintptr_t rows,
+         uintptr_t weights,
+         uintptr_t tokens,
+         uintptr_t row_map,
+         int64_t num_tokens,
+         int64_t num_choices,
+         int64_t num_rows,
+         int64_t width,
+         std::string_view dtype,
+         uintptr_t stream) {
+        cuda::collect_rows({.rows = device_pointer<const void>(rows),
+                            .weights = device_pointer<const float>(weights),
+                            .tokens = device_pointer<void>(tokens),
+                            .map = row_map_of(row_map, num_tokens, num_choices, num_rows, width),
+                            .type = float_type(dtype)},
+                           stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("rows"),
+      py::arg("weights"),
+      py::arg("tokens"),
+      py::arg("row_map"),
+      py::arg("num_tokens"),
+      py::arg("num_choices"),
+      py::arg("num_rows"),
+      py::arg("width"),
+      py::arg("dtype"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "row_dots",
+      [](uintptr_t tokens,
+         uintptr_t rows,
+         uintptr_t dots,
+         uintptr_t row_map,
+         int64_t num_tokens,
+         int64_t num_choices,
+         int64_t num_rows,
+         int64_t width,
+         std::string_view dtype,
+         uintptr_t stream) {
+        cuda::row_dots({.tokens = device_pointer<const void>(tokens),
+                        .rows = device_pointer<const void>(rows),
+                        .dots = device_pointer<float>(dots),
+                        .map = row_map_of(row_map, num_tokens, num_choices, num_rows, width),
+                        .type = float_type(dtype)},
+                       stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("tokens"),
+      py::arg("rows"),
+      py::arg("dots"),
+      py::arg("row_map"),
+      py::arg("num_tokens"),
+      py::arg("num_choices"),
+      py::arg("num_rows"),
+      py::arg("width"),
+      py::arg("dtype"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_top_k(py::module_& module) {
+  module.def(
+      "top_k",
+      [](uintptr_t scores,
+         int64_t rows,
+         int64_t columns,
+         int64_t k,
+         uintptr_t chosen,
+         uintptr_t stream) {
+        cuda::top_k({.scores = device_pointer<const float>(scores),
+                     .rows = rows,
+                     .columns = columns,
+                     .k = k,
+                     .chosen = device_pointer<int64_t>(chosen)},
+                    stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("scores"),
+      py::arg("rows"),
+      py::arg("columns"),
+      py::arg("k"),
+      py::arg("chosen"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+template <Activation kKind>
+void bind_activation(py::module_& module, const char* forward, const char* backward) {
+  module.def(
+      forward,
+      [](uintptr_t x,
+         uintptr_t probs,
+         uintptr_t y,
+         int64_t rows,
+         int64_t width,
+         std::string_view dtype,
+         uintptr_t stream) {
+        cuda::activate({.kind = kKind,
+                        .type = float_type(dtype),
+                        .x = device_pointer<const void>(x),
+                        .probs = device_pointer<const float>(probs),
+                        .y = device_pointer<void>(y),
+                        .rows = rows,
+                        .width = width},
+                       stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("x"),
+      py::arg("probs"),
+      py::arg("y"),
+      py::arg("rows"),
+      py::arg("width"),
+      py::arg("dtype"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      backward,
+      [](uintptr_t grad_y,
+         uintptr_t x,
+         uintptr_t probs,
+         uintptr_t grad_x,
+         uintptr_t grad_probs,
+         int64_t rows,
+         int64_t width,
+         std::string_view dtype,
+         uintptr_t stream) {
+        cuda::activate_backward({.kind = kKind,
+                                 .type = float_type(dtype),
+                                 .grad_y = device_pointer<const void>(grad_y),
+                                 .x = device_pointer<const void>(x),
+                                 .probs = device_pointer<const float>(probs),
+                                 .grad_x = device_pointer<void>(grad_x),
+                                 .grad_probs = device_pointer<float>(grad_probs),
+                                 .rows = rows,
+                                 .width = width},
+                                stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("grad_y"),
+      py::arg("x"),
+      py::arg("probs"),
+      py::arg("grad_x"),
+      py::arg("grad_probs"),
+      py::arg("rows"),
+      py::arg("width"),
+      py::arg("dtype"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_norm(py::module_& module) {
+  module.attr("SUM_BLOCKS") = cuda::kSumBlocks;
+  module.def(
+      "sum_of_squares",
+      [](uintptr_t values,
+         int64_t numel,
+         std::string_view dtype,
+         uintptr_t partial_sums,
+         uintptr_t total,
+         uintptr_t stream) {
+        cuda::sum_of_squares({.values = device_pointer<const void>(values),
+                              .type = float_type(dtype),
+                              .numel = numel,
+                              .partial_sums = device_pointer<double>(partial_sums),
+                              .total = device_pointer<double>(total)},
+                             stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("values"),
+      py::arg("numel"),
+      py::arg("dtype"),
+      py::arg("partial_sums"),
+      py::arg("total"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_tokens(py::module_& module) {
+  module.attr("MAX_SORTED_EXPERTS") = cuda::kMaxSortedExperts;
+  module.attr("MAX_TOP_K_COLUMNS") = cuda::kMaxTopKColumns;
+  bind_permutation(module);
+  bind_top_k(module);
+  bind_activation<Activation::kSwiglu>(module, "swiglu", "swiglu_backward");
+  bind_activation<Activation::kGelu>(module, "gelu", "gelu_backward");
+  bind_norm(module);
+}
+
+}  // namespace megacore::bindings

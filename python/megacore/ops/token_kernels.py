@@ -1,0 +1,230 @@
+"""The CUDA kernels on tokens, as functions of tensors: what ``cuda=`` of an operation calls.
+
+Every function takes what its reference takes and gives the same, without waiting for the device:
+results are allocated by torch and filled on the current stream. Checks are the caller's;
+:func:`kernel_or` falls back on the reference where a kernel is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops import cuda_kernels, has_cuda_kernels
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def kernel_or(
+    reference: Callable[..., Any], kernel: Callable[..., Any], takes: Callable[..., bool]
+) -> Callable[..., Any]:
+    """Call ``kernel`` where this installation has it and it takes the arguments."""
+
+    def run(*args: Any) -> Any:
+        chosen = kernel if has_cuda_kernels() and takes(*args) else reference
+        return chosen(*args)
+
+    return run
+
+
+def takes_float(tensor: Tensor, *args: Any) -> bool:
+    """Whether the first argument has a dtype that the kernels know."""
+    del args
+    return tensor.dtype in _DTYPES
+
+
+def takes_experts(expert_of: Tensor, num_experts: int) -> bool:
+    """Whether the sort fits the kernel."""
+    limit: int = cuda_kernels().MAX_SORTED_EXPERTS
+    return 1 <= num_experts <= limit and expert_of.numel() < 2**31
+
+
+def takes_scores(scores: Tensor, k: int) -> bool:
+    """Whether the choice fits the kernel."""
+    limit: int = cuda_kernels().MAX_TOP_K_COLUMNS
+    return scores.dtype in _DTYPES and k <= scores.shape[1] <= limit
+
+
+def sort_by_expert(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Rows by expert, then by position; an id out of range counts as no copy."""
+    expert_of = expert_of.contiguous()
+    row_map, counts = torch.empty_like(expert_of), expert_of.new_empty(num_experts)
+    size = cuda_kernels().sort_workspace_numel(numel=expert_of.numel(), num_experts=num_experts)
+    workspace = expert_of.new_empty(size, dtype=torch.int32)
+    _launch(
+        "sort_by_expert",
+        expert_of,
+        expert_of=expert_of.data_ptr(),
+        numel=expert_of.numel(),
+        num_experts=num_experts,
+        row_map=row_map.data_ptr(),
+        tokens_per_expert=counts.data_ptr(),
+        workspace=workspace.data_ptr(),
+    )
+    return row_map, counts
+
+
+def spread_rows(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
+    """Copy tokens to their rows and zero the others; a row out of range counts as no copy."""
+    tokens, row_map = tokens.contiguous(), row_map.contiguous()
+    weights = None if weights is None else weights.float().contiguous()
+    rows = tokens.new_empty(num_rows, tokens.shape[1])
+    is_written = tokens.new_empty(num_rows, dtype=torch.uint8)
+    _launch(
+        "spread_rows",
+        tokens,
+        tokens=tokens.data_ptr(),
+        weights=_pointer(weights),
+        rows=rows.data_ptr(),
+        is_written=is_written.data_ptr(),
+        **_map_arguments(row_map, rows),
+    )
+    return rows
+
+
+def collect_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum the rows of each token in the order of its choices."""
+    rows, row_map = rows.contiguous(), row_map.contiguous()
+    weights = None if weights is None else weights.float().contiguous()
+    tokens = rows.new_empty(row_map.shape[0], rows.shape[1])
+    _launch(
+        "collect_rows",
+        rows,
+        rows=rows.data_ptr(),
+        weights=_pointer(weights),
+        tokens=tokens.data_ptr(),
+        **_map_arguments(row_map, rows),
+    )
+    return tokens
+
+
+def row_dots(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
+    """Products of tokens with their rows, in fp32."""
+    tokens, rows, row_map = tokens.contiguous(), rows.contiguous(), row_map.contiguous()
+    dots = rows.new_empty(row_map.shape, dtype=torch.float32)
+    _launch(
+        "row_dots",
+        rows,
+        tokens=tokens.data_ptr(),
+        rows=rows.data_ptr(),
+        dots=dots.data_ptr(),
+        **_map_arguments(row_map, rows),
+    )
+    return dots
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Columns of the largest scores; narrower scores are widened, which keeps their order."""
+    scores = scores.float().contiguous()
+    chosen = scores.new_empty(scores.shape[0], k, dtype=torch.int64)
+    _launch(
+        "top_k",
+        scores,
+        scores=scores.data_ptr(),
+        rows=scores.shape[0],
+        columns=scores.shape[1],
+        k=k,
+        chosen=chosen.data_ptr(),
+    )
+    return chosen
+
+
+def swiglu(x: Tensor, probs: Tensor | None) -> Tensor:
+    """``probs * silu(gate) * up``."""
+    return _activate("swiglu", x, probs, x.shape[1] // 2)
+
+
+def gelu(x: Tensor, probs: Tensor | None) -> Tensor:
+    """The tanh form of GELU, times ``probs``."""
+    return _activate("gelu", x, probs, x.shape[1])
+
+
+def swiglu_backward(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`swiglu` for ``x`` and ``probs`` (empty without)."""
+    return _activate_backward("swiglu_backward", grad, x, probs)
+
+
+def gelu_backward(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`gelu` for ``x`` and ``probs`` (empty without)."""
+    return _activate_backward("gelu_backward", grad, x, probs)
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """The sum of the squares of all elements in fp64, a 0-d tensor on the device."""
+    total = values.new_empty((), dtype=torch.float64)
+    partial_sums = values.new_empty(cuda_kernels().SUM_BLOCKS, dtype=torch.float64)
+    _launch(
+        "sum_of_squares",
+        values,
+        values=values.data_ptr(),
+        numel=values.numel(),
+        dtype=_DTYPES[values.dtype],
+        partial_sums=partial_sums.data_ptr(),
+        total=total.data_ptr(),
+    )
+    return total
+
+
+def _activate(name: str, x: Tensor, probs: Tensor | None, width: int) -> Tensor:
+    x = x.contiguous()
+    probs = None if probs is None else probs.float().contiguous()
+    y = x.new_empty(x.shape[0], width)
+    _launch(
+        name,
+        x,
+        x=x.data_ptr(),
+        probs=_pointer(probs),
+        y=y.data_ptr(),
+        rows=x.shape[0],
+        width=width,
+        dtype=_DTYPES[x.dtype],
+    )
+    return y
+
+
+def _activate_backward(
+    name: str, grad: Tensor, x: Tensor, probs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    grad, x = grad.contiguous(), x.contiguous()
+    wide = None if probs is None else probs.float().contiguous()
+    grad_x = torch.empty_like(x)
+    grad_probs = grad.new_empty(0 if wide is None else wide.shape[0], dtype=torch.float32)
+    _launch(
+        name,
+        x,
+        grad_y=grad.data_ptr(),
+        x=x.data_ptr(),
+        probs=_pointer(wide),
+        grad_x=grad_x.data_ptr(),
+        grad_probs=grad_probs.data_ptr(),
+        rows=grad.shape[0],
+        width=grad.shape[1],
+        dtype=_DTYPES[x.dtype],
+    )
+    return grad_x, grad_probs if probs is None else grad_probs.to(probs.dtype)
+
+
+def _map_arguments(row_map: Tensor, rows: Tensor) -> dict[str, Any]:
+    num_tokens, num_choices = row_map.shape
+    return {
+        "row_map": row_map.data_ptr(),
+        "num_tokens": num_tokens,
+        "num_choices": num_choices,
+        "num_rows": rows.shape[0],
+        "width": rows.shape[1],
+        "dtype": _DTYPES[rows.dtype],
+    }
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _launch(name: str, on: Tensor, **arguments: Any) -> None:
+    """Queue a kernel on the current stream of the device of ``on``."""
+    with torch.cuda.device(on.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        getattr(cuda_kernels(), name)(**arguments, stream=stream)
