@@ -147,12 +147,20 @@ def verify_files(folder: Path, groups: ProcessGroups) -> CheckpointIndex:
 
 
 def _read_latest(directory: Path) -> Path | None:
+    # A run killed right after a checkpoint got its name has left the new `latest` unfinished.
+    names = [_first_line(directory / name) for name in (LATEST_NAME + PARTIAL_SUFFIX, LATEST_NAME)]
+    folders = [directory / name for name in names if name]
+    if names[1]:
+        folders.append(directory / (names[1] + REPLACED_SUFFIX))
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def _first_line(file: Path) -> str:
+    """The text of a file of one line; empty if there is none."""
     try:
-        name = (directory / LATEST_NAME).read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        return None
-    folders = (directory / name, directory / (name + REPLACED_SUFFIX))
-    return next((folder for folder in folders if name and folder.is_dir()), None)
+        return ""
 
 
 def _suggest(path: Path) -> str:

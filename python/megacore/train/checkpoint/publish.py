@@ -27,7 +27,7 @@ def prepare(partial: Path, *, num_bytes: int) -> None:
     directory = partial.parent
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in directory.glob(f"step_*{PARTIAL_SUFFIX}"):
-        shutil.rmtree(leftover)
+        _delete(leftover)
     for replaced in directory.glob(f"step_*{REPLACED_SUFFIX}"):
         if replaced.with_suffix("").exists():
             _remove(replaced)
@@ -76,10 +76,12 @@ def publish(partial: Path, index: CheckpointIndex, *, keep: int) -> None:
     replaced = final.with_name(final.name + REPLACED_SUFFIX)
     if final.exists():  # the same step once more, after resuming from an earlier one
         final.rename(replaced)
-    partial.rename(final)
-    flush_folder(directory)
+    # Written before the folder has its name: it counts from the moment when the folder is there.
     latest = directory / (LATEST_NAME + PARTIAL_SUFFIX)
     write_durably(latest, final.name + "\n")
+    flush_folder(directory)
+    partial.rename(final)
+    flush_folder(directory)
     latest.replace(directory / LATEST_NAME)
     flush_folder(directory)
     if replaced.exists():
@@ -93,6 +95,14 @@ def publish(partial: Path, index: CheckpointIndex, *, keep: int) -> None:
 def _remove(folder: Path) -> None:
     """Delete a checkpoint so that no moment shows half of it under its name."""
     doomed = folder.with_name(f"{folder.name}.old{PARTIAL_SUFFIX}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _delete(doomed)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder; of a symbolic link, which somebody made on purpose, only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
