@@ -1,4 +1,5 @@
-# megacore_find_cutlass(): sets MEGACORE_CUTLASS_INCLUDE to CUTLASS's header folder (headers only, nothing is compiled).
+# megacore_find_cutlass(): sets MEGACORE_CUTLASS_INCLUDE to CUTLASS's header folder (headers only, nothing is compiled),
+# or to nothing, with a warning, where they cannot be had.
 #
 # First hit wins: CUTLASS_ROOT (CMake variable or environment; a folder that holds include/cutlass/cutlass.h),
 # an earlier download in the build folder, the pinned wheel from the Python package index (checked by its hash).
@@ -23,13 +24,16 @@ function(megacore_find_cutlass)
   if(NOT EXISTS "${include}/cutlass/cutlass.h")
     find_package(Python COMPONENTS Interpreter REQUIRED)
     execute_process(
-      COMMAND "${Python_EXECUTABLE}" -m pip download --no-deps --quiet --dest "${folder}"
+      COMMAND "${Python_EXECUTABLE}" -m pip download --no-deps --quiet --retries 1 --timeout 15 --dest "${folder}"
               "nvidia-cutlass==${MEGACORE_CUTLASS_VERSION}"
       RESULT_VARIABLE status ERROR_VARIABLE output)
     file(GLOB wheel "${folder}/nvidia_cutlass-${MEGACORE_CUTLASS_VERSION}-*.whl")
     if(NOT status EQUAL 0 OR NOT wheel)
-      message(FATAL_ERROR "CUTLASS headers could not be fetched: ${output}\n"
-        "Without a network, set CUTLASS_ROOT to an unpacked CUTLASS ${MEGACORE_CUTLASS_VERSION}.")
+      message(WARNING "CUTLASS headers could not be fetched: ${output}\n"
+        "The CUDA module is built without grouped matrix products. Without a network, set CUTLASS_ROOT to an unpacked "
+        "CUTLASS ${MEGACORE_CUTLASS_VERSION} and build again.")
+      set(MEGACORE_CUTLASS_INCLUDE "" PARENT_SCOPE)
+      return()
     endif()
     file(SHA256 "${wheel}" hash)
     if(NOT hash STREQUAL MEGACORE_CUTLASS_SHA256)

@@ -35,6 +35,63 @@ def decide_step(
     stream: int,
 ) -> None: ...
 
+# Tensors are addresses; enumerators are numbers; see cuda/include/megacore/cuda/grouped_gemm.h.
+def grouped_gemm(
+    *,
+    product: int,
+    a: int,
+    b: int,
+    m_splits: int,
+    d: int,
+    operand: int,
+    result: int,
+    num_rows: int,
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    accumulate: bool,
+    accumulate_mask: int,
+    clear_tail: bool,
+    tile: int,
+    along_columns: bool,
+    workspace: int,
+    workspace_bytes: int,
+    stream: int,
+) -> None: ...
+def grouped_gemm_set_up(
+    *,
+    product: int,
+    a: int,
+    b: int,
+    m_splits: int,
+    d: int,
+    operand: int,
+    result: int,
+    num_rows: int,
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    accumulate: bool,
+    accumulate_mask: int,
+    clear_tail: bool,
+    tile: int,
+    along_columns: bool,
+    workspace: int,
+    workspace_bytes: int,
+    stream: int,
+) -> None: ...
+def grouped_gemm_archs() -> list[str]: ...
+def grouped_gemm_workspace_bytes(*, num_experts: int) -> int: ...
+def grouped_gemm_plan(
+    *,
+    product: int,
+    num_rows: int,
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    major: int,
+) -> tuple[int, bool]: ...
+
 MAX_SORTED_EXPERTS: int
 MAX_TOP_K_COLUMNS: int
 SUM_BLOCKS: int

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore import _core
+from megacore.ops.gemm_cuda import launch_grouped, takes_kernel
 from megacore.ops.library import define_gradient, define_op, describe
 
 
@@ -20,7 +21,7 @@ def grouped_gemm(
     m_splits: Tensor,
     *,
     main_grad: Tensor | None = None,
-    accumulate: bool = True,
+    accumulate: bool | Tensor = True,
 ) -> Tensor:
     """Multiply consecutive groups of rows by one weight each.
 
@@ -41,7 +42,8 @@ def grouped_gemm(
         w: One weight per expert, ``(E, N, K)``, dtype and device of ``x``.
         m_splits: Rows per expert, ``(E,)``, int64, same device. Zeros are fine.
         main_grad: Where the gradient of ``w`` goes, ``(E, N, K)``, float32, contiguous.
-        accumulate: Add to ``main_grad``; otherwise overwrite it.
+        accumulate: Add to ``main_grad``; otherwise overwrite it. A bool tensor ``(E,)`` on the
+            same device says it for each expert.
 
     Returns:
         ``(M, N)``, dtype of ``x``.
@@ -51,7 +53,10 @@ def grouped_gemm(
             negative entry or more than M rows in all.
 
     Sync:
-        None on the CPU. On CUDA the reference copies ``m_splits`` to the host.
+        None. On a GPU of compute capability 9.0 or 10.0, bf16 and fp16 with features that are
+        multiples of 8 take one kernel that reads ``m_splits`` on the device (there, counts that do
+        not fit the rows are cut). Elsewhere, and in float32, CUDA takes one ``torch.mm`` per
+        expert, for which ``m_splits`` is copied to the host; a warning says so for bf16 and fp16.
 
     Source:
         MegaBlocks, arXiv:2211.15841.
@@ -62,7 +67,7 @@ def grouped_gemm(
         [1.0, 2.0, 0.0]
     """
     _check(x, w, m_splits, main_grad)
-    result: Tensor = _grouped_gemm(x, w, m_splits, main_grad, accumulate)
+    result: Tensor = _grouped_gemm(x, w, m_splits, main_grad, *_split(accumulate, w))
     return result
 
 
@@ -72,11 +77,12 @@ def grouped_gemm_reference(
     m_splits: Tensor,
     *,
     main_grad: Tensor | None = None,
-    accumulate: bool = True,
+    accumulate: bool | Tensor = True,
 ) -> Tensor:
     """Do what :func:`grouped_gemm` does, with one ``torch.mm`` per expert, on any device."""
     _check(x, w, m_splits, main_grad)
-    result: Tensor = _Reference.apply(x, w, m_splits, main_grad, accumulate)  # type: ignore[no-untyped-call]
+    arguments = x, w, m_splits, main_grad, *_split(accumulate, w)
+    result: Tensor = _Reference.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -117,6 +123,18 @@ def _check(x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None) -> 
         )
 
 
+def _split(accumulate: bool | Tensor, w: Tensor) -> tuple[bool, Tensor | None]:
+    """One bool for all experts, and one for each of them where that is wanted."""
+    if isinstance(accumulate, bool):
+        return accumulate, None
+    mask = accumulate
+    if mask.dtype != torch.bool or mask.shape != w.shape[:1] or mask.device != w.device:
+        raise ValueError(
+            f"accumulate {describe(mask)} must be a bool, or ({w.shape[0]},) bool on {w.device}"
+        )
+    return True, mask
+
+
 def _groups(m_splits: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
     """``(expert, first row, end)`` of every expert that has rows."""
     counts = m_splits.tolist()
@@ -152,10 +170,17 @@ def _input_grad_reference(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
 
 
 def _weight_grad_reference_(
-    grad: Tensor, x: Tensor, m_splits: Tensor, out: Tensor, accumulate: bool
+    grad: Tensor,
+    x: Tensor,
+    m_splits: Tensor,
+    out: Tensor,
+    accumulate: bool,
+    accumulate_mask: Tensor | None = None,
 ) -> None:
     if not accumulate:
         out.zero_()
+    elif accumulate_mask is not None:
+        out.masked_fill_(~accumulate_mask[:, None, None], 0.0)
     for expert, start, end in _groups(m_splits, x.shape[0]):
         out[expert].addmm_(grad[start:end].to(out.dtype).t(), x[start:end].to(out.dtype))
 
@@ -163,10 +188,16 @@ def _weight_grad_reference_(
 class _Reference(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None, accumulate: bool
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        m_splits: Tensor,
+        main_grad: Tensor | None,
+        accumulate: bool,
+        accumulate_mask: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, w, m_splits)
-        ctx.main_grad, ctx.accumulate = main_grad, accumulate
+        ctx.main_grad, ctx.accumulate, ctx.mask = main_grad, accumulate, accumulate_mask
         return _forward_reference(x, w, m_splits)
 
     @staticmethod
@@ -175,12 +206,13 @@ class _Reference(torch.autograd.Function):
         grad_x = _input_grad_reference(grad, w, m_splits) if ctx.needs_input_grad[0] else None
         grad_w = None
         if ctx.needs_input_grad[1]:
-            wide = _wide_dtype(w.dtype)
-            target = ctx.main_grad
-            if target is None:
-                target = grad_w = torch.zeros_like(w, dtype=wide)
-            _weight_grad_reference_(grad, x, m_splits, target, ctx.accumulate or grad_w is not None)
-        return grad_x, None if grad_w is None else grad_w.to(w.dtype), None, None, None
+            if ctx.main_grad is None:
+                grad_w = torch.zeros_like(w, dtype=_wide_dtype(w.dtype))
+                _weight_grad_reference_(grad, x, m_splits, grad_w, True)
+                grad_w = grad_w.to(w.dtype)
+            else:
+                _weight_grad_reference_(grad, x, m_splits, ctx.main_grad, ctx.accumulate, ctx.mask)
+        return grad_x, grad_w, None, None, None, None
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -189,10 +221,10 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    x, w, m_splits, main_grad, accumulate = inputs
+    x, w, m_splits, main_grad, accumulate, accumulate_mask = inputs
     ctx.save_for_backward(x, w, m_splits)
     # Not saved like the others: other backward passes write to it in the meantime.
-    ctx.main_grad, ctx.accumulate = main_grad, accumulate
+    ctx.main_grad, ctx.accumulate, ctx.mask = main_grad, accumulate, accumulate_mask
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -202,28 +234,71 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_w = None
     if ctx.needs_input_grad[1]:
         if ctx.main_grad is None:
-            wide = torch.empty_like(w, dtype=_wide_dtype(w.dtype))
-            _weight_grad_(grad, x, m_splits, wide, False)
-            grad_w = wide.to(w.dtype)
+            # The kernels of GPUs sum in float32 and round once, whatever they write.
+            dtype = w.dtype if w.is_cuda else _wide_dtype(w.dtype)
+            grad_w = torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
+            _weight_grad_(grad, x, m_splits, grad_w, False, None)
+            grad_w = grad_w.to(w.dtype)
         else:
-            _weight_grad_(grad, x, m_splits, ctx.main_grad, ctx.accumulate)
-    return grad_x, grad_w, None, None, None
+            _weight_grad_(grad, x, m_splits, ctx.main_grad, ctx.accumulate, ctx.mask)
+    return grad_x, grad_w, None, None, None, None
 
 
-def _forward_any(
-    x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None, accumulate: bool
+def _forward_cuda(
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    main_grad: Tensor | None,
+    accumulate: bool,
+    accumulate_mask: Tensor | None = None,
 ) -> Tensor:
-    del main_grad, accumulate
-    return _forward_reference(x, w, m_splits)
+    del main_grad, accumulate, accumulate_mask
+    if not takes_kernel(x, *w.shape):
+        return _forward_reference(x, w, m_splits)
+    y = x.new_empty(x.shape[0], w.shape[1])
+    launch_grouped("forward", x, w, m_splits, y, clear_tail=True)
+    return y
+
+
+def _input_grad_cuda(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+    if not takes_kernel(grad, *w.shape):
+        return _input_grad_reference(grad, w, m_splits)
+    grad_x = grad.new_empty(grad.shape[0], w.shape[2])
+    launch_grouped("input_grad", grad, w, m_splits, grad_x, clear_tail=True)
+    return grad_x
+
+
+def _weight_grad_cuda_(
+    grad: Tensor,
+    x: Tensor,
+    m_splits: Tensor,
+    out: Tensor,
+    accumulate: bool,
+    accumulate_mask: Tensor | None = None,
+) -> None:
+    # A result of 16 bits is only ever overwritten.
+    fits = out.dtype == torch.float32 or (out.dtype == x.dtype and not accumulate)
+    if not (fits and out.is_contiguous() and takes_kernel(x, *out.shape)):
+        _weight_grad_reference_(grad, x, m_splits, out, accumulate, accumulate_mask)
+        return
+    mask = accumulate_mask if accumulate else None
+    launch_grouped(
+        "weight_grad", grad, x, m_splits, out, accumulate=accumulate, accumulate_mask=mask
+    )
 
 
 # On the CPU, what benchmarks/results/moe_cpu.txt justifies: float32 goes to the native kernels at
 # every group size. Products of two bfloat16 stay with torch, which has the processor's instructions
 # for them. The weight gradient is a float32 product in both cases.
 def _forward_cpu(
-    x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None, accumulate: bool
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    main_grad: Tensor | None,
+    accumulate: bool,
+    accumulate_mask: Tensor | None = None,
 ) -> Tensor:
-    del main_grad, accumulate
+    del main_grad, accumulate, accumulate_mask
     if x.dtype != torch.float32:
         return _forward_reference(x, w, m_splits)
     x, w, m_splits = x.contiguous(), w.contiguous(), m_splits.contiguous()
@@ -254,11 +329,18 @@ def _input_grad_cpu(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
 
 
 def _weight_grad_cpu_(
-    grad: Tensor, x: Tensor, m_splits: Tensor, out: Tensor, accumulate: bool
+    grad: Tensor,
+    x: Tensor,
+    m_splits: Tensor,
+    out: Tensor,
+    accumulate: bool,
+    accumulate_mask: Tensor | None = None,
 ) -> None:
     if out.dtype != torch.float32 or not out.is_contiguous():
-        _weight_grad_reference_(grad, x, m_splits, out, accumulate)
+        _weight_grad_reference_(grad, x, m_splits, out, accumulate, accumulate_mask)
         return
+    if accumulate and accumulate_mask is not None:
+        out.masked_fill_(~accumulate_mask[:, None, None], 0.0)
     grad, x = grad.float().contiguous(), x.float().contiguous()
     m_splits = m_splits.contiguous()
     _core.grouped_gemm_weight_grad(
@@ -283,9 +365,14 @@ def _sizes(num_rows: int, w: Tensor) -> dict[str, int]:
 
 
 def _forward_fake(
-    x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None, accumulate: bool
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    main_grad: Tensor | None,
+    accumulate: bool,
+    accumulate_mask: Tensor | None = None,
 ) -> Tensor:
-    del m_splits, main_grad, accumulate
+    del m_splits, main_grad, accumulate, accumulate_mask
     return x.new_empty(x.shape[0], w.shape[1])
 
 
@@ -295,29 +382,34 @@ def _input_grad_fake(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
 
 
 def _weight_grad_fake_(
-    grad: Tensor, x: Tensor, m_splits: Tensor, out: Tensor, accumulate: bool
+    grad: Tensor,
+    x: Tensor,
+    m_splits: Tensor,
+    out: Tensor,
+    accumulate: bool,
+    accumulate_mask: Tensor | None = None,
 ) -> None:
-    del grad, x, m_splits, out, accumulate
+    del grad, x, m_splits, out, accumulate, accumulate_mask
 
 
 _grouped_gemm = define_op(
-    "grouped_gemm(Tensor x, Tensor w, Tensor m_splits, Tensor? main_grad, bool accumulate)"
-    " -> Tensor",
+    "grouped_gemm(Tensor x, Tensor w, Tensor m_splits, Tensor? main_grad, bool accumulate,"
+    " Tensor? accumulate_mask=None) -> Tensor",
     cpu=_forward_cpu,
-    cuda=_forward_any,
+    cuda=_forward_cuda,
     fake=_forward_fake,
 )
 _input_grad = define_op(
     "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits) -> Tensor",
     cpu=_input_grad_cpu,
-    cuda=_input_grad_reference,
+    cuda=_input_grad_cuda,
     fake=_input_grad_fake,
 )
 _weight_grad_ = define_op(
     "grouped_gemm_weight_grad_(Tensor grad, Tensor x, Tensor m_splits, Tensor(a!) out,"
-    " bool accumulate) -> ()",
+    " bool accumulate, Tensor? accumulate_mask=None) -> ()",
     cpu=_weight_grad_cpu_,
-    cuda=_weight_grad_reference_,
+    cuda=_weight_grad_cuda_,
     fake=_weight_grad_fake_,
 )
 define_gradient("grouped_gemm", _backward, _setup)

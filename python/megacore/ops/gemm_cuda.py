@@ -1,0 +1,154 @@
+"""Grouped matrix products on the GPU: which calls the kernels take, and how they are launched."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megacore.ops import cuda_kernels, has_cuda_kernels
+
+Product = Literal["forward", "input_grad", "weight_grad"]
+
+# The numbers of the enumerators in cuda/include/megacore/cuda/grouped_gemm.h.
+_PRODUCTS: dict[Product, int] = {"forward": 0, "input_grad": 1, "weight_grad": 2}
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_TILES = {"auto": 0, "wide": 1, "middle": 2, "narrow": 3}
+# Overrules the choice of tiles, for measurements: see the argument plan of launch_grouped.
+PLAN_VARIABLE = "MEGACORE_GROUPED_GEMM_PLAN"
+MAX_EXPERTS = 1024
+_ALIGNMENT = 16
+
+
+def takes_kernel(x: Tensor, num_experts: int, out_features: int, in_features: int) -> bool:
+    """Tell whether a product of CUDA tensors goes to the kernels; warn where only a pity keeps it.
+
+    The reference copies the counts to the host and waits for the GPU, which a user who asked for
+    bf16 or fp16 should know of. float32 has no kernel, so there is nothing to warn of.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    reason = _obstacle(x.device, num_experts, out_features, in_features)
+    if reason is not None:
+        warnings.warn(
+            f"grouped_gemm takes one torch.mm per expert and waits for the GPU: {reason}",
+            stacklevel=2,
+        )
+    return reason is None
+
+
+@functools.cache
+def _obstacle(
+    device: torch.device, num_experts: int, out_features: int, in_features: int
+) -> str | None:
+    if not has_cuda_kernels():
+        return "megacore was built without CUDA kernels"
+    archs = cuda_kernels().grouped_gemm_archs()
+    if not archs:
+        return "megacore was built without CUTLASS's headers; set CUTLASS_ROOT and install it again"
+    major, minor = torch.cuda.get_device_capability(device)
+    if f"{major}{minor}a" not in archs:
+        names = " and ".join(f"sm_{arch}" for arch in archs)
+        return f"this build has kernels for {names}, and the device is sm_{major}{minor}"
+    if num_experts > MAX_EXPERTS or num_experts == 0:
+        return f"{num_experts} experts; a launch takes 1 to {MAX_EXPERTS}"
+    for name, features in (("out_features", out_features), ("in_features", in_features)):
+        if features % 8 or features == 0:
+            return f"{name} is {features}, which is not a multiple of 8"
+    return None
+
+
+def launch_grouped(
+    product: Product,
+    a: Tensor,
+    b: Tensor,
+    m_splits: Tensor,
+    out: Tensor,
+    *,
+    accumulate: bool = False,
+    accumulate_mask: Tensor | None = None,
+    clear_tail: bool = False,
+    plan: str | None = None,
+) -> None:
+    """Queue a grouped product on the current stream; nothing waits, the counts are not looked at.
+
+    Counts that do not fit the rows are cut: negative ones are taken as zero, rows beyond the
+    matrix are left out.
+
+    Args:
+        product: ``"forward"``: ``out[rows of e] = a[rows of e] @ b[e].T``; ``"input_grad"``: the
+            same without ``.T``; ``"weight_grad"``: ``out[e] = a[rows of e].T @ b[rows of e]``.
+        a: ``(M, K)`` in the forward product, else the gradient ``(M, N)``; bf16 or fp16.
+        b: The weights ``(E, N, K)``, or in the weight gradient ``x`` ``(M, K)``; dtype of ``a``.
+        m_splits: Rows per expert, ``(E,)``, int64, on the device.
+        out: ``(M, N)``, ``(M, K)`` or ``(E, N, K)``, contiguous, written. dtype of ``a``; a weight
+            gradient may be float32.
+        accumulate: Add to ``out`` (float32 weight gradients only).
+        accumulate_mask: Instead of ``accumulate``, one bool per expert, ``(E,)``.
+        clear_tail: Set rows of nobody to zero. Otherwise they are not written.
+        plan: ``"auto"``, ``"wide"``, ``"middle"`` or ``"narrow"``, or one of the last three
+            followed by ``"-columns"``. By default the variable MEGACORE_GROUPED_GEMM_PLAN.
+
+    Raises:
+        ValueError: If a size, dtype or address does not fit, or the plan is unknown.
+        RuntimeError: If the device or the build has no kernel.
+    """
+    weight = out if product == "weight_grad" else b
+    num_experts, out_features, in_features = weight.shape
+    if accumulate_mask is not None:
+        accumulate_mask = accumulate_mask.contiguous()
+    a, b, m_splits = _aligned(a), _aligned(b), m_splits.contiguous()
+    tile, along_columns = _plan(plan)
+    with torch.cuda.device(out.device):
+        # From torch's allocator: as long as this memory lives on this stream, nobody else has it.
+        workspace = torch.empty(
+            _workspace_bytes(out.device, num_experts), dtype=torch.uint8, device=out.device
+        )
+        cuda_kernels().grouped_gemm(
+            product=_PRODUCTS[product],
+            a=a.data_ptr(),
+            b=b.data_ptr(),
+            m_splits=m_splits.data_ptr(),
+            d=out.data_ptr(),
+            operand=_TYPES[a.dtype],
+            result=_TYPES[out.dtype],
+            num_rows=a.shape[0],
+            num_experts=num_experts,
+            out_features=out_features,
+            in_features=in_features,
+            accumulate=accumulate,
+            accumulate_mask=0 if accumulate_mask is None else accumulate_mask.data_ptr(),
+            clear_tail=clear_tail,
+            tile=tile,
+            along_columns=along_columns,
+            workspace=workspace.data_ptr(),
+            workspace_bytes=workspace.numel(),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+
+
+@functools.cache
+def _workspace_bytes(device: torch.device, num_experts: int) -> int:
+    with torch.cuda.device(device):
+        needed: int = cuda_kernels().grouped_gemm_workspace_bytes(num_experts=num_experts)
+    return needed
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
+
+
+def _plan(plan: str | None) -> tuple[int, bool]:
+    plan = plan or os.environ.get(PLAN_VARIABLE) or "auto"
+    tile, dash, order = plan.partition("-")
+    if tile not in _TILES or (dash and (order != "columns" or tile == "auto")):
+        raise ValueError(
+            f"the plan of a grouped product is {plan!r}; it must be one of {', '.join(_TILES)}, "
+            'and all but auto may be followed by "-columns"'
+        )
+    return _TILES[tile], bool(dash)

@@ -1,0 +1,239 @@
+"""What a grouped product on a GPU is told of each group, compared with plain Python arithmetic."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore import _core
+from megacore.ops import cuda_kernels, has_cuda_kernels
+from megacore.ops.gemm_cuda import launch_grouped
+from tests.support.grouped_arguments import Arguments, Problem, expected_arguments, read_arguments
+
+ROOT = Path(__file__).parents[3]
+needs_cuda_build = pytest.mark.skipif(
+    not has_cuda_kernels(), reason="this installation has no CUDA kernels"
+)
+
+
+def filled(problem: Problem) -> Arguments:
+    counts = torch.tensor(problem.m_splits)
+    mask = None if problem.mask is None else torch.tensor(problem.mask)
+    num_bytes = _core.grouped_arguments_bytes(num_experts=len(counts))
+    memory = torch.full((num_bytes + 256,), 0xEE, dtype=torch.uint8)
+    offset = -memory.data_ptr() % 256
+    _core.fill_grouped_arguments(
+        product=problem.product,
+        m_splits=counts.data_ptr(),
+        accumulate_mask=0 if mask is None else mask.data_ptr(),
+        accumulate=problem.accumulate,
+        num_rows=problem.num_rows,
+        num_experts=len(counts),
+        out_features=problem.out_features,
+        in_features=problem.in_features,
+        operand_bytes=problem.operand_bytes,
+        result_bytes=problem.result_bytes,
+        a=problem.a,
+        b=problem.b,
+        d=problem.d,
+        arguments=memory.data_ptr() + offset,
+    )
+    return read_arguments(memory[offset : offset + num_bytes], len(counts))
+
+
+def random_problem(rng: random.Random) -> Problem:
+    num_experts = rng.choice([1, 2, 3, 8, 31, 64, 255, 256])
+    kind = rng.choice(["ragged", "empty", "one", "equal", "wrong"])
+    counts = [rng.choice([0, 0, 1, 7, rng.randrange(5000)]) for _ in range(num_experts)]
+    if kind == "empty":
+        counts = [0] * num_experts
+    elif kind == "one":
+        counts = [0] * num_experts
+        counts[rng.randrange(num_experts)] = 4096
+    elif kind == "equal":
+        counts = [128] * num_experts
+    num_rows = sum(counts) + rng.choice([0, 0, 1, 1000])
+    if kind == "wrong":
+        counts[rng.randrange(num_experts)] = rng.choice([-1, -(10**12), 2**62])
+        num_rows = rng.randrange(2000)
+    return Problem(
+        product=rng.randrange(3),
+        m_splits=counts,
+        num_rows=num_rows,
+        out_features=8 * rng.randrange(1, 1000),
+        in_features=8 * rng.randrange(1, 1000),
+        operand_bytes=2,
+        result_bytes=rng.choice([2, 4]),
+        accumulate=rng.random() < 0.5,
+        mask=[rng.random() < 0.5 for _ in counts] if rng.random() < 0.3 else None,
+        a=rng.randrange(1 << 40) * 16,
+        b=rng.randrange(1 << 40) * 16,
+        d=rng.randrange(1 << 40) * 16,
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_arguments_equal_plain_arithmetic(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(400):
+        problem = random_problem(rng)
+        assert filled(problem) == expected_arguments(problem), problem
+
+
+def test_weight_gradients_go_from_long_to_short_and_empty_experts_have_no_rows() -> None:
+    problem = Problem(
+        product=2,
+        m_splits=[3, 0, 9, 3],
+        num_rows=15,
+        out_features=8,
+        in_features=16,
+        operand_bytes=2,
+        result_bytes=4,
+        accumulate=False,
+        mask=[True, False, False, True],
+        a=0,
+        b=1 << 20,
+        d=1 << 30,
+    )
+    found = filled(problem)
+    assert found.shapes == [(8, 16, 9), (8, 16, 3), (8, 16, 3), (0, 16, 0)]
+    assert found.a == [3 * 8 * 2, 0, 12 * 8 * 2, 3 * 8 * 2]
+    assert [d - (1 << 30) for d in found.d] == [2 * 512, 0, 3 * 512, 512]
+    assert found.beta == [0.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("num_experts", [0, 1025])
+def test_the_number_of_experts_is_checked(num_experts: int) -> None:
+    with pytest.raises(ValueError, match=f"num_experts is {num_experts}; one launch takes 1 to 10"):
+        _core.fill_grouped_arguments(
+            product=0, m_splits=0, accumulate_mask=0, accumulate=False, num_rows=0,
+            num_experts=num_experts, out_features=8, in_features=8, operand_bytes=2,
+            result_bytes=2, a=0, b=0, d=0, arguments=0,
+        )  # fmt: skip
+
+
+# ---- what is refused before CUTLASS sees it, and needs no GPU -----------------------------------
+
+VALID: dict[str, Any] = {
+    "product": 0, "a": 1 << 20, "b": 1 << 20, "m_splits": 1 << 20, "d": 1 << 20, "operand": 0,
+    "result": 0, "num_rows": 100, "num_experts": 4, "out_features": 64, "in_features": 64,
+    "accumulate": False, "accumulate_mask": 0, "clear_tail": False, "tile": 0,
+    "along_columns": False, "workspace": 1 << 20, "workspace_bytes": 1 << 20, "stream": 0,
+}  # fmt: skip
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("launcher", ["grouped_gemm", "grouped_gemm_set_up"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"product": 3}, "product is 3; it must be 0 to 2"),
+        ({"tile": -1}, "tile is -1; it must be 0 to 3"),
+        ({"num_experts": 0}, "num_experts is 0; one launch takes 1 to 1024"),
+        ({"num_experts": 1025}, "num_experts is 1025"),
+        ({"num_rows": 1 << 31}, r"below 2\^31"),
+        ({"out_features": 60}, "out_features is 60; .* multiple of 8.* the nearest is 64"),
+        ({"in_features": 3}, "in_features is 3; .* the nearest is 8"),
+        ({"a": (1 << 20) + 8}, "the first factor lies at address 1048584; .* multiple of 16"),
+        ({"b": 0}, "the second factor lies at address 0"),
+        ({"d": (1 << 20) + 2}, "the result lies at address"),
+        ({"m_splits": 4}, "m_splits lies at address 4"),
+        ({"workspace": 128}, "the workspace lies at address 128; .* multiple of 256"),
+        ({"operand": 2}, "the factors are float32"),
+        ({"result": 1}, "the result must have the type of the factors"),
+        ({"result": 2}, "only a weight gradient may be float32"),
+        ({"accumulate": True}, "only a weight gradient in float32 can be added"),
+        ({"product": 2, "accumulate_mask": 1}, "only a weight gradient in float32 can be added"),
+    ],
+)
+def test_mistakes_are_explained(launcher: str, change: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(cuda_kernels(), launcher)(**{**VALID, **change})
+
+
+@needs_cuda_build
+def test_nothing_to_do_needs_no_device() -> None:
+    cuda_kernels().grouped_gemm(**{**VALID, "num_rows": 0, "a": 0, "b": 0, "d": 0})
+
+
+@needs_cuda_build
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_launch_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"asking for the current device|asking for the device"):
+        cuda_kernels().grouped_gemm(**VALID)
+
+
+@pytest.mark.parametrize("plan", ["big", "auto-columns", "wide-rows", "wide-"])
+def test_an_unknown_plan_is_refused(plan: str) -> None:
+    x, w = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(1, 8, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"is '{plan}'; it must be one of auto, wide"):
+        launch_grouped("forward", x, w, torch.tensor([4]), x.clone(), plan=plan)
+
+
+# ---- choice of tiles ----------------------------------------------------------------------------
+
+WIDE, NARROW = 1, 3
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    ("product", "rows_per_expert", "major", "tile"),
+    [
+        (0, 4096, 9, WIDE),
+        (1, 64, 9, NARROW),
+        (2, 64, 9, WIDE),  # weights have as many rows as ever
+        (0, 64, 10, WIDE),  # the only one there
+    ],
+)
+def test_groups_of_few_rows_take_narrow_tiles(
+    product: int, rows_per_expert: int, major: int, tile: int
+) -> None:
+    plan = cuda_kernels().grouped_gemm_plan(
+        product=product, num_rows=32 * rows_per_expert, num_experts=32, out_features=2048,
+        in_features=1024, major=major,
+    )  # fmt: skip
+    assert plan[0] == tile
+
+
+# ---- the build ----------------------------------------------------------------------------------
+
+UNITS = sorted((ROOT / "cuda" / "kernels").glob("grouped_gemm_sm*_*.cu"))
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_units_refuse_to_become_stubs(unit: Path) -> None:
+    """Compiled without the "a", CUTLASS's kernels would be empty, and nobody would notice."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    number = re.search(r"_sm(\d+)_", unit.name)
+    assert number is not None
+    for target, refused in ((number[1], True), ("80", True), (f"{number[1]}a", False)):
+        # Headers are not needed: the line comes before any of them is looked for.
+        result = subprocess.run(
+            [nvcc, f"-gencode=arch=compute_{target},code=sm_{target}", "-E", str(unit)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ("its kernels would be empty" in result.stderr) == refused, target
+
+
+def test_there_are_units_for_both_architectures() -> None:
+    assert {unit.name.split("_")[2] for unit in UNITS} == {"sm90", "sm100"}
+
+
+@needs_cuda_build
+def test_the_build_has_the_kernels_of_its_architectures() -> None:
+    found = cuda_kernels().grouped_gemm_archs()
+    if not found:
+        pytest.skip("built without CUTLASS's headers")
+    wanted = [arch for arch in cuda_kernels().compiled_archs() if arch in ("90a", "100a")]
+    assert sorted(found) == sorted(wanted)
