@@ -83,7 +83,8 @@ class MoEBlock(nn.Module):
             sample_ids_B=batch.sample_ids,
             positions_S=self.tokens.positions(num_tokens, device=x_SBH.device),
         )
-        output: Tensor = self.moe(x_SBH, names, loss_factor=batch.loss_factor, memo=memo)
+        factor = batch.loss_factor if batch.sample_factors is None else batch.sample_factors
+        output: Tensor = self.moe(x_SBH, names, loss_factor=factor, memo=memo)
         return output
 
     def _take_share(self, x_SBH: Tensor) -> Tensor:

@@ -62,8 +62,9 @@ def load_balancing_loss(
         memo: That of a recomputed region around the call; sums over ranks are then made once.
 
     Returns:
-        The loss with this rank's part of the gradient, and its value without any. Averaged over
-        ranks and microbatches the value is that of the global batch.
+        One loss per pool, ``(P,)``, with this rank's part of the gradient; and the value of their
+        mean without any. Averaged over ranks and microbatches the value is that of the global
+        batch.
 
     Sync:
         One all-reduce over each group of the pool.
@@ -97,9 +98,8 @@ def load_balancing_loss(
     stats = over_ranks() if memo is None else memo.once(over_ranks)
     pool_tokens = own_tokens * pool_group.size
     share_PE = stats[0] / (pool_tokens * expert_ids_SBK.shape[-1])
-    factor = num_experts / pools
-    own = factor * (share_PE * total_PE).sum() / own_tokens
-    return own, factor * (share_PE * stats[1]).sum() / pool_tokens
+    own_P = num_experts * (share_PE * total_PE).sum(1) / own_tokens
+    return own_P, num_experts * (share_PE * stats[1]).sum(1).mean() / pool_tokens
 
 
 def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]:
@@ -110,26 +110,27 @@ def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]
         groups: For the share of the mean under sequence parallelism.
 
     Returns:
-        The loss with this rank's part of the gradient, and the mean over this rank's tokens without
-        any. Averaged over ranks and microbatches the value is that of the global batch.
+        One loss per sequence, ``(B,)``, with this rank's part of the gradient; and the mean over
+        this rank's tokens without any. Averaged over ranks and microbatches the value is that of
+        the global batch.
 
     Source:
         ST-MoE, arXiv:2202.08906, equation 5.
     """
-    mean = torch.logsumexp(logits_SBE, dim=-1).square().mean()
-    return mean / groups.sequence_parallel.size, mean.detach()
+    mean_B = torch.logsumexp(logits_SBE, dim=-1).square().mean(0)
+    return mean_B / groups.sequence_parallel.size, mean_B.detach().mean()
 
 
 def inject_gradient(x: Tensor, loss: Tensor, factor: float | Tensor) -> Tensor:
-    """Return ``x`` and let the backward pass also start at ``loss``, with gradient ``factor``.
+    """Return ``x`` and let the backward pass also start at the mean of ``factor * loss``.
 
     So a loss in the middle of a pipeline takes part in training without travelling to its end.
 
     Args:
         x: Any tensor on the way to the training loss.
-        loss: A scalar.
-        factor: Gradient of ``loss``. A tensor is read in the backward pass, not before, so it may
-            be filled in after the forward passes of a step.
+        loss: A scalar, or some whose mean counts.
+        factor: What they are multiplied by: one number, or one for each. A tensor is read in the
+            backward pass, not before, so it may be filled in after the forward passes of a step.
 
     Example:
         >>> x, y = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
@@ -145,14 +146,14 @@ class _InjectGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, factor: float | Tensor) -> Tensor:
         ctx.factor = factor
-        ctx.loss = (loss.dtype, loss.device)
+        ctx.loss = (loss.dtype, loss.device, loss.shape)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        dtype, device = ctx.loss
-        factor = torch.as_tensor(ctx.factor, dtype=dtype, device=device).reshape(())
-        return grad, factor.clone(), None
+        dtype, device, shape = ctx.loss
+        factor = torch.as_tensor(ctx.factor, dtype=dtype, device=device).flatten()
+        return grad, factor.expand(shape.numel()).view(shape) / shape.numel(), None
 
 
 def _count_choices(expert_ids_SBK: Tensor, pools: int, num_experts: int) -> Tensor:

@@ -102,7 +102,7 @@ class MoELayer(nn.Module):
             x_SBH: ``(S, B, H)``, normed.
             names: Names of the tokens that this rank routes; jitter needs them.
             loss_factor: What the mean loss of this microbatch is multiplied by on its way into the
-                backward pass; the router's losses get the same factor.
+                backward pass; the router's losses get the same factor. See `TopKRouter.forward`.
             memo: That of a recomputed region around the layer: tokens then go where they went
                 before, and nothing is counted twice.
 

@@ -221,7 +221,10 @@ class TopKRouter(nn.Module):
             loss_factor: What a mean over the tokens of this microbatch is multiplied by on its way
                 into the number that ``backward`` starts from, such as the loss scale divided by the
                 number of microbatches. The gradients of the auxiliary losses get the same factor. A
-                tensor is read in the backward pass.
+                tensor is read in the backward pass. It may be ``(B,)``: a factor for the mean over
+                the tokens of each sequence, whose mean then is the microbatch's part. A pool
+                over ranks (``aux_loss_type="batch"``) takes the mean of all their factors,
+                in the forward pass.
             expert_ids: Choices made before, ``(T, k)``, int64, to be used instead of the best ones
                 (see :class:`megacore.moe.replay.RoutingLog`).
             memo: That of a recomputed region around the router.
@@ -267,7 +270,8 @@ class TopKRouter(nn.Module):
                     groups=self.groups,
                     memo=memo,
                 )
-                probs = inject_gradient(probs, own * config.aux_loss_coef, loss_factor)
+                factor = self._pool_factor(loss_factor, memo)
+                probs = inject_gradient(probs, own * config.aux_loss_coef, factor)
                 aux_value = value * config.aux_loss_coef
             if config.z_loss_coef > 0.0:
                 own, value = z_loss(logits_SBE, groups=self.groups)
@@ -280,6 +284,21 @@ class TopKRouter(nn.Module):
             aux_loss=aux_value,
             z_loss=z_value,
         )
+
+    def _pool_factor(self, factor: float | Tensor, memo: Memo) -> float | Tensor:
+        """What the load-balancing loss is multiplied by on its way into the backward pass."""
+        if not isinstance(factor, Tensor) or factor.dim() == 0:
+            return factor
+        if self.config.aux_loss_type == "sequence":
+            return factor
+
+        def mean_over_ranks() -> Tensor:
+            group = self.groups.dp_cp
+            mean = factor.float().mean()
+            all_reduce_(mean, group)
+            return mean / group.size
+
+        return memo.once(mean_over_ranks)
 
     def _logits(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:
         """``(S, B, E)``; float32 unless the model is wider or ``fp32`` is off."""

@@ -25,6 +25,9 @@ class Microbatch:
         loss_factor: What its mean loss is multiplied by on the way into the backward pass, such as
             the loss scale divided by the number of microbatches. Losses in the middle of the model
             (those of MoE routers) get the same factor.
+        sample_factors: One factor for each sample, ``(B,)``, to be used for losses in the middle in
+            place of the one of the microbatch: the mean over its samples of factor times mean loss
+            counts. ``None`` where samples count alike.
 
     Raises:
         ValueError: If the shapes disagree.
@@ -41,6 +44,7 @@ class Microbatch:
     sample_ids: Tensor
     step: int
     loss_factor: float | Tensor = 1.0
+    sample_factors: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)
@@ -69,6 +73,7 @@ class Microbatch:
             tokens=self.tokens.to(device),
             labels=None if self.labels is None else self.labels.to(device),
             sample_ids=self.sample_ids.to(device),
+            sample_factors=None if self.sample_factors is None else self.sample_factors.to(device),
             step=self.step,
             loss_factor=self.loss_factor,
         )

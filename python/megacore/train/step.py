@@ -198,10 +198,13 @@ class TrainStep:
                 batch = batches(step, microbatch)
                 # A scalar output is the mean loss of the tokens that count. It goes into the step's
                 # loss as it is: the loss is the mean over microbatches; or as a sum over tokens.
-                factor = (
-                    _num_tokens(chunk, batch) if self._per_token else 1 / self._num_microbatches
-                )
-                cache[microbatch] = replace(batch, loss_factor=factor * loss_scale)
+                if self._per_token:
+                    factor = _num_tokens(chunk, batch) * loss_scale
+                    samples = self._sample_factors(batch) * loss_scale
+                    batch = replace(batch, loss_factor=factor, sample_factors=samples)
+                else:
+                    batch = replace(batch, loss_factor=loss_scale / self._num_microbatches)
+                cache[microbatch] = batch
             batch = cache[microbatch]
             assert isinstance(chunk, GPTChunk)
             keep = (self._stages[chunk], microbatch) not in self._recomputed
@@ -213,6 +216,16 @@ class TrainStep:
             return output / self._num_microbatches * loss_scale
 
         return forward_step
+
+    def _sample_factors(self, batch: Microbatch) -> Tensor:
+        """Factors for losses in the middle: a sample counts as often as its tokens do.
+
+        A microbatch's own number of tokens would not do: which samples it joins, and which part of
+        a sample a cp rank has, are matters of the layout.
+        """
+        assert batch.labels is not None
+        num_tokens_B = (batch.labels >= 0).sum(1)
+        return num_tokens_B.float() * (batch.shape[0] / self._groups.cp.size)
 
     def _loss_sums(self, losses: StepLosses, *, loss_scale: Tensor | float = 1.0) -> Tensor:
         """``(sum of losses, number of steps or tokens)``, of one rank per data-parallel replica."""
