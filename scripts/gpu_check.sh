@@ -4,6 +4,8 @@
 #
 #   scripts/gpu_check.sh [OUT]        OUT defaults to benchmarks/results/gpu
 #   COMMIT=... names the commit where the sources lie outside a git checkout
+#   CUTLASS_ROOT=... a folder that holds include/cutlass and include/cute of CUTLASS 4.2.0; without it, the build looks in
+#   its own folder and then asks the package index, and without either it leaves the grouped products out
 #
 # Needs in the running Python: torch with CUDA, scikit-build-core, pybind11, numpy, pydantic, rich, safetensors, tomli-w,
 # pytest, hypothesis. Missing ones are taken from WHEELS (a folder of wheels) when it is set.
@@ -11,6 +13,10 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu}
 python=${PYTHON:-python3}
+if [ -n "${CUTLASS_ROOT:-}" ]; then  # relative to here; the build runs elsewhere
+  CUTLASS_ROOT=$(cd "$CUTLASS_ROOT" && pwd) || exit 1
+  export CUTLASS_ROOT
+fi
 mkdir -p "$out"
 log="$out/gpu_check.txt"
 : >"$log"
@@ -37,7 +43,9 @@ if [ "$build" = 0 ]; then
   for file in benchmarks/bench_gpu_*.py; do
     [ -e "$file" ] || continue
     say "$file"
-    "$python" "$file" 2>&1 | tee -a "$log"
+    options=()
+    grep -q -- '"--out"' "$file" && options=(--out "$out")  # its numbers as JSON
+    "$python" "$file" "${options[@]}" 2>&1 | tee -a "$log"
     [ "${PIPESTATUS[0]}" = 0 ] || bench=1
   done
 fi

@@ -61,9 +61,16 @@ def _installation() -> dict[str, str]:
     facts |= {"version": _core.__version__, "native core": "built"}
     if has_cuda_kernels():
         facts["CUDA kernels"] = "built for " + ", ".join(cuda_kernels().compiled_archs())
+        facts["grouped products"] = _grouped_products(cuda_kernels().grouped_gemm_archs())
     else:
         facts["CUDA kernels"] = "not built (needs nvcc on PATH when megacore is installed)"
     return facts
+
+
+def _grouped_products(archs: list[str]) -> str:
+    if archs:
+        return "built for " + ", ".join(archs)
+    return "not built (set CUTLASS_ROOT to CUTLASS's headers when megacore is installed)"
 
 
 def _torch() -> dict[str, str]:

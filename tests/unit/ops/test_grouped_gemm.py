@@ -146,6 +146,33 @@ def test_main_grad_receives_the_weight_gradient_in_float32(op: Any, dtype: torch
     assert_near(main_grad, exact, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", [grouped_gemm, grouped_gemm_reference])
+def test_each_expert_adds_to_main_grad_or_overwrites_it(op: Any, dtype: torch.dtype) -> None:
+    splits = [4, 0, 13, 0]
+    x, w, grad = make(splits, 1, 20, 30, dtype)
+    exact = torch.zeros(4, 20, 30)
+    exact[0] = grad[:4].float().T @ x[:4].float()
+    exact[2] = grad[4:17].float().T @ x[4:17].float()
+    adds = torch.tensor([True, True, False, False])
+    main_grad = torch.ones(4, 20, 30)
+    main_grad[~adds] = torch.nan
+    run(op, x, w, grad, splits, main_grad=main_grad, accumulate=adds)
+    assert_near(main_grad, exact + adds[:, None, None].float(), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(3, dtype=torch.bool), torch.ones(2), torch.ones(2, 1, dtype=torch.bool)]
+)
+@pytest.mark.parametrize("op", [grouped_gemm, grouped_gemm_reference])
+def test_a_mask_has_one_bool_per_expert(op: Any, mask: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"accumulate .* must be a bool, or \(2,\) bool on cpu"):
+        op(
+            torch.zeros(4, 3), torch.zeros(2, 5, 3), torch.tensor([1, 2]),
+            main_grad=torch.zeros(2, 5, 3), accumulate=mask,
+        )  # fmt: skip
+
+
 def test_a_buffer_learns_of_gradients_that_went_straight_to_main_grad() -> None:
     weight = nn.Parameter(torch.randn(2, 3, 4))
     info = ParamInfo(name="w", full_shape=(2, 3, 4), tp_dim=None, expert=True)
@@ -217,6 +244,9 @@ def test_torch_can_trace_and_differentiate_the_operations() -> None:
     opcheck(ops.grouped_gemm_input_grad.default, (grad, w.detach(), splits))
     target = torch.zeros(3, 5, 4)
     opcheck(ops.grouped_gemm_weight_grad_.default, (grad, x.detach(), splits, target, True))
+    mask = torch.tensor([True, False, True])
+    opcheck(ops.grouped_gemm.default, (x, w, splits, torch.zeros(3, 5, 4), True, mask))
+    opcheck(ops.grouped_gemm_weight_grad_.default, (grad, x.detach(), splits, target, True, mask))
     twice = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
     assert torch.autograd.gradcheck(lambda a, b: grouped_gemm(a, b, splits), twice)
 
