@@ -131,6 +131,18 @@ class MoEConfig(Section):
         default=True,
         description="Compute the router's logits in float32 whatever `train.dtype` is.",
     )
+    record_routing: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder for the experts that each token of each training step was given. "
+        "Default: they are not recorded.",
+    )
+    replay_routing: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of such a recording: in training, tokens go to the experts that they "
+        "were given then, in any layout. Default: the router decides.",
+    )
     load_interval: int = Field(
         default=10,
         ge=0,
@@ -164,6 +176,15 @@ class MoEConfig(Section):
             raise ValueError(
                 'pad_to_capacity needs capacity_factor and dispatcher = "static"; set both, or '
                 "pad_to_capacity = false"
+            )
+        if self.replay_routing is not None and self.force_balanced:
+            raise ValueError(
+                "replay_routing and force_balanced both decide where tokens go; leave one out"
+            )
+        if self.replay_routing is not None and self.replay_routing == self.record_routing:
+            raise ValueError(
+                f"record_routing and replay_routing both name {self.replay_routing}; record into "
+                "another folder"
             )
         if self.shared_ffn_hidden_size == 0 and (self.shared_gate or self.shared_overlap):
             name = "shared_gate" if self.shared_gate else "shared_overlap"

@@ -100,6 +100,11 @@ class RoutingLog:
         ids = torch.stack(columns, dim=1).flatten(0, 1)
         return ids.to(names.sample_ids_B.device, torch.int64)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was recorded."""
+        return not self._choices
+
     def save(self, path: Path) -> None:
         """Write the log to a safetensors file."""
         tensors = {f"{step}.{layer}.{sample}": t for (step, layer, sample), t in self._items()}

@@ -6,9 +6,9 @@ choices per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +153,13 @@ class RoutingResult:
     z_loss: Tensor | None
 
 
+class Tape(Protocol):
+    """Keeps decisions, or makes them as they were; see `megacore.moe.recording.RoutingTape`."""
+
+    def choose(self, layer: int, names: TokenNames, decide: Callable[[], Tensor]) -> Tensor:
+        """The experts of some tokens, ``(T, k)`` int64; ``decide`` takes the best ones."""
+
+
 class TopKRouter(nn.Module):
     """Scores the experts for each token and chooses the best.
 
@@ -169,6 +176,7 @@ class TopKRouter(nn.Module):
             ``config.expert_bias``. It is state of the training, to be saved in checkpoints.
         tokens_seen: ``(E,)``, int64: choices per expert in training since the last update of the
             bias. Not saved: it is zero between steps.
+        tape: Records or replays decisions in training, if set. Tokens then need names.
 
     Example:
         >>> router = TopKRouter(RouterConfig(num_experts=2, top_k=1), nn.Parameter(torch.eye(2)))
@@ -199,6 +207,7 @@ class TopKRouter(nn.Module):
         self.groups = RouterGroups() if groups is None else groups
         self.seed = seed
         self.layer = layer
+        self.tape: Tape | None = None
         zeros = weight.detach().new_zeros(config.num_experts, dtype=torch.float32)
         biased = config.expert_bias
         self.register_buffer("expert_bias", zeros if biased else None)
@@ -248,7 +257,7 @@ class TopKRouter(nn.Module):
         scores = _scores(logits, config)
         memo = Memo() if memo is None else memo
         if expert_ids is None:
-            expert_ids = memo.once(lambda: self._choose(logits, scores.detach(), names))
+            expert_ids = memo.once(lambda: self._decide(logits, scores.detach(), names))
         elif expert_ids.shape != (logits.shape[0], config.top_k):
             raise ValueError(
                 f"expert_ids have shape {tuple(expert_ids.shape)}; expected "
@@ -321,6 +330,13 @@ class TopKRouter(nn.Module):
         )
         factor = (uniform(numbers) * 2.0 - 1.0).mul_(self.config.jitter).add_(1.0)
         return hidden_SBH * factor.to(hidden_SBH.dtype)
+
+    def _decide(self, logits: Tensor, scores: Tensor, names: TokenNames | None) -> Tensor:
+        if self.tape is None or not self.training:
+            return self._choose(logits, scores, names)
+        if names is None:
+            raise ValueError("a tape needs the names of the tokens (names=TokenNames(...))")
+        return self.tape.choose(self.layer, names, lambda: self._choose(logits, scores, names))
 
     def _choose(self, logits: Tensor, scores: Tensor, names: TokenNames | None) -> Tensor:
         config = self.config

@@ -19,6 +19,7 @@ from megacore.optim import MemoryRow, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
 from megacore.pipeline import ActionKind, Lowering, Program
+from megacore.train.routing import check_routing
 from megacore.train.trainer import make_topology, train_recompute, train_schedule
 
 
@@ -187,6 +188,7 @@ def check_plan(config: Config, world_size: int) -> None:
         train_schedule(config, world_size)
         if config.moe.num_experts > 0:
             router_config(config.moe)
+            check_routing(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

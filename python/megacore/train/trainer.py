@@ -17,6 +17,7 @@ from megacore.data import Dataset, TrainingData, load_data, microbatch
 from megacore.errors import ConfigError, DataError
 from megacore.models.build import build_chunks, torch_dtype
 from megacore.models.gpt import GPTChunk
+from megacore.moe.recording import RoutingTape
 from megacore.optim import DistributedOptimizer, ParamPiece, learning_rate
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
@@ -31,6 +32,7 @@ from megacore.pipeline import (
 )
 from megacore.pipeline.executor import ActivationSpec
 from megacore.train.experts import ExpertWatch
+from megacore.train.routing import attach_tape
 from megacore.train.step import BatchSource, StepMetrics, TrainStep
 
 
@@ -46,6 +48,7 @@ class Trainer:
         chunks: Model chunks of this rank.
         optimizer: Optimizer over the parameters of ``chunks``.
         device: Where the model lives.
+        routing: Records or replays the decisions of routers, or neither.
     """
 
     config: Config
@@ -56,11 +59,15 @@ class Trainer:
     optimizer: DistributedOptimizer
     step: TrainStep
     device: torch.device
+    routing: RoutingTape
 
     def train_step(self, step: int, *, recorder: ActionRecorder | None = None) -> StepMetrics:
         """Run optimizer step number ``step`` (from 0). See :meth:`TrainStep.train`."""
         lr = self.learning_rate(step)
-        return self.step.train(step, self._batches(self.data.train), lr=lr, recorder=recorder)
+        self.routing.start_step(step)
+        metrics = self.step.train(step, self._batches(self.data.train), lr=lr, recorder=recorder)
+        self.routing.finish_step(step)
+        return metrics
 
     def pieces(self) -> list[ParamPiece]:
         """All state of this rank that a checkpoint keeps, as views to save from or load into."""
@@ -198,6 +205,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         optimizer=optimizer,
         step=step,
         device=device,
+        routing=attach_tape(config, chunks, rank=groups.rank),
     )
 
 

@@ -1,0 +1,279 @@
+"""A run's routing decisions in a folder, step by step, and a run that repeats them.
+
+``routing.json`` says what was recorded. Each rank writes one file per step with the choices it
+made, by sample and position, so a run in any other layout finds its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megacore.errors import MegacoreError
+from megacore.moe.replay import RoutingLog
+from megacore.moe.router import TokenNames
+
+ABOUT_NAME = "routing.json"
+_FORMAT = "megacore-routing"
+_FORMAT_VERSION = 1
+_STEP_FILE = re.compile(r"step_(\d{8,})\.rank_\d+\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What must be equal for decisions to fit: the names of tokens, and the experts.
+
+    Attributes:
+        settings: Values by key, such as ``"moe.num_experts"``.
+    """
+
+    settings: Mapping[str, Any]
+
+    def difference(self, other: Recorded) -> str | None:
+        """The first setting that differs, in words: ours, then that of ``other``."""
+        for key, value in self.settings.items():
+            theirs = other.settings.get(key)
+            if theirs != value:
+                return f"{key} = {value}, but it was recorded with {theirs}"
+        return None
+
+
+class RoutingRecorder:
+    """Writes the decisions of this rank.
+
+    Rank 0 makes the folder ready when the first step starts: what an earlier run recorded of that
+    step and later ones goes.
+
+    Args:
+        folder: On a file system that all ranks share.
+        recorded: Of this run.
+        rank: Of this process.
+    """
+
+    def __init__(self, folder: Path, recorded: Recorded, *, rank: int) -> None:
+        self._folder = folder
+        self._recorded = recorded
+        self._rank = rank
+        self._is_ready = False
+        self.log = RoutingLog()
+
+    def start_step(self, step: int) -> None:
+        """Forget what was not written.
+
+        Raises:
+            MegacoreError: On rank 0, if the folder holds something else or cannot be written.
+        """
+        self.log = RoutingLog()
+        if self._rank == 0 and not self._is_ready:
+            _writing(self._folder, lambda: self._prepare(step))
+        self._is_ready = True
+
+    def finish_step(self, step: int) -> None:
+        """Write the decisions of a step. A file appears when it is complete.
+
+        Raises:
+            MegacoreError: If it cannot be written.
+        """
+        if not self.log.is_empty:
+            _writing(self._folder, lambda: self._write(step))
+
+    def _prepare(self, step: int) -> None:
+        check_recording_folder(self._folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if step > 0 and (self._folder / ABOUT_NAME).exists():
+            difference = self._recorded.difference(read_recorded(self._folder))
+            if difference is not None:
+                raise MegacoreError(
+                    f"moe.record_routing = {self._folder} holds the steps before this one, but "
+                    f"this run has {difference}; name another folder"
+                )
+        for number, path in _step_files(self._folder):
+            if number >= step:
+                path.unlink()
+        about = {
+            "format": _FORMAT,
+            "format_version": _FORMAT_VERSION,
+            "settings": dict(self._recorded.settings),
+        }
+        _replace(
+            self._folder / ABOUT_NAME,
+            lambda path: path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8"),
+        )
+
+    def _write(self, step: int) -> None:
+        name = f"step_{step:08d}.rank_{self._rank:04d}.safetensors"
+        _replace(self._folder / name, self.log.save)
+
+
+class RoutingReplay:
+    """Reads the decisions of a recording, one step at a time.
+
+    Args:
+        folder: Of the recording.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log = RoutingLog()
+
+    def start_step(self, step: int) -> None:
+        """Read a step.
+
+        Raises:
+            MegacoreError: If it was not recorded, or a file is damaged.
+        """
+        paths = [path for number, path in _step_files(self._folder) if number == step]
+        if not paths:
+            raise MegacoreError(_no_step(self._folder, step))
+        try:
+            self._log = RoutingLog.load(*paths)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise MegacoreError(
+                f"moe.replay_routing = {self._folder}: cannot read step {step + 1:,}: {error}"
+            ) from error
+
+    def expert_ids(self, layer: int, names: TokenNames) -> Tensor:
+        """As `RoutingLog.expert_ids`.
+
+        Raises:
+            MegacoreError: If a token was not recorded.
+        """
+        try:
+            return self._log.expert_ids(layer, names)
+        except KeyError as error:
+            raise MegacoreError(
+                f"moe.replay_routing = {self._folder} is incomplete: {error.args[0]}"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingTape:
+    """What routers ask in training; see `TopKRouter`.
+
+    Attributes:
+        recorder: Keeps decisions, if any does.
+        replay: Makes them in place of the router, if any does.
+    """
+
+    recorder: RoutingRecorder | None = None
+    replay: RoutingReplay | None = None
+
+    def start_step(self, step: int) -> None:
+        """Get ready for a step, before its first forward pass."""
+        for part in (self.recorder, self.replay):
+            if part is not None:
+                part.start_step(step)
+
+    def finish_step(self, step: int) -> None:
+        """Keep what was decided."""
+        if self.recorder is not None:
+            self.recorder.finish_step(step)
+
+    def choose(self, layer: int, names: TokenNames, decide: Callable[[], Tensor]) -> Tensor:
+        """The experts of some tokens, ``(T, k)`` int64.
+
+        Sync:
+            Waits for the device, with either part.
+        """
+        ids = decide() if self.replay is None else self.replay.expert_ids(layer, names)
+        if self.recorder is not None:
+            self.recorder.log.record(layer, names, ids)
+        return ids
+
+
+def check_recording_folder(folder: Path) -> None:
+    """Check that a folder may take a recording.
+
+    Raises:
+        MegacoreError: If it holds something else.
+    """
+    if folder.is_dir() and (folder / ABOUT_NAME).exists():
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise MegacoreError(
+            f"moe.record_routing = {folder} holds something else than a recording; name a "
+            "new folder"
+        )
+
+
+def check_replay(folder: Path, recorded: Recorded, *, steps: int) -> None:
+    """Check that a recording fits a run.
+
+    Args:
+        folder: Of the recording.
+        recorded: What this run would record.
+        steps: Steps that the run ends with.
+
+    Raises:
+        MegacoreError: Naming the first thing that does not fit.
+    """
+    difference = recorded.difference(read_recorded(folder))
+    if difference is not None:
+        raise MegacoreError(
+            f"moe.replay_routing = {folder} does not fit this run: {difference}; set it as it was"
+        )
+    if steps - 1 not in {number for number, _ in _step_files(folder)}:
+        raise MegacoreError(_no_step(folder, steps - 1))
+
+
+def read_recorded(folder: Path) -> Recorded:
+    """What a recording was made of.
+
+    Raises:
+        MegacoreError: If it is none, or one of another format.
+    """
+    path = folder / ABOUT_NAME
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MegacoreError(
+            f"{folder} is no recording of routing decisions: it has no {ABOUT_NAME}; name the "
+            "folder that a run had as moe.record_routing"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise MegacoreError(f"cannot read {path}: {error}") from error
+    known = isinstance(about, dict) and isinstance(about.get("settings"), dict)
+    if not known or (about.get("format"), about.get("format_version")) != (
+        _FORMAT,
+        _FORMAT_VERSION,
+    ):
+        raise MegacoreError(f"{path} does not describe a recording that this megacore reads")
+    return Recorded(settings=about["settings"])
+
+
+def _no_step(folder: Path, step: int) -> str:
+    numbers = sorted({number for number, _ in _step_files(folder)})
+    held = f"steps {numbers[0] + 1:,} to {numbers[-1] + 1:,}" if numbers else "no steps"
+    return (
+        f"moe.replay_routing = {folder} does not have step {step + 1:,}: it holds {held}; record "
+        "more, or train fewer steps (train.steps)"
+    )
+
+
+def _step_files(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    found = ((_STEP_FILE.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
+    return [(int(match[1]), path) for match, path in found if match]
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    write(partial)
+    partial.replace(path)
+
+
+def _writing(folder: Path, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except (OSError, SafetensorError) as error:
+        raise MegacoreError(
+            f"cannot write to moe.record_routing = {folder}: {error}; name another folder"
+        ) from error

@@ -1,0 +1,74 @@
+"""Recording and replaying routing decisions of a training run: ``moe.record_routing`` and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacore.config import Config
+from megacore.models.gpt import GPTChunk
+from megacore.moe.recording import (
+    Recorded,
+    RoutingRecorder,
+    RoutingReplay,
+    RoutingTape,
+    check_recording_folder,
+    check_replay,
+)
+
+# What names tokens and what they mean, and what names experts.
+_KEYS = (
+    "moe.num_experts",
+    "moe.top_k",
+    "moe.first_dense_layers",
+    "moe.layer_interval",
+    "model.num_layers",
+    "model.seq_length",
+    "train.global_batch_size",
+    "train.seed",
+    "data.source",
+    "data.tokenizer",
+    "data.split",
+)
+
+
+def check_routing(config: Config) -> None:
+    """Check the folders of both settings, without making or reading any decisions.
+
+    Raises:
+        MegacoreError: If a recording does not fit the run, or there is no place for one.
+    """
+    moe = config.moe
+    if moe.record_routing is not None:
+        check_recording_folder(Path(moe.record_routing))
+    if moe.replay_routing is not None:
+        check_replay(Path(moe.replay_routing), _recorded(config), steps=config.train.steps)
+
+
+def attach_tape(config: Config, chunks: Sequence[GPTChunk], *, rank: int) -> RoutingTape:
+    """Give the routers of this rank what records and replays, as the settings say.
+
+    Args:
+        config: Resolved configuration.
+        chunks: Model chunks of this rank.
+        rank: Of this process.
+    """
+    moe = config.moe
+    tape = RoutingTape(
+        recorder=None
+        if moe.record_routing is None
+        else RoutingRecorder(Path(moe.record_routing), _recorded(config), rank=rank),
+        replay=None if moe.replay_routing is None else RoutingReplay(Path(moe.replay_routing)),
+    )
+    if tape != RoutingTape():
+        for chunk in chunks:
+            for layer in chunk.moe_layers().values():
+                layer.router.tape = tape
+    return tape
+
+
+def _recorded(config: Config) -> Recorded:
+    values = config.model_dump()
+    return Recorded(
+        settings={key: values[section][name] for key in _KEYS for section, name in [key.split(".")]}
+    )
