@@ -37,8 +37,34 @@ class Section(BaseModel):
 
     @classmethod
     def by_key(cls) -> dict[str, FieldInfo]:
-        """Fields by the names users write: an alias where Python does not allow the name."""
-        return {info.alias or name: info for name, info in cls.model_fields.items()}
+        """Fields by the names users write: an alias where Python does not allow the name.
+
+        Sections inside of the section are not among them, see :meth:`inner_sections`.
+        """
+        inner = cls.inner_sections()
+        return {
+            info.alias or name: info for name, info in cls.model_fields.items() if name not in inner
+        }
+
+    @classmethod
+    def inner_sections(cls) -> dict[str, type[Section]]:
+        """The sections inside of this one by name."""
+        return {
+            name: info.annotation
+            for name, info in cls.model_fields.items()
+            if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+        }
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """The section of a key, and the rest.
+
+    Example:
+        >>> split_key("moe.echo.spare_slots"), split_key("train.steps"), split_key("train")
+        (('moe.echo', 'spare_slots'), ('train', 'steps'), ('train', ''))
+    """
+    section, _, name = key.rpartition(".")
+    return (section, name) if section else (name, "")
 
 
 @dataclass(frozen=True)

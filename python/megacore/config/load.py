@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from megacore.config.base import Section
+from megacore.config.base import Section, split_key
 from megacore.config.sections import Config, section_classes
 from megacore.config.words import close_words
 from megacore.errors import ConfigError
@@ -139,14 +139,27 @@ def config_to_toml(config: Config) -> str:
         sequence_parallel = false
     """
     parts = []
-    for section, values in config.model_dump(exclude_none=True).items():
-        lines = [_saved_line(config, f"{section}.{key}", value) for key, value in values.items()]
+    values = config.model_dump(exclude_none=True)
+    for section, cls in section_classes().items():
+        table = _table(values, section)
+        known = {key: table[key] for key in cls.by_key() if key in table}
+        lines = [_saved_line(config, f"{section}.{key}", value) for key, value in known.items()]
         parts.append("\n".join([f"[{section}]", *lines]) + "\n")
     return "\n".join(parts)
 
 
+def _table(data: dict[str, Any], section: str) -> Any:
+    """The table of a section in ``data``; made if it is missing."""
+    table: Any = data
+    for name in section.split("."):
+        if not isinstance(table, dict):
+            return table
+        table = table.setdefault(name, {})
+    return table
+
+
 def _saved_line(config: Config, key: str, value: Any) -> str:
-    line = tomli_w.dumps({key.partition(".")[2]: value}).rstrip("\n")
+    line = tomli_w.dumps({split_key(key)[1]: value}).rstrip("\n")
     if key in config.derived:
         return f"# {line}   (derived)"
     return f"# {line}   (of one start)" if key == "checkpoint.resume" else line
@@ -247,10 +260,10 @@ def _plain_key(text: str) -> str:
 def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text: str) -> str | None:
     """Put one override into ``data``; returns a problem instead if it has no section to go to."""
     flag = f"--{key}={text}"
-    section, dot, name = key.partition(".")
-    if not dot or section not in section_classes():
+    section, name = split_key(key)
+    if not name or section not in section_classes():
         return f"{flag}: {_unknown_key(section, name)}"
-    table = data.setdefault(section, {})
+    table = _table(data, section)
     if isinstance(table, dict):
         table[name] = _typed(key, text)
         where[key] = flag
@@ -271,7 +284,7 @@ def _typed(key: str, text: str) -> Any:
 
 
 def _annotation(key: str) -> Any:
-    section, _, name = key.partition(".")
+    section, name = split_key(key)
     fields = section_classes().get(section, Section).by_key()
     return fields[name].annotation if name in fields else None
 
@@ -287,7 +300,8 @@ class _Places:
     file: str | None
 
     def prefix(self, key: str) -> str:
-        place = self.where.get(key) or self.where.get(key.partition(".")[0]) or self.file
+        section = split_key(key)[0]
+        place = self.where.get(key) or self.where.get(section) or self.file
         return f"{place}: " if place else ""
 
 
@@ -307,7 +321,7 @@ _TYPES = {
 def _describe(details: ErrorDetails, places: _Places) -> str:
     """One line for one pydantic error: place, key and value, the rule, the nearest fix."""
     key = ".".join(str(part) for part in details["loc"])
-    section, _, name = key.partition(".")
+    section, name = split_key(key) if key not in section_classes() else (key, "")
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     prefix = places.prefix(key)
     if kind == "extra_forbidden":
@@ -352,6 +366,8 @@ def toml_value(value: Any) -> str:
 def _unknown_key(section: str, name: str) -> str:
     """What to say about a section or key that does not exist."""
     classes = section_classes()
+    if f"{section}.{name}" in classes:
+        return f"[{section}.{name}] is a section of its own; name one of its settings"
     if section not in classes:
         if homes := setting_homes(section):
             return f"{section} stands outside any section; did you mean {' or '.join(homes)}?"

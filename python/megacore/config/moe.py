@@ -9,6 +9,55 @@ from pydantic import Field, model_validator
 from megacore.config.base import Section
 
 
+class EchoConfig(Section):
+    """``[moe.echo]``: clones of hot experts in spare slots, so that no rank is overloaded."""
+
+    spare_slots: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Slots for clones of experts on each rank, shared by all layers; 0 turns ECHO "
+        "off.",
+    )
+    planner: Literal["balanced", "echo"] = Field(
+        default="balanced",
+        description="How clones are chosen: ours, which reaches its goal whenever slots allow it; "
+        "or that of the ECHO documents, to compare with.",
+    )
+    tolerance: float = Field(
+        default=0.01,
+        ge=0.0,
+        le=1.0,
+        description="`balanced`: load above the mean that is not worth a clone, as a fraction of "
+        "the mean.",
+    )
+    min_imbalance: float = Field(
+        default=1.0,
+        ge=1.0,
+        le=1000.0,
+        description="Make no clones while the highest load of a rank over the mean is at most "
+        "this.",
+    )
+    domain: int | None = Field(
+        default=None,
+        ge=1,
+        description="`balanced`: so many consecutive ranks of ep are connected best, by NVLink for "
+        "instance; clones stay inside as far as they can. Default: all ranks are alike.",
+    )
+    receive_budget: float | None = Field(
+        default=None,
+        ge=1.0,
+        description="`static`: rows of a rank for its experts, as a multiple of the mean load. "
+        "Default: what the planner guarantees.",
+    )
+    record_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Write the counts of tokens by rank and expert of the first steps to "
+        "`routing/` in the run's folder, for `megacore echo simulate --counts`.",
+    )
+
+
 class MoEConfig(Section):
     """``[moe]``: mixture of experts."""
 
@@ -149,6 +198,7 @@ class MoEConfig(Section):
         description="Steps between two records of every expert's load in `metrics.jsonl`; 0 for "
         "none. Imbalance and losses are there for each step.",
     )
+    echo: EchoConfig = EchoConfig()
 
     def is_moe_layer(self, index: int) -> bool:
         """Whether the layer with this global index has experts.
@@ -176,6 +226,20 @@ class MoEConfig(Section):
             raise ValueError(
                 'pad_to_capacity needs capacity_factor and dispatcher = "static"; set both, or '
                 "pad_to_capacity = false"
+            )
+        if self.echo.spare_slots > 0 and self.pad_to_capacity:
+            raise ValueError(
+                "echo.spare_slots bounds the load of ranks, pad_to_capacity that of each expert; "
+                "set echo.spare_slots = 0, or pad_to_capacity = false"
+            )
+        if self.echo.spare_slots > 0 and self.num_experts == 0:
+            raise ValueError(
+                f"echo.spare_slots = {self.echo.spare_slots} is for experts, but num_experts = 0; "
+                "leave spare_slots out, or set num_experts"
+            )
+        if self.echo.domain is not None and self.echo.planner == "echo":
+            raise ValueError(
+                'echo.domain is for echo.planner = "balanced"; leave domain out, or change planner'
             )
         if self.replay_routing is not None and self.force_balanced:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,8 +129,7 @@ class _Problems:
 
     def shown(self, key: str, value: Any = None) -> str:
         """``"parallel.tp = 2 (demo.toml:9)"``; a derived value is given by the caller."""
-        section, _, name = key.partition(".")
-        set_value = getattr(getattr(self.config, section), name)
+        set_value = operator.attrgetter(key)(self.config)
         shown = set_value if set_value is not None else value
         return f"{key} = {shown} ({self.config.origin(key)})"
 
@@ -157,6 +157,11 @@ def _check_experts(problems: _Problems, config: Config) -> None:
             f"{problems.shown('moe.shared_ffn_hidden_size')} is not a multiple of "
             f"{problems.shown('parallel.tp')}; nearest: "
             f"{nearest_multiples(moe.shared_ffn_hidden_size, parallel.tp)}"
+        )
+    if moe.echo.domain is not None and parallel.ep % moe.echo.domain:
+        problems.add(
+            f"{problems.shown('moe.echo.domain')} does not divide {problems.shown('parallel.ep')}; "
+            f"nearest: domain={nearest_divisors(moe.echo.domain, parallel.ep)}"
         )
     unit = parallel.tp * (2 * parallel.cp if parallel.cp > 1 else 1)
     if not parallel.sequence_parallel and config.model.seq_length % unit:

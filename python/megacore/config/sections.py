@@ -634,9 +634,9 @@ class Config(Section):
 
 
 def section_classes() -> dict[str, type[Section]]:
-    """Section name to its class, in the order of the file."""
-    return {
-        name: info.annotation
-        for name, info in Config.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
-    }
+    """Section name to its class, in the order of the file; ``moe.echo`` is inside of ``moe``."""
+    classes: dict[str, type[Section]] = {}
+    for name, outer in Config.inner_sections().items():
+        classes[name] = outer
+        classes |= {f"{name}.{inner}": cls for inner, cls in outer.inner_sections().items()}
+    return classes

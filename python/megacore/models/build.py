@@ -8,6 +8,7 @@ from torch import nn
 from megacore.config import Config, layers_of_stages, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
+from megacore.moe.clone_weights import SlotBuffers
 from megacore.parallel.process_groups import ProcessGroups
 
 
@@ -34,6 +35,7 @@ def build_chunks(
     """
     stages = _stages(config)
     chunks: list[GPTChunk] = []
+    slots = SlotBuffers(config.moe.echo.spare_slots)
     for stage in stages_of_ranks(config)[groups.pp.position]:
         chunks.append(
             GPTChunk(
@@ -48,6 +50,7 @@ def build_chunks(
                 seed=config.train.seed,
                 moe=config.moe,
                 tied_weight=_embedding_weight(chunks),
+                slots=slots,
                 recompute=config.train.recomputed,
             )
         )

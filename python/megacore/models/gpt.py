@@ -20,6 +20,7 @@ from megacore.models.mappings import Region
 from megacore.models.moe_block import MoEBlock
 from megacore.models.shape import GPTShape
 from megacore.models.transformer import TransformerLayer
+from megacore.moe.clone_weights import SlotBuffers
 from megacore.moe.dispatchers import StaticBudget
 from megacore.moe.layer import MoELayer
 from megacore.parallel.batch import Microbatch
@@ -49,6 +50,7 @@ class GPTChunk(nn.Module):
         moe: A resolved ``[moe]`` section. Default: every layer is dense.
         tied_weight: With tied embeddings: the embedding of another chunk on this rank, used by this
             chunk's head in place of a copy.
+        slots: Memory for clones of experts; chunks of a rank may share it. Default: its own.
         recompute: What the backward pass makes again instead of it being kept: ``{"layer"}``, each
             layer from its input, or parts of it as in ``train.recompute_modules``.
 
@@ -84,6 +86,7 @@ class GPTChunk(nn.Module):
         seed: int = 1234,
         moe: MoEConfig | None = None,
         tied_weight: nn.Parameter | None = None,
+        slots: SlotBuffers | None = None,
         recompute: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
@@ -108,6 +111,7 @@ class GPTChunk(nn.Module):
             moe=moe,
             groups=groups,
             budget=self.moe_budget,
+            slots=SlotBuffers(moe.echo.spare_slots) if slots is None else slots,
             recompute=recompute,
         )
         self.embedding = Embedding(context, with_head=has_head) if has_embedding else None

@@ -18,6 +18,7 @@ from megacore.models.functional import rms_norm
 from megacore.models.init import ParamFactory
 from megacore.models.mappings import Region
 from megacore.models.shape import GPTShape
+from megacore.moe.clone_weights import SlotBuffers
 from megacore.moe.dispatchers import StaticBudget
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
@@ -36,6 +37,7 @@ class ModelContext:
         moe: The ``[moe]`` section.
         groups: Process groups of this rank.
         budget: Size of the ``static`` dispatcher's buffers, one for all layers.
+        slots: Memory for clones of experts, one for all layers.
         recompute: What makes its activations again in the backward pass: ``"layer"``, or parts of
             layers as in ``train.recompute_modules``.
     """
@@ -47,6 +49,7 @@ class ModelContext:
     moe: MoEConfig
     groups: ProcessGroups
     budget: StaticBudget
+    slots: SlotBuffers
     recompute: frozenset[str] = frozenset()
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from megacore.config import filled
+from megacore.config import MoEConfig, filled
 from megacore.models.layers import ModelContext
 from megacore.models.mappings import Region, gather_sequence, scatter_sequence
 from megacore.moe.balance import RouterGroups
@@ -21,10 +21,11 @@ from megacore.moe.dispatchers import (
     ExpertPlacement,
     StaticDispatcher,
 )
+from megacore.moe.echo import Echo, ReceiveBudget
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import TokenNames, TopKRouter
-from megacore.moe.settings import router_config
+from megacore.moe.settings import echo_options, echo_receive_factor, router_config
 from megacore.ops.recompute import Memo
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
@@ -64,9 +65,11 @@ class MoEBlock(nn.Module):
             seed=context.params.seed,
             layer=layer,
         )
+        echo = _echo(context)
         self.moe = MoELayer(
             router=router,
-            dispatcher=_dispatcher(context),
+            dispatcher=_dispatcher(context, echo),
+            echo=echo,
             experts=_experts(f"{name}.experts", context),
             shared=shared,
             overlap_shared=moe.shared_overlap,
@@ -116,14 +119,39 @@ class GatedExpert(nn.Module):
         return output
 
 
-def _dispatcher(context: ModelContext) -> Dispatcher:
+def _echo(context: ModelContext) -> Echo | None:
+    """Clones of hot experts, where there are other ranks to hold them."""
+    moe, groups = context.moe, context.groups
+    if groups.ep.size == 1 or (moe.echo.spare_slots == 0 and moe.echo.record_steps == 0):
+        return None
+    placement = ExpertPlacement.of(groups, moe.num_experts)
+    budget = None
+    if moe.dispatcher == "static":
+        budget = ReceiveBudget(echo_receive_factor(moe, placement.num_local), context.budget)
+    return Echo(
+        placement,
+        echo_options(moe),
+        ep=groups.ep,
+        slots=context.slots,
+        capacity=_capacity(moe),
+        budget=budget,
+    )
+
+
+def _capacity(moe: MoEConfig) -> Capacity | None:
+    if moe.capacity_factor is None:
+        return None
+    return Capacity(factor=moe.capacity_factor, drop_by=moe.drop_by, pad=moe.pad_to_capacity)
+
+
+def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
     moe = context.moe
+    if echo is not None:
+        if moe.dispatcher == "allgather":
+            return AllGatherDispatcher(echo.places)
+        return AllToAllDispatcher(echo.places, receive_rows=echo.receive_rows)
     placement = ExpertPlacement.of(context.groups, moe.num_experts)
-    capacity = None
-    if moe.capacity_factor is not None:
-        capacity = Capacity(
-            factor=moe.capacity_factor, drop_by=moe.drop_by, pad=moe.pad_to_capacity
-        )
+    capacity = _capacity(moe)
     if moe.dispatcher == "static":
         return StaticDispatcher(placement, budget=context.budget, capacity=capacity)
     if moe.dispatcher == "allgather":

@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from megacore.moe.clone_weights import FC1, FC2, CloneExchange
 from megacore.moe.dispatchers import ExpertRows
 from megacore.ops.activations import gelu, swiglu
 from megacore.ops.gemm import grouped_gemm, main_grad_of
@@ -45,11 +46,29 @@ class GroupedExperts(nn.Module):
         self.fc2 = fc2
         self.activation = activation
 
-    def forward(self, arrived: ExpertRows) -> Tensor:
-        """Results of the rows, ``(M, H)``; this rank's part of a sum if etp splits experts."""
-        inner = _product(arrived.rows, self.fc1, arrived.m_splits)
+    def forward(
+        self, arrived: ExpertRows | None, clones: CloneExchange | None = None
+    ) -> Tensor | None:
+        """Compute the experts' results.
+
+        Args:
+            arrived: Rows of the local experts and behind them those of ``clones``. ``None`` only
+                starts to send the weights of clones; a call, so that weights are current.
+            clones: Clones that other ranks hold for this one, and that it holds for others.
+
+        Returns:
+            ``(M, H)``; this rank's part of a sum if etp splits experts.
+        """
         activate = swiglu if self.activation == "swiglu" else gelu
-        return _product(activate(inner, arrived.probs), self.fc2, arrived.m_splits)
+        if arrived is None:
+            if clones is not None:
+                clones.start()
+            return None
+        rows, probs, m_splits = arrived.rows, arrived.probs, arrived.m_splits
+        if clones is not None:
+            inner = clones.product(FC1, rows, m_splits)
+            return clones.product(FC2, activate(inner, probs), m_splits)
+        return _product(activate(_product(rows, self.fc1, m_splits), probs), self.fc2, m_splits)
 
 
 def _product(rows: Tensor, weight: nn.Parameter, m_splits: Tensor) -> Tensor:

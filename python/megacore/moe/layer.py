@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.moe.dispatchers import Dispatcher, DispatchPlan
+from megacore.moe.echo import Echo, EchoPlan
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.recompute import Memo
@@ -53,6 +54,7 @@ class MoELayer(nn.Module):
         take_share: From the layer's input to the tokens that this rank routes, ``(S', B, H)``.
             Default: all of them.
         join_shares: Back from the results of these tokens to the layer's output.
+        echo: Clones of hot experts; the dispatcher then moves tokens to ``echo.places``.
     """
 
     tokens_per_expert: Tensor
@@ -70,6 +72,7 @@ class MoELayer(nn.Module):
         overlap_shared: bool = False,
         take_share: Mapping | None = None,
         join_shares: Mapping | None = None,
+        echo: Echo | None = None,
     ) -> None:
         super().__init__()
         self.router = router
@@ -79,9 +82,8 @@ class MoELayer(nn.Module):
         self.overlap_shared = overlap_shared
         self._take_share = take_share
         self._join_shares = join_shares
-        zeros = router.weight.detach().new_zeros(
-            dispatcher.placement.num_experts, dtype=torch.int64
-        )
+        self.echo = echo
+        zeros = router.weight.detach().new_zeros(router.config.num_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", zeros, persistent=False)
         self.register_buffer("num_dropped", zeros.new_zeros(()), persistent=False)
         self.register_buffer("num_over_budget", zeros.new_zeros(()), persistent=False)
@@ -131,7 +133,7 @@ class MoELayer(nn.Module):
 
     def plan(self, routing: RoutingResult, *, memo: Memo) -> DispatchPlan:
         """The second part: which copy goes where. Up to here no size depends on the routing."""
-        decided = memo.once(lambda: _without_gradient(self.dispatcher.preprocess(routing)))
+        decided = memo.once(lambda: _without_gradient(self._decide(routing)))
         plan = replace(decided, probs=routing.probs)
         if not memo.is_replay:
             self._count(plan, routing)
@@ -145,13 +147,19 @@ class MoELayer(nn.Module):
         Sync:
             Waits for the device where the dispatcher has to read sizes.
         """
+        clones = None
+        if self.echo is not None and isinstance(plan, EchoPlan):
+            clones = self.echo.clones(self.experts, plan)
+            self.experts(None, clones)
         splits = memo.once(lambda: self.dispatcher.read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
         # Between the start and the end of the exchange.
         shared_SBH = self.shared(x_SBH) if self.shared and self.overlap_shared else None
         arrived = pending.finish()
-        rows = self.dispatcher.combine(self.experts(arrived), arrived, splits)
+        rows = self.dispatcher.combine(self.experts(arrived, clones), arrived, splits)
         routed_SBH = self.dispatcher.postprocess(rows, plan).view_as(tokens_SBH)
+        if clones is not None:
+            routed_SBH = clones.watch(routed_SBH)
         if self.shared is not None and shared_SBH is None:
             shared_SBH = self.shared(x_SBH)
         output_SBH = routed_SBH if self._join_shares is None else self._join_shares(routed_SBH)
@@ -170,8 +178,15 @@ class MoELayer(nn.Module):
         """Start counting anew; also forgets what the router's bias would learn from."""
         for count in vars(self.counts()).values():
             count.zero_()
+        if self.echo is not None:
+            self.echo.reset_counts()
         if self.router.tokens_seen is not None:
             self.router.tokens_seen.zero_()
+
+    def _decide(self, routing: RoutingResult) -> DispatchPlan:
+        if self.echo is None:
+            return self.dispatcher.preprocess(routing)
+        return self.echo.plan(routing, self.dispatcher)
 
     @torch.no_grad()
     def _count(self, plan: DispatchPlan, routing: RoutingResult) -> None:

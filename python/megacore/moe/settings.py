@@ -1,8 +1,9 @@
-"""What the ``[moe]`` section means for a router."""
+"""What the ``[moe]`` section means for a router and for clones."""
 
 from __future__ import annotations
 
 from megacore.config import MoEConfig
+from megacore.moe.echo import EchoOptions
 from megacore.moe.router import RouterConfig
 
 
@@ -35,3 +36,31 @@ def router_config(moe: MoEConfig) -> RouterConfig:
         force_balanced=moe.force_balanced,
         fp32=moe.router_fp32,
     )
+
+
+def echo_options(moe: MoEConfig) -> EchoOptions:
+    """The planner's part of ``[moe.echo]``."""
+    echo = moe.echo
+    return EchoOptions(
+        num_spare_slots=echo.spare_slots,
+        method=echo.planner,
+        tolerance=echo.tolerance,
+        min_imbalance=echo.min_imbalance,
+        domain_size=echo.domain,
+    )
+
+
+def echo_receive_factor(moe: MoEConfig, experts_per_rank: int) -> float:
+    """Rows that the ``static`` dispatcher keeps on a rank, as a multiple of the mean load.
+
+    What the planner guarantees; ``static_budget`` where it guarantees nothing.
+
+    Example:
+        >>> from megacore.config import MoEConfig
+        >>> moe = MoEConfig(num_experts=8, echo={"spare_slots": 4, "tolerance": 0.02})
+        >>> echo_receive_factor(moe, 4), echo_receive_factor(moe, 8)
+        (1.02, 1.125)
+    """
+    if moe.echo.receive_budget is not None:
+        return moe.echo.receive_budget
+    return echo_options(moe).guaranteed_factor(experts_per_rank) or moe.static_budget

@@ -10,7 +10,7 @@ the group that shares the experts, H hidden.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -80,6 +80,15 @@ class ExpertPlacement:
             ep_position=groups.ep.position,
             num_experts=num_experts,
         )
+
+    def with_slots(self, num_spare_slots: int) -> ExpertPlacement:
+        """The same ranks with spare slots behind their experts; numbers are places then.
+
+        Example:
+            >>> ExpertPlacement.of(ProcessGroups.single(), 8).with_slots(2).num_local
+            10
+        """
+        return replace(self, num_experts=self.num_experts + self.ep_size * num_spare_slots)
 
     @property
     def ep_size(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class _ExchangeDispatcher(Dispatcher):
             start_exchange(permute_probs(probs, plan.row_map, num_rows), group, splits),
             self._expert_of_rows(plan, splits),
             self.placement.num_local,
+            self._num_received(plan),
         )
 
     def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:
@@ -56,6 +58,10 @@ class _ExchangeDispatcher(Dispatcher):
         if arrived.row_map is not None:
             rows = collect_rows(rows, arrived.row_map)
         return exchange_rows(rows, self.placement.group, splits.reversed())
+
+    def _num_received(self, plan: DispatchPlan) -> int | None:  # noqa: ARG002
+        """Rows that experts get, if more than arrive."""
+        return None
 
     @abstractmethod
     def _num_sent(self, plan: DispatchPlan, splits: RowSplits) -> int:
@@ -70,9 +76,25 @@ class AllToAllDispatcher(_ExchangeDispatcher):
     """Dropless: as many rows travel as there are copies.
 
     Their number depends on the routing, so the host reads it once per layer (``read_splits``).
+
+    Args:
+        placement: Where the experts are.
+        capacity: Limit of the copies per expert; ``None`` for no limit.
+        receive_rows: From the number of tokens of a member and the copies of each to the rows that
+            experts get, whatever arrives; more must not arrive. ``None``: as many as arrive.
     """
 
     captured_fields = (*_PLAN_FIELDS, "rows_per_member")
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        *,
+        capacity: Capacity | None = None,
+        receive_rows: Callable[[int, int], int] | None = None,
+    ) -> None:
+        super().__init__(placement, capacity=capacity)
+        self._receive_rows = receive_rows
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
         """Sort copies by expert and tell the others how many come. See `Dispatcher`."""
@@ -107,6 +129,9 @@ class AllToAllDispatcher(_ExchangeDispatcher):
         sent, received = plan.rows_per_member.tolist()
         return RowSplits(sent=tuple(sent), received=tuple(received))
 
+    def _num_received(self, plan: DispatchPlan) -> int | None:
+        return None if self._receive_rows is None else self._receive_rows(*plan.probs.shape)
+
     def _num_sent(self, plan: DispatchPlan, splits: RowSplits) -> int:  # noqa: ARG002
         return sum(splits.sent or ())
 
@@ -129,7 +154,12 @@ class StaticBudget:
     """
 
     def __init__(self, factor: float) -> None:
-        self.factor = factor
+        self.factor = self._first_factor = factor
+
+    @property
+    def growth(self) -> float:
+        """How many times the first budget it is now."""
+        return self.factor / self._first_factor
 
     def grow(self) -> None:
         """Double the budget."""
@@ -259,15 +289,21 @@ def _per_member(values_P: Tensor, placement: ExpertPlacement) -> Tensor:
 
 class _PendingExchange(PendingDispatch):
     def __init__(
-        self, rows: PendingRows, probs: PendingRows, expert_of_row_M: Tensor, num_local: int
+        self,
+        rows: PendingRows,
+        probs: PendingRows,
+        expert_of_row_M: Tensor,
+        num_local: int,
+        num_rows: int | None,
     ) -> None:
         self._rows, self._probs = rows, probs
         self._expert_of_row_M, self._num_local = expert_of_row_M, num_local
+        self._num_rows = num_rows
 
     def finish(self) -> ExpertRows:
         rows, probs = self._rows.finish(), self._probs.finish()
         row_map, m_splits = sort_by_expert(self._expert_of_row_M[:, None], self._num_local)
-        num_rows = rows.shape[0]
+        num_rows = rows.shape[0] if self._num_rows is None else self._num_rows
         return ExpertRows(
             rows=spread_rows(rows, row_map, num_rows),
             probs=permute_probs(probs[:, None], row_map, num_rows),
