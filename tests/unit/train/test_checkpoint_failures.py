@@ -29,6 +29,7 @@ from megacore.train.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     load_full_weights,
+    read_index,
     resolve_checkpoint,
     save_checkpoint,
 )
@@ -203,6 +204,29 @@ def test_generation_reports_damage_too(tmp_path: Path, name: str) -> None:
     damage(folder)
     with pytest.raises(CheckpointError, match=message):
         load_full_weights(folder)
+
+
+def test_no_flipped_bit_of_the_index_goes_unnoticed(tmp_path: Path) -> None:
+    state = TrainState(step=1, samples=8, optimizer={"loss_scale": 0.1 + 0.2})
+    config = {"model": {"norm_eps": 1e-05}}
+    folder = save_checkpoint(tmp_path, _pieces(), state=state, config=config, groups=GROUPS)
+    raw = (folder / "index.json").read_bytes()
+    read_index(folder)
+    for place in range(len(raw)):
+        flipped = bytearray(raw)
+        flipped[place] ^= 0x20  # of all bits the one that may leave the same number, 1E-05
+        (folder / "index.json").write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=r"index\.json"):
+            read_index(folder)
+
+
+def test_an_index_that_is_nonsense_is_one_sentence(tmp_path: Path) -> None:
+    folder = _save(tmp_path)
+    head = '{"format": "megacore-checkpoint", "format_version": 2, '
+    for text in ("[]", "[" * 100_000, head + '"crc32": 1e999}', head + '"state": []}'):
+        (folder / "index.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"index\.json"):
+            read_index(folder)
 
 
 def test_another_shape_names_both_and_the_setting(tmp_path: Path) -> None:

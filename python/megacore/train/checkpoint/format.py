@@ -101,10 +101,11 @@ def read_index(folder: Path) -> CheckpointIndex:
     """
     path = folder / INDEX_NAME
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {INDEX_NAME}") from None
-    except (OSError, ValueError) as error:  # ValueError: neither JSON nor UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: neither JSON nor UTF-8
         raise CheckpointError(f"cannot read {path}: {error}; {ADVICE}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{path} does not describe a checkpoint of megacore")
@@ -114,7 +115,7 @@ def read_index(folder: Path) -> CheckpointIndex:
             f"{path} has format version {version}, this megacore reads version {FORMAT_VERSION}; "
             f"load it with the megacore that wrote it"
         )
-    if data.pop("crc32", None) != _checksum(data):
+    if not _is_intact(text, data):
         raise CheckpointError(
             f"{path} is damaged: its content does not match its checksum; {ADVICE}"
         )
@@ -159,6 +160,16 @@ def read_metadata(folder: Path, index: CheckpointIndex) -> Metadata:
 def without_advice(error: CheckpointError) -> str:
     """What is wrong, without the advice to take another checkpoint."""
     return str(error).removesuffix(ADVICE).removesuffix("otherwise ").rstrip(";, ")
+
+
+def _is_intact(text: str, data: Mapping[str, Any]) -> bool:
+    """Whether a text is, to the bit, what `CheckpointIndex.to_json` writes."""
+    summed = {name: value for name, value in data.items() if name != "crc32"}
+    try:
+        # The texts too: 1e-05 and 1E-05 are the same number.
+        return data.get("crc32") == _checksum(summed) and text == _to_text(data)
+    except ValueError:  # a number that is not finite, which is never written
+        return False
 
 
 def _checksum(data: Mapping[str, Any]) -> int:
