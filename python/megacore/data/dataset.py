@@ -167,6 +167,7 @@ def microbatch(
     dp_size: int,
     microbatch_size: int,
     global_batch_size: int,
+    sample_offset: int = 0,
 ) -> Microbatch:
     """The samples that one data-parallel rank computes in one microbatch of one step.
 
@@ -182,6 +183,8 @@ def microbatch(
         dp_size: Data-parallel size.
         microbatch_size: B, samples per microbatch.
         global_batch_size: G, samples per step over all ranks.
+        sample_offset: Is added to the numbers of all samples. Of a run that was resumed with
+            another G: samples consumed before, less what steps before would have with this G.
 
     Returns:
         ``tokens`` and ``labels`` ``(B, seq_length)``, ``sample_ids`` ``(B,)``; int64, CPU.
@@ -197,7 +200,7 @@ def microbatch(
             f"there are {count} microbatches on each of {dp_size} dp ranks"
         )
     group = microbatch * dp_size + dp_position
-    first = step * global_batch_size + group * microbatch_size
+    first = step * global_batch_size + sample_offset + group * microbatch_size
     numbers = range(first, first + microbatch_size)
     rows = torch.from_numpy(np.stack([dataset.sample(number) for number in numbers]))
     return Microbatch(

@@ -1,0 +1,57 @@
+"""What a resumed run goes on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import Config, resolve
+from megacore.train import trainer as trainer_module
+from megacore.train.checkpoint import read_index
+from megacore.train.loop import train
+
+
+def _train(folder: Path, *, steps: int, batch_size: int, resume: str | None = None) -> None:
+    config = Config(
+        model={"hidden_size": 16, "num_layers": 1, "num_heads": 2, "seq_length": 8},
+        train={
+            "steps": steps,
+            "microbatch_size": 1,
+            "global_batch_size": batch_size,
+            "eval_interval": 0,
+        },
+        data={"source": str(folder / "text.txt"), "tokenizer": "bytes"},
+        checkpoint={"interval": 1, "keep": 9, "resume": resume},
+        run={"dir": str(folder / "run"), "plain": True, "trace_step": -1},
+    )
+    config = resolve(config, 1, vocab_size=256, cuda=False)
+    context: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    assert train(config, context) == 0
+
+
+def test_with_another_batch_size_the_data_go_on_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumed: list[int] = []
+    real = trainer_module.microbatch
+
+    def microbatch(*args: Any, **kwargs: Any) -> Any:
+        batch = real(*args, **kwargs)
+        consumed.extend(batch.sample_ids.tolist())
+        return batch
+
+    monkeypatch.setattr(trainer_module, "microbatch", microbatch)
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    _train(tmp_path, steps=2, batch_size=6)
+    _train(tmp_path, steps=4, batch_size=4, resume="auto")
+    _train(tmp_path, steps=5, batch_size=8, resume="auto")
+    assert consumed == list(range(2 * 6 + 2 * 4 + 8))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["samples"] for line in lines] == [6, 12, 16, 20, 28]
+    newest = tmp_path / "run" / "checkpoints" / "step_00000005"
+    assert read_index(newest).state.samples == 28
