@@ -10,6 +10,7 @@
 
 #include "bindings.h"
 #include "megacore/pipeline/generators.h"
+#include "megacore/pipeline/layer_layout.h"
 #include "megacore/pipeline/partition.h"
 #include "megacore/pipeline/schedule_table.h"
 #include "megacore/pipeline/simulate.h"
@@ -198,6 +199,7 @@ void bind_generators(py::module_& module) {
       "account_for_loss"_a,
       "is_v"_a,
       "layout"_a);
+  module.def("predictions_of_layout", &predictions_of_layout, "layout"_a);
 }
 
 }  // namespace

@@ -62,14 +62,19 @@ def plain_logits(config: ModelConfig, params: dict[str, Tensor], tokens: Tensor)
     """A GPT written for reading, ``(B, S)`` to ``(B, S, padded vocabulary)``; no dropout."""
     x = params["embedding"][tokens]
     for layer in range(config.num_layers):
-        names = {key: f"layers.{layer}.{key}" for key in ("attention", "mlp")}
-        normed = _norm(x, params[f"{names['attention']}.norm"], config.norm_eps)
-        x = x + _attention(config, params, names["attention"], normed)
-        normed = _norm(x, params[f"{names['mlp']}.norm"], config.norm_eps)
-        gate, up = params[f"{names['mlp']}.gate_up"]
-        x = x + (silu(normed @ gate.T) * (normed @ up.T)) @ params[f"{names['mlp']}.down"].T
-    x = _norm(x, params["final_norm"], config.norm_eps)
+        x = plain_layer(config, params, layer, x)
+    x = plain_norm(x, params["final_norm"], config.norm_eps)
     return x @ params["embedding" if config.tie_embeddings else "head"].T
+
+
+def plain_layer(config: ModelConfig, params: dict[str, Tensor], layer: int, x: Tensor) -> Tensor:
+    """One dense layer."""
+    names = {key: f"layers.{layer}.{key}" for key in ("attention", "mlp")}
+    normed = plain_norm(x, params[f"{names['attention']}.norm"], config.norm_eps)
+    x = x + _attention(config, params, names["attention"], normed)
+    normed = plain_norm(x, params[f"{names['mlp']}.norm"], config.norm_eps)
+    gate, up = params[f"{names['mlp']}.gate_up"]
+    return x + (silu(normed @ gate.T) * (normed @ up.T)) @ params[f"{names['mlp']}.down"].T
 
 
 def plain_loss(config: ModelConfig, params: dict[str, Tensor], batch: Microbatch) -> Tensor:
@@ -90,7 +95,8 @@ def plain_rotate(x: Tensor, position: int, base: float) -> Tensor:
     return turned
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm."""
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 

@@ -63,7 +63,8 @@ class Parser {
       if (std::string_view("EtmL|").find(kind) == std::string_view::npos) {
         fail(start,
              kind == '*' ? "'*' must follow what it repeats"
-                         : "unknown; use E (embedding), t (layer), L (loss), | (next stage), "
+                         : "unknown; use E (embedding), t (layer), m (layer for multi-token "
+                           "prediction), L (loss), | (next stage), "
                            "x*3 and ( )");
       }
       return {{kind, start}};
@@ -107,16 +108,25 @@ class Parser {
   size_t position_ = 0;
 };
 
-// E first and once, L last and once, no m.
+// All m on one stage, behind the last t.
+void check_predictions(const Symbols& symbols, const Parser& parser) {
+  bool found = false;
+  bool same_stage = true;
+  for (const Symbol& symbol : symbols) {
+    if (symbol.kind == '|') same_stage = !found;
+    if (symbol.kind == 't' && found) {
+      parser.fail(symbol.position, "t may not stand behind m, which predicts from the last layer");
+    }
+    if (symbol.kind == 'm' && found && !same_stage) {
+      parser.fail(symbol.position, "all m must be on one stage");
+    }
+    found = found || symbol.kind == 'm';
+  }
+}
+
+// E first and once, L last and once.
 void check_order(const Symbols& symbols, const Parser& parser, size_t text_size) {
   if (symbols.empty()) parser.fail(text_size, "it is empty; the shortest is \"EtL\"");
-  for (const Symbol& symbol : symbols) {
-    if (symbol.kind == 'm') {
-      parser.fail(symbol.position,
-                  "m is a layer for multi-token prediction, and the model has no such head; leave "
-                  "it out");
-    }
-  }
   if (symbols.front().kind != 'E') {
     parser.fail(symbols.front().position, "a layout begins with E, the embedding");
   }
@@ -133,18 +143,24 @@ void check_order(const Symbols& symbols, const Parser& parser, size_t text_size)
   }
 }
 
-}  // namespace
-
-std::vector<int> layers_of_layout(std::string_view text) {
+// How often a symbol occurs on each stage.
+std::vector<int> count_on_stages(std::string_view text, char kind) {
   Parser parser(text);
   const Symbols symbols = parser.parse();
   check_order(symbols, parser, text.size());
-  std::vector<int> layers = {0};
+  check_predictions(symbols, parser);
+  std::vector<int> counts = {0};
   for (const Symbol& symbol : symbols) {
-    if (symbol.kind == '|') layers.push_back(0);
-    if (symbol.kind == 't') ++layers.back();
+    if (symbol.kind == '|') counts.push_back(0);
+    if (symbol.kind == kind) ++counts.back();
   }
-  return layers;
+  return counts;
 }
+
+}  // namespace
+
+std::vector<int> layers_of_layout(std::string_view text) { return count_on_stages(text, 't'); }
+
+std::vector<int> predictions_of_layout(std::string_view text) { return count_on_stages(text, 'm'); }
 
 }  // namespace megacore::pipeline

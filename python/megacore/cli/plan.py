@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         help="show layout, memory and schedule of a run without starting it",
         description="Show layout, memory and schedule of a run without starting it.",
-        usage="megacore plan CONFIG [--world-size N] [--json|--buffers] [--section.key=value ...]",
+        usage="megacore plan CONFIG [--world-size N] [--json|--buffers|--echo] [--section.key=value ...]",
         epilog="Settings of the file can be changed as for train: --parallel.pp=4",
         allow_abbrev=False,
     )
@@ -36,6 +36,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--buffers", action="store_true", help="print where each parameter lies, bucket by bucket"
+    )
+    parser.add_argument(
+        "--echo", action="store_true", help="print what clones of experts cost and guarantee"
     )
 
 
@@ -53,6 +56,12 @@ def run(args: argparse.Namespace) -> int:
         print("\n\n".join(buffer_layouts(config, world_size)))
         return 0
     plan = plan_run(config, world_size)
+    if args.echo:
+        from megacore.train.echo_plan import plan_echo
+
+        echo = plan_echo(config, plan.topology)
+        print(json.dumps(dataclasses.asdict(echo), indent=2) if args.json else echo.text)
+        return 0
     if args.json:
         print(json.dumps(_as_json(plan, world_size), indent=2))
     else:
@@ -64,7 +73,8 @@ def _as_json(plan: RunPlan, world_size: int) -> dict[str, Any]:
     ranks = []
     for rank in plan.ranks:
         entry = dataclasses.asdict(rank)
-        entry["layers"] = [[layers.start, layers.stop] for layers in rank.layers]
+        for name, chunks in (("layers", rank.layers), ("mtp_layers", rank.mtp_layers)):
+            entry[name] = [[layers.start, layers.stop] for layers in chunks]
         entry["total_bytes"] = rank.total_bytes
         ranks.append(entry)
     return {
@@ -92,6 +102,10 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     )
     if config.moe.num_experts > 0:
         facts.add_row("[bold]experts[/]", _experts_text(plan, config))
+    if config.moe.echo.spare_slots > 0:
+        from megacore.train.echo_plan import plan_echo
+
+        facts.add_row("[bold]clones[/]", plan_echo(config, plan.topology).text)
     active = f", {plan.num_active_params:,} per token" if config.moe.num_experts > 0 else ""
     facts.add_row("[bold]model[/]", f"{plan.num_params:,} parameters{active}, {train.dtype}")
     facts.add_row(
@@ -125,10 +139,11 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
 def _experts_text(plan: RunPlan, config: Config) -> str:
     """How the ranks share the experts, and what each holds."""
     moe, topology = config.moe, plan.topology
-    layers = len(moe.moe_layers(config.model.num_layers))
+    num_layers = config.model.mtp_layers.stop
+    layers = len(moe.moe_layers(num_layers))
     return (
         f"etp {topology.etp} x ep {topology.ep} x edp {topology.expert_dp} x pp {topology.pp}; "
-        f"{layers} of {config.model.num_layers} layers with {moe.num_experts} experts, "
+        f"{layers} of {num_layers} layers with {moe.num_experts} experts, "
         f"{moe.num_experts // topology.ep} per rank, {moe.top_k} per token, {moe.dispatcher}"
     )
 
@@ -203,13 +218,16 @@ def memory_unit(largest: int) -> tuple[str, int]:
 def _layers_text(rank: RankPlan, config: Config) -> str:
     """``embed 0-3``; chunks are separated by ``|``."""
     parts = []
-    for chunk, layers in enumerate(rank.layers):
+    for chunk, (layers, further) in enumerate(zip(rank.layers, rank.mtp_layers, strict=True)):
         words = []
         if rank.pp_rank == 0 and chunk == 0:
             words.append("embed")
         if len(layers) > 0:
             last = f"-{layers.stop - 1}" if len(layers) > 1 else ""
             words.append(f"{layers.start}{last}")
+        if len(further) > 0:
+            last = f"-{further.stop - 1}" if len(further) > 1 else ""
+            words.append(f"mtp {further.start}{last}")
         is_last_rank = rank.pp_rank == config.parallel.pp - 1
         if is_last_rank and chunk == len(rank.layers) - 1:
             words.append("head")

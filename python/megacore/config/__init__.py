@@ -6,7 +6,7 @@ All mistakes of a configuration are reported at once, each with its place and th
 from __future__ import annotations
 
 from megacore.config.base import filled
-from megacore.config.layers import layers_of_stages, stages_of_ranks
+from megacore.config.layers import layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.config.load import (
     config_from_values,
     config_to_toml,
@@ -49,6 +49,7 @@ __all__ = [
     "filled",
     "layers_of_stages",
     "load_config",
+    "mtp_stage",
     "resolve",
     "section_classes",
     "setting_homes",

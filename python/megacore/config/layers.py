@@ -34,6 +34,32 @@ def layers_of_stages(config: Config) -> list[range]:
     return [range(begin, end) for begin, end in ranges]
 
 
+def mtp_stage(config: Config) -> int | None:
+    """Return the stage with the layers for multi-token prediction; ``None`` if there are none.
+
+    Raises:
+        ValueError: If the layout has another number of them than the model.
+
+    Example:
+        >>> config = Config(model={"num_mtp_layers": 1}, parallel={"pp": 2})
+        >>> mtp_stage(config)  # with the output layer and loss, unless the layout says otherwise
+        1
+    """
+    from megacore._core import predictions_of_layout
+
+    count, layout = config.model.num_mtp_layers, config.pipeline.layout
+    if layout is None or "m" not in layout:
+        return config.parallel.pp * config.pipeline.chunks - 1 if count > 0 else None
+    by_stage = predictions_of_layout(layout)
+    if sum(by_stage) != count:
+        raise ValueError(
+            f'layout "{layout}" has {sum(by_stage)} m (layers for multi-token prediction), but '
+            f"model.num_mtp_layers is {count}; make them equal, or leave m out to have such layers "
+            "on the last stage"
+        )
+    return next(stage for stage, number in enumerate(by_stage) if number > 0)
+
+
 def stages_of_ranks(config: Config) -> list[list[int]]:
     """Return the stages that each pipeline rank holds, in chunk order."""
     pp, num_stages = config.parallel.pp, config.parallel.pp * config.pipeline.chunks

@@ -9,7 +9,13 @@ from typing import Any
 
 from megacore._core import ScheduleInfo, schedule_catalog
 from megacore.config.base import filled, nearest_divisors, nearest_multiples
-from megacore.config.layers import layers_fit, layers_of_stages, nearest_fits, stages_of_ranks
+from megacore.config.layers import (
+    layers_fit,
+    layers_of_stages,
+    mtp_stage,
+    nearest_fits,
+    stages_of_ranks,
+)
 from megacore.config.load import join_problems
 from megacore.config.sections import AXES, Config
 from megacore.errors import ConfigError
@@ -352,13 +358,13 @@ def _check_layers(problems: _Problems, config: Config) -> None:
 def _check_pipeline_layout(problems: _Problems, config: Config) -> None:
     place = f"pipeline.layout ({config.origin('pipeline.layout')})"
     try:
-        stages = layers_of_stages(config)
+        stages, further = layers_of_stages(config), mtp_stage(config)
     except ValueError as error:
         problems.add(f"{place}: {error}")
         return
     for rank, mine in enumerate(stages_of_ranks(config)):
         # The first stage has the embedding and the last one the head, with or without layers.
-        if not any(stages[stage] or stage in (0, len(stages) - 1) for stage in mine):
+        if not any(stages[stage] or stage in (0, further, len(stages) - 1) for stage in mine):
             problems.add(
                 f"{place}: pipeline rank {rank} gets neither layers nor embedding nor head, so it "
                 f"has nothing to train; give one of its stages ({', '.join(map(str, mine))}) a "

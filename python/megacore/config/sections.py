@@ -70,6 +70,15 @@ class ModelConfig(Section):
         "`parallel.tp` must divide it.",
     )
     seq_length: int = Field(default=128, ge=1, description="Tokens per sequence.")
+    num_mtp_layers: int = Field(
+        default=0,
+        ge=0,
+        description="Layers for multi-token prediction: the k-th predicts the token k places after "
+        "the next one. They help to train the model; generation leaves them out.",
+    )
+    mtp_loss_coef: float = Field(
+        default=0.1, ge=0.0, description="Weight of the mean loss of multi-token prediction."
+    )
     tie_embeddings: bool = Field(
         default=True, description="Use one matrix for the token embedding and the output layer."
     )
@@ -82,6 +91,16 @@ class ModelConfig(Section):
     init_std: float = Field(
         default=0.02, gt=0.0, description="Standard deviation of initial weights."
     )
+
+    @property
+    def mtp_layers(self) -> range:
+        """Global indices of the layers for multi-token prediction, behind all others.
+
+        Example:
+            >>> ModelConfig(num_layers=4, num_mtp_layers=2).mtp_layers
+            range(4, 6)
+        """
+        return range(self.num_layers, self.num_layers + self.num_mtp_layers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -237,7 +256,8 @@ class PipelineConfig(Section):
     layout: str | None = Field(
         default=None,
         description="All stages as a text, instead of the four settings before: `E` embedding, `t` "
-        "layer, `L` output layer and loss, `|` next stage, `x*3`, `( )`; as in `Et|(tt|)*2tL`. "
+        "layer, `m` layer for multi-token prediction, `L` output layer and loss, `|` next stage, "
+        "`x*3`, `( )`; as in `Et|(tt|)*2tL`. "
         "Default: layers are dealt evenly.",
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from megacore.config import Config, layers_of_stages, stages_of_ranks
+from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
 from megacore.moe.clone_weights import SlotBuffers
@@ -26,17 +28,25 @@ def build_chunks(
         device: Where the parameters live.
 
     Returns:
-        ``pipeline.chunks`` chunks. The first stage has the embedding, the last one the head.
-        If one rank holds both in different chunks and they are tied, the head uses the embedding's
-        parameter.
+        ``pipeline.chunks`` chunks. The first stage has the embedding, the last one the head. The
+        last one has the layers for multi-token prediction as well, or the one that the layout says.
+        Those of them on one rank that need the embedding share one parameter.
 
     Raises:
         ConfigError: If layers or tensor-parallel sizes do not work out.
     """
-    stages = _stages(config)
+    mine = stages_of_ranks(config)[groups.pp.position]
+    return build_stages(config, mine, groups, device=device)
+
+
+def build_stages(
+    config: Config, mine: Sequence[int], groups: ProcessGroups, *, device: torch.device | str
+) -> list[GPTChunk]:
+    """Build the chunks of some stages on one rank; see `build_chunks`."""
+    stages, further = _stages(config)
     chunks: list[GPTChunk] = []
     slots = SlotBuffers(config.moe.echo.spare_slots)
-    for stage in stages_of_ranks(config)[groups.pp.position]:
+    for stage in mine:
         chunks.append(
             GPTChunk(
                 config.model,
@@ -50,6 +60,7 @@ def build_chunks(
                 seed=config.train.seed,
                 moe=config.moe,
                 tied_weight=_embedding_weight(chunks),
+                mtp_layers=config.model.mtp_layers if stage == further else range(0),
                 slots=slots,
                 recompute=config.train.recomputed,
             )
@@ -57,9 +68,9 @@ def build_chunks(
     return chunks
 
 
-def _stages(config: Config) -> list[range]:
+def _stages(config: Config) -> tuple[list[range], int | None]:
     try:
-        return layers_of_stages(config)
+        return layers_of_stages(config), mtp_stage(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -70,5 +81,5 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _embedding_weight(chunks: list[GPTChunk]) -> nn.Parameter | None:
-    embedding = chunks[0].embedding if chunks else None
-    return embedding.words.weight if embedding is not None else None
+    weights = (chunk.embedding_weight for chunk in chunks)
+    return next((weight for weight in weights if weight is not None), None)

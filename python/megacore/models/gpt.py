@@ -6,6 +6,8 @@ Shapes: S sequence, B batch, H hidden, V vocabulary. Activations are ``(S, B, H)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -18,8 +20,10 @@ from megacore.models.layers import ModelContext, ResidualDropout, RMSNorm, Vocab
 from megacore.models.loss import cross_entropy
 from megacore.models.mappings import Region
 from megacore.models.moe_block import MoEBlock
+from megacore.models.predictions import NO_LABEL, Predictions, ahead
 from megacore.models.shape import GPTShape
 from megacore.models.transformer import TransformerLayer
+from megacore.moe.balance import inject_gradient
 from megacore.moe.clone_weights import SlotBuffers
 from megacore.moe.dispatchers import StaticBudget
 from megacore.moe.layer import MoELayer
@@ -48,8 +52,10 @@ class GPTChunk(nn.Module):
         device: Where the parameters live.
         seed: Seed of initial weights and dropout.
         moe: A resolved ``[moe]`` section. Default: every layer is dense.
-        tied_weight: With tied embeddings: the embedding of another chunk on this rank, used by this
-            chunk's head in place of a copy.
+        tied_weight: The embedding, or its copy, of another chunk on this rank, used in place of one
+            more copy by a tied head and by layers for multi-token prediction.
+        mtp_layers: Global indices of the layers for multi-token prediction in this chunk. Default:
+            all of them with the head, none without.
         slots: Memory for clones of experts; chunks of a rank may share it. Default: its own.
         recompute: What the backward pass makes again instead of it being kept: ``{"layer"}``, each
             layer from its input, or parts of it as in ``train.recompute_modules``.
@@ -71,6 +77,7 @@ class GPTChunk(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    mtp_sums: Tensor
 
     def __init__(
         self,
@@ -86,6 +93,7 @@ class GPTChunk(nn.Module):
         seed: int = 1234,
         moe: MoEConfig | None = None,
         tied_weight: nn.Parameter | None = None,
+        mtp_layers: range | None = None,
         slots: SlotBuffers | None = None,
         recompute: frozenset[str] = frozenset(),
     ) -> None:
@@ -114,11 +122,28 @@ class GPTChunk(nn.Module):
             slots=SlotBuffers(moe.echo.spare_slots) if slots is None else slots,
             recompute=recompute,
         )
-        self.embedding = Embedding(context, with_head=has_head) if has_embedding else None
-        self.layers = nn.ModuleList(TransformerLayer(index, context) for index in layers)
-        if has_head and self.embedding is not None and self.shape.tie_embeddings:
+        if mtp_layers is None:
+            mtp_layers = config.mtp_layers if has_head else range(0)
+        self.embedding = None
+        if has_embedding:
+            held_elsewhere = (self.shape.tie_embeddings and not has_head) or (
+                config.num_mtp_layers > 0 and not mtp_layers
+            )
+            self.embedding = Embedding(context, is_shared=held_elsewhere)
             tied_weight = self.embedding.words.weight
+        self.layers = nn.ModuleList(TransformerLayer(index, context) for index in layers)
+        # Outputs of several depths come one behind another, normed.
+        self._takes_predictions = has_head and config.num_mtp_layers > 0 and not mtp_layers
+        ends_layers = bool(mtp_layers) or (has_head and not self._takes_predictions)
+        self.final_norm = RMSNorm("final_norm", context) if ends_layers else None
+        self.predictions = None
+        if mtp_layers:
+            tied_weight = _embedding_copy(context) if tied_weight is None else tied_weight
+            self.predictions = Predictions(mtp_layers, context, embedding=tied_weight)
         self.head = Head(context, tied_weight=tied_weight) if has_head else None
+        self._mtp_coef = config.mtp_loss_coef / max(1, config.num_mtp_layers)
+        sums = torch.zeros(2, config.num_mtp_layers, dtype=torch.float64, device=params.device)
+        self.register_buffer("mtp_sums", sums, persistent=False)
         cos, sin = rotary_tables(
             self.shape.seq_length, self.shape.head_dim, base=config.rope_base, device=params.device
         )
@@ -133,12 +158,15 @@ class GPTChunk(nn.Module):
 
         Args:
             hidden_SBH: Output of the chunk before, ``(S[/tp], B, H)``; ``None`` with the embedding.
+                Behind the chunk with layers for multi-token prediction the outputs of all depths,
+                ``((1 + D) * S[/tp], B, H)``.
             batch: The microbatch, the same on every chunk.
             keep_activations: Keep all activations this time, whatever ``recompute`` says.
 
         Returns:
             ``(S[/tp], B, H)``; with the head the scalar mean loss over the microbatch's tokens, or
-            over those of this cp rank's share, float32.
+            over those of this cp rank's share, float32. Losses of further predictions are not in
+            it; they join its backward pass with ``batch.loss_factor``.
 
         Raises:
             ValueError: If the input does not belong to this chunk, the sequence is too long or has
@@ -149,7 +177,34 @@ class GPTChunk(nn.Module):
             return hidden_SBH
         if batch.labels is None:
             raise ValueError("the chunk with the head computes a loss, but the batch has no labels")
-        return self.head(hidden_SBH, batch.labels)  # type: ignore[no-any-return]
+        num_outputs = 1 + self.mtp_sums.shape[1]
+        if num_outputs == 1:
+            return self.head(hidden_SBH, batch.labels)  # type: ignore[no-any-return]
+        main_SBH, *further = hidden_SBH.chunk(num_outputs)
+        loss: Tensor = self.head(main_SBH, batch.labels)
+        return self._add_predictions(loss, further, batch) if self.training else loss
+
+    def _add_predictions(
+        self, loss: Tensor, outputs: Sequence[Tensor], batch: Microbatch
+    ) -> Tensor:
+        """Let the losses of further predictions join the backward pass of the loss.
+
+        As in the paper each is a sum over the predicted tokens, divided by the number of tokens of
+        the sequence. Here that is the number of labels that count, in this cp rank's share.
+        """
+        assert self.head is not None
+        assert batch.labels is not None
+        num_labels = (self.region.share(batch.labels) >= 0).sum()
+        for depth, output_SBH in enumerate(outputs):
+            labels_BS = ahead(batch.labels, depth + 1, fill=NO_LABEL)
+            num_predicted = (self.region.share(labels_BS) >= 0).sum()
+            mean = self.head(output_SBH, labels_BS)
+            further = mean * (num_predicted / num_labels.clamp(min=1))
+            loss = inject_gradient(loss, further * self._mtp_coef, batch.loss_factor)
+            with torch.no_grad():
+                self.mtp_sums[0, depth] += mean * num_predicted
+                self.mtp_sums[1, depth] += num_predicted
+        return loss
 
     @torch.no_grad()
     def logits(
@@ -177,7 +232,20 @@ class GPTChunk(nn.Module):
                 f"logits are made for generation, which needs whole sequences on each rank; build "
                 f"the model with cp = 1, not {self.region.cp.size}"
             )
-        return self.head.logits(self._hidden(hidden_SBH, batch), last_only=last_only)
+        outputs_SBH = self._hidden(hidden_SBH, batch, only_next=True)
+        if self._takes_predictions:
+            outputs_SBH = outputs_SBH.chunk(1 + self.mtp_sums.shape[1])[0]
+        return self.head.logits(outputs_SBH, last_only=last_only)
+
+    @property
+    def embedding_weight(self) -> nn.Parameter | None:
+        """The embedding, or a copy of it, if this chunk has one."""
+        if self.embedding is not None:
+            return self.embedding.words.weight
+        if self.predictions is not None:
+            return self.predictions.words.weight
+        tied = self.head is not None and self.shape.tie_embeddings
+        return self.head.weight if tied and self.head is not None else None
 
     def param_infos(self) -> list[tuple[ParamInfo, nn.Parameter]]:
         """Every parameter this chunk owns with its description, in order of creation."""
@@ -185,9 +253,10 @@ class GPTChunk(nn.Module):
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """The MoE layers of this chunk by their global index."""
+        further = () if self.predictions is None else self.predictions.layers
         return {
             layer.index: layer.mlp.moe
-            for layer in self.layers
+            for layer in (*self.layers, *(part.layer for part in further))
             if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoEBlock)
         }
 
@@ -208,7 +277,12 @@ class GPTChunk(nn.Module):
         ]
 
     def _hidden(
-        self, hidden_SBH: Tensor | None, batch: Microbatch, *, keep_activations: bool = False
+        self,
+        hidden_SBH: Tensor | None,
+        batch: Microbatch,
+        *,
+        keep_activations: bool = False,
+        only_next: bool = False,
     ) -> Tensor:
         sequence = batch.shape[1]
         if sequence > self.shape.seq_length:
@@ -233,6 +307,10 @@ class GPTChunk(nn.Module):
         rotary = self._rotary(sequence)
         for layer in self.layers:
             x_SBH = layer(x_SBH, rotary, batch, keep_activations=keep_activations)
+        if self.final_norm is not None:
+            x_SBH = self.final_norm(x_SBH)
+        if self.predictions is not None and not only_next:
+            x_SBH = self.predictions(x_SBH, rotary, batch, keep_activations=keep_activations)
         return x_SBH
 
     def _rotary(self, sequence: int) -> tuple[Tensor, Tensor]:
@@ -246,10 +324,9 @@ class GPTChunk(nn.Module):
 class Embedding(nn.Module):
     """Token embedding and its dropout."""
 
-    def __init__(self, context: ModelContext, *, with_head: bool) -> None:
+    def __init__(self, context: ModelContext, *, is_shared: bool) -> None:
         super().__init__()
-        shared = "embedding" if context.shape.tie_embeddings and not with_head else None
-        weight = _vocab_matrix("embedding", context, shared=shared)
+        weight = _vocab_matrix("embedding", context, shared="embedding" if is_shared else None)
         self.words = VocabEmbedding(weight, context=context)
         self.dropout = ResidualDropout(layer=0, site=Site.EMBEDDING, context=context)
 
@@ -261,7 +338,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, output layer split over the vocabulary, and loss.
+    """Output layer split over the vocabulary, and loss.
 
     Columns of the padded vocabulary are never computed, so the loss does not depend on padding.
     """
@@ -269,35 +346,32 @@ class Head(nn.Module):
     def __init__(self, context: ModelContext, *, tied_weight: nn.Parameter | None) -> None:
         super().__init__()
         self.region = context.region
-        self.norm = RMSNorm("final_norm", context)
         if not context.shape.tie_embeddings:
             self.weight = _vocab_matrix("head", context)
         elif tied_weight is not None:
             self.weight = tied_weight
         else:
-            self.weight = _vocab_matrix(
-                "embedding", context, shared="embedding", is_shared_copy=True
-            )
+            self.weight = _embedding_copy(context)
         self.vocab = context.shape.vocab
         num_rows = self.weight.shape[0]
         self.first_column = context.region.group.position * num_rows
         self.num_columns = min(max(self.vocab - self.first_column, 0), num_rows)
 
     def forward(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
-        """``(S[/tp], B, H)``, labels of whole sequences: the mean loss of this cp rank's share."""
+        """Mean loss of this cp rank's share: of ``(S[/tp], B, H)``, normed, and all labels."""
         # A slice of everything would still cost a copy of the gradient.
         padded = self.num_columns < self.weight.shape[0]
         weight_VH = self.weight[: self.num_columns] if padded else self.weight
         return cross_entropy(
-            linear(self.region.enter(self.norm(x_SBH)), weight_VH),
+            linear(self.region.enter(x_SBH), weight_VH),
             self.region.share(labels_BS).t(),
             first_column=self.first_column,
             group=self.region.group,
         )
 
     def logits(self, x_SBH: Tensor, *, last_only: bool) -> Tensor:
-        """``(S[/tp], B, H)`` to float32 scores ``(B, S, vocab)``, or of the last token only."""
-        x_SBH = self.region.enter(self.norm(x_SBH))
+        """``(S[/tp], B, H)``, normed, to float32 scores ``(B, S, vocab)``, or of the last token."""
+        x_SBH = self.region.enter(x_SBH)
         # All rows, with padding: every rank must bring equally many. The vocabulary comes first,
         # because all_gather joins along dimension 0.
         local_VSB = linear(x_SBH[-1:] if last_only else x_SBH, self.weight).movedim(-1, 0)
@@ -305,6 +379,10 @@ class Head(nn.Module):
         full_VSB = local_VSB.new_empty(group.size * local_VSB.shape[0], *local_VSB.shape[1:])
         all_gather(full_VSB, local_VSB.contiguous(), group)
         return full_VSB[: self.vocab].permute(2, 1, 0).float()
+
+
+def _embedding_copy(context: ModelContext) -> nn.Parameter:
+    return _vocab_matrix("embedding", context, shared="embedding", is_shared_copy=True)
 
 
 def _vocab_matrix(

@@ -21,6 +21,9 @@ class ParameterCount:
         per_moe_layer: One MoE layer.
         num_moe_layers: Number of MoE layers.
         per_moe_layer_idle: The experts of one MoE layer that a token does not see.
+        per_mtp_layer: What a layer for multi-token prediction has besides its transformer layer,
+            which counts among the others.
+        num_mtp_layers: Number of layers for multi-token prediction.
     """
 
     embedding: int
@@ -31,11 +34,14 @@ class ParameterCount:
     per_moe_layer: int = 0
     num_moe_layers: int = 0
     per_moe_layer_idle: int = 0
+    per_mtp_layer: int = 0
+    num_mtp_layers: int = 0
 
     @property
     def total(self) -> int:
         """All parameters."""
         layers = self.num_layers * self.per_layer + self.num_moe_layers * self.per_moe_layer
+        layers += self.num_mtp_layers * self.per_mtp_layer
         return self.embedding + layers + self.final_norm + self.head
 
     @property
@@ -57,12 +63,13 @@ def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> Param
         (5432, 3128)
     """
     shape, moe = GPTShape.from_config(config), MoEConfig() if moe is None else moe
-    num_moe = len(moe.moe_layers(shape.num_layers))
+    num_layers = config.mtp_layers.stop
+    num_moe = len(moe.moe_layers(num_layers))
     vocab_matrix = shape.padded_vocab * shape.hidden
     return ParameterCount(
         embedding=vocab_matrix,
         per_layer=_attention_weights(shape) + _dense_weights(shape) + _norm_weights(config, shape),
-        num_layers=shape.num_layers - num_moe,
+        num_layers=num_layers - num_moe,
         final_norm=shape.hidden,
         head=0 if shape.tie_embeddings else vocab_matrix,
         per_moe_layer=_attention_weights(shape)
@@ -74,6 +81,8 @@ def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> Param
         per_moe_layer_idle=(moe.num_experts - moe.top_k) * _expert_weights(shape, moe)
         if num_moe
         else 0,
+        per_mtp_layer=2 * shape.hidden**2 + 3 * shape.hidden,
+        num_mtp_layers=config.num_mtp_layers,
     )
 
 
@@ -86,7 +95,8 @@ def flops_per_token(config: ModelConfig, moe: MoEConfig | None = None) -> int:
     length and A the summed width of the query heads. A product with a weight costs 2 operations in
     the forward and 4 in the backward pass. Attention multiplies a token with the keys and the
     values of the ``S / 2`` tokens that it sees on average: ``2 * A * S`` operations forward,
-    twice that backward.
+    twice that backward. Layers for multi-token prediction count like others, with their projection
+    and one more output layer each.
 
     Source:
         Chowdhery et al., arXiv:2204.02311, appendix B; the attention term is halved here because
@@ -98,12 +108,13 @@ def flops_per_token(config: ModelConfig, moe: MoEConfig | None = None) -> int:
         5701632
     """
     shape, moe = GPTShape.from_config(config), MoEConfig() if moe is None else moe
-    num_moe = len(moe.moe_layers(shape.num_layers))
-    weights = shape.num_layers * _attention_weights(shape) + shape.vocab * shape.hidden
-    weights += (shape.num_layers - num_moe) * _dense_weights(shape)
+    num_layers, num_mtp = config.mtp_layers.stop, config.num_mtp_layers
+    num_moe = len(moe.moe_layers(num_layers))
+    weights = num_layers * _attention_weights(shape) + (1 + num_mtp) * shape.vocab * shape.hidden
+    weights += (num_layers - num_moe) * _dense_weights(shape) + num_mtp * 2 * shape.hidden**2
     if num_moe:
         weights += num_moe * _moe_weights(shape, moe, experts=moe.top_k)
-    attention = shape.num_layers * shape.seq_length * shape.num_heads * shape.head_dim
+    attention = num_layers * shape.seq_length * shape.num_heads * shape.head_dim
     return 6 * (weights + attention)
 
 

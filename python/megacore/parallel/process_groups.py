@@ -148,7 +148,7 @@ class ProcessGroups:
         host_memory: bool = True,
         host_slot_bytes: int = DEFAULT_SLOT_BYTES,
         pp_channels: bool = False,
-        pp_ends: tuple[int, int] = (0, -1),
+        pp_ends: tuple[int, ...] = (0, -1),
     ) -> ProcessGroups:
         """Make the groups of this rank; every rank must call it, with the same topology.
 
@@ -166,8 +166,9 @@ class ProcessGroups:
             host_slot_bytes: Size of the pieces that tensors are moved in. Each rank adds two such
                 slots to the shared memory of a group.
             pp_channels: Make ``pp_channels``.
-            pp_ends: Positions in the pipeline of the first and of the last stage; ``(0, 0)`` for a
-                V, which comes back to the rank it began on.
+            pp_ends: Positions in the pipeline that hold the embedding or a copy of it: those of the
+                first and of the last stage, ``(0, 0)`` for a V, which comes back to the rank it
+                began on; and that of layers for multi-token prediction.
 
         Raises:
             ConfigError: If torch.distributed is not initialised, the number of processes is not the
@@ -347,12 +348,12 @@ def _solo_groups() -> dict[str, Group]:
     return {name: Group.solo(name=name) for name in ("world", *_AXIS_GROUPS, "embedding")}
 
 
-def _embedding_groups(topology: Topology, pp_ends: tuple[int, int]) -> list[list[int]]:
+def _embedding_groups(topology: Topology, pp_ends: tuple[int, ...]) -> list[list[int]]:
     pipelines = topology.dense.groups("pp")
-    first, last = (end % topology.pp for end in pp_ends)
-    if first == last:
+    positions = sorted({end % topology.pp for end in pp_ends})
+    if len(positions) == 1:
         return []
-    ends: list[list[int]] = pipelines[:, sorted((first, last))].tolist()
+    ends: list[list[int]] = pipelines[:, positions].tolist()
     return ends
 
 

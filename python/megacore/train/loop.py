@@ -220,6 +220,7 @@ class _Run:
             samples=(step + 1) * train.global_batch_size,
             validation_loss=validation_loss,
             experts=metrics.experts,
+            mtp_losses=metrics.mtp_losses,
             with_load=interval > 0 and (step % interval == 0 or is_last),
         )
 

@@ -28,6 +28,7 @@ class StepRecord:
         samples: Samples consumed so far, this step included.
         validation_loss: Loss on validation data after the step; ``None`` where it was not measured.
         experts: What became of tokens in MoE layers; ``None`` for a model without.
+        mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token.
         with_load: Whether the load of every expert is told.
     """
 
@@ -41,13 +42,14 @@ class StepRecord:
     samples: int
     validation_loss: float | None = None
     experts: ExpertMetrics | None = None
+    mtp_losses: tuple[float, ...] = ()
     with_load: bool = True
 
     def to_json(self) -> str:
         """One line. A value that is not finite becomes ``null``, since JSON has no NaN.
 
-        An unmeasured ``validation_loss`` is left out. What is known of experts becomes
-        ``expert_load`` (a list per MoE layer, by its index), ``expert_imbalance``,
+        An unmeasured ``validation_loss`` and empty ``mtp_losses`` are left out. What is known of
+        experts becomes ``expert_load`` (a list per MoE layer, by its index), ``expert_imbalance``,
         ``num_dropped_copies``, ``num_over_budget``, ``num_reruns``, ``aux_loss`` and ``z_loss``.
         """
         data = asdict(self)
@@ -56,6 +58,9 @@ class StepRecord:
             data |= self.experts.as_record(with_load=self.with_load)
         if self.validation_loss is None:
             del data["validation_loss"]
+        data["mtp_losses"] = [x if math.isfinite(x) else None for x in self.mtp_losses]
+        if not self.mtp_losses:
+            del data["mtp_losses"]
         for name, value in data.items():
             if isinstance(value, float) and not math.isfinite(value):
                 data[name] = None

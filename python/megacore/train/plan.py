@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 
 from megacore.buffers import BufferPlan, buffer_kind, plan_buckets
-from megacore.config import Config, filled, layers_of_stages, stages_of_ranks
+from megacore.config import Config, filled, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.errors import ConfigError
-from megacore.models.gpt import GPTChunk
+from megacore.models.build import build_stages
 from megacore.models.size import count_parameters
 from megacore.moe.settings import router_config
 from megacore.optim import MemoryRow, memory_row
@@ -30,6 +30,7 @@ class RankPlan:
     Attributes:
         pp_rank: Position on the pipeline axis.
         layers: Layers of each of its model chunks, half open.
+        mtp_layers: Likewise those for multi-token prediction.
         num_params: Parameters it holds (after tensor parallelism).
         param_bytes: Parameter buffer, with padding.
         grad_bytes: Gradient buffer, float32, with padding.
@@ -45,6 +46,7 @@ class RankPlan:
 
     pp_rank: int
     layers: tuple[range, ...]
+    mtp_layers: tuple[range, ...]
     num_params: int
     param_bytes: int
     grad_bytes: int
@@ -94,17 +96,21 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     programs = schedule.lower(
         Lowering.communication(receives="ahead", recompute=train_recompute(config))
     )
-    stages, pp = layers_of_stages(config), config.parallel.pp
+    stages, further = layers_of_stages(config), mtp_stage(config)
+    pp = config.parallel.pp
     ranks, num_params = [], 0
     for pp_rank in range(pp):
         mine = stages_of_ranks(config)[pp_rank]
-        infos = _param_infos(config, stages, mine)
+        infos = _param_infos(config, mine)
         num_params += sum(math.prod(info.full_shape) for info in infos if not info.is_shared_copy)
         sizes = _buffer_sizes(config, infos, topology)
         ranks.append(
             RankPlan(
                 pp_rank=pp_rank,
                 layers=tuple(stages[stage] for stage in mine),
+                mtp_layers=tuple(
+                    config.model.mtp_layers if stage == further else range(0) for stage in mine
+                ),
                 num_params=sum(_local_numels(config, infos)),
                 param_bytes=sizes.param_bytes,
                 grad_bytes=sizes.grad_bytes,
@@ -150,10 +156,10 @@ def buffer_layouts(config: Config, world_size: int) -> list[str]:
     Raises:
         ValueError: If the layout or the layers do not work out.
     """
-    topology, stages = make_topology(config, world_size), layers_of_stages(config)
+    topology = make_topology(config, world_size)
     texts = []
     for pp_rank, mine in enumerate(stages_of_ranks(config)):
-        infos = _param_infos(config, stages, mine)
+        infos = _param_infos(config, mine)
         for members, plan in _buffer_plans(config, infos, topology):
             kind = "expert" if members[0].expert else "dense"
             partial = ", partial over tp" if members[0].sequence_parallel else ""
@@ -193,28 +199,10 @@ def check_plan(config: Config, world_size: int) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _param_infos(config: Config, stages: list[range], mine: list[int]) -> list[ParamInfo]:
+def _param_infos(config: Config, mine: list[int]) -> list[ParamInfo]:
     """Descriptions of the parameters of one pipeline rank, in order, without making them."""
-    infos: list[ParamInfo] = []
-    holds_embedding = False
-    for stage in mine:
-        chunk = GPTChunk(
-            config.model,
-            layers=stages[stage],
-            has_embedding=stage == 0,
-            has_head=stage == len(stages) - 1,
-            groups=ProcessGroups.single(),
-            sequence_parallel=config.parallel.sequence_parallel,
-            device="meta",
-            moe=config.moe,
-        )
-        new = [info for info, _ in chunk.param_infos()]
-        if holds_embedding:
-            # The head of a later chunk of the same rank uses the embedding's own parameter.
-            new = [info for info in new if not info.is_shared_copy]
-        holds_embedding = holds_embedding or stage == 0
-        infos += new
-    return infos
+    chunks = build_stages(config, mine, ProcessGroups.single(), device="meta")
+    return [info for chunk in chunks for info, _ in chunk.param_infos()]
 
 
 def _local_numels(config: Config, infos: list[ParamInfo]) -> list[int]:

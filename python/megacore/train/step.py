@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +24,7 @@ from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Prog
 from megacore.pipeline.execution import StageOutput, StepLosses
 from megacore.pipeline.executor import ActivationSpec
 from megacore.train.experts import ExpertMetrics, ExpertWatch
+from megacore.train.predictions import PredictionWatch
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
 BatchSource = Callable[[int, int], Microbatch]
@@ -39,6 +40,7 @@ class StepMetrics:
         skipped: Whether a non-finite gradient made every rank skip the update.
         step_time_s: Wall time of the step on this rank, seconds.
         experts: What became of tokens in MoE layers; ``None`` for a model without.
+        mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token.
     """
 
     loss: float
@@ -46,6 +48,7 @@ class StepMetrics:
     skipped: bool
     step_time_s: float
     experts: ExpertMetrics | None = None
+    mtp_losses: tuple[float, ...] = ()
 
 
 class TrainStep:
@@ -56,9 +59,10 @@ class TrainStep:
         optimizer: The optimizer over all parameters of ``chunks``.
         groups: Process groups of this rank.
         program: This rank's actions of one training step; validation runs its forward passes.
-        activation: Shape, dtype and device of what stages send to each other.
+        activation: Shape, dtype and device of what stages send on, by the stage that sends.
         num_microbatches: Microbatches per data-parallel rank and step.
         experts: Watches the MoE layers of ``chunks``.
+        predictions: Adds up the losses of multi-token prediction.
         debug_messages: Check every message between stages; see ``PipelineExecutor``.
         per_token: The loss is the mean over all tokens of the global batch, instead of the mean
             over microbatches of their means.
@@ -71,18 +75,20 @@ class TrainStep:
         groups: ProcessGroups,
         *,
         program: Program,
-        activation: ActivationSpec,
+        activation: Mapping[int, ActivationSpec],
         num_microbatches: int,
         experts: ExpertWatch,
+        predictions: PredictionWatch,
         debug_messages: bool = False,
         per_token: bool = False,
     ) -> None:
         self._chunks = list(chunks)
         self._optimizer = optimizer
         self._groups = groups
-        self._activation = activation
+        self._device = self._chunks[0].cos.device
         self._num_microbatches = num_microbatches
         self._experts = experts
+        self._predictions = predictions
         self._per_token = per_token
         self._last_backwards = {
             action.stage: action.microbatch
@@ -131,6 +137,7 @@ class TrainStep:
         self._experts.start_step()
         while True:
             self._optimizer.zero_grads()
+            self._predictions.start_step()
             losses = self._executor.run(
                 self._forward_step(step, batches, loss_scale=scale),
                 before_backward=self._before_backward,
@@ -142,15 +149,18 @@ class TrainStep:
                 recorder.clear()
         self._warn_of_missing_grads()
         sums = self._loss_sums(losses, loss_scale=scale)
-        extra = torch.cat((sums, self._experts.extra()))
+        further = self._predictions.extra()
+        extra = torch.cat((sums, further, self._experts.extra()))
         num_tokens = sums[1] if self._per_token else None
         result = self._optimizer.step(lr=lr, extra=extra, num_tokens=num_tokens)
+        of_further, of_experts = result.extra[2:].tensor_split([further.numel()])
         return StepMetrics(
             loss=_mean(result.extra[:2]),
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             step_time_s=time.perf_counter() - start,
-            experts=self._experts.finish_step(result.extra[2:], skipped=result.skipped),
+            experts=self._experts.finish_step(of_experts, skipped=result.skipped),
+            mtp_losses=self._predictions.losses(of_further),
         )
 
     @torch.no_grad()
@@ -159,7 +169,7 @@ class TrainStep:
         self._optimizer.finish_param_gather()
         for chunk in self._chunks:
             chunk.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self._activation.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         for step in range(num_steps):
             self._experts.start_step()
             while True:
@@ -230,7 +240,7 @@ class TrainStep:
     def _loss_sums(self, losses: StepLosses, *, loss_scale: Tensor | float = 1.0) -> Tensor:
         """``(sum of losses, number of steps or tokens)``, of one rank per data-parallel replica."""
         if not losses or self._groups.tp.position != 0:
-            return torch.zeros(2, dtype=torch.float64, device=self._activation.device)
+            return torch.zeros(2, dtype=torch.float64, device=self._device)
         total = torch.stack([loss / loss_scale for loss in losses]).double().sum()
         count = torch.ones_like(total) if losses.num_tokens is None else losses.num_tokens
         return torch.stack([total, count.double()])

@@ -6,13 +6,13 @@ function of the configuration, so no rank ever has to ask another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megacore.buffers import make_buffers
-from megacore.config import Config, stages_of_ranks
+from megacore.config import Config, mtp_stage, stages_of_ranks
 from megacore.data import Dataset, TrainingData, load_data, microbatch
 from megacore.errors import ConfigError, DataError
 from megacore.models.build import build_chunks, torch_dtype
@@ -32,6 +32,7 @@ from megacore.pipeline import (
 )
 from megacore.pipeline.executor import ActivationSpec
 from megacore.train.experts import ExpertWatch
+from megacore.train.predictions import PredictionWatch
 from megacore.train.routing import attach_tape
 from megacore.train.step import BatchSource, StepMetrics, TrainStep
 
@@ -173,7 +174,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         buffers, groups=groups, config=config.optimizer, modules=chunks
     )
     schedule = train_schedule(config, world_size)
-    activation = activation_spec(config, device)
+    activation = activation_specs(config, device)
     overlap = config.pipeline.overlap_p2p
     receives = receives_for(groups.pp, activation, overlap=overlap)
     lowering = Lowering.communication(receives=receives, recompute=train_recompute(config))
@@ -188,10 +189,13 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         experts=ExpertWatch(
             chunks,
             moe=config.moe,
-            num_layers=config.model.num_layers,
+            num_layers=config.model.mtp_layers.stop,
             groups=groups,
             num_microbatches=config.num_microbatches(world_size),
             device=device,
+        ),
+        predictions=PredictionWatch(
+            chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
         ),
         debug_messages=config.pipeline.debug_messages,
         per_token=config.train.loss_normalization == "token",
@@ -212,18 +216,34 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
 def _make_groups(config: Config, world_size: int) -> ProcessGroups:
     if world_size == 1:
         return ProcessGroups.single()
-    by_rank = stages_of_ranks(config)
-    num_stages = sum(map(len, by_rank))
-    first, last = (
-        next(rank for rank, stages in enumerate(by_rank) if stage in stages)
-        for stage in (0, num_stages - 1)
-    )
     return ProcessGroups.create(
         make_topology(config, world_size),
         timeout_s=config.run.timeout_s,
         host_memory=config.run.host_memory,
         pp_channels=bool(config.pipeline.overlap_p2p) and config.run.backend == "nccl",
-        pp_ends=(first, last),
+        pp_ends=embedding_ranks(config),
+    )
+
+
+def embedding_ranks(config: Config) -> tuple[int, ...]:
+    """Positions in the pipeline of all stages that use the embedding.
+
+    Example:
+        >>> embedding_ranks(Config(parallel={"pp": 4}))
+        (0, 3)
+        >>> untied = {"tie_embeddings": False, "num_mtp_layers": 1}
+        >>> layout = {"layout": "Et|t|tt,m|L"}
+        >>> embedding_ranks(Config(model=untied, parallel={"pp": 4}, pipeline=layout))
+        (0, 2)
+    """
+    by_rank, further = stages_of_ranks(config), mtp_stage(config)
+    stages = [0]
+    if config.model.tie_embeddings or further is None:
+        stages.append(sum(map(len, by_rank)) - 1)
+    if further is not None:
+        stages.append(further)
+    return tuple(
+        next(rank for rank, mine in enumerate(by_rank) if stage in mine) for stage in stages
     )
 
 
@@ -275,8 +295,23 @@ def train_recompute(config: Config) -> Recompute | None:
     return None if train.recompute == "none" else Recompute(keep=train.recompute_keep)
 
 
-def activation_spec(config: Config, device: torch.device) -> ActivationSpec:
-    """What a stage sends on: ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``."""
+def activation_specs(config: Config, device: torch.device) -> dict[int, ActivationSpec]:
+    """What each stage but the last sends on.
+
+    ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``; behind layers for multi-token
+    prediction the outputs of all depths, one behind another.
+    """
+    num_stages, further = sum(map(len, stages_of_ranks(config))), mtp_stage(config)
+    plain = _activation_spec(config, device)
+    length, *others = plain.shape
+    all_depths = replace(plain, shape=((1 + config.model.num_mtp_layers) * length, *others))
+    return {
+        stage: plain if further is None or stage < further else all_depths
+        for stage in range(num_stages - 1)
+    }
+
+
+def _activation_spec(config: Config, device: torch.device) -> ActivationSpec:
     model, parallel = config.model, config.parallel
     slices = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
     sequence = model.seq_length // slices

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -43,8 +44,8 @@ TEST(LayerLayout, ReadsTheLayoutOfA61LayerModel) {
 
 TEST(LayerLayout, MarksTheOffendingCharacter) {
   EXPECT_EQ(error_of("Ett|xL"),
-            "layout \"Ett|>x<L\": unknown; use E (embedding), t (layer), L (loss), | (next stage), "
-            "x*3 and ( )");
+            "layout \"Ett|>x<L\": unknown; use E (embedding), t (layer), m (layer for multi-token "
+            "prediction), L (loss), | (next stage), x*3 and ( )");
   EXPECT_EQ(error_of("Et*|L"), "layout \"Et>*<|L\": a number must follow '*'");
   EXPECT_EQ(error_of("E*2tL"), "layout \">E<*2tL\": E may stand at the very start only, once");
   EXPECT_EQ(error_of("Et*0L"), "layout \"Et>*<0L\": repeat at least once");
@@ -57,10 +58,20 @@ TEST(LayerLayout, MarksTheOffendingCharacter) {
   EXPECT_EQ(error_of("EtL|tL"), "layout \"Et>L<|tL\": L may stand at the very end only, once");
   EXPECT_EQ(error_of("Et|EtL"), "layout \"Et|>E<tL\": E may stand at the very start only, once");
   EXPECT_EQ(error_of(""), "layout \"><\": it is empty; the shortest is \"EtL\"");
-  EXPECT_EQ(
-      error_of("Et*3|(tt|)*29,m|L"),
-      "layout \"Et*3|(tt|)*29,>m<|L\": m is a layer for multi-token prediction, and the model "
-      "has no such head; leave it out");
+}
+
+TEST(LayerLayout, LayersThatPredictFurtherStandBehindAllOthersOnOneStage) {
+  const Layers predictions = predictions_of_layout("Et*3|(tt|)*29,m|L");
+  ASSERT_EQ(predictions.size(), 32u);
+  EXPECT_EQ(predictions[30], 1);
+  EXPECT_EQ(std::accumulate(predictions.begin(), predictions.end(), 0), 1);
+  EXPECT_EQ(layers_of_layout("Et|tm*2L"), (Layers{1, 1}));
+  EXPECT_EQ(predictions_of_layout("Et|tm*2L"), (Layers{0, 2}));
+  EXPECT_EQ(predictions_of_layout("Et|t|L"), (Layers{0, 0, 0}));
+  EXPECT_EQ(error_of("Etm|tL"),
+            "layout \"Etm|>t<L\": t may not stand behind m, which predicts from the last layer");
+  EXPECT_EQ(error_of("Et|m|mL"), "layout \"Et|m|>m<L\": all m must be on one stage");
+  EXPECT_EQ(error_of("mEtL"), "layout \">m<EtL\": a layout begins with E, the embedding");
 }
 
 TEST(LayerLayout, BoundsWhatATextCanGrowTo) {

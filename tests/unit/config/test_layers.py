@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megacore.config import Config, layers_of_stages, load_config, resolve
+from megacore.config import Config, layers_of_stages, load_config, mtp_stage, resolve
 from megacore.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_a_layout_deals_the_layers_and_its_mistakes_are_marked() -> None:
         ("Et|ttxL", '): layout "Et|tt>x<L": unknown; use E'),
         ("Et|ttL", "has 3 layers (t), but num_layers is 4; add 1, or set num_layers to 3"),
         ("Et|tt|tL", "has 3 stages, but 2 ranks make 2"),
-        ("Et|tttmL", "no such head; leave it out"),
+        ("Et|tttmL", "has 1 m (layers for multi-token prediction), but model.num_mtp_layers is 0"),
     ):
         assert sentence in message_of(make(parallel__pp="2", pipeline__layout=layout), 2)
     both = make(parallel__pp="2", pipeline__layout="Et|tttL", pipeline__first_layers="1")
@@ -60,3 +60,23 @@ def test_the_first_rank_of_a_v_holds_both_ends() -> None:
         pipeline__layout="Ett|||ttL",
     )
     assert "give one of its stages (1, 2) a layer" in message_of(hollow, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [(None, 3), ("Et|t|t|tL", 3), ("Et|t|tt,m*2|L", 2), ("Etttt,mm|||L", 0), ("Et|t|tt|mmL", 3)],
+)
+def test_layers_for_multi_token_prediction_are_where_the_layout_says(
+    layout: str | None, stage: int
+) -> None:
+    config = Config(model={"num_mtp_layers": 2}, parallel={"pp": 4}, pipeline={"layout": layout})
+    assert mtp_stage(config) == stage
+
+
+def test_their_number_is_that_of_the_model() -> None:
+    pipeline, parallel = {"layout": "Ett|ttmL"}, {"pp": 2}
+    with pytest.raises(ConfigError, match=r"has 1 m .*, but model.num_mtp_layers is 0"):
+        resolve(Config(parallel=parallel, pipeline=pipeline), 2, cuda=False)
+    model = {"num_mtp_layers": 1}
+    resolve(Config(model=model, parallel=parallel, pipeline=pipeline), 2, cuda=False)
+    assert mtp_stage(Config(parallel=parallel)) is None
