@@ -57,10 +57,10 @@ def train(config: Config, context: RankContext) -> int:
         found = find_checkpoint(
             config.checkpoint.resume, filled(config.checkpoint.dir), groups=trainer.groups
         )
-        first_step = _resume(trainer, found)
+        start = _resume(trainer, found)
         # Last, when nothing more can be wrong: a mistake moves nobody's results.
         moved = make_place(config, found.path, trainer.groups)
-        run = _Run(trainer, found, saver, first_step=first_step, notes=moved)
+        run = _Run(trainer, found, saver, start=start, notes=moved)
         try:
             run.loop()
             run.finish(wall_time_s=time.monotonic() - started)
@@ -69,10 +69,10 @@ def train(config: Config, context: RankContext) -> int:
     return 0
 
 
-def _resume(trainer: Trainer, found: FoundCheckpoint) -> int:
-    """Load what was found; return the number of the first step to run."""
+def _resume(trainer: Trainer, found: FoundCheckpoint) -> TrainState:
+    """Load what was found; return where the run stands."""
     if found.path is None:
-        return 0
+        return TrainState(step=0, samples=0, optimizer={})
     optimizer = trainer.optimizer
     state = load_checkpoint(
         found.path,
@@ -86,7 +86,7 @@ def _resume(trainer: Trainer, found: FoundCheckpoint) -> int:
     except ValueError as error:
         raise CheckpointError(f"checkpoint {found.path}: {error}") from error
     optimizer.finish_load(optimizer.step_count)
-    return state.step
+    return state
 
 
 def _make_saver(trainer: Trainer) -> CheckpointSaver:
@@ -111,14 +111,16 @@ class _Run:
         found: FoundCheckpoint,
         saver: CheckpointSaver | None,
         *,
-        first_step: int,
+        start: TrainState,
         notes: tuple[str, ...] = (),
     ) -> None:
-        config = trainer.config
+        config, first_step = trainer.config, start.step
         self._trainer = trainer
         self._saver = saver
         self._config = config
         self._first_step = first_step
+        # Not 0 if the batch size has changed: the data go on where they were.
+        self._sample_offset = start.samples - start.step * config.train.global_batch_size
         self._is_main = trainer.groups.rank == 0
         self._dir = Path(filled(config.run.dir))
         self._validation_loss: float | None = None
@@ -146,7 +148,9 @@ class _Run:
         config = self._config
         for step in range(self._first_step, config.train.steps):
             recorder = self._new_recorder(step)
-            metrics = self._trainer.train_step(step, recorder=recorder)
+            metrics = self._trainer.train_step(
+                step, sample_offset=self._sample_offset, recorder=recorder
+            )
             is_last = step + 1 == config.train.steps
             validation_loss = None
             if _is_due(step, config.train.eval_interval, is_last=is_last):
@@ -217,7 +221,7 @@ class _Run:
             tokens_per_s=tokens / metrics.step_time_s,
             step_time_s=metrics.step_time_s,
             num_skipped=self._trainer.optimizer.num_skipped,
-            samples=(step + 1) * train.global_batch_size,
+            samples=self._samples_after(step + 1),
             validation_loss=validation_loss,
             experts=metrics.experts,
             mtp_losses=metrics.mtp_losses,
@@ -238,10 +242,13 @@ class _Run:
         optimizer.finish_param_gather()
         state = TrainState(
             step=step,
-            samples=step * self._config.train.global_batch_size,
+            samples=self._samples_after(step),
             optimizer=optimizer.scalars(),
         )
         self._note_failure(self._saver.save(state))
+
+    def _samples_after(self, steps: int) -> int:
+        return steps * self._config.train.global_batch_size + self._sample_offset
 
     def _note_failure(self, why: str | None) -> None:
         if why is not None:

@@ -62,11 +62,17 @@ class Trainer:
     device: torch.device
     routing: RoutingTape
 
-    def train_step(self, step: int, *, recorder: ActionRecorder | None = None) -> StepMetrics:
-        """Run optimizer step number ``step`` (from 0). See :meth:`TrainStep.train`."""
+    def train_step(
+        self, step: int, *, sample_offset: int = 0, recorder: ActionRecorder | None = None
+    ) -> StepMetrics:
+        """Run optimizer step number ``step`` (from 0) on the samples that `microbatch` says.
+
+        See :meth:`TrainStep.train`.
+        """
         lr = self.learning_rate(step)
         self.routing.start_step(step)
-        metrics = self.step.train(step, self._batches(self.data.train), lr=lr, recorder=recorder)
+        batches = self._batches(self.data.train, sample_offset)
+        metrics = self.step.train(step, batches, lr=lr, recorder=recorder)
         self.routing.finish_step(step)
         return metrics
 
@@ -124,7 +130,7 @@ class Trainer:
             f"{self.config.train.microbatch_size} sequences per step"
         )
 
-    def _batches(self, dataset: Dataset) -> BatchSource:
+    def _batches(self, dataset: Dataset, sample_offset: int = 0) -> BatchSource:
         train, dp = self.config.train, self.groups.dp
 
         def batches(step: int, number: int) -> Microbatch:
@@ -136,6 +142,7 @@ class Trainer:
                 dp_size=dp.size,
                 microbatch_size=train.microbatch_size,
                 global_batch_size=train.global_batch_size,
+                sample_offset=sample_offset,
             ).to(self.device)
 
         return batches
