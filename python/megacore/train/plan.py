@@ -150,36 +150,63 @@ def _peak_kept(program: Program) -> int:
     return most
 
 
-def buffer_layouts(config: Config, world_size: int) -> list[str]:
+def buffer_layouts(config: Config, world_size: int, *, shard: int | None = None) -> list[str]:
     """Say which parameter lies where in the buffers of each pipeline position, as text.
 
+    Args:
+        config: Resolved configuration.
+        world_size: Number of ranks.
+        shard: Instead of all parameters list the ranges that one of the ranks that share a buffer
+            owns, the one at this position among them.
+
     Raises:
+        ConfigError: If no buffer has so many shards.
         ValueError: If the layout or the layers do not work out.
     """
     topology = make_topology(config, world_size)
-    texts = []
+    texts, most = [], 0
     for pp_rank, mine in enumerate(stages_of_ranks(config)):
         infos = _param_infos(config, mine)
         for members, plan in _buffer_plans(config, infos, topology):
             kind = "expert" if members[0].expert else "dense"
             partial = ", partial over tp" if members[0].sequence_parallel else ""
-            lines = [
+            head = (
                 f"pp {pp_rank}, {kind} parameters{partial}: {plan.numel:,} elements, "
                 f"{plan.shard_numel:,} on each of {plan.dp_size} ranks"
-            ]
-            for number, bucket in enumerate(plan.buckets):
-                used = sum(
-                    end - start for start, end in map(plan.param_range, bucket.param_indices)
-                )
-                lines.append(
-                    f"  bucket {number} [{bucket.start:,}, {bucket.end:,}), "
-                    f"{bucket.numel - used:,} of {bucket.numel:,} padding"
-                )
-                for index in bucket.param_indices:
-                    start, end = plan.param_range(index)
-                    lines.append(f"    [{start:,}, {end:,}) {members[index].name}")
-            texts.append("\n".join(lines))
+            )
+            lines = _bucket_lines(members, plan)
+            if shard is not None:
+                lines = _shard_lines(members, plan, shard)
+            texts.append("\n".join([head, *lines]))
+            most = max(most, plan.dp_size)
+    if shard is not None and not 0 <= shard < most:
+        raise ConfigError(f"--shard {shard}: {most} ranks share a buffer, 0 to {most - 1}")
     return texts
+
+
+def _bucket_lines(members: list[ParamInfo], plan: BufferPlan) -> list[str]:
+    lines = []
+    for number, bucket in enumerate(plan.buckets):
+        used = sum(end - start for start, end in map(plan.param_range, bucket.param_indices))
+        lines.append(
+            f"  bucket {number} [{bucket.start:,}, {bucket.end:,}), "
+            f"{bucket.numel - used:,} of {bucket.numel:,} padding"
+        )
+        for index in bucket.param_indices:
+            start, end = plan.param_range(index)
+            lines.append(f"    [{start:,}, {end:,}) {members[index].name}")
+    return lines
+
+
+def _shard_lines(members: list[ParamInfo], plan: BufferPlan, shard: int) -> list[str]:
+    pieces = plan.shard(shard) if 0 <= shard < plan.dp_size else []
+    return [
+        f"  rank {shard}: world [{piece.world_start:,}, {piece.world_end:,}) "
+        f"bucket {piece.bucket} [{piece.bucket_start:,}, {piece.bucket_end:,}) "
+        f"local [{piece.local_start:,}, {piece.local_end:,}) "
+        f"param [{piece.param_start:,}, {piece.param_end:,}) {members[piece.param_index].name}"
+        for piece in pieces
+    ] or [f"  rank {shard} owns nothing but padding"]
 
 
 def check_plan(config: Config, world_size: int) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,17 @@ def test_plan_prints_a_table_that_no_narrow_terminal_cuts(
     assert "…" not in printed
 
 
+def test_in_a_v_the_head_is_on_the_first_rank(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--pipeline.schedule=zb_v", "--model.num_layers=4")
+    assert main(["plan", str(config), *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "embed 0 | 3 head " in printed
+    assert "1 | 2 " in printed
+    assert printed.count("head") == 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_planned_bytes_are_those_of_the_real_buffers(config: Path, dtype: str, tied: str) -> None:
@@ -135,6 +147,28 @@ def test_plan_shows_where_each_parameter_lies(
     assert "    [0, 2,048) layers.2.mlp.down\n" in first
     assert last.startswith("pp 1, dense parameters: ")
     assert last.splitlines()[-1].endswith(") layers.3.attention.norm")
+
+
+def test_plan_shows_what_each_rank_owns(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numels = dict[str, int]()
+    for shard in range(4):
+        settings = ("--world-size=8", "--parallel.tp=1", "--optimizer.bucket_numel=5000")
+        assert main(["plan", str(config), *settings, f"--shard={shard}"]) == 0
+        first = capsys.readouterr().out.split("\n\n")[0]
+        for line in first.splitlines()[1:]:
+            ranges = [
+                [int(number.replace(",", "")) for number in found]
+                for found in re.findall(r"\[([\d,]+), ([\d,]+)\)", line)
+            ]
+            assert line.startswith(f"  rank {shard}: world [")
+            assert len({end - start for start, end in ranges}) == 1
+            name = line.split()[-1]
+            numels[name] = numels.get(name, 0) + ranges[0][1] - ranges[0][0]
+    assert numels["layers.0.attention.norm"] == 32
+    assert numels["layers.0.mlp.down"] == 2 * 2048  # half of it with tp 2, see above
+    for wrong in (-1, 4):
+        assert main(["plan", str(config), *settings, f"--shard={wrong}"]) == 2
+        assert "4 ranks share a buffer, 0 to 3" in capsys.readouterr().err
 
 
 def test_planned_gradients_may_have_the_format_of_the_parameters(config: Path) -> None:
