@@ -188,6 +188,17 @@ class ParamGradBuffer:
             if not has_grad
         ]
 
+    def marks(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which gradients are there, as far as Python keeps the account; see :meth:`set_marks`."""
+        return tuple(self._is_stale), tuple(self._has_grad)
+
+    def set_marks(self, marks: tuple[tuple[bool, ...], tuple[bool, ...]]) -> None:
+        """Take over the account of passes that a CUDA graph has just repeated.
+
+        A graph adds to the gradients without running the hooks that keep it.
+        """
+        self._is_stale[:], self._has_grad[:] = marks
+
     def on_grad(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(index)`` whenever parameter ``index`` has got a gradient from autograd.
 

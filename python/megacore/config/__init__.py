@@ -6,6 +6,7 @@ All mistakes of a configuration are reported at once, each with its place and th
 from __future__ import annotations
 
 from megacore.config.base import filled
+from megacore.config.graphs import GraphsConfig
 from megacore.config.layers import layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.config.load import (
     config_from_values,
@@ -35,6 +36,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "GraphsConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -9,6 +9,7 @@ from typing import Any
 
 from megacore._core import ScheduleInfo, schedule_catalog
 from megacore.config.base import filled, nearest_divisors, nearest_multiples
+from megacore.config.graph_rules import default_scopes, graph_problems
 from megacore.config.layers import (
     layers_fit,
     layers_of_stages,
@@ -85,6 +86,7 @@ def _fill(config: Config, world_size: int, vocab_size: int | None, cuda: bool | 
                 config.optimizer.schedule
             ],
         ),
+        "graphs": _filling(config.graphs, scopes=default_scopes(config)),
         "checkpoint": _filling(config.checkpoint, dir=f"{run_dir}/checkpoints"),
         "run": _filling(
             run,
@@ -413,6 +415,13 @@ def _check_recompute(problems: _Problems, config: Config) -> None:
         )
 
 
+def _check_graphs(problems: _Problems, config: Config) -> None:
+    for problem in graph_problems(
+        config, lambda key: problems.shown(key, operator.attrgetter(key)(config))
+    ):
+        problems.add(problem)
+
+
 def _check_decay(problems: _Problems, config: Config) -> None:
     steps, optimizer = config.train.steps, config.optimizer
     set_decay = problems.config.optimizer.decay_steps
@@ -450,5 +459,6 @@ _CHECKS: tuple[Callable[[_Problems, Config], None], ...] = (
     _check_batch,
     _check_instances,
     _check_recompute,
+    _check_graphs,
     _check_decay,
 )

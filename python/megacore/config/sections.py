@@ -17,6 +17,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from megacore._core import ScheduleInfo, schedule_catalog
 from megacore.config.base import Origins, Section, filled, nearest_divisors, nearest_multiples
+from megacore.config.graphs import GraphsConfig
 from megacore.config.moe import MoEConfig
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -616,6 +617,7 @@ class Config(Section):
     pipeline: PipelineConfig = PipelineConfig()
     moe: MoEConfig = MoEConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    graphs: GraphsConfig = GraphsConfig()
     data: DataConfig = DataConfig()
     train: TrainSectionConfig = TrainSectionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

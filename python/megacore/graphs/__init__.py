@@ -1,7 +1,7 @@
 """CUDA-graph capture: what to capture, on which static buffers."""
 
 from megacore.graphs.backend import CudaBackend, EmulatedBackend, GraphBackend, graph_backend
-from megacore.graphs.callables import make_graphed_callables
+from megacore.graphs.callables import buffers_kept, make_graphed_callables
 from megacore.graphs.capture_plan import (
     BufferRole,
     BufferUse,
@@ -12,7 +12,10 @@ from megacore.graphs.capture_plan import (
     static_bytes,
 )
 from megacore.graphs.errors import CaptureError, ReplayError
+from megacore.graphs.full import FullIterationGraph
+from megacore.graphs.partial import PartialGraphs, StepOrder
 from megacore.graphs.replay import GraphedCallable
+from megacore.graphs.signature import CaptureSignature
 from megacore.graphs.tensors import TensorSpec, weak_tensor
 
 __all__ = [
@@ -21,13 +24,18 @@ __all__ = [
     "Capture",
     "CaptureError",
     "CapturePlan",
+    "CaptureSignature",
     "CudaBackend",
     "EmulatedBackend",
+    "FullIterationGraph",
     "GraphBackend",
     "GraphedCallable",
+    "PartialGraphs",
     "ReplayError",
     "StepKind",
+    "StepOrder",
     "TensorSpec",
+    "buffers_kept",
     "graph_backend",
     "make_graphed_callables",
     "plan_capture",

@@ -3,8 +3,8 @@
 ``cuda`` records real CUDA graphs. ``emulated`` runs anywhere: it calls the captured function again,
 on the static tensors, and writes the results to the addresses of the first ones. It also fills
 every static tensor that a plan has released with NaN, so that a reuse too early shows in the loss.
-An emulated replay runs Python again, so it does not notice a Python number that a real capture
-would have frozen.
+An emulated replay runs Python again; to notice a Python number that a real capture would have
+frozen, it compares what the function does with what it did at its capture.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megacore.graphs.observe import Recording
 
 Results = Sequence[Tensor | None]
 
@@ -86,30 +88,41 @@ def graph_backend(name: str | None = None, *, device: torch.device | str) -> Gra
 
 
 class EmulatedBackend(GraphBackend):
-    """Calls the function again at each replay."""
+    """Calls the function again at each replay.
+
+    Args:
+        poisons: Fill static tensors that the plan has released with NaN.
+        checks: Refuse what a real graph could not record, and compare each replay to the capture,
+            operation by operation.
+    """
 
     name = "emulated"
 
-    def __init__(self, *, poisons: bool = True) -> None:
+    def __init__(self, *, poisons: bool = True, checks: bool = True) -> None:
         self.poisons = poisons
+        self._checks = checks
 
     def capture(self, function: Callable[[], Results]) -> CapturedGraph:
         """Run the function once and keep it."""
-        return _EmulatedGraph(function)
+        return _EmulatedGraph(function, Recording() if self._checks else None)
 
 
 class _EmulatedGraph(CapturedGraph):
-    def __init__(self, function: Callable[[], Results]) -> None:
+    def __init__(self, function: Callable[[], Results], recording: Recording | None) -> None:
         self._function: Callable[[], Results] | None = function
+        self._recording = recording
+        with nullcontext() if recording is None else recording.capture():
+            found = function()
         # Copies: the function may return one of its inputs, which has its own address.
-        self.results = tuple(None if r is None else r.detach().clone() for r in function())
+        self.results = tuple(None if r is None else r.detach().clone() for r in found)
         self._addresses = [None if r is None else r.data_ptr() for r in self.results]
 
     @torch.no_grad()
     def replay(self) -> None:
         if self._function is None:
             raise RuntimeError("the graph was reset and cannot be replayed")
-        with torch.enable_grad():
+        recording = self._recording
+        with torch.enable_grad(), nullcontext() if recording is None else recording.replay():
             found = self._function()
         for number, (static, result) in enumerate(zip(self.results, found, strict=True)):
             if (static is None) != (result is None):

@@ -8,7 +8,8 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -20,10 +21,11 @@ from megacore.graphs.errors import CaptureError, failing_line
 from megacore.graphs.layer import CapturedLayer, LayerSite, Maybe
 from megacore.graphs.replay import GraphedCallable, ReplayState
 from megacore.graphs.tensors import TensorSpec
+from megacore.ops.gemm import main_grad_of
 
 Kwargs = Mapping[str, Tensor]
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def make_graphed_callables(
@@ -40,6 +42,7 @@ def make_graphed_callables(
     defer_weight_grads: bool = False,
     pre_warmup_hook: Callable[[], None] | None = None,
     post_warmup_hook: Callable[[], None] | None = None,
+    run_pre_hooks: bool = False,
     backend: GraphBackend | str | None = None,
 ) -> Any:
     """Capture modules in graphs that their calls replay.
@@ -68,6 +71,8 @@ def make_graphed_callables(
             ``backward_dw()`` of each callable. Without, autograd asks for them.
         pre_warmup_hook: Runs before the warmup.
         post_warmup_hook: Runs after the warmup.
+        run_pre_hooks: Accept modules with forward pre-hooks, and run those hooks before each replay
+            with the module and no arguments. Without, such modules are refused.
         backend: See ``graph_backend``. Default: the right one for the arguments' device.
 
     Returns:
@@ -96,16 +101,18 @@ def make_graphed_callables(
     is_single = isinstance(callables, nn.Module)
     modules = [callables] if isinstance(callables, nn.Module) else list(callables)
     args = [tuple(sample_args)] if is_single else [tuple(one) for one in sample_args]
-    layers = _describe(modules, args, sample_kwargs)
-    plan = _plan(layers, order, num_layers_per_chunk, reuse)
-    made = _Capturing(
+    layers = describe_layers(modules, args, sample_kwargs, run_pre_hooks=run_pre_hooks)
+    plan = plan_layers(layers, order, num_layers_per_chunk, reuse)
+    made = Capturing(
         modules,
         layers,
         plan,
         backend=_choose_backend(backend, layers),
         keeps_memory=reuse == "graphs",
         allow_unused_input=allow_unused_input,
-    ).run(args, sample_kwargs, num_warmup_iters, pre_warmup_hook, post_warmup_hook)
+    )
+    with buffers_kept(modules):
+        made.run(args, sample_kwargs, num_warmup_iters, pre_warmup_hook, post_warmup_hook)
     calls = made.callables(
         clones_param_grads=clone_param_grads_on_return, defers_weight_grads=defer_weight_grads
     )
@@ -117,18 +124,22 @@ def make_graphed_callables(
     return modules[0] if is_single else tuple(modules)
 
 
-def _describe(
+def describe_layers(
     modules: list[nn.Module],
     args: list[tuple[Any, ...]],
     kwargs: Sequence[Kwargs] | None,
+    *,
+    run_pre_hooks: bool,
 ) -> list[CapturedLayer]:
+    """What there is to capture of each module; see `make_graphed_callables` for the errors."""
     if not modules:
         raise ValueError("there is no module to capture")
     for number, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise TypeError(f"callable {number} is {module!r}; only torch modules can be captured")
         for inner_name, inner in module.named_modules():
-            if any(getattr(inner, name) for name in _HOOKS):
+            refused = _HOOKS if run_pre_hooks else (*_HOOKS, "_forward_pre_hooks")
+            if any(getattr(inner, name) for name in refused):
                 raise ValueError(
                     f"callable {number} has hooks on {inner_name or 'itself'}, which a replay "
                     "would skip; remove them, or run them before each call"
@@ -142,17 +153,23 @@ def _describe(
             f"{len(args)}, and {len(given)} mappings of keyword arguments"
         )
     return [
-        CapturedLayer.of(f"module {number} ({type(module).__name__})", module, one, named)
+        CapturedLayer.of(_name_of(module, number), module, one, named)
         for number, (module, one, named) in enumerate(zip(modules, args, given, strict=True))
     ]
 
 
-def _plan(
+def _name_of(module: nn.Module, number: int) -> str:
+    own = getattr(module, "captured_name", None)
+    return own if isinstance(own, str) else f"module {number} ({type(module).__name__})"
+
+
+def plan_layers(
     layers: list[CapturedLayer],
     order: Sequence[float] | None,
     num_layers_per_chunk: int | Sequence[int] | None,
     reuse: Literal["none", "buffers", "graphs"],
 ) -> CapturePlan:
+    """The plan of a capture; see `make_graphed_callables` for the errors."""
     numbers: dict[tuple[TensorSpec, ...], int] = {}
     signature = [numbers.setdefault(layer.input_specs, len(numbers)) for layer in layers]
     if order is None:
@@ -195,7 +212,7 @@ def _choose_backend(
     return graph_backend(backend, device=tensors[0] if tensors else "cpu")
 
 
-class _Capturing:
+class Capturing:
     """One capture of all layers of a plan."""
 
     def __init__(
@@ -224,7 +241,8 @@ class _Capturing:
         num_warmup_iters: int,
         before: Callable[[], None] | None,
         after: Callable[[], None] | None,
-    ) -> _Capturing:
+    ) -> Capturing:
+        """Warm up and capture; on an error everything is as before, see `CaptureError`."""
         given = [{}] * len(args) if kwargs is None else list(kwargs)
         at = "the start"
         try:
@@ -279,7 +297,8 @@ class _Capturing:
                 f"input {unused[0]} of {layer.name} requires grad but does not influence the "
                 "results; pass allow_unused_input=True to give it no gradient"
             )
-        layer.params = [param for param in layer.params if found[id(param)]]
+        # Some gradients go to main_grad instead of autograd, which still visits the parameter.
+        layer.params = [p for p in layer.params if found[id(p)] or main_grad_of(p) is not None]
 
     def _allocate(self) -> None:
         """Make static inputs and output gradients, one set per buffer of the plan."""
@@ -319,6 +338,27 @@ class _Capturing:
         else:
             site.weight = self._backend.capture(lambda: site.run_weight(keep=self._keeps_memory))
 
+    @property
+    def plan(self) -> CapturePlan:
+        """Which graphs and buffers there are."""
+        return self._plan
+
+    def static_bytes(self) -> dict[str, int]:
+        """Bytes of what stays at its place: static inputs, gradients given, results."""
+        sites = list(self._sites.values())
+        graphs = [graph for site in sites for graph in site.graphs()]
+        return {
+            "static_inputs": _bytes_of(t for site in sites for t in site.inputs),
+            "output_grads": _bytes_of(t for site in sites for t in site.output_grads),
+            "results": _bytes_of(t for graph in graphs for t in graph.results),
+        }
+
+    def reset(self) -> None:
+        """Give up all graphs and static tensors."""
+        for site in self._sites.values():
+            site.reset()
+        self._sites.clear()
+
     def callables(
         self, *, clones_param_grads: bool, defers_weight_grads: bool
     ) -> list[GraphedCallable]:
@@ -346,6 +386,29 @@ class _Capturing:
                     for layer in layers
                 ]
         return calls
+
+
+@contextmanager
+def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Buffers of modules, such as running counts, are after ``with`` what they were before."""
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
+    kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+def _bytes_of(tensors: Iterable[Maybe]) -> int:
+    """Bytes of the memory behind some tensors, each counted once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor is not None
+    }
+    return sum(storages.values())
 
 
 def _clear(tensors: Sequence[Tensor]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -25,8 +27,26 @@ def failing_line(error: BaseException) -> str:
     """The place in the user's code that an error comes from, ``"file:line: source"``, or ``""``."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        path = Path(frame.filename)
-        if not any(path.is_relative_to(folder) for folder in _NOT_THE_USERS):
-            source = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            return f"{path.name}:{frame.lineno}: {source}"
+        if _is_the_users(frame.filename):
+            return _place(frame.filename, frame.lineno or 0)
     return ""
+
+
+def calling_line() -> str:
+    """The innermost line of the user's code that is running, as ``" (at file:line: source)"``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_the_users(frame.f_code.co_filename):
+            return f" (at {_place(frame.f_code.co_filename, frame.f_lineno)})"
+        frame = frame.f_back
+    return ""
+
+
+def _is_the_users(filename: str) -> bool:
+    path = Path(filename)
+    own = path.suffix != ".py" or any(path.is_relative_to(folder) for folder in _NOT_THE_USERS)
+    return not own and "importlib" not in filename
+
+
+def _place(filename: str, line: int) -> str:
+    return f"{Path(filename).name}:{line}: {linecache.getline(filename, line).strip()}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,7 @@ class CapturedLayer:
         input_specs: Their tensors, flat.
         params: Parameters that require grad; after warmup those that got one.
         used_inputs: For each tensor whether it got a gradient in warmup.
+        hooked: Modules whose forward pre-hooks run before each replay instead of inside.
         output_tree: How results nest; known after warmup.
         output_specs: Their tensors, flat; ``None`` where the result is ``None``.
     """
@@ -39,6 +42,7 @@ class CapturedLayer:
     input_tree: TreeSpec
     input_specs: tuple[TensorSpec, ...]
     params: list[nn.Parameter]
+    hooked: tuple[nn.Module, ...] = ()
     used_inputs: list[bool] = field(default_factory=list)
     output_tree: TreeSpec | None = None
     output_specs: tuple[TensorSpec | None, ...] = ()
@@ -66,6 +70,7 @@ class CapturedLayer:
             input_tree=tree,
             input_specs=tuple(TensorSpec.of(value) for value in flat),
             params=[param for param in module.parameters() if param.requires_grad],
+            hooked=tuple(module.modules()),
         )
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -102,10 +107,31 @@ class CapturedLayer:
                 )
         return flat
 
+    def run_hooks(self) -> None:
+        """Run the forward pre-hooks of all modules inside, outside of any graph.
+
+        Hooks see their module and no arguments, as no module is called in a replay.
+        """
+        for module in self.hooked:
+            for hook in list(module._forward_pre_hooks.values()):
+                hook(module, ())
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Inside ``with``, calls of the modules inside do not run their pre-hooks."""
+        taken = [(m, m._forward_pre_hooks) for m in self.hooked if m._forward_pre_hooks]
+        for module, _ in taken:
+            module._forward_pre_hooks = OrderedDict()
+        try:
+            yield
+        finally:
+            for module, hooks in taken:
+                module._forward_pre_hooks = hooks
+
     def run(self, inputs: Sequence[Tensor]) -> list[Maybe]:
         """Call the module on flat inputs and return its flat results, with their history."""
         args, kwargs = tree_unflatten(list(inputs), self.input_tree)
-        with torch.enable_grad():
+        with torch.enable_grad(), self.without_hooks():
             results = self.forward(*args, **kwargs)
         flat, tree = tree_flatten(results)
         for value in flat:
@@ -178,13 +204,14 @@ class LayerSite:
         ]
         if not pairs or not wanted:
             return [None] * len(wanted)
-        return torch.autograd.grad(
-            [result for result, _ in pairs],
-            wanted,
-            [grad for _, grad in pairs],
-            retain_graph=keep,
-            allow_unused=True,
-        )
+        with self.layer.without_hooks():  # of a recomputed part
+            return torch.autograd.grad(
+                [result for result, _ in pairs],
+                wanted,
+                [grad for _, grad in pairs],
+                retain_graph=keep,
+                allow_unused=True,
+            )
 
     def graphs(self) -> list[CapturedGraph]:
         """The graphs that exist."""

@@ -69,6 +69,7 @@ class GraphedCallable:
         if not self._module.training or not torch.is_grad_enabled():
             return site.layer.forward(*args, **kwargs)
         inputs = site.layer.flatten_inputs(args, kwargs)
+        site.layer.run_hooks()
         params = [] if self._defers else site.layer.params
         flat = _Replay.apply(self, len(inputs), *inputs, *params)  # type: ignore[no-untyped-call]
         assert site.layer.output_tree is not None

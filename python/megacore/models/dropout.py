@@ -46,16 +46,27 @@ class DropoutKey:
 
     def as_int64(self) -> int:
         """The key as a signed 64-bit integer."""
-        return key_of(f"dropout|{self.seed}|{self.step}|{self.layer}|{int(self.site)}")
+        use = dropout_use(seed=self.seed, layer=self.layer, site=self.site)
+        return key_of(use.format(step=self.step))
+
+
+def dropout_use(*, seed: int, layer: int, site: Site) -> str:
+    """One use of dropout in all steps, in the words of `StepKeys`."""
+    return f"dropout|{seed}|{{step}}|{layer}|{int(site)}"
 
 
 def keep_mask(
-    key: DropoutKey, *, p: float, sample_ids_B: Tensor, positions_S: Tensor, num_features: int
+    key: DropoutKey | Tensor,
+    *,
+    p: float,
+    sample_ids_B: Tensor,
+    positions_S: Tensor,
+    num_features: int,
 ) -> Tensor:
     """Decide for every element whether it is kept.
 
     Args:
-        key: Which use of dropout.
+        key: Which use of dropout, or its key on the device.
         p: Probability that an element is dropped, in ``[0, 1)``.
         sample_ids_B: Global sample ids, ``(B,)``, int64.
         positions_S: Positions in the whole sequence, ``(S,)``, int64.
@@ -75,7 +86,7 @@ def keep_mask(
         (torch.Size([100, 1, 100]), True)
     """
     number_SBH = token_numbers(
-        key.as_int64(),
+        key.as_int64() if isinstance(key, DropoutKey) else key,
         sample_ids_B=sample_ids_B,
         positions_S=positions_S,
         num_features=num_features,

@@ -304,7 +304,7 @@ class GPTChunk(nn.Module):
             x_SBH = hidden_SBH
         else:
             raise ValueError("a chunk without the embedding takes the output of the chunk before")
-        rotary = self._rotary(sequence)
+        rotary = self.rotary(sequence)
         for layer in self.layers:
             x_SBH = layer(x_SBH, rotary, batch, keep_activations=keep_activations)
         if self.final_norm is not None:
@@ -313,8 +313,8 @@ class GPTChunk(nn.Module):
             x_SBH = self.predictions(x_SBH, rotary, batch, keep_activations=keep_activations)
         return x_SBH
 
-    def _rotary(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """Tables at the positions of this rank's tokens."""
+    def rotary(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """Rotary tables at the positions of this rank's tokens of a sequence."""
         if self.region.cp.size == 1:
             return self.cos, self.sin
         positions = self.region.share_positions(sequence, device=self.cos.device)

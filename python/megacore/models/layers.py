@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from megacore.config import ModelConfig, MoEConfig
-from megacore.models.dropout import DropoutKey, Site, dropout, keep_mask
+from megacore.models.dropout import DropoutKey, Site, dropout, dropout_use, keep_mask
 from megacore.models.functional import rms_norm
 from megacore.models.init import ParamFactory
 from megacore.models.mappings import Region
@@ -173,12 +173,24 @@ class ResidualDropout(nn.Module):
         self.site = site
         self.region = context.region
 
+    @property
+    def random_uses(self) -> tuple[str, ...]:
+        """What it draws random numbers for, in the words of `StepKeys`."""
+        if self.p == 0.0:
+            return ()
+        return (dropout_use(seed=self.seed, layer=self.layer, site=self.site),)
+
     def forward(self, x_SBH: Tensor, batch: Microbatch) -> Tensor:
         """``(S[/tp], B, H)`` to the same shape."""
         if not self.training or self.p == 0.0:
             return x_SBH
+        key: DropoutKey | Tensor
+        if batch.keys is None:
+            key = DropoutKey(seed=self.seed, step=batch.step, layer=self.layer, site=self.site)
+        else:
+            key = batch.keys.of(self.random_uses[0])
         keep_SBH = keep_mask(
-            DropoutKey(seed=self.seed, step=batch.step, layer=self.layer, site=self.site),
+            key,
             p=self.p,
             sample_ids_B=batch.sample_ids,
             positions_S=self.region.positions(x_SBH.shape[0], device=x_SBH.device),

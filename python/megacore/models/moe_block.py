@@ -24,7 +24,7 @@ from megacore.moe.dispatchers import (
 from megacore.moe.echo import Echo, ReceiveBudget
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
-from megacore.moe.router import TokenNames, TopKRouter
+from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.moe.settings import echo_options, echo_receive_factor, router_config
 from megacore.ops.recompute import Memo
 from megacore.parallel.batch import Microbatch
@@ -80,15 +80,26 @@ class MoEBlock(nn.Module):
 
     def forward(self, x_SBH: Tensor, batch: Microbatch, *, memo: Memo | None = None) -> Tensor:
         """``(S[/tp], B, H)`` to the same shape; for ``memo`` see `MoELayer`."""
+        names = self.names(x_SBH, batch)
+        output: Tensor = self.moe(x_SBH, names, loss_factor=batch.router_factor, memo=memo)
+        return output
+
+    def route(
+        self, x_SBH: Tensor, batch: Microbatch, *, memo: Memo
+    ) -> tuple[Tensor, RoutingResult]:
+        """The beginning of `forward`: see ``MoELayer.route``."""
+        names = self.names(x_SBH, batch)
+        return self.moe.route(x_SBH, names, loss_factor=batch.router_factor, memo=memo)
+
+    def names(self, x_SBH: Tensor, batch: Microbatch) -> TokenNames:
+        """The names of the tokens that this rank routes."""
         num_tokens = x_SBH.shape[0] // self.num_shares
-        names = TokenNames(
+        return TokenNames(
             step=batch.step,
             sample_ids_B=batch.sample_ids,
             positions_S=self.tokens.positions(num_tokens, device=x_SBH.device),
+            keys=batch.keys,
         )
-        factor = batch.loss_factor if batch.sample_factors is None else batch.sample_factors
-        output: Tensor = self.moe(x_SBH, names, loss_factor=factor, memo=memo)
-        return output
 
     def _take_share(self, x_SBH: Tensor) -> Tensor:
         return scatter_sequence(x_SBH, self.tokens.group)

@@ -8,6 +8,8 @@ Shapes: S sequence, B batch, H hidden.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from megacore.models.attention import Attention
@@ -17,6 +19,9 @@ from megacore.models.layers import ColumnLinear, ModelContext, ResidualDropout, 
 from megacore.models.moe_block import GatedExpert, MoEBlock
 from megacore.ops.recompute import Memo, recompute, recompute_if
 from megacore.parallel.batch import Microbatch
+
+if TYPE_CHECKING:
+    from megacore.models.captured import CapturedPart
 
 
 class MLP(nn.Module):
@@ -61,6 +66,8 @@ class TransformerLayer(nn.Module):
         else:
             self.mlp = MLP(f"{name}.mlp", context, width=context.shape.ffn)
         self.mlp_dropout = ResidualDropout(layer=index, site=Site.MLP, context=context)
+        # Set while graphs of a part of the layer exist.
+        self.captured: CapturedPart | None = None
 
     def forward(
         self,
@@ -72,6 +79,8 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """``(S[/tp], B, H)`` to the same shape; see ``GPTChunk`` for ``keep_activations``."""
         again = frozenset[str]() if keep_activations else self._recompute
+        if self.captured is not None and self.training and batch.number is not None:
+            return self.captured.run(self, x_SBH, batch, rotary, again)
         memo = Memo()
 
         def whole(x_SBH: Tensor) -> Tensor:
@@ -87,14 +96,32 @@ class TransformerLayer(nn.Module):
         again: frozenset[str],
         memo: Memo,
     ) -> Tensor:
+        x_SBH = self.attend(x_SBH, rotary, batch, again)
+        return self.end(x_SBH, self._inner(x_SBH, batch, again, memo), batch)
+
+    def attend(
+        self,
+        x_SBH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: Microbatch,
+        again: frozenset[str],
+    ) -> Tensor:
+        """Attention with its norm and dropout, on the residual stream."""
         qkv_SBX = recompute_if(
             "norm" in again, lambda x: self.attention.qkv(self.attention_norm(x)), x_SBH
         )
         mixed_SBH = recompute_if(
             "attention" in again, lambda qkv: self.attention(qkv, rotary), qkv_SBX
         )
-        x_SBH = x_SBH + self.attention_dropout(mixed_SBH, batch)
-        inner_SBH = self._inner(x_SBH, batch, again, memo)
+        attended_SBH: Tensor = x_SBH + self.attention_dropout(mixed_SBH, batch)
+        return attended_SBH
+
+    def feed(self, x_SBH: Tensor, batch: Microbatch, again: frozenset[str]) -> Tensor:
+        """MLP or experts with norm and dropout, on the residual stream."""
+        return self.end(x_SBH, self._inner(x_SBH, batch, again, Memo()), batch)
+
+    def end(self, x_SBH: Tensor, inner_SBH: Tensor, batch: Microbatch) -> Tensor:
+        """What the MLP or the experts made joins the residual stream."""
         dropped_SBH: Tensor = self.mlp_dropout(inner_SBH, batch)
         return x_SBH + dropped_SBH
 

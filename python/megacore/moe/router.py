@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megacore.moe.balance import RouterGroups, inject_gradient, load_balancing_loss, z_loss
 from megacore.ops import top_k
-from megacore.ops.counter_random import key_of, token_numbers, uniform
+from megacore.ops.counter_random import StepKeys, key_of, token_numbers, uniform
 from megacore.ops.recompute import Memo
 from megacore.parallel.collectives import all_reduce_
 
@@ -125,11 +125,13 @@ class TokenNames:
         step: Optimizer step.
         sample_ids_B: Global sample ids, ``(B,)``, int64.
         positions_S: Positions of this rank's tokens in the whole sequence, ``(S,)``, int64.
+        keys: The keys of this step on the device, see `StepKeys`; ``None`` to compute them.
     """
 
     step: int
     sample_ids_B: Tensor
     positions_S: Tensor
+    keys: StepKeys | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +214,13 @@ class TopKRouter(nn.Module):
         biased = config.expert_bias
         self.register_buffer("expert_bias", zeros if biased else None)
         self.register_buffer("tokens_seen", zeros.long() if biased else None, persistent=False)
+
+    @property
+    def random_uses(self) -> tuple[str, ...]:
+        """What it draws random numbers for, in the words of `StepKeys`."""
+        if self.config.jitter == 0.0:
+            return ()
+        return (f"router jitter|{self.seed}|{{step}}|{self.layer}",)
 
     def forward(
         self,
@@ -322,8 +331,10 @@ class TopKRouter(nn.Module):
     def _jitter(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:
         if names is None:
             raise ValueError("jitter needs the names of the tokens (names=TokenNames(...))")
+        (use,) = self.random_uses
+        key = key_of(use.format(step=names.step)) if names.keys is None else names.keys.of(use)
         numbers = token_numbers(
-            key_of(f"router jitter|{self.seed}|{names.step}|{self.layer}"),
+            key,
             sample_ids_B=names.sample_ids_B,
             positions_S=names.positions_S,
             num_features=hidden_SBH.shape[2],

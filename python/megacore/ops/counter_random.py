@@ -18,6 +18,7 @@ Shapes: S sequence (or this rank's slice of it), B batch, H features.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -33,13 +34,49 @@ def key_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
+class StepKeys:
+    """The keys of all uses in a step, on the device.
+
+    Code that a CUDA graph has captured takes its keys from here: a number of the host would be
+    frozen at that of the capture.
+
+    Args:
+        uses: Texts of the uses, each with ``{step}`` in it.
+        device: Where the keys live.
+
+    Example:
+        >>> keys = StepKeys(["dropout|1|{step}|0|2"], device="cpu")
+        >>> keys.set_step(7)
+        >>> keys.of("dropout|1|{step}|0|2").item() == key_of("dropout|1|7|0|2")
+        True
+    """
+
+    def __init__(self, uses: Iterable[str], *, device: torch.device | str) -> None:
+        self._uses = tuple(dict.fromkeys(uses))
+        self._places = {use: place for place, use in enumerate(self._uses)}
+        self._keys = torch.zeros(len(self._uses), dtype=torch.int64, device=device)
+
+    def set_step(self, step: int) -> None:
+        """Compute the keys of a step.
+
+        Sync:
+            Copies them to the device, behind all that was launched before.
+        """
+        keys = [key_of(use.format(step=step)) for use in self._uses]
+        self._keys.copy_(torch.tensor(keys, dtype=torch.int64))
+
+    def of(self, use: str) -> Tensor:
+        """The key of a use, 0-d int64: a view of memory that never moves."""
+        return self._keys[self._places[use]]
+
+
 def token_numbers(
-    key: int, *, sample_ids_B: Tensor, positions_S: Tensor, num_features: int
+    key: int | Tensor, *, sample_ids_B: Tensor, positions_S: Tensor, num_features: int
 ) -> Tensor:
     """Draw one number per feature of each token.
 
     Args:
-        key: From :func:`key_of`.
+        key: From :func:`key_of`, or from :class:`StepKeys`.
         sample_ids_B: Global sample ids, ``(B,)``, int64.
         positions_S: Positions in the whole sequence, ``(S,)``, int64.
         num_features: H.

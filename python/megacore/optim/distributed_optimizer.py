@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -197,6 +198,15 @@ class DistributedOptimizer:
     def missing_grads(self) -> list[str]:
         """Names of parameters that got no gradient since :meth:`zero_grads`; theirs counts as 0."""
         return [name for buffer in self.buffers for name in buffer.missing_grads()]
+
+    def grad_marks(self) -> tuple[Any, ...]:
+        """Which gradients are there; give it to :meth:`set_grad_marks`."""
+        return tuple(buffer.marks() for buffer in self.buffers)
+
+    def set_grad_marks(self, marks: tuple[Any, ...]) -> None:
+        """Tell that a CUDA graph has repeated the passes after which the marks were taken."""
+        for buffer, own in zip(self.buffers, marks, strict=True):
+            buffer.set_marks(own)
 
     def step(
         self, *, lr: float, extra: Tensor | None = None, num_tokens: Tensor | None = None

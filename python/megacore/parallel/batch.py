@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from megacore.ops.counter_random import StepKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,9 @@ class Microbatch:
         sample_factors: One factor for each sample, ``(B,)``, to be used for losses in the middle in
             place of the one of the microbatch: the mean over its samples of factor times mean loss
             counts. ``None`` where samples count alike.
+        number: Which microbatch of the step it is on this rank, so that captured layers know which
+            of their graphs to replay; ``None`` runs them without.
+        keys: The keys of the step's random numbers on the device, for code that may be captured.
 
     Raises:
         ValueError: If the shapes disagree.
@@ -45,6 +50,8 @@ class Microbatch:
     step: int
     loss_factor: float | Tensor = 1.0
     sample_factors: Tensor | None = None
+    number: int | None = None
+    keys: StepKeys | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)
@@ -58,6 +65,11 @@ class Microbatch:
             )
 
     @property
+    def router_factor(self) -> float | Tensor:
+        """What losses in the middle of the model are multiplied by: one number, or ``(B,)``."""
+        return self.loss_factor if self.sample_factors is None else self.sample_factors
+
+    @property
     def shape(self) -> tuple[int, int]:
         """``(B, S)``: samples and tokens per sample."""
         batch, sequence = self.tokens.shape
@@ -69,11 +81,9 @@ class Microbatch:
         Sync:
             Waits for the copy when it crosses devices; returns at once otherwise.
         """
-        return Microbatch(
+        return replace(
+            self,
             tokens=self.tokens.to(device),
             labels=None if self.labels is None else self.labels.to(device),
             sample_ids=self.sample_ids.to(device),
-            sample_factors=None if self.sample_factors is None else self.sample_factors.to(device),
-            step=self.step,
-            loss_factor=self.loss_factor,
         )

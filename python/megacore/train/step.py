@@ -24,6 +24,7 @@ from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Prog
 from megacore.pipeline.execution import StageOutput, StepLosses
 from megacore.pipeline.executor import ActivationSpec
 from megacore.train.experts import ExpertMetrics, ExpertWatch
+from megacore.train.graphs import MicrobatchOf, StepGraphs
 from megacore.train.predictions import PredictionWatch
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
@@ -66,6 +67,7 @@ class TrainStep:
         debug_messages: Check every message between stages; see ``PipelineExecutor``.
         per_token: The loss is the mean over all tokens of the global batch, instead of the mean
             over microbatches of their means.
+        graphs: CUDA graphs of the passes, or of parts of them.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class TrainStep:
         predictions: PredictionWatch,
         debug_messages: bool = False,
         per_token: bool = False,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._chunks = list(chunks)
         self._optimizer = optimizer
@@ -90,6 +93,7 @@ class TrainStep:
         self._experts = experts
         self._predictions = predictions
         self._per_token = per_token
+        self._graphs = graphs
         self._last_backwards = {
             action.stage: action.microbatch
             for action in program.actions
@@ -133,22 +137,26 @@ class TrainStep:
             Waits for the device: the metrics are numbers.
         """
         start = time.perf_counter()
-        scale = self._optimizer.loss_scale_on_device()
+
+        def microbatch_of(number: int) -> Microbatch:
+            return batches(step, number)
+
+        if self._graphs is not None:
+            self._graphs.start_step(step, microbatch_of, self._train_passes)
         self._experts.start_step()
         while True:
-            self._optimizer.zero_grads()
             self._predictions.start_step()
-            losses = self._executor.run(
-                self._forward_step(step, batches, loss_scale=scale),
-                before_backward=self._before_backward,
-                recorder=recorder,
-            )
+            if self._graphs is None or recorder is not None:
+                sums = self._train_passes(microbatch_of, recorder=recorder)
+            else:
+                sums = self._graphs.train_passes(microbatch_of, self._train_passes)
             if not self._experts.must_rerun(f"step {step + 1:,}"):
                 break
             if recorder is not None:
                 recorder.clear()
+            if self._graphs is not None:
+                self._graphs.start_step(step, microbatch_of, self._train_passes)
         self._warn_of_missing_grads()
-        sums = self._loss_sums(losses, loss_scale=scale)
         further = self._predictions.extra()
         extra = torch.cat((sums, further, self._experts.extra()))
         num_tokens = sums[1] if self._per_token else None
@@ -171,16 +179,40 @@ class TrainStep:
             chunk.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         for step in range(num_steps):
+
+            def microbatch_of(number: int) -> Microbatch:
+                return batches(step, number)  # noqa: B023
+
             self._experts.start_step()
             while True:
-                losses = self._executor.run(self._forward_step(step, batches), forward_only=True)
+                if self._graphs is None:
+                    own = self._validation_passes(microbatch_of)
+                else:
+                    own = self._graphs.validation_passes(microbatch_of, self._validation_passes)
                 if not self._experts.must_rerun(f"validation batch {step + 1:,}"):
                     break
-            sums += self._loss_sums(losses)
+            sums += own
         for chunk in self._chunks:
             chunk.train()
         all_reduce_(sums, self._groups.world)
         return _mean(sums)
+
+    def _train_passes(
+        self, microbatch_of: MicrobatchOf, *, recorder: ActionRecorder | None = None
+    ) -> Tensor:
+        """All forward and backward passes of a step; what `_loss_sums` returns."""
+        scale = self._optimizer.loss_scale_on_device()
+        self._optimizer.zero_grads()
+        losses = self._executor.run(
+            self._forward_step(microbatch_of, loss_scale=scale),
+            before_backward=self._before_backward,
+            recorder=recorder,
+        )
+        return self._loss_sums(losses, loss_scale=scale)
+
+    def _validation_passes(self, microbatch_of: MicrobatchOf) -> Tensor:
+        losses = self._executor.run(self._forward_step(microbatch_of), forward_only=True)
+        return self._loss_sums(losses)
 
     def _before_backward(self, stage: int, microbatch: int) -> None:
         # Gradients are final with the last action of the stage that adds to them.
@@ -199,13 +231,13 @@ class TrainStep:
             )
 
     def _forward_step(
-        self, step: int, batches: BatchSource, *, loss_scale: Tensor | float = 1.0
+        self, microbatch_of: MicrobatchOf, *, loss_scale: Tensor | float = 1.0
     ) -> Callable[[nn.Module, Tensor | None, int], StageOutput]:
         cache: dict[int, Microbatch] = {}
 
         def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> StageOutput:
             if microbatch not in cache:
-                batch = batches(step, microbatch)
+                batch = microbatch_of(microbatch)
                 # A scalar output is the mean loss of the tokens that count. It goes into the step's
                 # loss as it is: the loss is the mean over microbatches; or as a sum over tokens.
                 if self._per_token:
@@ -214,6 +246,8 @@ class TrainStep:
                     batch = replace(batch, loss_factor=factor, sample_factors=samples)
                 else:
                     batch = replace(batch, loss_factor=loss_scale / self._num_microbatches)
+                if self._graphs is not None:
+                    batch = self._graphs.prepared(batch, microbatch)
                 cache[microbatch] = batch
             batch = cache[microbatch]
             assert isinstance(chunk, GPTChunk)

@@ -32,6 +32,7 @@ from megacore.pipeline import (
 )
 from megacore.pipeline.executor import ActivationSpec
 from megacore.train.experts import ExpertWatch
+from megacore.train.graphs import StepGraphs
 from megacore.train.predictions import PredictionWatch
 from megacore.train.routing import attach_tape
 from megacore.train.step import BatchSource, StepMetrics, TrainStep
@@ -48,6 +49,7 @@ class Trainer:
         schedule: The pipeline schedule of a training step, all ranks.
         chunks: Model chunks of this rank.
         optimizer: Optimizer over the parameters of ``chunks``.
+        graphs: CUDA graphs of training steps; ``None`` without.
         device: Where the model lives.
         routing: Records or replays the decisions of routers, or neither.
     """
@@ -59,6 +61,7 @@ class Trainer:
     chunks: list[GPTChunk]
     optimizer: DistributedOptimizer
     step: TrainStep
+    graphs: StepGraphs | None
     device: torch.device
     routing: RoutingTape
 
@@ -186,6 +189,16 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     receives = receives_for(groups.pp, activation, overlap=overlap)
     lowering = Lowering.communication(receives=receives, recompute=train_recompute(config))
     program = schedule.lower(lowering)[groups.pp.position]
+    graphs = None
+    if config.graphs.mode != "off":
+        graphs = StepGraphs(
+            config,
+            chunks,
+            optimizer,
+            groups,
+            program=program,
+            hidden=_activation_spec(config, device),
+        )
     step = TrainStep(
         chunks,
         optimizer,
@@ -206,6 +219,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         ),
         debug_messages=config.pipeline.debug_messages,
         per_token=config.train.loss_normalization == "token",
+        graphs=graphs,
     )
     return Trainer(
         config=config,
@@ -215,6 +229,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         chunks=chunks,
         optimizer=optimizer,
         step=step,
+        graphs=graphs,
         device=device,
         routing=attach_tape(config, chunks, rank=groups.rank),
     )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from functools import cache
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -243,6 +244,12 @@ def gather_counts(counts_E: Tensor, placement: ExpertPlacement) -> Tensor:
     return local[:, placement.first_local : placement.first_local + placement.num_local]
 
 
+@cache
+def constant(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Numbers of the host as an int64 tensor; made once, as a captured region cannot make it."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
 def rows_of_copies(
     row_in_part_Tk: Tensor, expert_ids_Tk: Tensor, first_row_G: Tensor, placement: ExpertPlacement
 ) -> Tensor:
@@ -257,7 +264,7 @@ def rows_of_copies(
     Returns:
         ``(T, k * etp)``, int64.
     """
-    members = torch.tensor(placement.members, device=expert_ids_Tk.device)
+    members = constant(placement.members, expert_ids_Tk.device)
     part_Tk = expert_ids_Tk.clamp(min=0) // placement.num_local
     rows = first_row_G[members[part_Tk]] + row_in_part_Tk[..., None]
     return rows.masked_fill((row_in_part_Tk < 0)[..., None], -1).flatten(1)

@@ -20,6 +20,7 @@ from megacore.moe.dispatchers.base import (
     ExpertRows,
     PendingDispatch,
     Routing,
+    constant,
     gather_counts,
     rows_of_copies,
 )
@@ -284,7 +285,7 @@ def _per_member(values_P: Tensor, placement: ExpertPlacement) -> Tensor:
     for part, members in enumerate(placement.members):
         for member in members:
             part_of[member] = part
-    return values_P[torch.tensor(part_of, device=values_P.device)]
+    return values_P[constant(tuple(part_of), values_P.device)]
 
 
 class _PendingExchange(PendingDispatch):

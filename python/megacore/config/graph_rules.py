@@ -1,0 +1,133 @@
+"""Which settings go together with ``[graphs]``, and which scopes a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megacore.config.sections import Config
+
+Shown = Callable[[str], str]
+
+# Parts of a layer that a recomputed part contains, by the scopes that capture all of it.
+_WHOLE = {"dense": {"attn", "mlp"}, "moe": {"attn", "moe"}}
+
+
+def default_scopes(config: Config) -> str | None:
+    """What ``graphs.scopes`` is where none are set: all that never needs a word from the host."""
+    if config.graphs.mode != "partial":
+        return None
+    kinds = _layer_kinds(config)
+    scopes = ["attn"]
+    scopes += ["mlp"] if "dense" in kinds else []
+    if "moe" in kinds and not _routes_on_host(config):
+        scopes.append("moe_router")
+        scopes += [] if config.moe.echo.spare_slots > 0 else ["moe_preprocess"]
+    return ",".join(scopes)
+
+
+def graph_problems(config: Config, shown: Shown) -> Iterator[str]:
+    """One sentence for each rule that the settings break.
+
+    Args:
+        config: With all derived settings filled in.
+        shown: A setting with its value and place, by its key.
+    """
+    graphs = config.graphs
+    if graphs.mode == "off":
+        return
+    if graphs.backend == "cuda" and config.run.backend == "gloo":
+        yield (
+            f"{shown('graphs.backend')} needs a GPU, but {shown('run.backend')} computes on the "
+            "CPU; use emulated there"
+        )
+    if graphs.mode == "partial":
+        yield from _scope_problems(config, shown)
+        yield from _recompute_problems(config, shown)
+    else:
+        yield from _full_problems(config, shown)
+
+
+def _layer_kinds(config: Config) -> set[str]:
+    is_moe = config.moe.is_moe_layer
+    return {"moe" if is_moe(index) else "dense" for index in range(config.model.num_layers)}
+
+
+def _routes_on_host(config: Config) -> bool:
+    return (config.moe.record_routing or config.moe.replay_routing) is not None
+
+
+def _host_problems(config: Config, shown: Shown, where: str, *, plans: bool) -> Iterator[str]:
+    """What the host does between the router and the experts, where that is captured."""
+    if plans and config.moe.echo.spare_slots > 0:
+        yield (
+            f"{where} captures where tokens go, but {shown('moe.echo.spare_slots')} lets the host "
+            "plan that; capture attn,mlp,moe_router at most, or set spare_slots = 0"
+        )
+    for key in ("record_routing", "replay_routing"):
+        if getattr(config.moe, key) is not None:
+            yield (
+                f"{where} captures the router, but {shown(f'moe.{key}')} lets the host take part "
+                "in its decisions; leave one out"
+            )
+
+
+def _scope_problems(config: Config, shown: Shown) -> Iterator[str]:
+    kinds, scopes = _layer_kinds(config), config.graphs.scope_names
+    where = shown("graphs.scopes")
+    if "mlp" in scopes and "dense" not in kinds:
+        yield f"{where} names mlp, but every layer has experts instead of an MLP; leave it out"
+    experts = [scope for scope in scopes if scope.startswith("moe")]
+    if experts and "moe" not in kinds:
+        yield (
+            f"{where} names {experts[0]}, but the model has no experts (moe.num_experts = 0); "
+            "leave it out"
+        )
+    elif experts:
+        plans = "moe" in experts or "moe_preprocess" in experts
+        yield from _host_problems(config, shown, where, plans=plans)
+    if "moe" in scopes and "moe" in kinds and config.moe.dispatcher != "static":
+        yield (
+            f"{where} names moe, but {shown('moe.dispatcher')} asks the device how many tokens go "
+            'where, which a graph cannot; set moe.dispatcher = "static", or capture '
+            "moe_router,moe_preprocess"
+        )
+
+
+def _recompute_problems(config: Config, shown: Shown) -> Iterator[str]:
+    """A recomputed part runs again inside of one backward pass: it is captured whole or not."""
+    scopes, recomputed = set(config.graphs.scope_names), config.train.recomputed
+    where = shown("graphs.scopes")
+    if recomputed and config.train.recompute_keep > 0:
+        yield (
+            f"{shown('train.recompute_keep')} treats microbatches differently, but microbatches "
+            "share captured graphs; set recompute_keep = 0"
+        )
+    if "layer" in recomputed:
+        for kind in sorted(_layer_kinds(config)):
+            if not _WHOLE[kind] <= scopes:
+                yield (
+                    f"{where} captures a part of layers, but {shown('train.recompute')} runs whole "
+                    f"layers again; capture {','.join(sorted(_WHOLE[kind]))}, or recompute parts "
+                    "(selective)"
+                )
+    if "moe" in recomputed and "moe_router" in scopes:
+        yield (
+            f"{where} captures a part of MoE layers, but {shown('train.recompute_modules')} runs "
+            "them again whole; capture moe, or leave moe out of one of the two"
+        )
+
+
+def _full_problems(config: Config, shown: Shown) -> Iterator[str]:
+    if config.moe.num_experts > 0:
+        yield from _host_problems(config, shown, shown("graphs.mode"), plans=True)
+    if config.moe.num_experts > 0 and config.moe.dispatcher != "static":
+        yield (
+            f"{shown('graphs.mode')} records the whole step, but {shown('moe.dispatcher')} asks "
+            'the device how many tokens go where; set moe.dispatcher = "static", or graphs.mode = '
+            '"partial"'
+        )
+    if config.optimizer.overlap_grad_reduce:
+        yield (
+            f"{shown('graphs.mode')} records all passes of a step as one, so nothing can be "
+            f"reduced between them: {shown('optimizer.overlap_grad_reduce')}; turn one off"
+        )

@@ -1,0 +1,89 @@
+"""The ``[graphs]`` section: which part of a step is recorded as CUDA graphs and played again."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from megacore.config.base import Section
+
+SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
+
+
+class GraphsConfig(Section):
+    """``[graphs]``: CUDA graphs of parts of layers, or of a whole step."""
+
+    mode: Literal["off", "partial", "full"] = Field(
+        default="off",
+        description="`partial` records parts of layers (`scopes`), `full` all forward and backward "
+        "passes of a step, and those of a validation. Changes no bit.",
+    )
+    scopes: str | None = Field(
+        default=None,
+        min_length=1,
+        description="For `partial`, joined by commas: `attn` (attention with norm and dropout), "
+        "`mlp` (the same of dense MLPs), `moe` (whole MoE layers; needs the dispatcher `static`), "
+        "`moe_router` (MoE layers up to the choice of experts), `moe_preprocess` (up to the plan "
+        "of what goes where; with `moe_router`). Default: all that the model and its dispatcher "
+        "allow.",
+    )
+    warmup_steps: int = Field(
+        default=3,
+        ge=1,
+        description="Steps that run without graphs, after a start or a resume, before the capture.",
+    )
+    backend: Literal["auto", "cuda", "emulated"] = Field(
+        default="auto",
+        description="`cuda` for real graphs; `emulated` runs the captured code again, on any "
+        "device, and checks what a real graph would do with it. `auto`: the right one.",
+    )
+    on_change: Literal["error", "recapture"] = Field(
+        default="error",
+        description="What to do with a step that differs from the capture, in the number of "
+        "microbatches or the shape of a batch, say.",
+    )
+    on_failure: Literal["error", "eager"] = Field(
+        default="error",
+        description="What a capture that fails does to the run: end it, or let it go on without "
+        "graphs.",
+    )
+
+    @property
+    def scope_names(self) -> tuple[str, ...]:
+        """The scopes one by one.
+
+        Example:
+            >>> GraphsConfig(mode="partial", scopes="attn,mlp").scope_names
+            ('attn', 'mlp')
+        """
+        return tuple(self.scopes.split(",")) if self.scopes else ()
+
+    @field_validator("scopes")
+    @classmethod
+    def _check_scopes(cls, scopes: str | None) -> str | None:
+        names = scopes.split(",") if scopes else []
+        for name in names:
+            if name not in SCOPES:
+                raise ValueError(
+                    f'"{name}" is no scope; join some of {", ".join(SCOPES)} by commas'
+                )
+        if "moe_preprocess" in names and "moe_router" not in names:
+            raise ValueError(
+                "moe_preprocess works on what the router has just chosen, so a capture of it "
+                "begins with the router; add moe_router"
+            )
+        if "moe" in names and "moe_router" in names:
+            raise ValueError(
+                "moe captures MoE layers whole, and moe_router only their beginning; leave one out"
+            )
+        return scopes
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.scopes is not None and self.mode == "full":
+            raise ValueError(
+                'scopes are parts of layers, but mode = "full" records the whole step; leave '
+                'scopes out, or set mode = "partial"'
+            )
+        return self

@@ -1,0 +1,139 @@
+"""What a captured function does, operation by operation, as far as a real graph would freeze it.
+
+A real graph repeats the operations of its capture with the numbers they had then. Code that runs
+again in Python may do something else, and nothing would tell. So the emulated backend writes down
+the operations of a capture with their Python numbers, compares those of each replay, and refuses
+what cannot be recorded at all: operations that wait for the device or read from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacore.graphs.errors import ReplayError, calling_line
+
+_WAITING = {
+    "aten._local_scalar_dense": "reads a number from the device",
+    "aten.nonzero": "has a result whose size depends on values",
+    "aten.masked_select": "has a result whose size depends on values",
+    "aten._unique2": "has a result whose size depends on values",
+    "aten.unique_dim": "has a result whose size depends on values",
+    "aten.bincount": "has a result whose size depends on values",
+    "aten.repeat_interleave": "has a result whose size depends on values",
+    "aten.lift_fresh": "makes a tensor from numbers of the host",
+}
+_READING = {
+    Tensor.tolist: "reads numbers from the device",
+    Tensor.numpy: "reads numbers from the device",
+    Tensor.cpu: "copies to the host",
+}
+Entry = tuple[str, tuple[Any, ...]]
+
+
+class Recording:
+    """The operations of one captured function."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Write down the operations inside ``with``.
+
+        Raises:
+            RuntimeError: At an operation that no graph can record.
+        """
+        self._entries.clear()
+        with _NoReading(), _Operations(self._append):
+            yield
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Compare the operations inside ``with`` to those of the capture.
+
+        Raises:
+            ReplayError: At the first one that differs.
+        """
+        position = 0
+
+        def compare(entry: Entry) -> None:
+            nonlocal position
+            expected = self._entries[position] if position < len(self._entries) else None
+            position += 1
+            if entry != expected:
+                raise ReplayError(
+                    f"a replay repeats the capture, but the code now does something else: "
+                    f"operation {position} is {_shown(entry)}, and was {_shown(expected)}"
+                    f"{calling_line()}; a real graph freezes Python numbers and decisions, so "
+                    "what changes must be a tensor"
+                )
+
+        with _Operations(compare):
+            yield
+        if position != len(self._entries):
+            raise ReplayError(
+                f"a replay repeats the capture, but the code now ends after {position} of "
+                f"{len(self._entries)} operations; the next one was "
+                f"{_shown(self._entries[position])}"
+            )
+
+    def _append(self, entry: Entry) -> None:
+        reason = _WAITING.get(entry[0])
+        if reason is not None:
+            raise RuntimeError(f"{entry[0]} {reason}, which a CUDA graph cannot record")
+        self._entries.append(entry)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, note: Callable[[Entry], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        name = f"{func.namespace}.{func._opname}"
+        # Communication is recorded as it is, and its arguments are no numbers of a computation.
+        numbers = () if func.namespace == "c10d" else tuple(_numbers(args))
+        if name in ("aten.index", "aten.index_put") and _has_mask(args):
+            name = "aten.nonzero"
+        self._note((name, numbers))
+        return func(*args, **(kwargs or {}))
+
+
+class _NoReading(TorchFunctionMode):
+    """Refuses methods that read a CPU tensor without an operation, but a CUDA tensor with one."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        reason = _READING.get(func)
+        if reason is not None:
+            raise RuntimeError(f"Tensor.{func.__name__} {reason}, which a CUDA graph cannot record")
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(args: Any) -> Iterator[Any]:
+    for value in args:
+        if isinstance(value, (int, float)):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _numbers(value)
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    indices = args[1] if len(args) > 1 else ()
+    return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
+
+
+def _shown(entry: Entry | None) -> str:
+    return "nothing" if entry is None else f"{entry[0]}({', '.join(map(str, entry[1]))})"

@@ -1,0 +1,189 @@
+"""Graphs of parts of a model's layers, for every microbatch of a pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacore._core import ActionKind, Program
+from megacore.graphs.backend import GraphBackend
+from megacore.graphs.callables import Capturing, Kwargs, describe_layers, plan_layers
+from megacore.graphs.capture_plan import CapturePlan
+from megacore.graphs.replay import GraphedCallable
+
+_ENTRIES = {
+    ActionKind.FORWARD: 1.0,
+    ActionKind.BACKWARD: -1.0,
+    ActionKind.BACKWARD_INPUT: -1.0,
+    ActionKind.BACKWARD_WEIGHT: -1.5,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOrder:
+    """The passes of one pipeline rank in a step, as a capture plan takes them.
+
+    Attributes:
+        order: The order list, see ``plan_capture``; chunks without captured parts are left out.
+        chunks: The chunk behind each number of the list.
+        microbatches: For each of these chunks its microbatches, in the order of its passes.
+    """
+
+    order: tuple[float, ...]
+    chunks: tuple[int, ...]
+    microbatches: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, program: Program, *, has_parts: Sequence[bool]) -> StepOrder:
+        """The order of a rank's program.
+
+        Args:
+            program: The program.
+            has_parts: For each chunk whether a part of it is captured.
+
+        Raises:
+            ValueError: If a chunk runs its backward passes in another order than its forward
+                passes; its microbatches could not take turns on graphs.
+
+        Example:
+            >>> from megacore.pipeline import build_schedule
+            >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=3)
+            >>> StepOrder.of(schedule.program(1), has_parts=[True]).order
+            (1.0, -1.0, 1.0, -1.0, 1.0, -1.0)
+        """
+        chunks = tuple(chunk for chunk, has in enumerate(has_parts) if has)
+        number = {program.stages[chunk]: place + 1 for place, chunk in enumerate(chunks)}
+        split = {a.stage for a in program.actions if a.kind == ActionKind.BACKWARD_WEIGHT}
+        order: list[float] = []
+        seen: dict[tuple[int, float], list[int]] = {}
+        for action in program.actions:
+            if action.kind not in _ENTRIES or action.stage not in number:
+                continue
+            place = number[action.stage]
+            entries = [_ENTRIES[action.kind]]
+            if action.kind == ActionKind.BACKWARD and action.stage in split:
+                entries.append(-1.5)  # its parts have graphs of halves, which run in a row
+            for entry in entries:
+                order.append(place if entry > 0 else -place - (0.5 if entry == -1.5 else 0.0))
+                seen.setdefault((place, entry), []).append(action.microbatch)
+        for place in number.values():
+            forward = seen[place, 1.0]
+            for entry in (-1.0, -1.5):
+                if seen.get((place, entry), forward) != forward:
+                    raise ValueError(
+                        f"stage {program.stages[chunks[place - 1]]} runs its backward passes in "
+                        f"another order than its forward passes ({seen[place, entry]}, not "
+                        f"{forward}); graphs need one order, so use another schedule"
+                    )
+        return cls(
+            order=tuple(float(entry) for entry in order),
+            chunks=chunks,
+            microbatches=tuple(tuple(seen[place, 1.0]) for place in number.values()),
+        )
+
+
+class PartialGraphs:
+    """The graphs of all captured parts of one rank.
+
+    Args:
+        parts: The parts, for each chunk in the order of its layers; chunks without parts are empty.
+            Modules with tensors in and out.
+        samples: Arguments of a call of each part: positional and keyword tensors.
+        program: The rank's program of one step.
+        backend: Who records.
+        num_warmup_iters: Passes of each part before its capture.
+
+    Raises:
+        ValueError: If the program has no order in which graphs could take turns.
+        CaptureError: If a part cannot be captured; it names the line. All is as it was before,
+            except that gradients have been added to buffers that kernels write to themselves.
+
+    Example:
+        >>> from megacore.graphs import EmulatedBackend
+        >>> from megacore.pipeline import build_schedule
+        >>> part, x = nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
+        >>> graphs = PartialGraphs(
+        ...     [[part]], [[((x,), {})]], backend=EmulatedBackend(),
+        ...     program=build_schedule("1f1b", num_ranks=1, num_microbatches=8).program(0),
+        ... )
+        >>> torch.equal(graphs.call(0, 0, 5)(x), part(x)), graphs.num_graphs
+        (True, 2)
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[nn.Module]],
+        samples: Sequence[Sequence[tuple[tuple[Any, ...], Kwargs]]],
+        *,
+        program: Program,
+        backend: GraphBackend,
+        num_warmup_iters: int = 2,
+    ) -> None:
+        self._order = StepOrder.of(program, has_parts=[bool(chunk) for chunk in parts])
+        self._per_chunk = [len(parts[chunk]) for chunk in self._order.chunks]
+        modules = [part for chunk in parts for part in chunk]
+        flat = [sample for chunk in samples for sample in chunk]
+        args, kwargs = [args for args, _ in flat], [named for _, named in flat]
+        layers = describe_layers(modules, args, kwargs, run_pre_hooks=True)
+        plan = plan_layers(layers, self._order.order, self._per_chunk, "graphs")
+        self._made = Capturing(
+            modules, layers, plan, backend=backend, keeps_memory=True, allow_unused_input=False
+        )
+        before = _allocated()
+        self._made.run(args, kwargs, num_warmup_iters, None, None)
+        self.measured_bytes = _allocated() - before
+        # A buffer's hook adds a gradient up and lets go of it at once.
+        calls = self._made.callables(clones_param_grads=False, defers_weight_grads=False)
+        self._calls = self._by_place(calls)
+
+    def call(self, chunk: int, part: int, microbatch: int) -> GraphedCallable:
+        """What to call instead of a part, for one microbatch."""
+        return self._calls[chunk, part, microbatch]
+
+    def calls_of(self, chunk: int, part: int) -> dict[int, GraphedCallable]:
+        """The same for all microbatches, by their numbers."""
+        return {
+            microbatch: call
+            for (c, p, microbatch), call in self._calls.items()
+            if (c, p) == (chunk, part)
+        }
+
+    @property
+    def plan(self) -> CapturePlan:
+        """Which graphs and static tensors there are."""
+        return self._made.plan
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of recorded graphs."""
+        return len(self.plan.captures)
+
+    def static_bytes(self) -> dict[str, int]:
+        """Bytes of static tensors by their use."""
+        return self._made.static_bytes()
+
+    def reset(self) -> None:
+        """Give up all graphs and their memory."""
+        self._calls.clear()
+        self._made.reset()
+
+    def _by_place(
+        self, calls: Sequence[GraphedCallable]
+    ) -> dict[tuple[int, int, int], GraphedCallable]:
+        found, rest = {}, iter(calls)
+        for chunk, numbers, count in zip(
+            self._order.chunks, self._order.microbatches, self._per_chunk, strict=True
+        ):
+            for microbatch in numbers:
+                for part in range(count):
+                    found[chunk, part, microbatch] = next(rest)
+        return found
+
+
+def _allocated() -> int:
+    """Bytes that torch's allocator holds on the device; 0 without one."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

@@ -1,0 +1,309 @@
+"""CUDA graphs in training: when to capture, what a capture depends on, what a step replays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.config import Config
+from megacore.graphs import (
+    CaptureError,
+    CaptureSignature,
+    EmulatedBackend,
+    FullIterationGraph,
+    GraphBackend,
+    PartialGraphs,
+    ReplayError,
+    buffers_kept,
+    graph_backend,
+)
+from megacore.models.captured import CapturedPart, captured_parts, random_uses, transformer_layers
+from megacore.models.gpt import GPTChunk
+from megacore.ops.counter_random import StepKeys
+from megacore.optim import DistributedOptimizer
+from megacore.parallel.batch import Microbatch
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.process_groups import ProcessGroups
+from megacore.pipeline import Program
+from megacore.pipeline.executor import ActivationSpec
+
+# A microbatch of the step by its number, on the device of the model.
+MicrobatchOf = Callable[[int], Microbatch]
+# All passes of a step: from its microbatches to (sum of losses, number of steps or tokens).
+Passes = Callable[[MicrobatchOf], Tensor]
+
+
+class StepGraphs:
+    """The graphs of one rank: captures after some steps, and checks that later steps fit.
+
+    Args:
+        config: A resolved configuration with ``graphs.mode`` not ``"off"``.
+        chunks: Model chunks of this rank, in stage order.
+        optimizer: The optimizer over their parameters.
+        groups: Process groups of this rank.
+        program: This rank's actions of one step.
+        hidden: What layers take and return.
+
+    Attributes:
+        keys: Keys of a step's random numbers on the device.
+        notes: What to tell the user; whoever shows them takes them out.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        chunks: Sequence[GPTChunk],
+        optimizer: DistributedOptimizer,
+        groups: ProcessGroups,
+        *,
+        program: Program,
+        hidden: ActivationSpec,
+    ) -> None:
+        self._config = config
+        self._settings = config.graphs
+        self._chunks = list(chunks)
+        self._optimizer = optimizer
+        self._groups = groups
+        self._program = program
+        self._hidden = hidden
+        self._device = torch.device(hidden.device)
+        self._digest = _digest(config)
+        self._num_steps = 0
+        self._gave_up = False
+        self._captured: CaptureSignature | None = None
+        self._partial: PartialGraphs | None = None
+        self._full: dict[str, FullIterationGraph] = {}
+        self._validation_budgets: tuple[float, ...] = ()
+        self._marks: Any = None
+        self._factors: dict[float, Tensor] = {}
+        self.keys = StepKeys(random_uses(self._chunks), device=self._device)
+        self.notes: list[str] = []
+
+    @property
+    def partial(self) -> PartialGraphs | None:
+        """The graphs of parts of layers; ``None`` before their capture."""
+        return self._partial
+
+    def prepared(self, batch: Microbatch, number: int) -> Microbatch:
+        """A microbatch as captured code takes it: what changes from step to step as tensors."""
+        factor = batch.loss_factor
+        if not isinstance(factor, Tensor):
+            if factor not in self._factors:
+                self._factors[factor] = torch.full((), factor, device=self._device)
+            factor = self._factors[factor]
+        captured = number if self._partial is not None else None
+        return replace(batch, number=captured, keys=self.keys, loss_factor=factor)
+
+    # ---- training --------------------------------------------------------------------------------
+
+    def start_step(self, step: int, microbatch_of: MicrobatchOf, passes: Passes) -> None:
+        """Set the step's random numbers; capture if it is time to. Collective.
+
+        Args:
+            step: Number of the step.
+            microbatch_of: Its microbatches.
+            passes: All passes of a training step; a full capture records it.
+
+        Raises:
+            CaptureError: If something cannot be captured and ``on_failure`` is ``"error"``.
+            ReplayError: If the step differs from the capture and ``on_change`` is ``"error"``.
+        """
+        self.keys.set_step(step)
+        self._num_steps += 1
+        if self._gave_up or self._num_steps <= self._settings.warmup_steps:
+            return
+        signature = self._signature(microbatch_of(0))
+        if self._captured is not None:
+            difference = signature.difference(self._captured)
+            if not difference:
+                return
+            if self._settings.on_change == "error" and not self._is_own_change(signature):
+                raise ReplayError(
+                    f"step {step + 1:,} differs from the step that was captured: {difference}; "
+                    'set graphs.on_change = "recapture" to capture again'
+                )
+            self.notes.append(f"captured again at step {step + 1:,}: {difference}")
+            self.reset()
+        self._capture(signature, microbatch_of, passes)
+
+    def train_passes(self, microbatch_of: MicrobatchOf, passes: Passes) -> Tensor:
+        """All passes of a training step: replayed if they were captured as a whole."""
+        graph = self._full.get("training")
+        if graph is None:
+            return passes(microbatch_of)
+        self._optimizer.finish_param_gather()
+        (sums,) = graph(_inputs_of(self._num_microbatches, microbatch_of))
+        self._optimizer.set_grad_marks(self._marks)
+        assert sums is not None
+        return sums
+
+    def validation_passes(self, microbatch_of: MicrobatchOf, passes: Passes) -> Tensor:
+        """The same for a validation, which is captured at its first time after training was."""
+        if "training" not in self._full:
+            return passes(microbatch_of)
+        inputs = _inputs_of(self._num_microbatches, microbatch_of)
+        budgets = self._budgets()
+        if "validation" in self._full and self._validation_budgets != budgets:
+            self._full.pop("validation").reset()
+        if "validation" not in self._full:
+            with buffers_kept(self._chunks):
+                self._full["validation"] = self._record("the validation", passes, inputs)
+            self._validation_budgets = budgets
+        (sums,) = self._full["validation"](inputs)
+        assert sums is not None
+        return sums
+
+    def reset(self) -> None:
+        """Give up all graphs; the next step captures again."""
+        for chunk in self._chunks:
+            for layer in transformer_layers(chunk):
+                layer.captured = None
+        if self._partial is not None:
+            self._partial.reset()
+        for graph in self._full.values():
+            graph.reset()
+        self._full.clear()
+        self._captured = self._partial = self._marks = None
+
+    # ---- capture ---------------------------------------------------------------------------------
+
+    def _capture(
+        self, signature: CaptureSignature, microbatch_of: MicrobatchOf, passes: Passes
+    ) -> None:
+        # No gather may begin inside of a captured region, and none is under way there.
+        self._optimizer.finish_param_gather()
+        failure: CaptureError | None = None
+        try:
+            with buffers_kept(self._chunks):
+                if self._settings.mode == "partial":
+                    self._capture_parts(microbatch_of(0))
+                else:
+                    inputs = _inputs_of(self._num_microbatches, microbatch_of)
+                    self._full["training"] = self._record("the training step", passes, inputs)
+                    self._marks = self._optimizer.grad_marks()
+            self._captured = signature
+        except CaptureError as error:
+            failure = error
+        failed = torch.tensor([float(failure is not None)], device=self._device)
+        all_reduce_(failed, self._groups.world)
+        if not failed.item():
+            self.notes.append(self._measured_text())
+            return
+        self.reset()
+        if self._settings.on_failure == "error":
+            raise failure or CaptureError("another rank could not capture its graphs; see there")
+        self._gave_up = True
+        self.notes.append(f"training goes on without graphs: {failure or 'another rank failed'}")
+
+    def _capture_parts(self, batch: Microbatch) -> None:
+        parts = [
+            captured_parts(
+                chunk,
+                self._settings.scope_names,
+                seq_length=batch.shape[1],
+                keys=self.keys,
+                again=self._config.train.recomputed,
+            )
+            for chunk in self._chunks
+        ]
+        if not any(parts):
+            return
+        sample_batch = self.prepared(batch, 0)
+        if self._config.train.loss_normalization == "token":
+            factors = torch.ones(batch.shape[0], device=self._device)
+            sample_batch = replace(sample_batch, sample_factors=factors)
+        x = self._hidden.empty().zero_().requires_grad_()
+        self._partial = PartialGraphs(
+            parts,
+            [[part.sample(x, sample_batch) for part in chunk] for chunk in parts],
+            program=self._program,
+            backend=self._backend(),
+        )
+        for chunk, own in enumerate(parts):
+            for number, part in enumerate(own):
+                _install(part, self._partial.calls_of(chunk, number))
+
+    def _record(self, name: str, passes: Passes, inputs: list[Tensor]) -> FullIterationGraph:
+        def function(static: Sequence[Tensor]) -> list[Tensor]:
+            return [passes(lambda number: _microbatch_of(static, number))]
+
+        return FullIterationGraph(name, function, inputs, backend=self._backend())
+
+    def _backend(self) -> GraphBackend:
+        name = self._settings.backend
+        if name == "emulated":
+            return EmulatedBackend()
+        return graph_backend(None if name == "auto" else name, device=self._device)
+
+    @property
+    def _num_microbatches(self) -> int:
+        return len({action.microbatch for action in self._program.actions})
+
+    def _signature(self, batch: Microbatch) -> CaptureSignature:
+        topology = self._groups.topology
+        return CaptureSignature(
+            facts={
+                "microbatches": self._num_microbatches,
+                "order of passes": " ".join(map(str, self._program.actions)),
+                "batch shape": batch.shape,
+                "layer inputs": (self._hidden.shape, self._hidden.dtype, str(self._device)),
+                "groups": {a: getattr(topology, a) for a in ("tp", "cp", "ep", "etp", "pp", "dp")},
+                "configuration": self._digest,
+                "rows of static buffers": self._budgets(),
+            }
+        )
+
+    def _budgets(self) -> tuple[float, ...]:
+        return tuple(chunk.moe_budget.factor for chunk in self._chunks)
+
+    def _is_own_change(self, signature: CaptureSignature) -> bool:
+        """Whether only the budgets have grown, which is what over_budget = "rerun" asks for."""
+        assert self._captured is not None
+        name = "rows of static buffers"
+        same = {**signature.facts, name: self._captured.facts[name]}
+        return same == dict(self._captured.facts)
+
+    def _measured_text(self) -> str:
+        if self._partial is not None:
+            count, sizes = self._partial.num_graphs, self._partial.static_bytes()
+        else:
+            count = len(self._full)
+            sizes = self._full["training"].static_bytes() if self._full else {}
+        shown = ", ".join(
+            f"{name.replace('_', ' ')} {size:,} bytes" for name, size in sizes.items()
+        )
+        return f"captured {count} graphs: {shown}"
+
+
+def _install(part: CapturedPart, calls: dict[int, Any]) -> None:
+    part.calls = calls
+    part.layer.captured = part
+
+
+def _inputs_of(num_microbatches: int, microbatch_of: MicrobatchOf) -> list[Tensor]:
+    """The tensors of all microbatches of a step in a row."""
+    inputs: list[Tensor] = []
+    for number in range(num_microbatches):
+        batch = microbatch_of(number)
+        if batch.labels is None:
+            raise ValueError("a captured step computes losses, but its batch has no labels")
+        inputs += [batch.tokens, batch.labels, batch.sample_ids]
+    return inputs
+
+
+def _microbatch_of(static: Sequence[Tensor], number: int) -> Microbatch:
+    tokens, labels, sample_ids = static[3 * number : 3 * number + 3]
+    # The keys say what depends on the step.
+    return Microbatch(tokens=tokens, labels=labels, sample_ids=sample_ids, step=-1)
+
+
+def _digest(config: Config) -> str:
+    """Sixteen digits that change with any setting that changes what is computed."""
+    values = config.model_dump(include={"model", "parallel", "pipeline", "moe", "train"})
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
