@@ -1,22 +1,39 @@
-"""Mixture of experts on the CPU, against what torch offers.
+"""Mixture of experts on the CPU: operations, a whole layer, and a model on several ranks.
 
-    python benchmarks/bench_moe.py [--threads 2] [--experts 8] [--hidden 512] [--width 1024]
+    python benchmarks/bench_moe.py [--only ops layer ranks] [--threads 2] [--rounds 7]
+
+* ``ops``: the grouped product against a loop of ``torch.mm`` and ``torch._grouped_mm``, balanced
+  and skewed; permutation and activation against plain torch.
+* ``layer``: forward and backward pass of an MoE layer against the blocks of ``transformers``, with
+  equal weights.
+* ``ranks``: training steps of ``examples/demo.toml`` without its pipeline on gloo ranks, the same
+  global batch with its experts on 1, 2 and 4 ranks.
 
 Every figure is the median of several rounds, in which the contestants take turns. With one thread
-it is processor time, which a busy machine disturbs less; with several it is wall time. A ratio
-above 1 means that megacore is faster.
+it is processor time, which a busy machine disturbs less; with several, and on ranks, it is wall
+time. A ratio above 1 means that megacore is faster.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked ranks need it, before torch is imported
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from _common import header, on_gloo_ranks, options
+from megacore.config import Config, load_config, resolve
+from megacore.moe import AllToAllDispatcher, GroupedExperts, MoELayer, RouterConfig, TopKRouter
+from megacore.moe.dispatchers import ExpertPlacement
 from megacore.ops import grouped_gemm, permute_tokens, swiglu, unpermute_tokens
 from megacore.ops.activations import swiglu_reference
 from megacore.ops.permutation import (
@@ -24,6 +41,10 @@ from megacore.ops.permutation import (
     sort_by_expert_reference,
     spread_rows_reference,
 )
+from megacore.parallel import ProcessGroups
+from megacore.train.trainer import build_trainer
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 
 
 def medians(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -182,8 +203,179 @@ def bench_rows(arguments: argparse.Namespace, dtype: torch.dtype) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerSize:
+    """An MoE layer and its input."""
+
+    family: str
+    tokens: int
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+
+
+LAYERS = (
+    LayerSize(family="Mixtral", tokens=64, hidden=256, width=512, experts=8, top_k=2),
+    LayerSize(family="Mixtral", tokens=1024, hidden=256, width=512, experts=8, top_k=2),
+    LayerSize(family="Mixtral", tokens=512, hidden=512, width=1024, experts=8, top_k=2),
+    LayerSize(family="Qwen3Moe", tokens=512, hidden=256, width=96, experts=64, top_k=8),
+    LayerSize(family="Qwen3Moe", tokens=2048, hidden=256, width=96, experts=64, top_k=8),
+)
+
+
+def their_block(size: LayerSize, experts: str | None, dtype: torch.dtype) -> nn.Module:
+    """The block of ``transformers``; ``experts`` names one of its ways to compute them."""
+    import transformers
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config: Any
+    if size.family == "Mixtral":
+        config = transformers.MixtralConfig(
+            hidden_size=size.hidden,
+            intermediate_size=size.width,
+            num_local_experts=size.experts,
+            num_experts_per_tok=size.top_k,
+        )
+    else:
+        config = transformers.Qwen3MoeConfig(
+            hidden_size=size.hidden,
+            moe_intermediate_size=size.width,
+            num_experts=size.experts,
+            num_experts_per_tok=size.top_k,
+            norm_topk_prob=True,
+        )
+    config._experts_implementation = experts
+    block = {"Mixtral": MixtralSparseMoeBlock, "Qwen3Moe": Qwen3MoeSparseMoeBlock}[size.family]
+    made: nn.Module = block(config).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return made
+
+
+def our_layer(theirs: nn.Module, size: LayerSize) -> MoELayer:
+    """The layer with the weights of a block."""
+    weights = dict(theirs.named_parameters())
+    fc1 = weights["experts.gate_up_proj"].detach().clone()
+    return MoELayer(
+        router=TopKRouter(
+            RouterConfig(num_experts=size.experts, top_k=size.top_k),
+            nn.Parameter(weights["gate.weight"].detach().clone()),
+        ),
+        dispatcher=AllToAllDispatcher(ExpertPlacement.of(ProcessGroups.single(), size.experts)),
+        experts=GroupedExperts(
+            nn.Parameter(fc1.unflatten(1, (2, size.width))),
+            nn.Parameter(weights["experts.down_proj"].detach().clone()),
+            activation="swiglu",
+        ),
+    )
+
+
+def forward_backward(layer: nn.Module, x: Tensor, grad: Tensor) -> Tensor:
+    """The output; gradients of weights and of ``x`` are made anew."""
+    x.grad = None
+    layer.zero_grad(set_to_none=True)
+    output: Tensor = layer(x)
+    output.backward(grad)
+    return output
+
+
+def bench_layers(arguments: argparse.Namespace, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    print(f"MoE layer, forward and backward, {name}; transformers as a loop and as grouped_mm")
+    print("  block     tokens  hidden  width  experts       loop    grouped_mm   megacore   ratios")
+    for size in LAYERS:
+        loop, grouped = (their_block(size, way, dtype) for way in ("eager", "grouped_mm"))
+        ours = our_layer(loop, size)
+        # One sequence: theirs is (1, T, H), ours (T, 1, H).
+        theirs_x = torch.randn(1, size.tokens, size.hidden).to(dtype).requires_grad_()
+        ours_x = theirs_x.detach().view(size.tokens, 1, size.hidden).clone().requires_grad_()
+        grad = torch.randn(1, size.tokens, size.hidden).to(dtype)
+        expected = forward_backward(loop, theirs_x, grad)
+        found = forward_backward(ours, ours_x, grad.view_as(ours_x))
+        distance = (found.view_as(expected) - expected).norm() / expected.norm()
+        # Theirs rounds the scores to bfloat16, so that some tokens go to other experts.
+        if not distance < (1e-5 if dtype == torch.float32 else 0.2):
+            raise SystemExit(f"{size}: the outputs differ by {distance:.1e}")
+
+        def run(layer: nn.Module, x: Tensor, grad: Tensor = grad) -> Callable[[], object]:
+            return lambda: forward_backward(layer, x, grad.view_as(x))
+
+        ms = medians(
+            {
+                "loop": run(loop, theirs_x),
+                "grouped": run(grouped, theirs_x),
+                "ours": run(ours, ours_x),
+            },
+            arguments.rounds,
+        )
+        print(
+            f"  {size.family:8s}  {size.tokens:6d}  {size.hidden:6d}  {size.width:5d}"
+            f"  {size.top_k:2d} of {size.experts:<3d}  {ms['loop']:8.2f} ms"
+            f"  {ms['grouped']:8.2f} ms  {ms['ours']:8.2f} ms   {ms['loop'] / ms['ours']:.2f}  "
+            f"{ms['grouped'] / ms['ours']:.2f}"
+        )
+
+
+def demo_config(world_size: int, changes: dict[str, Any]) -> Config:
+    """The demo without its pipeline."""
+    settings = {
+        "parallel.pp": 1,
+        "train.eval_interval": 0,
+        "moe.static_budget": 4.0,  # nothing can run over
+        **changes,
+    }
+    config = load_config(DEMO, [(key, str(value)) for key, value in settings.items()])
+    return resolve(config, world_size, vocab_size=256, cuda=False)
+
+
+def demo_steps(_rank: int, world_size: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step by layout; the layouts take turns, all ranks together."""
+    layouts: dict[str, dict[str, Any]] = {"ep 1": {"parallel.ep": 1}}
+    if world_size == 4:
+        layouts["ep 2"], layouts["ep 4"] = {"parallel.ep": 2}, {"parallel.ep": 4}
+        for name in ("allgather", "static"):
+            layouts[f"ep 4, {name}"] = {"parallel.ep": 4, "moe.dispatcher": name}
+    trainers = {
+        name: build_trainer(
+            demo_config(world_size, changes), world_size=world_size, device=torch.device("cpu")
+        )
+        for name, changes in layouts.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    for step in range(rounds + 1):
+        for name, trainer in trainers.items():
+            metrics = trainer.train_step(step)
+            if step > 0:  # the first one warms up
+                times[name].append(metrics.step_time_s)
+    return times
+
+
+def bench_ranks(arguments: argparse.Namespace) -> None:
+    config = demo_config(1, {"parallel.ep": 1})
+    tokens = config.train.global_batch_size * config.model.seq_length
+    print(
+        f"demo model: {tokens} tokens per step in all layouts, {config.moe.top_k} of "
+        f"{config.moe.num_experts} experts; ranks with one thread each, {os.cpu_count()} cores"
+    )
+    for world_size in (1, 4):
+        times = on_gloo_ranks(world_size, demo_steps, world_size, arguments.rounds)[0]
+        base = statistics.median(times["ep 1"])
+        for name, seconds in times.items():
+            median = statistics.median(seconds)
+            print(
+                f"  {world_size} rank{'s' if world_size > 1 else ' '}  {name:16s}"
+                f"  {1e3 * median:7.1f} ms  {tokens / median:8.0f} tokens/s"
+                f"   {base / median:.2f} of ep 1"
+            )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
+    parser.add_argument("--only", nargs="+", choices=("ranks", "layer", "ops"), default=[])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
@@ -191,15 +383,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 64, 256])
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
+    wanted = arguments.only or ("ranks", "layer", "ops")
+    print(header("torch", "transformers"))
+    print(f"# {arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}")
+    if "ranks" in wanted:
+        bench_ranks(arguments)  # first: ranks are forked from a process without threads
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    print(
-        f"torch {torch.__version__}, {arguments.threads} threads, "
-        f"{torch.backends.cpu.get_cpu_capability()}"
-    )
     for dtype in (torch.float32, torch.bfloat16):
-        bench_grouped(arguments, dtype)
-        bench_rows(arguments, dtype)
+        if "layer" in wanted:
+            bench_layers(arguments, dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        if "ops" in wanted:
+            bench_grouped(arguments, dtype)
+            bench_rows(arguments, dtype)
 
 
 if __name__ == "__main__":

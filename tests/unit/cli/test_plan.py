@@ -71,6 +71,84 @@ def test_plan_prints_a_table_that_no_narrow_terminal_cuts(
     assert "…" not in printed
 
 
+def test_in_a_v_the_head_is_on_the_first_rank(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--pipeline.schedule=zb_v", "--model.num_layers=4")
+    assert main(["plan", str(config), *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "embed 0 | 3 head " in printed
+    assert "1 | 2 " in printed
+    assert printed.count("head") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_planned_bytes_are_those_of_the_real_buffers(config: Path, dtype: str, tied: str) -> None:
+    settings = [
+        ("parallel.tp", "1"),
+        ("parallel.pp", "1"),
+        ("train.dtype", dtype),
+        ("model.tie_embeddings", tied),
+    ]
+    resolved = resolve(load_config(config, settings), 1, cuda=False)
+    groups = ProcessGroups.single()
+    chunks = build_chunks(resolved, groups)
+    params = [param for chunk in chunks for param in chunk.param_infos()]
+    [buffer] = make_buffers(params, groups=groups, optimizer=resolved.optimizer)
+    [rank] = plan_run(resolved, 1).ranks
+    assert rank.param_bytes == buffer.param_data.nbytes
+    assert rank.grad_bytes == buffer.grad_data.nbytes
+    moments = 2 * 4 * buffer.shard_plan.shard_numel
+    main_params = 4 * buffer.shard_plan.shard_numel if dtype != "float32" else 0
+    assert rank.optimizer_bytes == moments + main_params
+    assert rank.num_params == sum(param.numel() for _, param in params)
+
+
+def test_sharding_divides_the_optimizer_state_only(config: Path) -> None:
+    whole, sharded = (
+        plan_run(
+            resolve(load_config(config, [("optimizer.distributed", distributed)]), 16, cuda=False),
+            16,
+        ).ranks[0]
+        for distributed in ("false", "true")
+    )
+    assert (whole.param_bytes, whole.grad_bytes) == (sharded.param_bytes, sharded.grad_bytes)
+    assert whole.optimizer_bytes == 4 * sharded.optimizer_bytes
+
+
+def test_a_tied_head_is_held_but_not_counted_twice(config: Path) -> None:
+    resolved = resolve(load_config(config, [("parallel.tp", "1")]), 2, cuda=False)
+    plan = plan_run(resolved, 2)
+    held = sum(rank.num_params for rank in plan.ranks)
+    assert held == plan.num_params + 384 * 32
+
+
+def test_plan_shows_buckets_and_bytes_per_parameter(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--world-size=8", "--optimizer.bucket_numel=5000", "--train.dtype=bfloat16")
+    [first, last] = plan_of(capsys, str(config), *settings)["ranks"]
+    assert sum(first["bucket_numels"]) * 2 == first["param_bytes"]
+    assert len(first["bucket_numels"]) > 3
+    assert all(numel % 128 == 0 for numel in last["bucket_numels"])
+    assert main(["plan", str(config), *settings]) == 0
+    assert "bytes per parameter: 6 + 12/d = 12 with d = 2" in capsys.readouterr().out
+
+
+def test_plan_shows_where_each_parameter_lies(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--world-size=8", "--optimizer.bucket_numel=5000", "--buffers")
+    assert main(["plan", str(config), *settings]) == 0
+    first, last = capsys.readouterr().out.split("\n\n")
+    assert first.startswith("pp 0, dense parameters: ")
+    assert " on each of 2 ranks\n  bucket 0 [0, " in first
+    assert "    [0, 2,048) layers.2.mlp.down\n" in first
+    assert last.startswith("pp 1, dense parameters: ")
+    assert last.splitlines()[-1].endswith(") layers.3.attention.norm")
+
+
 def test_plan_shows_what_each_rank_owns(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numels = dict[str, int]()
     for shard in range(4):
