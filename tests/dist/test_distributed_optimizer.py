@@ -13,9 +13,9 @@ from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.config import OptimizerConfig
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer, StepResult
-from megacore.optim.grad_norm import clip_coefficient
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
+from tests.support.clipping import clip_coefficient
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -13,9 +13,9 @@ from megacore.buffers import ParamGradBuffer
 from megacore.config import OptimizerConfig
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer
-from megacore.optim.grad_norm import clip_coefficient
 from megacore.parallel.params import ParamInfo
 from tests.dist.test_distributed_optimizer import dp_groups
+from tests.support.clipping import clip_coefficient
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megacore.buffers.grad_reducer import buckets_in_backward_order
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
@@ -60,12 +59,7 @@ class ParamGatherer:
                 params[id(param)] = offset + index
             buffer.on_grad(_forward_to(weakref.ref(self), offset))
         self._called = [0] * len(self._names)
-        self._hooks = self._hook(modules, params)
-
-    @property
-    def generation(self) -> int:
-        """Number of updates that were gathered or are being gathered."""
-        return self._generation
+        self._hook(modules, params)
 
     def start(self) -> None:
         """Begin to collect the parameters that an optimizer has just updated. Collective."""
@@ -83,11 +77,6 @@ class ParamGatherer:
         for buffer, _ in self._buckets:
             buffer.wait_until_params_free()
         self._called = [self._generation] * len(self._called)
-
-    def remove_hooks(self) -> None:
-        """Detach from the model; call :meth:`finish` before every forward pass from now on."""
-        for hook in self._hooks:
-            hook.remove()
 
     def before_forward(self, params: Sequence[int]) -> None:
         """Make the weights of these parameters current and start the bucket after theirs."""
@@ -128,8 +117,8 @@ class ParamGatherer:
                 "optimizer.overlap_param_gather = false"
             )
 
-    def _hook(self, modules: Sequence[nn.Module], params: dict[int, int]) -> list[RemovableHandle]:
-        hooks, owned = [], set()
+    def _hook(self, modules: Sequence[nn.Module], params: dict[int, int]) -> None:
+        owned: set[int] = set()
         seen: set[int] = set()
         for module in (part for whole in modules for part in whole.modules()):
             mine = [params[id(p)] for p in module.parameters(recurse=False) if id(p) in params]
@@ -137,7 +126,7 @@ class ParamGatherer:
                 continue
             seen.add(id(module))
             owned.update(mine)
-            hooks.append(module.register_forward_pre_hook(_before(weakref.ref(self), mine)))
+            module.register_forward_pre_hook(_before(weakref.ref(self), mine))
         for param, name in enumerate(self._names):
             if param not in owned:
                 raise ValueError(
@@ -145,7 +134,6 @@ class ParamGatherer:
                     "are needed; give the optimizer all modules, or set "
                     "optimizer.overlap_param_gather = false"
                 )
-        return hooks
 
 
 def _forward_to(gatherer: weakref.ref[ParamGatherer], offset: int) -> Callable[[int], None]:

@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils.hooks import RemovableHandle
 
 from megacore.buffers.bucket_plan import ShardPiece, plan_buckets
 from megacore.parallel.async_collectives import (
@@ -151,7 +150,8 @@ class ParamGradBuffer:
         self._is_stale = [False] * len(self.params)
         self._has_grad = [False] * len(self.params)
         self._on_grad: list[Callable[[int], None]] = []
-        self._hooks = [self._adopt(index) for index in range(len(self.params))]
+        for index in range(len(self.params)):
+            self._adopt(index)
         self._buckets = self._bucket_views()
 
     @property
@@ -348,12 +348,7 @@ class ParamGradBuffer:
         """Pieces that this rank alone reduces: over ``dp_group`` each element once."""
         return self.plan.shard(self.dp_group.position)
 
-    def remove_hooks(self) -> None:
-        """Detach from the parameters' autograd; they stay views of the buffer."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _adopt(self, index: int) -> RemovableHandle:
+    def _adopt(self, index: int) -> None:
         """Move a parameter into the buffer and collect its gradients from now on."""
         param = self.params[index][1]
         home = self._view(self.param_data, index)
@@ -371,8 +366,7 @@ class ParamGradBuffer:
             callbacks=self._on_grad,
             writes_directly=self._writes_directly,
         )
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        return handle
+        param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _make_window(self, dtype: torch.dtype) -> WindowTensor | None:
         if self.params[0][1].device.type != "cpu" or self.dp_group.size == 1:

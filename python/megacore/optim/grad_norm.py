@@ -89,19 +89,3 @@ def norm_parts(ranges: Sequence[GradRange], *, device: torch.device) -> Tensor:
             others = others + squares
     finite = torch.isfinite(counted + others)
     return torch.stack([torch.where(finite, counted, zero), (~finite).double()])
-
-
-def clip_coefficient(norm: float, *, max_norm: float) -> float:
-    """Return the factor that brings gradients of norm ``norm`` down to ``max_norm``; at most 1.
-
-    ``max_norm`` 0 turns clipping off.
-
-    Example:
-        >>> clip_coefficient(0.5, max_norm=1.0), clip_coefficient(3.0, max_norm=0.0)
-        (1.0, 1.0)
-        >>> round(clip_coefficient(4.0, max_norm=1.0), 3)
-        0.25
-    """
-    if max_norm == 0.0:
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))

@@ -115,15 +115,6 @@ def test_the_buffer_lets_go_of_the_model_and_back() -> None:
         gc.enable()
 
 
-def test_removed_hooks_leave_gradients_with_the_parameter() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    buffer = ParamGradBuffer([(info(weight, "w"), weight)], dp_group=Group.solo())
-    buffer.remove_hooks()
-    weight.sum().backward()
-    assert weight.grad is not None
-    assert not buffer.main_grad(0).any()
-
-
 def test_grad_scale_multiplies_the_reduced_gradient() -> None:
     weight = nn.Parameter(torch.ones(2))
     buffer = ParamGradBuffer([(info(weight, "w"), weight)], dp_group=Group.solo(), grad_scale=0.25)

@@ -8,7 +8,6 @@ from torch import nn
 
 from megacore.buffers import ParamGradBuffer
 from megacore.optim.grad_norm import (
-    clip_coefficient,
     grad_ranges,
     is_counted,
     merge_neighbours,
@@ -94,10 +93,3 @@ def test_a_bad_gradient_is_flagged_even_where_it_does_not_count(bad: float, inde
     buffer.main_grad(index)[1] = bad
     parts = norm_parts(grad_ranges([buffer], groups_at(tp=1)), device=torch.device("cpu"))
     assert parts.tolist() == [0.0, 1.0]
-
-
-def test_clipping_scales_down_only() -> None:
-    assert clip_coefficient(2.0, max_norm=0.5) == pytest.approx(0.25, rel=1e-6)
-    assert clip_coefficient(0.4, max_norm=0.5) == 1.0
-    assert clip_coefficient(0.0, max_norm=0.5) == 1.0
-    assert clip_coefficient(1e9, max_norm=0.0) == 1.0
