@@ -234,6 +234,7 @@ AutoSchedule auto_schedule(const BoundProblem& problem, Effort effort) {
              "the placement has ",
              problem.placement.num_chains(),
              " chains; auto schedules place one, in a loop or a V");
+  require_sound(problem);
   const Instance instance = make_instance(problem);
   require_feasible(instance);
   return Portfolio(problem, instance, effort).run();

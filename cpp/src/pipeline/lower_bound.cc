@@ -162,39 +162,6 @@ class RankBounds {
   std::vector<double> release_tails_;
 };
 
-void check(const BoundProblem& problem) {
-  MC_REQUIRE(problem.num_microbatches >= 1,
-             "num_microbatches is ",
-             problem.num_microbatches,
-             "; it must be at least 1");
-  MC_REQUIRE(problem.costs.overlap == 0.0,
-             "cost 'overlap' is ",
-             problem.costs.overlap,
-             "; the bounds hold without overlap only");
-  const size_t num_limits = problem.memory_limit.size();
-  const int num_ranks = problem.placement.num_ranks();
-  MC_REQUIRE(num_limits <= 1 || num_limits == static_cast<size_t>(num_ranks),
-             "memory_limit has ",
-             num_limits,
-             " entries; give one for all ranks or ",
-             num_ranks,
-             ", one per rank");
-  for (const int64_t limit : problem.memory_limit) {
-    MC_REQUIRE(limit >= 1, "memory_limit is ", limit, "; a rank needs room for 1 activation");
-  }
-  const size_t num_sizes = problem.activation_size.size();
-  const int num_stages = problem.placement.num_stages();
-  MC_REQUIRE(num_sizes <= 1 || num_sizes == static_cast<size_t>(num_stages),
-             "activation_size has ",
-             num_sizes,
-             " entries; give one for all stages or ",
-             num_stages,
-             ", one per stage");
-  for (const int64_t size : problem.activation_size) {
-    MC_REQUIRE(size >= 1, "activation_size is ", size, "; it must be at least 1");
-  }
-}
-
 }  // namespace
 
 std::string_view name_of(BoundReason reason) {
@@ -214,8 +181,50 @@ std::string_view to_text(BoundReason reason) {
   return kTexts[static_cast<size_t>(reason)];
 }
 
+void require_sound(const BoundProblem& problem) {
+  MC_REQUIRE(problem.num_microbatches >= 1,
+             "num_microbatches is ",
+             problem.num_microbatches,
+             "; it must be at least 1");
+  MC_REQUIRE(problem.costs.overlap == 0.0,
+             "cost 'overlap' is ",
+             problem.costs.overlap,
+             "; the bounds hold without overlap only");
+  const size_t num_limits = problem.memory_limit.size();
+  const int num_ranks = problem.placement.num_ranks();
+  MC_REQUIRE(num_limits <= 1 || num_limits == static_cast<size_t>(num_ranks),
+             "memory_limit has ",
+             num_limits,
+             " entries; give one for all ranks or ",
+             num_ranks,
+             ", one per rank");
+  const size_t num_sizes = problem.activation_size.size();
+  const int num_stages = problem.placement.num_stages();
+  MC_REQUIRE(num_sizes <= 1 || num_sizes == static_cast<size_t>(num_stages),
+             "activation_size has ",
+             num_sizes,
+             " entries; give one for all stages or ",
+             num_stages,
+             ", one per stage");
+  // All activations together must be countable.
+  const int64_t largest =
+      std::numeric_limits<int64_t>::max() / 8 / num_stages / problem.num_microbatches;
+  for (const int64_t size : problem.activation_size) {
+    MC_REQUIRE(size >= 1, "activation_size is ", size, "; it must be at least 1");
+    MC_REQUIRE(size <= largest,
+               "activation_size is ",
+               size,
+               "; with these stages and microbatches it can be ",
+               largest,
+               " at most, so choose a larger unit");
+  }
+}
+
 LowerBound lower_bound(const BoundProblem& problem) {
-  check(problem);
+  require_sound(problem);
+  for (const int64_t limit : problem.memory_limit) {
+    MC_REQUIRE(limit >= 1, "memory_limit is ", limit, "; a rank needs room for 1 activation");
+  }
   const ChainBounds chains(problem.placement,
                            stage_costs(problem.costs, problem.placement.num_stages()),
                            problem.num_microbatches,

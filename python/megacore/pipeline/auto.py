@@ -73,8 +73,9 @@ def build_auto(
     effort: Literal["fast", "thorough"] | None = None,
 ) -> tuple[_core.Schedule, Certificate]:
     """Search for a schedule; ``build_schedule`` describes the arguments and their defaults."""
-    placement = placement or "loop"
-    num_chunks = num_chunks or (2 if placement == "v" else 1)
+    placement = "loop" if placement is None else placement
+    if num_chunks is None:
+        num_chunks = 2 if placement == "v" else 1
     costs = costs or Costs()
     if effort is None:
         num_actions = 3 * num_ranks * num_chunks * num_microbatches
@@ -87,8 +88,8 @@ def build_auto(
         num_chunks=num_chunks,
         num_microbatches=num_microbatches,
         split_backward=split_backward is not False,
-        memory_limit=_numbers(memory_limit),
-        activation_size=_numbers(activation_size),
+        memory_limit=_numbers("memory_limit", memory_limit, "rank"),
+        activation_size=_numbers("activation_size", activation_size, "stage"),
         forward=_times(costs.forward),
         backward_input=_times(costs.backward_input),
         backward_weight=_times(costs.backward_weight),
@@ -109,10 +110,13 @@ def build_auto(
     )
 
 
-def _numbers(values: int | Sequence[int] | None) -> list[int]:
+def _numbers(name: str, values: int | Sequence[int] | None, each: str) -> list[int]:
     if values is None:
         return []
-    return [values] if isinstance(values, int) else list(values)
+    numbers = list(values) if isinstance(values, Sequence) else [values]
+    if not numbers:
+        raise ValueError(f"{name} has no entries; give one, or one per {each}, or leave it out")
+    return numbers
 
 
 def _times(cost: float | Sequence[float]) -> list[float]:

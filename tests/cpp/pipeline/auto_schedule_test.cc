@@ -103,6 +103,13 @@ TEST(AutoSchedule, RefusesWhatCannotWork) {
   EXPECT_NE(refusal.find("memory_limit is 11, but a single microbatch holds 12 on rank 0"),
             std::string::npos)
       << refusal;
+  // Before a list that is too short is read.
+  EXPECT_NE(message_of([] {
+              auto_schedule(
+                  {.placement = two_chunks(3), .num_microbatches = 5, .activation_size = {4, 4}},
+                  Effort::kFast);
+            }).find("activation_size has 2 entries"),
+            std::string::npos);
   EXPECT_NE(message_of([] {
               auto_schedule(
                   {.placement = Placement::bidirectional({.num_ranks = 2}), .num_microbatches = 4},

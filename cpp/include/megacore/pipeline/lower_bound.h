@@ -58,6 +58,9 @@ struct LowerBound {
   std::array<double, kNumBoundReasons> by_reason = {};  // the best of each over all ranks
 };
 
+// Throws std::invalid_argument for numbers that make no sense, but for limits that are too small.
+void require_sound(const BoundProblem& problem);
+
 // O(p (v m log(v m) + v p)) for p ranks, v stages per rank, m microbatches.
 // Throws std::invalid_argument for costs and limits that make no sense.
 // Source: Carlier, The one-machine sequencing problem, EJOR 11 (1982), for the last; the heads and
