@@ -137,7 +137,10 @@ class RowReader {
 struct Header {
   std::string name = "custom";
   int num_chains = 1;
-  // What rows alone cannot tell: that all of the last microbatch, or every backward, is missing.
+  // What rows alone cannot tell: that all of the last rank, stage or microbatch, or every backward,
+  // is missing.
+  std::optional<int> num_ranks = {};
+  std::optional<int> num_stages = {};
   std::optional<int> num_microbatches = {};
   std::optional<bool> forward_only = {};
 };
@@ -163,6 +166,8 @@ Header parse_header(std::string_view line) {
   while (!rest.empty()) {
     const std::string_view field = take_until(' ', rest);
     if (field.starts_with(kName)) header.name = field.substr(kName.size());
+    if (const auto number = number_of(field, "num_ranks=")) header.num_ranks = number;
+    if (const auto number = number_of(field, "num_stages=")) header.num_stages = number;
     if (const auto number = number_of(field, "num_chains=")) header.num_chains = *number;
     if (const auto number = number_of(field, "num_microbatches=")) {
       header.num_microbatches = number;
@@ -170,6 +175,17 @@ Header parse_header(std::string_view line) {
     if (const auto number = number_of(field, "forward_only=")) header.forward_only = *number != 0;
   }
   return header;
+}
+
+// A file that was cut short may still hold a schedule, but of another pipeline.
+void require_announced(std::string_view what, std::optional<int> announced, int64_t found) {
+  MC_REQUIRE(!announced || *announced == found,
+             "the header announces ",
+             announced.value_or(0),
+             " ",
+             what,
+             ", but the rows hold ",
+             found);
 }
 
 // The cells behind "rank 3:"; the number must be the expected one.
@@ -258,7 +274,9 @@ Schedule schedule_from_text(std::string_view text) {
     }
     ++rank;
   }
+  require_announced("ranks", header.num_ranks, rank);
   Schedule schedule = std::move(reader).finish(std::move(header.name), header.num_chains);
+  require_announced("stages", header.num_stages, schedule.num_stages());
   schedule.num_microbatches = header.num_microbatches.value_or(schedule.num_microbatches);
   schedule.forward_only = header.forward_only.value_or(schedule.forward_only);
   return schedule;

@@ -1,6 +1,7 @@
 #include "megacore/pipeline/simulate.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "dependencies.h"
 #include "megacore/base/check.h"
@@ -67,6 +68,8 @@ class Simulation {
       timeline_.peak_in_flight.push_back(
           peak_in_flight(schedule_.rank_actions(static_cast<int>(rank)), schedule_.forward_only));
     }
+    MC_REQUIRE(std::isfinite(timeline_.makespan),
+               "the costs add up to more than a number can hold; choose a larger unit of time");
     const double available = timeline_.makespan * static_cast<double>(rank_time_.size());
     if (available > 0.0) timeline_.bubble_fraction = 1.0 - busy / available;
     return std::move(timeline_);

@@ -313,6 +313,22 @@ def test_unknown_names_and_options_that_do_not_fit_are_explained() -> None:
         build_schedule("1f1b", num_ranks=2, num_microbatches=2).program(0, receives="late")
 
 
+@pytest.mark.parametrize("what", ["ranks", "stages"])
+def test_text_that_was_cut_short_is_no_smaller_schedule(what: str) -> None:
+    text = build_schedule("gpipe", num_ranks=3, num_microbatches=2).to_text()
+    rows = text.splitlines()[:-1]  # those of two ranks, which are a schedule of their own
+    assert Schedule.from_text("\n".join(rows[1:])).num_ranks == 2
+    header = rows[0].replace("num_ranks=3", "num_ranks=2") if what == "stages" else rows[0]
+    with pytest.raises(ValueError, match=f"the header announces 3 {what}, but the rows hold 2"):
+        Schedule.from_text("\n".join([header, *rows[1:]]))
+
+
+def test_costs_that_no_number_holds_are_refused() -> None:
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    with pytest.raises(ValueError, match="more than a number can hold"):
+        schedule.simulate(Costs(forward=1e308))
+
+
 def test_a_csv_that_cannot_be_read_names_file_row_and_column(tmp_path: Path) -> None:
     path = tmp_path / "broken.csv"
     path.write_text("0F0,0B0\n1F0,1X0\n")
