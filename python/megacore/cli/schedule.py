@@ -23,6 +23,7 @@ from megacore.cli.schedule_auto import (
     with_stage_costs,
 )
 from megacore.cli.schedule_compare import run_compare
+from megacore.cli.schedule_options import require_options_fit, whole_number
 from megacore.cli.schedule_program import add_program_options, print_programs
 from megacore.errors import ConfigError
 
@@ -60,23 +61,21 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--from-csv", metavar="FILE", help="read a schedule instead (PyTorch's CSV)"
     )
-    sizes: tuple[tuple[str, int | None, str], ...] = (
-        ("--pp", 4, "pipeline ranks (default: 4)"),
-        ("--chunks", None, "model chunks per rank (default: what the schedule has, or 1)"),
-        ("--microbatches", 8, "microbatches per step (default: 8)"),
+    sizes = (
+        ("--pp", "pipeline ranks (default: 4)"),
+        ("--chunks", "model chunks per rank (default: what the schedule has, or 1)"),
+        ("--microbatches", "microbatches per step (default: 8)"),
         (
             "--group-size",
-            None,
             "microbatches a chunk runs before the next takes over (default: best)",
         ),
         (
             "--warmup-multiplier",
-            None,
             "1: interleaved_1f1b with fewer activations and messages that show (default: 2)",
         ),
     )
-    for flag, default, text in sizes:
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    for flag, text in sizes:
+        parser.add_argument(flag, type=whole_number, metavar="N", help=text)
     costs: tuple[tuple[str, float, str], ...] = (
         ("--forward", 1.0, "time of one forward of a stage (default: 1)"),
         ("--backward", 2.0, "time of one backward of a stage (default: 2)"),
@@ -110,6 +109,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a schedule, its bubble and what its ranks hold; or all schedules side by side."""
     costs = _costs(args)
+    require_options_fit(args)
+    args.pp = 4 if args.pp is None else args.pp
+    args.microbatches = 8 if args.microbatches is None else args.microbatches
     if args.compare:
         return run_compare(args, costs)
     schedule = _schedule(args, costs)
@@ -363,11 +365,12 @@ def _print_critical_path(console: Console, timeline: Timeline) -> None:
     path = timeline.critical_path
     if not path:
         return
+    makespan = timeline.makespan or 1.0
     on_rank: dict[int, float] = {}
     for event in path:
         on_rank[event.rank] = on_rank.get(event.rank, 0.0) + event.end - event.start
     busiest = sorted(on_rank.items(), key=lambda item: (-item[1], item[0]))[:4]
-    shares = ", ".join(f"{time / timeline.makespan:.0%} on rank {rank}" for rank, time in busiest)
+    shares = ", ".join(f"{time / makespan:.0%} on rank {rank}" for rank, time in busiest)
     console.print(
         f"\ncritical path: {len(path)} actions from {path[0].action} to {path[-1].action}, "
         f"{shares}",

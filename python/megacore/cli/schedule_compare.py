@@ -27,12 +27,6 @@ def run_compare(args: argparse.Namespace, costs: Costs) -> int:
     from megacore.pipeline import SCHEDULE_NAMES
     from megacore.pipeline.compare import compare_schedules
 
-    for flag in ("svg", "csv", "trace", "from_csv", "forward_only"):
-        if getattr(args, flag):
-            name = flag.replace("_", "-")
-            raise ConfigError(
-                f"--compare shows all schedules, --{name} is about one; leave one of them out"
-            )
     if args.name is not None and args.name not in SCHEDULE_NAMES:
         raise ConfigError(f"there is no schedule {args.name!r} to mark in the comparison")
     comparison = compare_schedules(

@@ -28,7 +28,6 @@ def add_program_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--receives",
         choices=("ahead", "in_order"),
-        default="ahead",
         help="post receives ahead of their readers, or in one order with the sends "
         "(default: ahead)",
     )
@@ -51,7 +50,7 @@ def lowering_of(args: argparse.Namespace) -> Lowering:
     if args.keep is not None and args.keep < 0:
         raise ConfigError(f"--keep is {args.keep}; it must be at least 0")
     recompute = None if args.keep is None else Recompute(keep=args.keep)
-    return Lowering(receives=args.receives, recompute=recompute)
+    return Lowering(receives=args.receives or "ahead", recompute=recompute)
 
 
 def print_programs(schedule: Schedule, args: argparse.Namespace) -> None:

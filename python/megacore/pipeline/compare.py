@@ -88,11 +88,12 @@ def compare_schedules(
         >>> [(row.schedule.name, row.timeline.makespan, row.in_flight) for row in rows[:3]]
         [('interleaved_zb', 25.5, 4.0), ('zb_v', 25.5, 4.0), ('dualpipe', 26.0, 5.0)]
     """
-    for name, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+    chunks = num_chunks if num_chunks is not None else 2 if num_ranks > 1 else 1
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": chunks}
+    for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
     costs = costs or Costs()
-    chunks = num_chunks or (2 if num_ranks > 1 else 1)
     rows: list[ComparedSchedule] = []
     refused: dict[str, str] = {}
     for info in schedule_catalog():

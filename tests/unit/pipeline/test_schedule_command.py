@@ -203,6 +203,18 @@ def test_files_are_written_and_read_back(
         (["1fb1", "--compare"], "there is no schedule '1fb1'"),
         (["--compare", "--svg=x.svg"], "--svg is about one; leave one of them out"),
         (["--compare", "--pp=0"], "num_ranks is 0; it must be at least 1"),
+        (["--compare", "--chunks=0"], "num_chunks is 0; it must be at least 1"),
+        (["--compare", "--memory-limit=3"], "--memory-limit is about one; leave one of them out"),
+        (["--compare", "--program=data"], "--program is about one; leave one of them out"),
+        (["1f1b", "--pp=99999999999999"], "99999999999999 is out of range"),
+        (["1f1b", "--pp=two"], "--pp: invalid whole_number value: 'two'"),
+        (["1f1b", "--keep=0"], "--keep is for --program LEVEL; add that, or leave it out"),
+        (["1f1b", "--receives=in_order"], "--receives is for --program LEVEL"),
+        (["1f1b", "--program=data", "--json"], "--json is about times; leave one of them out"),
+        (["1f1b", "--program=data", "--svg=x.svg"], "--svg is about times"),
+        (["--from-csv=x.csv", "--pp=4"], "--pp is to make one; leave one of them out"),
+        (["--from-csv=x.csv", "--memory-limit=4"], "--memory-limit is to make one"),
+        (["1f1b", "--forward=1e308", "--send=1e308"], "choose a larger unit of time"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_2(
@@ -213,6 +225,13 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
     assert sentence in err
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_work_that_takes_no_time_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "1f1b", "--forward=0", "--backward=0")
+    assert (code, err) == (0, "")
+    assert "makespan 0, bubble 0.0%" in out
+    assert "critical path: " in out
 
 
 def test_programs_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,54 @@
+"""Which options of ``megacore schedule`` belong together."""
+
+from __future__ import annotations
+
+import argparse
+
+from megacore.errors import ConfigError
+
+# By what they are about; the options without a default.
+_FILES = ("svg", "csv", "trace")
+_SIZES = ("pp", "chunks", "microbatches", "group_size", "warmup_multiplier")
+_SEARCH = ("placement", "memory_limit", "activation_size", "whole_backward", "effort")
+_PROGRAM = ("receives", "keep")
+
+_LARGEST = 2**31 - 1
+
+
+def whole_number(text: str) -> int:
+    """Read a number that a schedule can count to, for ``argparse``."""
+    number = int(text)
+    if abs(number) > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is out of range; the largest is {_LARGEST}")
+    return number
+
+
+def require_options_fit(args: argparse.Namespace) -> None:
+    """Refuse options that would do nothing.
+
+    Raises:
+        ConfigError: If an option was given that the form of the command does not use.
+    """
+    if args.compare:
+        unused = (*_FILES, "from_csv", "forward_only", "program", *_SEARCH, *_PROGRAM)
+        _refuse(args, unused, "--compare shows all schedules, {} is about one")
+        return
+    if args.from_csv is not None:
+        _refuse(args, (*_SIZES, *_SEARCH), "--from-csv reads a schedule, {} is to make one")
+    if args.program is None:
+        _refuse(args, _PROGRAM, "{} is for --program LEVEL", "add that, or leave it out")
+    else:
+        _refuse(args, (*_FILES, "json"), "--program prints the programs only, {} is about times")
+
+
+def _refuse(
+    args: argparse.Namespace,
+    names: tuple[str, ...],
+    reason: str,
+    advice: str = "leave one of them out",
+) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{reason.format(flag)}; {advice}")
