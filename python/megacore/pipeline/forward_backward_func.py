@@ -47,6 +47,7 @@ class ForwardBackwardFunc:
         self._group_size = group_size
         self._per_token = per_token
         self._receives: Literal["ahead", "in_order"] = receives_for(group, activation)
+        self._schedules: dict[tuple[int, int], Schedule] = {}
         self._executors: dict[tuple[int, tuple[int, ...]], PipelineExecutor] = {}
 
     def __call__(
@@ -79,7 +80,7 @@ class ForwardBackwardFunc:
             empty list.
 
         Raises:
-                ValueError: If the schedule cannot run these sizes, or a chunk has no
+            ValueError: If the schedule cannot run these sizes, or a chunk has no
                 ``set_input_tensor``.
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -151,13 +152,16 @@ class ForwardBackwardFunc:
                     "by name"
                 )
             return self._given
-        return build_schedule(
-            self._given,
-            num_ranks=self._group.size,
-            num_microbatches=num_microbatches,
-            num_chunks=num_chunks,
-            group_size=self._group_size,
-        )
+        key = (num_chunks, num_microbatches)
+        if key not in self._schedules:
+            self._schedules[key] = build_schedule(
+                self._given,
+                num_ranks=self._group.size,
+                num_microbatches=num_microbatches,
+                num_chunks=num_chunks,
+                group_size=self._group_size,
+            )
+        return self._schedules[key]
 
 
 def get_forward_backward_func(

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from megacore.parallel import Group
-from megacore.pipeline import ActivationSpec, build_schedule, get_forward_backward_func
+from megacore.pipeline import (
+    ActivationSpec,
+    build_schedule,
+    forward_backward_func,
+    get_forward_backward_func,
+)
 
 SPEC = ActivationSpec(shape=(2, 4), dtype=torch.float32, device="cpu")
 NUM_TOKENS = (3, 1, 4)
@@ -101,6 +106,28 @@ def test_losses_with_numbers_of_tokens() -> None:
     require_close(grads, expected_grads([1 / 3] * 3))
     _, sums = run(token_loss, per_token=True)
     require_close(sums, expected_grads([3.0, 1.0, 4.0]))
+
+
+def test_a_schedule_is_made_once_for_each_number_of_microbatches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def build(name: str, *, num_microbatches: int, **options: Any) -> Any:
+        made.append(num_microbatches)
+        return build_schedule(name, num_microbatches=num_microbatches, **options)
+
+    monkeypatch.setattr(forward_backward_func, "build_schedule", build)
+    step = get_forward_backward_func("auto", group=Group.solo(), activation=SPEC)
+    model = make_chunks(1)
+    for num_microbatches in (2, 3, 2, 2):
+        step(
+            forward_step_func=forward_step(mean_loss),
+            data_iterator=data(),
+            model=model,
+            num_microbatches=num_microbatches,
+        )
+    assert made == [2, 3]
 
 
 def test_mistakes_are_named() -> None:
