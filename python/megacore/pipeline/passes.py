@@ -78,6 +78,10 @@ def lower(schedule: _core.Schedule, lowering: Lowering) -> list[Program]:
             "only safe if all transfers follow one order"
         )
     recompute = lowering.recompute
+    if recompute is not None and recompute.window == 0:
+        raise ValueError(
+            "window is 0; it must be at least 1, or None for what the rank holds at once"
+        )
     programs = _core.lower(
         schedule,
         in_order=lowering.receives == "in_order",

@@ -56,6 +56,7 @@ def test_slots_do_not_grow_with_the_microbatches() -> None:
         (Lowering(batches=True), "batches need receives='in_order'"),
         (Lowering(ahead=-1), "ahead is -1"),
         (Lowering(recompute=Recompute(keep=-1)), "keep is -1"),
+        (Lowering(recompute=Recompute(window=0)), "window is 0; it must be at least 1"),
         (Lowering(receives="late"), "receives is 'late'"),  # type: ignore[arg-type]
         (Lowering(slots="all"), "slots is 'all'"),  # type: ignore[arg-type]
     ],
