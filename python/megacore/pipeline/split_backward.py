@@ -301,7 +301,12 @@ def _parts(graph: _Graph, arrived: dict[Node, Arrived]) -> list[_Part]:
     """Cut what W has to run into parts, in the order in which autograd would begin them."""
     groups = _Groups()
     members: dict[Node, list[Node]] = {}
-    nodes = [*graph.weight_nodes, *(node for node in arrived if node in graph.borders)]
+    # In the order of the graph, so that hooks on parameters run in the same order on every rank.
+    nodes = [
+        node
+        for node in graph.edges
+        if node in graph.weight_nodes or (node in graph.borders and node in arrived)
+    ]
     for node in nodes:
         for child, _ in graph.edges[node]:
             if child in graph.weight_nodes:
@@ -336,8 +341,10 @@ class _Groups:
 
     def find(self, node: Node) -> Node:
         """Return the node that stands for the set of a node."""
-        while (parent := self._parent.get(node, node)) is not node:
-            node = parent
+        parent = self._parent
+        while (above := parent.get(node, node)) is not node:
+            parent[node] = parent.get(above, above)  # shorter for the next one who asks
+            node = above
         return node
 
     def join(self, first: Node, second: Node) -> None:

@@ -188,6 +188,20 @@ def test_hooks_on_activations_are_heeded() -> None:
     assert weight.grad.tolist() == [10.0, 10.0]
 
 
+def test_hooks_of_parameters_run_in_an_order_that_the_graph_decides() -> None:
+    order: list[str] = []
+    module = nn.Linear(WIDTH, WIDTH)
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _p, name=name: order.append(name))
+    garbage = []
+    for size in range(40):
+        garbage.append([bytearray(100 * size) for _ in range(size)])
+        hidden, grad = given(first=False, step=size)
+        garbage.append(module(hidden).exp())  # a graph more, so that nodes lie elsewhere
+        split(module, hidden, grad)[1].run()
+    assert len(set(zip(order[::2], order[1::2], strict=True))) == 1
+
+
 def test_w_lets_go_of_everything() -> None:
     module = make(Stage)
     hidden, grad = given(first=False, step=0)
