@@ -16,13 +16,15 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from _common import facts, header, options, write_json
+from _common import facts, header, options, take_turns, write_json
+from megacore.moe import plan_offload, plan_offload_on_device
 from megacore.ops import (
     collect_rows,
     has_cuda_kernels,
@@ -46,12 +48,16 @@ SHAPES = {"256 experts": (8192, 8, 7168, 256, 2048), "8 experts": (16384, 2, 409
 IN_A_ROW = 20
 
 
-def median_us(run: Run, rounds: int, before: Run | None = None) -> float:
+def busy() -> None:
+    """Half a millisecond of work for the device, in which the host gets ahead of it."""
+    torch.cuda._sleep(1_000_000)
+
+
+def median_us(run: Run, rounds: int, before: Run = busy) -> float:
     """Median time of ``run`` on the device, in microseconds."""
     times = []
     for number in range(rounds + 2):
-        if before is not None:
-            before()
+        before()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -201,7 +207,40 @@ def measure_small(rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def table(moving: list[dict[str, Any]], small: list[dict[str, Any]], copy: float) -> list[str]:
+def measure_plans(rounds: int) -> list[dict[str, Any]]:
+    """Times of the offload planner for skewed routings, and of the CPU's for the same counts."""
+    wash = torch.empty(1 << 27, device="cuda")
+    found = []
+    for num_ranks in (8, 32, 64):
+        heat = torch.rand(256) ** 3
+        counts = (torch.rand(num_ranks, 256) * heat * 1000).long()
+        on_device = counts.cuda()
+
+        def run(on_device: Tensor = on_device) -> Any:
+            return plan_offload_on_device(on_device, num_spare_slots=2)
+
+        warm, once = graph_of(run, IN_A_ROW), graph_of(run, 1)
+        on_cpu = take_turns(
+            {"cpu": partial(plan_offload, counts, num_spare_slots=2)}, rounds=rounds
+        )
+        found.append(
+            {
+                "ranks": num_ranks,
+                "clones": int(run().summary[1]),
+                "warm_us": median_us(warm.replay, rounds) / IN_A_ROW,
+                "cold_us": median_us(once.replay, rounds, before=lambda: wash.fill_(1.0)),
+                "cpu_us": statistics.median(on_cpu["cpu"]) * 1e6,
+            }
+        )
+    return found
+
+
+def table(
+    moving: list[dict[str, Any]],
+    small: list[dict[str, Any]],
+    plans: list[dict[str, Any]],
+    copy: float,
+) -> list[str]:
     """The results as text."""
     lines = [f"copy of 2 GiB: {copy:.2f} TB/s", ""]
     lines.append(f"{'kernel':<16} {'shape':<12} {'us':>9} {'TB/s':>6} {'of copy':>8} {'torch':>7}")
@@ -215,6 +254,13 @@ def table(moving: list[dict[str, Any]], small: list[dict[str, Any]], copy: float
         lines.append(
             f"{row['kernel']:<16} {row['shape']:<12} {row['warm_us']:>9.1f} "
             f"{row['cold_us']:>9.1f} {row['torch_us'] / row['warm_us']:>6.2f}x"
+        )
+    lines += ["", "offload plan, 256 experts, 2 slots"]
+    lines.append(f"{'ranks':>5} {'clones':>6} {'warm us':>9} {'cold us':>9} {'cpu us':>9}")
+    for row in plans:
+        lines.append(
+            f"{row['ranks']:>5} {row['clones']:>6} {row['warm_us']:>9.1f} {row['cold_us']:>9.1f} "
+            f"{row['cpu_us']:>9.1f}"
         )
     return lines
 
@@ -231,13 +277,14 @@ def main() -> int:
     torch.manual_seed(0)
     copy = copy_bandwidth(args.rounds)
     moving, small = measure_moving(args.rounds, copy), measure_small(args.rounds)
+    plans = measure_plans(args.rounds)
     device = torch.cuda.get_device_name()
-    text = "\n".join([header("torch"), f"# {device}", *table(moving, small, copy)])
+    text = "\n".join([header("torch"), f"# {device}", *table(moving, small, plans, copy)])
     print(text)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "bench_gpu_tokens.txt").write_text(text + "\n")
-        results = {"copy_tb_per_s": copy, "moving": moving, "small": small}
+        results = {"copy_tb_per_s": copy, "moving": moving, "small": small, "plans": plans}
         machine = {**facts("torch"), "gpu": device}
         write_json(args.out / "bench_gpu_tokens.json", results, machine)
     return 0

@@ -21,6 +21,7 @@ inline cudaStream_t stream_handle(uintptr_t stream) {
 
 void bind_gemm(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
+void bind_plan(pybind11::module_& module);
 void bind_tokens(pybind11::module_& module);
 
 }  // namespace megacore::bindings

@@ -39,5 +39,6 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("compiled_archs", &compiled_archs);
   megacore::bindings::bind_gemm(module);
   megacore::bindings::bind_optim(module);
+  megacore::bindings::bind_plan(module);
   megacore::bindings::bind_tokens(module);
 }

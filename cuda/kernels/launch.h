@@ -14,7 +14,8 @@ inline constexpr int64_t kMaxGridBlocks = (int64_t{1} << 31) - 1;
 struct LaunchShape {
   int64_t blocks = 1;
   int threads = 256;
-  int64_t block_rows = 1;  // second dimension of the grid, at most 65535
+  int64_t block_rows = 1;    // second dimension of the grid, at most 65535
+  int64_t shared_bytes = 0;  // dynamic shared memory of a block
 };
 
 // `name` is the operation as a message calls it. REQUIRES: at least one block.
@@ -26,7 +27,10 @@ void launch(const char* name,
             const Args&... args) {
   const dim3 grid(static_cast<unsigned>(std::min(shape.blocks, kMaxGridBlocks)),
                   static_cast<unsigned>(shape.block_rows));
-  kernel<<<grid, static_cast<unsigned>(shape.threads), 0, stream>>>(args...);
+  kernel<<<grid,
+           static_cast<unsigned>(shape.threads),
+           static_cast<size_t>(shape.shared_bytes),
+           stream>>>(args...);
   check(cudaGetLastError(), "launching ", name);
 }
 

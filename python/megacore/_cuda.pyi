@@ -185,3 +185,20 @@ def sum_of_squares(
     total: int,
     stream: int,
 ) -> None: ...
+def plan_offload(
+    *,
+    counts: int,
+    num_ranks: int,
+    num_experts: int,
+    num_spare_slots: int,
+    is_balanced: bool,
+    tolerance_per_million: int,
+    min_imbalance_per_million: int,
+    domain_size: int,
+    slot_expert: int,
+    rerouted: int,
+    load_before: int,
+    load_after: int,
+    summary: int,
+    stream: int,
+) -> None: ...

@@ -12,6 +12,7 @@ from megacore.moe.offload_plan import OffloadPlan, plan_offload
 
 if TYPE_CHECKING:
     from megacore.moe.balance import RouterGroups
+    from megacore.moe.device_plan import DevicePlan, plan_offload_on_device
     from megacore.moe.dispatchers import (
         AllGatherDispatcher,
         AllToAllDispatcher,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AllGatherDispatcher",
     "AllToAllDispatcher",
+    "DevicePlan",
     "Dispatcher",
     "ExpertPlacement",
     "GroupedExperts",
@@ -47,6 +49,7 @@ __all__ = [
     "TokenNames",
     "TopKRouter",
     "plan_offload",
+    "plan_offload_on_device",
     "reroute_tokens",
     "update_expert_biases",
 ]
@@ -54,6 +57,7 @@ __all__ = [
 _MODULES = {
     "AllGatherDispatcher": "dispatchers",
     "AllToAllDispatcher": "dispatchers",
+    "DevicePlan": "device_plan",
     "Dispatcher": "dispatchers",
     "ExpertPlacement": "dispatchers",
     "GroupedExperts": "experts",
@@ -65,6 +69,7 @@ _MODULES = {
     "StaticDispatcher": "dispatchers",
     "TokenNames": "router",
     "TopKRouter": "router",
+    "plan_offload_on_device": "device_plan",
     "reroute_tokens": "reroute",
     "update_expert_biases": "router",
 }

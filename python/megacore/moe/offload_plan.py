@@ -176,7 +176,8 @@ def plan_offload(
             over its rows, or an option is out of range or unknown.
 
     Sync:
-        Runs on the CPU. A CUDA tensor is copied to the host, which waits for the device.
+        Runs on the CPU. A CUDA tensor is copied to the host, which waits for the device;
+        :func:`~megacore.moe.device_plan.plan_offload_on_device` plans where it lies.
 
     Source:
         documented: Megatron-LM pull request 2368; both are specified in ``docs/echo.md`` and
@@ -189,7 +190,7 @@ def plan_offload(
         >>> plan.rerouted[:, 1, 0].tolist()  # rank 1 serves its own tokens first
         [0, 30]
     """
-    _require_options(method, tolerance, min_imbalance, domain_size)
+    require_options(method, tolerance, min_imbalance, domain_size)
     native = _core.plan_offload(
         _integer_matrix(tokens_from_rank_to_expert),
         method=method,
@@ -212,9 +213,10 @@ def plan_offload(
     )
 
 
-def _require_options(
+def require_options(
     method: str, tolerance: float, min_imbalance: float, domain_size: int | None
 ) -> None:
+    """Raise ValueError where an option of a planner is out of range."""
     if method not in METHODS:
         from megacore.config import did_you_mean
 

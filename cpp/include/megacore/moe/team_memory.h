@@ -1,0 +1,142 @@
+// What a team of threads is, and the memory that it plans in: see team_planner.h.
+//
+// A team is one block of threads on a GPU, or a single thread on the CPU. It is made of warps; a
+// warp of the CPU has one lane. Code for a team is written as every thread runs it:
+//
+//   warp.lane(), warp.lanes()         this thread's place in its warp
+//   warp.max(x), warp.min(x), warp.sum(x)   over the lanes; every lane gets the result
+//   warp.before(flag, total)          flags of lower lanes, and of all
+//   warp.sync()                       writes of the lanes are seen by the lanes
+//   team.thread(), team.threads(), team.warp(), team.warps(), team.sync()    as above
+
+#pragma once
+
+#include <cstdint>
+
+#include "megacore/base/host_device.h"
+#include "megacore/moe/planner_math.h"
+
+// Marks code that a team runs: device code for the CUDA compiler, host code for the other.
+#if defined(__CUDACC__)
+#define MC_TEAM_CODE __device__ __forceinline__
+#else
+#define MC_TEAM_CODE inline
+#endif
+
+namespace megacore::moe {
+
+// The CPU's team, and its only warp.
+struct SoloTeam {
+  MC_TEAM_CODE int lane() const { return 0; }
+  MC_TEAM_CODE int lanes() const { return 1; }
+  MC_TEAM_CODE uint64_t max(uint64_t value) const { return value; }
+  MC_TEAM_CODE uint64_t min(uint64_t value) const { return value; }
+  MC_TEAM_CODE int64_t sum(int64_t value) const { return value; }
+  MC_TEAM_CODE int64_t before(bool flag, int64_t& total) const {
+    total = flag ? 1 : 0;
+    return 0;
+  }
+  MC_TEAM_CODE int thread() const { return 0; }
+  MC_TEAM_CODE int threads() const { return 1; }
+  MC_TEAM_CODE int warp() const { return 0; }
+  MC_TEAM_CODE int warps() const { return 1; }
+  MC_TEAM_CODE void sync() const {}
+};
+
+struct PlanShape {
+  int64_t num_ranks = 1;
+  int64_t num_experts = 1;
+  int64_t num_spare_slots = 0;
+
+  MC_HOST_DEVICE int64_t experts_per_rank() const { return num_experts / num_ranks; }
+  MC_HOST_DEVICE int64_t num_slots() const { return num_ranks * num_spare_slots; }
+  MC_HOST_DEVICE int64_t home(int64_t expert) const { return expert / experts_per_rank(); }
+};
+
+// The clones of a plan by (rank, slot).
+struct SlotTable {
+  int64_t* expert = nullptr;  // -1 where unused
+  int64_t* tokens = nullptr;
+};
+
+// What one greedy run works on.
+struct RunMemory {
+  int64_t* load = nullptr;        // (rank,)
+  int64_t* slots_left = nullptr;  // (rank,)
+  int64_t* largest = nullptr;     // (rank,) the most of `remaining`; Rule::kBestFill only
+  int64_t* sends = nullptr;       // (rank,) clones made of its experts
+  int64_t* remaining = nullptr;   // (expert,) tokens still on the home expert
+  SlotTable clones = {};
+  Score* score = nullptr;
+};
+
+// What splitting one expert's tokens over its sources works on; lies where a run's memory was.
+struct SplitMemory {
+  int64_t* left = nullptr;           // (rank,) tokens a source has
+  int64_t* left_over = nullptr;      // (rank,) after its proportional shares
+  int64_t* slot = nullptr;           // (clone,) where the clone lies, rank * slots + slot
+  int64_t* own = nullptr;            // (clone,) tokens of the clone's own rank
+  int64_t* missing = nullptr;        // (clone,) tokens it still needs
+  int64_t* missing_after = nullptr;  // (clone,) after the proportional shares
+};
+
+// A planner's memory, cut from one array of 64-bit words.
+class PlanMemory {
+ public:
+  // REQUIRES: `memory` has words(shape, num_runs) entries, num_runs >= 1.
+  MC_HOST_DEVICE PlanMemory(int64_t* memory, const PlanShape& shape, int64_t num_runs)
+      : words_(memory), shape_(shape), num_runs_(num_runs) {}
+
+  MC_HOST_DEVICE static int64_t words_of_run(const PlanShape& shape) {
+    const int64_t run = 4 * shape.num_ranks + shape.num_experts + 2 * shape.num_slots() + kScore;
+    return larger(run, 6 * shape.num_ranks);
+  }
+  MC_HOST_DEVICE static int64_t words(const PlanShape& shape, int64_t num_runs) {
+    return shape.num_experts + shape.num_ranks + 2 * shape.num_slots() + kFacts +
+           larger(num_runs * words_of_run(shape), 2 * shape.num_experts + shape.num_ranks);
+  }
+
+  MC_HOST_DEVICE int64_t num_runs() const { return num_runs_; }
+  MC_HOST_DEVICE int64_t* experts() const { return words_; }  // (expert,) tokens from all ranks
+  MC_HOST_DEVICE int64_t* ranks() const { return words_ + shape_.num_experts; }  // (rank,)
+  MC_HOST_DEVICE SlotTable chosen() const {
+    int64_t* table = ranks() + shape_.num_ranks;
+    return {table, table + shape_.num_slots()};
+  }
+  // Numbers that one thread finds for all: whether the counts are good, total, highest load.
+  MC_HOST_DEVICE int64_t* facts() const {
+    return ranks() + shape_.num_ranks + 2 * shape_.num_slots();
+  }
+  // (expert,), (expert,), (rank,): the documented planner's, where the runs of the other one lie.
+  MC_HOST_DEVICE int64_t* spilled() const { return facts() + kFacts; }
+  MC_HOST_DEVICE int64_t* spilled_start() const { return spilled() + shape_.num_experts; }
+  MC_HOST_DEVICE int64_t* room_start() const { return spilled_start() + shape_.num_experts; }
+
+  MC_HOST_DEVICE RunMemory run(int64_t index) const {
+    const int64_t ranks = shape_.num_ranks;
+    int64_t* at = facts() + kFacts + index * words_of_run(shape_);
+    int64_t* table = at + 4 * ranks + shape_.num_experts;
+    return {.load = at,
+            .slots_left = at + ranks,
+            .largest = at + 2 * ranks,
+            .sends = at + 3 * ranks,
+            .remaining = at + 4 * ranks,
+            .clones = {table, table + shape_.num_slots()},
+            .score = reinterpret_cast<Score*>(table + 2 * shape_.num_slots())};
+  }
+  MC_HOST_DEVICE SplitMemory split(int64_t index) const {
+    const int64_t ranks = shape_.num_ranks;
+    int64_t* at = facts() + kFacts + index * words_of_run(shape_);
+    return {at, at + ranks, at + 2 * ranks, at + 3 * ranks, at + 4 * ranks, at + 5 * ranks};
+  }
+
+ private:
+  static constexpr int64_t kScore = sizeof(Score) / sizeof(int64_t);
+  static constexpr int64_t kFacts = 4;
+
+  int64_t* words_;
+  PlanShape shape_;
+  int64_t num_runs_;
+};
+
+}  // namespace megacore::moe

@@ -1,0 +1,458 @@
+// The offload planners for a team of threads: one block of a GPU, or one thread of the CPU.
+//
+// The same plans, bit for bit, as plan_offload (offload_plan.h), from the same arithmetic
+// (planner_math.h). What differs is that nothing is allocated, nothing throws, and ranks, experts,
+// rules and goals are worked on side by side:
+//
+//   - the four rules of the balanced planner, and the goals of a refinement, by one warp each;
+//   - the documented planner without sorting: where an expert or a rank lies on the line is a sum
+//     over those before it;
+//   - the split of an expert's tokens over its sources by one warp per expert.
+
+#pragma once
+
+#include <cstdint>
+
+#include "megacore/moe/planner_math.h"
+#include "megacore/moe/team_greedy.h"
+#include "megacore/moe/team_memory.h"
+
+namespace megacore::moe {
+
+// As PlanSpec, with sizes; checked by the caller.
+struct TeamSpec {
+  PlanShape shape = {};
+  bool is_balanced = true;
+  int64_t tolerance_per_million = 0;
+  int64_t min_imbalance_per_million = kMillion;
+  int64_t domain_size = 1;  // the number of ranks where all are alike
+};
+
+// As OffloadPlan.
+struct TeamPlanSummary {
+  int64_t max_load = 0;
+  int64_t num_clones = 0;
+  int64_t bound = 0;
+  int64_t bound_holds = 1;
+  int64_t is_valid = 1;  // 0: a count is negative or too large, and the plan has no clones
+};
+
+struct TeamPlan {
+  int64_t* slot_expert = nullptr;  // (rank, slot)
+  int64_t* rerouted = nullptr;     // (source rank, destination rank, slot)
+  int64_t* load_before = nullptr;  // (rank,)
+  int64_t* load_after = nullptr;   // (rank,)
+  TeamPlanSummary* summary = nullptr;
+};
+
+template <typename Team, typename Warp>
+class TeamPlanner {
+ public:
+  // `counts` is (rank, expert); memory and plan belong to the team.
+  MC_TEAM_CODE TeamPlanner(const Team& team,
+                           const Warp& warp,
+                           const TeamSpec& spec,
+                           const PlanMemory& memory,
+                           const int64_t* counts,
+                           const TeamPlan& plan)
+      : team_(team),
+        warp_(warp),
+        spec_(spec),
+        s_(spec.shape),
+        m_(memory),
+        counts_(counts),
+        plan_(plan) {}
+
+  MC_TEAM_CODE void run() {
+    sum_loads();
+    const int64_t total = m_.facts()[1];
+    const int64_t no_plan_up_to =
+        scaled_average(total, s_.num_ranks, spec_.min_imbalance_per_million);
+    const bool is_wanted = m_.facts()[0] != 0 && m_.facts()[2] > no_plan_up_to;
+    clear();
+    if (is_wanted && s_.num_slots() > 0) {  // the same for every thread
+      if (spec_.is_balanced) {
+        race(goal_load(total, s_.num_ranks, spec_.tolerance_per_million));
+      } else {
+        assign_spillover(total / s_.num_ranks);
+      }
+    }
+    team_.sync();
+    split_sources();
+    write_loads(total, no_plan_up_to);
+  }
+
+ private:
+  MC_TEAM_CODE bool is_first() const { return team_.thread() == 0; }
+
+  MC_TEAM_CODE void sum_loads() {
+    uint64_t is_bad = 0;
+    for (int64_t e = team_.thread(); e < s_.num_experts; e += team_.threads()) {
+      int64_t sum = 0;
+      for (int64_t r = 0; r < s_.num_ranks; ++r) {
+        const int64_t count = counts_[r * s_.num_experts + e];
+        const bool is_good = count >= 0 && count <= kMaxTokensPerExpert - sum;
+        is_bad |= is_good ? 0 : 1;
+        sum += is_good ? count : 0;
+      }
+      m_.experts()[e] = sum;
+    }
+    if (is_first()) {
+      m_.facts()[0] = 1;
+    }
+    team_.sync();
+    if (is_bad != 0) {
+      m_.facts()[0] = 0;  // whoever finds one writes the same
+    }
+    for (int64_t p = team_.thread(); p < s_.num_ranks; p += team_.threads()) {
+      int64_t load = 0;
+      for (int64_t i = 0; i < s_.experts_per_rank(); ++i) {
+        load += m_.experts()[p * s_.experts_per_rank() + i];
+      }
+      m_.ranks()[p] = load;
+    }
+    team_.sync();
+    if (team_.warp() == 0) {
+      int64_t total = 0;
+      uint64_t highest = 0;
+      for (int64_t p = warp_.lane(); p < s_.num_ranks; p += warp_.lanes()) {
+        total += m_.ranks()[p];
+        const auto load = static_cast<uint64_t>(m_.ranks()[p]);
+        highest = load > highest ? load : highest;
+      }
+      total = warp_.sum(total);
+      highest = warp_.max(highest);
+      if (warp_.lane() == 0) {
+        m_.facts()[1] = total;
+        m_.facts()[2] = static_cast<int64_t>(highest);
+      }
+    }
+    team_.sync();
+  }
+
+  MC_TEAM_CODE void clear() {
+    for (int64_t i = team_.thread(); i < s_.num_slots(); i += team_.threads()) {
+      m_.chosen().expert[i] = -1;
+      m_.chosen().tokens[i] = 0;
+    }
+    for (int64_t i = team_.thread(); i < s_.num_ranks * s_.num_slots(); i += team_.threads()) {
+      plan_.rerouted[i] = 0;
+    }
+    team_.sync();
+  }
+
+  // ---- balanced
+
+  // Every thread keeps the same best score and takes the same turns.
+  MC_TEAM_CODE void race(int64_t goal) {
+    Score best;
+    bool has_best = false;
+    int64_t missed = goal;
+    int64_t reached = goal;
+    int64_t num_goals = 1;
+    for (int round = 0;; ++round) {
+      enter(goal, num_goals, missed, reached, best, has_best);
+      if (round == kRefinementRounds || best.max_load <= goal) {
+        return;
+      }
+      if (round > 0) {
+        missed = highest_missed(missed, reached, best.max_load);
+      }
+      reached = best.max_load;
+      num_goals = 0;
+      int64_t previous = missed;
+      for (int64_t index = 0; index < kGoalsPerRound; ++index) {
+        const int64_t next = refined_goal(missed, reached, index);
+        num_goals += next > previous ? 1 : 0;
+        previous = larger(previous, next);
+      }
+    }
+  }
+
+  // The highest goal of a round that is still below the best load.
+  MC_TEAM_CODE static int64_t highest_missed(int64_t missed, int64_t reached, int64_t best_load) {
+    int64_t highest = missed;
+    for (int64_t index = 0; index < kGoalsPerRound; ++index) {
+      const int64_t goal = refined_goal(missed, reached, index);
+      highest = goal < best_load ? larger(highest, goal) : highest;
+    }
+    return highest;
+  }
+
+  // The `number`-th of the goals of a round that differ from those before; `missed` itself where
+  // there is nothing to refine.
+  MC_TEAM_CODE int64_t goal_of_round(int64_t number, int64_t missed, int64_t reached) const {
+    if (missed == reached) {
+      return missed;
+    }
+    int64_t previous = missed;
+    int64_t found = -1;
+    for (int64_t index = 0; index < kGoalsPerRound; ++index) {
+      const int64_t next = refined_goal(missed, reached, index);
+      if (next > previous) {
+        previous = next;
+        if (++found == number) {
+          break;
+        }
+      }
+    }
+    return previous;
+  }
+
+  // All rules towards all goals of a round, as many runs at a time as there is memory for. Keeps
+  // the best outcome, the earlier of equals.
+  MC_TEAM_CODE void enter(int64_t least_load,
+                          int64_t num_goals,
+                          int64_t missed,
+                          int64_t reached,
+                          Score& best,
+                          bool& has_best) {
+    const int64_t num_runs = num_goals * kNumRules;
+    for (int64_t first = 0; first < num_runs; first += m_.num_runs()) {
+      const int64_t count = smaller(m_.num_runs(), num_runs - first);
+      for (int64_t i = team_.warp(); i < count; i += team_.warps()) {
+        const int64_t number = first + i;
+        const RunMemory memory = m_.run(i);
+        TeamGreedyRun<Warp> run(warp_, memory, s_);
+        run.run(static_cast<Rule>(number % kNumRules),
+                goal_of_round(number / kNumRules, missed, reached),
+                spec_.domain_size,
+                m_.ranks(),
+                m_.experts());
+        const Score score = run.score(least_load, spec_.domain_size);
+        if (warp_.lane() == 0) {
+          *memory.score = score;
+        }
+      }
+      team_.sync();
+      int64_t winner = -1;
+      for (int64_t i = 0; i < count; ++i) {
+        const Score score = *m_.run(i).score;
+        if (!has_best || better(score, best)) {
+          best = score;
+          has_best = true;
+          winner = i;
+        }
+      }
+      if (winner >= 0) {
+        const SlotTable clones = m_.run(winner).clones;
+        for (int64_t i = team_.thread(); i < s_.num_slots(); i += team_.threads()) {
+          m_.chosen().expert[i] = clones.expert[i];
+          m_.chosen().tokens[i] = clones.tokens[i];
+        }
+      }
+      team_.sync();  // before the next runs overwrite these
+    }
+  }
+
+  // ---- documented
+
+  // Whether `a` at index i stands before `b` at index j in a stable descending order.
+  MC_TEAM_CODE static bool stands_before(int64_t a, int64_t i, int64_t b, int64_t j) {
+    return a > b || (a == b && i < j);
+  }
+
+  MC_TEAM_CODE void assign_spillover(int64_t average) {
+    const int64_t per_rank = s_.experts_per_rank();
+    for (int64_t e = team_.thread(); e < s_.num_experts; e += team_.threads()) {
+      const int64_t first = e / per_rank * per_rank;
+      const int64_t mine = m_.experts()[e];
+      int64_t below = 0;
+      for (int64_t f = first; f < first + per_rank; ++f) {
+        const int64_t other = m_.experts()[f];
+        below += other < mine || (other == mine && f < e) ? other : 0;
+      }
+      m_.spilled()[e] = larger(0, below + mine - average) - larger(0, below - average);
+    }
+    for (int64_t p = team_.thread(); p < s_.num_ranks; p += team_.threads()) {
+      const int64_t mine = larger(0, average - m_.ranks()[p]);
+      int64_t start = 0;
+      for (int64_t q = 0; q < s_.num_ranks; ++q) {
+        const int64_t other = larger(0, average - m_.ranks()[q]);
+        start += stands_before(other, q, mine, p) ? other : 0;
+      }
+      m_.room_start()[p] = start;
+    }
+    team_.sync();
+    for (int64_t e = team_.thread(); e < s_.num_experts; e += team_.threads()) {
+      const int64_t mine = m_.spilled()[e];
+      int64_t start = 0;
+      for (int64_t f = 0; f < s_.num_experts; ++f) {
+        start += stands_before(m_.spilled()[f], f, mine, e) ? m_.spilled()[f] : 0;
+      }
+      m_.spilled_start()[e] = start;
+    }
+    team_.sync();
+    for (int64_t p = team_.warp(); p < s_.num_ranks; p += team_.warps()) {
+      take_pieces(p, larger(0, average - m_.ranks()[p]));
+    }
+  }
+
+  // The largest pieces that fall to a rank, one per slot; of equal ones the lowest expert first.
+  MC_TEAM_CODE void take_pieces(int64_t rank, int64_t room) const {
+    const Interval bucket{m_.room_start()[rank], m_.room_start()[rank] + room};
+    uint64_t last = ~uint64_t{0};
+    for (int64_t slot = 0; slot < s_.num_spare_slots; ++slot) {
+      uint64_t best = 0;
+      for (int64_t e = warp_.lane(); e < s_.num_experts; e += warp_.lanes()) {
+        const int64_t start = m_.spilled_start()[e];
+        const int64_t tokens = overlap({start, start + m_.spilled()[e]}, bucket);
+        const uint64_t key = tokens > 0 ? most_key(tokens, e) : 0;
+        best = key < last && key > best ? key : best;
+      }
+      last = warp_.max(best);
+      if (last == 0) {
+        return;
+      }
+      if (warp_.lane() == 0) {
+        m_.chosen().expert[rank * s_.num_spare_slots + slot] = index_of_most(last);
+        m_.chosen().tokens[rank * s_.num_spare_slots + slot] =
+            static_cast<int64_t>(last >> kIndexBits);
+      }
+    }
+  }
+
+  // ---- sources
+
+  MC_TEAM_CODE void split_sources() const {
+    const int64_t num_warps = smaller(team_.warps(), m_.num_runs());  // as many have memory for it
+    if (team_.warp() < num_warps) {
+      for (int64_t e = team_.warp(); e < s_.num_experts; e += num_warps) {
+        split_expert(e, m_.split(team_.warp()));
+      }
+    }
+  }
+
+  MC_TEAM_CODE void split_expert(int64_t expert, const SplitMemory& m) const {
+    const SlotTable chosen = m_.chosen();
+    int64_t num_clones = 0;
+    int64_t moved = 0;
+    for (int64_t first = 0; first < s_.num_slots(); first += warp_.lanes()) {
+      const int64_t slot = first + warp_.lane();
+      const bool is_clone = slot < s_.num_slots() && chosen.expert[slot] == expert;
+      int64_t found = 0;
+      const int64_t at = num_clones + warp_.before(is_clone, found);
+      if (is_clone) {
+        m.slot[at] = slot;
+        moved += chosen.tokens[slot];
+      }
+      num_clones += found;
+    }
+    if (num_clones == 0) {
+      return;
+    }
+    const int64_t stays_home = m_.experts()[expert] - warp_.sum(moved);
+    for (int64_t r = warp_.lane(); r < s_.num_ranks; r += warp_.lanes()) {
+      m.left[r] = counts_[r * s_.num_experts + expert];
+    }
+    warp_.sync();
+    for (int64_t j = warp_.lane(); j < num_clones; j += warp_.lanes()) {
+      const int64_t rank = m.slot[j] / s_.num_spare_slots;  // another one for every clone
+      const int64_t tokens = chosen.tokens[m.slot[j]];
+      m.own[j] = spec_.is_balanced ? smaller(m.left[rank], tokens) : 0;
+      m.missing[j] = tokens - m.own[j];
+      m.left[rank] -= m.own[j];
+    }
+    warp_.sync();
+    const int64_t home = s_.home(expert);
+    if (spec_.is_balanced && warp_.lane() == 0) {
+      m.left[home] -= smaller(m.left[home], stays_home);
+    }
+    warp_.sync();
+    share(m, num_clones);
+  }
+
+  // Proportional shares rounded down, then what is missing in the order of the sources.
+  MC_TEAM_CODE void share(const SplitMemory& m, int64_t num_clones) const {
+    int64_t total = 0;
+    for (int64_t r = warp_.lane(); r < s_.num_ranks; r += warp_.lanes()) {
+      total += m.left[r];
+      m.left_over[r] = m.left[r];
+    }
+    total = warp_.sum(total);
+    for (int64_t j = 0; j < num_clones; ++j) {
+      int64_t given = 0;
+      for (int64_t r = warp_.lane(); r < s_.num_ranks; r += warp_.lanes()) {
+        const int64_t part = proportional_floor(m.left[r], m.missing[j], total);
+        m.left_over[r] -= part;
+        given += part;
+      }
+      given = warp_.sum(given);
+      if (warp_.lane() == 0) {
+        m.missing_after[j] = m.missing[j] - given;
+      }
+    }
+    warp_.sync();
+    for (int64_t r = warp_.lane(); r < s_.num_ranks; r += warp_.lanes()) {
+      Interval source;
+      for (int64_t q = 0; q < r; ++q) {
+        source.start += m.left_over[q];
+      }
+      source.end = source.start + m.left_over[r];
+      Interval wanted;
+      for (int64_t j = 0; j < num_clones; ++j) {
+        wanted = {wanted.end, wanted.end + m.missing_after[j]};
+        const bool is_own = m.slot[j] / s_.num_spare_slots == r;
+        plan_.rerouted[r * s_.num_slots() + m.slot[j]] =
+            (is_own ? m.own[j] : 0) + proportional_floor(m.left[r], m.missing[j], total) +
+            overlap(source, wanted);
+      }
+    }
+    warp_.sync();  // before the next expert of this warp
+  }
+
+  // ---- results
+
+  MC_TEAM_CODE void write_loads(int64_t total, int64_t no_plan_up_to) const {
+    const SlotTable chosen = m_.chosen();
+    for (int64_t i = team_.thread(); i < s_.num_slots(); i += team_.threads()) {
+      plan_.slot_expert[i] = chosen.expert[i];
+    }
+    for (int64_t p = team_.thread(); p < s_.num_ranks; p += team_.threads()) {
+      int64_t load = m_.ranks()[p];
+      for (int64_t i = 0; i < s_.num_slots(); ++i) {
+        if (chosen.expert[i] >= 0) {
+          load -= s_.home(chosen.expert[i]) == p ? chosen.tokens[i] : 0;
+          load += i / s_.num_spare_slots == p ? chosen.tokens[i] : 0;
+        }
+      }
+      plan_.load_before[p] = m_.ranks()[p];
+      plan_.load_after[p] = load;
+    }
+    team_.sync();
+    if (team_.warp() != 0) {
+      return;
+    }
+    uint64_t max_load = 0;
+    int64_t num_clones = 0;
+    for (int64_t p = warp_.lane(); p < s_.num_ranks; p += warp_.lanes()) {
+      const auto load = static_cast<uint64_t>(plan_.load_after[p]);
+      max_load = load > max_load ? load : max_load;
+    }
+    for (int64_t i = warp_.lane(); i < s_.num_slots(); i += warp_.lanes()) {
+      num_clones += chosen.expert[i] >= 0 ? 1 : 0;
+    }
+    TeamPlanSummary summary;
+    summary.max_load = static_cast<int64_t>(warp_.max(max_load));
+    summary.num_clones = warp_.sum(num_clones);
+    const int64_t goal = spec_.is_balanced
+                             ? goal_load(total, s_.num_ranks, spec_.tolerance_per_million)
+                             : total / s_.num_ranks + total % s_.num_ranks;
+    summary.bound = larger(goal, no_plan_up_to);
+    summary.is_valid = m_.facts()[0];
+    summary.bound_holds = summary.is_valid != 0 && summary.max_load <= summary.bound ? 1 : 0;
+    if (warp_.lane() == 0) {
+      *plan_.summary = summary;
+    }
+  }
+
+  Team team_;
+  Warp warp_;
+  TeamSpec spec_;
+  PlanShape s_;
+  PlanMemory m_;
+  const int64_t* counts_;
+  TeamPlan plan_;
+};
+
+}  // namespace megacore::moe

@@ -1,0 +1,60 @@
+#include <cstdint>
+
+#include "bindings.h"
+#include "megacore/cuda/plan_offload.h"
+
+namespace py = pybind11;
+
+namespace megacore::bindings {
+
+void bind_plan(py::module_& module) {
+  module.def(
+      "plan_offload",
+      [](uintptr_t counts,
+         int64_t num_ranks,
+         int64_t num_experts,
+         int64_t num_spare_slots,
+         bool is_balanced,
+         int64_t tolerance_per_million,
+         int64_t min_imbalance_per_million,
+         int64_t domain_size,
+         uintptr_t slot_expert,
+         uintptr_t rerouted,
+         uintptr_t load_before,
+         uintptr_t load_after,
+         uintptr_t summary,
+         uintptr_t stream) {
+        cuda::plan_offload({.spec = {.shape = {.num_ranks = num_ranks,
+                                               .num_experts = num_experts,
+                                               .num_spare_slots = num_spare_slots},
+                                     .is_balanced = is_balanced,
+                                     .tolerance_per_million = tolerance_per_million,
+                                     .min_imbalance_per_million = min_imbalance_per_million,
+                                     .domain_size = domain_size},
+                            .counts = device_pointer<const int64_t>(counts),
+                            .plan = {.slot_expert = device_pointer<int64_t>(slot_expert),
+                                     .rerouted = device_pointer<int64_t>(rerouted),
+                                     .load_before = device_pointer<int64_t>(load_before),
+                                     .load_after = device_pointer<int64_t>(load_after),
+                                     .summary = device_pointer<moe::TeamPlanSummary>(summary)}},
+                           stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("counts"),
+      py::arg("num_ranks"),
+      py::arg("num_experts"),
+      py::arg("num_spare_slots"),
+      py::arg("is_balanced"),
+      py::arg("tolerance_per_million"),
+      py::arg("min_imbalance_per_million"),
+      py::arg("domain_size"),
+      py::arg("slot_expert"),
+      py::arg("rerouted"),
+      py::arg("load_before"),
+      py::arg("load_after"),
+      py::arg("summary"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace megacore::bindings

@@ -1,0 +1,26 @@
+// The offload planners on the device: one kernel of one block, from megacore/moe/team_planner.h.
+
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "megacore/moe/team_planner.h"
+
+namespace megacore::cuda {
+
+struct PlanOffloadParams {
+  moe::TeamSpec spec = {};
+  const int64_t* counts = nullptr;  // (num_ranks, num_experts)
+  moe::TeamPlan plan = {};          // written everywhere
+};
+
+// Bit for bit the plan of moe::plan_offload. Bad counts cannot be reported by an exception: the
+// summary says so, and the plan has no clones. Neither allocates nor waits.
+// Throws std::invalid_argument where an option is out of range or the problem too large for the
+// shared memory of one block (64 ranks, 512 experts and 16 slots fit), std::runtime_error if the
+// launch fails.
+void plan_offload(const PlanOffloadParams& params, cudaStream_t stream);
+
+}  // namespace megacore::cuda

@@ -1,0 +1,136 @@
+// One block plans for everybody. Its 16 warps take one greedy run each, so that the four rules are
+// raced in the time of the slowest; they share the shared memory of one multiprocessor.
+
+#include "launch.h"
+#include "megacore/base/check.h"
+#include "megacore/cuda/plan_offload.h"
+#include "row_io.cuh"
+
+namespace megacore::cuda {
+namespace {
+
+using moe::PlanMemory;
+using moe::PlanShape;
+
+constexpr int kThreads = 512;
+constexpr int64_t kMostRuns = kThreads / kWarp;
+// Of the 227 KiB that a block of these devices may have.
+constexpr int64_t kMaxSharedBytes = 224 * 1024;
+
+struct DeviceWarp {
+  __device__ int lane() const { return static_cast<int>(threadIdx.x) % kWarp; }
+  __device__ int lanes() const { return kWarp; }
+
+  // The high halves first; among lanes with the highest of them, the low halves.
+  __device__ uint64_t max(uint64_t value) const {
+    const auto high = static_cast<unsigned>(value >> 32);
+    const unsigned top = __reduce_max_sync(kAllLanes, high);
+    const unsigned low = high == top ? static_cast<unsigned>(value) : 0U;
+    return uint64_t{top} << 32 | __reduce_max_sync(kAllLanes, low);
+  }
+  __device__ uint64_t min(uint64_t value) const { return ~max(~value); }
+  __device__ int64_t sum(int64_t value) const {
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+      value += __shfl_xor_sync(kAllLanes, value, distance);
+    }
+    return value;
+  }
+  __device__ int64_t before(bool flag, int64_t& total) const {
+    const unsigned flags = __ballot_sync(kAllLanes, flag);
+    total = __popc(flags);
+    return __popc(flags & ((1U << lane()) - 1U));
+  }
+  __device__ void sync() const { __syncwarp(); }
+};
+
+struct DeviceTeam {
+  __device__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ int threads() const { return kThreads; }
+  __device__ int warp() const { return thread() / kWarp; }
+  __device__ int warps() const { return kThreads / kWarp; }
+  __device__ void sync() const { __syncthreads(); }
+};
+
+__global__ void __launch_bounds__(kThreads, 1)
+    plan_kernel(PlanOffloadParams params, int64_t num_runs) {
+  extern __shared__ int64_t memory[];
+  moe::TeamPlanner<DeviceTeam, DeviceWarp>(DeviceTeam{},
+                                           DeviceWarp{},
+                                           params.spec,
+                                           PlanMemory(memory, params.spec.shape, num_runs),
+                                           params.counts,
+                                           params.plan)
+      .run();
+}
+
+int64_t bytes_for(const PlanShape& shape, int64_t num_runs) {
+  return PlanMemory::words(shape, num_runs) * static_cast<int64_t>(sizeof(int64_t));
+}
+
+// As many runs at a time as there is memory for, but all rules at least.
+int64_t runs_for(const PlanShape& shape) {
+  int64_t num_runs = kMostRuns;
+  while (num_runs > moe::kNumRules && bytes_for(shape, num_runs) > kMaxSharedBytes) {
+    num_runs /= 2;
+  }
+  return num_runs;
+}
+
+void require_spec(const moe::TeamSpec& spec) {
+  const PlanShape& shape = spec.shape;
+  MC_REQUIRE(shape.num_ranks >= 1 && shape.num_experts >= shape.num_ranks &&
+                 shape.num_experts % shape.num_ranks == 0 && shape.num_experts <= moe::kMaxExperts,
+             shape.num_experts,
+             " experts do not divide over ",
+             shape.num_ranks,
+             " ranks");
+  MC_REQUIRE(shape.num_spare_slots >= 0, "num_spare_slots is ", shape.num_spare_slots);
+  MC_REQUIRE(spec.domain_size >= 1 && shape.num_ranks % spec.domain_size == 0,
+             "domain_size is ",
+             spec.domain_size,
+             "; it must divide the number of ranks, ",
+             shape.num_ranks);
+  MC_REQUIRE(spec.tolerance_per_million >= 0 && spec.tolerance_per_million <= moe::kMillion,
+             "the tolerance is ",
+             spec.tolerance_per_million,
+             " millionths of the average; it must be in [0, 1000000]");
+  MC_REQUIRE(spec.min_imbalance_per_million >= moe::kMillion &&
+                 spec.min_imbalance_per_million <= 1000 * moe::kMillion,
+             "the minimum imbalance is ",
+             spec.min_imbalance_per_million,
+             " millionths of the average; it must be in [1000000, 1000000000]");
+}
+
+}  // namespace
+
+void plan_offload(const PlanOffloadParams& params, cudaStream_t stream) {
+  require_spec(params.spec);
+  const PlanShape& shape = params.spec.shape;
+  const int64_t num_runs = runs_for(shape);
+  const int64_t bytes = bytes_for(shape, num_runs);
+  MC_REQUIRE(bytes <= kMaxSharedBytes,
+             "a plan for ",
+             shape.num_ranks,
+             " ranks, ",
+             shape.num_experts,
+             " experts and ",
+             shape.num_spare_slots,
+             " spare slots takes ",
+             bytes,
+             " bytes; the device planner has ",
+             kMaxSharedBytes,
+             ": plan on the CPU, or with fewer slots");
+  check(cudaFuncSetAttribute(
+            plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+        "asking for ",
+        bytes,
+        " bytes of shared memory");
+  launch("plan_offload",
+         plan_kernel,
+         {.blocks = 1, .threads = kThreads, .shared_bytes = bytes},
+         stream,
+         params,
+         num_runs);
+}
+
+}  // namespace megacore::cuda

@@ -1,0 +1,176 @@
+"""Plan on the GPU: counts in, plan out, and the host waits for nothing.
+
+:func:`plan_offload_on_device` makes the plan of :func:`megacore.moe.plan_offload` from counts that
+lie on a GPU, and leaves it there, for kernels that follow on the same stream.
+
+Shapes: R ranks, E experts, k spare slots per rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megacore.moe.offload_plan import OffloadPlan, plan_offload, require_options
+from megacore.ops import cuda_kernels, has_cuda_kernels
+from megacore.ops.library import describe
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DevicePlan:
+    """An offload plan in tensors, all int64 and on the device of the counts.
+
+    Attributes:
+        method: ``"balanced"`` or ``"echo"``.
+        num_experts: E.
+        slot_expert: The expert cloned into each slot, ``(R, k)``; -1 where a slot is unused.
+        rerouted: Tokens that leave their home expert, ``(R, R, k)``: source rank, destination rank,
+            slot. ``rerouted[rank]`` is what a rank itself has to send.
+        load_before: Tokens per rank without the plan, ``(R,)``.
+        load_after: Tokens per rank with it, ``(R,)``.
+        summary: ``(5,)``: the highest load, the number of clones, the bound of
+            :class:`megacore.moe.OffloadPlan`, whether it holds, and whether the counts were valid
+            (1 or 0). A plan from invalid counts has no clones.
+    """
+
+    method: str
+    num_experts: int
+    slot_expert: Tensor
+    rerouted: Tensor
+    load_before: Tensor
+    load_after: Tensor
+    summary: Tensor
+
+    def to_host(self) -> OffloadPlan:
+        """The same plan as the CPU's planner returns it.
+
+        Raises:
+            ValueError: If the counts were invalid.
+
+        Sync:
+            Waits for the device.
+        """
+        max_load, num_clones, bound, bound_holds, is_valid = self.summary.tolist()
+        if not is_valid:
+            raise ValueError(
+                "the plan was made from invalid counts: one is negative, or an expert has more "
+                "than 2^31 - 1 tokens"
+            )
+        return OffloadPlan(
+            method=self.method,
+            num_experts=self.num_experts,
+            slot_expert=self.slot_expert.cpu().numpy(),
+            rerouted=self.rerouted.cpu().numpy(),
+            load_before=self.load_before.cpu().numpy(),
+            load_after=self.load_after.cpu().numpy(),
+            max_load=max_load,
+            num_clones=num_clones,
+            bound=bound,
+            bound_holds=bool(bound_holds),
+        )
+
+
+def plan_offload_on_device(
+    tokens_from_rank_to_expert: Tensor,
+    *,
+    num_spare_slots: int,
+    method: Literal["balanced", "echo"] = "balanced",
+    tolerance: float = 0.01,
+    min_imbalance: float = 1.0,
+    domain_size: int | None = None,
+) -> DevicePlan:
+    """Plan where the counts lie; bit for bit the plan of ``plan_offload``.
+
+    Args:
+        tokens_from_rank_to_expert: ``(R, E)``, int64; E a multiple of R.
+        num_spare_slots: k. R, E and k are limited by the shared memory of one block: 64 ranks, 512
+            experts and 16 slots fit.
+        method: As for ``plan_offload``, like the arguments below.
+        tolerance: What the balanced method may leave above the average, as a fraction of it.
+        min_imbalance: Make no clones while the highest load over the mean is at most this.
+        domain_size: Ranks ``[0, n), [n, 2n) ...`` are connected best; balanced method only.
+
+    Returns:
+        The plan, on the device of the counts.
+
+    Raises:
+        ValueError: If the counts have another shape or dtype, an option is out of range, or the
+            problem is too large. For CPU tensors also if a count is invalid.
+
+    Sync:
+        None on CUDA: one kernel on the current stream, which may be captured. CPU tensors, and CUDA
+        tensors of an installation without kernels, take the CPU's planner, which waits.
+
+    Example:
+        >>> counts = torch.tensor([[30, 10], [50, 10]])
+        >>> plan = plan_offload_on_device(counts, num_spare_slots=1, tolerance=0.0)
+        >>> plan.slot_expert.tolist(), plan.load_after.tolist(), plan.summary.tolist()
+        ([[-1], [0]], [50, 50], [50, 1, 50, 1, 1])
+    """
+    counts = tokens_from_rank_to_expert
+    require_options(method, tolerance, min_imbalance, domain_size)
+    if counts.dim() != 2 or counts.dtype != torch.int64:
+        raise ValueError(f"the counts {describe(counts)} must be (R, E) int64")
+    if num_spare_slots < 0:
+        raise ValueError(f"num_spare_slots is {num_spare_slots}; it must be at least 0")
+    if domain_size is not None and method != "balanced":
+        raise ValueError(
+            f"domain_size is {domain_size}, but only the balanced planner knows domains"
+        )
+    if counts.device.type != "cuda" or not has_cuda_kernels():
+        return _from_host(
+            plan_offload(
+                counts,
+                num_spare_slots=num_spare_slots,
+                method=method,
+                tolerance=tolerance,
+                min_imbalance=min_imbalance,
+                domain_size=domain_size,
+            ),
+            counts.device,
+        )
+    counts = counts.contiguous()
+    num_ranks, num_experts = counts.shape
+    plan = DevicePlan(
+        method=method,
+        num_experts=num_experts,
+        slot_expert=counts.new_empty(num_ranks, num_spare_slots),
+        rerouted=counts.new_empty(num_ranks, num_ranks, num_spare_slots),
+        load_before=counts.new_empty(num_ranks),
+        load_after=counts.new_empty(num_ranks),
+        summary=counts.new_empty(5),
+    )
+    with torch.cuda.device(counts.device):
+        cuda_kernels().plan_offload(
+            counts=counts.data_ptr(),
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            num_spare_slots=num_spare_slots,
+            is_balanced=method == "balanced",
+            tolerance_per_million=round(tolerance * 1e6),
+            min_imbalance_per_million=round(min_imbalance * 1e6),
+            domain_size=domain_size or num_ranks,
+            slot_expert=plan.slot_expert.data_ptr(),
+            rerouted=plan.rerouted.data_ptr(),
+            load_before=plan.load_before.data_ptr(),
+            load_after=plan.load_after.data_ptr(),
+            summary=plan.summary.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+    return plan
+
+
+def _from_host(plan: OffloadPlan, device: torch.device) -> DevicePlan:
+    summary = [plan.max_load, plan.num_clones, plan.bound, int(plan.bound_holds), 1]
+    return DevicePlan(
+        method=plan.method,
+        num_experts=plan.num_experts,
+        slot_expert=torch.tensor(plan.slot_expert, device=device),
+        rerouted=torch.tensor(plan.rerouted, device=device),
+        load_before=torch.tensor(plan.load_before, device=device),
+        load_after=torch.tensor(plan.load_after, device=device),
+        summary=torch.tensor(summary, device=device),
+    )

@@ -1,0 +1,103 @@
+"""The planner of the GPU makes the plans of the CPU, bit for bit, and nothing waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.moe import plan_offload, plan_offload_on_device
+from megacore.ops import has_cuda_kernels
+from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not has_cuda_kernels(), reason="built without CUDA kernels"),
+]
+
+
+def random_counts(num_ranks: int, num_experts: int, seed: int) -> Tensor:
+    """From even to one hot expert, some experts and ranks empty."""
+    random = torch.Generator().manual_seed(seed)
+    heat = torch.rand(num_experts, generator=random) ** (seed % 6)
+    heat[torch.rand(num_experts, generator=random) < 0.1 * (seed % 4)] = 0.0
+    most = [8, 300, 5000, 1 << 24][seed % 4]
+    if seed % 7 == 3:
+        heat = torch.zeros(num_experts)
+        heat[seed % num_experts] = 1.0
+    draws = torch.rand(num_ranks, num_experts, generator=random, dtype=torch.float64)
+    return (draws * heat * most).long()
+
+
+def options(seed: int, num_ranks: int) -> dict[str, Any]:
+    method = "echo" if seed % 5 == 4 else "balanced"
+    domain = num_ranks // 2 if seed % 3 == 1 and num_ranks % 2 == 0 else None
+    return {
+        "num_spare_slots": seed % 4,
+        "method": method,
+        "tolerance": [0.0, 0.01, 0.05][seed % 3],
+        "min_imbalance": 1.2 if seed % 11 == 0 else 1.0,
+        "domain_size": domain if method == "balanced" else None,
+    }
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 8), (7, 21), (8, 64), (32, 128)])
+def test_plans_are_those_of_the_cpu(shape: tuple[int, int]) -> None:
+    num_clones = 0
+    for seed in range(300):
+        counts = random_counts(*shape, seed)
+        with poisoned_memory():
+            plan = plan_offload_on_device(counts.cuda(), **options(seed, shape[0]))
+        expected = plan_offload(counts, **options(seed, shape[0]))
+        assert plan.to_host() == expected, (seed, options(seed, shape[0]))
+        num_clones += expected.num_clones
+    assert num_clones > 0 or shape[0] == 1
+
+
+@pytest.mark.parametrize("num_experts", [256, 512])
+def test_plans_of_64_ranks_are_those_of_the_cpu(num_experts: int) -> None:
+    for seed in range(60):
+        counts = random_counts(64, num_experts, seed)
+        with poisoned_memory():
+            plan = plan_offload_on_device(counts.cuda(), **options(seed, 64))
+        assert plan.to_host() == plan_offload(counts, **options(seed, 64)), seed
+
+
+def test_a_captured_plan_follows_changing_counts() -> None:
+    static = random_counts(16, 64, 0).cuda()
+
+    def run() -> tuple[Tensor, ...]:
+        plan = plan_offload_on_device(static, num_spare_slots=2)
+        return plan.slot_expert, plan.rerouted, plan.load_after, plan.summary
+
+    with synchronising_is_an_error():
+        run()
+    graph, outputs = capture(run)
+    for seed in range(20):
+        counts = random_counts(16, 64, seed)
+        static.copy_(counts)
+        graph.replay()
+        expected = plan_offload(counts, num_spare_slots=2)
+        assert outputs[0].tolist() == expected.slot_expert.tolist()
+        assert outputs[1].tolist() == expected.rerouted.tolist()
+        assert outputs[2].tolist() == expected.load_after.tolist()
+        assert outputs[3][0].item() == expected.max_load
+
+
+def test_invalid_counts_are_marked() -> None:
+    for bad in (-1, 1 << 31):
+        counts = torch.full((2, 4), 5, device="cuda")
+        counts[1, 2] = bad
+        plan = plan_offload_on_device(counts, num_spare_slots=1)
+        assert plan.summary[4].item() == 0
+        assert plan.slot_expert.tolist() == [[-1], [-1]]
+        with pytest.raises(ValueError, match="invalid counts"):
+            plan.to_host()
+
+
+def test_a_problem_too_large_for_the_kernel_is_an_error() -> None:
+    counts = torch.ones(512, 2048, dtype=torch.int64, device="cuda")
+    with pytest.raises(ValueError, match="plan on the CPU"):
+        plan_offload_on_device(counts, num_spare_slots=64)

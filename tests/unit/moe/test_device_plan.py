@@ -1,0 +1,36 @@
+"""plan_offload_on_device where there is no GPU: the same plan, the same errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.moe import plan_offload, plan_offload_on_device
+
+
+@pytest.mark.parametrize("method", ["balanced", "echo"])
+def test_the_plan_of_a_cpu_tensor_is_that_of_the_cpu(method: Any) -> None:
+    counts = torch.randint(0, 500, (4, 8), generator=torch.Generator().manual_seed(0))
+    plan = plan_offload_on_device(counts, num_spare_slots=2, method=method)
+    assert plan.to_host() == plan_offload(counts, num_spare_slots=2, method=method)
+    assert plan.rerouted.shape == (4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "message"),
+    [
+        (torch.zeros(2, 4), {}, "int64"),
+        (torch.zeros(4, dtype=torch.int64), {}, "int64"),
+        (torch.zeros(2, 3, dtype=torch.int64), {}, "divide"),
+        (torch.zeros(2, 4, dtype=torch.int64), {"num_spare_slots": -1}, "num_spare_slots is -1"),
+        (torch.zeros(2, 4, dtype=torch.int64), {"tolerance": 2.0}, "tolerance is 2.0"),
+        (torch.zeros(2, 4, dtype=torch.int64), {"method": "best"}, "best"),
+        (torch.zeros(2, 4, dtype=torch.int64), {"method": "echo", "domain_size": 2}, "domain_size"),
+        (torch.full((2, 4), -1), {}, "-1"),
+    ],
+)
+def test_bad_input_is_an_error(counts: torch.Tensor, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_offload_on_device(counts, **{"num_spare_slots": 1, **options})
