@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, resolve
+from megacore.errors import MegacoreError
+from megacore.moe import OffloadPlan
 from megacore.parallel.params import ParamInfo, ShardPosition, unshard
+from megacore.train.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import Trainer, build_trainer
 from tests.support.distributed import run_ranks
 
@@ -226,3 +230,134 @@ def test_training_with_clones_is_training_without(world_size: int, single: Train
         documented = changes.get("moe.echo.planner") == "echo"
         assert_balanced(name, found, 1.5 if documented else 1.05)
     assert single.losses[-1] < single.losses[0] - 0.3, "the model must have learnt something"
+
+
+# ---- plans, memory, checkpoints, full buffers ----------------------------------------------------
+
+
+def record_plans(trainer: Trainer) -> list[OffloadPlan]:
+    """Collects the plans of all layers of this rank from now on."""
+    plans: list[OffloadPlan] = []
+
+    def recording(plan: Any) -> Any:
+        def run(*args: Any) -> Any:
+            result = plan(*args)
+            plans.append(result.offload)
+            return result
+
+        return run
+
+    for chunk in trainer.chunks:
+        for layer in chunk.moe_layers().values():
+            layer.echo.plan = recording(layer.echo.plan)  # type: ignore[method-assign]
+    return plans
+
+
+def look_around(_rank: int, folder: Path) -> dict[str, Any]:
+    changes = {**EP2, "parallel.etp": 2}
+    trainer = skewed_trainer(4, changes)
+    plans = record_plans(trainer)
+    metrics = [trainer.train_step(step) for step in range(3)]
+    layer = next(iter(trainer.chunks[0].moe_layers().values()))
+    saver = CheckpointSaver(folder, trainer.pieces, groups=trainer.groups, config={})
+    saver.save(TrainState(step=3, samples=24, optimizer=trainer.optimizer.scalars()))
+    return {
+        "plans": plans,
+        "pieces": {(piece.info.name, piece.info.full_shape) for piece in trainer.pieces()},
+        "tensors": {name for chunk in trainer.chunks for name in chunk.state_dict()},
+        "slot_bytes": layer.echo.slots.num_bytes(),
+        "echo": metrics[-1].experts.echo,
+        "losses": [trainer.train_step(step).loss for step in range(3, 6)],
+    }
+
+
+def resume(_rank: int, world_size: int, changes: dict[str, Any], folder: Path) -> list[float]:
+    trainer = skewed_trainer(world_size, changes)
+    state = load_checkpoint(folder, trainer.pieces(), groups=trainer.groups)
+    trainer.optimizer.load_scalars(state.optimizer)
+    trainer.optimizer.finish_load(trainer.optimizer.step_count)
+    return [trainer.train_step(step).loss for step in range(3, 6)]
+
+
+@pytest.mark.dist
+def test_plans_agree_and_slots_leave_no_trace_in_checkpoints(tmp_path: Path) -> None:
+    results = run_ranks(4, look_around, tmp_path, timeout_s=120)
+    first = results[0]
+    # 6 steps, 3 layers, dp 4 with 1 microbatch each.
+    assert len(first["plans"]) == 18
+    assert all(plan.num_clones > 0 for plan in first["plans"])
+    assert first["echo"].keys() == {1, 2, 3}
+    assert all(counts.bytes_sent > 0 for counts in first["echo"].values())
+    for result in results[1:]:
+        assert result["plans"] == first["plans"], "every rank must compute the same plan"
+    plain = build_trainer(make_config(1, {}), world_size=1, device=torch.device("cpu"))
+    names = {(piece.info.name, piece.info.full_shape) for piece in plain.pieces()}
+    assert {pair for result in results for pair in result["pieces"]} == names
+    assert first["tensors"] == set(plain.chunks[0].state_dict())
+    # 2 slots; 3 matrices of 16 x 32, halved by etp; weights and gradients in float32. Ranks that
+    # never held a clone have no gradients.
+    assert max(result["slot_bytes"] for result in results) == 2 * (3 * 16 * 32 // 2) * (4 + 4)
+    for world_size, changes in ((2, {"parallel.ep": 2}), (1, {})):
+        if world_size == 1:
+            losses = resume(0, 1, changes, tmp_path)
+        else:
+            losses = run_ranks(world_size, resume, world_size, changes, tmp_path)[0]
+        assert losses == pytest.approx(first["losses"], rel=1e-5)
+
+
+FULL = {
+    **EP2,
+    "moe.dispatcher": "static",
+    "moe.echo.planner": "echo",
+    "moe.echo.min_imbalance": 3.0,  # no clones, so rank 0 has twice its share
+    "moe.echo.receive_budget": 1.0,
+    "train.steps": 3,
+}
+
+
+def run_policies(_rank: int) -> dict[str, Any]:
+    """What each policy makes of buffers that are too small; then other things to compare."""
+    found: dict[str, Any] = {}
+    for policy in ("drop", "rerun", "error"):
+        trainer = skewed_trainer(2, {**FULL, "moe.over_budget": policy})
+        try:
+            metrics = [trainer.train_step(step) for step in range(3)]
+        except MegacoreError as error:
+            found[policy] = str(error)
+            continue
+        found[policy] = [
+            (m.loss, m.experts.num_over_budget, m.experts.num_dropped, m.experts.num_reruns)
+            for m in metrics
+        ]
+    for name, changes in (
+        ("without", {"moe.echo.spare_slots": 0}),
+        ("capacity", {"moe.capacity_factor": 1.5}),
+        ("capacity without", {"moe.echo.spare_slots": 0, "moe.capacity_factor": 1.5}),
+        ("bfloat16", {"train.dtype": "bfloat16", "optimizer.grad_dtype": "param"}),
+        ("bfloat16 without", {"train.dtype": "bfloat16", "moe.echo.spare_slots": 0}),
+    ):
+        plain = {**EP2, "moe.echo.planner": "echo", "train.steps": 3}
+        found[name] = train(0, 2, {**plain, **changes}, steps=3)
+    return found
+
+
+@pytest.mark.dist
+def test_full_buffers_capacities_and_other_number_formats() -> None:
+    results = run_ranks(2, run_policies, timeout_s=120)
+    found = results[0]
+    for key in ("drop", "rerun", "error"):
+        assert results[1][key] == found[key]
+    assert "copies of tokens found no room" in found["error"]
+    assert "moe.echo.receive_budget = 1" in found["error"]
+    for _, num_over, num_dropped, num_reruns in found["drop"]:
+        assert num_over == num_dropped > 0
+        assert num_reruns == 0
+    losses = [row[0] for row in found["rerun"]]
+    assert losses == pytest.approx(found["without"].losses, rel=1e-6)
+    assert found["rerun"][0][3] >= 1
+    assert all(row[1:3] == (0, 0) for row in found["rerun"])
+    # A capacity drops the same copies, whoever computes the others.
+    assert found["capacity"].losses == pytest.approx(found["capacity without"].losses, rel=1e-6)
+    assert found["capacity"].loads == found["capacity without"].loads
+    assert found["capacity"].losses != pytest.approx(found["without"].losses, rel=1e-5)
+    assert found["bfloat16"].losses == pytest.approx(found["bfloat16 without"].losses, rel=5e-3)

@@ -57,6 +57,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE.npy",
         help="recorded tokens, (R, E) or (steps, R, E) integers, instead of synthetic ones",
     )
+    add(
+        "--routing",
+        type=Path,
+        metavar="FOLDER",
+        help="a recording (moe.record_routing), its tokens dealt to --ep ranks",
+    )
     add("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -68,7 +74,12 @@ def run(args: argparse.Namespace) -> int:
         num_spare_slots=args.spare_slots, tolerance=args.tolerance, domain_size=args.domain
     )
     summaries: list[PlannerSummary] = []
-    title, workloads = _recorded(args.counts) if args.counts else _synthetic(args)
+    if args.counts and args.routing:
+        raise ConfigError("--counts and --routing both name recorded tokens; leave one out")
+    if args.routing:
+        title, workloads = _routing(args.routing, args.ep)
+    else:
+        title, workloads = _recorded(args.counts) if args.counts else _synthetic(args)
     for workload, steps in workloads:
         summaries += simulate(workload, steps, options)
     if args.json:
@@ -108,6 +119,14 @@ def _synthetic(args: argparse.Namespace) -> tuple[str, Workloads]:
         (name, routing_steps(name, shape, num_steps=args.steps, seed=args.seed, skew=args.skew))
         for name in names
     ]
+
+
+def _routing(folder: Path, num_ranks: int) -> tuple[str, Workloads]:
+    from megacore.moe.recorded_counts import recorded_counts
+
+    num_experts, steps = recorded_counts(folder, num_ranks=num_ranks)
+    title = f"{folder.name}: {num_ranks} ranks, {num_experts} experts, every step and layer"
+    return title, [("recorded", steps)]
 
 
 def _recorded(path: Path) -> tuple[str, Workloads]:

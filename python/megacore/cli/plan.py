@@ -102,10 +102,11 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     )
     if config.moe.num_experts > 0:
         facts.add_row("[bold]experts[/]", _experts_text(plan, config))
-    if config.moe.echo.spare_slots > 0:
+    if config.moe.echo.spare_slots > 0 and config.parallel.ep > 1:
         from megacore.train.echo_plan import plan_echo
 
-        facts.add_row("[bold]clones[/]", plan_echo(config, plan.topology).text)
+        text = plan_echo(config, plan.topology).text
+        facts.add_row("[bold]clones[/]", f"{text.splitlines()[0]}; more with --echo")
     active = f", {plan.num_active_params:,} per token" if config.moe.num_experts > 0 else ""
     facts.add_row("[bold]model[/]", f"{plan.num_params:,} parameters{active}, {train.dtype}")
     facts.add_row(

@@ -366,8 +366,6 @@ def toml_value(value: Any) -> str:
 def _unknown_key(section: str, name: str) -> str:
     """What to say about a section or key that does not exist."""
     classes = section_classes()
-    if f"{section}.{name}" in classes:
-        return f"[{section}.{name}] is a section of its own; name one of its settings"
     if section not in classes:
         if homes := setting_homes(section):
             return f"{section} stands outside any section; did you mean {' or '.join(homes)}?"

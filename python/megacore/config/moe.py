@@ -50,12 +50,6 @@ class EchoConfig(Section):
         description="`static`: rows of a rank for its experts, as a multiple of the mean load. "
         "Default: what the planner guarantees.",
     )
-    record_steps: int = Field(
-        default=0,
-        ge=0,
-        description="Write the counts of tokens by rank and expert of the first steps to "
-        "`routing/` in the run's folder, for `megacore echo simulate --counts`.",
-    )
 
 
 class MoEConfig(Section):

@@ -101,6 +101,34 @@ class EchoCounts:
         self.num_moved += plan.num_moved_tokens
         self.plan_us += plan_us
 
+    @property
+    def imbalance_before(self) -> float:
+        """Highest load over the mean without clones, over all plans."""
+        return self.highest_before / self.mean_load if self.mean_load else 1.0
+
+    @property
+    def imbalance_after(self) -> float:
+        """Highest load over the mean with clones, over all plans."""
+        return self.highest_after / self.mean_load if self.mean_load else 1.0
+
+    def as_record(self) -> dict[str, float]:
+        """What ``metrics.jsonl`` says of a layer, from sums over all ranks.
+
+        Example:
+            >>> EchoCounts(num_plans=2, highest_before=30, highest_after=20, mean_load=20,
+            ...            num_clones=3).as_record()["imbalance_before"]
+            1.5
+        """
+        plans = max(1.0, self.num_plans)
+        return {
+            "imbalance_before": self.imbalance_before,
+            "imbalance_after": self.imbalance_after,
+            "num_clones": self.num_clones / plans,
+            "num_moved_copies": self.num_moved / plans,
+            "bytes_sent": self.bytes_sent,
+            "plan_us": self.plan_us / plans,
+        }
+
     def as_list(self) -> list[float]:
         """The values in the order of the attributes."""
         return [getattr(self, each.name) for each in fields(self)]
@@ -176,8 +204,8 @@ class Echo:
         budget: Limit of the rows that a rank can take; ``None`` for no limit.
 
     Attributes:
-        counts: What has happened so far.
-        recorder: Gets the counts ``(R, E)`` that each plan is made from.
+        slots: Memory for clones.
+        counts: What has happened since :meth:`reset_counts`.
     """
 
     def __init__(
@@ -194,9 +222,8 @@ class Echo:
         self.places = placement.with_slots(options.num_spare_slots)
         self.options = options
         self.counts = EchoCounts()
-        self.recorder: list[Counts] | None = None
         self._ep = ep
-        self._slots = slots
+        self.slots = slots
         self._capacity = capacity
         self._budget = budget
 
@@ -221,7 +248,7 @@ class Echo:
     def clones(self, experts: GroupedExperts, plan: EchoPlan) -> CloneExchange:
         """The exchange of weights and gradients of a forward pass that goes by ``plan``."""
         return CloneExchange(
-            self._slots,
+            self.slots,
             plan.routes,
             owner=plan.offload,
             fc1=experts.fc1,
@@ -264,8 +291,6 @@ class Echo:
             domain_size=self.options.domain_size,
         )
         self.counts.add(plan, (time.perf_counter() - start) * 1e6)
-        if self.recorder is not None:
-            self.recorder.append(counts_RE)
         me = self.placement.ep_position
         earlier = members[me][: members[me].index(self.placement.group.position)]
         table = RerouteTable.of(plan, me, counts_RE[me], counts_GE[earlier].sum(0))

@@ -94,7 +94,7 @@ class RoutingRecorder:
                     f"moe.record_routing = {self._folder} holds the steps before this one, but "
                     f"this run has {difference}; name another folder"
                 )
-        for number, path in _step_files(self._folder):
+        for number, path in step_files(self._folder):
             if number >= step:
                 path.unlink()
         about = {
@@ -129,7 +129,7 @@ class RoutingReplay:
         Raises:
             MegacoreError: If it was not recorded, or a file is damaged.
         """
-        paths = [path for number, path in _step_files(self._folder) if number == step]
+        paths = [path for number, path in step_files(self._folder) if number == step]
         if not paths:
             raise MegacoreError(_no_step(self._folder, step))
         try:
@@ -219,7 +219,7 @@ def check_replay(folder: Path, recorded: Recorded, *, steps: int) -> None:
         raise MegacoreError(
             f"moe.replay_routing = {folder} does not fit this run: {difference}; set it as it was"
         )
-    if steps - 1 not in {number for number, _ in _step_files(folder)}:
+    if steps - 1 not in {number for number, _ in step_files(folder)}:
         raise MegacoreError(_no_step(folder, steps - 1))
 
 
@@ -249,7 +249,7 @@ def read_recorded(folder: Path) -> Recorded:
 
 
 def _no_step(folder: Path, step: int) -> str:
-    numbers = sorted({number for number, _ in _step_files(folder)})
+    numbers = sorted({number for number, _ in step_files(folder)})
     held = f"steps {numbers[0] + 1:,} to {numbers[-1] + 1:,}" if numbers else "no steps"
     return (
         f"moe.replay_routing = {folder} does not have step {step + 1:,}: it holds {held}; record "
@@ -257,7 +257,8 @@ def _no_step(folder: Path, step: int) -> str:
     )
 
 
-def _step_files(folder: Path) -> list[tuple[int, Path]]:
+def step_files(folder: Path) -> list[tuple[int, Path]]:
+    """The files of a recording with the step of each, by name."""
     if not folder.is_dir():
         return []
     found = ((_STEP_FILE.fullmatch(path.name), path) for path in sorted(folder.iterdir()))

@@ -42,6 +42,7 @@ def report_html(run: RunFiles) -> str:
             sections.loss_card(run),
             sections.small_charts(run),
             sections.experts_card(run),
+            sections.echo_card(run),
             sections.layout_card(run),
             sections.timeline_card(run),
             sections.settings_card(run),

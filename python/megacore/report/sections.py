@@ -13,6 +13,7 @@ from megacore.config import Config
 from megacore.parallel import Topology
 from megacore.report.charts import ChartSpec, Reference, Series, legend, line_chart
 from megacore.report.drawings import layout_drawing, timeline_drawings
+from megacore.report.echo_load import balanced, echo_sentence, echo_series
 from megacore.report.expert_load import load_drawing, relative_loads
 from megacore.report.run_files import RunFiles
 from megacore.report.series import (
@@ -139,6 +140,22 @@ def experts_card(run: RunFiles) -> str:
     )
     drawings = "".join(load_drawing(layer, values) for layer, values in loads.items())
     return _card("Load of the experts", hint, f'<div class="loads">{drawings}</div>')
+
+
+def echo_card(run: RunFiles) -> str:
+    """What clones did to the load of ranks; nothing without clones."""
+    series = echo_series(run.metrics)
+    if not series:
+        return ""
+    hint = (
+        "The highest load of a rank over the mean, in the layer where it is worst: as the router "
+        f"chose, and with clones of hot experts. {echo_sentence(run.metrics)}"
+    )
+    spec = ChartSpec(label="Load of the fullest rank", series=series, references=[balanced()])
+    wide = line_chart(spec, width=1120, height=260, font=13)
+    narrow = line_chart(spec, width=360, height=220, font=12)
+    charts = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+    return _card("Load of the ranks", hint, legend(spec) + charts)
 
 
 def layout_card(run: RunFiles) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from megacore.config import MoEConfig
 from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
+from megacore.moe.echo import EchoCounts
 from megacore.moe.router import update_expert_biases
+from megacore.moe.settings import echo_receive_factor
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 
@@ -28,6 +30,8 @@ class ExpertMetrics:
         aux_loss: Sum over layers of the load-balancing loss, with its coefficient.
         z_loss: Likewise for the z-loss.
         num_reruns: How often the step was run again with a larger budget.
+        echo: What clones did, by global index of the MoE layer; empty without clones. Sums over all
+            ranks, each of which counts the plans that it takes part in.
     """
 
     load: dict[int, tuple[int, ...]]
@@ -36,6 +40,7 @@ class ExpertMetrics:
     aux_loss: float
     z_loss: float
     num_reruns: int = 0
+    echo: dict[int, EchoCounts] = field(default_factory=dict)
 
     @property
     def imbalance(self) -> float:
@@ -51,6 +56,7 @@ class ExpertMetrics:
     def as_record(self, *, with_load: bool = True) -> dict[str, Any]:
         """What ``metrics.jsonl`` says; the load of every expert is a long list in a large model."""
         load = {str(layer): list(load) for layer, load in self.load.items()}
+        echo = {str(layer): counts.as_record() for layer, counts in self.echo.items()}
         return {
             **({"expert_load": load} if with_load else {}),
             "expert_imbalance": self.imbalance,
@@ -59,6 +65,7 @@ class ExpertMetrics:
             "num_reruns": self.num_reruns,
             "aux_loss": self.aux_loss,
             "z_loss": self.z_loss,
+            **({"echo": echo} if echo else {}),
         }
 
 
@@ -93,6 +100,8 @@ class ExpertWatch:
         # Values of losses are averaged over microbatches and the ranks of a stage.
         self._num_values = num_microbatches * groups.topology.world_size // groups.topology.pp
         self._num_reruns = 0
+        echo = moe.echo.spare_slots > 0 and groups.ep.size > 1
+        self._row_size = moe.num_experts + 4 + (len(EchoCounts().as_list()) if echo else 0)
 
     def start_step(self) -> None:
         """Forget what was counted, before the first forward pass of a step."""
@@ -121,11 +130,10 @@ class ExpertWatch:
         num_over = int(total)
         if num_over == 0:
             return False
-        factor = self._budgets[0].factor
         if self._moe.over_budget == "error":
             raise MegacoreError(
                 f"{what}: {num_over:,} copies of tokens found no room in the buffers of the static "
-                f"dispatcher (moe.static_budget = {factor:g}); raise it, or set moe.over_budget to "
+                f"dispatcher ({self._budget_text()}); raise it, or set moe.over_budget to "
                 '"rerun" or "drop"'
             )
         for budget in self._budgets:
@@ -136,7 +144,7 @@ class ExpertWatch:
 
     def extra(self) -> Tensor:
         """This rank's counts, to be summed over the world: 1-D, fp64; empty without experts."""
-        zeros = torch.zeros(self._moe.num_experts + 4, dtype=torch.float64, device=self._device)
+        zeros = torch.zeros(self._row_size, dtype=torch.float64, device=self._device)
         rows = []
         for index in self._indices:
             layer = self._layers.get(index)
@@ -149,6 +157,9 @@ class ExpertWatch:
                 torch.stack((counts.num_dropped, counts.num_over_budget)),
                 counts.losses / self._num_values,
             ]
+            if layer.echo is not None:
+                echo = layer.echo.counts.as_list()
+                numbers.append(torch.tensor(echo, dtype=torch.float64, device=self._device))
             rows.append(torch.cat([part.double() for part in numbers]))
         return torch.cat(rows) if rows else zeros[:0]
 
@@ -163,8 +174,8 @@ class ExpertWatch:
         if not skipped:
             update_expert_biases([layer.router for layer in self._layers.values()])
         num_experts = self._moe.num_experts
-        table = sums.view(len(self._indices), num_experts + 4)
-        dropped, over, aux, z = table[:, num_experts:].sum(0).tolist()
+        table = sums.view(len(self._indices), self._row_size)
+        dropped, over, aux, z = table[:, num_experts : num_experts + 4].sum(0).tolist()
         loads = table[:, :num_experts].round().long().tolist()
         return ExpertMetrics(
             load={i: tuple(load) for i, load in zip(self._indices, loads, strict=True)},
@@ -173,7 +184,21 @@ class ExpertWatch:
             aux_loss=aux,
             z_loss=z,
             num_reruns=self._num_reruns,
+            echo={
+                index: EchoCounts.of_list(row)
+                for index, row in zip(
+                    self._indices, table[:, num_experts + 4 :].tolist(), strict=True
+                )
+                if row
+            },
         )
+
+    def _budget_text(self) -> str:
+        """The setting that says how large buffers are, with its value."""
+        if self._row_size == self._moe.num_experts + 4:
+            return f"moe.static_budget = {self._budgets[0].factor:g}"
+        factor = echo_receive_factor(self._moe, self._moe.num_experts // self._groups.ep.size)
+        return f"moe.echo.receive_budget = {factor:g}"
 
     def _reset(self) -> None:
         for layer in self._layers.values():

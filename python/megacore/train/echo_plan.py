@@ -1,0 +1,99 @@
+"""What clones of experts will cost and guarantee in a run, computed without starting one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megacore.config import Config, filled
+from megacore.moe.settings import echo_options
+from megacore.parallel import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class EchoPlanned:
+    """Memory, traffic and bound on each rank.
+
+    Attributes:
+        num_spare_slots: Slots of a rank, shared by all its layers.
+        slot_weight_bytes: Weights in all slots of a rank.
+        slot_grad_bytes: Their gradients, float32.
+        clone_traffic_bytes: What one clone of one microbatch sends: weights in both passes, and its
+            gradient.
+        mean_rows: Rows of a rank and microbatch if all ranks had the same.
+        guaranteed_rows: Rows that no rank exceeds, whatever the router does: what a static buffer
+            keeps. With fewer slots than experts per rank, the least that any planner could promise.
+        guaranteed_factor: Those over the mean. Both ``None`` for a planner without a bound.
+        is_theorem: Whether the bound is proved: slots for every expert of a rank.
+        text: All of it for people.
+    """
+
+    num_spare_slots: int
+    slot_weight_bytes: int
+    slot_grad_bytes: int
+    clone_traffic_bytes: int
+    mean_rows: float
+    guaranteed_rows: int | None
+    guaranteed_factor: float | None
+    is_theorem: bool
+    text: str
+
+
+def plan_echo(config: Config, topology: Topology) -> EchoPlanned:
+    """Plan the clones of a resolved configuration.
+
+    Raises:
+        ValueError: If the configuration has no spare slots, or no ranks to share experts.
+    """
+    moe, echo, parallel = config.moe, config.moe.echo, config.parallel
+    if echo.spare_slots == 0:
+        raise ValueError("moe.echo.spare_slots = 0, so nothing is cloned; set it to 1 or more")
+    if topology.ep == 1:
+        raise ValueError("parallel.ep = 1, so there is no other rank to clone experts to; raise it")
+    etp, local = filled(parallel.etp), moe.num_experts // topology.ep
+    num_matrices = 3 if moe.activation == "swiglu" else 2
+    numel = num_matrices * filled(moe.ffn_hidden_size) // etp * config.model.hidden_size
+    width = 4 if config.train.dtype == "float32" else 2
+    tokens = config.train.microbatch_size * config.model.seq_length // (parallel.cp * parallel.tp)
+    mean = float(tokens * etp * moe.top_k)
+    factor = echo_options(moe).guaranteed_factor(local)
+    planned = EchoPlanned(
+        num_spare_slots=echo.spare_slots,
+        slot_weight_bytes=echo.spare_slots * numel * width,
+        slot_grad_bytes=echo.spare_slots * numel * 4,
+        clone_traffic_bytes=numel * (2 * width + 4),
+        mean_rows=mean,
+        guaranteed_rows=None if factor is None else math.ceil(factor * mean - 1e-6),
+        guaranteed_factor=factor,
+        is_theorem=factor is not None and echo.spare_slots >= local,
+        text="",
+    )
+    return EchoPlanned(**{**vars(planned), "text": _text(planned, config, local)})
+
+
+def _text(planned: EchoPlanned, config: Config, local: int) -> str:
+    echo, mib = config.moe.echo, 1 << 20
+    times = f"{planned.guaranteed_factor or 0:.3f} times the mean of {planned.mean_rows:,.0f}"
+    slots = "slot" if echo.spare_slots == 1 else "slots"
+    lines = [
+        f"{echo.spare_slots} spare {slots} per rank, {echo.planner} planner, tolerance "
+        f"{echo.tolerance:.1%}; {local} experts per rank",
+        f"slot memory per rank, shared by all layers: {planned.slot_weight_bytes / mib:.2f} MiB of "
+        f"weights and {planned.slot_grad_bytes / mib:.2f} MiB of gradients",
+        f"traffic of a clone in a microbatch: {planned.clone_traffic_bytes / mib:.2f} MiB, forward "
+        "and backward",
+    ]
+    if planned.guaranteed_rows is None:
+        lines.append(f"no bound: the {echo.planner} planner promises none")
+    elif planned.is_theorem:
+        lines.append(
+            f"guaranteed: no rank computes more than {planned.guaranteed_rows:,} rows in a "
+            f"microbatch, {times}"
+        )
+    else:
+        lines.append(
+            f"bound: {planned.guaranteed_rows:,} rows of a rank in a microbatch, {times}; the "
+            f"worst router can force this much, and {local} slots would guarantee "
+            f"{1 + echo.tolerance:.3f}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,200 @@
+"""ECHO around the ranks: settings, plans for people, recorded routings, records and pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megacore.cli import main
+from megacore.config import load_config
+from megacore.config.load import config_to_toml, split_overrides
+from megacore.errors import ConfigError
+from megacore.moe import plan_offload
+from megacore.moe.clone_weights import CloneRoutes, SlotBuffers
+from megacore.moe.echo import EchoCounts, EchoOptions
+from megacore.moe.recorded_counts import recorded_counts
+from megacore.parallel.process_groups import Group
+from megacore.report.echo_load import echo_sentence, echo_series
+from megacore.train.experts import ExpertMetrics
+
+TOML = """\
+[model]
+hidden_size = 32
+num_layers = 2
+num_heads = 4
+seq_length = 16
+[parallel]
+ep = 2
+[moe]
+num_experts = 8
+ffn_hidden_size = 16
+[moe.echo]
+spare_slots = 2
+tolerance = 0.0
+[train]
+microbatch_size = 2
+global_batch_size = 8
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "x.toml"
+    path.write_text(TOML)
+    return path
+
+
+def test_a_section_inside_of_a_section(config: Path, tmp_path: Path) -> None:
+    pairs, rest = split_overrides(["--moe.echo.tolerance=0.05", "--moe.echo.planner", "echo"])
+    loaded = load_config(config, pairs)
+    assert rest == []
+    echo = loaded.moe.echo
+    assert (echo.spare_slots, echo.tolerance, echo.planner) == (2, 0.05, "echo")
+    assert loaded.origin("moe.echo.spare_slots") == f"{config}:12"
+    saved = tmp_path / "saved.toml"
+    saved.write_text(config_to_toml(loaded))
+    assert load_config(saved) == loaded
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("moe.echo.spare_slot=1", "unknown key moe.echo.spare_slot; did you mean moe.echo.spare_s"),
+        ("moe.ecko.spare_slots=1", r"unknown section \[moe.ecko\]; did you mean \[moe.echo\]"),
+        ("moe.echo=1", r"\[moe.echo\] must be a table of settings"),
+        ("moe.echo.spare_slots=-1", "moe.echo.spare_slots = -1: must be at least 0"),
+        ("moe.echo.planner=ecko", "expected one of .* did you mean echo"),
+        ("moe.num_experts=0", "echo.spare_slots = 2 is for experts, but num_experts = 0"),
+    ],
+)
+def test_mistakes_in_it_are_named(config: Path, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(config, [tuple(setting.split("=", 1))])
+
+
+def test_a_domain_must_divide_the_ranks(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--world-size=2", "--moe.echo.domain=3"]) == 2
+    assert "moe.echo.domain = 3" in capsys.readouterr().err
+
+
+def test_plan_echo_prints_memory_and_bound(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(config), "--world-size=2", "--echo", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    numel = 3 * 16 * 32
+    assert plan["slot_weight_bytes"] == plan["slot_grad_bytes"] == 2 * numel * 4
+    assert plan["clone_traffic_bytes"] == 3 * numel * 4
+    # 2 slots for 4 experts per rank: (1 + b)^2 / (4 b) with b = 1/2.
+    assert (plan["mean_rows"], plan["guaranteed_factor"]) == (64, 1.125)
+    assert (plan["guaranteed_rows"], plan["is_theorem"]) == (72, False)
+    assert main(["plan", str(config), "--nproc=2", "--echo", "--moe.echo.spare_slots=4"]) == 0
+    assert "guaranteed: no rank computes more than 64 rows" in capsys.readouterr().out
+    assert main(["plan", str(config), "--nproc=2", "--echo", "--moe.echo.planner=echo"]) == 0
+    assert "no bound" in capsys.readouterr().out
+    assert main(["plan", str(config), "--nproc=2"]) == 0
+    assert "2 spare slots per rank, balanced planner" in capsys.readouterr().out
+    assert main(["plan", str(config), "--nproc=2", "--echo", "--moe.echo.spare_slots=0"]) == 2
+    assert "nothing is cloned; set it to 1 or more" in capsys.readouterr().err
+    assert main(["plan", str(config), "--nproc=2", "--echo", "--parallel.ep=1"]) == 2
+    assert "no other rank to clone experts to" in capsys.readouterr().err
+
+
+def test_the_guarantee_is_what_the_planner_reaches_on_the_worst_loads() -> None:
+    options = EchoOptions(num_spare_slots=2, tolerance=0.0)
+    counts = np.zeros((6, 24), np.int64)
+    counts[:, :16] = 60  # two thirds of the ranks are hot: the worst share for 2 slots of 4
+    plan = plan_offload(counts, num_spare_slots=2, tolerance=0.0)
+    assert plan.imbalance_after == pytest.approx(options.guaranteed_factor(4), rel=0.02)
+    assert EchoOptions(num_spare_slots=2, method="echo").guaranteed_factor(4) is None
+
+
+def test_routes_of_all_ranks_fit_each_other() -> None:
+    counts = np.random.default_rng(3).integers(0, 100, (4, 8)) * np.array([9, 1, 1, 1, 5, 1, 1, 1])
+    plan = plan_offload(counts, num_spare_slots=3, tolerance=0.0)
+    handle = object()
+    groups = [Group("ep", (0, 1, 2, 3), rank, handle) for rank in range(4)]
+    routes = [CloneRoutes.of(plan, group) for group in groups]
+    sent = [(home, rank, e) for home, r in enumerate(routes) for rank, e in r.outgoing]
+    received = [
+        (home, rank, int(plan.slot_expert[rank, slot]) % 2)
+        for rank, r in enumerate(routes)
+        for slot, home in r.incoming
+    ]
+    assert sorted(sent) == sorted(received)
+    assert len(sent) == plan.num_clones > 0
+    for home in range(4):  # messages between two ranks match by their order
+        for rank in range(4):
+            assert [m for m in sent if m[:2] == (home, rank)] == [
+                m for m in received if m[:2] == (home, rank)
+            ]
+
+
+def test_slots_hold_no_memory_before_they_are_used() -> None:
+    assert SlotBuffers(1000).num_bytes() == 0
+
+
+def write_recording(folder: Path) -> None:
+    """Two steps of one layer, two samples of four tokens; rank files share the second sample."""
+    folder.mkdir()
+    about = {"format": "megacore-routing", "format_version": 1, "settings": {"moe.num_experts": 4}}
+    (folder / "routing.json").write_text(json.dumps(about))
+    ids = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]], dtype=torch.int32)
+    missing = torch.full((2, 2), -1, dtype=torch.int32)
+    for step in range(2):
+        first = {f"{step}.1.0": ids, f"{step}.1.1": torch.cat([ids[:2], missing])}
+        save_file(first, folder / f"step_{step:08d}.rank_0.safetensors")
+        second = {f"{step}.1.1": torch.cat([missing, ids[2:]])}
+        save_file(second, folder / f"step_{step:08d}.rank_1.safetensors")
+
+
+def test_a_recording_becomes_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a"
+    write_recording(folder)
+    num_experts, steps = recorded_counts(folder, num_ranks=2)
+    assert num_experts == 4
+    assert [counts.tolist() for counts in steps] == [[[4, 2, 1, 1], [4, 2, 1, 1]]] * 2
+    arguments = ["echo", "simulate", "--routing", str(folder), "--ep=2", "--spare-slots=2"]
+    assert main([*arguments, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert {row["planner"]: row["imbalance"] for row in results}["none"] == 1.5
+    assert main([*arguments[:-2], "--ep=3"]) == 2
+    assert "4 recorded experts do not divide over 3 ranks" in capsys.readouterr().err
+    assert main([*arguments, "--counts=x.npy"]) == 2
+    assert "both name recorded tokens" in capsys.readouterr().err
+    assert main(["echo", "simulate", "--routing", str(tmp_path / "none"), "--ep=2"]) != 0
+
+
+def make_metrics() -> ExpertMetrics:
+    counts = EchoCounts(num_plans=4, highest_before=60, highest_after=44, mean_load=40)
+    counts.num_clones, counts.bytes_sent, counts.plan_us = 6, 1 << 20, 100
+    return ExpertMetrics(
+        load={1: (3, 1)},
+        num_dropped=0,
+        num_over_budget=0,
+        aux_loss=0.0,
+        z_loss=0.0,
+        echo={1: EchoCounts.of_list(counts.as_list())},
+    )
+
+
+def test_records_tell_of_clones_and_the_report_draws_them() -> None:
+    record = make_metrics().as_record()
+    assert record["echo"]["1"] == {
+        "imbalance_before": 1.5,
+        "imbalance_after": 1.1,
+        "num_clones": 1.5,
+        "num_moved_copies": 0.0,
+        "bytes_sent": 1 << 20,
+        "plan_us": 25.0,
+    }
+    records = [{"step": 0}, {"step": 1, **record}]
+    assert [series.points for series in echo_series(records)] == [[(2, 1.5)], [(2, 1.1)]]
+    assert "1.5 clones per microbatch" in echo_sentence(records)
+    assert "1.0 MiB in all, each plan 25 microseconds" in echo_sentence(records)
+    assert echo_series([{"step": 0}]) == []
