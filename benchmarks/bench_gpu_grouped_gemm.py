@@ -251,6 +251,11 @@ class Report:
         print(line, flush=True)
         self.lines.append(line)
 
+    def say_once(self, line: str) -> None:
+        """Print a line unless it was printed before."""
+        if line not in self.lines:
+            self.say(line)
+
     def write(self, folder: Path) -> None:
         """Write what was said, and the numbers."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -271,6 +276,8 @@ def compare(report: Report, data: Data, about: dict[str, Any], dense: float, rou
             f"{about['rows']:>7} {about['experts']:>4} {about['kind']:<11} {product:<12}"
             f"{times['ours']:>9.1f} {rate:>8.0f} {rate / dense:>6.0%} {shown}"
         )
+        for name, reason in missing.items():
+            report.say_once(f"  without {name}: {reason}")
         report.results["products"].append(
             {**about, "product": product, "us": times, "tflops": rate, "missing": missing}
         )
