@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,6 +20,7 @@ from megacore.ops.optim import (
 from megacore.optim import DistributedOptimizer
 from megacore.parallel import ProcessGroups
 from megacore.parallel.params import ParamInfo
+from tests.support.gpu import synchronising_is_an_error
 
 pytestmark = pytest.mark.gpu
 
@@ -100,17 +97,6 @@ def test_the_step_runs_on_the_current_stream() -> None:
     assert not stream.query()
     torch.cuda.synchronize()
     assert not torch.equal(values[0], expected[0])  # it saw the gradient after the sleep
-
-
-@contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_sum_of_squares_stays_on_the_device() -> None:
