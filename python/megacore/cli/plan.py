@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config import Config
+from megacore.config import Config, stages_of_ranks
 
 if TYPE_CHECKING:
     from megacore.parallel import Topology
@@ -218,10 +218,10 @@ def memory_unit(largest: int) -> tuple[str, int]:
 
 def _layers_text(rank: RankPlan, config: Config) -> str:
     """``embed 0-3``; chunks are separated by ``|``."""
-    parts = []
+    parts, stages = [], stages_of_ranks(config)[rank.pp_rank]
     for chunk, (layers, further) in enumerate(zip(rank.layers, rank.mtp_layers, strict=True)):
         words = []
-        if rank.pp_rank == 0 and chunk == 0:
+        if stages[chunk] == 0:
             words.append("embed")
         if len(layers) > 0:
             last = f"-{layers.stop - 1}" if len(layers) > 1 else ""
@@ -229,8 +229,7 @@ def _layers_text(rank: RankPlan, config: Config) -> str:
         if len(further) > 0:
             last = f"-{further.stop - 1}" if len(further) > 1 else ""
             words.append(f"mtp {further.start}{last}")
-        is_last_rank = rank.pp_rank == config.parallel.pp - 1
-        if is_last_rank and chunk == len(rank.layers) - 1:
+        if stages[chunk] == config.parallel.pp * config.pipeline.chunks - 1:
             words.append("head")
         parts.append(" ".join(words))
     return " | ".join(parts)
