@@ -1,0 +1,158 @@
+"""Training replays real CUDA graphs with the bits of eager steps, and gives their memory back."""
+
+from __future__ import annotations
+
+import gc
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config import Config, resolve
+from megacore.graphs import CaptureError
+from megacore.models.layers import RMSNorm
+from megacore.ops.gemm_cuda import takes_kernel
+from megacore.train.trainer import Trainer, build_trainer
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 20
+EXPERTS = {
+    "num_experts": 8,
+    "top_k": 2,
+    "ffn_hidden_size": 32,
+    "first_dense_layers": 1,
+    "aux_loss_coef": 1e-2,
+    "z_loss_coef": 1e-3,
+    "jitter": 0.01,
+}
+STATIC = {**EXPERTS, "dispatcher": "static", "static_budget": 8.0}
+MODELS: dict[str, dict[str, dict[str, Any]]] = {
+    "dense": {},
+    "dense, recomputed": {"train": {"recompute": "selective"}},
+    "experts": {"moe": EXPERTS},
+    "static experts in bfloat16": {"moe": STATIC, "train": {"dtype": "bfloat16"}},
+}
+
+
+def make_trainer(model: str, **graphs: Any) -> Trainer:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {
+            "hidden_size": 64,
+            "num_layers": 3,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "ffn_hidden_size": 96,
+            "seq_length": 32,
+            "dropout": 0.1,
+        },
+        "train": {"steps": STEPS, "microbatch_size": 4, "global_batch_size": 16},
+        "optimizer": {"lr": 2e-3, "warmup_steps": 5},
+        "graphs": graphs,
+    }
+    for name, values in MODELS[model].items():
+        sections[name] = {**sections.get(name, {}), **values}
+    config = resolve(Config(**sections), 1, vocab_size=256, cuda=True)
+    return build_trainer(config, world_size=1, device=torch.device("cuda"))
+
+
+def run(trainer: Trainer) -> list[float]:
+    numbers = []
+    for step in range(STEPS):
+        metrics = trainer.train_step(step)
+        numbers += [metrics.loss, metrics.grad_norm]
+        if step in (1, 9):
+            numbers.append(trainer.evaluate())
+    return [*numbers, trainer.evaluate()]
+
+
+@cache
+def eager(model: str) -> tuple[float, ...]:
+    return tuple(run(make_trainer(model)))
+
+
+def needs_kernels(model: str) -> None:
+    if not model.startswith("static"):
+        return
+    rows = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda")
+    if not takes_kernel(rows, 8, 64, 64):
+        pytest.skip("this build has no grouped product that reads its counts on the device")
+
+
+SETTINGS = [
+    ("dense", {"mode": "partial", "scopes": "attn"}),
+    ("dense", {"mode": "partial"}),
+    ("dense", {"mode": "full"}),
+    ("dense, recomputed", {"mode": "partial"}),
+    ("dense, recomputed", {"mode": "full"}),
+    ("experts", {"mode": "partial", "scopes": "attn"}),
+    ("experts", {"mode": "partial", "scopes": "attn,moe_router"}),
+    ("experts", {"mode": "partial", "scopes": "moe_router,moe_preprocess"}),
+    ("experts", {"mode": "partial"}),
+    ("static experts in bfloat16", {"mode": "partial"}),
+    ("static experts in bfloat16", {"mode": "partial", "scopes": "attn,mlp,moe"}),
+    ("static experts in bfloat16", {"mode": "full"}),
+]
+
+
+@pytest.mark.parametrize(("model", "graphs"), SETTINGS)
+def test_graphs_change_no_bit(model: str, graphs: dict[str, Any]) -> None:
+    needs_kernels(model)
+    trainer = make_trainer(model, **graphs)
+    found = run(trainer)
+    assert trainer.graphs is not None
+    assert any("captured" in note for note in trainer.graphs.notes)
+    assert found == list(eager(model))
+    trainer.graphs.reset()
+
+
+def used_bytes() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("mode", ["partial", "full"])
+def test_reset_returns_the_memory_and_training_goes_on(mode: str) -> None:
+    trainer = make_trainer("dense", mode=mode)
+    assert trainer.graphs is not None
+    for step in range(5):
+        trainer.train_step(step)
+    trainer.graphs.reset()  # once for what libraries keep
+    before = used_bytes()
+    for step in range(5, 8):
+        trainer.train_step(step)
+    trainer.graphs.reset()
+    assert used_bytes() == before
+    assert trainer.train_step(8).loss > 0.0
+
+
+def wait(self: RMSNorm, x_SBH: Tensor) -> Tensor:
+    # A word from the device in the middle of a captured region.
+    return x_SBH * self.weight * float(x_SBH.abs().max().item() < 1e30)
+
+
+@pytest.mark.parametrize("mode", ["partial", "full"])
+def test_a_planted_wait_is_named(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RMSNorm, "forward", wait)
+    trainer = make_trainer("dense", mode=mode)
+    for step in range(3):
+        trainer.train_step(step)
+    with pytest.raises(CaptureError, match=r"(?s)capture of .*at test_graph_training.py"):
+        trainer.train_step(3)
+
+
+@pytest.mark.parametrize("mode", ["partial", "full"])
+def test_training_goes_on_without_graphs_if_asked(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RMSNorm, "forward", wait)
+    expected = run(make_trainer("dense"))
+    trainer = make_trainer("dense", mode=mode, on_failure="eager")
+    assert run(trainer) == expected
+    assert trainer.graphs is not None
+    assert any("goes on without graphs" in note for note in trainer.graphs.notes)
