@@ -313,7 +313,29 @@ def _check_pipeline(problems: _Problems, config: Config) -> None:
                 f"{problems.shown(f'pipeline.{key}')} is for the schedule auto, but {schedule}; "
                 f"leave {key} out or change the schedule"
             )
+    if pipeline.overlap_moe:
+        _check_overlap_moe(problems, config)
     _check_layers(problems, config)
+
+
+def _check_overlap_moe(problems: _Problems, config: Config) -> None:
+    place, pipeline = problems.shown("pipeline.overlap_moe"), config.pipeline
+    if pipeline.schedule != "dualpipe_v":
+        problems.add(
+            f"{place} needs a schedule that pairs a forward with the backward of another "
+            f"microbatch, but {problems.shown('pipeline.schedule')}; use dualpipe_v, or turn it off"
+        )
+    if config.moe.num_experts == 0 or config.parallel.ep == 1:
+        key = "moe.num_experts" if config.moe.num_experts == 0 else "parallel.ep"
+        problems.add(
+            f"{place} hides the way of rows between ranks that share experts, but "
+            f"{problems.shown(key)}; turn it off"
+        )
+    elif config.moe.dispatcher == "allgather":
+        problems.add(
+            f"{place} needs exchanges that can be started and waited for, but "
+            f"{problems.shown('moe.dispatcher')}; use alltoall or static, or turn it off"
+        )
 
 
 def _names(matches: Callable[[ScheduleInfo], bool]) -> str:

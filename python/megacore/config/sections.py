@@ -224,6 +224,12 @@ class PipelineConfig(Section):
         "ahead. On NCCL this makes two more process groups per pipeline. Default: on with gloo, "
         "off with NCCL.",
     )
+    overlap_moe: bool = Field(
+        default=False,
+        description="Compute one microbatch while rows of another travel to and from experts. "
+        "For `dualpipe_v`, which pairs forwards with backwards, with `parallel.ep` > 1 and the "
+        "dispatchers `alltoall` and `static`. Changes no bit.",
+    )
     debug_messages: bool = Field(
         default=False,
         description="Let a header travel ahead of each message between stages, and stop with both "

@@ -29,6 +29,7 @@ from torch import Tensor
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.collectives import all_gather, reduce_scatter
 from megacore.parallel.process_groups import Group
+from megacore.parallel.turns import give_turn
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class PendingRows:
         """Wait for the rows; call it once."""
         if self._transfer is None:
             return self._rows
+        give_turn()
         rows: Tensor = _Finish.apply(self._rows, self._transfer)  # type: ignore[no-untyped-call]
         return rows
 
@@ -194,6 +196,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # noqa: ARG004
         transfer = ctx.transfer
+        give_turn()
         transfer.backward.wait()
         received, transfer.grad = transfer.grad, None
         return received, None

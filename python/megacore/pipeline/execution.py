@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore._core import Action, ActionKind, Program, StateMachine
+from megacore.parallel.turns import Turns
 from megacore.pipeline.messages import Incoming, Messages, Transport
 from megacore.pipeline.recorder import ActionRecorder
 from megacore.pipeline.split_backward import DeferredWeightGrads, backward_input, whole_backward
@@ -55,6 +57,7 @@ class Track:
         self.machine = StateMachine(program)
         self.peers = program.peers
         self.acknowledged = program.acknowledged
+        self.pair_starts = frozenset(program.overlaps)
         self.stages_per_chain = program.num_stages // program.num_chains
 
     def is_first(self, stage: int) -> bool:
@@ -89,8 +92,10 @@ class Step:
         transport: Transport,
         recorder: ActionRecorder | None,
         before_backward: BeforeBackward | None,
+        turns: Turns | None = None,
     ) -> None:
         self._track = track
+        self._turns = turns
         self._chunks = chunks
         self._forward_step = forward_step
         self._activations = transport.activations
@@ -125,18 +130,38 @@ class Step:
         machine = self._track.machine
         machine.reset()
         while (action := machine.next()) is not None:
+            if self._turns is not None and machine.position in self._track.pair_starts:
+                self._run_pair(self._turns, handlers)
+                continue
             machine.start(action)
-            try:
-                handlers[action.kind](action)
-            except Exception as error:
-                error.add_note(self._describe(action))
-                raise
+            self._handle(handlers, action)
             machine.complete(action)
         self._messages.finish_all()
         self._require_nothing_left()
         losses = StepLosses(loss for _, loss in sorted(self._losses.items()))
         losses.num_tokens = self._num_tokens
         return losses
+
+    def _run_pair(
+        self, turns: Turns, handlers: Mapping[ActionKind, Callable[[Action], None]]
+    ) -> None:
+        """Run a forward and the backward behind it in turns."""
+        machine = self._track.machine
+        actions = self._track.program.actions[machine.position : machine.position + 2]
+        machine.start(actions[0])
+        turns.run(*(partial(self._handle, handlers, action) for action in actions))
+        machine.complete(actions[0])
+        machine.start(actions[1])
+        machine.complete(actions[1])
+
+    def _handle(
+        self, handlers: Mapping[ActionKind, Callable[[Action], None]], action: Action
+    ) -> None:
+        try:
+            handlers[action.kind](action)
+        except Exception as error:
+            error.add_note(self._describe(action))
+            raise
 
     def _forward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)

@@ -15,6 +15,7 @@ from torch import nn
 
 from megacore._core import Program
 from megacore.parallel.process_groups import Group
+from megacore.parallel.turns import Turns
 from megacore.pipeline.activation import (
     ActivationSpec,
     StageActivations,
@@ -57,6 +58,8 @@ class PipelineExecutor:
             them for a program with receives ahead. By default ``group`` for both.
         debug: Let a header travel ahead of every message, and refuse a message that is not the one
             expected. Costs a small message each, and transfers no longer run beside compute.
+        overlap_pairs: Run forwards and backwards that the schedule pairs (``Program.overlaps``) in
+            turns: where one waits for rows that travel to experts, the other computes.
 
     Raises:
         ValueError: If program, chunks and groups do not belong together.
@@ -75,6 +78,7 @@ class PipelineExecutor:
         recorder: ActionRecorder | None = None,
         channels: tuple[Group, Group] | None = None,
         debug: bool = False,
+        overlap_pairs: bool = False,
     ) -> None:
         if (program.rank, program.num_ranks) != (group.position, group.size):
             raise ValueError(
@@ -113,6 +117,7 @@ class PipelineExecutor:
             self._forward_track = Track(program.forward_only())
         self._chunks = dict(zip(program.stages, chunks, strict=True))
         self._recorder = recorder
+        self._turns = Turns() if overlap_pairs else None
         connect(self._transport, {peer for peer in program.peers if peer >= 0})
 
     def run(
@@ -165,6 +170,7 @@ class PipelineExecutor:
             transport=self._transport,
             recorder=self._recorder if recorder is None else recorder,
             before_backward=before_backward,
+            turns=self._turns,
         )
         return step.run()
 

@@ -65,6 +65,7 @@ class TrainStep:
         experts: Watches the MoE layers of ``chunks``.
         predictions: Adds up the losses of multi-token prediction.
         debug_messages: Check every message between stages; see ``PipelineExecutor``.
+        overlap_pairs: Run pairs of the schedule in turns; see ``PipelineExecutor``.
         per_token: The loss is the mean over all tokens of the global batch, instead of the mean
             over microbatches of their means.
         graphs: CUDA graphs of the passes, or of parts of them.
@@ -82,6 +83,7 @@ class TrainStep:
         experts: ExpertWatch,
         predictions: PredictionWatch,
         debug_messages: bool = False,
+        overlap_pairs: bool = False,
         per_token: bool = False,
         graphs: StepGraphs | None = None,
     ) -> None:
@@ -113,6 +115,7 @@ class TrainStep:
             activation=activation,
             channels=groups.pp_channels,
             debug=debug_messages,
+            overlap_pairs=overlap_pairs,
         )
 
     def train(

@@ -218,6 +218,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
             chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
         ),
         debug_messages=config.pipeline.debug_messages,
+        overlap_pairs=config.pipeline.overlap_moe,
         per_token=config.train.loss_normalization == "token",
         graphs=graphs,
     )

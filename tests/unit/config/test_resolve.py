@@ -261,3 +261,24 @@ def test_microbatches_follow_from_the_layout() -> None:
 def test_empty_setting_of_an_unresolved_config_is_our_bug() -> None:
     with pytest.raises(RuntimeError, match=r"call megacore\.config\.resolve first"):
         filled(Config().model.num_kv_heads)
+
+
+def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
+    on = {"parallel__pp": "2", "pipeline__overlap_moe": "true"}
+    message = message_of(make(**on), 2)
+    assert "but pipeline.schedule = 1f1b (default); use dualpipe_v, or turn it off" in message
+    on["pipeline__schedule"] = "dualpipe_v"
+    assert "but moe.num_experts = 0 (default); turn it off" in message_of(make(**on), 2)
+    on |= {"moe__num_experts": "4", "parallel__ep": "2", "moe__dispatcher": "allgather"}
+    assert "use alltoall or static, or turn it off" in message_of(make(**on), 4)
+
+
+def test_parts_to_recompute_must_exist() -> None:
+    for settings, sentence in (
+        ({"train__recompute_modules": "norm,layernorm"}, '"layernorm" is no part'),
+        ({"train__recompute_keep": "1"}, "recompute_keep = 1 exempts microbatches"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            make(**settings)
+    config = make(train__recompute="selective", train__recompute_modules="norm,moe")
+    assert "names moe, but the model has no experts" in message_of(config, 1)

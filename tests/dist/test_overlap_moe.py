@@ -1,0 +1,86 @@
+"""Rows travel to their experts while another microbatch is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.parallel import exchange
+from megacore.parallel.async_collectives import PendingCollective
+from megacore.train.trainer import build_trainer
+from tests.dist.test_moe_invariance import EP2, PP2, make_config
+from tests.support.distributed import run_ranks
+
+pytestmark = pytest.mark.dist
+
+DUALPIPE = {
+    **PP2,
+    **EP2,
+    "pipeline.schedule": "dualpipe_v",
+    "train.microbatch_size": 1,
+    "train.global_batch_size": 12,
+    "moe.first_dense_layers": 0,
+    "model.dropout": 0.1,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "alltoall": {"moe.shared_overlap": True},
+    "static": {"moe.dispatcher": "static"},
+    "recomputed": {"train.recompute": "full", "optimizer.overlap_grad_reduce": True},
+}
+
+
+class Log:
+    """What starts and ends between the start of an exchange and the wait for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_exchanges = 0
+        self.entries: list[tuple[str, int]] = []
+        start, wait = exchange.all_to_all_async, PendingCollective.wait
+        numbers: dict[int, int] = {}
+
+        def logged_start(*args: Any) -> tuple[torch.Tensor, PendingCollective]:
+            rows, pending = start(*args)
+            numbers[id(pending)] = self.num_exchanges
+            self.entries.append(("start", self.num_exchanges))
+            self.num_exchanges += 1
+            return rows, pending
+
+        def logged_wait(pending: PendingCollective) -> None:
+            number = numbers.pop(id(pending), None)
+            if number is not None:
+                self.entries.append(("wait", number))
+            wait(pending)
+
+        monkeypatch.setattr(exchange, "all_to_all_async", logged_start)
+        monkeypatch.setattr(PendingCollective, "wait", logged_wait)
+
+    def num_with_work_in_between(self) -> int:
+        """Exchanges during which another one started, which takes a layer's computation."""
+        at = {entry: place for place, entry in enumerate(self.entries)}
+        return sum(at["wait", n] - at["start", n] > 2 for n in range(self.num_exchanges))
+
+
+def train_both(_rank: int, variant: str) -> list[Any]:
+    found = []
+    for overlap in (False, True):
+        changes = {**DUALPIPE, **VARIANTS[variant], "pipeline.overlap_moe": overlap}
+        trainer = build_trainer(make_config(4, changes), world_size=4, device=torch.device("cpu"))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            log = Log(monkeypatch)
+            metrics = [trainer.train_step(step) for step in range(3)]
+        weights = [piece.tensors["main_param"].clone() for piece in trainer.pieces()]
+        numbers = [(step.loss, step.grad_norm, step.experts) for step in metrics]
+        found.append((numbers, weights, log.num_exchanges, log.num_with_work_in_between()))
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_passes_in_turns_change_no_bit_and_fill_the_time_of_exchanges(variant: str) -> None:
+    for plain, overlapped in run_ranks(4, train_both, variant, timeout_s=120):
+        assert overlapped[0] == plain[0]
+        for weight, expected in zip(overlapped[1], plain[1], strict=True):
+            assert torch.equal(weight, expected)
+        assert overlapped[2] == plain[2], "no exchange more"
+        assert overlapped[3] > plain[3] + 20, (plain[2:], overlapped[2:])

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megacore.parallel.turns import Turns, give_turn
+
+
+def speaker(heard: list[str], name: str, times: int) -> Callable[[], str]:
+    def speak() -> str:
+        for number in range(times):
+            heard.append(f"{name}{number}")
+            give_turn()
+        return name
+
+    return speak
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (2, 2, "a0 b0 a1 b1"),
+        (3, 1, "a0 b0 a1 a2"),
+        (1, 3, "a0 b0 b1 b2"),
+        (0, 2, "b0 b1"),
+        (2, 0, "a0 a1"),
+    ],
+)
+def test_the_order_is_that_of_the_code(first: int, second: int, expected: str) -> None:
+    turns = Turns()
+    for _ in range(20):
+        heard: list[str] = []
+        names = turns.run(speaker(heard, "a", first), speaker(heard, "b", second))
+        assert names == ("a", "b")
+        assert " ".join(heard) == expected
+
+
+def test_without_a_pair_nobody_waits() -> None:
+    give_turn()
+
+
+@pytest.mark.parametrize("failing", ["first", "second"])
+def test_an_error_ends_both(failing: str) -> None:
+    heard: list[str] = []
+
+    def fail() -> str:
+        heard.append("x")
+        give_turn()
+        raise KeyError("mine")
+
+    pair = [fail, speaker(heard, "b", 5)]
+    turns = Turns()
+    with pytest.raises(KeyError, match="mine"):
+        turns.run(*(pair if failing == "first" else reversed(pair)))
+    assert heard == (["x", "b0"] if failing == "first" else ["b0", "x", "b1"])
+    assert turns.run(lambda: 1, lambda: 2) == (1, 2), "the next pair starts anew"
