@@ -101,8 +101,10 @@ class TwoLayers(nn.Module):
         return result
 
 
-def make_optimizer(model: nn.Module, world_size: int, **fields: Any) -> DistributedOptimizer:
-    groups = ProcessGroups.create(Topology(world_size=world_size))
+def make_optimizer(
+    model: nn.Module, world_size: int, *, host_memory: bool = True, **fields: Any
+) -> DistributedOptimizer:
+    groups = ProcessGroups.create(Topology(world_size=world_size), host_memory=host_memory)
     params = [
         (ParamInfo(name=name, full_shape=tuple(param.shape), tp_dim=None), param)
         for name, param in model.named_parameters()
@@ -180,6 +182,29 @@ def test_a_rank_without_some_gradients_names_them_and_keeps_the_order_of_collect
     (none, params), (missing, others) = run_ranks(2, uneven)
     assert (none, missing) == ([], ["second.weight"])
     assert params == others
+
+
+def repeated(rank: int, host_memory: bool) -> list[list[float]]:
+    """A step is begun anew when rank 1 has started the reduction of fewer buckets than rank 0."""
+    model = TwoLayers()
+    optimizer = make_optimizer(
+        model, 2, host_memory=host_memory, overlap_grad_reduce=True, clip_grad=0.0
+    )
+    one_step(model, optimizer)
+    for is_repeated in (True, False):
+        x = torch.full((2, 8), 1.0 + rank)
+        output = model.first(x) if rank == 1 and is_repeated else model(x)
+        optimizer.zero_grads()
+        optimizer.before_backward(is_last=True)
+        output.square().mean().backward()
+    optimizer.step(lr=0.1)
+    one_step(model, optimizer)
+    return [param.flatten().tolist() for param in model.parameters()]
+
+
+def test_a_step_may_be_begun_anew_though_ranks_have_reduced_different_buckets() -> None:
+    results = [run_ranks(2, repeated, host_memory) for host_memory in (True, False)]
+    assert results[0][0] == results[0][1] == results[1][0] == results[1][1]
 
 
 def test_a_parameter_outside_the_model_is_refused() -> None:

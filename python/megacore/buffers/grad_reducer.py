@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megacore._core import BucketTracker
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
@@ -50,24 +50,32 @@ class GradReducer:
         ]
         flags = [any(waits(self._infos[param]) for param in bucket) for bucket in members]
         self._tracker = BucketTracker(members, flags)
-        self._counting = False
+        # The order in which every rank launches, whichever of them the backward pass completes.
+        self._order = sorted(range(len(flags)), key=lambda bucket: flags[bucket])
+        self._counting = self._is_open = False
+        self._launched: set[int] = set()
         self._pending: deque[tuple[int, PendingCollective]] = deque()
         self._transferred: list[int] = []
 
     def start(self) -> None:
-        """Begin a step. Transfers that an interrupted step has left are waited for and dropped."""
-        for _, pending in self._pending:
-            pending.wait()
-        self._pending.clear()
+        """Begin a step.
+
+        If the former one was not finished after its last backward passes, because it is repeated,
+        its transfers are completed and dropped: ranks may have started different numbers of them.
+        """
+        if self._is_open:
+            self._reduce(bucket for bucket in self._order if bucket not in self._launched)
         self._transferred.clear()
+        self._launched.clear()
         for buffer in self._buffers:
             buffer.wait_until_grads_free()
         self._tracker.start()
-        self._counting = False
+        self._counting = self._is_open = False
 
     def before_backward(self, *, is_last: bool) -> None:
         """Tell whether the next backward pass is the last one of its model chunk in this step."""
         self._counting = is_last
+        self._is_open = self._is_open or is_last
 
     def finish(self) -> None:
         """Reduce what is left and make all reduced gradients valid. Collective.
@@ -75,19 +83,14 @@ class GradReducer:
         Sync:
             Waits for the transfers on gloo; on NCCL only the stream waits.
         """
-        for bucket in self._tracker.finish():
-            self._launch(bucket)
-            while len(self._pending) > _MAX_IN_FLIGHT and self._pending[0][1].staging_bytes > 0:
-                self._complete_oldest()
-        while self._pending:
-            self._complete_oldest()
+        self._reduce(self._tracker.finish())
         for bucket in self._transferred:
             buffer, index = self._buckets[bucket]
             buffer.finish_reduce(index)
         for buffer in self._buffers:
             buffer.wait_until_grads_free()
         self._transferred.clear()
-        self._counting = False
+        self._counting = self._is_open = False
 
     def _on_grad(self, param: int) -> None:
         """React to a gradient that was just added to the buffer."""
@@ -102,8 +105,18 @@ class GradReducer:
             for bucket in self._tracker.mark(param):
                 self._launch(bucket)
 
+    def _reduce(self, buckets: Iterable[int]) -> None:
+        """Launch what is left and wait for all."""
+        for bucket in buckets:
+            self._launch(bucket)
+            while len(self._pending) > _MAX_IN_FLIGHT and self._pending[0][1].staging_bytes > 0:
+                self._complete_oldest()
+        while self._pending:
+            self._complete_oldest()
+
     def _launch(self, bucket: int) -> None:
         buffer, index = self._buckets[bucket]
+        self._launched.add(bucket)
         self._pending.append((bucket, buffer.start_reduce(index)))
         # Sums of arrived slices free their staging memory; a transfer under way is not waited for.
         while self._pending and self._pending[0][1].is_transferred():
