@@ -133,7 +133,7 @@ class GatedExpert(nn.Module):
 def _echo(context: ModelContext) -> Echo | None:
     """Clones of hot experts, where there are other ranks to hold them."""
     moe, groups = context.moe, context.groups
-    if groups.ep.size == 1 or (moe.echo.spare_slots == 0 and moe.echo.record_steps == 0):
+    if groups.ep.size == 1 or moe.echo.spare_slots == 0:
         return None
     placement = ExpertPlacement.of(groups, moe.num_experts)
     budget = None
