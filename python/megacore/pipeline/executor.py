@@ -152,7 +152,8 @@ class PipelineExecutor:
                 program has no backward passes and ``forward_only`` is false.
 
         Errors of ``forward_step`` and of the backend are raised as they are, with a note that names
-        the action. After an error the executor can be used again once the ranks agree to.
+        the action. Messages of the step may still be under way then, and on gloo their channels
+        break: go on with new process groups only, or let the run end.
 
         Sync:
             Waits for messages on gloo; on NCCL only the stream waits.
