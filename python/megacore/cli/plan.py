@@ -21,7 +21,8 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         help="show layout, memory and schedule of a run without starting it",
         description="Show layout, memory and schedule of a run without starting it.",
-        usage="megacore plan CONFIG [--world-size N] [--json|--buffers|--echo] [--section.key=value ...]",
+        usage="megacore plan CONFIG [--world-size N] [--buffers|--shard D|--echo] [--json] "
+        "[--section.key=value ...]",
         epilog="Settings of the file can be changed as for train: --parallel.pp=4",
         allow_abbrev=False,
     )
@@ -38,6 +39,12 @@ def add_parser(subparsers: Any) -> None:
         "--buffers", action="store_true", help="print where each parameter lies, bucket by bucket"
     )
     parser.add_argument(
+        "--shard",
+        metavar="D",
+        type=int,
+        help="print which ranges of the buffers the data parallel rank D owns",
+    )
+    parser.add_argument(
         "--echo", action="store_true", help="print what clones of experts cost and guarantee"
     )
 
@@ -52,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
     from megacore.train.plan import buffer_layouts, plan_run
 
-    if args.buffers:
-        print("\n\n".join(buffer_layouts(config, world_size)))
+    if args.buffers or args.shard is not None:
+        print("\n\n".join(buffer_layouts(config, world_size, shard=args.shard)))
         return 0
     plan = plan_run(config, world_size)
     if args.echo:
