@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacore.config import Config
+from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
 from megacore.moe.recording import (
     Recorded,
@@ -39,6 +40,14 @@ def check_routing(config: Config) -> None:
         MegacoreError: If a recording does not fit the run, or there is no place for one.
     """
     moe = config.moe
+    wanted = [
+        name for name in ("record_routing", "replay_routing") if getattr(moe, name) is not None
+    ]
+    if wanted and config.graphs.mode != "off":
+        raise MegacoreError(
+            f"moe.{wanted[0]} needs the host in every layer, which graphs.mode = "
+            f"{config.graphs.mode} leaves out; set graphs.mode = off"
+        )
     if moe.record_routing is not None:
         check_recording_folder(Path(moe.record_routing))
     if moe.replay_routing is not None:
