@@ -315,7 +315,8 @@ def _check_pipeline(problems: _Problems, config: Config) -> None:
             )
     if pipeline.overlap_moe:
         _check_overlap_moe(problems, config)
-    _check_layers(problems, config)
+    if own_chunks in (0, pipeline.chunks):  # else the stages are not known
+        _check_layers(problems, config)
 
 
 def _check_overlap_moe(problems: _Problems, config: Config) -> None:

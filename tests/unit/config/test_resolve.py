@@ -282,3 +282,9 @@ def test_parts_to_recompute_must_exist() -> None:
             make(**settings)
     config = make(train__recompute="selective", train__recompute_modules="norm,moe")
     assert "names moe, but the model has no experts" in message_of(config, 1)
+
+
+def test_stages_of_a_wrong_number_of_chunks_are_no_second_problem() -> None:
+    settings = {"pipeline__schedule": "zb_v", "pipeline__num_chunks": "1", "parallel__pp": "2"}
+    assert message_of(make(**settings), 2).count("pipeline.num_chunks = 1") == 1
+    assert "cannot be dealt" not in message_of(make(**settings), 2)
