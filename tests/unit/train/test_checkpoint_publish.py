@@ -95,6 +95,32 @@ def test_killed_before_any_change_the_newest_complete_checkpoint_is_found(
     assert number > 5
 
 
+def test_killed_twice_in_a_row_the_newest_complete_checkpoint_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came_through, number = False, 0
+    while not came_through:
+        directory = tmp_path / str(number)
+        _save(directory, 1, run=0)
+        _save(directory, 2, run=1)
+        # As after a kill between the rename of the folder and that of `latest`.
+        (directory / "latest.partial").write_text("step_00000002\n")
+        (directory / "latest").write_text("step_00000001\n")
+        with monkeypatch.context() as patch:
+            _kill_before_change(patch, number)
+            try:
+                _save(directory, 3, run=2)
+                came_through = True
+            except _Killed:
+                pass
+        found = find_checkpoint("auto", directory, groups=GROUPS).path
+        assert found is not None
+        is_there = (directory / "step_00000003").exists()
+        assert _samples(found) == (2 if is_there else 1), f"killed before change {number}"
+        number += 1
+    assert number > 5
+
+
 def test_an_old_checkpoint_that_was_moved_away_behind_a_link_is_only_unlinked(
     tmp_path: Path,
 ) -> None:

@@ -31,6 +31,7 @@ def prepare(partial: Path, *, num_bytes: int) -> None:
     for replaced in directory.glob(f"step_*{REPLACED_SUFFIX}"):
         if replaced.with_suffix("").exists():
             _remove(replaced)
+    _settle_latest(directory)
     check_room(directory, num_bytes=num_bytes)
     partial.mkdir()
 
@@ -90,6 +91,17 @@ def publish(partial: Path, index: CheckpointIndex, *, keep: int) -> None:
     so_far = [path for step, path in step_folders(directory) if step <= index.state.step]
     for old in so_far[: -max(1, keep)]:
         _remove(old)
+
+
+def _settle_latest(directory: Path) -> None:
+    """Finish what a run killed right after its last rename has left, before it is overwritten."""
+    partial = directory / (LATEST_NAME + PARTIAL_SUFFIX)
+    try:
+        name = partial.read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return
+    if name and (directory / name).is_dir():
+        partial.replace(directory / LATEST_NAME)
 
 
 def _remove(folder: Path) -> None:
