@@ -1,14 +1,24 @@
 """Offload planners side by side: time to plan, balance reached, clones needed.
 
     python benchmarks/bench_echo.py [--tokens 4096] [--steps 2] [--rounds 40] [--out FILE]
+    python benchmarks/bench_echo.py --parts steps [--ranks 2 4] [--train-rounds 12]
 
 The routings are those of ``megacore echo simulate``: Zipf, log-normal, drift and bursts, mild to
 severe. "documented" is the ECHO documents' planner (method="echo"), "balanced n%" ours with that
 tolerance, "eplb-style" our Python of greedy replication and packing on the same step's counts. Plan
 times are those of the whole Python call, the contenders taking turns on the same inputs.
+
+steps: training steps of a model whose router sends half of all copies to one expert, on gloo ranks,
+without clones, with clones, and with a router that deals tokens evenly. The three take turns. Ranks
+without work wait without using a core, so where ranks share cores imbalance costs less than on
+machines of their own.
 """
 
 from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked ranks need it, and share the cores
 
 import statistics
 import time
@@ -17,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from _common import header, options
+from _common import header, on_gloo_ranks, options, take_turns
 from megacore.moe import OffloadPlan, plan_offload
 from megacore.moe.baselines import place_by_load
 from megacore.moe.simulate import remote_fraction
@@ -181,21 +191,93 @@ def domain_table(num_tokens: int, num_steps: int) -> str:
     return "\n".join(lines)
 
 
+KINDS = ("without clones", "with clones", "evenly dealt")
+
+
+def steps_on_rank(_rank: int, world_size: int, rounds: int) -> dict[str, object]:
+    """Seconds of the steps of each kind, and the highest load of a rank over the mean."""
+    import torch
+
+    from megacore.config import Config, resolve
+    from megacore.train.trainer import build_trainer
+
+    trainers = {}
+    for kind in KINDS:
+        config = Config(
+            model={"hidden_size": 256, "num_layers": 2, "num_heads": 4, "seq_length": 256},
+            parallel={"ep": world_size},
+            moe={
+                "num_experts": 8,
+                "top_k": 2,
+                "ffn_hidden_size": 512,
+                "expert_bias": True,
+                "expert_bias_rate": 0.0,
+                "force_balanced": kind == "evenly dealt",
+                "echo": {"spare_slots": 2 if kind == "with clones" else 0},
+            },
+            train={"microbatch_size": 4, "global_batch_size": 8 * world_size, "eval_interval": 0},
+        )
+        config = resolve(config, world_size, vocab_size=256, cuda=False)
+        trainers[kind] = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
+        for layer in trainers[kind].chunks[0].moe_layers().values():
+            layer.router.expert_bias[:2] = torch.tensor([2.0, 0.1])
+    numbers = dict.fromkeys(KINDS, 0)
+    loads: dict[str, float] = {}
+
+    def step(kind: str) -> None:
+        metrics = trainers[kind].train_step(numbers[kind])
+        numbers[kind] += 1
+        assert metrics.experts is not None
+        per_rank = [
+            np.reshape(load, (world_size, -1)).sum(1) for load in metrics.experts.load.values()
+        ]
+        loads[kind] = float(np.mean([load.max() / load.mean() for load in per_rank]))
+        if metrics.experts.echo:
+            echo = metrics.experts.echo.values()
+            loads[kind] = float(np.mean([counts.imbalance_after for counts in echo]))
+
+    contenders = {kind: (lambda kind=kind: step(kind)) for kind in KINDS}
+    return {"seconds": take_turns(contenders, rounds=rounds, warmup=2), "loads": loads}
+
+
+def steps_table(world_size: int, rounds: int) -> str:
+    found = on_gloo_ranks(world_size, steps_on_rank, world_size, rounds)[0]
+    lines = [
+        f"Training steps on {world_size} gloo ranks: 2 MoE layers, 8 experts of 256 x 512, top-2, "
+        f"2 microbatches of 1,024 tokens per rank; {rounds} rounds",
+        f"{'router':<16}{'max/mean':>9}{'fastest ms':>12}{'median ms':>11}{'to evenly dealt':>19}",
+    ]
+    even = statistics.median(found["seconds"]["evenly dealt"])
+    for kind in KINDS:
+        seconds = found["seconds"][kind]
+        median = statistics.median(seconds)
+        lines.append(
+            f"{kind:<16}{found['loads'][kind]:>9.3f}{1e3 * min(seconds):>12.0f}"
+            f"{1e3 * median:>11.0f}{median / even:>18.2f}x"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="per rank, for the quality tables")
     parser.add_argument("--steps", type=int, default=2, help="per workload and skew")
     parser.add_argument("--rounds", type=int, default=40, help="timed calls per input")
+    parser.add_argument(
+        "--parts", nargs="+", choices=("plans", "steps"), default=["plans", "steps"]
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for the steps")
+    parser.add_argument("--train-rounds", type=int, default=12, help="timed steps of each kind")
     parser.add_argument("--out", type=Path, help="also write the output here")
     args = parser.parse_args()
-    text = "\n\n".join(
-        [
-            f"{header('numpy')}\n# one thread",
-            time_table(args.rounds),
-            quality_table(args.tokens, args.steps),
-            domain_table(args.tokens, args.steps),
-        ]
-    )
+    parts = [f"{header('numpy', 'torch')}\n# one thread"]
+    if "plans" in args.parts:
+        parts.append(time_table(args.rounds))
+        parts.append(quality_table(args.tokens, args.steps))
+        parts.append(domain_table(args.tokens, args.steps))
+    if "steps" in args.parts:
+        parts += [steps_table(ranks, args.train_rounds) for ranks in args.ranks]
+    text = "\n\n".join(parts)
     print(text)
     if args.out:
         args.out.write_text(text + "\n")
