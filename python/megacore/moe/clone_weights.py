@@ -105,9 +105,9 @@ class SlotBuffers:
             weight = weights[projection]
             slots = self._buffer(self._weights, projection, weight, weight.dtype)
             sent = [(rank, weight[expert]) for rank, expert in routes.outgoing]
-            self._leaving += _post(dist.isend, sent, routes.group, projection)
             received = [(rank, slots[slot]) for slot, rank in routes.incoming]
-            self._arriving[projection] = _post(dist.irecv, received, routes.group, projection)
+            leaving, self._arriving[projection] = _post(sent, received, routes.group, projection)
+            self._leaving += leaving
             num_bytes += _bytes_of(sent)
         return num_bytes
 
@@ -122,11 +122,24 @@ class SlotBuffers:
         dtype = torch.promote_types(like.dtype, torch.float32)
         return self._buffer(self._grads, projection, like, dtype)[:num_used]
 
-    def send_grads(self, projection: int, routes: CloneRoutes) -> int:
-        """Start to send what lies in :meth:`grads` home; returns the bytes."""
+    def exchange_grads(
+        self, projection: int, routes: CloneRoutes, staging: Tensor
+    ) -> tuple[list[dist.Work], int]:
+        """Start to send what lies in :meth:`grads` home, and to receive what lies elsewhere.
+
+        Args:
+            projection: Of which product.
+            routes: Which clones.
+            staging: Where gradients of clones held elsewhere go, in the order of ``outgoing``.
+
+        Returns:
+            What to wait for before ``staging`` is read, and the bytes that this rank sends.
+        """
         sent = [(rank, self._grads[projection][slot]) for slot, rank in routes.incoming]
-        self._grads_leaving[projection] = _post(dist.isend, sent, routes.group, 2 + projection)
-        return _bytes_of(sent)
+        received = [(rank, staging[i]) for i, (rank, _) in enumerate(routes.outgoing)]
+        leaving, arriving = _post(sent, received, routes.group, 2 + projection)
+        self._grads_leaving[projection] = leaving
+        return arriving, _bytes_of(sent)
 
     def finish(self) -> None:
         """Wait for all weights under way, also those that nobody came to use."""
@@ -250,13 +263,11 @@ class CloneExchange:
         if routes.num_used:
             grads = self._slots.grads(projection, like, routes.num_used)
             torch.ops.megacore.grouped_gemm_weight_grad_(grad, rows, m_splits, grads, False)
-            self._on_sent(self._slots.send_grads(projection, routes))
-        if routes.outgoing:
-            dtype = torch.promote_types(like.dtype, torch.float32)
-            staging = like.new_empty(len(routes.outgoing), *like.shape[1:], dtype=dtype)
-            received = [(rank, staging[i]) for i, (rank, _) in enumerate(routes.outgoing)]
-            works = _post(dist.irecv, received, routes.group, 2 + projection)
-            self._coming_home[projection] = staging, works
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        staging = like.new_empty(len(routes.outgoing), *like.shape[1:], dtype=dtype)
+        arriving, num_bytes = self._slots.exchange_grads(projection, routes, staging)
+        self._coming_home[projection] = staging, arriving
+        self._on_sent(num_bytes)
 
     def add_to_home(self, projection: int, total: Tensor) -> None:
         """Add the clones' gradients to those of the home experts, by rank and slot."""
@@ -359,16 +370,30 @@ def _clone_rows(m_splits: Tensor, weight: Tensor, exchange: CloneExchange) -> tu
     return (int(m_splits[:num_local].sum()) if exchange.routes.num_used else 0), clones
 
 
-def _post(kind: Any, tensors: list[tuple[int, Tensor]], group: Group, tag: int) -> list[dist.Work]:
-    """Start one message per tensor, to or from the position that stands with it."""
-    if not tensors:
-        return []
-    return dist.batch_isend_irecv(
+def _post(
+    sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]], group: Group, tag: int
+) -> tuple[list[dist.Work], list[dist.Work]]:
+    """Start one message per tensor, to or from the position that stands with it.
+
+    All in one call: NCCL would run messages one after another, and two ranks that both send first
+    would wait for each other.
+
+    Returns:
+        What to wait for before tensors that were sent are written, and before received ones are
+        read.
+    """
+    messages = [(dist.isend, *each) for each in sent] + [(dist.irecv, *each) for each in received]
+    if not messages:
+        return [], []
+    works = dist.batch_isend_irecv(
         [
             dist.P2POp(kind, tensor, group.ranks[position], group.handle, tag)
-            for position, tensor in tensors
+            for kind, position, tensor in messages
         ]
     )
+    if len(works) < len(messages):  # one for all of them
+        return works, works
+    return works[: len(sent)], works[len(sent) :]
 
 
 def _wait(works: list[dist.Work]) -> None:
