@@ -136,6 +136,8 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     sharding = "sharded over dp (ZeRO-1)" if config.optimizer.distributed else "not sharded"
     console.print()
     console.print(_memory_text(plan, config), soft_wrap=True)
+    if plan.ranks[0].graphs is not None:
+        console.print(_graphs_text(plan, config), soft_wrap=True)
     console.print(
         f"params, grads, optim: memory per rank, no activations; optimizer state {sharding}\n"
         f"held: most microbatches, counted per chunk, whose activations a rank holds at once"
@@ -154,6 +156,16 @@ def _experts_text(plan: RunPlan, config: Config) -> str:
         f"{layers} of {num_layers} layers with {moe.num_experts} experts, "
         f"{moe.num_experts // topology.ep} per rank, {moe.top_k} per token, {moe.dispatcher}"
     )
+
+
+def _graphs_text(plan: RunPlan, config: Config) -> str:
+    """What the graphs of each pipeline rank are predicted to take."""
+    scopes = config.graphs.scopes or "the whole step"
+    lines = [f"graphs ({config.graphs.mode}, {scopes}), predicted in MiB; the log shows measured:"]
+    for rank in plan.ranks:
+        assert rank.graphs is not None
+        lines.append(f"  pp {rank.pp_rank}: {rank.graphs.text()}")
+    return "\n".join(lines)
 
 
 def _memory_text(plan: RunPlan, config: Config) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from megacore._core import ActionKind, Program
@@ -133,9 +132,7 @@ class PartialGraphs:
         self._made = Capturing(
             modules, layers, plan, backend=backend, keeps_memory=True, allow_unused_input=False
         )
-        before = _allocated()
         self._made.run(args, kwargs, num_warmup_iters, None, None)
-        self.measured_bytes = _allocated() - before
         # A buffer's hook adds a gradient up and lets go of it at once.
         calls = self._made.callables(clones_param_grads=False, defers_weight_grads=False)
         self._calls = self._by_place(calls)
@@ -182,8 +179,3 @@ class PartialGraphs:
                 for part in range(count):
                     found[chunk, part, microbatch] = next(rest)
         return found
-
-
-def _allocated() -> int:
-    """Bytes that torch's allocator holds on the device; 0 without one."""
-    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

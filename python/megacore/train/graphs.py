@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline import Program
 from megacore.pipeline.executor import ActivationSpec
+from megacore.train.graph_plan import GraphBytes, predict_graphs
 
 # A microbatch of the step by its number, on the device of the model.
 MicrobatchOf = Callable[[int], Microbatch]
@@ -52,7 +54,8 @@ class StepGraphs:
 
     Attributes:
         keys: Keys of a step's random numbers on the device.
-        notes: What to tell the user; whoever shows them takes them out.
+        notes: What to tell the user; :meth:`take_notes` takes them out.
+        predicted: What the last capture was predicted to take.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class StepGraphs:
         self._factors: dict[float, Tensor] = {}
         self.keys = StepKeys(random_uses(self._chunks), device=self._device)
         self.notes: list[str] = []
+        self.predicted: GraphBytes | None = None
 
     @property
     def partial(self) -> PartialGraphs | None:
@@ -159,6 +163,11 @@ class StepGraphs:
         assert sums is not None
         return sums
 
+    def take_notes(self) -> list[str]:
+        """What there is to tell the user since the last time."""
+        notes, self.notes = self.notes, []
+        return notes
+
     def reset(self) -> None:
         """Give up all graphs; the next step captures again."""
         for chunk in self._chunks:
@@ -176,8 +185,13 @@ class StepGraphs:
     def _capture(
         self, signature: CaptureSignature, microbatch_of: MicrobatchOf, passes: Passes
     ) -> None:
+        # What cannot run without storage cannot be captured either, but the capture says it better.
+        with suppress(RuntimeError):
+            self.predicted = predict_graphs(self._config, self._program)
+            self.notes.append(f"capturing {self.predicted.text()}")
         # No gather may begin inside of a captured region, and none is under way there.
         self._optimizer.finish_param_gather()
+        before = _reserved()
         failure: CaptureError | None = None
         try:
             with buffers_kept(self._chunks):
@@ -193,7 +207,7 @@ class StepGraphs:
         failed = torch.tensor([float(failure is not None)], device=self._device)
         all_reduce_(failed, self._groups.world)
         if not failed.item():
-            self.notes.append(self._measured_text())
+            self.notes.append(self._measured_text(max(0, _reserved() - before)))
             return
         self.reset()
         if self._settings.on_failure == "error":
@@ -269,16 +283,24 @@ class StepGraphs:
         same = {**signature.facts, name: self._captured.facts[name]}
         return same == dict(self._captured.facts)
 
-    def _measured_text(self) -> str:
+    def _measured_text(self, reserved: int) -> str:
+        """What the capture took: static tensors, and on a GPU what torch's allocator got for it."""
         if self._partial is not None:
             count, sizes = self._partial.num_graphs, self._partial.static_bytes()
         else:
             count = len(self._full)
             sizes = self._full["training"].static_bytes() if self._full else {}
-        shown = ", ".join(
-            f"{name.replace('_', ' ')} {size:,} bytes" for name, size in sizes.items()
+        boundary = sizes.get("output_grads", 0) + sizes.get("results", 0)
+        text = (
+            f"captured {count} graph{'' if count == 1 else 's'}: static inputs "
+            f"{sizes.get('static_inputs', 0) / 2**20:.1f}, boundary {boundary / 2**20:.1f}"
         )
-        return f"captured {count} graphs: {shown}"
+        return f"{text}, in all {reserved / 2**20:.1f} MiB" if reserved else f"{text} MiB"
+
+
+def _reserved() -> int:
+    """Bytes that torch's allocator holds on the GPU, those of graphs included; 0 without one."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
 def _install(part: CapturedPart, calls: dict[int, Any]) -> None:

@@ -151,6 +151,8 @@ class _Run:
             metrics = self._trainer.train_step(
                 step, sample_offset=self._sample_offset, recorder=recorder
             )
+            for note in self._trainer.graphs.take_notes() if self._trainer.graphs else ():
+                self._console.note(note)
             is_last = step + 1 == config.train.steps
             validation_loss = None
             if _is_due(step, config.train.eval_interval, is_last=is_last):

@@ -19,6 +19,7 @@ from megacore.optim import MemoryRow, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
 from megacore.pipeline import ActionKind, Lowering, Program
+from megacore.train.graph_plan import GraphBytes, predict_graphs
 from megacore.train.routing import check_routing
 from megacore.train.trainer import make_topology, train_recompute, train_schedule
 
@@ -42,6 +43,7 @@ class RankPlan:
             holds at once.
         peak_kept: Likewise of those that keep all activations; the others are recomputed.
         busy_fraction: Part of a step's makespan in which it computes.
+        graphs: What its CUDA graphs take; ``None`` without.
     """
 
     pp_rank: int
@@ -55,6 +57,7 @@ class RankPlan:
     peak_in_flight: int
     peak_kept: int
     busy_fraction: float
+    graphs: GraphBytes | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -118,6 +121,11 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
                 bucket_numels=sizes.bucket_numels,
                 peak_in_flight=timeline.peak_in_flight[pp_rank],
                 peak_kept=_peak_kept(programs[pp_rank]),
+                graphs=(
+                    None
+                    if config.graphs.mode == "off"
+                    else predict_graphs(config, programs[pp_rank])
+                ),
                 busy_fraction=timeline.busy[pp_rank] / timeline.makespan,
             )
         )

@@ -1,0 +1,219 @@
+"""What a capture will take, before it is made: graphs, static tensors, memory between passes.
+
+A captured part runs once without storage (torch's meta device), which tells the shapes of its
+results and of all that autograd keeps for its backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megacore.config import Config, layers_of_stages, mtp_stage
+from megacore.graphs import BufferRole, StepKind, StepOrder, plan_capture, static_bytes
+from megacore.models.build import torch_dtype
+from megacore.models.captured import captured_parts, random_uses
+from megacore.models.gpt import GPTChunk
+from megacore.ops.counter_random import StepKeys
+from megacore.parallel import ProcessGroups
+from megacore.parallel.batch import Microbatch
+from megacore.pipeline import Program
+
+# What the driver keeps for a graph besides its tensors; an assumption, not a measurement.
+GRAPH_OBJECT_BYTES = 64 << 10
+_WHOLE = ("attn", "mlp", "moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphBytes:
+    """What the graphs of one rank take.
+
+    Attributes:
+        num_graphs: Recorded graphs.
+        objects: The graphs themselves.
+        static_inputs: Tensors that calls copy their arguments into.
+        boundary: Results of captured parts and gradients that enter and leave them, those of
+            parameters included.
+        pool: What captured forward passes keep for their backward passes.
+    """
+
+    num_graphs: int
+    objects: int
+    static_inputs: int
+    boundary: int
+    pool: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.objects + self.static_inputs + self.boundary + self.pool
+
+    def text(self) -> str:
+        """For people.
+
+        Example:
+            >>> GraphBytes(num_graphs=2, objects=1 << 20, static_inputs=0, boundary=0,
+            ...            pool=1 << 20).text()
+            '2 graphs, about 2.0 MiB: objects 1.0, static inputs 0.0, boundary 0.0, pool 1.0'
+        """
+        parts = ("objects", "static_inputs", "boundary", "pool")
+        shown = ", ".join(
+            f"{name.replace('_', ' ')} {getattr(self, name) / 2**20:.1f}" for name in parts
+        )
+        count = f"{self.num_graphs} graph{'' if self.num_graphs == 1 else 's'}"
+        return f"{count}, about {self.total / 2**20:.1f} MiB: {shown}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PartBytes:
+    inputs: int
+    results: int
+    params: int
+    kept: int
+
+
+def predict_graphs(config: Config, program: Program) -> GraphBytes:
+    """What the graphs of a pipeline rank will take.
+
+    With tensor parallelism the sizes are those of one rank's share of a layer.
+
+    Args:
+        config: A resolved configuration with ``graphs.mode`` not ``"off"``.
+        program: The rank's program.
+    """
+    is_full = config.graphs.mode == "full"
+    scopes = _WHOLE if is_full else config.graphs.scope_names
+    parts = [_parts_of(config, layers, scopes) for layers in _layers_of(config, program)]
+    if not any(parts):
+        return GraphBytes(num_graphs=0, objects=0, static_inputs=0, boundary=0, pool=0)
+    order = StepOrder.of(program, has_parts=[bool(chunk) for chunk in parts])
+    flat = [part for chunk in parts for part in chunk]
+    plan = plan_capture(
+        order.order,
+        num_layers_per_chunk=[len(parts[chunk]) for chunk in order.chunks],
+        input_signature=_signatures(flat),
+        output_signature=list(range(len(flat))),
+    )
+    pool = sum(flat[c.layer].kept for c in plan.captures if c.kind == StepKind.FORWARD)
+    if is_full:
+        tokens = config.train.microbatch_size * (2 * config.model.seq_length + 1)
+        inputs = 2 * plan.num_microbatches * tokens * torch.int64.itemsize
+        objects = 2 * GRAPH_OBJECT_BYTES
+        return GraphBytes(
+            num_graphs=2, objects=objects, static_inputs=inputs, boundary=0, pool=pool
+        )
+    distinct = sorted({part.inputs for part in flat})
+    static = static_bytes(plan, input_bytes=distinct, output_bytes=[part.results for part in flat])
+    boundary = static[BufferRole.OUTPUT_GRAD]
+    weights = {c.layer for c in plan.captures if c.kind == StepKind.BACKWARD_WEIGHT}
+    for capture in plan.captures:
+        part = flat[capture.layer]
+        if capture.kind == StepKind.FORWARD:
+            boundary += part.results
+        elif capture.kind == StepKind.BACKWARD:
+            boundary += part.inputs + (0 if capture.layer in weights else part.params)
+        else:
+            boundary += part.params
+    return GraphBytes(
+        num_graphs=len(plan.captures),
+        objects=len(plan.captures) * GRAPH_OBJECT_BYTES,
+        static_inputs=static[BufferRole.INPUT],
+        boundary=boundary,
+        pool=pool,
+    )
+
+
+def _layers_of(config: Config, program: Program) -> list[list[int]]:
+    stages = layers_of_stages(config)
+    further = mtp_stage(config)
+    return [
+        [*stages[stage], *(config.model.mtp_layers if stage == further else ())]
+        for stage in program.stages
+    ]
+
+
+def _signatures(parts: list[_PartBytes]) -> list[int]:
+    """Parts with inputs of one size share buffers."""
+    distinct = sorted({part.inputs for part in parts})
+    return [distinct.index(part.inputs) for part in parts]
+
+
+def _parts_of(config: Config, layers: list[int], scopes: tuple[str, ...]) -> list[_PartBytes]:
+    """The captured parts of some layers; layers of one kind are alike."""
+    known: dict[bool, list[_PartBytes]] = {}
+    found: list[_PartBytes] = []
+    for index in layers:
+        is_moe = config.moe.is_moe_layer(index)
+        if is_moe not in known:
+            known[is_moe] = _one_part(config, index, scopes)
+        found += known[is_moe]
+    return found
+
+
+def _one_part(config: Config, index: int, scopes: tuple[str, ...]) -> list[_PartBytes]:
+    model, parallel, train = config.model, config.parallel, config.train
+    chunk = GPTChunk(
+        model,
+        layers=range(index, index + 1),
+        has_embedding=False,
+        has_head=False,
+        groups=ProcessGroups.single(),
+        dtype=torch_dtype(train.dtype),
+        device="meta",
+        moe=config.moe,
+    )
+    keys = StepKeys(random_uses([chunk]), device="meta")
+    length = model.seq_length // parallel.cp
+    parts = captured_parts(chunk, scopes, seq_length=length, keys=keys, again=frozenset())
+    if not parts:
+        return []
+    shape = (length, train.microbatch_size, model.hidden_size)
+    x = torch.empty(shape, dtype=torch_dtype(train.dtype), device="meta", requires_grad=True)
+    ids = torch.empty(train.microbatch_size, dtype=torch.int64, device="meta")
+    batch = Microbatch(
+        tokens=ids[:, None],
+        labels=None,
+        sample_ids=ids,
+        step=0,
+        loss_factor=torch.empty((), device="meta"),
+    )
+    args, named = parts[0].sample(x, batch)
+    kept = _Kept(chunk, length)
+    with saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        results = parts[0](*args, **named)
+    slices = parallel.tp if parallel.sequence_parallel else 1
+    return [
+        _PartBytes(
+            inputs=(x.nbytes + sum(tensor.nbytes for tensor in named.values())) // slices,
+            results=sum(tensor.nbytes for tensor in results.values()) // slices,
+            params=sum(p.nbytes for p in parts[0].parameters()) // parallel.tp,
+            kept=0 if train.recomputed else kept.num_bytes // parallel.tp,
+        )
+    ]
+
+
+class _Kept:
+    """Counts what autograd keeps, parameters and attention matrices aside.
+
+    The attention kernels of devices keep no matrix of queries by keys; the formulas that stand for
+    them on the meta device do.
+    """
+
+    def __init__(self, chunk: GPTChunk, length: int) -> None:
+        self._own = {param.untyped_storage()._cdata for param in chunk.parameters()}
+        self._length = length
+        self._found: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        is_matrix = tensor.shape[-2:] == (self._length, self._length)
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._own and not is_matrix:
+            self._found[storage] = tensor
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())

@@ -1,0 +1,305 @@
+"""Graphs in training: bits, planted mistakes, changes between capture and replay, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.buffers import StaleWeightsError
+from megacore.config import Config, resolve
+from megacore.errors import ConfigError
+from megacore.graphs import BufferRole, CaptureError, ReplayError, StepOrder, plan_capture
+from megacore.graphs.layer import CapturedLayer
+from megacore.graphs.replay import GraphedCallable
+from megacore.models.layers import ResidualDropout, RMSNorm
+from megacore.moe.dispatchers import AllToAllDispatcher
+from megacore.ops.counter_random import StepKeys
+from megacore.optim import DistributedOptimizer
+from megacore.parallel.batch import Microbatch
+from megacore.pipeline import build_schedule
+from megacore.train.trainer import Trainer, build_trainer
+
+STEPS = 6
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8, "aux_loss_coef": 1e-2}
+STATIC = {**EXPERTS, "dispatcher": "static", "static_budget": 4.0}
+
+
+def make_trainer(graphs: dict[str, Any] | None = None, **changes: Any) -> Trainer:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "ffn_hidden_size": 24,
+            "seq_length": 8,
+            "dropout": 0.1,
+        },
+        "train": {"steps": 50, "microbatch_size": 1, "global_batch_size": 4, "eval_interval": 1},
+        "graphs": {"warmup_steps": 1, **(graphs or {})},
+    }
+    for name, values in changes.items():
+        sections[name] = {**sections.get(name, {}), **values}
+    config = resolve(Config(**sections), 1, vocab_size=256, cuda=False)
+    return build_trainer(config, world_size=1, device=torch.device("cpu"))
+
+
+def run(trainer: Trainer, steps: int = STEPS) -> list[float]:
+    numbers = []
+    for step in range(steps):
+        metrics = trainer.train_step(step)
+        numbers += [metrics.loss, metrics.grad_norm]
+    return [*numbers, trainer.evaluate()]
+
+
+PARTIAL: dict[str, Any] = {"mode": "partial"}
+FULL: dict[str, Any] = {"mode": "full"}
+
+
+@pytest.mark.parametrize(
+    ("graphs", "changes"),
+    [
+        (PARTIAL, {"train": {"recompute": "selective"}}),
+        (PARTIAL, {"train": {"recompute": "full"}}),
+        (FULL, {"train": {"recompute": "full"}}),
+        (PARTIAL, {"train": {"loss_normalization": "token"}, "moe": EXPERTS}),
+        (FULL, {"train": {"loss_normalization": "token"}, "moe": STATIC}),
+        (PARTIAL, {"train": {"dtype": "float16"}}),
+        (FULL, {"train": {"dtype": "float16"}}),
+        (PARTIAL, {"moe": {**EXPERTS, "dispatcher": "allgather", "expert_bias": True}}),
+        (FULL, {"moe": {**STATIC, "expert_bias": True, "jitter": 0.1}}),
+        (PARTIAL, {"model": {"num_mtp_layers": 1}}),
+    ],
+)
+def test_graphs_change_no_bit(graphs: dict[str, Any], changes: dict[str, Any]) -> None:
+    trainer = make_trainer(graphs, **changes)
+    assert run(trainer) == run(make_trainer(**changes))
+    assert trainer.graphs is not None
+    assert any(note.startswith("captured") for note in trainer.graphs.take_notes())
+
+
+def test_predicted_bytes_are_the_measured_ones() -> None:
+    for moe in ({}, EXPERTS, STATIC):
+        trainer = make_trainer(PARTIAL, moe=moe)
+        run(trainer, 2)
+        assert trainer.graphs is not None
+        partial, predicted = trainer.graphs.partial, trainer.graphs.predicted
+        assert partial is not None
+        assert predicted is not None
+        measured = partial.static_bytes()
+        assert predicted.num_graphs == partial.num_graphs
+        assert predicted.static_inputs == measured["static_inputs"]
+        boundary = measured["output_grads"] + measured["results"]
+        assert predicted.boundary == pytest.approx(boundary, rel=0.05)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
+def test_static_buffers_do_not_grow_with_microbatches(ranks: int, chunks: int) -> None:
+    name = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    counts = set()
+    for num_microbatches in (16, 32, 64):
+        schedule = build_schedule(
+            name, num_ranks=ranks, num_microbatches=num_microbatches, num_chunks=chunks
+        )
+        order = StepOrder.of(schedule.program(0), has_parts=[True] * chunks)
+        plan = plan_capture(order.order, num_layers_per_chunk=2)
+        counts.add((len(plan.captures), len(plan.buffer_signatures(BufferRole.INPUT))))
+    assert len(counts) == 1
+
+
+# ---- planted mistakes ----------------------------------------------------------------------------
+
+
+def nothing(*_: Any) -> None:
+    """What a forgotten step does."""
+
+
+def test_a_slot_reused_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(make_trainer(pipeline={"schedule": "gpipe"}))
+    planned = GraphedCallable._release
+
+    def too_early(self: GraphedCallable, *args: Any, **kwargs: Any) -> Any:
+        results = forward(self, *args, **kwargs)
+        planned(self)  # before the backward pass has read them
+        return results
+
+    forward = GraphedCallable.run_forward
+    monkeypatch.setattr(GraphedCallable, "run_forward", too_early)
+    found: list[float] = []
+    # Autograd notices the poison before the loss shows it.
+    with suppress(RuntimeError):
+        found = run(make_trainer(PARTIAL, pipeline={"schedule": "gpipe"}))
+    assert found != expected
+
+
+def test_a_skipped_hook_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlap = {"overlap_param_gather": True, "bucket_numel": 500}
+    assert run(make_trainer(PARTIAL, optimizer=overlap)) == run(make_trainer(optimizer=overlap))
+    monkeypatch.setattr(CapturedLayer, "run_hooks", nothing)
+    with pytest.raises(StaleWeightsError):
+        run(make_trainer(PARTIAL, optimizer=overlap))
+
+
+def test_a_forgotten_field_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = tuple(name for name in AllToAllDispatcher.captured_fields if name != "arriving")
+    monkeypatch.setattr(AllToAllDispatcher, "captured_fields", fields)
+    with pytest.raises(AttributeError, match="shape"):
+        run(make_trainer(PARTIAL, moe=EXPERTS))
+
+
+@pytest.mark.parametrize("graphs", [PARTIAL, FULL])
+def test_a_frozen_number_shows(graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = iter(range(1, 10**6))
+
+    def forward(self: ResidualDropout, x_SBH: Tensor, batch: Microbatch) -> Tensor:
+        del self, batch
+        return x_SBH * (1.0 + 1e-3 * next(scale))
+
+    monkeypatch.setattr(ResidualDropout, "forward", forward)
+    with pytest.raises(ReplayError, match=r"aten.mul\(1.\d+\), and was .*test_step_graphs.py"):
+        run(make_trainer(graphs))
+
+
+def test_keys_that_stand_still_change_the_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(make_trainer())
+    monkeypatch.setattr(StepKeys, "set_step", nothing)
+    assert run(make_trainer(PARTIAL)) != expected
+
+
+def test_a_step_that_does_not_tell_python_of_its_gradients_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A real graph runs no hooks; the emulated one does, so undo what they noted."""
+    expected = run(make_trainer())
+    noted = DistributedOptimizer.set_grad_marks
+
+    def as_real(self: DistributedOptimizer, marks: Any) -> None:
+        for buffer in self.buffers:
+            buffer.zero_grads()
+        noted(self, marks)
+
+    monkeypatch.setattr(DistributedOptimizer, "set_grad_marks", as_real)
+    assert run(make_trainer(FULL)) == expected
+    monkeypatch.setattr(
+        DistributedOptimizer, "set_grad_marks", lambda self, marks: as_real(self, marks[:0])
+    )
+    with pytest.raises(ValueError, match="zip"):
+        run(make_trainer(FULL))
+
+
+@pytest.mark.parametrize("graphs", [PARTIAL, FULL])
+def test_a_resumed_run_captures_anew_and_goes_on(graphs: dict[str, Any]) -> None:
+    first = make_trainer(graphs)
+    for step in range(4):
+        first.train_step(step)
+    saved = [{name: value.clone() for name, value in p.tensors.items()} for p in first.pieces()]
+    second = make_trainer(graphs)
+    for piece, values in zip(second.pieces(), saved, strict=True):
+        for name, value in values.items():
+            piece.tensors[name].copy_(value)
+    second.optimizer.load_scalars(first.optimizer.scalars())
+    second.optimizer.finish_load(first.optimizer.step_count)
+    assert [second.train_step(step).loss for step in range(4, 8)] == [
+        first.train_step(step).loss for step in range(4, 8)
+    ]
+
+
+# ---- changes and failures ------------------------------------------------------------------------
+
+
+def shorter(trainer: Trainer) -> Callable[..., Microbatch]:
+    """Batches with half of the tokens."""
+    whole = trainer._batches(trainer.data.train)
+
+    def batches(step: int, number: int) -> Microbatch:
+        batch = whole(step, number)
+        assert batch.labels is not None
+        return replace(batch, tokens=batch.tokens[:, :4], labels=batch.labels[:, :4])
+
+    return batches
+
+
+@pytest.mark.parametrize("graphs", [PARTIAL, FULL])
+def test_another_shape_is_an_error_or_a_new_capture(graphs: dict[str, Any]) -> None:
+    trainer = make_trainer(graphs)
+    run(trainer, 3)
+    with pytest.raises(ReplayError, match=r"batch shape \(1, 4\), not \(1, 8\)"):
+        trainer.step.train(3, shorter(trainer), lr=1e-3)
+
+
+def test_a_new_budget_is_captured_again() -> None:
+    moe = {**STATIC, "static_budget": 0.3, "over_budget": "rerun", "num_experts": 2}
+    for graphs in ({"mode": "partial", "scopes": "attn,moe"}, FULL):
+        trainer = make_trainer(graphs, moe=moe)
+        found = []
+        for step in range(STEPS):
+            if step == 3:
+                for chunk in trainer.chunks:
+                    chunk.moe_budget.grow()
+            found.append(trainer.train_step(step).loss)
+        assert trainer.graphs is not None
+        assert any("captured again" in note for note in trainer.graphs.take_notes())
+        plain = make_trainer(moe=moe)
+        assert found == [plain.train_step(step).loss for step in range(STEPS)]
+
+
+def wait(self: RMSNorm, x_SBH: Tensor) -> Tensor:
+    return x_SBH * self.weight * float(x_SBH.abs().max().item() < 1e30)
+
+
+@pytest.mark.parametrize("graphs", [PARTIAL, FULL])
+def test_a_planted_wait_is_named_and_training_goes_on_if_asked(
+    graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RMSNorm, "forward", wait)
+    with pytest.raises(
+        CaptureError, match=r"capture of .*reads a number from the device.*test_step_graphs.py:"
+    ):
+        run(make_trainer(graphs))
+    expected = run(make_trainer())
+    trainer = make_trainer({**graphs, "on_failure": "eager"})
+    assert run(trainer) == expected
+    assert trainer.graphs is not None
+    assert any("goes on without graphs" in note for note in trainer.graphs.take_notes())
+
+
+@pytest.mark.parametrize(
+    ("graphs", "changes", "message"),
+    [
+        ({"scopes": "mlp"}, {"moe": EXPERTS}, "every layer has experts"),
+        ({"scopes": "moe_router"}, {}, "the model has no experts"),
+        ({"scopes": "moe"}, {"moe": EXPERTS}, "asks the device how many tokens"),
+        ({"mode": "full"}, {"moe": EXPERTS}, "asks the device how many tokens"),
+        ({"mode": "full"}, {"optimizer": {"overlap_grad_reduce": True}}, "as one"),
+        ({"scopes": "attn"}, {"train": {"recompute": "full"}}, "runs whole layers again"),
+        ({"backend": "cuda"}, {}, "needs a GPU"),
+        (
+            {"scopes": "attn,moe"},
+            {"moe": {**STATIC, "echo": {"spare_slots": 1}}},
+            "lets the host plan that",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(
+    graphs: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trainer({"mode": "partial", **graphs}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "message"),
+    [
+        ("moe_preprocess", "begins with the router"),
+        ("moe,moe_router", "leave one out"),
+        ("attention", "is no scope"),
+    ],
+)
+def test_scopes_that_do_not_go_together(scopes: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(graphs={"mode": "partial", "scopes": scopes})
