@@ -64,7 +64,7 @@ def load_balancing_loss(
     Returns:
         One loss per pool, ``(P,)``, with this rank's part of the gradient; and the value of their
         mean without any. Averaged over ranks and microbatches the value is that of the global
-        batch.
+        batch. Without tokens it is 0.
 
     Sync:
         One all-reduce over each group of the pool.
@@ -84,9 +84,11 @@ def load_balancing_loss(
     length, batch, num_experts = scores_SBE.shape
     pools = batch if kind == "sequence" else 1
     count_PE = _count_choices(expert_ids_SBK, pools, num_experts).to(scores_SBE.dtype)
-    total_PE = scores_SBE.sum(0).view(pools, -1, num_experts).sum(1)
-    num_tokens = length * batch // pools
-    own_tokens = num_tokens * groups.sequence_parallel.size
+    total_PE = scores_SBE.sum(0)
+    if kind == "batch":
+        total_PE = total_PE.sum(0, keepdim=True)
+    num_tokens = length if kind == "sequence" else length * batch
+    own_tokens = max(1, num_tokens * groups.sequence_parallel.size)
     pool_group = groups.cp if kind == "sequence" else groups.dp_cp
 
     def over_ranks() -> Tensor:
@@ -99,7 +101,8 @@ def load_balancing_loss(
     pool_tokens = own_tokens * pool_group.size
     share_PE = stats[0] / (pool_tokens * expert_ids_SBK.shape[-1])
     own_P = num_experts * (share_PE * total_PE).sum(1) / own_tokens
-    return own_P, num_experts * (share_PE * stats[1]).sum(1).mean() / pool_tokens
+    value = num_experts * (share_PE * stats[1]).sum() / (max(1, pools) * pool_tokens)
+    return own_P, value
 
 
 def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]:
@@ -117,8 +120,9 @@ def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]
     Source:
         ST-MoE, arXiv:2202.08906, equation 5.
     """
-    mean_B = torch.logsumexp(logits_SBE, dim=-1).square().mean(0)
-    return mean_B / groups.sequence_parallel.size, mean_B.detach().mean()
+    length, batch, _ = logits_SBE.shape
+    mean_B = torch.logsumexp(logits_SBE, dim=-1).square().sum(0) / max(1, length)
+    return mean_B / groups.sequence_parallel.size, mean_B.detach().sum() / max(1, batch)
 
 
 def inject_gradient(x: Tensor, loss: Tensor, factor: float | Tensor) -> Tensor:
@@ -158,6 +162,6 @@ class _InjectGradient(torch.autograd.Function):
 
 def _count_choices(expert_ids_SBK: Tensor, pools: int, num_experts: int) -> Tensor:
     """Choices of each expert, ``(pools, E)`` int64; a sequence is a pool, or all are one."""
-    length, batch, choices = expert_ids_SBK.shape
-    flat = expert_ids_SBK.transpose(0, 1).reshape(pools, length * batch // pools * choices)
+    per_pool = expert_ids_SBK.numel() // max(1, pools)
+    flat = expert_ids_SBK.transpose(0, 1).reshape(pools, per_pool)
     return flat.new_zeros(pools, num_experts).scatter_add_(1, flat, torch.ones_like(flat))

@@ -283,7 +283,7 @@ class TopKRouter(nn.Module):
             if config.aux_loss_coef > 0.0:
                 own, value = load_balancing_loss(
                     _normalized(scores, config).view_as(logits_SBE),
-                    expert_ids.view(*logits_SBE.shape[:2], -1),
+                    expert_ids.view(*logits_SBE.shape[:2], config.top_k),
                     kind=config.aux_loss_type,
                     groups=self.groups,
                     memo=memo,

@@ -184,6 +184,20 @@ def test_losses_reach_the_router_with_the_factor_of_the_training_loss(
     torch.testing.assert_close(router.weight.grad, plain.weight.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", ["sequence", "batch"])
+@pytest.mark.parametrize(("length", "batch"), [(0, 1), (3, 0), (0, 0)])
+def test_a_rank_without_tokens_has_losses_of_zero(kind: Any, length: int, batch: int) -> None:
+    router = make_router(aux_loss_coef=0.1, aux_loss_type=kind, z_loss_coef=0.1)
+    result = router(tokens(length, batch), loss_factor=torch.ones(batch))
+    result.probs.sum().backward()
+    assert result.probs.shape == (0, 2)
+    assert result.aux_loss is not None
+    assert result.z_loss is not None
+    assert (result.aux_loss.item(), result.z_loss.item()) == (0.0, 0.0)
+    assert router.weight.grad is not None
+    assert not router.weight.grad.any()
+
+
 def test_no_losses_in_evaluation() -> None:
     router = make_router(aux_loss_coef=0.1, z_loss_coef=0.1, expert_bias=True).eval()
     routed = router(tokens(4, 1))
