@@ -171,13 +171,7 @@ def _check_experts(problems: _Problems, config: Config) -> None:
             f"{problems.shown('moe.echo.domain')} does not divide {problems.shown('parallel.ep')}; "
             f"nearest: domain={nearest_divisors(moe.echo.domain, parallel.ep)}"
         )
-    unit = parallel.tp * (2 * parallel.cp if parallel.cp > 1 else 1)
-    if not parallel.sequence_parallel and config.model.seq_length % unit:
-        problems.add(
-            f"{problems.shown('model.seq_length')} is not a multiple of {unit}: the ranks of tp "
-            f"share the tokens that they route; nearest: "
-            f"{nearest_multiples(config.model.seq_length, unit)}"
-        )
+    _check_shares_of_tokens(problems, config)
     if not moe.moe_layers(config.model.num_layers):
         problems.add(
             f"{problems.shown('moe.num_experts')}, but none of the {config.model.num_layers} "
@@ -185,6 +179,23 @@ def _check_experts(problems: _Problems, config: Config) -> None:
             f"{problems.shown('moe.layer_interval')}; lower one of them"
         )
     _check_expert_layout(problems, config)
+
+
+def _check_shares_of_tokens(problems: _Problems, config: Config) -> None:
+    """Ranks of tp that hold the same tokens route equal shares of them."""
+    parallel, length = config.parallel, config.model.seq_length
+    slices = 2 * parallel.cp if parallel.cp > 1 else 1
+    unit = parallel.tp * slices
+    # What the slices alone do not fit is the business of _check_sequence_fits_cp.
+    if parallel.sequence_parallel or length % slices or length % unit == 0:
+        return
+    factors = problems.shown("parallel.tp") + (
+        f" * 2 * {problems.shown('parallel.cp')} = {unit}" if slices > 1 else ""
+    )
+    problems.add(
+        f"{problems.shown('model.seq_length')} is not a multiple of {factors}: the ranks of tp "
+        f"share the tokens that they route; nearest: {nearest_multiples(length, unit)}"
+    )
 
 
 def _check_expert_layout(problems: _Problems, config: Config) -> None:

@@ -124,8 +124,21 @@ def test_suggested_layouts_do_fit() -> None:
         (
             {"moe__num_experts": "4", "parallel__tp": "2", "model__seq_length": "15"},
             2,
-            "model.seq_length = 15 (--model.seq_length=15) is not a multiple of 2: the ranks of tp "
-            "share the tokens that they route; nearest: 14 or 16",
+            "model.seq_length = 15 (--model.seq_length=15) is not a multiple of parallel.tp = 2 "
+            "(--parallel.tp=2): the ranks of tp share the tokens that they route; nearest: 14 or "
+            "16",
+        ),
+        (
+            {
+                "moe__num_experts": "4",
+                "parallel__tp": "2",
+                "parallel__cp": "2",
+                "model__seq_length": "12",
+            },
+            4,
+            "model.seq_length = 12 (--model.seq_length=12) is not a multiple of parallel.tp = 2 "
+            "(--parallel.tp=2) * 2 * parallel.cp = 2 (--parallel.cp=2) = 8: the ranks of tp share "
+            "the tokens that they route; nearest: 8 or 16",
         ),
         (
             {"parallel__tp": "8"},
@@ -242,6 +255,12 @@ def test_all_broken_rules_are_told_at_once() -> None:
     lines = message_of(config, 4).splitlines()
     assert lines[0] == f"{len(lines) - 1} problems in the configuration:"
     assert len(lines) >= 5
+
+
+def test_slices_of_a_sequence_are_one_problem_with_experts_too() -> None:
+    config = make(moe__num_experts="4", parallel__cp="2", model__seq_length="18")
+    (line,) = message_of(config, 2).splitlines()
+    assert "the slices of a sequence" in line
 
 
 def test_a_run_may_be_shorter_than_its_warmup() -> None:
