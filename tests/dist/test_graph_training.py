@@ -66,15 +66,12 @@ RUNS: dict[str, tuple[int, Changes, list[Changes]]] = {
     "experts, dp 2, m 4": (
         2,
         {**EXPERTS, "train.global_batch_size": 8},
-        [
-            {"mode": "partial", "scopes": "attn,moe_router"},
-            {"mode": "partial", "scopes": "mlp,moe_router,moe_preprocess"},
-        ],
+        [{"mode": "partial", "scopes": "attn,moe_router"}],
     ),
     "static experts, ep 2, m 4": (
         2,
         {**STATIC, "parallel.ep": 2, "train.global_batch_size": 8},
-        [{"mode": "partial", "scopes": "attn,mlp,moe"}, {"mode": "full"}],
+        [{"mode": "partial", "scopes": "attn,mlp,moe"}],
     ),
     "pp 2, m 16": (
         2,

@@ -232,7 +232,14 @@ class StepGraphs:
         if self._config.train.loss_normalization == "token":
             factors = torch.ones(batch.shape[0], device=self._device)
             sample_batch = replace(sample_batch, sample_factors=factors)
-        x = self._hidden.empty().zero_().requires_grad_()
+        length, _, width = self._hidden.shape
+        length = length * batch.shape[1] // self._config.model.seq_length
+        x = torch.zeros(
+            (length, batch.shape[0], width),
+            dtype=self._hidden.dtype,
+            device=self._device,
+            requires_grad=True,
+        )
         self._partial = PartialGraphs(
             parts,
             [[part.sample(x, sample_batch) for part in chunk] for chunk in parts],
@@ -300,7 +307,10 @@ class StepGraphs:
 
 def _reserved() -> int:
     """Bytes that torch's allocator holds on the GPU, those of graphs included; 0 without one."""
-    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()  # what is only kept for later does not count
+    return torch.cuda.memory_reserved()
 
 
 def _install(part: CapturedPart, calls: dict[int, Any]) -> None:

@@ -230,6 +230,14 @@ def test_another_shape_is_an_error_or_a_new_capture(graphs: dict[str, Any]) -> N
     run(trainer, 3)
     with pytest.raises(ReplayError, match=r"batch shape \(1, 4\), not \(1, 8\)"):
         trainer.step.train(3, shorter(trainer), lr=1e-3)
+    found, expected = (
+        [
+            *(t.train_step(step).loss for step in range(3)),
+            *(t.step.train(s, shorter(t), lr=1e-3).loss for s in (3, 4)),
+        ]
+        for t in (make_trainer({**graphs, "on_change": "recapture"}), make_trainer())
+    )
+    assert found == expected
 
 
 def test_a_new_budget_is_captured_again() -> None:
