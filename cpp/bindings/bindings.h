@@ -8,7 +8,7 @@ namespace megacore::bindings {
 
 void bind_parallel(pybind11::module_& module);
 void bind_pipeline(pybind11::module_& module);
-void bind_program(pybind11::module_& module);  // after bind_pipeline
+void bind_program(pybind11::module_& module);           // after bind_pipeline
 void bind_schedule_catalog(pybind11::module_& module);  // after bind_pipeline
 void bind_auto_schedule(pybind11::module_& module);     // after bind_schedule_catalog
 void bind_buffer(pybind11::module_& module);
