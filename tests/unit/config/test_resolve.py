@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megacore.config import Config, filled, load_config, resolve
+from megacore.config.moe import EchoConfig
 from megacore.errors import ConfigError
 
 
@@ -290,6 +291,12 @@ def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
     assert "but moe.num_experts = 0 (default); turn it off" in message_of(make(**on), 2)
     on |= {"moe__num_experts": "4", "parallel__ep": "2", "moe__dispatcher": "allgather"}
     assert "use alltoall or static, or turn it off" in message_of(make(**on), 4)
+    # One set of spare slots cannot hold the clones of both microbatches of a pair.
+    on["moe__dispatcher"] = "alltoall"
+    config = make(**on)
+    clones = EchoConfig(spare_slots=1)
+    config = config.model_copy(update={"moe": config.moe.model_copy(update={"echo": clones})})
+    assert "set spare_slots = 0, or turn it off" in message_of(config, 4)
 
 
 def test_parts_to_recompute_must_exist() -> None:
