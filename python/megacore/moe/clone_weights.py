@@ -138,7 +138,9 @@ class SlotBuffers:
         sent = [(rank, self._grads[projection][slot]) for slot, rank in routes.incoming]
         received = [(rank, staging[i]) for i, (rank, _) in enumerate(routes.outgoing)]
         leaving, arriving = _post(sent, received, routes.group, 2 + projection)
-        self._grads_leaving[projection] = leaving
+        # Those before may still be on their way if none leave now: gloo forgets a message whose
+        # work is let go of, and the other rank would wait for ever.
+        self._grads_leaving.setdefault(projection, []).extend(leaving)
         return arriving, _bytes_of(sent)
 
     def finish(self) -> None:

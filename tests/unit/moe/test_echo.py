@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from megacore.config import load_config
 from megacore.config.load import config_to_toml, split_overrides
 from megacore.errors import ConfigError
 from megacore.moe import plan_offload
-from megacore.moe.clone_weights import CloneRoutes, SlotBuffers
+from megacore.moe.clone_weights import FC1, CloneRoutes, SlotBuffers
 from megacore.moe.echo import EchoCounts, EchoOptions
 from megacore.moe.recorded_counts import recorded_counts
 from megacore.parallel.process_groups import Group
@@ -198,3 +199,32 @@ def test_records_tell_of_clones_and_the_report_draws_them() -> None:
     assert "1.5 clones per microbatch" in echo_sentence(records)
     assert "1.0 MiB in all, each plan 25 microseconds" in echo_sentence(records)
     assert echo_series([{"step": 0}]) == []
+
+
+class Message:
+    """Something under way, as torch.distributed would return it."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def wait(self) -> None:
+        self.is_done = True
+
+
+def test_gradients_under_way_survive_a_layer_without_clones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # gloo forgets a message whose work is let go of, and its receiver waits for ever.
+    message = Message()
+    under_way = [message]
+    monkeypatch.setattr(
+        "megacore.moe.clone_weights._post", lambda sent, *_: (under_way if sent else [], [])
+    )
+    slots, like = SlotBuffers(1), torch.zeros(1, 3, 2)
+    idle = CloneRoutes(group=Group.solo(), num_used=0, incoming=(), outgoing=())
+    slots.grads(FC1, like, 1)
+    slots.exchange_grads(FC1, replace(idle, num_used=1, incoming=((0, 0),)), like[:0])
+    slots.exchange_grads(FC1, idle, like[:0])
+    assert not message.is_done
+    slots.grads(FC1, like, 1)
+    assert message.is_done, "memory that is being sent must not be written"
