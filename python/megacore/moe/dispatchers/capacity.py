@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -36,7 +37,7 @@ class Capacity:
             >>> Capacity(factor=1.25).rows(num_copies=64, num_experts=8)
             10
         """
-        return max(1, math.ceil(self.factor * num_copies / num_experts))
+        return max(1, rows_at(self.factor, num_copies, num_experts))
 
     def limit(self, expert_ids_Tk: Tensor, probs_Tk: Tensor, *, num_experts: int) -> Tensor:
         """Drop the copies that exceed each expert's capacity.
@@ -78,3 +79,14 @@ def place_in_expert(expert_ids_Tk: Tensor, probs_Tk: Tensor | None) -> Tensor:
     first = torch.searchsorted(sorted_ids, sorted_ids)
     places = torch.arange(flat.shape[0], device=flat.device) - first
     return torch.empty_like(flat).scatter_(0, order, places).view_as(expert_ids_Tk)
+
+
+def rows_at(factor: float, num_copies: int, num_parts: int) -> int:
+    """``ceil(factor * num_copies / num_parts)`` of the factor as it is written, in decimals.
+
+    Example:
+        >>> import math
+        >>> rows_at(1.1, 100, 10), math.ceil(1.1 * 100 / 10)
+        (11, 12)
+    """
+    return math.ceil(Fraction(str(factor)) * num_copies / num_parts)

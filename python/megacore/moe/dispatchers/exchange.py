@@ -6,7 +6,6 @@ M rows that arrive, R rows per member of a static buffer.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable
 
@@ -24,7 +23,7 @@ from megacore.moe.dispatchers.base import (
     gather_counts,
     rows_of_copies,
 )
-from megacore.moe.dispatchers.capacity import Capacity, place_in_expert
+from megacore.moe.dispatchers.capacity import Capacity, place_in_expert, rows_at
 from megacore.ops.permutation import collect_rows, permute_probs, sort_by_expert, spread_rows
 from megacore.parallel.exchange import PendingRows, RowSplits, exchange_rows, start_exchange
 
@@ -175,7 +174,7 @@ class StaticBudget:
             >>> StaticBudget(0.5).rows(num_tokens=16, top_k=2, placement=placement)
             16
         """
-        wanted = math.ceil(self.factor * num_tokens * top_k / placement.ep_size)
+        wanted = rows_at(self.factor, num_tokens * top_k, placement.ep_size)
         return min(wanted, num_tokens * min(top_k, placement.num_local))
 
 
