@@ -102,6 +102,7 @@ class PartialGraphs:
             except that gradients have been added to buffers that kernels write to themselves.
 
     Example:
+        >>> import torch
         >>> from megacore.graphs import EmulatedBackend
         >>> from megacore.pipeline import build_schedule
         >>> part, x = nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
