@@ -22,8 +22,8 @@ __device__ __forceinline__ void step_one(const AdamWParams& p,
   p.param[i] = next.param;
   p.exp_avg[i] = next.exp_avg;
   p.exp_avg_sq[i] = next.exp_avg_sq;
-  if (p.param_bf16 != nullptr) {
-    p.param_bf16[i] = buffer::bfloat16_bits(next.param);
+  if (p.copy_out != nullptr) {
+    p.copy_out[i] = buffer::copied_bits(next.param, p.copy_is_float16);
   }
 }
 
@@ -47,11 +47,12 @@ __device__ __forceinline__ void step_four(const AdamWParams& p,
   reinterpret_cast<float4*>(p.param)[i] = param;
   reinterpret_cast<float4*>(p.exp_avg)[i] = exp_avg;
   reinterpret_cast<float4*>(p.exp_avg_sq)[i] = exp_avg_sq;
-  if (p.param_bf16 != nullptr) {
-    reinterpret_cast<ushort4*>(p.param_bf16)[i] = {buffer::bfloat16_bits(param.x),
-                                                   buffer::bfloat16_bits(param.y),
-                                                   buffer::bfloat16_bits(param.z),
-                                                   buffer::bfloat16_bits(param.w)};
+  if (p.copy_out != nullptr) {
+    const bool is_float16 = p.copy_is_float16;
+    reinterpret_cast<ushort4*>(p.copy_out)[i] = {buffer::copied_bits(param.x, is_float16),
+                                                 buffer::copied_bits(param.y, is_float16),
+                                                 buffer::copied_bits(param.z, is_float16),
+                                                 buffer::copied_bits(param.w, is_float16)};
   }
 }
 
@@ -92,7 +93,7 @@ bool is_aligned(const void* pointer, uintptr_t bytes) {
 bool allows_vectors(const AdamWParams& p) {
   return is_aligned(p.param, sizeof(float4)) && is_aligned(p.grad, sizeof(float4)) &&
          is_aligned(p.exp_avg, sizeof(float4)) && is_aligned(p.exp_avg_sq, sizeof(float4)) &&
-         is_aligned(p.param_bf16, sizeof(ushort4));
+         is_aligned(p.copy_out, sizeof(ushort4));
 }
 
 }  // namespace

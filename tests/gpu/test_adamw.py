@@ -46,15 +46,17 @@ def test_the_kernels_are_built_and_the_device_is_seen() -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 1023, 5_000_003])
 @pytest.mark.parametrize("skew", [0, 1])
-@pytest.mark.parametrize("copy", [False, True])
-def test_the_kernel_has_the_bits_of_the_cpu_step(numel: int, skew: int, copy: bool) -> None:
+@pytest.mark.parametrize("copy", [None, torch.bfloat16, torch.float16])
+def test_the_kernel_has_the_bits_of_the_cpu_step(
+    numel: int, skew: int, copy: torch.dtype | None
+) -> None:
     host = tensors(numel)
     device = []
     for tensor in host:  # a skew makes the kernel take its unaligned path
         storage = torch.empty(numel + skew, device="cuda")
         device.append(storage[skew:])
         device[-1].copy_(tensor)
-    copies = [torch.zeros(numel, dtype=torch.bfloat16, device=d) for d in ("cpu", "cuda")]
+    copies = [torch.zeros(numel, dtype=copy or torch.float32, device=d) for d in ("cpu", "cuda")]
     adamw_step_(*host, SETTINGS, copy_out=copies[0] if copy else None)
     adamw_step_(*device, SETTINGS, copy_out=copies[1] if copy else None)
     for a, b in zip(host, device, strict=True):
@@ -108,7 +110,7 @@ def test_sum_of_squares_stays_on_the_device() -> None:
     assert total.item() == pytest.approx(sum_of_squares(values).item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_training_on_the_gpu_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     found = {}
     for device in ("cpu", "cuda"):

@@ -60,18 +60,27 @@ MC_VECTOR_CLONES void round_to_bf16(const float* __restrict__ values,
                                     uint16_t* __restrict__ bits,
                                     int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
-    bits[i] = bfloat16_bits(values[i]);
+    bits[i] = copied_bits(values[i], false);
+  }
+}
+
+MC_VECTOR_CLONES void round_to_fp16(const float* __restrict__ values,
+                                    uint16_t* __restrict__ bits,
+                                    int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) {
+    bits[i] = copied_bits(values[i], true);
   }
 }
 
 void step_range(const AdamWTensors& t, int64_t start, int64_t end, const AdamWScalars& scalars) {
   // Rounding follows block by block, while the new parameters are still in the cache.
-  const int64_t block = t.param_bf16 == nullptr ? end - start : int64_t{4096};
+  const int64_t block = t.copy_out == nullptr ? end - start : int64_t{4096};
   for (int64_t at = start; at < end; at += block) {
     const int64_t numel = std::min(block, end - at);
     step_fp32(t.param + at, t.grad + at, t.exp_avg + at, t.exp_avg_sq + at, numel, scalars);
-    if (t.param_bf16 != nullptr) {
-      round_to_bf16(t.param + at, t.param_bf16 + at, numel);
+    if (t.copy_out != nullptr) {
+      const auto round = t.copy_is_float16 ? round_to_fp16 : round_to_bf16;
+      round(t.param + at, t.copy_out + at, numel);
     }
   }
 }

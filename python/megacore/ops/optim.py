@@ -78,7 +78,8 @@ def adamw_step_(
         exp_avg: First moment, ``(n,)``, fp32, contiguous; updated.
         exp_avg_sq: Second moment, ``(n,)``, fp32, contiguous; updated.
         settings: The numbers of the step.
-        copy_out: Receives the new parameters rounded to bfloat16, ``(n,)``, contiguous.
+        copy_out: Receives the new parameters as ``Tensor.to`` rounds them, ``(n,)``, bfloat16 or
+            float16, contiguous.
         control: What :func:`decide_step_` decided, on the device of ``param``: replaces the step
             and ``grad_scale`` of ``settings``, and may call the step off.
 
@@ -110,7 +111,8 @@ def adamw_step_(
         "grad": grad.data_ptr(),
         "exp_avg": exp_avg.data_ptr(),
         "exp_avg_sq": exp_avg_sq.data_ptr(),
-        "param_bf16": 0 if copy_out is None else copy_out.data_ptr(),
+        "copy_out": 0 if copy_out is None else copy_out.data_ptr(),
+        "copy_is_float16": copy_out is not None and copy_out.dtype == torch.float16,
         "numel": param.numel(),
         "control": 0 if control is None else control.data_ptr(),
         **_numbers(settings),
@@ -154,7 +156,7 @@ def adamw_step_reference_(
     exp_avg_sq.copy_(torch.where(is_applied, next_avg_sq, exp_avg_sq))
     param.copy_(torch.where(is_applied, next_param, param))
     if copy_out is not None:
-        copy_out.copy_(torch.where(is_applied, param.bfloat16(), copy_out))
+        copy_out.copy_(torch.where(is_applied, param.to(copy_out.dtype), copy_out))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +316,7 @@ def _check_step(
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, param, torch.float32)
     if copy_out is not None:
-        _check_tensor("copy_out", copy_out, param, torch.bfloat16)
+        _check_tensor("copy_out", copy_out, param, torch.bfloat16, torch.float16)
 
 
 def _check_decision(state: Tensor, sums: Tensor, control: Tensor) -> None:
@@ -335,9 +337,9 @@ def _check_numbers(name: str, numbers: Tensor | None, size: int, like: Tensor) -
         )
 
 
-def _check_tensor(name: str, tensor: Tensor, param: Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        wanted = str(dtype).removeprefix("torch.")
+def _check_tensor(name: str, tensor: Tensor, param: Tensor, *dtypes: torch.dtype) -> None:
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} {_describe(tensor)} must be {wanted}")
     if tensor.dim() != 1 or tensor.shape != param.shape or tensor.device != param.device:
         raise ValueError(

@@ -70,18 +70,15 @@ class _Run:
         """Update these elements."""
         # Each is itself if it is fp32 already.
         exp_avg, exp_avg_sq = self.exp_avg.float(), self.exp_avg_sq.float()
-        rounds = self.copy_out is not None and self.copy_out.dtype == torch.bfloat16
         adamw_step_(
             self.main_param,
             self.grad.float(),
             exp_avg,
             exp_avg_sq,
             settings,
-            copy_out=self.copy_out if rounds else None,
+            copy_out=self.copy_out,
             control=control,
         )
-        if self.copy_out is not None and not rounds:
-            self.copy_out.copy_(self.main_param)
         if exp_avg is not self.exp_avg:
             self.exp_avg.copy_(exp_avg)
             self.exp_avg_sq.copy_(exp_avg_sq)

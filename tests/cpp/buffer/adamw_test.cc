@@ -25,12 +25,13 @@ struct State {
     }
   }
 
-  AdamWTensors tensors(uint16_t* param_bf16 = nullptr) {
+  AdamWTensors tensors(uint16_t* copy_out = nullptr, bool copy_is_float16 = false) {
     return {.param = param.data(),
             .grad = grad.data(),
             .exp_avg = exp_avg.data(),
             .exp_avg_sq = exp_avg_sq.data(),
-            .param_bf16 = param_bf16,
+            .copy_out = copy_out,
+            .copy_is_float16 = copy_is_float16,
             .numel = static_cast<int64_t>(param.size())};
   }
 };
@@ -66,9 +67,12 @@ TEST(AdamW, GivesTheSameBitsForAnyCutOfTheRun) {
   for (int64_t start = 0; start < 1003; start += 59) {
     const int64_t numel = std::min(int64_t{59}, 1003 - start);
     AdamWTensors t = parts.tensors();
-    adamw_step(
-        {t.param + start, t.grad + start, t.exp_avg + start, t.exp_avg_sq + start, nullptr, numel},
-        kOptions);
+    adamw_step({.param = t.param + start,
+                .grad = t.grad + start,
+                .exp_avg = t.exp_avg + start,
+                .exp_avg_sq = t.exp_avg_sq + start,
+                .numel = numel},
+               kOptions);
   }
   EXPECT_EQ(whole.param, parts.param);
   EXPECT_EQ(whole.exp_avg, parts.exp_avg);
@@ -90,7 +94,12 @@ TEST(AdamW, LeavesZeroPaddingAtZero) {
   std::vector<float> grad = zeros;
   std::vector<float> exp_avg = zeros;
   std::vector<float> exp_avg_sq = zeros;
-  adamw_step({param.data(), grad.data(), exp_avg.data(), exp_avg_sq.data(), nullptr, 4}, kOptions);
+  adamw_step({.param = param.data(),
+              .grad = grad.data(),
+              .exp_avg = exp_avg.data(),
+              .exp_avg_sq = exp_avg_sq.data(),
+              .numel = 4},
+             kOptions);
   EXPECT_EQ(param, zeros);
   EXPECT_EQ(exp_avg_sq, zeros);
 }
@@ -100,20 +109,34 @@ TEST(AdamW, WritesTheNewParameterAsBfloat16) {
   std::vector<uint16_t> bits(5000);
   adamw_step(state.tensors(bits.data()), kOptions);
   for (size_t i = 0; i < bits.size(); ++i) {
-    ASSERT_EQ(bits[i], bfloat16_bits(state.param[i]));
+    ASSERT_EQ(bits[i], base::bfloat16_bits(state.param[i]));
+  }
+}
+
+TEST(AdamW, WritesTheNewParameterAsFloat16) {
+  State state(5000);
+  state.param[7] = 65521.0F;  // above the largest float16, also after the step
+  std::vector<uint16_t> bits(5000);
+  AdamWOptions options = kOptions;
+  options.weight_decay = 0.0;
+  options.lr = 1e-5;
+  adamw_step(state.tensors(bits.data(), true), options);
+  EXPECT_EQ(bits[7], 0x7c00);
+  for (size_t i = 0; i < bits.size(); ++i) {
+    ASSERT_EQ(bits[i], base::float16_bits(state.param[i]));
   }
 }
 
 TEST(AdamW, RoundsToTheNearestBfloat16TiesToEven) {
-  EXPECT_EQ(bfloat16_bits(1.0F), 0x3f80);
-  EXPECT_EQ(bfloat16_bits(-2.0F), 0xc000);
-  EXPECT_EQ(bfloat16_bits(1.0F + 0x1p-8F), 0x3f80);             // half way: even below
-  EXPECT_EQ(bfloat16_bits(1.0F + 3 * 0x1p-8F), 0x3f82);         // half way: even above
-  EXPECT_EQ(bfloat16_bits(1.0F + 0x1p-8F + 0x1p-20F), 0x3f81);  // just above half way
+  EXPECT_EQ(base::bfloat16_bits(1.0F), 0x3f80);
+  EXPECT_EQ(base::bfloat16_bits(-2.0F), 0xc000);
+  EXPECT_EQ(base::bfloat16_bits(1.0F + 0x1p-8F), 0x3f80);             // half way: even below
+  EXPECT_EQ(base::bfloat16_bits(1.0F + 3 * 0x1p-8F), 0x3f82);         // half way: even above
+  EXPECT_EQ(base::bfloat16_bits(1.0F + 0x1p-8F + 0x1p-20F), 0x3f81);  // just above half way
   const float infinity = std::numeric_limits<float>::infinity();
-  EXPECT_EQ(bfloat16_bits(infinity), 0x7f80);
-  EXPECT_EQ(bfloat16_bits(std::numeric_limits<float>::max()), 0x7f80);
-  EXPECT_EQ(bfloat16_bits(std::numeric_limits<float>::quiet_NaN()), 0x7fc0);
+  EXPECT_EQ(base::bfloat16_bits(infinity), 0x7f80);
+  EXPECT_EQ(base::bfloat16_bits(std::numeric_limits<float>::max()), 0x7f80);
+  EXPECT_EQ(base::bfloat16_bits(std::numeric_limits<float>::quiet_NaN()), 0x7fc0);
 }
 
 TEST(AdamW, RejectsWhatCannotBeStepped) {

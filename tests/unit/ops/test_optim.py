@@ -32,19 +32,74 @@ def tensors(numel: int, seed: int = 0) -> list[Tensor]:
     return made
 
 
-@given(st.integers(0, 300), st.integers(0, 5), st.booleans())
-def test_native_step_has_the_bits_of_the_reference(numel: int, skew: int, copy: bool) -> None:
+COPIES = st.sampled_from([None, torch.bfloat16, torch.float16])
+
+
+@given(st.integers(0, 300), st.integers(0, 5), COPIES)
+def test_native_step_has_the_bits_of_the_reference(
+    numel: int, skew: int, copy: torch.dtype | None
+) -> None:
     # A start that is not aligned to a vector must not change the result.
     native = [t[skew:].clone() if skew % 2 else t[skew:] for t in tensors(numel + skew)]
     reference = [t.clone() for t in native]
-    native_copy = torch.empty(numel, dtype=torch.bfloat16) if copy else None
-    reference_copy = torch.empty(numel, dtype=torch.bfloat16) if copy else None
+    native_copy = None if copy is None else torch.empty(numel, dtype=copy)
+    reference_copy = None if copy is None else torch.empty(numel, dtype=copy)
     adamw_step_(*native, SETTINGS, copy_out=native_copy)
     adamw_step_reference_(*reference, SETTINGS, copy_out=reference_copy)
     for a, b in zip(native, reference, strict=True):
         assert torch.equal(a, b)
     if native_copy is not None and reference_copy is not None:
         assert torch.equal(native_copy, reference_copy)
+
+
+def copied(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a step that changes nothing writes as the narrow copy of its parameters."""
+    param, copy_out = values.clone(), torch.empty(values.shape, dtype=dtype)
+    zeros = [torch.zeros_like(param) for _ in range(3)]
+    adamw_step_(param, *zeros, AdamWSettings(step=1, lr=0.0), copy_out=copy_out)
+    assert torch.equal(param.view(torch.int32), values.view(torch.int32))
+    return copy_out
+
+
+def all_of(dtype: torch.dtype) -> Tensor:
+    """Every finite number of 16 bits, widened."""
+    values = torch.arange(1 << 16).to(torch.uint16).view(dtype).float()
+    return values[values.isfinite()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copies_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    # Every number of the narrow format, all that lies half way between two neighbours, and what is
+    # next to these: where overflow begins and where numbers become subnormal or zero among them.
+    exact = all_of(dtype)
+    ordered = torch.sort(exact).values
+    half_way = (ordered[1:].double() + ordered[:-1].double()).div(2).float()
+    limit = torch.tensor([ordered[-1].item() * (1 + 2.0**-12), 65519.996, 65520.0, 3.4e38])
+    middle = torch.cat([exact, half_way, limit, -limit])
+    up = torch.nextafter(middle, torch.tensor(math.inf))
+    down = torch.nextafter(middle, torch.tensor(-math.inf))
+    values = torch.cat([middle, up, down])
+    values = values[values.isfinite()]
+    assert torch.equal(copied(values, dtype).view(torch.int16), values.to(dtype).view(torch.int16))
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), max_size=40))
+def test_any_number_is_copied_as_torch_rounds_it(numbers: list[float]) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    values = values[values.isfinite()]  # an infinite parameter turns into NaN in a step
+    for dtype in (torch.bfloat16, torch.float16):
+        expected = values.to(dtype).view(torch.int16)
+        assert torch.equal(copied(values, dtype).view(torch.int16), expected)
+
+
+def test_a_parameter_that_is_not_finite_is_copied_as_such() -> None:
+    # From 65520 on there is no float16 left; a NaN stays one.
+    param = torch.tensor([65519.0, 65520.0, -1e6, math.nan])
+    zeros = [torch.zeros(4) for _ in range(3)]
+    copy_out = torch.zeros(4, dtype=torch.float16)
+    adamw_step_(param, *zeros, AdamWSettings(step=1, lr=0.0), copy_out=copy_out)
+    assert copy_out.tolist()[:3] == [65504.0, math.inf, -math.inf]
+    assert math.isnan(copy_out[3].item())
 
 
 def test_many_steps_follow_torch_adamw() -> None:
@@ -92,7 +147,7 @@ def test_shapes_dtypes_and_layouts_are_checked() -> None:
         adamw_step_(param, grad, exp_avg.double(), exp_avg_sq, SETTINGS)
     with pytest.raises(ValueError, match="must be contiguous"):
         adamw_step_(param[::2], grad[:4], exp_avg[:4], exp_avg_sq[:4], SETTINGS)
-    with pytest.raises(ValueError, match=r"copy_out .* must be bfloat16"):
+    with pytest.raises(ValueError, match=r"copy_out .* must be bfloat16 or float16"):
         adamw_step_(param, grad, exp_avg, exp_avg_sq, SETTINGS, copy_out=torch.empty(8))
     with pytest.raises(ValueError, match="must be flat"):
         adamw_step_(
@@ -154,32 +209,36 @@ def test_decisions_are_those_of_the_reference(
     assert bool(control[3]) is not bad
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("step", [adamw_step_, adamw_step_reference_])
-def test_a_decision_replaces_the_settings(step: Callable[..., None]) -> None:
+def test_a_decision_replaces_the_settings(step: Callable[..., None], dtype: torch.dtype) -> None:
     plain, controlled = tensors(1003, seed=1), tensors(1003, seed=1)
     settings = AdamWSettings(step=7, lr=1e-2, beta1=0.9, beta2=0.95, grad_scale=0.25)
     decided = [0.25, settings.bias_correction1, settings.bias_correction2, 1.0, 3.0]
     control = torch.tensor(decided, dtype=torch.float64)
     adamw_step_(*plain, settings)
     other = replace(settings, step=1, grad_scale=99.0)
-    copy_out = torch.zeros(1003, dtype=torch.bfloat16)
+    copy_out = torch.zeros(1003, dtype=dtype)
     step(*controlled, other, control=control, copy_out=copy_out)
     for a, b in zip(plain, controlled, strict=True):
         assert torch.equal(a, b)
-    assert torch.equal(copy_out, controlled[0].bfloat16())
+    assert torch.equal(copy_out, controlled[0].to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("step", [adamw_step_, adamw_step_reference_])
-def test_a_step_that_is_called_off_changes_nothing(step: Callable[..., None]) -> None:
+def test_a_step_that_is_called_off_changes_nothing(
+    step: Callable[..., None], dtype: torch.dtype
+) -> None:
     values = tensors(100, seed=2)
     values[1][3] = math.nan
     before = [value.clone() for value in values]
-    copy_out = torch.full((100,), 5.0, dtype=torch.bfloat16)
+    copy_out = torch.full((100,), 5.0, dtype=dtype)
     control = torch.tensor([1.0, 0.1, 0.1, 0.0, math.nan], dtype=torch.float64)
     step(*values, SETTINGS, control=control, copy_out=copy_out)
     for a, b in zip(values, before, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol=0.0, equal_nan=True)
-    assert torch.equal(copy_out, torch.full((100,), 5.0, dtype=torch.bfloat16))
+    assert torch.equal(copy_out, torch.full((100,), 5.0, dtype=dtype))
 
 
 def test_numbers_of_a_decision_are_checked() -> None:

@@ -13,11 +13,12 @@ namespace megacore::buffer {
 
 // The tensors of one call; each holds `numel` elements and none overlaps another.
 struct AdamWTensors {
-  float* param = nullptr;          // updated in place
-  const float* grad = nullptr;     // read
-  float* exp_avg = nullptr;        // first moment, updated in place
-  float* exp_avg_sq = nullptr;     // second moment, updated in place
-  uint16_t* param_bf16 = nullptr;  // optional: receives the new parameter as bfloat16
+  float* param = nullptr;        // updated in place
+  const float* grad = nullptr;   // read
+  float* exp_avg = nullptr;      // first moment, updated in place
+  float* exp_avg_sq = nullptr;   // second moment, updated in place
+  uint16_t* copy_out = nullptr;  // optional: receives the new parameter, rounded to nearest even
+  bool copy_is_float16 = false;  // as float16 (infinity from 65520 on), else as bfloat16
   int64_t numel = 0;
 };
 

@@ -14,7 +14,10 @@
 
 namespace megacore::buffer {
 
-using base::bfloat16_bits;
+// Bits of a parameter as training uses it, beside its fp32 original.
+MC_HOST_DEVICE uint16_t copied_bits(float param, bool is_float16) {
+  return is_float16 ? base::float16_bits(param) : base::bfloat16_bits(param);
+}
 
 // What the caller of a step chooses.
 struct AdamWOptions {
