@@ -6,6 +6,8 @@ All mistakes of a configuration are reported at once, each with its place and th
 from __future__ import annotations
 
 from megacore.config.base import filled
+from megacore.config.checkpoint import CheckpointConfig
+from megacore.config.data import DataConfig
 from megacore.config.graphs import GraphsConfig
 from megacore.config.layers import layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.config.load import (
@@ -16,20 +18,15 @@ from megacore.config.load import (
     setting_homes,
     split_overrides,
 )
+from megacore.config.model import ModelConfig
 from megacore.config.moe import MoEConfig
+from megacore.config.optimizer import OptimizerConfig
+from megacore.config.parallel import ParallelConfig
+from megacore.config.pipeline import PipelineConfig
 from megacore.config.resolve import resolve
-from megacore.config.sections import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PipelineConfig,
-    RunConfig,
-    TrainSectionConfig,
-    section_classes,
-)
+from megacore.config.run import RunConfig
+from megacore.config.sections import Config, section_classes
+from megacore.config.train import TrainSectionConfig
 from megacore.config.words import close_words
 
 __all__ = [

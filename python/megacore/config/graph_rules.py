@@ -126,8 +126,3 @@ def _full_problems(config: Config, shown: Shown) -> Iterator[str]:
             'the device how many tokens go where; set moe.dispatcher = "static", or graphs.mode = '
             '"partial"'
         )
-    if config.optimizer.overlap_grad_reduce:
-        yield (
-            f"{shown('graphs.mode')} records all passes of a step as one, so nothing can be "
-            f"reduced between them: {shown('optimizer.overlap_grad_reduce')}; turn one off"
-        )

@@ -28,6 +28,12 @@ class GraphsConfig(Section):
         "of what goes where; with `moe_router`). Default: all that the model and its dispatcher "
         "allow.",
     )
+    include_optimizer: bool = Field(
+        default=False,
+        description="For `full`: the optimizer's step is part of the graph, with the collectives "
+        "before and behind it. Whether to skip, clipping and the loss scale are decided on the "
+        "device; the learning rate is an input.",
+    )
     warmup_steps: int = Field(
         default=3,
         ge=1,
@@ -85,5 +91,10 @@ class GraphsConfig(Section):
             raise ValueError(
                 'scopes are parts of layers, but mode = "full" records the whole step; leave '
                 'scopes out, or set mode = "partial"'
+            )
+        if self.include_optimizer and self.mode != "full":
+            raise ValueError(
+                f'include_optimizer = true adds to the graph of a whole step, but mode = "'
+                f'{self.mode}" records none; set mode = "full"'
             )
         return self

@@ -18,7 +18,8 @@ from megacore.config.layers import (
     stages_of_ranks,
 )
 from megacore.config.load import join_problems
-from megacore.config.sections import AXES, Config
+from megacore.config.parallel import AXES
+from megacore.config.sections import Config
 from megacore.errors import ConfigError
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megacore.config import Config, config_to_toml, load_config, resolve, split_overrides
 from megacore.config.load import key_lines
-from megacore.config.sections import SCHEDULES, section_classes
+from megacore.config.pipeline import SCHEDULES
+from megacore.config.sections import section_classes
 from megacore.errors import ConfigError
 
 

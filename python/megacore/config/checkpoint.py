@@ -1,0 +1,40 @@
+"""The ``[checkpoint]`` section: where and when to save, and what to start from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megacore.config.base import Section
+
+
+class CheckpointConfig(Section):
+    """``[checkpoint]``: where and when to save, and what to start from."""
+
+    dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of checkpoints. Default: `<run.dir>/checkpoints`.",
+    )
+    interval: int = Field(
+        default=0,
+        ge=-1,
+        description="Steps between checkpoints; 0 saves only at the end, -1 never.",
+    )
+    keep: int = Field(default=2, ge=1, description="Number of newest checkpoints that are kept.")
+    in_background: bool = Field(
+        default=False,
+        alias="async",
+        description="Copy the state to host memory and go on training while it is written.",
+    )
+    on_failure: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="What a checkpoint that cannot be written does to the run.",
+    )
+    resume: str | None = Field(
+        default=None,
+        min_length=1,
+        description="`auto` continues from the newest checkpoint if there is one; a path continues "
+        "from that checkpoint. Default: start anew.",
+    )

@@ -1,0 +1,121 @@
+"""The ``[model]`` section: the shape of the GPT."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from megacore.config.base import Section, filled, nearest_divisors, nearest_multiples
+
+
+class ModelConfig(Section):
+    """``[model]``: the shape of the GPT."""
+
+    hidden_size: int = Field(default=128, ge=1, description="Width of the residual stream.")
+    num_layers: int = Field(default=4, ge=1, description="Number of transformer layers.")
+    num_heads: int = Field(
+        default=4,
+        ge=1,
+        description="Attention heads; must divide `hidden_size` unless `head_dim` is set.",
+    )
+    head_dim: int | None = Field(
+        default=None,
+        ge=2,
+        multiple_of=2,
+        description="Width of one attention head, even. Default: `hidden_size` / `num_heads`.",
+    )
+    num_kv_heads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Heads of keys and values (grouped-query attention); must divide `num_heads`. "
+        "Default: `num_heads`.",
+    )
+    ffn_hidden_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Inner width of the SwiGLU. "
+        "Default: 8/3 of `hidden_size`, rounded up to a multiple of 64.",
+    )
+    vocab_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of tokens in the vocabulary. Default: the tokenizer's.",
+    )
+    vocab_pad_multiple: int = Field(
+        default=128,
+        ge=1,
+        description="The embedding gets rows up to a multiple of this number; "
+        "`parallel.tp` must divide it.",
+    )
+    seq_length: int = Field(default=128, ge=1, description="Tokens per sequence.")
+    num_mtp_layers: int = Field(
+        default=0,
+        ge=0,
+        description="Layers for multi-token prediction: the k-th predicts the token k places after "
+        "the next one. They help to train the model; generation leaves them out.",
+    )
+    mtp_loss_coef: float = Field(
+        default=0.1, ge=0.0, description="Weight of the mean loss of multi-token prediction."
+    )
+    tie_embeddings: bool = Field(
+        default=True, description="Use one matrix for the token embedding and the output layer."
+    )
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability.")
+    rope_base: float = Field(default=10000.0, gt=0.0, description="Base of the rotary embedding.")
+    norm_eps: float = Field(default=1e-5, gt=0.0, description="Epsilon of RMSNorm.")
+    qk_norm: bool = Field(
+        default=False, description="RMSNorm of each head's query and key before the rotation."
+    )
+    init_std: float = Field(
+        default=0.02, gt=0.0, description="Standard deviation of initial weights."
+    )
+
+    @property
+    def mtp_layers(self) -> range:
+        """Global indices of the layers for multi-token prediction, behind all others.
+
+        Example:
+            >>> ModelConfig(num_layers=4, num_mtp_layers=2).mtp_layers
+            range(4, 6)
+        """
+        return range(self.num_layers, self.num_layers + self.num_mtp_layers)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the full embedding: ``vocab_size`` up to a multiple of ``vocab_pad_multiple``.
+
+        It does not depend on ``parallel.tp``, so a checkpoint fits every layout.
+
+        Example:
+            >>> ModelConfig(vocab_size=300).padded_vocab_size
+            384
+        """
+        unit = self.vocab_pad_multiple
+        return -(-filled(self.vocab_size) // unit) * unit
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.head_dim is None:
+            self._check_derived_head_dim()
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}; "
+                f"nearest: {nearest_divisors(self.num_kv_heads, self.num_heads)}"
+            )
+        return self
+
+    def _check_derived_head_dim(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} is not a multiple of num_heads = "
+                f"{self.num_heads}; nearest hidden_size: "
+                f"{nearest_multiples(self.hidden_size, self.num_heads)}, or set head_dim"
+            )
+        head_dim = self.hidden_size // self.num_heads
+        if head_dim % 2:
+            raise ValueError(
+                f"hidden_size / num_heads = {head_dim} is odd, but rotary embedding turns "
+                f"pairs; nearest hidden_size: "
+                f"{nearest_multiples(self.hidden_size, 2 * self.num_heads)}, or set head_dim"
+            )

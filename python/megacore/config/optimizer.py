@@ -1,0 +1,124 @@
+"""The ``[optimizer]`` section: AdamW, its learning rate, clipping and sharding."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from megacore.config.base import Section
+
+
+class OptimizerConfig(Section):
+    """``[optimizer]``: AdamW, the learning rate over time, gradient clipping, ZeRO-1."""
+
+    lr: float = Field(default=3e-3, ge=0.0, description="Highest learning rate.")
+    min_lr: float | None = Field(
+        default=None, ge=0.0, description="Learning rate after the decay. Default: `lr` / 10."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise from 0 to `lr`.")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        default="cosine",
+        description="Shape after the warmup: cosine decay, warmup-stable-decay, or constant.",
+    )
+    decay_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="cosine: the step at which `min_lr` is reached (default `train.steps`); "
+        "wsd: length of the final decay (default 20% of `train.steps`); constant: unused.",
+    )
+    weight_decay: float = Field(default=0.1, ge=0.0, description="AdamW weight decay of matrices.")
+    beta1: float = Field(
+        default=0.9, ge=0.0, lt=1.0, description="AdamW decay of the first moment."
+    )
+    beta2: float = Field(
+        default=0.95, ge=0.0, lt=1.0, description="AdamW decay of the second moment."
+    )
+    eps: float = Field(default=1e-8, gt=0.0, description="AdamW epsilon.")
+    clip_grad: float = Field(
+        default=1.0, ge=0.0, description="Largest global gradient norm; 0 turns clipping off."
+    )
+    distributed: bool = Field(
+        default=True, description="Shard the optimizer state over data parallel ranks (ZeRO-1)."
+    )
+    num_instances: int = Field(
+        default=1,
+        ge=1,
+        description="Hybrid sharding: this many copies of the sharded optimizer state, each on "
+        "neighbouring data parallel ranks.",
+    )
+    average_in_collective: bool = Field(
+        default=True,
+        description="Divide summed gradients by the number of ranks; `false` scales them before "
+        "they are summed.",
+    )
+    grad_dtype: Literal["float32", "param"] = Field(
+        default="float32",
+        description="Number format in which gradients are accumulated and communicated: float32, "
+        "or that of the parameters (`train.dtype`), which takes half the memory in 16 bits.",
+    )
+    fp32_accumulation: bool = Field(
+        default=False,
+        description="Add 16-bit gradients of different ranks in float32 on NCCL as well: slices "
+        "are exchanged in 16 bits and added locally. On the CPU they always are.",
+    )
+    moments_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Number format of AdamW's moments."
+    )
+    loss_scale: float = Field(
+        default=65536.0,
+        ge=1.0,
+        description="First loss scale of float16 training; it adapts itself. A power of two.",
+    )
+    loss_scale_interval: int = Field(
+        default=1000,
+        ge=1,
+        description="Steps without overflow after which the loss scale doubles.",
+    )
+    bucket_numel: int | None = Field(
+        default=None,
+        ge=1,
+        description="Elements per gradient bucket. Default: chosen from the data parallel size.",
+    )
+    pad_buckets: bool = Field(
+        default=False,
+        description="Pad buckets to multiples of 2^16 elements, which rings of many ranks may "
+        "carry faster.",
+    )
+    overlap_grad_reduce: bool = Field(
+        default=False,
+        description="Average the gradients of a bucket while the backward pass still runs.",
+    )
+    overlap_param_gather: bool = Field(
+        default=False,
+        description="Collect updated parameters while the next forward pass runs.",
+    )
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _check_loss_scale(cls, scale: float) -> float:
+        if math.frexp(scale)[0] != 0.5:
+            lower = 2.0 ** math.floor(math.log2(scale))
+            raise ValueError(
+                f"loss_scale = {scale:g} is no power of two, so it would change bits; "
+                f"nearest: {lower:g}, {2 * lower:g}"
+            )
+        return scale
+
+    @model_validator(mode="after")
+    def _check_instances(self) -> Self:
+        if self.num_instances > 1 and not self.distributed:
+            raise ValueError(
+                f"num_instances = {self.num_instances} needs distributed = true: without sharding "
+                "every rank is an instance of its own; set num_instances = 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_min_lr(self) -> Self:
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise ValueError(
+                f"min_lr = {self.min_lr:g} is above lr = {self.lr:g}; use at most {self.lr:g}"
+            )
+        return self

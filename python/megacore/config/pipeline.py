@@ -1,0 +1,119 @@
+"""The ``[pipeline]`` section: the schedule and the way layers are dealt to stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from megacore._core import ScheduleInfo, schedule_catalog
+from megacore.config.base import Section
+
+SCHEDULES = (*(info.name for info in schedule_catalog()), "auto")
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[SCHEDULES]
+
+
+class PipelineConfig(Section):
+    """``[pipeline]``: the schedule and the way layers are dealt to stages."""
+
+    schedule: ScheduleName = Field(
+        default="1f1b",
+        description="Order of forward and backward passes; `megacore schedule --compare` shows all "
+        "of them for given sizes. `auto` searches for the best one.",
+    )
+    num_chunks: int | None = Field(
+        default=None,
+        ge=1,
+        description="Model chunks per pipeline rank. Default: what the schedule has; 2 where it "
+        "can have any number, 1 for `no_pipelining` and `auto`.",
+    )
+    placement: Literal["loop", "v"] = Field(
+        default="loop",
+        description="Where `auto` puts the stages: in a loop over the ranks, or down the ranks and "
+        "back up (needs 2 chunks). The other schedules have a placement of their own.",
+    )
+    memory_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="For `auto`: stage activations that a rank may hold. Default: as many as it "
+        "takes.",
+    )
+    overlap_p2p: bool | None = Field(
+        default=None,
+        description="Let messages between stages travel beside compute, with receives posted "
+        "ahead. On NCCL this makes two more process groups per pipeline. Default: on with gloo, "
+        "off with NCCL.",
+    )
+    overlap_moe: bool = Field(
+        default=False,
+        description="Compute one microbatch while rows of another travel to and from experts. "
+        "For `dualpipe_v`, which pairs forwards with backwards, with `parallel.ep` > 1 and the "
+        "dispatchers `alltoall` and `static`. Changes no bit.",
+    )
+    debug_messages: bool = Field(
+        default=False,
+        description="Let a header travel ahead of each message between stages, and stop with both "
+        "names if a message is not the one expected. Slower.",
+    )
+    group_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Microbatches that run through one chunk before the next (interleaved "
+        "schedules). Default: the smallest with which a step is shortest.",
+    )
+    first_layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Layers of the first pipeline rank, over its chunks; the others share the rest "
+        "evenly, so it lets `num_layers` be uneven. Default: as many as the others.",
+    )
+    last_layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Layers of the last pipeline rank, over its chunks; the others share the rest "
+        "evenly. Default: as many as the others.",
+    )
+    account_for_embedding: bool = Field(
+        default=False, description="Count the embedding as one layer when layers are dealt out."
+    )
+    account_for_loss: bool = Field(
+        default=False,
+        description="Count the output layer and loss as one layer when layers are dealt out.",
+    )
+    layout: str | None = Field(
+        default=None,
+        description="All stages as a text, instead of the four settings before: `E` embedding, `t` "
+        "layer, `m` layer for multi-token prediction, `L` output layer and loss, `|` next stage, "
+        "`x*3`, `( )`; as in `Et|(tt|)*2tL`. "
+        "Default: layers are dealt evenly.",
+    )
+
+    @property
+    def schedule_info(self) -> ScheduleInfo | None:
+        """What is known of the schedule; ``None`` for ``auto``."""
+        return next((info for info in schedule_catalog() if info.name == self.schedule), None)
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the stages go down the ranks and back up, so that one rank holds both ends."""
+        info = self.schedule_info
+        return self.placement == "v" if info is None else info.placement == "v"
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks per rank, given or derived.
+
+        Example:
+            >>> [PipelineConfig(schedule=name).chunks for name in ("1f1b", "zb_v", "looped_bfs")]
+            [1, 2, 2]
+        """
+        if self.num_chunks is not None:
+            return self.num_chunks
+        info = self.schedule_info
+        if info is None:
+            return 2 if self.is_v else 1
+        return info.num_chunks or (1 if info.name == "no_pipelining" else 2)

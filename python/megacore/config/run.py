@@ -1,0 +1,68 @@
+"""The ``[run]`` section: the run's folder, its processes and their supervision."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from megacore.config.base import Section
+
+MAX_TIMEOUT_S = 7 * 86400.0
+
+
+class RunConfig(Section):
+    """``[run]``: the run's folder, its processes and their supervision."""
+
+    dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of all that the run writes. Default: `runs/<name>`.",
+    )
+    name: str = Field(
+        default="default",
+        min_length=1,
+        description="Name of the run, without slashes; use `dir` for another folder.",
+    )
+    nproc: int | None = Field(
+        default=None,
+        ge=1,
+        description="Processes to start (as `--nproc`). "
+        "Default: one per GPU; without GPUs as few as the layout allows.",
+    )
+    backend: Literal["gloo", "nccl"] | None = Field(
+        default=None,
+        description="Communication library. Default: `nccl` with a GPU, else `gloo`.",
+    )
+    host_memory: bool = Field(
+        default=True,
+        description="Let `gloo` groups whose ranks share a host exchange tensors through shared "
+        "memory.",
+    )
+    timeout_s: float = Field(
+        default=300.0,
+        gt=0.0,
+        le=MAX_TIMEOUT_S,
+        description="Seconds after which a collective operation gives up; at most a week.",
+    )
+    peer_timeout_s: float = Field(
+        default=20.0,
+        ge=1.0,
+        le=MAX_TIMEOUT_S,
+        description="Seconds of silence after which a rank counts as lost; at most a week.",
+    )
+    trace_step: int | None = Field(
+        default=None,
+        ge=-1,
+        description="Step (from 0) whose timeline is recorded; -1 for none. Default: `steps` / 2.",
+    )
+    plain: bool = Field(
+        default=False, description="Print plain lines instead of a live progress bar."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if "/" in name or "\0" in name or name in (".", ".."):
+            raise ValueError("must be the name of one folder in runs/; set run.dir for another one")
+        return name

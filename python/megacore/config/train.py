@@ -1,0 +1,88 @@
+"""The ``[train]`` section: steps, batches, number format, recomputation, validation."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from megacore.config.base import Section
+
+RECOMPUTE_MODULES = ("norm", "attention", "activation", "mlp", "moe")
+
+
+class TrainSectionConfig(Section):
+    """``[train]``: steps, batch sizes, number format, seed, validation."""
+
+    steps: int = Field(default=100, ge=1, description="Number of optimizer steps.")
+    microbatch_size: int = Field(
+        default=4, ge=1, description="Sequences per forward pass of one rank."
+    )
+    global_batch_size: int = Field(
+        default=32, ge=1, description="Sequences per optimizer step, all ranks."
+    )
+    loss_normalization: Literal["microbatch", "token"] = Field(
+        default="microbatch",
+        description="How losses of tokens become one: the mean over each microbatch, then over "
+        "microbatches; or the mean over all tokens of the global batch. The same unless some "
+        "tokens do not count (labels below 0).",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="Number format of weights and activations; main weights are float32.",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="Activations that are not kept for the backward pass but made again in it: "
+        "none; those of `recompute_modules`; or all of a layer but its input. Changes no bit.",
+    )
+    recompute_modules: str = Field(
+        default="norm,attention,activation",
+        description="For `selective`, joined by commas: `norm` (those before matrix products), "
+        "`attention` (all between its two products), `activation` (SwiGLU of dense MLPs), `mlp` "
+        "(whole dense MLPs), `moe` (whole MoE layers). The default is cheap: no product with a "
+        "weight is computed again.",
+    )
+    recompute_keep: int = Field(
+        default=0,
+        ge=0,
+        description="Of the microbatches that a pipeline rank holds at once, counted per chunk, "
+        "this many keep all activations; only the others are recomputed.",
+    )
+    seed: int = Field(default=1234, ge=0, description="Seed of weights, data order and dropout.")
+    eval_interval: int = Field(
+        default=50, ge=0, description="Steps between validations; 0 turns them off."
+    )
+    eval_steps: int = Field(default=4, ge=1, description="Global batches per validation.")
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """What is recomputed: ``{"layer"}``, or parts of layers.
+
+        Example:
+            >>> sorted(TrainSectionConfig(recompute="selective").recomputed)
+            ['activation', 'attention', 'norm']
+        """
+        if self.recompute == "selective":
+            return frozenset(self.recompute_modules.split(","))
+        return frozenset({"layer"} if self.recompute == "full" else ())
+
+    @field_validator("recompute_modules")
+    @classmethod
+    def _check_modules(cls, modules: str) -> str:
+        for name in modules.split(","):
+            if name not in RECOMPUTE_MODULES:
+                raise ValueError(
+                    f'"{name}" is no part that can be recomputed; join some of '
+                    f"{', '.join(RECOMPUTE_MODULES)} by commas"
+                )
+        return modules
+
+    @model_validator(mode="after")
+    def _check_recompute(self) -> Self:
+        if self.recompute_keep > 0 and self.recompute == "none":
+            raise ValueError(
+                f"recompute_keep = {self.recompute_keep} exempts microbatches from recomputation, "
+                'but recompute = "none"; set it to "selective" or "full", or recompute_keep to 0'
+            )
+        return self
