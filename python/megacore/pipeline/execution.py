@@ -16,7 +16,7 @@ from megacore._core import Action, ActionKind, Program, StateMachine
 from megacore.parallel.turns import Turns
 from megacore.pipeline.messages import Incoming, Messages, Transport
 from megacore.pipeline.recorder import ActionRecorder
-from megacore.pipeline.split_backward import DeferredWeightGrads, backward_input, whole_backward
+from megacore.ops.split_backward import DeferredWeightGrads, backward_input, whole_backward
 
 # What a stage returns: its output; the last one a scalar loss, or (loss, number of tokens).
 StageOutput: TypeAlias = Tensor | tuple[Tensor, Tensor | int]

@@ -14,9 +14,9 @@ from torch.library import opcheck
 from megacore.buffers import ParamGradBuffer
 from megacore.ops import grouped_gemm, main_grad_of
 from megacore.ops.gemm import grouped_gemm_reference
+from megacore.ops.split_backward import backward_input
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import Group
-from megacore.pipeline.split_backward import backward_input
 
 # Relative to the largest value; sums of up to some hundred products.
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}

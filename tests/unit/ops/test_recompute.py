@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from megacore.models.functional import rms_norm, swiglu
 from megacore.ops.recompute import Memo, recompute
-from megacore.pipeline.split_backward import backward_input
+from megacore.ops.split_backward import backward_input
 from tests.support.storages import Storages
 
 SIZE = 8

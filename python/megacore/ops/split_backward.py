@@ -16,7 +16,7 @@ this in W, border nodes are called from inside of a small backward pass of their
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,37 @@ class DeferredWeightGrads:
         if roots:
             torch.autograd.backward(roots, inputs=wanted)
 
+    def grads(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients that :meth:`run` would add; runs no hooks, and may be called once.
+
+        Args:
+            params: Leaves of the graph. Gradients of others are computed and dropped.
+
+        Example:
+            >>> x, w = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2))
+            >>> _, weights = backward_input(get_gradient_edge((x * w).sum()), None, x)
+            >>> weights.grads([w]), w.grad
+            ([tensor([1., 1.])], None)
+        """
+        parts, self._parts = self._parts, []
+        found: dict[int, Tensor | None] = {}
+        with torch.no_grad():
+            for part in parts:
+                leaves = [id(leaf.variable) for leaf in part.leaves]
+                found |= zip(leaves, part.run(), strict=True)
+        return [found.get(id(param)) for param in params]
+
+    def map_kept(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Put other tensors of the same values and strides in the place of those kept for W.
+
+        Args:
+            change: Called with each tensor, in an order that depends on the graph alone.
+        """
+        for part in self._parts:
+            for grads in part.arrived.values():
+                for nr in sorted(grads):
+                    grads[nr] = change(grads[nr])
+
 
 def backward_input(
     output: GradientEdge, output_grad: Tensor | None, hidden: Tensor | None
@@ -81,32 +112,57 @@ def backward_input(
         >>> w.grad.tolist()
         [1.0, 1.0]
     """
-    target = None if hidden is None else get_gradient_edge(hidden)
-    graph = _Graph(output, None if target is None else target.node)
-    output_grad = _grad_or_one(output, output_grad)
-    if output.node in graph.weight_nodes:
-        return None, DeferredWeightGrads(
-            _parts(graph, {output.node: {output.output_nr: output_grad}})
-        )
+    inputs = [] if hidden is None else [hidden]
+    grads, deferred = backward_inputs([output], [_grad_or_one(output, output_grad)], inputs)
+    return (grads[0] if grads else None), deferred
+
+
+def backward_inputs(
+    outputs: Sequence[GradientEdge], output_grads: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[list[Tensor | None], DeferredWeightGrads]:
+    """Do the same for several outputs and inputs.
+
+    Args:
+        outputs: Edges of the outputs.
+        output_grads: Their gradients.
+        inputs: Leaves that require grad. Without any, it is a first stage.
+
+    Returns:
+        The gradients of the inputs, ``None`` for those without influence; and what is left to do.
+
+    Raises:
+        ValueError: If the graph has a node that runs a backward pass of its own.
+    """
+    targets = [get_gradient_edge(tensor) for tensor in inputs]
+    graph = _Graph(outputs, [target.node for target in targets])
+    arrived: dict[Node, Arrived] = {}
+    roots = []
+    for output, grad in zip(outputs, output_grads, strict=True):
+        if output.node in graph.weight_nodes:
+            _add_arrived(arrived, output.node, output.output_nr, grad)
+        else:
+            roots.append((output, grad))
     edges = [GradientEdge(node, nr) for node, nrs in graph.borders.items() for nr in sorted(nrs)]
-    reached = graph.reaches_target
-    wanted = [target, *edges] if reached and target is not None else edges
-    if not wanted:
-        return None, DeferredWeightGrads([])
-    watch = _Watch(graph)
-    try:
-        grads = torch.autograd.grad(
-            [output], wanted, [output_grad], retain_graph=True, allow_unused=True
-        )
-    finally:
-        watch.end()
-    grad, captured = (grads[0], grads[1:]) if reached else (None, grads)
-    arrived: dict[Node, Arrived] = defaultdict(dict)
-    for edge, value in zip(edges, captured, strict=True):
-        if value is not None:
-            arrived[edge.node][edge.output_nr] = value
-    arrived |= watch.arrived
-    return grad, DeferredWeightGrads(_parts(graph, arrived))
+    reached = [target for target in targets if target.node in graph.reached]
+    found: dict[Node, Tensor | None] = {}
+    if roots and (reached or edges):
+        watch = _Watch(graph)
+        try:
+            grads = torch.autograd.grad(
+                [output for output, _ in roots],
+                [*reached, *edges],
+                [grad for _, grad in roots],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        finally:
+            watch.end()
+        found = {t.node: grad for t, grad in zip(reached, grads, strict=False)}
+        for edge, value in zip(edges, grads[len(reached) :], strict=True):
+            if value is not None:
+                arrived.setdefault(edge.node, {})[edge.output_nr] = value
+        arrived |= watch.arrived
+    return [found.get(t.node) for t in targets], DeferredWeightGrads(_parts(graph, arrived))
 
 
 def whole_backward(output: GradientEdge, output_grad: Tensor | None) -> None:
@@ -128,33 +184,34 @@ class _Graph:
         edges: The edges of each node, ``(None, 0)`` for an input without gradient.
         weight_nodes: Nodes from which only parameters can be reached, leaves included.
         borders: Border nodes, each with the outputs whose gradients arrive at it.
-        reaches_target: Whether the stage's input has any influence.
+        reached: Those of the stage's inputs that have any influence.
     """
 
-    def __init__(self, output: GradientEdge, target: Node | None) -> None:
-        self.edges = _edges(output.node)
+    def __init__(self, outputs: Sequence[GradientEdge], targets: Sequence[Node]) -> None:
+        self.edges = _edges([output.node for output in outputs])
         self.weight_nodes: set[Node] = set()
         activation: set[Node] = set()
         borders: list[Node] = []
         for node, edges in self.edges.items():
             children = [child for child, _ in edges if child is not None]
-            if node is target or not activation.isdisjoint(children):
+            if node in targets or not activation.isdisjoint(children):
                 activation.add(node)
             elif not children:
                 if _is_leaf(node):
                     self.weight_nodes.add(node)
                 continue
-            elif target is not None or _is_branch_of_weights(children, self.weight_nodes):
+            elif targets or _is_branch_of_weights(children, self.weight_nodes):
                 self.weight_nodes.add(node)
                 continue
             else:
                 activation.add(node)
             if not self.weight_nodes.isdisjoint(children):
                 borders.append(node)
-        self.reaches_target = target in activation
+        self.reached = activation.intersection(targets)
         self.borders: dict[Node, set[int]] = {node: set() for node in borders}
-        if output.node in self.borders:
-            self.borders[output.node].add(output.output_nr)
+        for output in outputs:
+            if output.node in self.borders:
+                self.borders[output.node].add(output.output_nr)
         for node in activation:
             for child, nr in self.edges[node]:
                 if child in self.borders:
@@ -175,10 +232,10 @@ def _is_leaf(node: Node) -> bool:
     return hasattr(node, "variable")
 
 
-def _edges(root: Node) -> dict[Node, list[tuple[Node | None, int]]]:
+def _edges(roots: list[Node]) -> dict[Node, list[tuple[Node | None, int]]]:
     """The edges of all nodes of a graph, each node behind those it leads to. It may be deep."""
     done: dict[Node, list[tuple[Node | None, int]]] = {}
-    path = [root]
+    path = roots[::-1]
     opened: dict[Node, list[tuple[Node | None, int]]] = {}
     while path:
         node = path[-1]
@@ -272,8 +329,13 @@ class _Part:
             grad = grad.sum_to_size(metadata.shape)
         if grad.dtype != metadata.dtype:
             grad = grad.to(metadata.dtype)
-        grads = self.arrived.setdefault(node, {})
-        grads[nr] = grads[nr] + grad if nr in grads else grad
+        _add_arrived(self.arrived, node, nr, grad)
+
+
+def _add_arrived(arrived: dict[Node, Arrived], node: Node, nr: int, grad: Tensor) -> None:
+    """Add up what arrives at an output of a node."""
+    grads = arrived.setdefault(node, {})
+    grads[nr] = grads[nr] + grad if nr in grads else grad
 
 
 def _run_node(node: Any, arrived: Arrived, weight_nodes: set[Node]) -> Sequence[Tensor | None]:

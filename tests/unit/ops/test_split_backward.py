@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from megacore.models.functional import rms_norm
-from megacore.pipeline.split_backward import DeferredWeightGrads, backward_input
+from megacore.ops.split_backward import DeferredWeightGrads, backward_input
 
 WIDTH, LENGTH, BATCH = 8, 6, 3
 
