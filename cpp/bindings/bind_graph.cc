@@ -31,6 +31,7 @@ void bind_values(py::module_& module) {
       .value("OUTPUT", Role::kOutput)
       .value("OUTPUT_GRAD", Role::kOutputGrad)
       .value("INPUT_GRAD", Role::kInputGrad)
+      .value("KEPT", Role::kKept)
       .finalize();
   py::class_<Capture>(module, "Capture")
       .def_readonly("kind", &Capture::kind)

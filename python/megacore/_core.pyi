@@ -119,6 +119,83 @@ class HostWindow:
     ) -> None: ...
     def all_gather(self, *, part: int, offset: int, numel: int, dtype: HostDtype) -> None: ...
 
+PEER_SLOTS: int
+PEER_WINDOW_PARTS: int
+
+class PeerLayout:
+    def __init__(
+        self, *, num_members: int, max_experts: int, max_capacity: int, max_row_bytes: int
+    ) -> None: ...
+    @property
+    def num_members(self) -> int: ...
+    @property
+    def max_experts(self) -> int: ...
+    @property
+    def max_capacity(self) -> int: ...
+    @property
+    def max_row_bytes(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+class PeerShape:
+    def __init__(
+        self,
+        *,
+        num_members: int,
+        position: int,
+        num_experts: int,
+        num_parts: int,
+        part: int,
+        capacity: int,
+    ) -> None: ...
+
+class PeerExchange:
+    def __init__(self, window: HostWindow, layout: PeerLayout) -> None: ...
+    def send_counts(self, *, counts: int, shape: PeerShape) -> None: ...
+    def plan(self, *, shape: PeerShape, shift: int, kept: int, arriving: int) -> None: ...
+    def start_push(
+        self,
+        *,
+        slot: int,
+        tokens: int,
+        probs: int,
+        width: int,
+        dtype: HostDtype,
+        row_map: int,
+        num_tokens: int,
+        num_choices: int,
+        repeats: int,
+        capacity: int,
+    ) -> None: ...
+    def finish_push(
+        self,
+        *,
+        slot: int,
+        rows: int,
+        probs: int,
+        width: int,
+        dtype: HostDtype,
+        num_arrived: int,
+        capacity: int,
+    ) -> None: ...
+    def start_pull(
+        self, *, slot: int, rows: int, probs: int, width: int, dtype: HostDtype, num_rows: int
+    ) -> None: ...
+    def finish_pull(
+        self,
+        *,
+        slot: int,
+        tokens: int,
+        probs: int,
+        width: int,
+        dtype: HostDtype,
+        row_map: int,
+        num_tokens: int,
+        num_choices: int,
+        repeats: int,
+        capacity: int,
+    ) -> None: ...
+
 # ---- pipeline ------------------------------------------------------------------------------------
 class ActionKind(IntEnum):
     FORWARD = 0
@@ -282,6 +359,8 @@ class ScheduleInfo:
     def takes_group_size(self) -> bool: ...
     @property
     def takes_warmup_multiplier(self) -> bool: ...
+    @property
+    def takes_pairs(self) -> bool: ...
 
 class LowerBound:
     @property
@@ -302,6 +381,7 @@ def build_schedule(
     num_chunks: int | None,
     group_size: int | None,
     warmup_multiplier: int | None,
+    pairs: str | None,
 ) -> Schedule: ...
 def lower_bound(
     schedule: Schedule,
@@ -563,6 +643,7 @@ class BufferRole(IntEnum):
     OUTPUT = 1
     OUTPUT_GRAD = 2
     INPUT_GRAD = 3
+    KEPT = 4
 
 class Capture:
     @property

@@ -13,7 +13,7 @@ namespace megacore::graph {
 namespace {
 
 constexpr std::array<Role, kNumRoles> kRoles = {
-    Role::kInput, Role::kOutput, Role::kOutputGrad, Role::kInputGrad};
+    Role::kInput, Role::kOutput, Role::kOutputGrad, Role::kInputGrad, Role::kKept};
 
 std::size_t index(Role role) { return static_cast<std::size_t>(role); }
 
@@ -25,10 +25,11 @@ struct Pass {
   int64_t position = 0;  // in the order list
 };
 
-// The first and last pass (inclusive) in which a tensor must stay put.
+// The first and last pass (inclusive) in which a tensor must stay put; -1 if there is no such
+// tensor.
 struct Life {
-  int64_t first = 0;
-  int64_t last = 0;
+  int64_t first = -1;
+  int64_t last = -1;
 };
 
 class Planner {
@@ -149,6 +150,9 @@ class Planner {
         life(Role::kOutputGrad, layer, m) = {backward, last};
         life(Role::kInputGrad, layer, m) = {
             backward, is_first_of_chunk(layer) ? until[position] : backward + 1};
+        if (splits(layer)) {
+          life(Role::kKept, layer, m) = {backward, last};
+        }
       }
     }
   }
@@ -192,7 +196,12 @@ class Planner {
                             chunk_of_[static_cast<std::size_t>(layer)])];
   }
 
+  bool exists(Role role, int64_t layer) const { return role != Role::kKept || splits(layer); }
+
   int64_t signature(Role role, int64_t layer) const {
+    if (role == Role::kKept) {
+      return layer;
+    }
     const bool is_input = role == Role::kInput || role == Role::kInputGrad;
     return (is_input ? spec_.input_signature
                      : spec_.output_signature)[static_cast<std::size_t>(layer)];
@@ -209,7 +218,7 @@ class Planner {
       auto& buffers = buffers_[index(role)];
       for (int64_t layer = 0; layer < num_layers_; ++layer) {
         for (int64_t m = 0; m < plan_.order.num_microbatches; ++m) {
-          buffers.push_back(add_buffer(role, signature(role, layer)));
+          buffers.push_back(exists(role, layer) ? add_buffer(role, signature(role, layer)) : -1);
         }
       }
     }
@@ -221,11 +230,13 @@ class Planner {
       const auto& lives = lives_[index(role)];
       auto& buffers = buffers_[index(role)];
       buffers.assign(lives.size(), -1);
-      std::vector<int64_t> by_start(lives.size());
-      std::vector<int64_t> by_end(lives.size());
+      std::vector<int64_t> by_start;
       for (std::size_t i = 0; i < lives.size(); ++i) {
-        by_start[i] = by_end[i] = static_cast<int64_t>(i);
+        if (lives[i].first >= 0) {
+          by_start.push_back(static_cast<int64_t>(i));
+        }
       }
+      std::vector<int64_t> by_end = by_start;
       const auto at = [&lives](int64_t i) { return lives[static_cast<std::size_t>(i)]; };
       std::ranges::sort(by_start, {}, [&at](int64_t i) { return at(i).first; });
       std::ranges::sort(
@@ -261,6 +272,10 @@ class Planner {
         const int64_t shared = signature(role, layer);
         const int64_t parity = role == Role::kInputGrad ? layer % 2 : 0;
         for (int64_t m = 0; m < plan_.order.num_microbatches; ++m) {
+          if (!exists(role, layer)) {
+            buffers.push_back(-1);
+            continue;
+          }
           const std::array<int64_t, 4> name = {static_cast<int64_t>(role),
                                                is_brief ? -1 : layer,
                                                is_brief ? shared : slot(layer, m),
@@ -308,9 +323,9 @@ class Planner {
   std::array<int64_t, kNumRoles> buffers_of(const Pass& pass) const {
     const bool is_forward = pass.kind == StepKind::kForward;
     const bool makes_input_grad = pass.kind == StepKind::kBackward;
-    std::array<int64_t, kNumRoles> used = {-1, -1, -1, -1};
+    std::array<int64_t, kNumRoles> used = {-1, -1, -1, -1, -1};
     for (const Role role : kRoles) {
-      if ((role == Role::kOutputGrad && is_forward) ||
+      if (((role == Role::kOutputGrad || role == Role::kKept) && is_forward) ||
           (role == Role::kInputGrad && !makes_input_grad)) {
         continue;
       }
@@ -325,6 +340,9 @@ class Planner {
       for (int64_t layer = 0; layer < num_layers_; ++layer) {
         for (int64_t m = 0; m < plan_.order.num_microbatches; ++m) {
           const Life& tensor = life(role, layer, m);
+          if (tensor.first < 0) {
+            continue;
+          }
           plan_.uses.push_back({role,
                                 buffers_[index(role)][static_cast<std::size_t>(key(layer, m))],
                                 layer,

@@ -114,6 +114,14 @@ class Replayer {
         if (step.kind == StepKind::kBackward) {
           write(graph, Role::kInputGrad, tensor);
           after = tensor;
+          if (splits(step)) {
+            write(graph, Role::kKept, tensor);
+          }
+        }
+        if (step.kind == StepKind::kBackwardWeight) {
+          EXPECT_EQ(graph.buffers[static_cast<std::size_t>(Role::kKept)],
+                    (buffer_.at({Role::kKept, tensor})));
+          read(Role::kKept, tensor);
         }
       }
       if (step.kind == StepKind::kBackward) {
@@ -127,6 +135,10 @@ class Replayer {
   }
 
  private:
+  bool splits(const OrderStep& step) const {
+    return plan_.order.splits_backward[static_cast<std::size_t>(step.chunk)];
+  }
+
   void write(const Capture& graph, Role role, const Tensor& tensor) {
     const int64_t buffer = graph.buffers[static_cast<std::size_t>(role)];
     EXPECT_EQ(buffer, (buffer_.at({role, tensor})));
@@ -180,6 +192,40 @@ TEST(CapturePlan, TheReplayerFindsABufferTakenTooEarly) {
     use.buffer = use.role == Role::kInput ? 0 : use.buffer;
   }
   EXPECT_EQ(Replayer(plan).run(), "role 0 of layer 0, microbatch 0 holds that of microbatch 1");
+}
+
+TEST(CapturePlan, TheReplayerFindsWhatAWeightHalfNeedsOverwritten) {
+  const CaptureSpec spec = {.layers_per_chunk = {1},
+                            .input_signature = {0},
+                            .output_signature = {0},
+                            .reuse = Reuse::kBuffers};
+  CapturePlan plan = plan_capture(parse_order(std::vector<double>{1, 1, -1, -1, -1.5, -1.5}), spec);
+  ASSERT_EQ(num_buffers(plan, Role::kKept), 2U);
+  ASSERT_EQ(Replayer(plan).run(), "");
+  for (Capture& graph : plan.captures) {
+    auto& kept = graph.buffers[static_cast<std::size_t>(Role::kKept)];
+    kept = std::min<int64_t>(kept, 0);
+  }
+  for (BufferUse& use : plan.uses) {
+    use.buffer = use.role == Role::kKept ? 0 : use.buffer;
+  }
+  EXPECT_EQ(Replayer(plan).run(), "role 4 of layer 0, microbatch 0 holds that of microbatch 1");
+}
+
+TEST(CapturePlan, OnlySplitChunksKeepSomethingForTheirWeightHalves) {
+  const std::vector<double> entries = {1, 2, -2, -1, -1.5, 1, 2, -2, -1, -1.5};
+  for (const Reuse reuse : {Reuse::kNone, Reuse::kBuffers, Reuse::kGraphs}) {
+    const CaptureSpec spec = {.layers_per_chunk = {2, 1},
+                              .input_signature = {0, 0, 0},
+                              .output_signature = {0, 0, 0},
+                              .reuse = reuse};
+    const CapturePlan plan = plan_capture(parse_order(entries), spec);
+    const std::vector<int64_t> expected =
+        reuse == Reuse::kNone ? std::vector<int64_t>{0, 0, 1, 1} : std::vector<int64_t>{0, 1};
+    std::vector<int64_t> found = plan.buffer_signature[static_cast<std::size_t>(Role::kKept)];
+    std::ranges::sort(found);
+    EXPECT_EQ(found, expected);
+  }
 }
 
 TEST(CapturePlan, PooledBuffersAreAsFewAsArePossible) {

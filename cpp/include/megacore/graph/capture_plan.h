@@ -9,8 +9,11 @@
 //   output        forward pass       the same
 //   output grad   backward pass      the same
 //   input grad    backward pass      the backward pass of the layer before; for the first layer of
-//   a
-//                                    chunk, whose gradient leaves it, until the next backward step
+//                                    a chunk, whose gradient leaves it, until the next backward
+//                                    step
+//   kept          backward pass      the weight half, which goes on from it; none where the
+//   backward
+//                                    pass is whole
 //
 // Source: the roles and the rule for a chunk's first layer are those of graph capture in
 // Transformer Engine, with one difference: its inputs are free after the backward pass, although a
@@ -27,8 +30,8 @@
 
 namespace megacore::graph {
 
-enum class Role : int8_t { kInput, kOutput, kOutputGrad, kInputGrad };
-inline constexpr int64_t kNumRoles = 4;
+enum class Role : int8_t { kInput, kOutput, kOutputGrad, kInputGrad, kKept };
+inline constexpr int64_t kNumRoles = 5;
 
 enum class Reuse {
   kNone,     // one graph and one set of buffers per layer and microbatch
@@ -43,6 +46,7 @@ struct CaptureSpec {
   std::vector<int64_t> layers_per_chunk = {};
   // By layer, over all chunks: layers with equal numbers have tensors of one shape, dtype, layout
   // and requires_grad, and may share buffers. The output and its gradient have one signature.
+  // What a layer keeps for its weight half has its number as signature: no other layer shares it.
   std::vector<int64_t> input_signature = {};
   std::vector<int64_t> output_signature = {};
   Reuse reuse = Reuse::kGraphs;
@@ -54,7 +58,7 @@ struct Capture {
   int64_t layer = 0;  // over all chunks
   int64_t chunk = 0;
   int64_t slot = 0;  // which of the chunk's sets of graphs: a microbatch, or one modulo K
-  std::array<int64_t, kNumRoles> buffers = {-1, -1, -1, -1};
+  std::array<int64_t, kNumRoles> buffers = {-1, -1, -1, -1, -1};
 
   friend bool operator==(const Capture&, const Capture&) = default;
 };
