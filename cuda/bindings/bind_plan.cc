@@ -2,6 +2,7 @@
 
 #include "bindings.h"
 #include "megacore/cuda/plan_offload.h"
+#include "megacore/cuda/reroute.h"
 
 namespace py = pybind11;
 
@@ -23,6 +24,7 @@ void bind_plan(py::module_& module) {
          uintptr_t load_before,
          uintptr_t load_after,
          uintptr_t summary,
+         uintptr_t elapsed_ns,
          uintptr_t stream) {
         cuda::plan_offload({.spec = {.shape = {.num_ranks = num_ranks,
                                                .num_experts = num_experts,
@@ -36,7 +38,8 @@ void bind_plan(py::module_& module) {
                                      .rerouted = device_pointer<int64_t>(rerouted),
                                      .load_before = device_pointer<int64_t>(load_before),
                                      .load_after = device_pointer<int64_t>(load_after),
-                                     .summary = device_pointer<moe::TeamPlanSummary>(summary)}},
+                                     .summary = device_pointer<moe::TeamPlanSummary>(summary)},
+                            .elapsed_ns = device_pointer<int64_t>(elapsed_ns)},
                            stream_handle(stream));
       },
       py::kw_only(),
@@ -53,6 +56,51 @@ void bind_plan(py::module_& module) {
       py::arg("load_before"),
       py::arg("load_after"),
       py::arg("summary"),
+      py::arg("elapsed_ns"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "reroute",
+      [](uintptr_t expert_of,
+         uintptr_t row_map,
+         uintptr_t counts,
+         int64_t numel,
+         int64_t num_ranks,
+         int64_t num_experts,
+         int64_t num_spare_slots,
+         uintptr_t total,
+         uintptr_t first,
+         uintptr_t slot_expert,
+         uintptr_t tokens,
+         uintptr_t place_of,
+         uintptr_t stream) {
+        cuda::reroute({.expert_of = device_pointer<const int64_t>(expert_of),
+                       .row_map = device_pointer<const int64_t>(row_map),
+                       .counts = device_pointer<const int64_t>(counts),
+                       .numel = numel,
+                       .row = {.shape = {.num_ranks = num_ranks,
+                                         .num_experts = num_experts,
+                                         .num_spare_slots = num_spare_slots},
+                               .total = device_pointer<const int64_t>(total),
+                               .first = device_pointer<const int64_t>(first),
+                               .slot_expert = device_pointer<const int64_t>(slot_expert),
+                               .tokens = device_pointer<const int64_t>(tokens)},
+                       .place_of = device_pointer<int64_t>(place_of)},
+                      stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("expert_of"),
+      py::arg("row_map"),
+      py::arg("counts"),
+      py::arg("numel"),
+      py::arg("num_ranks"),
+      py::arg("num_experts"),
+      py::arg("num_spare_slots"),
+      py::arg("total"),
+      py::arg("first"),
+      py::arg("slot_expert"),
+      py::arg("tokens"),
+      py::arg("place_of"),
       py::arg("stream"),
       py::call_guard<py::gil_scoped_release>());
 }

@@ -51,9 +51,16 @@ struct DeviceTeam {
   __device__ void sync() const { __syncthreads(); }
 };
 
+__device__ __forceinline__ int64_t nanoseconds() {
+  int64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
 __global__ void __launch_bounds__(kThreads, 1)
     plan_kernel(PlanOffloadParams params, int64_t num_runs) {
   extern __shared__ int64_t memory[];
+  const int64_t start_ns = nanoseconds();
   moe::TeamPlanner<DeviceTeam, DeviceWarp>(DeviceTeam{},
                                            DeviceWarp{},
                                            params.spec,
@@ -61,6 +68,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                                            params.counts,
                                            params.plan)
       .run();
+  if (threadIdx.x == 0) {
+    *params.elapsed_ns = nanoseconds() - start_ns;
+  }
 }
 
 int64_t bytes_for(const PlanShape& shape, int64_t num_runs) {

@@ -243,7 +243,7 @@ def record_plans(trainer: Trainer) -> list[OffloadPlan]:
     def recording(plan: Any) -> Any:
         def run(*args: Any) -> Any:
             result = plan(*args)
-            plans.append(result.offload)
+            plans.append(result.offload.to_host())
             return result
 
         return run

@@ -146,6 +146,7 @@ def _echo(context: ModelContext) -> Echo | None:
         slots=context.slots,
         capacity=_capacity(moe),
         budget=budget,
+        device=context.params.device,
     )
 
 

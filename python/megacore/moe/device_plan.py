@@ -1,4 +1,4 @@
-"""Plan on the GPU: counts in, plan out, and the host waits for nothing.
+"""Plan where the counts are: counts in, plan out, and the host waits for nothing.
 
 :func:`plan_offload_on_device` makes the plan of :func:`megacore.moe.plan_offload` from counts that
 lie on a GPU, and leaves it there, for kernels that follow on the same stream.
@@ -8,18 +8,20 @@ Shapes: R ranks, E experts, k spare slots per rank.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megacore.moe.offload_plan import OffloadPlan, plan_offload, require_options
+from megacore import _core
+from megacore.moe.offload_plan import OffloadPlan, require_options
 from megacore.ops import cuda_kernels, has_cuda_kernels
-from megacore.ops.library import describe
+from megacore.ops.library import define_op, describe
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class DevicePlan:
     """An offload plan in tensors, all int64 and on the device of the counts.
 
@@ -34,6 +36,7 @@ class DevicePlan:
         summary: ``(5,)``: the highest load, the number of clones, the bound of
             :class:`megacore.moe.OffloadPlan`, whether it holds, and whether the counts were valid
             (1 or 0). A plan from invalid counts has no clones.
+        elapsed_ns: How long the planner has worked, nanoseconds, ``(1,)``.
     """
 
     method: str
@@ -43,6 +46,7 @@ class DevicePlan:
     load_before: Tensor
     load_after: Tensor
     summary: Tensor
+    elapsed_ns: Tensor
 
     def to_host(self) -> OffloadPlan:
         """The same plan as the CPU's planner returns it.
@@ -101,8 +105,8 @@ def plan_offload_on_device(
             problem is too large. For CPU tensors also if a count is invalid.
 
     Sync:
-        None on CUDA: one kernel on the current stream, which may be captured. CPU tensors, and CUDA
-        tensors of an installation without kernels, take the CPU's planner, which waits.
+        None on CUDA: one kernel on the current stream, which may be captured. CUDA tensors of an
+        installation without kernels take the CPU's planner, which waits for them.
 
     Example:
         >>> counts = torch.tensor([[30, 10], [50, 10]])
@@ -120,57 +124,97 @@ def plan_offload_on_device(
         raise ValueError(
             f"domain_size is {domain_size}, but only the balanced planner knows domains"
         )
-    if counts.device.type != "cuda" or not has_cuda_kernels():
-        return _from_host(
-            plan_offload(
-                counts,
-                num_spare_slots=num_spare_slots,
-                method=method,
-                tolerance=tolerance,
-                min_imbalance=min_imbalance,
-                domain_size=domain_size,
-            ),
-            counts.device,
+    return DevicePlan(
+        method,
+        counts.shape[1],
+        *_plan_offload(
+            counts,
+            num_spare_slots,
+            method == "balanced",
+            round(tolerance * 1e6),
+            round(min_imbalance * 1e6),
+            domain_size or 0,
+        ),
+    )
+
+
+def _plan_cuda(
+    counts: Tensor,
+    num_spare_slots: int,
+    is_balanced: bool,
+    tolerance: int,
+    min_imbalance: int,
+    domain_size: int,
+) -> tuple[Tensor, ...]:
+    if not has_cuda_kernels():
+        on_host = _plan_cpu(
+            counts.cpu(), num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size
         )
+        return tuple(part.to(counts.device) for part in on_host)
     counts = counts.contiguous()
     num_ranks, num_experts = counts.shape
-    plan = DevicePlan(
-        method=method,
-        num_experts=num_experts,
-        slot_expert=counts.new_empty(num_ranks, num_spare_slots),
-        rerouted=counts.new_empty(num_ranks, num_ranks, num_spare_slots),
-        load_before=counts.new_empty(num_ranks),
-        load_after=counts.new_empty(num_ranks),
-        summary=counts.new_empty(5),
-    )
+    plan = _plan_fake(counts, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size)
+    names = ("slot_expert", "rerouted", "load_before", "load_after", "summary", "elapsed_ns")
     with torch.cuda.device(counts.device):
         cuda_kernels().plan_offload(
             counts=counts.data_ptr(),
             num_ranks=num_ranks,
             num_experts=num_experts,
             num_spare_slots=num_spare_slots,
-            is_balanced=method == "balanced",
-            tolerance_per_million=round(tolerance * 1e6),
-            min_imbalance_per_million=round(min_imbalance * 1e6),
+            is_balanced=is_balanced,
+            tolerance_per_million=tolerance,
+            min_imbalance_per_million=min_imbalance,
             domain_size=domain_size or num_ranks,
-            slot_expert=plan.slot_expert.data_ptr(),
-            rerouted=plan.rerouted.data_ptr(),
-            load_before=plan.load_before.data_ptr(),
-            load_after=plan.load_after.data_ptr(),
-            summary=plan.summary.data_ptr(),
+            **{name: part.data_ptr() for name, part in zip(names, plan, strict=True)},
             stream=torch.cuda.current_stream().cuda_stream,
         )
     return plan
 
 
-def _from_host(plan: OffloadPlan, device: torch.device) -> DevicePlan:
-    summary = [plan.max_load, plan.num_clones, plan.bound, int(plan.bound_holds), 1]
-    return DevicePlan(
-        method=plan.method,
-        num_experts=plan.num_experts,
-        slot_expert=torch.tensor(plan.slot_expert, device=device),
-        rerouted=torch.tensor(plan.rerouted, device=device),
-        load_before=torch.tensor(plan.load_before, device=device),
-        load_after=torch.tensor(plan.load_after, device=device),
-        summary=torch.tensor(summary, device=device),
+def _plan_cpu(
+    counts: Tensor,
+    num_spare_slots: int,
+    is_balanced: bool,
+    tolerance: int,
+    min_imbalance: int,
+    domain_size: int,
+) -> tuple[Tensor, ...]:
+    start = time.perf_counter_ns()
+    plan = _core.plan_offload(
+        counts.contiguous().numpy(),
+        method="balanced" if is_balanced else "echo",
+        num_spare_slots=num_spare_slots,
+        tolerance_per_million=tolerance,
+        min_imbalance_per_million=min_imbalance,
+        domain_size=domain_size,
     )
+    elapsed_ns = time.perf_counter_ns() - start
+    arrays = (plan.slot_expert, plan.rerouted, plan.load_before, plan.load_after)
+    summary = (plan.max_load, plan.num_clones, plan.bound, int(plan.bound_holds), 1)
+    return (
+        *(torch.tensor(array) for array in arrays),
+        torch.tensor(summary),
+        torch.tensor([elapsed_ns]),
+    )
+
+
+def _plan_fake(counts: Tensor, num_spare_slots: int, *options: bool | int) -> tuple[Tensor, ...]:
+    del options
+    num_ranks = counts.shape[0]
+    return (
+        counts.new_empty(num_ranks, num_spare_slots),
+        counts.new_empty(num_ranks, num_ranks, num_spare_slots),
+        counts.new_empty(num_ranks),
+        counts.new_empty(num_ranks),
+        counts.new_empty(5),
+        counts.new_empty(1),
+    )
+
+
+_plan_offload = define_op(
+    "plan_offload(Tensor counts, SymInt num_spare_slots, bool is_balanced, int tolerance,"
+    " int min_imbalance, int domain_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_plan_cpu,
+    cuda=_plan_cuda,
+    fake=_plan_fake,
+)

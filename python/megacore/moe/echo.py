@@ -2,7 +2,7 @@
 
 Every rank gathers the counts of all, makes the same plan, and gives each of its copies the number
 of a *place*: a home expert or a spare slot of some rank (see ``reroute.py``). To a dispatcher
-places are experts like others, ``L + k`` on each rank.
+places are experts like others, ``L + k`` on each rank. All of it stays on the device.
 
 Shapes: T tokens of this rank, k choices per token, E experts, G members of the group that shares
 the experts, R parts that the experts are dealt into (``G / etp``), P places of all ranks.
@@ -11,16 +11,15 @@ the experts, R parts that the experts are dealt into (``G / etp``), P places of 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megacore.moe.clone_weights import CloneExchange, CloneRoutes, SlotBuffers
+from megacore.moe.device_plan import DevicePlan, plan_offload_on_device
 from megacore.moe.dispatchers import (
     Capacity,
     Dispatcher,
@@ -29,10 +28,9 @@ from megacore.moe.dispatchers import (
     Routing,
     StaticBudget,
 )
-from megacore.moe.dispatchers.capacity import place_in_expert
+from megacore.moe.dispatchers.base import constant
 from megacore.moe.experts import GroupedExperts
-from megacore.moe.offload_plan import Counts, OffloadPlan, plan_offload
-from megacore.moe.reroute import RerouteTable, reroute_ids
+from megacore.moe.reroute import SourceRow, reroute
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
@@ -71,6 +69,8 @@ class EchoOptions:
 class EchoCounts:
     """Sums over the plans of a layer since they were reset, on this rank.
 
+    They are summed on the device and read when a step's other counts are.
+
     Attributes:
         num_plans: Plans made, one per forward pass.
         highest_before: Load of the fullest rank without the plan.
@@ -90,16 +90,6 @@ class EchoCounts:
     num_moved: float = 0.0
     bytes_sent: float = 0.0
     plan_us: float = 0.0
-
-    def add(self, plan: OffloadPlan, plan_us: float) -> None:
-        """Count one plan."""
-        self.num_plans += 1
-        self.highest_before += int(plan.load_before.max())
-        self.highest_after += plan.max_load
-        self.mean_load += plan.mean_load
-        self.num_clones += plan.num_clones
-        self.num_moved += plan.num_moved_tokens
-        self.plan_us += plan_us
 
     @property
     def imbalance_before(self) -> float:
@@ -185,11 +175,9 @@ class EchoPlan(DispatchPlan):
 
     Attributes:
         offload: The clones, the same on all members of the group.
-        routes: This rank's part of them.
     """
 
-    offload: OffloadPlan
-    routes: CloneRoutes
+    offload: DevicePlan
 
 
 class Echo:
@@ -202,10 +190,11 @@ class Echo:
         slots: Memory for clones, which layers share.
         capacity: Limit of the copies per expert, before any is rerouted.
         budget: Limit of the rows that a rank can take; ``None`` for no limit.
+        device: Where tokens are.
 
     Attributes:
         slots: Memory for clones.
-        counts: What has happened since :meth:`reset_counts`.
+        sums: What has happened since :meth:`reset_counts`, in the order of `EchoCounts`, float64.
     """
 
     def __init__(
@@ -217,11 +206,12 @@ class Echo:
         slots: SlotBuffers,
         capacity: Capacity | None = None,
         budget: ReceiveBudget | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.placement = placement
         self.places = placement.with_slots(options.num_spare_slots)
         self.options = options
-        self.counts = EchoCounts()
+        self.sums = torch.zeros(len(fields(EchoCounts)), dtype=torch.float64, device=device)
         self._ep = ep
         self.slots = slots
         self._capacity = capacity
@@ -231,34 +221,43 @@ class Echo:
         """Choose clones, send copies to them, and let the dispatcher plan the way.
 
         Sync:
-            Gathers counts over the group. Waits for the device: clones are chosen on the host.
+            Gathers counts over the group; does not wait for the device.
         """
-        offload, wanted, place_ids = self._choose(routing)
-        plan = dispatcher.preprocess(Rerouted(probs=routing.probs, expert_ids=place_ids))
+        offload, wanted, kept = self._choose(routing)
+        plan = dispatcher.preprocess(kept)
         values = {each.name: getattr(plan, each.name) for each in fields(plan)}
-        expert_of_place = _expert_of_place(offload).to(place_ids.device)
+        expert_of_place = self._expert_of_place(offload)
         # Losses and metrics know experts, not places; the last entry is that of unused slots.
-        counts = place_ids.new_zeros(offload.num_experts + 1)
+        counts = wanted.new_zeros(offload.num_experts + 1)
         counts.scatter_add_(0, expert_of_place, plan.tokens_per_expert)
         values["tokens_per_expert"] = counts[:-1]
-        no_room = (wanted >= 0).sum() - (place_ids >= 0).sum()
+        no_room = (wanted >= 0).sum() - (kept.expert_ids >= 0).sum()
         values["num_over_budget"] = plan.num_over_budget + no_room
-        return EchoPlan(**values, offload=offload, routes=CloneRoutes.of(offload, self._ep))
+        return EchoPlan(**values, offload=offload)
 
     def clones(self, experts: GroupedExperts, plan: EchoPlan) -> CloneExchange:
         """The exchange of weights and gradients of a forward pass that goes by ``plan``."""
         return CloneExchange(
             self.slots,
-            plan.routes,
+            CloneRoutes.of(plan.offload.to_host(), self._ep),
             owner=plan.offload,
             fc1=experts.fc1,
             fc2=experts.fc2,
             on_sent=self._count_bytes,
         )
 
+    @property
+    def counts(self) -> EchoCounts:
+        """What has happened since :meth:`reset_counts`.
+
+        Sync:
+            Waits for the device.
+        """
+        return EchoCounts.of_list(self.sums.tolist())
+
     def reset_counts(self) -> None:
         """Start counting anew."""
-        self.counts = EchoCounts()
+        self.sums.zero_()
 
     @property
     def receive_rows(self) -> Callable[[int, int], int] | None:
@@ -271,62 +270,95 @@ class Echo:
         )
 
     @torch.no_grad()
-    def _choose(self, routing: Routing) -> tuple[OffloadPlan, Tensor, Tensor]:
-        """Clones, the place of each copy, and the same without copies that find no room there."""
-        ids_Tk = routing.expert_ids
+    def _choose(self, routing: Routing) -> tuple[DevicePlan, Tensor, Rerouted]:
+        """Clones, the place of each copy, and the copies that find room there."""
+        ids_Tk, placement = routing.expert_ids, self.placement
         if self._capacity is not None:
-            ids_Tk = self._capacity.limit(
-                ids_Tk, routing.probs, num_experts=self.placement.num_experts
-            )
-        counts_GE = self._gather(sort_by_expert(ids_Tk, self.placement.num_experts)[1])
-        members = [list(part) for part in self.placement.members]
-        counts_RE = np.stack([counts_GE[part].sum(0) for part in members])
-        start = time.perf_counter()
-        plan = plan_offload(
-            counts_RE,
+            ids_Tk = self._capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
+        counts_GE = self._gather(sort_by_expert(ids_Tk, placement.num_experts)[1])
+        members = constant(placement.members, ids_Tk.device)
+        plan = plan_offload_on_device(
+            counts_GE[members].sum(1),
             num_spare_slots=self.options.num_spare_slots,
             method=self.options.method,
             tolerance=self.options.tolerance,
             min_imbalance=self.options.min_imbalance,
             domain_size=self.options.domain_size,
         )
-        self.counts.add(plan, (time.perf_counter() - start) * 1e6)
-        me = self.placement.ep_position
-        earlier = members[me][: members[me].index(self.placement.group.position)]
-        table = RerouteTable.of(plan, me, counts_RE[me], counts_GE[earlier].sum(0))
-        place_ids = reroute_ids(ids_Tk, table)
-        return plan, place_ids, self._fit(place_ids, plan)
+        self._count(plan)
+        me = placement.ep_position
+        mine = placement.members[me]
+        earlier = constant(mine[: mine.index(placement.group.position)], ids_Tk.device)
+        row = SourceRow(
+            total=counts_GE[members[me]].sum(0),
+            first=counts_GE[earlier].sum(0),
+            slot_expert=plan.slot_expert,
+            tokens=plan.rerouted[me],
+        )
+        place_ids, probs = reroute(ids_Tk, routing.probs, row)
+        return plan, place_ids, Rerouted(probs=probs, expert_ids=self._fit(place_ids))
 
-    def _count_bytes(self, num_bytes: int) -> None:
-        self.counts.bytes_sent += num_bytes
+    def _count(self, plan: DevicePlan) -> None:
+        """Add a plan to the sums, in the order of the attributes of `EchoCounts`."""
+        total = plan.load_before.sum()
+        values = (
+            torch.ones_like(total),
+            plan.load_before.max(),
+            plan.summary[0],
+            total / plan.load_before.numel(),
+            plan.summary[1],
+            plan.rerouted.sum(),
+            torch.zeros_like(total),
+            plan.elapsed_ns[0] / 1e3,
+        )
+        self.sums += torch.stack([value.double() for value in values])
 
-    def _gather(self, counts: Tensor) -> Counts:
-        """Counts of all members, ``(G, number)``, on the host."""
+    def _count_bytes(self, num_bytes: int | Tensor) -> None:
+        self.sums[_BYTES_SENT] += num_bytes
+
+    def _gather(self, counts: Tensor) -> Tensor:
+        """Counts of all members, ``(G, number)``."""
         group = self.placement.group
         gathered = counts.new_empty(group.size * counts.shape[0])
         all_gather(gathered, counts, group)
-        array: Counts = gathered.view(group.size, -1).cpu().numpy()
-        return array
+        return gathered.view(group.size, -1)
 
-    def _fit(self, place_ids: Tensor, plan: OffloadPlan) -> Tensor:
+    def _fit(self, place_ids: Tensor) -> Tensor:
         """Leave out copies that their rank has no row for: of the last places the last copies."""
-        if self.receive_rows is None:
+        if self.receive_rows is None or self._always_fits:
             return place_ids
         rows = self.receive_rows(*place_ids.shape)
-        if plan.max_load <= rows:  # known to all members, so all or none go on
-            return place_ids
-        group = self.places.group
-        counts_GP = self._gather(sort_by_expert(place_ids, self.places.num_experts)[1])
-        counts_RLG = counts_GP.reshape(group.size, self.places.ep_size, -1).transpose(1, 2, 0)
-        flat = counts_RLG.reshape(self.places.ep_size, -1)
-        before = flat.cumsum(1) - flat
-        kept = np.clip(rows - before, 0, flat).reshape(counts_RLG.shape)
-        own = torch.from_numpy(np.ascontiguousarray(kept[:, :, group.position]).reshape(-1))
-        limit = own.to(place_ids.device)[place_ids.clamp(min=0)]
-        return place_ids.masked_fill(place_in_expert(place_ids, None) >= limit, -1)
+        group, places = self.places.group, self.places
+        row_map, counts_P = sort_by_expert(place_ids, places.num_experts)
+        counts_GP = self._gather(counts_P)
+        # By place, then by member: the order in which a rank takes rows.
+        counts_RLG = counts_GP.view(group.size, places.ep_size, -1).permute(1, 2, 0)
+        flat = counts_RLG.reshape(places.ep_size, -1)
+        room = rows - (flat.cumsum(1) - flat)
+        kept_RLG = torch.minimum(room.clamp(min=0), flat).view(counts_RLG.shape)
+        kept_P = kept_RLG[:, :, group.position].reshape(-1)
+        first_P = counts_P.cumsum(0) - counts_P
+        has_no_room = row_map >= (first_P + kept_P)[place_ids.clamp(min=0)]
+        return place_ids.masked_fill(has_no_room, -1)
+
+    @property
+    def _always_fits(self) -> bool:
+        """Whether the planner's bound is a theorem, and rows are kept for it."""
+        budget, local = self._budget, self.placement.num_local
+        guaranteed = self.options.guaranteed_factor(local)
+        return (
+            budget is not None
+            and guaranteed is not None
+            and self.options.num_spare_slots >= local
+            and budget.factor >= guaranteed
+        )
+
+    def _expert_of_place(self, plan: DevicePlan) -> Tensor:
+        num_ranks, local = self.placement.ep_size, self.placement.num_local
+        device = plan.slot_expert.device
+        home = constant(tuple(range(plan.num_experts)), device).view(num_ranks, local)
+        slots = torch.where(plan.slot_expert < 0, plan.num_experts, plan.slot_expert)
+        return torch.cat([home, slots], dim=1).flatten()
 
 
-def _expert_of_place(plan: OffloadPlan) -> Tensor:
-    home = np.arange(plan.num_experts).reshape(plan.num_ranks, -1)
-    slots = np.where(plan.slot_expert < 0, plan.num_experts, plan.slot_expert)
-    return torch.from_numpy(np.concatenate([home, slots], axis=1).reshape(-1))
+_BYTES_SENT = [each.name for each in fields(EchoCounts)].index("bytes_sent")

@@ -10,129 +10,91 @@ Shapes: T tokens, k choices or k slots, R ranks, E experts, L = E / R.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megacore import _core
-from megacore.moe.offload_plan import Counts, OffloadPlan
+from megacore.moe.offload_plan import OffloadPlan
+from megacore.ops import cuda_kernels
+from megacore.ops.library import define_gradient, define_op
 from megacore.ops.permutation import sort_by_expert
+from megacore.ops.token_kernels import kernel_or
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RerouteTable:
-    """What one source rank does with its copies: a row of a plan, sorted by expert.
+class SourceRow:
+    """What one source rank does with its copies: a row of a plan. All int64, on one device.
 
     Attributes:
-        home: Place of each expert, ``(E,)``, int64 like the rest.
         total: Copies of the source rank for each expert, ``(E,)``.
         first: How many of them come before those that are rerouted now, ``(E,)``: where several
             ranks make up one source rank, those of the ones before.
-        first_part: Parts ``[first_part[e], first_part[e + 1])`` are those of expert e,
-            ``(E + 1,)``.
-        destination: Place of the clone of each part, ``(parts,)``.
-        tokens: Copies that go there, ``(parts,)``.
+        slot_expert: The expert cloned into each slot, ``(R, k)``; -1 where a slot is unused.
+        tokens: Copies of this source rank that go to each slot, ``(R, k)``.
     """
 
-    home: Tensor
     total: Tensor
     first: Tensor
-    first_part: Tensor
-    destination: Tensor
+    slot_expert: Tensor
     tokens: Tensor
 
-    @classmethod
-    def of(
-        cls, plan: OffloadPlan, ep_rank: int, total: Counts, first: Counts | None = None
-    ) -> RerouteTable:
-        """The table of source rank ``ep_rank``, which has ``total`` copies for each expert.
 
-        Raises:
-            ValueError: If the plan moves more copies than there are.
-        """
-        rank, slot = np.nonzero(plan.rerouted[ep_rank])
-        expert = plan.slot_expert[rank, slot]
-        order = np.argsort(expert, kind="stable")
-        rank, slot, expert = rank[order], slot[order], expert[order]
-        tokens = plan.rerouted[ep_rank, rank, slot]
-        moved = np.bincount(expert, weights=tokens, minlength=plan.num_experts).astype(np.int64)
-        if (moved > total).any():
-            worst = int(np.argmax(moved - total))
-            raise ValueError(
-                f"the plan moves {moved[worst]} copies of source rank {ep_rank} for expert {worst},"
-                f" which has {total[worst]}; give the tokens that the plan was made for"
-            )
-        local = plan.num_experts // plan.num_ranks
-        places = local + plan.num_spare_slots
-        experts = np.arange(plan.num_experts)
-        return cls(
-            home=torch.from_numpy(experts // local * places + experts % local),
-            total=torch.from_numpy(np.array(total, np.int64)),
-            first=torch.from_numpy(np.zeros_like(experts) if first is None else np.array(first)),
-            first_part=torch.from_numpy(np.searchsorted(expert, np.arange(plan.num_experts + 1))),
-            destination=torch.from_numpy(rank * places + local + slot),
-            tokens=torch.from_numpy(np.ascontiguousarray(tokens)),
-        )
-
-
-def reroute_ids(expert_ids: Tensor, table: RerouteTable) -> Tensor:
-    """The place that computes each copy.
+def reroute(expert_ids: Tensor, probs: Tensor, row: SourceRow) -> tuple[Tensor, Tensor]:
+    """The place that computes each copy, and its weight there.
 
     Copies of an expert are counted in the order of ``expert_ids``, and those that go to a clone are
-    spread evenly among them.
+    spread evenly among them. The gradient of the weights comes back through the same map.
 
     Args:
         expert_ids: Expert of each copy, ``(T, k)``, int64; -1 for no copy.
-        table: What this rank does with its copies.
+        probs: Weight of each copy, ``(T, k)``.
+        row: What this rank does with its copies.
 
     Returns:
-        ``(T, k)``, int64; -1 for no copy.
+        Places, ``(T, k)`` int64, -1 for no copy; and weights, ``(T, k)``, zero for no copy.
 
     Raises:
-        ValueError: On the CPU, if an expert does not exist or has more copies than the table says.
+        ValueError: On the CPU, if an expert does not exist or has more copies than the row says, or
+            if the row moves more copies than there are. On CUDA these are no copies.
 
     Sync:
-        None. On CUDA, small copies from the host.
+        None: on CUDA kernels on the current stream, which may be captured.
+
+    Example:
+        >>> row = SourceRow(total=torch.tensor([4, 0]), first=torch.tensor([0, 0]),
+        ...                 slot_expert=torch.tensor([[-1], [0]]), tokens=torch.tensor([[0], [2]]))
+        >>> places, _ = reroute(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), row)
+        >>> places.flatten().tolist()  # place 3: slot 0 of rank 1
+        [0, 3, 0, 3]
     """
-    if expert_ids.device.type != "cpu":
-        return reroute_ids_reference(expert_ids, table)
-    expert_ids = expert_ids.contiguous()
-    places = torch.empty_like(expert_ids)
-    _core.reroute_copies(
-        expert_of=expert_ids.data_ptr(),
-        numel=expert_ids.numel(),
-        home=table.home.data_ptr(),
-        total=table.total.data_ptr(),
-        first=table.first.data_ptr(),
-        first_part=table.first_part.data_ptr(),
-        destination=table.destination.data_ptr(),
-        tokens=table.tokens.data_ptr(),
-        num_experts=table.home.numel(),
-        physical=places.data_ptr(),
-    )
-    return places
+    places, weights = _reroute(expert_ids, probs, row.total, row.first, row.slot_expert, row.tokens)
+    return places, weights
 
 
-def reroute_ids_reference(expert_ids: Tensor, table: RerouteTable) -> Tensor:
-    """Do what :func:`reroute_ids` does, with torch operations, on any device."""
-    num_experts, device = table.home.numel(), expert_ids.device
+def reroute_ids_reference(
+    expert_ids: Tensor, total: Tensor, first: Tensor, slot_expert: Tensor, tokens: Tensor
+) -> Tensor:
+    """Find the places of :func:`reroute` with torch operations, on any device."""
+    num_experts, (num_ranks, num_slots) = total.numel(), slot_expert.shape
+    local = num_experts // num_ranks
     row_map, counts = sort_by_expert(expert_ids, num_experts)
     expert = expert_ids.clamp(min=0)
-    home, total, first = (t.to(device)[expert] for t in (table.home, table.total, table.first))
-    start = (counts.cumsum(0) - counts)[expert]
-    index = row_map - start + first
-    place, taken = home, expert_ids < 0
-    num_parts = table.first_part.diff()
-    for part in range(int(num_parts.max()) if num_experts else 0):
-        exists = (part < num_parts).to(device)[expert]
-        at = (table.first_part[:-1] + part).clamp(max=max(0, table.tokens.numel() - 1)).to(device)
-        tokens = table.tokens.to(device)[at[expert]] * exists
-        before = index * tokens // total.clamp(min=1)
-        goes = ((index + 1) * tokens // total.clamp(min=1) > before) & ~taken
-        place = torch.where(goes, table.destination.to(device)[at[expert]], place)
+    index = row_map - (counts.cumsum(0) - counts)[expert] + first[expert]
+    left = total[expert]
+    place = expert // local * (local + num_slots) + expert % local
+    taken = expert_ids < 0
+    # One slot after the other takes its share of what those before it have left.
+    for slot in range(num_ranks * num_slots):
+        rank, number = divmod(slot, num_slots)
+        is_mine = slot_expert[rank, number] == expert
+        wanted = tokens[rank, number] * is_mine
+        before = index * wanted // left.clamp(min=1)
+        goes = ((index + 1) * wanted // left.clamp(min=1) > before) & ~taken
+        place = torch.where(goes, rank * (local + num_slots) + local + number, place)
         taken = taken | goes
-        index, total = index - before, total - tokens
+        index, left = index - before, left - wanted
     return place.masked_fill(expert_ids < 0, -1)
 
 
@@ -149,8 +111,8 @@ def reroute_tokens(
         ep_rank: Which source rank of the plan these tokens are.
 
     Returns:
-        The same with places instead of experts: ``(T, k)`` ids and the very same weights, or
-        ``(T, R * (L + slots))`` bool and weights, zero where no copy goes.
+        The same with places instead of experts: ``(T, k)`` ids and weights, or
+        ``(T, R * (L + slots))`` bool and weights; weights are zero where no copy goes.
 
     Raises:
         ValueError: If shapes do not fit, or the plan was made for other counts.
@@ -168,7 +130,7 @@ def reroute_tokens(
             "both must be (tokens, choices) or (tokens, experts)"
         )
     if routing_map.dtype != torch.bool:
-        return reroute_ids(routing_map, _table_for(routing_map, plan, ep_rank)), probs
+        return reroute(routing_map, probs, _row_for(routing_map, plan, ep_rank))
     if routing_map.shape[1] != plan.num_experts:
         raise ValueError(
             f"routing_map has {routing_map.shape[1]} columns, but the plan is for "
@@ -176,13 +138,13 @@ def reroute_tokens(
         )
     experts = torch.arange(plan.num_experts, device=routing_map.device)
     ids = torch.where(routing_map, experts, -1)
-    places = reroute_ids(ids, _table_for(ids, plan, ep_rank))
+    places, weights = reroute(ids, probs, _row_for(ids, plan, ep_rank))
     num_places = num_places_of(plan)
     # Choices that do not exist share one more column at the end, which is cut off.
     column = torch.where(places < 0, num_places, places)
     shape = (routing_map.shape[0], num_places + 1)
     rerouted_map = routing_map.new_zeros(shape).scatter(1, column, routing_map)
-    rerouted_probs = probs.new_zeros(shape).scatter(1, column, probs)
+    rerouted_probs = probs.new_zeros(shape).scatter(1, column, weights)
     return rerouted_map[:, :num_places], rerouted_probs[:, :num_places]
 
 
@@ -191,8 +153,97 @@ def num_places_of(plan: OffloadPlan) -> int:
     return plan.num_experts + plan.num_ranks * plan.num_spare_slots
 
 
-def _table_for(expert_ids: Tensor, plan: OffloadPlan, ep_rank: int) -> RerouteTable:
+def _row_for(expert_ids: Tensor, plan: OffloadPlan, ep_rank: int) -> SourceRow:
     if not 0 <= ep_rank < plan.num_ranks:
         raise ValueError(f"ep_rank is {ep_rank}; the plan has the ranks 0 to {plan.num_ranks - 1}")
     _, counts = sort_by_expert(expert_ids, plan.num_experts)
-    return RerouteTable.of(plan, ep_rank, counts.cpu().numpy())
+    return SourceRow(
+        total=counts,
+        first=torch.zeros_like(counts),
+        slot_expert=torch.tensor(plan.slot_expert, device=counts.device),
+        tokens=torch.tensor(plan.rerouted[ep_rank], device=counts.device),
+    )
+
+
+def _row_arguments(
+    total: Tensor, first: Tensor, slot_expert: Tensor, tokens: Tensor
+) -> dict[str, int]:
+    return {
+        "num_ranks": slot_expert.shape[0],
+        "num_experts": total.numel(),
+        "num_spare_slots": slot_expert.shape[1],
+        "total": total.data_ptr(),
+        "first": first.data_ptr(),
+        "slot_expert": slot_expert.data_ptr(),
+        "tokens": tokens.data_ptr(),
+    }
+
+
+def _reroute_cpu(expert_ids: Tensor, probs: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
+    expert_ids, row = expert_ids.contiguous(), tuple(part.contiguous() for part in row)
+    places = torch.empty_like(expert_ids)
+    _core.reroute_copies(
+        expert_of=expert_ids.data_ptr(),
+        numel=expert_ids.numel(),
+        **_row_arguments(*row),
+        place_of=places.data_ptr(),
+    )
+    return places, probs.masked_fill(places < 0, 0.0)
+
+
+def _reroute_reference(expert_ids: Tensor, probs: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
+    places = reroute_ids_reference(expert_ids, *row)
+    return places, probs.masked_fill(places < 0, 0.0)
+
+
+def _reroute_kernel(expert_ids: Tensor, probs: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
+    expert_ids, row = expert_ids.contiguous(), tuple(part.contiguous() for part in row)
+    row_map, counts = sort_by_expert(expert_ids, row[0].numel())
+    places = torch.empty_like(expert_ids)
+    with torch.cuda.device(expert_ids.device):
+        cuda_kernels().reroute(
+            expert_of=expert_ids.data_ptr(),
+            row_map=row_map.data_ptr(),
+            counts=counts.data_ptr(),
+            numel=expert_ids.numel(),
+            **_row_arguments(*row),
+            place_of=places.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+    return places, probs.masked_fill(places < 0, 0.0)
+
+
+def _takes_row(expert_ids: Tensor, probs: Tensor, total: Tensor, *rest: Tensor) -> bool:
+    del probs, rest
+    limit: int = cuda_kernels().MAX_SORTED_EXPERTS
+    return total.numel() <= limit and expert_ids.numel() < 2**31
+
+
+def _reroute_fake(expert_ids: Tensor, probs: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
+    del row
+    return torch.empty_like(expert_ids), torch.empty_like(probs)
+
+
+_reroute = define_op(
+    "reroute(Tensor expert_ids, Tensor probs, Tensor total, Tensor first, Tensor slot_expert,"
+    " Tensor tokens) -> (Tensor, Tensor)",
+    cpu=_reroute_cpu,
+    cuda=kernel_or(_reroute_reference, _reroute_kernel, _takes_row),
+    fake=_reroute_fake,
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    del inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[0])
+    ctx.save_for_backward(output[0])
+
+
+def _backward(ctx: Any, _: None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    (places,) = ctx.saved_tensors
+    weights = None if grad is None else grad.masked_fill(places < 0, 0.0)
+    return None, weights, None, None, None, None
+
+
+define_gradient("reroute", _backward, _setup)

@@ -121,11 +121,9 @@ class ExpertWatch:
             Waits for the device if the dispatcher is ``static`` and the policy not ``"drop"``;
             otherwise returns at once.
         """
-        if self._moe.dispatcher != "static" or self._moe.over_budget == "drop":
+        if not self._has_policy:
             return False
-        total = torch.zeros((), dtype=torch.int64, device=self._device)
-        for layer in self._layers.values():
-            total += layer.num_over_budget
+        total = self.num_to_rerun()
         all_reduce_(total, self._groups.world)
         num_over = int(total)
         if num_over == 0:
@@ -141,6 +139,21 @@ class ExpertWatch:
         self._num_reruns += 1
         self._reset()
         return True
+
+    def num_to_rerun(self) -> Tensor:
+        """Copies of this rank without room, for which a step is no good; 0-d int64, on the device.
+
+        0 if the policy is to drop them.
+        """
+        total = torch.zeros((), dtype=torch.int64, device=self._device)
+        for layer in self._layers.values() if self._has_policy else ():
+            total += layer.num_over_budget
+        return total
+
+    @property
+    def _has_policy(self) -> bool:
+        """Whether tokens without room in a buffer end the step, or repeat it."""
+        return self._moe.dispatcher == "static" and self._moe.over_budget != "drop"
 
     def extra(self) -> Tensor:
         """This rank's counts, to be summed over the world: 1-D, fp64; empty without experts."""
@@ -158,8 +171,7 @@ class ExpertWatch:
                 counts.losses / self._num_values,
             ]
             if layer.echo is not None:
-                echo = layer.echo.counts.as_list()
-                numbers.append(torch.tensor(echo, dtype=torch.float64, device=self._device))
+                numbers.append(layer.echo.sums)
             rows.append(torch.cat([part.double() for part in numbers]))
         return torch.cat(rows) if rows else zeros[:0]
 

@@ -14,6 +14,7 @@ struct PlanOffloadParams {
   moe::TeamSpec spec = {};
   const int64_t* counts = nullptr;  // (num_ranks, num_experts)
   moe::TeamPlan plan = {};          // written everywhere
+  int64_t* elapsed_ns = nullptr;    // (1) written: how long the block has worked
 };
 
 // Bit for bit the plan of moe::plan_offload. Bad counts cannot be reported by an exception: the
