@@ -156,8 +156,12 @@ class _InjectGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dtype, device, shape = ctx.loss
-        factor = torch.as_tensor(ctx.factor, dtype=dtype, device=device).flatten()
-        return grad, factor.expand(shape.numel()).view(shape) / shape.numel(), None
+        if not isinstance(ctx.factor, Tensor):
+            # Not as_tensor: a number of the host would be copied, and the host wait for the copy.
+            mean = torch.full(shape, ctx.factor, dtype=dtype, device=device)
+        else:
+            mean = ctx.factor.to(device, dtype).flatten().expand(shape.numel()).view(shape)
+        return grad, mean / shape.numel(), None
 
 
 def _count_choices(expert_ids_SBK: Tensor, pools: int, num_experts: int) -> Tensor:
