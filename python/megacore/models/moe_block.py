@@ -19,7 +19,11 @@ from megacore.moe.dispatchers import (
     Capacity,
     Dispatcher,
     ExpertPlacement,
+    PeerDispatcher,
+    Peers,
     StaticDispatcher,
+    make_peers,
+    static_receive_rows,
 )
 from megacore.moe.echo import Echo, ReceiveBudget
 from megacore.moe.experts import GroupedExperts
@@ -29,6 +33,7 @@ from megacore.moe.settings import echo_options, echo_receive_factor, router_conf
 from megacore.ops.recompute import Memo
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
 
 
 class MoEBlock(nn.Module):
@@ -130,6 +135,32 @@ class GatedExpert(nn.Module):
         return output
 
 
+def peers_of(
+    moe: MoEConfig,
+    groups: ProcessGroups,
+    *,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Peers | None:
+    """The memory through which the ``static`` dispatcher of a model reaches other ranks, if any.
+
+    Raises:
+        ConfigError: If ``moe.static_transport`` asks for it and there is none.
+
+    Sync:
+        Collective on CUDA.
+    """
+    if moe.num_experts == 0 or moe.dispatcher != "static":
+        return None
+    return make_peers(
+        groups.etp_ep,
+        device,
+        transport=moe.static_transport,
+        row_bytes=hidden * dtype.itemsize,
+    )
+
+
 def _echo(context: ModelContext) -> Echo | None:
     """Clones of hot experts, where there are other ranks to hold them."""
     moe, groups = context.moe, context.groups
@@ -161,9 +192,20 @@ def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
     if echo is not None:
         if moe.dispatcher == "allgather":
             return AllGatherDispatcher(echo.places)
-        return AllToAllDispatcher(echo.places, receive_rows=echo.receive_rows)
+        if moe.dispatcher == "static":
+            return StaticDispatcher(
+                echo.places, budget=context.budget, receive_rows=echo.receive_rows
+            )
+        return AllToAllDispatcher(echo.places)
     placement = ExpertPlacement.of(context.groups, moe.num_experts)
     capacity = _capacity(moe)
+    if moe.dispatcher == "static" and context.peers is not None:
+        return PeerDispatcher(
+            placement,
+            peers=context.peers,
+            receive_rows=static_receive_rows(placement, context.budget, capacity),
+            capacity=capacity,
+        )
     if moe.dispatcher == "static":
         return StaticDispatcher(placement, budget=context.budget, capacity=capacity)
     if moe.dispatcher == "allgather":

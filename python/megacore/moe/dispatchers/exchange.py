@@ -80,21 +80,9 @@ class AllToAllDispatcher(_ExchangeDispatcher):
     Args:
         placement: Where the experts are.
         capacity: Limit of the copies per expert; ``None`` for no limit.
-        receive_rows: From the number of tokens of a member and the copies of each to the rows that
-            experts get, whatever arrives; more must not arrive. ``None``: as many as arrive.
     """
 
     captured_fields = (*_PLAN_FIELDS, "rows_per_member")
-
-    def __init__(
-        self,
-        placement: ExpertPlacement,
-        *,
-        capacity: Capacity | None = None,
-        receive_rows: Callable[[int, int], int] | None = None,
-    ) -> None:
-        super().__init__(placement, capacity=capacity)
-        self._receive_rows = receive_rows
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
         """Sort copies by expert and tell the others how many come. See `Dispatcher`."""
@@ -128,9 +116,6 @@ class AllToAllDispatcher(_ExchangeDispatcher):
         assert plan.rows_per_member is not None
         sent, received = plan.rows_per_member.tolist()
         return RowSplits(sent=tuple(sent), received=tuple(received))
-
-    def _num_received(self, plan: DispatchPlan) -> int | None:
-        return None if self._receive_rows is None else self._receive_rows(*plan.probs.shape)
 
     def _num_sent(self, plan: DispatchPlan, splits: RowSplits) -> int:  # noqa: ARG002
         return sum(splits.sent or ())
@@ -191,6 +176,9 @@ class StaticDispatcher(_ExchangeDispatcher):
         placement: Where the experts are.
         budget: Size of the buffers.
         capacity: Limit of the copies per expert; ``None`` for no limit.
+        receive_rows: From the number of tokens of a member and the copies of each to the rows that
+            experts get, whatever arrives; more must not arrive in all, but may come from any
+            member: the buffers hold that much. ``None``: what the buffers hold together.
     """
 
     captured_fields = _PLAN_FIELDS
@@ -201,9 +189,11 @@ class StaticDispatcher(_ExchangeDispatcher):
         *,
         budget: StaticBudget,
         capacity: Capacity | None = None,
+        receive_rows: Callable[[int, int], int] | None = None,
     ) -> None:
         super().__init__(placement, capacity=capacity)
         self.budget = budget
+        self._receive_rows = receive_rows
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
         """Give each copy a row of a fixed buffer. See `Dispatcher`."""
@@ -233,10 +223,10 @@ class StaticDispatcher(_ExchangeDispatcher):
 
     def num_rows(self, num_tokens: int, top_k: int) -> int:
         """Rows of the buffer for each member."""
-        if self.capacity is not None and self.capacity.pad:
-            per_expert = self.capacity.rows(num_tokens * top_k, self.placement.num_experts)
-            return per_expert * self.placement.num_local
-        return self.budget.rows(num_tokens=num_tokens, top_k=top_k, placement=self.placement)
+        if self._receive_rows is not None:
+            most = num_tokens * min(top_k, self.placement.num_local)
+            return min(most, self._receive_rows(num_tokens, top_k))
+        return rows_per_member(num_tokens, top_k, self.placement, self.budget, self.capacity)
 
     def _rows_in_part(self, ids_Tk: Tensor) -> tuple[Tensor, int]:
         """Row of each copy in its member's buffer (-1: no room), and the rows of a buffer."""
@@ -251,6 +241,9 @@ class StaticDispatcher(_ExchangeDispatcher):
         first_of_part = (sent_P.cumsum(0) - sent_P)[ids_Tk.clamp(min=0) // placement.num_local]
         row_Tk = sorted_Tk - first_of_part
         return row_Tk.masked_fill((ids_Tk < 0) | (row_Tk >= num_rows), -1), num_rows
+
+    def _num_received(self, plan: DispatchPlan) -> int | None:
+        return None if self._receive_rows is None else self._receive_rows(*plan.probs.shape)
 
     def _num_sent(self, plan: DispatchPlan, splits: RowSplits) -> int:  # noqa: ARG002
         num_tokens, top_k = plan.probs.shape
@@ -270,6 +263,37 @@ class StaticDispatcher(_ExchangeDispatcher):
             ends_GL, rows.expand(num_members, -1).contiguous(), right=True
         )
         return torch.where(expert_GR < num_local, expert_GR, -1).flatten()
+
+
+def rows_per_member(
+    num_tokens: int,
+    top_k: int,
+    placement: ExpertPlacement,
+    budget: StaticBudget,
+    capacity: Capacity | None,
+) -> int:
+    """Rows that a static buffer has for what comes from each member.
+
+    Args:
+        num_tokens: Tokens of each member.
+        top_k: Copies of each token.
+        placement: Where the experts are.
+        budget: Size of the buffers.
+        capacity: Limit of the copies per expert, which says the size if it pads.
+    """
+    if capacity is not None and capacity.pad:
+        per_expert = capacity.rows(num_tokens * top_k, placement.num_experts)
+        return per_expert * placement.num_local
+    return budget.rows(num_tokens=num_tokens, top_k=top_k, placement=placement)
+
+
+def static_receive_rows(
+    placement: ExpertPlacement, budget: StaticBudget, capacity: Capacity | None
+) -> Callable[[int, int], int]:
+    """From tokens of a member and copies of each to the rows of a rank's whole static buffer."""
+    return lambda num_tokens, top_k: (
+        placement.group.size * rows_per_member(num_tokens, top_k, placement, budget, capacity)
+    )
 
 
 def place_in_padded(ids_Tk: Tensor, place_Tk: Tensor, per_expert: int, num_local: int) -> Tensor:
