@@ -199,14 +199,15 @@ void bind_adamw(py::module_& module) {
          double clip_grad,
          double loss_scale_interval,
          double num_averaged) {
-        *pointer<buffer::StepControl>(control) =
-            decide_step(*pointer<buffer::StepState>(state),
-                        {.beta1 = beta1,
-                         .beta2 = beta2,
-                         .clip_grad = clip_grad,
-                         .loss_scale_interval = loss_scale_interval,
-                         .num_averaged = num_averaged},
-                        *pointer<const buffer::StepSums>(sums));
+        auto& decided = *pointer<buffer::StepControl>(control);
+        decided = decide_step(*pointer<buffer::StepState>(state),
+                              {.beta1 = beta1,
+                               .beta2 = beta2,
+                               .clip_grad = clip_grad,
+                               .loss_scale_interval = loss_scale_interval,
+                               .num_averaged = num_averaged},
+                              *pointer<const buffer::StepSums>(sums),
+                              decided.lr);
       },
       py::kw_only(),
       py::arg("state"),

@@ -83,7 +83,7 @@ __global__ void decide_kernel(buffer::StepState* state,
                               const buffer::StepSums* sums,
                               buffer::StepControl* control,
                               buffer::StepRules rules) {
-  *control = buffer::decide_step(*state, rules, *sums);
+  *control = buffer::decide_step(*state, rules, *sums, control->lr);
 }
 
 bool is_aligned(const void* pointer, uintptr_t bytes) {

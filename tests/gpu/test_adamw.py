@@ -157,7 +157,7 @@ def test_decisions_have_the_bits_of_the_cpu() -> None:
     rules = StepRules(beta1=0.9, beta2=0.999, clip_grad=0.5, loss_scale_interval=3, num_averaged=4)
     found = {}
     for device in ("cpu", "cuda"):
-        numbers = torch.tensor([0.0, 0.0, 16.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]).double().to(device)
+        numbers = torch.tensor([0.0, 0.0, 16.0, 0.0, *6 * [0.0]]).double().to(device)
         state, control, history = numbers[:4], numbers[4:], []
         for step in range(50):
             sums = torch.tensor([step * 1.7, float(step % 7 == 3), 100.0 + step]).double()

@@ -27,6 +27,10 @@ class GradReducer:
     Life of a step: :meth:`start`, before each backward pass :meth:`before_backward`,
     :meth:`finish`.
 
+    Attributes:
+        asks_transfers: Whether to ask transfers how far they are, to free their memory early. What
+            a CUDA graph records must not depend on it.
+
     Args:
         buffers: The buffers of all parameters of this rank.
         waits: Tells which parameters need another sum before their bucket may be reduced. Their
@@ -55,6 +59,7 @@ class GradReducer:
         self._counting = self._is_open = False
         self._launched: set[int] = set()
         self._pending: deque[tuple[int, PendingCollective]] = deque()
+        self.asks_transfers = True
         self._transferred: list[int] = []
 
     def start(self) -> None:
@@ -92,6 +97,11 @@ class GradReducer:
         self._transferred.clear()
         self._counting = self._is_open = False
 
+    def forget(self) -> None:
+        """Give up the transfers under way; go on with :meth:`start`."""
+        self._pending.clear()
+        self._counting = self._is_open = False
+
     def _on_grad(self, param: int) -> None:
         """React to a gradient that was just added to the buffer."""
         if self._tracker.is_launched(param):
@@ -119,7 +129,7 @@ class GradReducer:
         self._launched.add(bucket)
         self._pending.append((bucket, buffer.start_reduce(index)))
         # Sums of arrived slices free their staging memory; a transfer under way is not waited for.
-        while self._pending and self._pending[0][1].is_transferred():
+        while self.asks_transfers and self._pending and self._pending[0][1].is_transferred():
             self._complete_oldest()
 
     def _complete_oldest(self) -> None:

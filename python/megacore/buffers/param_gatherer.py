@@ -61,11 +61,18 @@ class ParamGatherer:
         self._called = [0] * len(self._names)
         self._hook(modules, params)
 
-    def start(self) -> None:
-        """Begin to collect the parameters that an optimizer has just updated. Collective."""
+    def start(self, *, at_once: bool = True) -> None:
+        """Begin to collect the parameters that an optimizer has just updated. Collective.
+
+        Args:
+            at_once: Start the first transfers now, and not where the next forward pass begins: a
+                CUDA graph can only wait for transfers that it has started itself.
+        """
         self.finish()
         self._generation += 1
         self._num_started = 0
+        if not at_once:
+            return
         starts_are_free = all(buffer.starts_are_free for buffer, _ in self._buckets)
         self._start_until(len(self._buckets) if starts_are_free else 1)
 
@@ -77,6 +84,32 @@ class ParamGatherer:
         for buffer, _ in self._buckets:
             buffer.wait_until_params_free()
         self._called = [self._generation] * len(self._called)
+
+    def again(self) -> None:
+        """Collect all weights in the next passes, also those that are there: what a graph repeats.
+
+        No transfer may be under way.
+        """
+        self._num_started = 0
+        self._held = [-1] * len(self._held)
+        self._called = [-1] * len(self._called)
+
+    def forget(self) -> None:
+        """Give up the transfers under way, as if none of the last update had started."""
+        self._pending = [None] * len(self._buckets)
+        self.again()
+
+    def note_replay(self, *, updated: bool) -> None:
+        """Take over the account of a CUDA graph, which ran no Python.
+
+        Args:
+            updated: It has updated the weights after it had collected them.
+        """
+        self._generation += updated
+        self._num_started = 0 if updated else len(self._buckets)
+        if not updated:
+            self._held = [self._generation] * len(self._held)
+            self._called = [self._generation] * len(self._called)
 
     def before_forward(self, params: Sequence[int]) -> None:
         """Make the weights of these parameters current and start the bucket after theirs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -81,7 +82,8 @@ def adamw_step_(
         copy_out: Receives the new parameters as ``Tensor.to`` rounds them, ``(n,)``, bfloat16 or
             float16, contiguous.
         control: What :func:`decide_step_` decided, on the device of ``param``: replaces the step
-            and ``grad_scale`` of ``settings``, and may call the step off.
+            and ``grad_scale`` of ``settings``, and may call the step off. The learning rate then is
+            its sixth number times the one of ``settings``.
 
     Raises:
         ValueError: If shapes, dtypes, devices or layouts do not fit.
@@ -140,8 +142,9 @@ def adamw_step_reference_(
     _check_numbers("control", control, _CONTROL_SIZE, param)
     if control is None:
         bias1, bias2 = settings.bias_correction1, settings.bias_correction2
-        control = torch.tensor([settings.grad_scale, bias1, bias2, 1.0, 0.0], dtype=torch.float64)
-        control = control.to(param.device)
+        numbers = [settings.grad_scale, bias1, bias2, 1.0, 0.0, 1.0]
+        control = torch.tensor(numbers, dtype=torch.float64).to(param.device)
+    lr = control[5] * settings.lr
     is_applied = control[3] != 0.0
     scaled = grad * control[0].float()
     next_avg = exp_avg + (scaled - exp_avg).mul_(1.0 - settings.beta1)
@@ -150,8 +153,8 @@ def adamw_step_reference_(
     # torch.sqrt of fp32 may be off by one bit (it uses MKL where it can); through fp64 it is exact.
     root = next_avg_sq.double().sqrt_().float()
     root.mul_((1.0 / control[2].sqrt()).float()).add_(settings.eps)
-    update = (next_avg / root).mul_((settings.lr / control[1]).float())
-    next_param = (param * (1.0 - settings.lr * settings.weight_decay)).sub_(update)
+    update = (next_avg / root).mul_((lr / control[1]).float())
+    next_param = (param * (1.0 - lr * settings.weight_decay).float()).sub_(update)
     exp_avg.copy_(torch.where(is_applied, next_avg, exp_avg))
     exp_avg_sq.copy_(torch.where(is_applied, next_avg_sq, exp_avg_sq))
     param.copy_(torch.where(is_applied, next_param, param))
@@ -179,7 +182,7 @@ class StepRules:
     num_averaged: int = 0
 
 
-_STATE_SIZE, _SUMS_SIZE, _CONTROL_SIZE = 4, 3, 5
+_STATE_SIZE, _SUMS_SIZE, _CONTROL_SIZE = 4, 3, 6
 
 
 def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules) -> None:
@@ -194,9 +197,9 @@ def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules)
             multiples of the loss scale, a power of two; good steps are those since it changed.
         sums: ``[squared norm, ranks with a non-finite gradient, tokens, ...]``, summed over all
             ranks.
-        control: ``(5,)``, filled with ``[gradient scale, bias correction 1, bias correction 2,
+        control: ``(6,)``, filled with ``[gradient scale, bias correction 1, bias correction 2,
             applied or not (1 or 0), gradient norm before clipping]``, for :func:`adamw_step_`. The
-            norm is NaN in a skipped step.
+            norm is NaN in a skipped step. The sixth number, the learning rate, is the caller's.
         rules: How to decide.
 
     Raises:
@@ -208,10 +211,10 @@ def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules)
     Example:
         >>> state = torch.tensor([0.0, 0.0, 2.0, 0.0], dtype=torch.float64)
         >>> sums = torch.tensor([100.0, 0.0, 0.0], dtype=torch.float64)
-        >>> control = torch.empty(5, dtype=torch.float64)
+        >>> control = torch.full((6,), 0.1, dtype=torch.float64)
         >>> decide_step_(state, sums, control, StepRules(beta1=0.5, beta2=0.75))
         >>> control.tolist(), state.tolist()
-        ([0.5, 0.5, 0.25, 1.0, 5.0], [1.0, 0.0, 2.0, 0.0])
+        ([0.5, 0.5, 0.25, 1.0, 5.0, 0.1], [1.0, 0.0, 2.0, 0.0])
     """
     _check_decision(state, sums, control)
     kind = state.device.type
@@ -286,8 +289,11 @@ def sum_of_squares(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return sum_of_squares_reference(values)
     values = values.float()
-    total = _core.sum_of_squares(values=values.data_ptr(), numel=values.numel())
-    return torch.tensor(total, dtype=torch.float64)
+    total = torch.empty((), dtype=torch.float64)
+    # Written like the result of a kernel: what records operations is to see no number of the host.
+    sum_ = _core.sum_of_squares(values=values.data_ptr(), numel=values.numel())
+    ctypes.c_double.from_address(total.data_ptr()).value = sum_
+    return total
 
 
 def sum_of_squares_reference(values: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +36,11 @@ class StepResult:
 
     def __init__(self, numbers: Tensor) -> None:
         self._on_device = numbers
+
+    @property
+    def numbers(self) -> Tensor:
+        """All of them, as they were given."""
+        return self._on_device
 
     @cached_property
     def _numbers(self) -> Tensor:
@@ -77,6 +83,10 @@ class DistributedOptimizer:
         modules: The model of this rank; needed with ``overlap_param_gather`` only.
         param_groups: Learning rate factor and weight decay of parameters by name; the same on every
             rank.
+
+    Attributes:
+        gathers_at_once: With ``overlap_param_gather``: start to collect the updated parameters at
+            the end of a step, and not where the next one calls their modules.
 
     Raises:
         ValueError: If there is no buffer, or ``overlap_param_gather`` lacks the module of a
@@ -131,6 +141,8 @@ class DistributedOptimizer:
         self._gatherer: ParamGatherer | None = None
         if config.overlap_param_gather:
             self._gatherer = ParamGatherer(self.buffers, modules)
+        self._is_reduced = False
+        self.gathers_at_once = True
 
     @property
     def step_count(self) -> int:
@@ -169,6 +181,7 @@ class DistributedOptimizer:
 
     def zero_grads(self) -> None:
         """Set all gradients to zero; call it before the first backward pass of a step."""
+        self._is_reduced = False
         if self._reducer is not None:
             self._reducer.start()
         for buffer in self.buffers:
@@ -203,18 +216,70 @@ class DistributedOptimizer:
         """Which gradients are there; give it to :meth:`set_grad_marks`."""
         return tuple(buffer.marks() for buffer in self.buffers)
 
-    def set_grad_marks(self, marks: tuple[Any, ...]) -> None:
-        """Tell that a CUDA graph has repeated the passes after which the marks were taken."""
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Surrounds passes of a step, and what follows, that a CUDA graph records.
+
+        A graph repeats what it did, so this depends on nothing that differs from step to step: the
+        passes collect all weights, and transfers are not asked how far they are. None may be under
+        way at the beginning; at the end none is if :meth:`reduce_grads` was called inside.
+        """
+        if self._gatherer is not None:
+            self._gatherer.again()
+        if self._reducer is not None:
+            self._reducer.asks_transfers = False
+        try:
+            yield
+        except BaseException:
+            if self._device.type == "cuda":
+                self._forget_transfers()
+            raise
+        finally:
+            if self._reducer is not None:
+                self._reducer.asks_transfers = True
+
+    def note_replay(self, marks: tuple[Any, ...], *, updated: bool) -> None:
+        """Tell that a CUDA graph has repeated what :meth:`captured` surrounded.
+
+        Args:
+            marks: What :meth:`grad_marks` said afterwards.
+            updated: Whether :meth:`step` is part of the graph.
+        """
         for buffer, own in zip(self.buffers, marks, strict=True):
             buffer.set_marks(own)
+        self._is_reduced = not updated
+        if self._gatherer is not None:
+            self._gatherer.note_replay(updated=updated)
+
+    def reduce_grads(self) -> None:
+        """Sum and average the gradients: what :meth:`step` begins with. Collective.
+
+        Does nothing if it was called since :meth:`zero_grads`.
+        """
+        if self._is_reduced:
+            return
+        sum_shared_grads(self.buffers, self._groups)
+        sum_sequence_parallel_grads(self.buffers, self._groups)
+        if self._reducer is not None:
+            self._reducer.finish()
+        else:
+            for buffer in self.buffers:
+                buffer.reduce_scatter_grads()
+        self._is_reduced = True
 
     def step(
-        self, *, lr: float, extra: Tensor | None = None, num_tokens: Tensor | None = None
+        self,
+        *,
+        lr: float | Tensor,
+        extra: Tensor | None = None,
+        num_tokens: Tensor | None = None,
+        veto: Tensor | None = None,
     ) -> StepResult:
         """Reduce the gradients and update the parameters. Collective over the world.
 
         Args:
-            lr: Learning rate of this step, the same on every rank.
+            lr: Learning rate of this step, the same on every rank; a 0-d fp64 tensor on the device
+                where a CUDA graph records the step.
             num_tokens: For losses that are sums over tokens (per-token scaling): the tokens that
                 this rank's gradients are sums over, one number, any dtype, on any device. The
                 gradient then is the sum over all data-parallel ranks divided by the sum of
@@ -224,6 +289,8 @@ class DistributedOptimizer:
                 or none does. It rides in the step's all-reduce, so nothing waits for it.
             extra: Up to a few numbers, 1-D, of equal length on every rank, that ride along in the
                 one all-reduce of the step (the loss, say) and come back summed over the world.
+            veto: A number, on the device: if it is not 0 on some rank, no rank changes anything,
+                the counts of steps included. All ranks give one, or none does.
 
         Returns:
             The gradient norm, whether the update was skipped, and the summed ``extra``.
@@ -232,24 +299,20 @@ class DistributedOptimizer:
             None on CUDA: whether to skip, how to clip and the loss scale are decided on the device.
             Reading the result waits.
         """
-        sum_shared_grads(self.buffers, self._groups)
-        sum_sequence_parallel_grads(self.buffers, self._groups)
-        if self._reducer is not None:
-            self._reducer.finish()
-        else:
-            for buffer in self.buffers:
-                buffer.reduce_scatter_grads()
-        sums = self._reduce_over_world(extra, num_tokens)
-        control = torch.empty(5, dtype=torch.float64, device=self._device)
-        decide_step_(self._state, sums, control, self._rules(per_token=num_tokens is not None))
+        self.reduce_grads()
+        self._is_reduced = False
+        sums = self._reduce_over_world(extra, num_tokens, veto)
+        control = self._decide(sums, per_token=num_tokens is not None, has_veto=veto is not None)
+        control[5:].fill_(lr)
         self.finish_param_gather()
-        self._update(control, lr=lr)
+        self._update(control)
         if self._gatherer is not None:
-            self._gatherer.start()
+            self._gatherer.start(at_once=self.gathers_at_once)
         else:
             for buffer in self.buffers:
                 buffer.all_gather_params()
-        return StepResult(torch.cat([control[4:5], 1.0 - control[3:4], sums[3:]]))
+        further = 3 if veto is None else 4
+        return StepResult(torch.cat([control[4:5], 1.0 - control[3:4], sums[further:]]))
 
     def pieces(self) -> list[ParamPiece]:
         """Return every range of every parameter that this rank optimizes, with its state.
@@ -312,17 +375,40 @@ class DistributedOptimizer:
             shard.copy_main_to_params()
             shard.buffer.all_gather_params()
 
+    def _forget_transfers(self) -> None:
+        """Give up transfers that were recorded, but will never run."""
+        if self._gatherer is not None:
+            self._gatherer.forget()
+        if self._reducer is not None:
+            self._reducer.forget()
+
     @torch.no_grad()
-    def _reduce_over_world(self, extra: Tensor | None, num_tokens: Tensor | None) -> Tensor:
-        """Sum ``[norm^2, non-finite ranks, tokens, *extra]`` over the world."""
+    def _reduce_over_world(
+        self, extra: Tensor | None, num_tokens: Tensor | None, veto: Tensor | None
+    ) -> Tensor:
+        """Sum ``[norm^2, non-finite ranks, tokens, *veto, *extra]`` over the world."""
         parts = [norm_parts(self._grad_ranges, device=self._device)]
         tokens = torch.zeros(1, device=self._device) if num_tokens is None else num_tokens
-        for numbers in (tokens.reshape(1), extra):
+        for numbers in (tokens.reshape(1), None if veto is None else veto.reshape(1), extra):
             if numbers is not None:
                 parts.append(numbers.to(self._device, torch.float64, non_blocking=True))
         sums = torch.cat(parts)
         all_reduce_(sums, self._groups.world)
         return sums
+
+    @torch.no_grad()
+    def _decide(self, sums: Tensor, *, per_token: bool, has_veto: bool) -> Tensor:
+        """The control of :func:`megacore.ops.optim.adamw_step_`; brings the state up to date."""
+        control = torch.empty(6, dtype=torch.float64, device=self._device)
+        rules = self._rules(per_token=per_token)
+        if not has_veto:
+            decide_step_(self._state, sums, control, rules)
+            return control
+        before, is_vetoed = self._state.clone(), sums[3] != 0.0
+        sums[1] += sums[3]
+        decide_step_(self._state, sums, control, rules)
+        self._state.copy_(torch.where(is_vetoed, before, self._state))
+        return control
 
     def _rules(self, *, per_token: bool) -> StepRules:
         config = self._config
@@ -334,11 +420,11 @@ class DistributedOptimizer:
             num_averaged=self._groups.dp_cp.size if per_token else 0,
         )
 
-    def _update(self, control: Tensor, *, lr: float) -> None:
+    def _update(self, control: Tensor) -> None:
         config = self._config
         settings = AdamWSettings(
             step=1,  # the control knows which
-            lr=lr,
+            lr=1.0,  # a factor of the control's
             beta1=config.beta1,
             beta2=config.beta2,
             eps=config.eps,

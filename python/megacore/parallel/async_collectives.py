@@ -19,6 +19,11 @@ from megacore.parallel import collectives
 from megacore.parallel.process_groups import Group
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being recorded, when nothing can be asked how far it is."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class PendingCollective:
     """A collective under way. Its tensors must stay untouched until :meth:`wait` has returned.
 
@@ -45,7 +50,7 @@ class PendingCollective:
     def is_transferred(self) -> bool:
         """Tell, without waiting, whether :meth:`wait` would go to work at once."""
         if self._work is not None:
-            return self._work.is_completed()
+            return not is_capturing() and self._work.is_completed()
         return self._complete is None or self._is_ready()
 
     def wait(self) -> None:

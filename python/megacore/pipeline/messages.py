@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from megacore._core import Action, ActionKind
+from megacore.parallel.async_collectives import is_capturing
 from megacore.parallel.collectives import irecv, isend
 from megacore.parallel.process_groups import Group
 from megacore.pipeline.activation import ActivationSpec, StageActivations
@@ -95,7 +96,7 @@ class Messages:
         ]
         waiting = self._waiting[peer]
         waiting.append((works, tensors))
-        while waiting and all(work.is_completed() for work in waiting[0][0]):
+        while waiting and not is_capturing() and all(w.is_completed() for w in waiting[0][0]):
             self._finish(peer, self._num_done[peer] + 1)
 
     def receive(self, action: Action, peer: int, acknowledged: int) -> Incoming:

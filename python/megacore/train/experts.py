@@ -116,6 +116,7 @@ class ExpertWatch:
 
         Raises:
             MegacoreError: If tokens found no room and the policy is ``"error"``.
+            PeerLostError: If a peer did not come while rows travelled between GPUs.
 
         Sync:
             Waits for the device if the dispatcher is ``static`` and the policy not ``"drop"``;
@@ -126,6 +127,7 @@ class ExpertWatch:
         total = self.num_to_rerun()
         all_reduce_(total, self._groups.world)
         num_over = int(total)
+        self._check_dispatchers()
         if num_over == 0:
             return False
         if self._moe.over_budget == "error":
@@ -180,9 +182,13 @@ class ExpertWatch:
 
         Returns:
             ``None`` for a model without experts.
+
+        Raises:
+            PeerLostError: If a peer did not come while rows travelled between GPUs.
         """
         if not self._indices:
             return None
+        self._check_dispatchers()
         if not skipped:
             update_expert_biases([layer.router for layer in self._layers.values()])
         num_experts = self._moe.num_experts
@@ -211,6 +217,10 @@ class ExpertWatch:
             return f"moe.static_budget = {self._budgets[0].factor:g}"
         factor = echo_receive_factor(self._moe, self._moe.num_experts // self._groups.ep.size)
         return f"moe.echo.receive_budget = {factor:g}"
+
+    def _check_dispatchers(self) -> None:
+        for layer in self._layers.values():
+            layer.dispatcher.check()
 
     def _reset(self) -> None:
         for layer in self._layers.values():

@@ -39,6 +39,9 @@ from megacore.train.graph_plan import GraphBytes, predict_graphs
 MicrobatchOf = Callable[[int], Microbatch]
 # All passes of a step: from its microbatches to (sum of losses, number of steps or tokens).
 Passes = Callable[[MicrobatchOf], Tensor]
+# What follows the passes of a training step: from these sums, the learning rate, and a number that
+# is not 0 if nothing may change, to the numbers of the step.
+Update = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class StepGraphs:
@@ -78,7 +81,7 @@ class StepGraphs:
         self._device = torch.device(hidden.device)
         self._digest = _digest(config)
         self._num_steps = 0
-        self._gave_up = False
+        self._gave_up = self._gave_up_validation = False
         self._captured: CaptureSignature | None = None
         self._partial: PartialGraphs | None = None
         self._full: dict[str, FullIterationGraph] = {}
@@ -106,13 +109,16 @@ class StepGraphs:
 
     # ---- training --------------------------------------------------------------------------------
 
-    def start_step(self, step: int, microbatch_of: MicrobatchOf, passes: Passes) -> None:
+    def start_step(
+        self, step: int, microbatch_of: MicrobatchOf, passes: Passes, update: Update
+    ) -> None:
         """Set the step's random numbers; capture if it is time to. Collective.
 
         Args:
             step: Number of the step.
             microbatch_of: Its microbatches.
             passes: All passes of a training step; a full capture records it.
+            update: What follows them; recorded too with ``include_optimizer``.
 
         Raises:
             CaptureError: If something cannot be captured and ``on_failure`` is ``"error"``.
@@ -134,30 +140,50 @@ class StepGraphs:
                 )
             self.notes.append(f"captured again at step {step + 1:,}: {difference}")
             self.reset()
-        self._capture(signature, microbatch_of, passes)
+        self._capture(signature, microbatch_of, passes, update)
 
-    def train_passes(self, microbatch_of: MicrobatchOf, passes: Passes) -> Tensor:
-        """All passes of a training step: replayed if they were captured as a whole."""
+    @property
+    def includes_update(self) -> bool:
+        """Whether what was captured as a whole ends with the optimizer's step."""
+        return "training" in self._full and self._settings.include_optimizer
+
+    def train_passes(self, microbatch_of: MicrobatchOf, passes: Passes, *, lr: float) -> Tensor:
+        """All passes of a training step: replayed if they were captured as a whole.
+
+        Returns:
+            What ``passes`` returns, or ``update`` if :attr:`includes_update`.
+        """
         graph = self._full.get("training")
         if graph is None:
             return passes(microbatch_of)
-        self._optimizer.finish_param_gather()
-        (sums,) = graph(_inputs_of(self._num_microbatches, microbatch_of))
-        self._optimizer.set_grad_marks(self._marks)
-        assert sums is not None
-        return sums
+        (numbers,) = graph(self._inputs(microbatch_of, lr=lr, veto=0.0))
+        self._optimizer.note_replay(self._marks, updated=self.includes_update)
+        assert numbers is not None
+        return numbers
 
     def validation_passes(self, microbatch_of: MicrobatchOf, passes: Passes) -> Tensor:
         """The same for a validation, which is captured at its first time after training was."""
-        if "training" not in self._full:
+        if "training" not in self._full or self._gave_up_validation:
             return passes(microbatch_of)
         inputs = _inputs_of(self._num_microbatches, microbatch_of)
         budgets = self._budgets()
         if "validation" in self._full and self._validation_budgets != budgets:
             self._full.pop("validation").reset()
         if "validation" not in self._full:
-            with buffers_kept(self._chunks):
-                self._full["validation"] = self._record("the validation", passes, inputs)
+
+            def capture() -> None:
+                self._full["validation"] = FullIterationGraph(
+                    "the validation",
+                    lambda static: [passes(lambda number: _microbatch_of(static, number))],
+                    inputs,
+                    backend=self._backend(),
+                )
+
+            if failure := self._attempt(capture):
+                self._full.pop("validation", None)
+                self._gave_up_validation = True
+                self.notes.append(f"validations go on without graphs: {failure}")
+                return passes(microbatch_of)
             self._validation_budgets = budgets
         (sums,) = self._full["validation"](inputs)
         assert sums is not None
@@ -178,42 +204,84 @@ class StepGraphs:
         for graph in self._full.values():
             graph.reset()
         self._full.clear()
+        self._optimizer.gathers_at_once = True
         self._captured = self._partial = self._marks = None
 
     # ---- capture ---------------------------------------------------------------------------------
 
     def _capture(
-        self, signature: CaptureSignature, microbatch_of: MicrobatchOf, passes: Passes
+        self,
+        signature: CaptureSignature,
+        microbatch_of: MicrobatchOf,
+        passes: Passes,
+        update: Update,
     ) -> None:
         # What cannot run without storage cannot be captured either, but the capture says it better.
         with suppress(RuntimeError):
             self.predicted = predict_graphs(self._config, self._program)
             self.notes.append(f"capturing {self.predicted.text()}")
-        # No gather may begin inside of a captured region, and none is under way there.
+        # A captured region can wait only for transfers that it has started itself.
         self._optimizer.finish_param_gather()
         before = _reserved()
+
+        def capture() -> None:
+            if self._settings.mode == "partial":
+                self._capture_parts(microbatch_of(0))
+            else:
+                self._capture_step(microbatch_of, passes, update)
+
+        failure = self._attempt(capture)
+        if failure is None:
+            self._captured = signature
+            self.notes.append(self._measured_text(max(0, _reserved() - before)))
+            return
+        self.reset()
+        self._gave_up = True
+        self.notes.append(f"training goes on without graphs: {failure}")
+
+    def _attempt(self, capture: Callable[[], None]) -> CaptureError | None:
+        """Capture on all ranks, or tell why a rank could not; raise it unless asked to go on."""
         failure: CaptureError | None = None
         try:
             with buffers_kept(self._chunks):
-                if self._settings.mode == "partial":
-                    self._capture_parts(microbatch_of(0))
-                else:
-                    inputs = _inputs_of(self._num_microbatches, microbatch_of)
-                    self._full["training"] = self._record("the training step", passes, inputs)
-                    self._marks = self._optimizer.grad_marks()
-            self._captured = signature
+                capture()
         except CaptureError as error:
             failure = error
         failed = torch.tensor([float(failure is not None)], device=self._device)
         all_reduce_(failed, self._groups.world)
         if not failed.item():
-            self.notes.append(self._measured_text(max(0, _reserved() - before)))
-            return
-        self.reset()
+            return None
+        failure = failure or CaptureError("another rank could not capture its graphs; see there")
         if self._settings.on_failure == "error":
-            raise failure or CaptureError("another rank could not capture its graphs; see there")
-        self._gave_up = True
-        self.notes.append(f"training goes on without graphs: {failure or 'another rank failed'}")
+            self.reset()
+            raise failure
+        return failure
+
+    def _capture_step(self, microbatch_of: MicrobatchOf, passes: Passes, update: Update) -> None:
+        optimizer, includes_update = self._optimizer, self._settings.include_optimizer
+
+        def function(static: Sequence[Tensor]) -> list[Tensor]:
+            with optimizer.captured():
+                sums = passes(lambda number: _microbatch_of(static, number))
+                optimizer.reduce_grads()
+                return [update(sums, *static[-2:]) if includes_update else sums]
+
+        # What the update starts, only a graph of its own could wait for.
+        optimizer.gathers_at_once = False
+        # No warmup and no capture changes weights, wherever it runs in earnest.
+        inputs = self._inputs(microbatch_of, lr=0.0, veto=1.0)
+        self._full["training"] = FullIterationGraph(
+            "the training step", function, inputs, backend=self._backend()
+        )
+        self._marks = optimizer.grad_marks()
+
+    def _inputs(self, microbatch_of: MicrobatchOf, *, lr: float, veto: float) -> list[Tensor]:
+        """All that a captured training step reads: microbatches, and numbers for its update."""
+        inputs = _inputs_of(self._num_microbatches, microbatch_of)
+        if self._settings.include_optimizer:
+            double = torch.float64
+            inputs += [torch.full((), n, dtype=double, device=self._device) for n in (lr, veto)]
+        return inputs
 
     def _capture_parts(self, batch: Microbatch) -> None:
         parts = [
@@ -249,12 +317,6 @@ class StepGraphs:
         for chunk, own in enumerate(parts):
             for number, part in enumerate(own):
                 _install(part, self._partial.calls_of(chunk, number))
-
-    def _record(self, name: str, passes: Passes, inputs: list[Tensor]) -> FullIterationGraph:
-        def function(static: Sequence[Tensor]) -> list[Tensor]:
-            return [passes(lambda number: _microbatch_of(static, number))]
-
-        return FullIterationGraph(name, function, inputs, backend=self._backend())
 
     def _backend(self) -> GraphBackend:
         name = self._settings.backend
@@ -337,5 +399,6 @@ def _microbatch_of(static: Sequence[Tensor], number: int) -> Microbatch:
 
 def _digest(config: Config) -> str:
     """Sixteen digits that change with any setting that changes what is computed."""
-    values = config.model_dump(include={"model", "parallel", "pipeline", "moe", "train"})
+    included = {"model", "parallel", "pipeline", "moe", "train", "optimizer"}
+    values = config.model_dump(include=included)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

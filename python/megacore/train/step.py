@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.models.gpt import GPTChunk
-from megacore.optim import DistributedOptimizer
+from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
@@ -144,27 +144,27 @@ class TrainStep:
         def microbatch_of(number: int) -> Microbatch:
             return batches(step, number)
 
-        if self._graphs is not None:
-            self._graphs.start_step(step, microbatch_of, self._train_passes)
+        graphs = self._graphs
+        if graphs is not None:
+            graphs.start_step(step, microbatch_of, self._train_passes, self._vetoed_update)
         self._experts.start_step()
         while True:
             self._predictions.start_step()
-            if self._graphs is None or recorder is not None:
+            if graphs is None or recorder is not None:
                 sums = self._train_passes(microbatch_of, recorder=recorder)
             else:
-                sums = self._graphs.train_passes(microbatch_of, self._train_passes)
+                sums = graphs.train_passes(microbatch_of, self._train_passes, lr=lr)
+            is_updated = graphs is not None and graphs.includes_update and recorder is None
             if not self._experts.must_rerun(f"step {step + 1:,}"):
                 break
             if recorder is not None:
                 recorder.clear()
-            if self._graphs is not None:
-                self._graphs.start_step(step, microbatch_of, self._train_passes)
+            if graphs is not None:
+                graphs.start_step(step, microbatch_of, self._train_passes, self._vetoed_update)
         self._warn_of_missing_grads()
-        further = self._predictions.extra()
-        extra = torch.cat((sums, further, self._experts.extra()))
-        num_tokens = sums[1] if self._per_token else None
-        result = self._optimizer.step(lr=lr, extra=extra, num_tokens=num_tokens)
-        of_further, of_experts = result.extra[2:].tensor_split([further.numel()])
+        result = StepResult(sums) if is_updated else self._update(sums, lr)
+        num_further = self._predictions.extra().numel()
+        of_further, of_experts = result.extra[2:].tensor_split([num_further])
         return StepMetrics(
             loss=_mean(result.extra[:2]),
             grad_norm=result.grad_norm,
@@ -212,6 +212,16 @@ class TrainStep:
             recorder=recorder,
         )
         return self._loss_sums(losses, loss_scale=scale)
+
+    def _update(self, sums: Tensor, lr: float | Tensor, veto: Tensor | None = None) -> StepResult:
+        """The optimizer's step; the losses of the passes and what else was counted ride along."""
+        extra = torch.cat((sums, self._predictions.extra(), self._experts.extra()))
+        num_tokens = sums[1] if self._per_token else None
+        return self._optimizer.step(lr=lr, extra=extra, num_tokens=num_tokens, veto=veto)
+
+    def _vetoed_update(self, sums: Tensor, lr: Tensor, veto: Tensor) -> Tensor:
+        """The same in a graph, where nobody can look whether the passes have to be run again."""
+        return self._update(sums, lr, veto + self._experts.num_to_rerun()).numbers
 
     def _validation_passes(self, microbatch_of: MicrobatchOf) -> Tensor:
         losses = self._executor.run(self._forward_step(microbatch_of), forward_only=True)

@@ -201,7 +201,8 @@ def test_decisions_are_those_of_the_reference(
         num_averaged=num_averaged,
     )
     state, sums = decisions(bad=bad, tokens=100.0)
-    other_state, control, other = state.clone(), torch.empty(5).double(), torch.empty(5).double()
+    other_state = state.clone()
+    control, other = (torch.full((6,), 0.25, dtype=torch.float64) for _ in range(2))
     decide_step_(state, sums, control, rules)
     decide_step_reference_(other_state, sums, other, rules)
     assert torch.equal(state, other_state)
@@ -214,10 +215,10 @@ def test_decisions_are_those_of_the_reference(
 def test_a_decision_replaces_the_settings(step: Callable[..., None], dtype: torch.dtype) -> None:
     plain, controlled = tensors(1003, seed=1), tensors(1003, seed=1)
     settings = AdamWSettings(step=7, lr=1e-2, beta1=0.9, beta2=0.95, grad_scale=0.25)
-    decided = [0.25, settings.bias_correction1, settings.bias_correction2, 1.0, 3.0]
+    decided = [0.25, settings.bias_correction1, settings.bias_correction2, 1.0, 3.0, 2e-2]
     control = torch.tensor(decided, dtype=torch.float64)
     adamw_step_(*plain, settings)
-    other = replace(settings, step=1, grad_scale=99.0)
+    other = replace(settings, step=1, grad_scale=99.0, lr=0.5)
     copy_out = torch.zeros(1003, dtype=dtype)
     step(*controlled, other, control=control, copy_out=copy_out)
     for a, b in zip(plain, controlled, strict=True):
@@ -234,7 +235,7 @@ def test_a_step_that_is_called_off_changes_nothing(
     values[1][3] = math.nan
     before = [value.clone() for value in values]
     copy_out = torch.full((100,), 5.0, dtype=dtype)
-    control = torch.tensor([1.0, 0.1, 0.1, 0.0, math.nan], dtype=torch.float64)
+    control = torch.tensor([1.0, 0.1, 0.1, 0.0, math.nan, 1.0], dtype=torch.float64)
     step(*values, SETTINGS, control=control, copy_out=copy_out)
     for a, b in zip(values, before, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol=0.0, equal_nan=True)
@@ -244,9 +245,9 @@ def test_a_step_that_is_called_off_changes_nothing(
 def test_numbers_of_a_decision_are_checked() -> None:
     state, sums = decisions(bad=False, tokens=0.0)
     rules = StepRules(beta1=0.9, beta2=0.95)
-    with pytest.raises(ValueError, match=r"control .*float32.* flat float64 tensor of 5"):
-        decide_step_(state, sums, torch.empty(5), rules)
+    with pytest.raises(ValueError, match=r"control .*float32.* flat float64 tensor of 6"):
+        decide_step_(state, sums, torch.empty(6), rules)
     with pytest.raises(ValueError, match=r"sums .* of 3 numbers"):
-        decide_step_(state, sums[:2], torch.empty(5).double(), rules)
-    with pytest.raises(ValueError, match=r"control .* of 5 numbers"):
-        adamw_step_(*tensors(8, seed=1), SETTINGS, control=torch.empty(4).double())
+        decide_step_(state, sums[:2], torch.empty(6).double(), rules)
+    with pytest.raises(ValueError, match=r"control .* of 6 numbers"):
+        adamw_step_(*tensors(8, seed=1), SETTINGS, control=torch.empty(5).double())

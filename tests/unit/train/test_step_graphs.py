@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,15 @@ from torch import Tensor
 
 from megacore.buffers import StaleWeightsError
 from megacore.config import Config, resolve
-from megacore.errors import ConfigError
-from megacore.graphs import BufferRole, CaptureError, ReplayError, StepOrder, plan_capture
+from megacore.errors import ConfigError, MegacoreError
+from megacore.graphs import (
+    BufferRole,
+    CaptureError,
+    FullIterationGraph,
+    ReplayError,
+    StepOrder,
+    plan_capture,
+)
 from megacore.graphs.layer import CapturedLayer
 from megacore.graphs.replay import GraphedCallable
 from megacore.models.layers import ResidualDropout, RMSNorm
@@ -22,7 +30,7 @@ from megacore.moe.dispatchers import AllToAllDispatcher
 from megacore.ops.counter_random import StepKeys
 from megacore.optim import DistributedOptimizer
 from megacore.parallel.batch import Microbatch
-from megacore.pipeline import build_schedule
+from megacore.pipeline import ActionRecorder, build_schedule
 from megacore.train.trainer import Trainer, build_trainer
 
 STEPS = 6
@@ -59,6 +67,8 @@ def run(trainer: Trainer, steps: int = STEPS) -> list[float]:
 
 PARTIAL: dict[str, Any] = {"mode": "partial"}
 FULL: dict[str, Any] = {"mode": "full"}
+WITH_STEP: dict[str, Any] = {"mode": "full", "include_optimizer": True}
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_numel": 500}
 
 
 @pytest.mark.parametrize(
@@ -74,12 +84,20 @@ FULL: dict[str, Any] = {"mode": "full"}
         (PARTIAL, {"moe": {**EXPERTS, "dispatcher": "allgather", "expert_bias": True}}),
         (FULL, {"moe": {**STATIC, "expert_bias": True, "jitter": 0.1}}),
         (PARTIAL, {"model": {"num_mtp_layers": 1}}),
+        (FULL, {"optimizer": OVERLAPS}),
+        (WITH_STEP, {"optimizer": {**OVERLAPS, "warmup_steps": 4, "clip_grad": 0.1}}),
+        (WITH_STEP, {"train": {"dtype": "float16"}, "optimizer": {"loss_scale_interval": 2}}),
+        (WITH_STEP, {"train": {"dtype": "bfloat16"}, "optimizer": {"moments_dtype": "bfloat16"}}),
+        (WITH_STEP, {"train": {"loss_normalization": "token"}, "moe": STATIC}),
+        (WITH_STEP, {"model": {"num_mtp_layers": 1}, "optimizer": {"distributed": False}}),
     ],
 )
 def test_graphs_change_no_bit(graphs: dict[str, Any], changes: dict[str, Any]) -> None:
-    trainer = make_trainer(graphs, **changes)
-    assert run(trainer) == run(make_trainer(**changes))
+    trainer, plain = make_trainer(graphs, **changes), make_trainer(**changes)
+    assert run(trainer) == run(plain)
+    assert trainer.optimizer.scalars() == plain.optimizer.scalars()
     assert trainer.graphs is not None
+    assert trainer.graphs.includes_update is graphs.get("include_optimizer", False)
     assert any(note.startswith("captured") for note in trainer.graphs.take_notes())
 
 
@@ -176,23 +194,129 @@ def test_a_step_that_does_not_tell_python_of_its_gradients_shows(
 ) -> None:
     """A real graph runs no hooks; the emulated one does, so undo what they noted."""
     expected = run(make_trainer())
-    noted = DistributedOptimizer.set_grad_marks
+    noted = DistributedOptimizer.note_replay
 
-    def as_real(self: DistributedOptimizer, marks: Any) -> None:
+    def as_real(self: DistributedOptimizer, marks: Any, *, updated: bool) -> None:
         for buffer in self.buffers:
             buffer.zero_grads()
-        noted(self, marks)
+        noted(self, marks, updated=updated)
 
-    monkeypatch.setattr(DistributedOptimizer, "set_grad_marks", as_real)
+    monkeypatch.setattr(DistributedOptimizer, "note_replay", as_real)
     assert run(make_trainer(FULL)) == expected
     monkeypatch.setattr(
-        DistributedOptimizer, "set_grad_marks", lambda self, marks: as_real(self, marks[:0])
+        DistributedOptimizer,
+        "note_replay",
+        lambda self, marks, updated: as_real(self, marks[:0], updated=updated),
     )
     with pytest.raises(ValueError, match="zip"):
         run(make_trainer(FULL))
 
 
-@pytest.mark.parametrize("graphs", [PARTIAL, FULL])
+@pytest.mark.parametrize("graphs", [FULL, WITH_STEP])
+def test_python_knows_no_more_than_behind_a_real_graph(
+    graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations, traced steps and checkpoints between replays that ran no Python."""
+    overlap = {"optimizer": OVERLAPS}
+    replay = FullIterationGraph.__call__
+
+    def without_python(self: FullIterationGraph, inputs: Sequence[Tensor]) -> Any:
+        reducer, gatherer = trainer.optimizer._reducer, trainer.optimizer._gatherer
+        kept = [(part, copy.copy(vars(part))) for part in (reducer, gatherer) if part]
+        lists = [
+            (part, {k: list(v) for k, v in own.items() if type(v) is list}) for part, own in kept
+        ]
+        results = replay(self, inputs)
+        for (part, own), (_, copied) in zip(kept, lists, strict=True):
+            vars(part).update(own)
+            for name, values in copied.items():
+                getattr(part, name)[:] = values
+        for buffer in trainer.optimizer.buffers:
+            buffer.zero_grads()
+        return results
+
+    def steps(trainer: Trainer) -> list[float]:
+        numbers = []
+        for step in range(8):
+            recorder = ActionRecorder(rank=0) if step == 5 else None
+            numbers.append(trainer.train_step(step, recorder=recorder).loss)
+            numbers += [trainer.evaluate()] if step == 3 else []
+            if step == 6:
+                trainer.optimizer.finish_param_gather()
+                numbers += [p.tensors["main_param"].sum().item() for p in trainer.pieces()]
+        return numbers
+
+    expected = steps(make_trainer(**overlap))
+    trainer = make_trainer(graphs, **overlap)
+    monkeypatch.setattr(FullIterationGraph, "__call__", without_python)
+    assert steps(trainer) == expected
+
+
+def test_a_graph_with_the_optimizer_skips_on_its_own() -> None:
+    found: list[Any] = []
+    expected: list[Any] = []
+    for numbers, graphs in ((found, WITH_STEP), (expected, None)):
+        trainer = make_trainer(graphs, train={"dtype": "float16"})
+        scales = []
+        for step in range(8):
+            if step == 4:  # the loss scale that no gradient survives
+                trainer.optimizer._state[2] = 2.0**60
+            if step == 5:
+                trainer.optimizer._state[2] = 2.0**10
+            metrics = trainer.train_step(step)
+            scales.append(trainer.optimizer.loss_scale)
+            numbers += [metrics.loss, metrics.skipped]
+        numbers += [trainer.optimizer.scalars(), scales, trainer.evaluate()]
+        assert metrics.skipped is False
+        assert trainer.optimizer.num_skipped == 1
+    assert found == expected
+
+
+def test_a_learning_rate_that_is_frozen_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = DistributedOptimizer.step
+
+    def frozen(self: DistributedOptimizer, *, lr: Any, **others: Any) -> Any:
+        return step(self, lr=next(rates) if isinstance(lr, Tensor) else lr, **others)
+
+    rates = iter([1e-3 * number for number in range(1, 99)])
+    monkeypatch.setattr(DistributedOptimizer, "step", frozen)
+    with pytest.raises(ReplayError, match=r"aten.fill_\(0.003\), and was aten.fill_\(0.002\)"):
+        run(make_trainer(WITH_STEP))
+
+
+def test_a_graph_with_the_optimizer_repeats_a_step_without_room() -> None:
+    moe = {**STATIC, "static_budget": 0.3, "over_budget": "rerun", "num_experts": 2}
+    found: list[Any] = []
+    expected: list[Any] = []
+    for numbers, graphs in ((found, WITH_STEP), (expected, None)):
+        trainer = make_trainer(graphs, moe=moe)
+        for step in range(STEPS):
+            if step == 3:
+                for chunk in trainer.chunks:
+                    chunk.moe_budget.factor = 0.3
+            metrics = trainer.train_step(step)
+            assert metrics.experts is not None
+            numbers += [metrics.loss, metrics.grad_norm, metrics.experts.num_reruns > 0]
+        numbers += [trainer.optimizer.scalars(), trainer.evaluate()]
+    assert found == expected
+    assert True in found
+
+
+def test_a_graph_with_the_optimizer_changes_nothing_if_no_room_is_an_error() -> None:
+    trainer = make_trainer(WITH_STEP, moe={**STATIC, "over_budget": "error"})
+    run(trainer, 3)
+    before = [value.clone() for piece in trainer.pieces() for value in piece.tensors.values()]
+    counts = trainer.optimizer.scalars()
+    for chunk in trainer.chunks:
+        chunk.moe_budget.factor = 0.3
+    with pytest.raises(MegacoreError, match="found no room"):
+        trainer.train_step(3)
+    after = [value for piece in trainer.pieces() for value in piece.tensors.values()]
+    assert trainer.optimizer.scalars() == counts
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("graphs", [PARTIAL, FULL, WITH_STEP])
 def test_a_resumed_run_captures_anew_and_goes_on(graphs: dict[str, Any]) -> None:
     first = make_trainer(graphs)
     for step in range(4):
@@ -283,7 +407,6 @@ def test_a_planted_wait_is_named_and_training_goes_on_if_asked(
         ({"scopes": "moe_router"}, {}, "the model has no experts"),
         ({"scopes": "moe"}, {"moe": EXPERTS}, "asks the device how many tokens"),
         ({"mode": "full"}, {"moe": EXPERTS}, "asks the device how many tokens"),
-        ({"mode": "full"}, {"optimizer": {"overlap_grad_reduce": True}}, "as one"),
         ({"scopes": "attn"}, {"train": {"recompute": "full"}}, "runs whole layers again"),
         ({"backend": "cuda"}, {}, "needs a GPU"),
         (
@@ -311,3 +434,8 @@ def test_settings_that_do_not_go_together(
 def test_scopes_that_do_not_go_together(scopes: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Config(graphs={"mode": "partial", "scopes": scopes})
+
+
+def test_the_optimizer_is_no_part_of_a_layer() -> None:
+    with pytest.raises(ValueError, match='set mode = "full"'):
+        Config(graphs={"mode": "partial", "include_optimizer": True})

@@ -62,8 +62,9 @@ MC_HOST_DEVICE AdamWScalars adamw_scalars(const AdamWOptions& options) {
   };
 }
 
-// The options of a step that `control` decides about.
+// The options of a step that `control` decides about; their own learning rate is a factor of its.
 MC_HOST_DEVICE AdamWOptions controlled(AdamWOptions options, const StepControl& control) {
+  options.lr = control.lr * options.lr;
   options.grad_scale = control.grad_scale;
   options.bias_correction1 = control.bias_correction1;
   options.bias_correction2 = control.bias_correction2;

@@ -47,6 +47,7 @@ struct StepControl {
   double bias_correction2;  // 1 - beta2^step
   double is_applied;        // 0: the step is skipped
   double grad_norm;         // before clipping; NaN if skipped
+  double lr;                // learning rate; the caller's, not decided here
 };
 
 constexpr double kLargestLossScale = 16777216.0;  // 2^24
@@ -86,7 +87,8 @@ MC_HOST_DEVICE void adapt_loss_scale(StepState& state, const StepRules& rules, b
 // the bias corrections, stand still.
 MC_HOST_DEVICE StepControl decide_step(StepState& state,
                                        const StepRules& rules,
-                                       const StepSums& sums) {
+                                       const StepSums& sums,
+                                       double lr = 1.0) {
   double scale = 1.0 / state.loss_scale;
   if (rules.num_averaged > 0.0) {
     const double num_tokens = sums.num_tokens > 1.0 ? sums.num_tokens : 1.0;
@@ -110,6 +112,7 @@ MC_HOST_DEVICE StepControl decide_step(StepState& state,
       .bias_correction2 = 1.0 - whole_power(rules.beta2, state.step_count),
       .is_applied = is_good ? 1.0 : 0.0,
       .grad_norm = is_good ? norm : static_cast<double>(NAN),
+      .lr = lr,
   };
 }
 

@@ -33,7 +33,8 @@ struct AdamWParams {
 // REQUIRES: numel >= 0; the four fp32 pointers are set if numel > 0.
 void adamw_step(const AdamWParams& params, cudaStream_t stream);
 
-// buffer::decide_step on the device, with the bits of the CPU. All pointers are device pointers.
+// buffer::decide_step on the device, with the bits of the CPU; `control` keeps its learning rate.
+// All pointers are device pointers.
 void decide_step(buffer::StepState* state,
                  const buffer::StepSums* sums,
                  buffer::StepControl* control,
