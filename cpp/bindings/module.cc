@@ -11,6 +11,7 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_buffer(module);
   megacore::bindings::bind_moe(module);
   megacore::bindings::bind_moe_kernels(module);
+  megacore::bindings::bind_peers(module);
   megacore::bindings::bind_grouped_arguments(module);
   megacore::bindings::bind_graph(module);
   megacore::bindings::bind_weak_tensor(module);

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.moe.dispatchers import HostPeers
 from megacore.parallel import exchange
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.train.trainer import build_trainer
@@ -26,7 +27,8 @@ DUALPIPE = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "alltoall": {"moe.shared_overlap": True},
-    "static": {"moe.dispatcher": "static"},
+    "static": {"moe.dispatcher": "static", "moe.static_transport": "collective"},
+    "peers": {"moe.dispatcher": "static", "moe.static_transport": "peer"},
     "recomputed": {"train.recompute": "full", "optimizer.overlap_grad_reduce": True},
 }
 
@@ -55,6 +57,26 @@ class Log:
 
         monkeypatch.setattr(exchange, "all_to_all_async", logged_start)
         monkeypatch.setattr(PendingCollective, "wait", logged_wait)
+        for way in ("push", "pull"):
+            self._watch_peers(monkeypatch, way)
+
+    def _watch_peers(self, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+        start, finish = getattr(HostPeers, f"start_{way}"), getattr(HostPeers, f"finish_{way}")
+        numbers: dict[int, int] = {}
+
+        def logged_start(*args: Any) -> Any:
+            ticket = start(*args)
+            numbers[id(ticket)] = self.num_exchanges
+            self.entries.append(("start", self.num_exchanges))
+            self.num_exchanges += 1
+            return ticket
+
+        def logged_finish(peers: HostPeers, ticket: Any, *args: Any) -> None:
+            self.entries.append(("wait", numbers.pop(id(ticket))))
+            finish(peers, ticket, *args)
+
+        monkeypatch.setattr(HostPeers, f"start_{way}", logged_start)
+        monkeypatch.setattr(HostPeers, f"finish_{way}", logged_finish)
 
     def num_with_work_in_between(self) -> int:
         """Exchanges during which another one started, which takes a layer's computation."""

@@ -11,6 +11,7 @@
 #include "host_futex.h"
 #include "megacore/base/check.h"
 #include "megacore/base/intmath.h"
+#include "megacore/parallel/epochs.h"
 #include "megacore/parallel/host_process.h"
 
 namespace megacore::parallel {
@@ -44,9 +45,6 @@ int64_t front_bytes(int64_t num_parts) {
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
-
-// Rounds wrap around, and nobody is more than one ahead.
-bool has_reached(uint32_t flag, uint32_t round) { return static_cast<int32_t>(flag - round) >= 0; }
 
 void set(std::atomic<uint32_t>& flag, uint32_t round, WindowMember& owner) {
   // Either the sleeper is seen here or it sees the flag: both sequentially consistent.
@@ -148,6 +146,16 @@ bool HostWindow::is_offered(int64_t part) const {
     }
   }
   return true;
+}
+
+void HostWindow::wait_until_offered(int64_t part) {
+  check_task({.part = part});
+  wait_for(part, &HostWindow::offered, "the start of an exchange");
+}
+
+void HostWindow::take(int64_t part) {
+  check_task({.part = part});
+  finish(part);
 }
 
 void HostWindow::reduce_scatter(const Task& task) {

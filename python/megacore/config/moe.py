@@ -99,6 +99,11 @@ class MoEConfig(Section):
         description="`static`: rows of each buffer, as a multiple of a rank's fair share of "
         "copies; at most as many as can ever come.",
     )
+    static_transport: Literal["auto", "collective", "peer"] = Field(
+        default="auto",
+        description="`static`: how rows travel: by equal-split all-to-alls, or straight into the "
+        "memory of peers. Default: into memory where all ranks of the group reach each other's.",
+    )
     over_budget: Literal["error", "drop", "rerun"] = Field(
         default="error",
         description="`static`: what to do with copies that find no room: end the run; leave them "
@@ -215,6 +220,11 @@ class MoEConfig(Section):
             raise ValueError(
                 f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; use at most "
                 f"{self.num_experts}"
+            )
+        if self.static_transport != "auto" and self.dispatcher != "static":
+            raise ValueError(
+                f'static_transport = "{self.static_transport}" is for dispatcher = "static", not '
+                f'"{self.dispatcher}"; set dispatcher = "static", or leave static_transport out'
             )
         if self.pad_to_capacity and (self.capacity_factor is None or self.dispatcher != "static"):
             raise ValueError(

@@ -62,6 +62,7 @@ def build_stages(
                 tied_weight=_embedding_weight(chunks),
                 mtp_layers=config.model.mtp_layers if stage == further else range(0),
                 slots=slots,
+                peers=chunks[0].moe_peers if chunks else None,
                 recompute=config.train.recomputed,
             )
         )

@@ -19,13 +19,13 @@ from megacore.models.init import ParamFactory
 from megacore.models.layers import ModelContext, ResidualDropout, RMSNorm, VocabEmbedding
 from megacore.models.loss import cross_entropy
 from megacore.models.mappings import Region
-from megacore.models.moe_block import MoEBlock
+from megacore.models.moe_block import MoEBlock, peers_of
 from megacore.models.predictions import NO_LABEL, Predictions, ahead
 from megacore.models.shape import GPTShape
 from megacore.models.transformer import TransformerLayer
 from megacore.moe.balance import inject_gradient
 from megacore.moe.clone_weights import SlotBuffers
-from megacore.moe.dispatchers import StaticBudget
+from megacore.moe.dispatchers import Peers, StaticBudget
 from megacore.moe.layer import MoELayer
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather
@@ -57,6 +57,8 @@ class GPTChunk(nn.Module):
         mtp_layers: Global indices of the layers for multi-token prediction in this chunk. Default:
             all of them with the head, none without.
         slots: Memory for clones of experts; chunks of a rank may share it. Default: its own.
+        peers: Memory through which the ``static`` dispatcher reaches other ranks; chunks of a rank
+            may share it. Default: its own, where it is needed.
         recompute: What the backward pass makes again instead of it being kept: ``{"layer"}``, each
             layer from its input, or parts of it as in ``train.recompute_modules``.
 
@@ -95,6 +97,7 @@ class GPTChunk(nn.Module):
         tied_weight: nn.Parameter | None = None,
         mtp_layers: range | None = None,
         slots: SlotBuffers | None = None,
+        peers: Peers | None = None,
         recompute: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
@@ -111,6 +114,11 @@ class GPTChunk(nn.Module):
             device=torch.device(device),
         )
         self.moe_budget = StaticBudget(moe.static_budget)
+        self.moe_peers = peers
+        if peers is None:
+            self.moe_peers = peers_of(
+                moe, groups, hidden=self.shape.hidden, dtype=dtype, device=params.device
+            )
         context = ModelContext(
             config=config,
             shape=self.shape,
@@ -120,6 +128,7 @@ class GPTChunk(nn.Module):
             groups=groups,
             budget=self.moe_budget,
             slots=SlotBuffers(moe.echo.spare_slots) if slots is None else slots,
+            peers=self.moe_peers,
             recompute=recompute,
         )
         if mtp_layers is None:

@@ -19,7 +19,7 @@ from megacore.models.init import ParamFactory
 from megacore.models.mappings import Region
 from megacore.models.shape import GPTShape
 from megacore.moe.clone_weights import SlotBuffers
-from megacore.moe.dispatchers import StaticBudget
+from megacore.moe.dispatchers import Peers, StaticBudget
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
@@ -38,6 +38,8 @@ class ModelContext:
         groups: Process groups of this rank.
         budget: Size of the ``static`` dispatcher's buffers, one for all layers.
         slots: Memory for clones of experts, one for all layers.
+        peers: Memory through which the ``static`` dispatcher reaches other ranks, one for all
+            layers; ``None``: it uses collectives.
         recompute: What makes its activations again in the backward pass: ``"layer"``, or parts of
             layers as in ``train.recompute_modules``.
     """
@@ -50,6 +52,7 @@ class ModelContext:
     groups: ProcessGroups
     budget: StaticBudget
     slots: SlotBuffers
+    peers: Peers | None = None
     recompute: frozenset[str] = frozenset()
 
     @property

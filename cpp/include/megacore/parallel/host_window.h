@@ -54,9 +54,14 @@ class HostWindow {
   HostWindow& operator=(const HostWindow&) = delete;
 
   std::byte* data() const { return data(config_.position); }
+  // The memory of any member, to read and to write. Who may do what when is for the members to
+  // agree on, with the calls below.
+  std::byte* data(int position) const;
   int64_t bytes() const { return bytes_; }
   int64_t num_parts() const { return static_cast<int64_t>(rounds_.size()); }
   int size() const { return static_cast<int>(config_.ranks.size()); }
+  int position() const { return config_.position; }
+  const std::vector<int>& ranks() const { return config_.ranks; }
 
   // Tells the others that `part` is final here. It must stay as it is until wait_until_taken.
   void offer(int64_t part);
@@ -83,6 +88,12 @@ class HostWindow {
   // REQUIRES: the part was offered.
   void all_gather(const Task& task);
 
+  // For exchanges of the members' own: returns when all members have offered `part`. It is this
+  // member's turn then to read what it needs, wherever it lies, and to `take` the part.
+  // REQUIRES: the part was offered.
+  void wait_until_offered(int64_t part);
+  void take(int64_t part);
+
   // Returns when nobody needs the last offer of `part` any more; at once if it was never offered.
   void wait_until_taken(int64_t part);
 
@@ -92,7 +103,6 @@ class HostWindow {
   WindowMember& member(int position) const;
   Flags offered(int position) const;
   Flags taken(int position) const;
-  std::byte* data(int position) const;
   void check_task(const Task& task) const;
   void finish(int64_t part);
   void wait_for(int64_t part, Flags (HostWindow::*flags)(int) const, const char* what);

@@ -1,0 +1,219 @@
+#include <cstdint>
+#include <memory>
+
+#include "bindings.h"
+#include "megacore/moe/peer_exchange.h"
+
+namespace py = pybind11;
+
+namespace megacore::bindings {
+namespace {
+
+using moe::PeerExchange;
+using moe::PeerLayout;
+using moe::PeerMap;
+using moe::PeerRows;
+using moe::PeerShape;
+using parallel::HostDtype;
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+PeerRows rows_of(uintptr_t rows, uintptr_t probs, int64_t width, HostDtype dtype) {
+  return {.rows = pointer<std::byte>(rows),
+          .probs = pointer<float>(probs),
+          .width = width,
+          .dtype = dtype};
+}
+
+PeerMap map_of(
+    uintptr_t row_map, int64_t num_tokens, int64_t num_choices, int64_t repeats, int64_t capacity) {
+  return {.rows = pointer<const int64_t>(row_map),
+          .num_tokens = num_tokens,
+          .num_choices = num_choices,
+          .repeats = repeats,
+          .capacity = capacity};
+}
+
+void bind_values(py::module_& module) {
+  py::class_<PeerLayout>(module, "PeerLayout")
+      .def(py::init([](int64_t num_members,
+                       int64_t max_experts,
+                       int64_t max_capacity,
+                       int64_t max_row_bytes) {
+             return PeerLayout{num_members, max_experts, max_capacity, max_row_bytes};
+           }),
+           py::kw_only(),
+           py::arg("num_members"),
+           py::arg("max_experts"),
+           py::arg("max_capacity"),
+           py::arg("max_row_bytes"))
+      .def_readonly("num_members", &PeerLayout::num_members)
+      .def_readonly("max_experts", &PeerLayout::max_experts)
+      .def_readonly("max_capacity", &PeerLayout::max_capacity)
+      .def_readonly("max_row_bytes", &PeerLayout::max_row_bytes)
+      .def_property_readonly("bytes", &PeerLayout::bytes);
+  py::class_<PeerShape>(module, "PeerShape")
+      .def(py::init([](int64_t num_members,
+                       int64_t position,
+                       int64_t num_experts,
+                       int64_t num_parts,
+                       int64_t part,
+                       int64_t capacity) {
+             return PeerShape{num_members, position, num_experts, num_parts, part, capacity};
+           }),
+           py::kw_only(),
+           py::arg("num_members"),
+           py::arg("position"),
+           py::arg("num_experts"),
+           py::arg("num_parts"),
+           py::arg("part"),
+           py::arg("capacity"));
+  module.attr("PEER_SLOTS") = moe::kPeerSlots;
+  module.attr("PEER_WINDOW_PARTS") = PeerExchange::kWindowParts;
+}
+
+void bind_exchange(py::module_& module) {
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<PeerExchange>(module, "PeerExchange")
+      .def(py::init<parallel::HostWindow&, const PeerLayout&>(),
+           py::arg("window"),
+           py::arg("layout"),
+           py::keep_alive<1, 2>())
+      .def(
+          "send_counts",
+          [](PeerExchange& self, uintptr_t counts, const PeerShape& shape) {
+            self.send_counts(pointer<const int64_t>(counts), shape);
+          },
+          py::kw_only(),
+          py::arg("counts"),
+          py::arg("shape"),
+          no_gil())
+      .def(
+          "plan",
+          [](PeerExchange& self,
+             const PeerShape& shape,
+             uintptr_t shift,
+             uintptr_t kept,
+             uintptr_t arriving) {
+            self.plan(shape,
+                      {.shift = pointer<int64_t>(shift),
+                       .kept = pointer<int64_t>(kept),
+                       .arriving = pointer<int64_t>(arriving)});
+          },
+          py::kw_only(),
+          py::arg("shape"),
+          py::arg("shift"),
+          py::arg("kept"),
+          py::arg("arriving"),
+          no_gil())
+      .def(
+          "start_push",
+          [](PeerExchange& self,
+             int64_t slot,
+             uintptr_t tokens,
+             uintptr_t probs,
+             int64_t width,
+             HostDtype dtype,
+             uintptr_t row_map,
+             int64_t num_tokens,
+             int64_t num_choices,
+             int64_t repeats,
+             int64_t capacity) {
+            self.start_push(slot,
+                            rows_of(tokens, probs, width, dtype),
+                            map_of(row_map, num_tokens, num_choices, repeats, capacity));
+          },
+          py::kw_only(),
+          py::arg("slot"),
+          py::arg("tokens"),
+          py::arg("probs"),
+          py::arg("width"),
+          py::arg("dtype"),
+          py::arg("row_map"),
+          py::arg("num_tokens"),
+          py::arg("num_choices"),
+          py::arg("repeats"),
+          py::arg("capacity"),
+          no_gil())
+      .def(
+          "finish_push",
+          [](PeerExchange& self,
+             int64_t slot,
+             uintptr_t rows,
+             uintptr_t probs,
+             int64_t width,
+             HostDtype dtype,
+             int64_t num_arrived,
+             int64_t capacity) {
+            self.finish_push(slot, rows_of(rows, probs, width, dtype), num_arrived, capacity);
+          },
+          py::kw_only(),
+          py::arg("slot"),
+          py::arg("rows"),
+          py::arg("probs"),
+          py::arg("width"),
+          py::arg("dtype"),
+          py::arg("num_arrived"),
+          py::arg("capacity"),
+          no_gil())
+      .def(
+          "start_pull",
+          [](PeerExchange& self,
+             int64_t slot,
+             uintptr_t rows,
+             uintptr_t probs,
+             int64_t width,
+             HostDtype dtype,
+             int64_t num_rows) {
+            self.start_pull(slot, rows_of(rows, probs, width, dtype), num_rows);
+          },
+          py::kw_only(),
+          py::arg("slot"),
+          py::arg("rows"),
+          py::arg("probs"),
+          py::arg("width"),
+          py::arg("dtype"),
+          py::arg("num_rows"),
+          no_gil())
+      .def(
+          "finish_pull",
+          [](PeerExchange& self,
+             int64_t slot,
+             uintptr_t tokens,
+             uintptr_t probs,
+             int64_t width,
+             HostDtype dtype,
+             uintptr_t row_map,
+             int64_t num_tokens,
+             int64_t num_choices,
+             int64_t repeats,
+             int64_t capacity) {
+            self.finish_pull(slot,
+                             rows_of(tokens, probs, width, dtype),
+                             map_of(row_map, num_tokens, num_choices, repeats, capacity));
+          },
+          py::kw_only(),
+          py::arg("slot"),
+          py::arg("tokens"),
+          py::arg("probs"),
+          py::arg("width"),
+          py::arg("dtype"),
+          py::arg("row_map"),
+          py::arg("num_tokens"),
+          py::arg("num_choices"),
+          py::arg("repeats"),
+          py::arg("capacity"),
+          no_gil());
+}
+
+}  // namespace
+
+void bind_peers(py::module_& module) {
+  bind_values(module);
+  bind_exchange(module);
+}
+
+}  // namespace megacore::bindings

@@ -1,0 +1,139 @@
+// Where rows lie in the memory of peers: the arithmetic of the exchange that the members of a group
+// do by writing into each other's memory. Shared by the CPU (peer_exchange.h) and by CUDA kernels.
+//
+// The G members hold E experts in P equal parts; members that share a part hold the same experts.
+// Every member has a buffer of `capacity` rows for what arrives. The rows of a part are sorted by
+// expert, then by sender, then as the sender sorts them. So from the counts of all members each one
+// knows in which row of which buffer each of its rows lies, and whether the buffer has it: rows at
+// or behind the capacity are not sent, which are those for the last experts of a part, and among
+// these those of the last senders.
+//
+//   counts {{2, 1}, {1, 3}}, one part, capacity 6:
+//   first rows {{0, 3}, {2, 4}}, kept {{2, 1}, {1, 2}}; the last row of sender 1 has no room
+//
+// A row of a peer is named by one number, member * capacity + row.
+
+#pragma once
+
+#include <cstdint>
+
+#include "megacore/base/host_device.h"
+
+namespace megacore::moe {
+
+struct PeerShape {
+  int64_t num_members = 1;
+  int64_t position = 0;  // of this member
+  int64_t num_experts = 0;
+  int64_t num_parts = 1;  // divides num_experts
+  int64_t part = 0;       // which part this member holds
+  int64_t capacity = 0;   // rows of every member's buffer
+
+  MC_HOST_DEVICE int64_t num_local() const { return num_experts / num_parts; }
+  // A member's message: its copies for every expert, and its capacity, which must be that of all.
+  MC_HOST_DEVICE int64_t message_numel() const { return num_experts + 1; }
+};
+
+// Of `count` rows that would begin at `first`, those that a buffer has room for.
+MC_HOST_DEVICE int64_t kept_rows(int64_t capacity, int64_t first, int64_t count) {
+  const int64_t room = capacity - first;
+  return room <= 0 ? 0 : (room < count ? room : count);
+}
+
+// Copies for `expert` from the members before `end`. `messages` is (num_members, message_numel).
+MC_HOST_DEVICE int64_t copies_before(const int64_t* messages,
+                                     const PeerShape& shape,
+                                     int64_t expert,
+                                     int64_t end) {
+  int64_t copies = 0;
+  for (int64_t member = 0; member < end; ++member) {
+    copies += messages[member * shape.message_numel() + expert];
+  }
+  return copies;
+}
+
+// The first member whose capacity is another one, or -1.
+MC_HOST_DEVICE int64_t member_of_other_capacity(const int64_t* messages, const PeerShape& shape) {
+  for (int64_t member = 0; member < shape.num_members; ++member) {
+    if (messages[member * shape.message_numel() + shape.num_experts] != shape.capacity) {
+      return member;
+    }
+  }
+  return -1;
+}
+
+// What a member has to know of its rows.
+struct PeerPlan {
+  // (num_experts) what to add to a row sorted by expert to get its row in the buffer of a peer.
+  int64_t* shift = nullptr;
+  int64_t* kept = nullptr;      // (num_experts) rows of this member that have room
+  int64_t* arriving = nullptr;  // (num_members, num_local) rows that arrive here
+};
+
+// One expert's part of the plan. `first_of_expert` is the row at which its part's buffer has its
+// first row, `first_sorted` that of this member's own rows sorted by expert.
+MC_HOST_DEVICE void plan_expert(const int64_t* messages,
+                                const PeerShape& shape,
+                                int64_t expert,
+                                int64_t first_of_expert,
+                                int64_t first_sorted,
+                                const PeerPlan& plan) {
+  const bool is_mine = expert / shape.num_local() == shape.part;
+  int64_t first = first_of_expert;
+  for (int64_t member = 0; member < shape.num_members; ++member) {
+    const int64_t count = messages[member * shape.message_numel() + expert];
+    const int64_t kept = kept_rows(shape.capacity, first, count);
+    if (member == shape.position) {
+      plan.shift[expert] = first - first_sorted;
+      plan.kept[expert] = kept;
+    }
+    if (is_mine) {
+      plan.arriving[member * shape.num_local() + expert % shape.num_local()] = kept;
+    }
+    first += count;
+  }
+}
+
+// ---- memory -------------------------------------------------------------------------------------
+
+// Exchanges of rows that can be under way at a time. Each has a slot of every member's memory.
+inline constexpr int64_t kPeerSlots = 2;
+
+// Flags come in one set per slot and one for the messages.
+inline constexpr int64_t kPeerFlagSets = kPeerSlots + 1;
+inline constexpr int64_t kMessageFlags = kPeerSlots;
+
+// Rows begin at multiples of so many bytes.
+inline constexpr int64_t kPeerAlignment = 256;
+
+MC_HOST_DEVICE int64_t peer_aligned(int64_t bytes) {
+  return (bytes + kPeerAlignment - 1) / kPeerAlignment * kPeerAlignment;
+}
+
+// How every member's memory is cut: messages, then slots. Equal on all members. An exchange may
+// have fewer experts, and fewer or shorter rows.
+struct PeerLayout {
+  int64_t num_members = 1;
+  int64_t max_experts = 0;
+  int64_t max_capacity = 0;
+  int64_t max_row_bytes = 0;
+
+  MC_HOST_DEVICE int64_t messages_bytes() const {
+    return peer_aligned(num_members * (max_experts + 1) * static_cast<int64_t>(sizeof(int64_t)));
+  }
+  MC_HOST_DEVICE int64_t probs_bytes() const {
+    return peer_aligned(max_capacity * static_cast<int64_t>(sizeof(float)));
+  }
+  MC_HOST_DEVICE int64_t slot_bytes() const {
+    return probs_bytes() + peer_aligned(max_capacity * max_row_bytes);
+  }
+  MC_HOST_DEVICE int64_t bytes() const { return messages_bytes() + kPeerSlots * slot_bytes(); }
+  MC_HOST_DEVICE int64_t probs_offset(int64_t slot) const {
+    return messages_bytes() + slot * slot_bytes();
+  }
+  MC_HOST_DEVICE int64_t rows_offset(int64_t slot) const {
+    return probs_offset(slot) + probs_bytes();
+  }
+};
+
+}  // namespace megacore::moe

@@ -1,0 +1,300 @@
+#include "megacore/moe/peer_exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "megacore/base/check.h"
+#include "megacore/base/low_precision.h"
+
+namespace megacore::moe {
+namespace {
+
+using parallel::HostDtype;
+
+struct Float32 {
+  using Stored = float;
+  using Sum = float;
+  static float widen(float value) { return value; }
+  static float narrow(float value) { return value; }
+};
+struct Float64 {
+  using Stored = double;
+  using Sum = double;
+  static double widen(double value) { return value; }
+  static double narrow(double value) { return value; }
+};
+struct Bfloat16 {
+  using Stored = uint16_t;
+  using Sum = float;
+  static float widen(uint16_t bits) { return base::float_of_bfloat16(bits); }
+  static uint16_t narrow(float value) { return base::bfloat16_bits(value); }
+};
+struct Float16 {
+  using Stored = uint16_t;
+  using Sum = float;
+  static float widen(uint16_t bits) { return base::float_of_float16(bits); }
+  static uint16_t narrow(float value) { return base::float16_bits(value); }
+};
+
+void copy_bytes(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+  }
+}
+
+void clear_bytes(void* at, int64_t bytes) {
+  if (bytes > 0) {
+    std::memset(at, 0, static_cast<size_t>(bytes));
+  }
+}
+
+// The row of a copy in the memory of a member.
+struct Place {
+  int64_t member;
+  int64_t row;
+};
+Place place_of(int64_t address, int64_t capacity) {
+  return {address / capacity, address % capacity};
+}
+
+template <typename Type>
+void add_row(const std::byte* from, std::vector<typename Type::Sum>& sums) {
+  const auto* __restrict__ values = reinterpret_cast<const typename Type::Stored*>(from);
+  const auto width = static_cast<int64_t>(sums.size());
+  typename Type::Sum* __restrict__ to = sums.data();
+  for (int64_t i = 0; i < width; ++i) {
+    to[i] += Type::widen(values[i]);
+  }
+}
+
+// Calls row_at(copy), which gives null for a copy that was not sent, in the order of the copies.
+template <typename Type, typename RowAt>
+void sum_copies(const PeerRows& tokens, const PeerMap& map, const RowAt& row_at) {
+  const int64_t copies = map.num_choices * map.repeats;
+  std::vector<typename Type::Sum> sums(static_cast<size_t>(tokens.width));
+  auto* to = reinterpret_cast<typename Type::Stored*>(tokens.rows);
+  for (int64_t token = 0; token < map.num_tokens; ++token, to += tokens.width) {
+    std::fill(sums.begin(), sums.end(), typename Type::Sum{0});
+    for (int64_t copy = token * copies; copy < (token + 1) * copies; ++copy) {
+      if (const std::byte* row = row_at(copy)) {
+        add_row<Type>(row, sums);
+      }
+    }
+    for (int64_t i = 0; i < tokens.width; ++i) {
+      to[i] = Type::narrow(sums[static_cast<size_t>(i)]);
+    }
+  }
+}
+
+template <typename Body>
+void with_type(HostDtype dtype, const Body& body) {
+  switch (dtype) {
+    case HostDtype::kFloat32:
+      return body(Float32{});
+    case HostDtype::kFloat64:
+      return body(Float64{});
+    case HostDtype::kBFloat16:
+      return body(Bfloat16{});
+    case HostDtype::kFloat16:
+      return body(Float16{});
+    default:
+      MC_REQUIRE(false, "rows of ", parallel::name_of(dtype), " cannot be added up here");
+  }
+}
+
+}  // namespace
+
+PeerExchange::PeerExchange(parallel::HostWindow& window, const PeerLayout& layout)
+    : window_(window), layout_(layout) {
+  MC_REQUIRE(window.num_parts() == kWindowParts && window.bytes() >= layout.bytes() &&
+                 window.size() == layout.num_members,
+             "a window of ",
+             window.num_parts(),
+             " parts, ",
+             window.bytes(),
+             " bytes and ",
+             window.size(),
+             " members does not fit an exchange of ",
+             layout.num_members,
+             " members, which needs ",
+             kWindowParts,
+             " parts and ",
+             layout.bytes(),
+             " bytes");
+}
+
+int64_t* PeerExchange::messages(int64_t member) const {
+  return reinterpret_cast<int64_t*>(window_.data(static_cast<int>(member)));
+}
+
+std::byte* PeerExchange::rows(int64_t slot, int64_t member) const {
+  return window_.data(static_cast<int>(member)) + layout_.rows_offset(slot);
+}
+
+float* PeerExchange::probs(int64_t slot, int64_t member) const {
+  return reinterpret_cast<float*>(window_.data(static_cast<int>(member)) +
+                                  layout_.probs_offset(slot));
+}
+
+void PeerExchange::check_slot(int64_t slot, const PeerRows& rows, int64_t num_rows) const {
+  MC_REQUIRE(slot >= 0 && slot < kPeerSlots, "slot is ", slot, "; there are ", kPeerSlots);
+  MC_REQUIRE(rows.width >= 0 && num_rows >= 0 && num_rows <= layout_.max_capacity &&
+                 rows.row_bytes() <= layout_.max_row_bytes,
+             num_rows,
+             " rows of ",
+             rows.row_bytes(),
+             " bytes do not fit buffers of ",
+             layout_.max_capacity,
+             " rows of ",
+             layout_.max_row_bytes,
+             " bytes");
+}
+
+void PeerExchange::check_map(const PeerMap& map) const {
+  MC_REQUIRE(map.num_tokens >= 0 && map.num_choices >= 0 && map.repeats >= 1,
+             "a size of the map is negative");
+  const int64_t end = layout_.num_members * map.capacity;
+  for (int64_t i = 0; i < map.num_tokens * map.num_choices * map.repeats; ++i) {
+    MC_REQUIRE(map.rows[i] >= -1 && map.rows[i] < end,
+               "row ",
+               map.rows[i],
+               " of copy ",
+               i,
+               " is not among the ",
+               end,
+               " rows of all members; use -1 for a copy that is not sent");
+  }
+}
+
+void PeerExchange::send_counts(const int64_t* counts, const PeerShape& shape) {
+  MC_REQUIRE(shape.num_experts <= layout_.max_experts && shape.num_members == window_.size() &&
+                 shape.num_parts >= 1 && shape.num_experts % shape.num_parts == 0,
+             shape.num_experts,
+             " experts in ",
+             shape.num_parts,
+             " parts do not fit an exchange made for ",
+             layout_.max_experts,
+             " experts and ",
+             window_.size(),
+             " members");
+  window_.wait_until_taken(kMessageFlags);
+  const int64_t numel = shape.message_numel();
+  for (int64_t member = 0; member < shape.num_members; ++member) {
+    int64_t* const message = messages(member) + shape.position * numel;
+    copy_bytes(message, counts, shape.num_experts * static_cast<int64_t>(sizeof(int64_t)));
+    message[shape.num_experts] = shape.capacity;
+  }
+  window_.offer(kMessageFlags);
+}
+
+void PeerExchange::plan(const PeerShape& shape, const PeerPlan& plan) {
+  window_.wait_until_offered(kMessageFlags);
+  const int64_t* const all = messages(shape.position);
+  const int64_t* const mine = all + shape.position * shape.message_numel();
+  const int64_t other = member_of_other_capacity(all, shape);
+  const int64_t capacity = other < 0 ? 0 : all[other * shape.message_numel() + shape.num_experts];
+  int64_t first_of_expert = 0;
+  int64_t first_sorted = 0;
+  for (int64_t expert = 0; expert < shape.num_experts; ++expert) {
+    first_of_expert = expert % shape.num_local() == 0 ? 0 : first_of_expert;
+    plan_expert(all, shape, expert, first_of_expert, first_sorted, plan);
+    first_of_expert += copies_before(all, shape, expert, shape.num_members);
+    first_sorted += mine[expert];
+  }
+  window_.take(kMessageFlags);
+  MC_REQUIRE(other < 0,
+             "rank ",
+             window_.ranks()[static_cast<size_t>(std::max(other, int64_t{0}))],
+             " keeps ",
+             capacity,
+             " rows for its experts, but rank ",
+             window_.ranks()[static_cast<size_t>(shape.position)],
+             " ",
+             shape.capacity,
+             "; all need equally many tokens and one budget");
+}
+
+void PeerExchange::start_push(int64_t slot, const PeerRows& tokens, const PeerMap& map) {
+  check_slot(slot, tokens, map.capacity);
+  check_map(map);
+  window_.wait_until_taken(slot);
+  const int64_t bytes = tokens.row_bytes();
+  const int64_t copies = map.num_choices * map.repeats;
+  for (int64_t i = 0; i < map.num_tokens * copies; ++i) {
+    if (map.rows[i] < 0) {
+      continue;
+    }
+    const Place place = place_of(map.rows[i], map.capacity);
+    copy_bytes(
+        rows(slot, place.member) + place.row * bytes, tokens.rows + i / copies * bytes, bytes);
+    if (tokens.probs != nullptr) {
+      probs(slot, place.member)[place.row] = tokens.probs[i / map.repeats];
+    }
+  }
+  window_.offer(slot);
+}
+
+void PeerExchange::finish_push(int64_t slot,
+                               const PeerRows& to,
+                               int64_t num_arrived,
+                               int64_t capacity) {
+  check_slot(slot, to, capacity);
+  MC_REQUIRE(num_arrived >= 0 && num_arrived <= capacity,
+             num_arrived,
+             " rows arrive in a buffer of ",
+             capacity);
+  window_.wait_until_offered(slot);
+  const int64_t me = window_.position();
+  const int64_t bytes = to.row_bytes();
+  copy_bytes(to.rows, rows(slot, me), num_arrived * bytes);
+  clear_bytes(to.rows + num_arrived * bytes, (capacity - num_arrived) * bytes);
+  if (to.probs != nullptr) {
+    constexpr auto kProb = static_cast<int64_t>(sizeof(float));
+    copy_bytes(to.probs, probs(slot, me), num_arrived * kProb);
+    clear_bytes(to.probs + num_arrived, (capacity - num_arrived) * kProb);
+  }
+  window_.take(slot);
+}
+
+void PeerExchange::start_pull(int64_t slot, const PeerRows& from, int64_t num_rows) {
+  check_slot(slot, from, num_rows);
+  window_.wait_until_taken(slot);
+  const int64_t me = window_.position();
+  copy_bytes(rows(slot, me), from.rows, num_rows * from.row_bytes());
+  if (from.probs != nullptr) {
+    copy_bytes(probs(slot, me), from.probs, num_rows * static_cast<int64_t>(sizeof(float)));
+  }
+  window_.offer(slot);
+}
+
+void PeerExchange::finish_pull(int64_t slot, const PeerRows& tokens, const PeerMap& map) {
+  check_slot(slot, tokens, map.capacity);
+  check_map(map);
+  window_.wait_until_offered(slot);
+  const int64_t bytes = tokens.row_bytes();
+  with_type(tokens.dtype, [&]<typename Type>(Type) {
+    sum_copies<Type>(tokens, map, [&](int64_t copy) -> const std::byte* {
+      if (map.rows[copy] < 0) {
+        return nullptr;
+      }
+      const Place place = place_of(map.rows[copy], map.capacity);
+      return rows(slot, place.member) + place.row * bytes;
+    });
+  });
+  if (tokens.probs != nullptr) {
+    for (int64_t choice = 0; choice < map.num_tokens * map.num_choices; ++choice) {
+      float sum = 0.0F;
+      for (int64_t i = choice * map.repeats; i < (choice + 1) * map.repeats; ++i) {
+        if (map.rows[i] >= 0) {
+          const Place place = place_of(map.rows[i], map.capacity);
+          sum += probs(slot, place.member)[place.row];
+        }
+      }
+      tokens.probs[choice] = sum;
+    }
+  }
+  window_.take(slot);
+}
+
+}  // namespace megacore::moe
