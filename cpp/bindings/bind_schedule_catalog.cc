@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "megacore/base/check.h"
 #include "megacore/pipeline/lower_bound.h"
 #include "megacore/pipeline/schedule_catalog.h"
 
@@ -29,6 +30,15 @@ std::string name_of_placement(PlacementKind kind) {
   }
 }
 
+Pairs pairs_of(const std::optional<std::string>& name) {
+  if (!name) return Pairs::kNone;
+  MC_REQUIRE(*name == "whole" || *name == "split",
+             "pairs is '",
+             *name,
+             "'; it must be 'whole', 'split' or None");
+  return *name == "whole" ? Pairs::kWhole : Pairs::kSplit;
+}
+
 void bind_catalog(py::module_& module) {
   py::class_<ScheduleInfo>(module, "ScheduleInfo", "What is known of a named schedule.")
       .def_readonly("name", &ScheduleInfo::name)
@@ -40,7 +50,8 @@ void bind_catalog(py::module_& module) {
       .def_readonly("num_chunks", &ScheduleInfo::num_chunks)
       .def_readonly("splits_backward", &ScheduleInfo::splits_backward)
       .def_readonly("takes_group_size", &ScheduleInfo::takes_group_size)
-      .def_readonly("takes_warmup_multiplier", &ScheduleInfo::takes_warmup_multiplier);
+      .def_readonly("takes_warmup_multiplier", &ScheduleInfo::takes_warmup_multiplier)
+      .def_readonly("takes_pairs", &ScheduleInfo::takes_pairs);
   module.def("schedule_catalog", [] {
     const auto catalog = schedule_catalog();
     return std::vector<ScheduleInfo>(catalog.begin(), catalog.end());
@@ -52,13 +63,15 @@ void bind_catalog(py::module_& module) {
          int num_microbatches,
          std::optional<int> num_chunks,
          std::optional<int> group_size,
-         std::optional<int> warmup_multiplier) {
+         std::optional<int> warmup_multiplier,
+         const std::optional<std::string>& pairs) {
         return build_schedule(name,
                               {.num_ranks = num_ranks,
                                .num_microbatches = num_microbatches,
                                .num_chunks = num_chunks,
                                .group_size = group_size,
-                               .warmup_multiplier = warmup_multiplier});
+                               .warmup_multiplier = warmup_multiplier,
+                               .pairs = pairs_of(pairs)});
       },
       "name"_a,
       py::kw_only(),
@@ -67,6 +80,7 @@ void bind_catalog(py::module_& module) {
       "num_chunks"_a,
       "group_size"_a,
       "warmup_multiplier"_a,
+      "pairs"_a,
       NoGil());
 }
 
@@ -84,7 +98,9 @@ void bind_schedule_catalog(pybind11::module_& module) {
         py::dict values;
         for (size_t i = 0; i < kNumBoundReasons; ++i) {
           const auto reason = static_cast<BoundReason>(i);
-          if (reason == BoundReason::kExhaustion && bound.reason != reason) continue;
+          const bool may_be_missing =
+              reason == BoundReason::kDeadlines || reason == BoundReason::kExhaustion;
+          if (may_be_missing && bound.by_reason[i] == 0.0) continue;
           values[py::str(name_of(reason))] = bound.by_reason[i];
         }
         return values;
@@ -102,8 +118,9 @@ void bind_schedule_catalog(pybind11::module_& module) {
                                            .backward_input = std::move(backward_input),
                                            .backward_weight = std::move(backward_weight),
                                            .send = send});
+        const double makespan = simulate(schedule, problem.costs).makespan;
         if (memory_limit) problem.memory_limit = std::move(*memory_limit);
-        return lower_bound(problem);
+        return tightened(lower_bound(problem), problem, makespan);
       },
       "schedule"_a,
       py::kw_only(),

@@ -9,14 +9,15 @@
 namespace megacore::pipeline {
 namespace {
 
-InterleavedOrder fused_order(const InterleavedShape& shape, int group_size) {
+InterleavedOrder order_of(const InterleavedShape& shape, int group_size) {
   return {.name = "interleaved_1f1b",
           .num_ranks = shape.num_ranks,
           .num_chunks = shape.num_chunks,
           .num_microbatches = shape.num_microbatches,
           .group_size = group_size,
           .warmup_multiplier = shape.warmup_multiplier,
-          .backward = BackwardStyle::kFused};
+          .backward = shape.pairs == Pairs::kSplit ? BackwardStyle::kSplit : BackwardStyle::kFused,
+          .pairs = shape.pairs != Pairs::kNone};
 }
 
 // The checks all have in common; the group size is 1 where none is given.
@@ -33,7 +34,7 @@ void require_order(const InterleavedOrder& order) {
 }  // namespace
 
 int interleaved_warmup(const InterleavedShape& shape, int rank) {
-  return warmup_of(fused_order(shape, shape.group_size.value()), rank);
+  return warmup_of(order_of(shape, shape.group_size.value()), rank);
 }
 
 int best_group_size(const InterleavedShape& shape) {
@@ -49,7 +50,7 @@ int best_group_size(const InterleavedShape& shape) {
 }
 
 Schedule interleaved_one_f_one_b(const InterleavedShape& shape) {
-  InterleavedOrder order = fused_order(shape, shape.group_size.value_or(1));
+  InterleavedOrder order = order_of(shape, shape.group_size.value_or(1));
   require_order(order);
   if (!shape.group_size) order.group_size = best_group_size(shape);
   return build_or_refuse(order);

@@ -18,13 +18,15 @@ class RankOrder {
   RankOrder(const InterleavedOrder& order,
             const std::vector<TableEntry>& table,
             int rank,
-            std::vector<Action>& actions)
-      : order_(order), table_(table), rank_(rank), actions_(actions) {}
+            std::vector<Action>& actions,
+            std::vector<int64_t>& overlaps)
+      : order_(order), table_(table), rank_(rank), actions_(actions), overlaps_(overlaps) {}
 
   void append() {
     const auto warmup = static_cast<size_t>(warmup_of(order_, rank_));
     for (size_t k = 0; k < warmup; ++k) forward(k);
     for (size_t k = warmup; k < table_.size(); ++k) {
+      if (order_.pairs) overlaps_.push_back(static_cast<int64_t>(actions_.size()));
       forward(k);
       backward(k - warmup);
     }
@@ -56,6 +58,7 @@ class RankOrder {
   const std::vector<TableEntry>& table_;
   int rank_;
   std::vector<Action>& actions_;
+  std::vector<int64_t>& overlaps_;
 };
 
 // Sizes for which the order is known to run: no group is smaller than p, or there is one group
@@ -123,23 +126,30 @@ std::string nearest(int value, int lowest, int limit, const RunsWith& runs_with)
 int warmup_of(const InterleavedOrder& order, int rank) {
   const int64_t ranks_after = order.num_ranks - rank - 1;
   const int64_t all = static_cast<int64_t>(order.num_chunks) * order.num_microbatches;
-  if (order.num_chunks == 1) return static_cast<int>(std::min(ranks_after, all));
+  // A value takes a turn of a pair each way between neighbours, so pairs need the second forward of
+  // each rank behind; and one more, so that a backward does not wait for its own partner.
+  if (order.num_chunks == 1 && !order.pairs) return static_cast<int>(std::min(ranks_after, all));
   const int64_t other_chunks = static_cast<int64_t>(order.num_chunks - 1) * order.group_size;
-  return static_cast<int>(std::min(order.warmup_multiplier * ranks_after + other_chunks, all));
+  const int64_t extra = order.pairs ? 1 : 0;
+  return static_cast<int>(
+      std::min(order.warmup_multiplier * ranks_after + other_chunks + extra, all));
 }
 
 Schedule build(const InterleavedOrder& order) {
   const std::vector<TableEntry> table = schedule_table({.num_microbatches = order.num_microbatches,
                                                         .num_chunks = order.num_chunks,
                                                         .group_size = order.group_size});
-  return make_schedule(
-      order.name,
-      Placement::loop({.num_ranks = order.num_ranks, .num_chunks = order.num_chunks}),
-      order.num_microbatches,
-      actions_per_stage(order.backward),
-      [&](int rank, std::vector<Action>& actions) {
-        RankOrder(order, table, rank, actions).append();
-      });
+  std::vector<int64_t> overlaps;
+  Schedule schedule =
+      make_schedule(order.name,
+                    Placement::loop({.num_ranks = order.num_ranks, .num_chunks = order.num_chunks}),
+                    order.num_microbatches,
+                    actions_per_stage(order.backward),
+                    [&](int rank, std::vector<Action>& actions) {
+                      RankOrder(order, table, rank, actions, overlaps).append();
+                    });
+  schedule.overlaps = std::move(overlaps);
+  return schedule;
 }
 
 bool runs(const InterleavedOrder& order) {

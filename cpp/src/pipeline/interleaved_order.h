@@ -29,6 +29,7 @@ struct InterleavedOrder {
   int warmup_multiplier;
   int smallest_group = 1;  // groups below are not offered
   BackwardStyle backward;
+  bool pairs = false;  // forwards behind the warmup overlap with the backwards that follow them
 };
 
 int warmup_of(const InterleavedOrder& order, int rank);

@@ -1,11 +1,23 @@
 #include <algorithm>
 
 #include "generate.h"
+#include "interleaved_order.h"
 
 namespace megacore::pipeline {
 
-Schedule one_f_one_b(const PipelineShape& shape) {
-  require_sizes(shape.num_ranks, 1, shape.num_microbatches);
+Schedule one_f_one_b(const PipelineShape& shape, Pairs pairs) {
+  const bool split = pairs == Pairs::kSplit;
+  require_sizes(shape.num_ranks, 1, shape.num_microbatches, split ? 3 : 2);
+  if (pairs != Pairs::kNone) {
+    return build({.name = "1f1b",
+                  .num_ranks = shape.num_ranks,
+                  .num_chunks = 1,
+                  .num_microbatches = shape.num_microbatches,
+                  .group_size = 1,
+                  .warmup_multiplier = 2,
+                  .backward = split ? BackwardStyle::kSplit : BackwardStyle::kFused,
+                  .pairs = true});
+  }
   return make_schedule("1f1b",
                        Placement::loop({.num_ranks = shape.num_ranks, .num_chunks = 1}),
                        shape.num_microbatches,

@@ -34,6 +34,7 @@ InterleavedShape interleaved(const Request& r) {
                          .num_microbatches = r.num_microbatches,
                          .group_size = r.group_size};
   shape.warmup_multiplier = r.warmup_multiplier.value_or(shape.warmup_multiplier);
+  shape.pairs = r.pairs;
   return shape;
 }
 
@@ -72,7 +73,8 @@ constexpr std::array kCatalog = {
                  .splits_backward = false,
                  .takes_group_size = false,
                  .takes_warmup_multiplier = false,
-                 .generate = [](const Request& r) { return one_f_one_b(plain(r)); }},
+                 .takes_pairs = true,
+                 .generate = [](const Request& r) { return one_f_one_b(plain(r), r.pairs); }},
     ScheduleInfo{
         .name = "interleaved_1f1b",
         .summary = "several chunks per rank, depth first: the bubble divided by chunks",
@@ -83,6 +85,7 @@ constexpr std::array kCatalog = {
         .splits_backward = false,
         .takes_group_size = true,
         .takes_warmup_multiplier = true,
+        .takes_pairs = true,
         .generate = [](const Request& r) { return interleaved_one_f_one_b(interleaved(r)); }},
     ScheduleInfo{.name = "looped_bfs",
                  .summary = "several chunks per rank, breadth first: few, large transfers in a row",
@@ -249,6 +252,11 @@ Schedule build_schedule(std::string_view name, const ScheduleRequest& request) {
              name,
              "' has a fixed warmup; leave it out, or choose ",
              names_of([](const ScheduleInfo& other) { return other.takes_warmup_multiplier; }));
+  MC_REQUIRE(request.pairs == Pairs::kNone || info.takes_pairs,
+             "pairs are asked for, but schedule '",
+             name,
+             "' has no choice of them; leave them out, or choose one of ",
+             names_of([](const ScheduleInfo& other) { return other.takes_pairs; }));
   return info.generate(request);
 }
 

@@ -28,7 +28,7 @@ def schedule_catalog() -> list[ScheduleInfo]:
 
     Each has ``name``, ``summary``, ``source``, ``constraints`` on the sizes, ``placement``
     (``"loop"``, ``"v"`` or ``"bidirectional"``), ``num_chunks`` per rank (0: any number),
-    ``splits_backward``, ``takes_group_size`` and ``takes_warmup_multiplier``.
+    ``splits_backward``, ``takes_group_size``, ``takes_warmup_multiplier`` and ``takes_pairs``.
 
     Example:
         >>> [info.name for info in schedule_catalog() if info.placement == "v"]
@@ -45,6 +45,7 @@ def build_schedule(
     num_chunks: int | None = None,
     group_size: int | None = None,
     warmup_multiplier: int | None = None,
+    pairs: Literal["whole", "split"] | None = None,
     forward_only: bool = False,
     placement: Literal["loop", "v"] | None = None,
     memory_limit: int | Sequence[int] | None = None,
@@ -67,6 +68,9 @@ def build_schedule(
             default the smallest that runs, which holds the fewest activations.
         warmup_multiplier: For ``"interleaved_1f1b"``, the forwards more that a rank runs first per
             rank behind it: 2 hides messages (the default), 1 holds fewer activations.
+        pairs: For ``"1f1b"`` and ``"interleaved_1f1b"``: after the warmup, which is longer for it,
+            let every forward run together with the backward of an older microbatch, a whole one or
+            its I, with W behind the pair; see ``Schedule.overlaps``. By default one after another.
         forward_only: Leave the backward actions out, for evaluation.
         placement: For ``"auto"``, as all that follow: ``"loop"`` (the default) puts stage s on rank
             s mod p; ``"v"`` puts stages r and 2p-1-r on rank r.
@@ -104,10 +108,10 @@ def build_schedule(
         "effort": effort,
     }
     if name == AUTO:
-        own = {"group_size": group_size, "warmup_multiplier": warmup_multiplier}
-        for option, number in own.items():
-            if number is not None:
-                raise ValueError(f"{option} is {number}, but 'auto' finds its own; leave it out")
+        own = {"group_size": group_size, "warmup_multiplier": warmup_multiplier, "pairs": pairs}
+        for option, given in own.items():
+            if given is not None:
+                raise ValueError(f"{option} is {given}, but 'auto' finds its own; leave it out")
         native, certificate = build_auto(
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
@@ -132,6 +136,7 @@ def build_schedule(
         num_chunks=num_chunks,
         group_size=group_size,
         warmup_multiplier=warmup_multiplier,
+        pairs=pairs,
     )
     return Schedule(native.forward_only() if forward_only else native)
 

@@ -36,10 +36,21 @@ Schedule no_pipelining(const ChunkedShape& shape);  // REQUIRES: num_ranks is 1
 // Source: Huang et al., GPipe, arXiv:1811.06965.
 Schedule gpipe(const PipelineShape& shape);
 
+// Whether the forwards behind the warmup of 1F1B and interleaved 1F1B run together with the
+// backwards that follow them (Schedule::overlaps), which are then those of older microbatches. For
+// that every rank runs one more warmup forward, and at least two more than the rank behind it:
+// values travel in both directions at the end of a pair.
+enum class Pairs : uint8_t {
+  kNone,
+  kWhole,  // (F;B)
+  kSplit,  // (F;I), then W of the same backward: messages leave before W
+};
+
 // One-forward-one-backward. Rank r runs min(p-r-1, m) warmup forwards, then alternates F and B,
 // then drains. Bubble (p-1)(F+B); min(p-r, m) microbatches in flight on rank r.
+// With pairs min(2(p-r)-1, m) warmup forwards; min(2(p-r), m) in flight.
 // Source: Narayanan et al., arXiv:2104.04473, section 2.2.1.
-Schedule one_f_one_b(const PipelineShape& shape);
+Schedule one_f_one_b(const PipelineShape& shape, Pairs pairs = Pairs::kNone);
 
 // 1F1B with a split backward; rank r runs W r backwards late, and what is left of it at the end.
 // Bubble (p-1)(F+I-W) for F = I = W and m >= p; min(p, m) in flight on every rank.
@@ -63,6 +74,7 @@ struct InterleavedShape {
   // to travel unnoticed; with 1 rank r holds p-r-1 fewer chunks in flight. The makespan with free
   // messages is the same.
   int warmup_multiplier = 2;
+  Pairs pairs = Pairs::kNone;  // as with one_f_one_b
 };
 
 // Interleaved 1F1B over v model chunks per rank, with the order of schedule_table.h. Rank r runs
@@ -73,11 +85,16 @@ struct InterleavedShape {
 // A group smaller than p, or a last group smaller than p, makes some sizes deadlock: those are
 // refused with the nearest legal group sizes and numbers of microbatches. All that can run is
 // accepted, also a group larger than m.
+//
+// With pairs there is one chunk more in flight (k = 2, also for v = 1). When a pair takes h less
+// than its two halves, the bubble is (p-1)(F+B) - h (v m - (v-1) group_size - 1) with whole
+// backwards; with split ones (p-1)(F+I) for h = 0, and that minus h (m - 1) for v = 1.
 // Source: Narayanan et al., arXiv:2104.04473, section 2.2.2.
 Schedule interleaved_one_f_one_b(const InterleavedShape& shape);
 
 // Warmup forwards of rank r: min(k(p-r-1) + (v-1) group_size, v m) with multiplier k, which is 1
-// for v = 1. REQUIRES: shape.group_size is set, 0 <= rank < num_ranks.
+// for v = 1. With pairs one more, and k stays as given for v = 1. REQUIRES: shape.group_size is
+// set, 0 <= rank < num_ranks.
 int interleaved_warmup(const InterleavedShape& shape, int rank);
 
 // The smallest group size whose interleaved schedule reaches the smallest makespan that any group

@@ -19,6 +19,7 @@ struct ScheduleRequest {
   std::optional<int> num_chunks = std::nullopt;         // nullopt: what the schedule has, else 1
   std::optional<int> group_size = std::nullopt;         // for those that take one
   std::optional<int> warmup_multiplier = std::nullopt;  // for those that take one
+  Pairs pairs = Pairs::kNone;                           // for those that can have some
 };
 
 enum class PlacementKind : uint8_t {
@@ -37,6 +38,7 @@ struct ScheduleInfo {
   bool splits_backward;  // has I and W
   bool takes_group_size;
   bool takes_warmup_multiplier;
+  bool takes_pairs = false;  // `pairs`; the DualPipes always have some
   Schedule (*generate)(const ScheduleRequest&);
 };
 
