@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megacore.models.context_parallel import causal_attention
+from megacore.models.context_parallel import LowerRightMasks, causal_attention
 from megacore.models.functional import split_and_rotate
 from megacore.models.layers import ColumnLinear, HeadNorm, ModelContext, RowLinear
 
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.num_local_groups = shape.num_kv_heads // context.region.group.size
         self.grouped = shape.q_per_kv > 1
-        self.cp = context.region.cp
+        self.cp, self.masks = context.region.cp, LowerRightMasks()
         self.qkv = ColumnLinear(f"{name}.qkv", shape.qkv_full_shape, tp_dim=0, context=context)
         width = shape.num_heads * shape.head_dim
         self.output = RowLinear(f"{name}.output", width, context=context)
@@ -52,6 +52,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(heads[..., :-2, :]), self.k_norm(heads[..., -2:-1, :])
             qkv_SBGX = torch.cat((q, k, heads[..., -1:, :]), dim=-2).flatten(-2)
         q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
-        mixed_SBND = causal_attention(q_SBND, k_SBGD, v_SBGD, group=self.cp, grouped=self.grouped)
+        mixed_SBND = causal_attention(
+            q_SBND, k_SBGD, v_SBGD, group=self.cp, grouped=self.grouped, masks=self.masks
+        )
         output: Tensor = self.output(mixed_SBND.flatten(2))
         return output

@@ -23,8 +23,32 @@ from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_slices
 
 
+class LowerRightMasks:
+    """Masks for queries that are the last of more keys, each made once.
+
+    torch's masks of this kind are tensors of a class of their own, which cannot be made while the
+    operations of a captured function are written down.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, num_queries: int, num_keys: int) -> Tensor:
+        """The mask of a size."""
+        size = num_queries, num_keys
+        if size not in self._made:
+            self._made[size] = causal_lower_right(num_queries, num_keys)
+        return self._made[size]
+
+
 def causal_attention(
-    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, group: Group, grouped: bool
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    *,
+    group: Group,
+    grouped: bool,
+    masks: LowerRightMasks,
 ) -> Tensor:
     """Attention of this rank's queries to the keys of the whole sequence up to each query.
 
@@ -34,6 +58,7 @@ def causal_attention(
         v_SBGD: Values, likewise.
         group: The cp group.
         grouped: Whether several query heads share a key head.
+        masks: Where masks are kept from call to call.
 
     Returns:
         ``(S/cp, B, N, D)``.
@@ -43,7 +68,7 @@ def causal_attention(
         in the backward pass; none for a group of one.
     """
     if group.size == 1:
-        return _attend(q_SBND, k_SBGD, v_SBGD, grouped=grouped)
+        return _attend(q_SBND, k_SBGD, v_SBGD, grouped=grouped, masks=masks)
     keys_values = all_gather_sequence(torch.stack((k_SBGD, v_SBGD), dim=1), group)
     k_all, v_all = _in_order(keys_values, group.size).unbind(1)
     length = q_SBND.shape[0] // 2
@@ -52,11 +77,13 @@ def causal_attention(
         q_SBND.chunk(2), context_slices(group.size, group.position), strict=True
     ):
         end = (index + 1) * length
-        mixed.append(_attend(queries, k_all[:end], v_all[:end], grouped=grouped))
+        mixed.append(_attend(queries, k_all[:end], v_all[:end], grouped=grouped, masks=masks))
     return torch.cat(mixed)
 
 
-def _attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, grouped: bool) -> Tensor:
+def _attend(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, grouped: bool, masks: LowerRightMasks
+) -> Tensor:
     """Causal attention where the last query sits at the last key."""
     num_queries, num_keys = q_SBND.shape[0], k_SBGD.shape[0]
     is_square = num_queries == num_keys
@@ -64,7 +91,7 @@ def _attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, grouped: bool) ->
         q_SBND.permute(1, 2, 0, 3),
         k_SBGD.permute(1, 2, 0, 3),
         v_SBGD.permute(1, 2, 0, 3),
-        attn_mask=None if is_square else causal_lower_right(num_queries, num_keys),
+        attn_mask=None if is_square else masks.of(num_queries, num_keys),
         is_causal=is_square,
         enable_gqa=grouped,
     )

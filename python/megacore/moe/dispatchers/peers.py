@@ -11,6 +11,7 @@ the group, C rows that a member has room for, H hidden.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
@@ -255,7 +256,7 @@ class HostPeers(Peers):
             probs=_pointer(probs_C),
             width=rows_CH.shape[1],
             dtype=_dtype(rows_CH),
-            num_arrived=int(copies.num_arrived),
+            num_arrived=_number(copies.num_arrived),
             capacity=copies.capacity,
         )
         _finish(ticket, rows_CH, probs_C)
@@ -271,7 +272,7 @@ class HostPeers(Peers):
             probs=_pointer(probs_C),
             width=rows_CH.shape[1],
             dtype=_dtype(rows_CH),
-            num_rows=int(copies.num_arrived),
+            num_rows=_number(copies.num_arrived),
         )
         return ticket
 
@@ -365,6 +366,11 @@ def _finish(ticket: Ticket, *written: Tensor | None) -> None:
     for tensor in written:
         if tensor is not None:
             increment_version(tensor)
+
+
+def _number(value: Tensor) -> int:
+    """An int64 scalar as a kernel reads it: not by an operation, which a graph could not record."""
+    return ctypes.c_int64.from_address(value.data_ptr()).value
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
