@@ -336,6 +336,8 @@ def run_all(args: argparse.Namespace, report: Report) -> None:
                 compare(report, data, about, dense, args.rounds)
             elif kind != "half empty":
                 compare_plans(report, data, about, args.rounds)
+            if args.out is not None:  # what is known so far
+                report.write(args.out)
             del data
             torch.cuda.empty_cache()
 

@@ -1,0 +1,104 @@
+"""Every kernel on little data, for compute-sanitizer: scripts/gpu_check.sh --sanitize.
+
+It slows kernels down by one or two orders of magnitude, so that the other tests would take too
+long. Sizes are odd on purpose: ragged and empty groups, rows that end within a block.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacore.moe import plan_offload, plan_offload_on_device
+from megacore.ops import (
+    collect_rows,
+    cuda_kernels,
+    gelu,
+    sort_by_expert,
+    spread_rows,
+    swiglu,
+    top_k,
+)
+from megacore.ops.gemm_cuda import Product, launch_grouped
+from megacore.ops.optim import AdamWSettings, StepRules, adamw_step_, decide_step_, sum_of_squares
+
+pytestmark = pytest.mark.gpu
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+COUNTS = [70, 0, 1, 200, 9]
+
+
+@pytest.mark.parametrize("copy", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [3, 1030])
+def test_small_optimizer_step(numel: int, copy: torch.dtype) -> None:
+    param, grad, exp_avg, exp_avg_sq = (torch.rand(numel, device="cuda") for _ in range(4))
+    copy_out = torch.empty(numel, dtype=copy, device="cuda")
+    state = torch.tensor([0.0, 0.0, 2.0, 0.0], dtype=torch.float64, device="cuda")
+    sums = torch.stack([sum_of_squares(grad), *torch.zeros(2, device="cuda").double()])
+    control = torch.ones(6, dtype=torch.float64, device="cuda")
+    decide_step_(state, sums, control, StepRules(beta1=0.9, beta2=0.99, clip_grad=1.0))
+    settings = AdamWSettings(step=1, lr=0.1)
+    adamw_step_(param, grad, exp_avg, exp_avg_sq, settings, copy_out=copy_out, control=control)
+    assert torch.equal(copy_out, param.to(copy))
+
+
+@pytest.mark.parametrize("width", [5, 136])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_small_tokens_there_and_back(dtype: torch.dtype, width: int) -> None:
+    scores = torch.rand(37, 9, device="cuda")
+    chosen = top_k(scores, 3)
+    chosen[::4, 1] = -1
+    row_map, counts = sort_by_expert(chosen, 9)
+    tokens = torch.ones(37, width, dtype=dtype, device="cuda", requires_grad=True)
+    weights = torch.rand(37, 3, device="cuda", requires_grad=True)
+    back = collect_rows(spread_rows(tokens, row_map, 120, weights), row_map, weights)
+    back.sum().backward()
+    assert int(counts.sum()) == int((chosen >= 0).sum())
+    assert tokens.grad is not None
+    assert bool(tokens.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 1030)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_small_activations(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    rows, width = shape
+    probs = torch.rand(rows, device="cuda", requires_grad=True)
+    for op, factor in ((swiglu, 2), (gelu, 1)):
+        x = torch.randn(rows, factor * width, dtype=dtype, device="cuda", requires_grad=True)
+        op(x, probs).sum().backward()
+        assert x.grad is not None
+        assert bool(x.grad.isfinite().all())
+
+
+def test_small_plan() -> None:
+    counts = torch.tensor([[50, 0, 3, 9], [70, 1, 0, 2]])
+    found = plan_offload_on_device(counts.cuda(), num_spare_slots=1).to_host()
+    assert found.max_load == plan_offload(counts, num_spare_slots=1).max_load
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("plan", ["wide", "middle", "narrow"])
+def test_small_grouped_products(plan: str, dtype: torch.dtype) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    if f"{major}{minor}a" not in cuda_kernels().grouped_gemm_archs():
+        pytest.skip(f"this build has no grouped product for sm_{major}{minor}")
+    num_experts, n, k, rows = len(COUNTS), 72, 40, sum(COUNTS) + 3
+    splits = torch.tensor(COUNTS, device="cuda")
+    x, dy = (torch.ones(rows, width, dtype=dtype, device="cuda") for width in (k, n))
+    w = torch.ones(num_experts, n, k, dtype=dtype, device="cuda")
+
+    def run(product: Product, a: torch.Tensor, b: torch.Tensor, width: int) -> torch.Tensor:
+        out = torch.full((rows, width), torch.nan, dtype=dtype, device="cuda")
+        launch_grouped(product, a, b, splits, out, clear_tail=True, plan=plan)
+        return out
+
+    y, dx = run("forward", x, w, n), run("input_grad", dy, w, k)
+    assert y[:, 0].tolist() == [k] * sum(COUNTS) + [0] * 3
+    assert dx[:, 0].tolist() == [n] * sum(COUNTS) + [0] * 3
+    adds = torch.tensor([True, False, False, True, False], device="cuda")
+    dw = torch.where(adds, 5.0, torch.nan)[:, None, None].repeat(1, n, k)
+    launch_grouped("weight_grad", dy, x, splits, dw, accumulate_mask=adds)
+    assert dw[:, -1, -1].tolist() == [75, 0, 1, 205, 9]
+    narrow = torch.full((num_experts, n, k), torch.nan, dtype=dtype, device="cuda")
+    launch_grouped("weight_grad", dy, x, splits, narrow)
+    assert narrow[:, -1, -1].tolist() == COUNTS

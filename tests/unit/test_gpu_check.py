@@ -1,0 +1,209 @@
+"""The script for machines with a GPU, without one: what it records of steps, and when."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ABOUT = {"device": "NVIDIA H200", "date": "2030-01-02", "capability": [9, 0]}
+
+
+@pytest.fixture(scope="module")
+def gpu_check() -> ModuleType:
+    path = ROOT / "scripts" / "gpu_check.py"
+    spec = importlib.util.spec_from_file_location("gpu_check", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def step(gpu_check: ModuleType, code: str, **changes: Any) -> Any:
+    settings = {"name": "a", "command": [sys.executable, "-c", code], "limit_s": 60.0, **changes}
+    return gpu_check.Step(**settings)
+
+
+def read(record: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(record.json.read_text())
+    return found
+
+
+def test_a_step_is_on_disk_when_it_ends(gpu_check: ModuleType, tmp_path: Path) -> None:
+    results = tmp_path / "numbers"
+    results.mkdir()
+    record = gpu_check.Record(tmp_path / "out", ABOUT)
+    runner = gpu_check.Runner(record, 1000.0)
+    code = (
+        f"import pathlib; pathlib.Path({str(results)!r}, 'bench.json').write_text('[1.5]');"
+        f"print('in', {str(ROOT / 'benchmarks')!r}); print('FAILED one'); print('1 passed')"
+    )
+    assert runner.run(step(gpu_check, code, results=results))
+    found = read(record)
+    assert record.json.name == "h200-2030-01-02.json"
+    (told,) = found["steps"]
+    assert told["outcome"] == "ok"
+    assert told["last_line"] == "1 passed"
+    assert told["told"] == ["FAILED one"]
+    assert found["benchmarks"] == {"bench": [1.5]}
+    text = record.text.read_text()
+    assert "in benchmarks" in text
+    assert str(ROOT) not in text + record.json.read_text()
+    assert not runner.run(step(gpu_check, "raise SystemExit(3)"))
+    assert [each["exit_code"] for each in read(record)["steps"]] == [0, 3]
+    assert not record.is_good
+
+
+def test_results_of_a_day_are_not_overwritten(gpu_check: ModuleType, tmp_path: Path) -> None:
+    names = [gpu_check.Record(tmp_path, ABOUT).json.stem for _ in range(3)]
+    assert names == ["h200-2030-01-02", "h200-2030-01-02-2", "h200-2030-01-02-3"]
+
+
+def test_a_step_that_hangs_is_stopped(gpu_check: ModuleType, tmp_path: Path) -> None:
+    record = gpu_check.Record(tmp_path, ABOUT)
+    runner = gpu_check.Runner(record, 1000.0)
+    assert not runner.run(step(gpu_check, "import time; time.sleep(600)", limit_s=0.2))
+    (told,) = read(record)["steps"]
+    assert told["outcome"] == "stopped"
+    assert told["exit_code"] == -signal.SIGTERM
+
+
+def test_what_a_step_started_ends_with_it(gpu_check: ModuleType, tmp_path: Path) -> None:
+    record = gpu_check.Record(tmp_path, ABOUT)
+    runner = gpu_check.Runner(record, 1000.0)
+    # It does not listen to a polite word, and neither does its child.
+    code = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "child = os.fork(); print('child', child or os.getpid(), flush=True); time.sleep(600)"
+    )
+    thread = threading.Thread(target=runner.run, args=[step(gpu_check, code)])
+    thread.start()
+    assert _comes_true(lambda: record.text.read_text().count("child ") == 2)
+    runner.stop()
+    thread.join(60.0)
+    (told,) = read(record)["steps"]
+    assert told["exit_code"] == -signal.SIGKILL
+    child = int(record.text.read_text().partition("child ")[2].split()[0])
+    assert _comes_true(lambda: _is_gone(child))
+
+
+def _comes_true(is_so: Callable[[], bool]) -> bool:
+    for _ in range(1200):
+        if is_so():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+def test_what_does_not_fit_the_budget_is_left_out(gpu_check: ModuleType, tmp_path: Path) -> None:
+    record = gpu_check.Record(tmp_path, ABOUT)
+    assert not gpu_check.Runner(record, 0.0).run(step(gpu_check, "raise SystemExit(9)"))
+    assert read(record)["steps"] == [{"name": "a", "outcome": "left out"}]
+    assert not record.is_good
+
+
+def test_numbers_that_were_cut_off_are_told(gpu_check: ModuleType, tmp_path: Path) -> None:
+    results = tmp_path / "numbers"
+    results.mkdir()
+    (results / "bench.json").write_text('{"half": [1,')
+    record = gpu_check.Record(tmp_path / "out", ABOUT)
+    gpu_check.Runner(record, 1000.0).run(step(gpu_check, "", results=results))
+    assert read(record)["benchmarks"]["bench"].startswith("not readable")
+
+
+def test_without_the_sanitizer_its_phase_is_skipped(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "find_sanitizer", lambda: None)
+    monkeypatch.setattr(gpu_check, "facts", lambda: ABOUT)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        code = gpu_check.check(gpu_check.arguments(["--phases=sanitizer", str(tmp_path)]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert code == 0
+    (told,) = json.loads((tmp_path / "h200-2030-01-02.json").read_text())["steps"]
+    assert told["outcome"] == "skipped"
+    assert "nvidia-cuda-sanitizer-api" in told["why"]
+
+
+def test_every_file_of_tests_and_every_benchmark_has_a_step(
+    gpu_check: ModuleType, tmp_path: Path
+) -> None:
+    tests = {each.name for each in gpu_check.test_steps()}
+    assert tests == {path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    benchmarks = {each.name for each in gpu_check.benchmark_steps(tmp_path)}
+    assert benchmarks == {path.stem for path in (ROOT / "benchmarks").glob("bench_gpu_*.py")}
+    for each in gpu_check.sanitizer_steps("compute-sanitizer"):
+        assert (ROOT / gpu_check.SMALL_CASES).is_file()
+        assert gpu_check.SMALL_CASES in each.command
+
+
+def test_the_build_is_for_the_device_and_offline(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WHEELS", raising=False)
+    monkeypatch.setenv("CUTLASS_ROOT", "relative")
+    (build,) = gpu_check.build_steps([9, 0])
+    assert "--no-index" in build.command
+    assert any("CMAKE_CUDA_ARCHITECTURES=90a-real" in word for word in build.command)
+    assert build.env == {"CUTLASS_ROOT": str(Path("relative").resolve())}
+    assert not any("ARCHITECTURES" in word for word in gpu_check.build_steps([8, 6])[0].command)
+
+
+def test_unknown_phases_are_refused(
+    gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.arguments(["--phases=build,lunch"])
+    assert "use some of build, tests, sanitizer, benchmarks" in capsys.readouterr().err
+
+
+def test_a_run_that_is_ended_leaves_what_it_had(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    hanging = tmp_path / "bin" / "compute-sanitizer"
+    hanging.write_text("#!/bin/sh\necho at work\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [ROOT / "scripts" / "gpu_check.sh", "--phases=sanitizer", out],
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert any("at work" in line for line in process.stdout)
+    process.terminate()
+    assert process.wait(60) == 1
+    process.stdout.close()
+    (text,) = out.glob("*.txt")
+    assert "at work" in text.read_text()
+    assert "stopped by signal 15" in text.read_text()
+    (found,) = out.glob("*.json")
+    assert json.loads(found.read_text())["steps"] == []
