@@ -106,8 +106,12 @@ struct GroupedKernel {
     to.epilogue.thread.alpha = 1.0F;
     to.epilogue.thread.beta = 0.0F;
     if constexpr (kReadsResult) {
-      // One factor per group, by a stride and not by pointers: only so does CUTLASS keep the warp
-      // that loads the old result alive where the first group overwrites and a later one adds.
+      // One factor per group. CUTLASS decides once per block whether the warp that loads the old
+      // result takes part, and every other warp counts on the same answer; with a stride it is yes,
+      // whatever the factors are (Sm90TreeVisitor::is_producer_load_needed), so nobody waits for a
+      // warp that left. For each tile, loader and adders then read the factor of its group; where
+      // that is 0, the loader passes the tile on without a load and the adders take zeros for the
+      // old result, so that NaN in it does no harm.
       to.epilogue.thread.beta_ptr = from.beta;
       to.epilogue.thread.dBeta = {cute::_0{}, cute::_0{}, 1};
       to.epilogue.ptr_C = reinterpret_cast<const Result**>(from.d);
@@ -135,8 +139,8 @@ struct GroupedKernel {
     static std::array<std::atomic<int>, 64> known{};
     std::atomic<int>* slot =
         device >= 0 && device < 64 ? &known[static_cast<size_t>(device)] : nullptr;
-    if (slot != nullptr && slot->load(std::memory_order_relaxed) > 0) {
-      return slot->load(std::memory_order_relaxed);
+    if (slot != nullptr && slot->load(std::memory_order_acquire) > 0) {
+      return slot->load(std::memory_order_acquire);
     }
     const auto kernel = reinterpret_cast<const void*>(cutlass::device_kernel<Kernel>);
     check(cudaFuncSetAttribute(
@@ -170,7 +174,7 @@ struct GroupedKernel {
     check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config),
           "asking how many clusters of a grouped product run at a time");
     if (slot != nullptr) {
-      slot->store(clusters, std::memory_order_relaxed);
+      slot->store(clusters, std::memory_order_release);
     }
     return clusters;
   }

@@ -13,6 +13,9 @@ namespace {
 // Packs that a thread loads before it uses the first.
 constexpr int kInFlight = 4;
 
+// Places within a row are 32-bit numbers, with room for the steps of a loop; rows are 64-bit ones.
+constexpr int64_t kMaxRowElements = int64_t{1} << 30;
+
 __device__ __forceinline__ bool lies(int64_t row, int64_t num_rows) {
   return row >= 0 && row < num_rows;
 }
@@ -35,18 +38,19 @@ __global__ void __launch_bounds__(kRowThreads) spread_kernel(const Float* __rest
                                                              RowMap map,
                                                              int lanes) {
   const Team team = team_of(lanes);
-  const int64_t vectors = map.width / kPack;
+  const int vectors = static_cast<int>(map.width / kPack);
+  const int choices = static_cast<int>(map.num_choices);
   for (int64_t token = team.group; token < map.num_tokens; token += team.num_groups) {
-    const int64_t first_copy = token * map.num_choices;
+    const int64_t* rows_of_token = map.rows + token * choices;
     if (is_written != nullptr) {
-      for (int64_t j = team.lane; j < map.num_choices; j += lanes) {
-        const int64_t row = map.rows[first_copy + j];
+      for (int j = team.lane; j < choices; j += lanes) {
+        const int64_t row = rows_of_token[j];
         if (lies(row, map.num_rows)) {
           is_written[row] = 1;
         }
       }
     }
-    for (int64_t start = team.lane; start < vectors; start += int64_t{kInFlight} * lanes) {
+    for (int start = team.lane; start < vectors; start += kInFlight * lanes) {
       Pack<Float, kPack> packs[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -54,17 +58,18 @@ __global__ void __launch_bounds__(kRowThreads) spread_kernel(const Float* __rest
           packs[u] = load_pack<kPack>(tokens + token * map.width, start + u * lanes);
         }
       }
-      for (int64_t copy = first_copy; copy < first_copy + map.num_choices; ++copy) {
-        const int64_t row = map.rows[copy];
+      for (int j = 0; j < choices; ++j) {
+        const int64_t row = rows_of_token[j];
         if (!lies(row, map.num_rows)) {
           continue;
         }
+        Float* to = rows + row * map.width;
+        const float factor = weights == nullptr ? 1.0F : weights[token * choices + j];
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
           if (start + u * lanes < vectors) {
-            store_pack(rows + row * map.width,
-                       start + u * lanes,
-                       weights == nullptr ? packs[u] : scaled(packs[u], weights[copy]));
+            store_pack(
+                to, start + u * lanes, weights == nullptr ? packs[u] : scaled(packs[u], factor));
           }
         }
       }
@@ -104,23 +109,24 @@ __global__ void __launch_bounds__(kRowThreads) clear_kernel(Float* __restrict__ 
 
 template <typename Float, int kPack>
 __global__ void __launch_bounds__(kRowThreads) collect_kernel(const Float* __restrict__ rows,
-                                                              const float* __restrict__ weights,
-                                                              Float* __restrict__ tokens,
-                                                              RowMap map,
-                                                              int lanes) {
+                                                                 const float* __restrict__ weights,
+                                                                 Float* __restrict__ tokens,
+                                                                 RowMap map,
+                                                                 int lanes) {
   const Team team = team_of(lanes);
-  const int64_t vectors = map.width / kPack;
+  const int vectors = static_cast<int>(map.width / kPack);
+  const int choices = static_cast<int>(map.num_choices);
   for (int64_t token = team.group; token < map.num_tokens; token += team.num_groups) {
-    const int64_t first_copy = token * map.num_choices;
-    const int64_t end_copy = first_copy + map.num_choices;
-    for (int64_t i = team.lane; i < vectors; i += lanes) {
+    const int64_t* rows_of_token = map.rows + token * choices;
+    const float* factors = weights == nullptr ? nullptr : weights + token * choices;
+    for (int i = team.lane; i < vectors; i += lanes) {
       float sums[kPack] = {};
-      for (int64_t copy = first_copy; copy < end_copy; copy += kInFlight) {
+      for (int first = 0; first < choices; first += kInFlight) {
         Pack<Float, kPack> packs[kInFlight];
         bool is_there[kInFlight];
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
-          const int64_t row = copy + u < end_copy ? map.rows[copy + u] : -1;
+          const int64_t row = first + u < choices ? rows_of_token[first + u] : -1;
           is_there[u] = lies(row, map.num_rows);
           if (is_there[u]) {
             packs[u] = load_pack<kPack>(rows + row * map.width, i);
@@ -129,7 +135,7 @@ __global__ void __launch_bounds__(kRowThreads) collect_kernel(const Float* __res
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
           if (is_there[u]) {
-            const float factor = weights == nullptr ? 1.0F : weights[copy + u];
+            const float factor = factors == nullptr ? 1.0F : factors[first + u];
 #pragma unroll
             for (int n = 0; n < kPack; ++n) {
               sums[n] = fmaf(factor, widen(packs[u].values[n]), sums[n]);
@@ -154,20 +160,31 @@ __global__ void __launch_bounds__(kRowThreads) row_dots_kernel(const Float* __re
                                                                float* __restrict__ dots,
                                                                RowMap map) {
   const Team team = team_of(kWarp);
-  const int64_t vectors = map.width / kPack;
+  const int vectors = static_cast<int>(map.width / kPack);
   const int64_t copies = map.num_tokens * map.num_choices;
   for (int64_t copy = team.group; copy < copies; copy += team.num_groups) {
     const int64_t row = map.rows[copy];
     float sum = 0.0F;
     if (lies(row, map.num_rows)) {
       const Float* token = tokens + copy / map.num_choices * map.width;
-#pragma unroll 4
-      for (int64_t i = team.lane; i < vectors; i += kWarp) {
-        const Pack<Float, kPack> a = load_pack<kPack>(token, i);
-        const Pack<Float, kPack> b = load_pack<kPack>(rows + row * map.width, i);
+      const Float* other = rows + row * map.width;
+      for (int start = team.lane; start < vectors; start += kInFlight * kWarp) {
+        Pack<Float, kPack> packs[kInFlight] = {};
 #pragma unroll
-        for (int n = 0; n < kPack; ++n) {
-          sum = fmaf(widen(a.values[n]), widen(b.values[n]), sum);
+        for (int u = 0; u < kInFlight; ++u) {
+          if (start + u * kWarp < vectors) {
+            packs[u] = load_pack<kPack>(other, start + u * kWarp);
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          if (start + u * kWarp < vectors) {
+            const Pack<Float, kPack> pack = load_pack<kPack>(token, start + u * kWarp);
+#pragma unroll
+            for (int n = 0; n < kPack; ++n) {
+              sum = fmaf(widen(pack.values[n]), widen(packs[u].values[n]), sum);
+            }
+          }
         }
       }
     }
@@ -181,6 +198,13 @@ __global__ void __launch_bounds__(kRowThreads) row_dots_kernel(const Float* __re
 void require_sizes(const RowMap& map) {
   MC_REQUIRE(map.num_tokens >= 0 && map.num_choices >= 0 && map.num_rows >= 0 && map.width >= 0,
              "a size is negative");
+  MC_REQUIRE(map.num_choices <= kMaxRowElements && map.width <= kMaxRowElements,
+             map.num_choices,
+             " choices of rows with ",
+             map.width,
+             " elements; the kernels take up to ",
+             kMaxRowElements,
+             " of each");
 }
 
 LaunchShape groups_of(int64_t rows, int lanes) {
