@@ -51,8 +51,15 @@ class PipelineConfig(Section):
     overlap_moe: bool = Field(
         default=False,
         description="Compute one microbatch while rows of another travel to and from experts. "
-        "For `dualpipe_v`, which pairs forwards with backwards, with `parallel.ep` > 1 and the "
-        "dispatchers `alltoall` and `static`. Changes no bit.",
+        "For the schedules `1f1b`, `interleaved_1f1b` and `dualpipe_v`, which then run forwards in "
+        "pairs with backwards, with `parallel.ep` > 1 and the dispatchers `alltoall` and `static`. "
+        "Changes no bit.",
+    )
+    split_weight_grads: bool = Field(
+        default=False,
+        description="With `overlap_moe` and `1f1b` or `interleaved_1f1b`: compute gradients of "
+        "weights by themselves, where gradients of rows travel, and what is left of them once the "
+        "gradient of the input has gone to the rank before. Changes no bit.",
     )
     debug_messages: bool = Field(
         default=False,

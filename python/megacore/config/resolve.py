@@ -327,16 +327,27 @@ def _check_pipeline(problems: _Problems, config: Config) -> None:
             )
     if pipeline.overlap_moe:
         _check_overlap_moe(problems, config)
+    if pipeline.split_weight_grads and (
+        not pipeline.overlap_moe or info is None or not info.takes_pairs
+    ):
+        key = "pipeline.overlap_moe" if not pipeline.overlap_moe else "pipeline.schedule"
+        problems.add(
+            f"{problems.shown('pipeline.split_weight_grads')} fills the exchanges of overlap_moe "
+            f"with {_names(lambda other: other.takes_pairs)}, but {problems.shown(key)}; change "
+            "that, or turn split_weight_grads off"
+        )
     if own_chunks in (0, pipeline.chunks):  # else the stages are not known
         _check_layers(problems, config)
 
 
 def _check_overlap_moe(problems: _Problems, config: Config) -> None:
     place, pipeline = problems.shown("pipeline.overlap_moe"), config.pipeline
-    if pipeline.schedule != "dualpipe_v":
+    info = pipeline.schedule_info
+    if pipeline.schedule != "dualpipe_v" and (info is None or not info.takes_pairs):
         problems.add(
             f"{place} needs a schedule that pairs a forward with the backward of another "
-            f"microbatch, but {problems.shown('pipeline.schedule')}; use dualpipe_v, or turn it off"
+            f"microbatch, but {problems.shown('pipeline.schedule')}; use "
+            f"{_names(lambda other: other.takes_pairs)} or dualpipe_v, or turn it off"
         )
     if config.moe.num_experts == 0 or config.parallel.ep == 1:
         key = "moe.num_experts" if config.moe.num_experts == 0 else "parallel.ep"
@@ -353,6 +364,11 @@ def _check_overlap_moe(problems: _Problems, config: Config) -> None:
         problems.add(
             f"{place} computes two microbatches in turns, but clones of one at a time fit "
             f"{problems.shown('moe.echo.spare_slots')}; set spare_slots = 0, or turn it off"
+        )
+    if config.graphs.mode != "off":
+        problems.add(
+            f"{place} runs parts of two passes in turns, but graphs share memory in the order of "
+            f'whole passes: {problems.shown("graphs.mode")}; set mode = "off", or turn it off'
         )
 
 

@@ -12,14 +12,18 @@ gradients in the same order as from a whole backward pass.
 Autograd lets a node leave out gradients that the running backward pass does not ask for. To have
 this in W, border nodes are called from inside of a small backward pass of their own
 (``_WeightGrads``), which asks for the weight nodes only.
+
+What I is done with before its end can already have its W (``EarlyWeights``): where I waits for an
+exchange of rows, say, gradients of weights then hide the way of gradients between ranks.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +32,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 # What arrives at a node: the gradient of each of its outputs that has one.
 Arrived = dict[int, Tensor]
+# Takes a function that does the part of W that is due, and is entered while I runs. The function
+# may be called at any time until then, by the thread that runs I.
+EarlyWeights: TypeAlias = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
 class DeferredWeightGrads:
@@ -43,18 +50,10 @@ class DeferredWeightGrads:
         parameters can be reached do not run.
         """
         parts, self._parts = self._parts, []
-        roots, wanted = [], []
-        while parts:
-            part = parts.pop()
-            wanted += [GradientEdge(node, 0) for node in part.weight_nodes]
-            params = [leaf.variable for leaf in part.leaves]
-            roots.append(_WeightGrads.apply(part, *params))  # type: ignore[no-untyped-call]
-            del part
-        if roots:
-            torch.autograd.backward(roots, inputs=wanted)
+        _run_parts(parts)
 
     def grads(self, params: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients that :meth:`run` would add; runs no hooks, and may be called once.
+        """The gradients that :meth:`run` would add, once; runs no hooks that wait for ``grad``.
 
         Args:
             params: Leaves of the graph. Gradients of others are computed and dropped.
@@ -66,11 +65,13 @@ class DeferredWeightGrads:
             ([tensor([1., 1.])], None)
         """
         parts, self._parts = self._parts, []
-        found: dict[int, Tensor | None] = {}
-        with torch.no_grad():
-            for part in parts:
-                leaves = [id(leaf.variable) for leaf in part.leaves]
-                found |= zip(leaves, part.run(), strict=True)
+        leaves = [id(leaf.variable) for part in parts for leaf in part.leaves]
+        edges = [GradientEdge(leaf, 0) for part in parts for leaf in part.leaves]
+        roots, inner = _roots_of(parts)
+        grads: Sequence[Tensor | None] = ()
+        if roots:
+            grads = torch.autograd.grad(roots, [*edges, *inner], allow_unused=True)
+        found = dict(zip(leaves, grads, strict=False))
         return [found.get(id(param)) for param in params]
 
     def map_kept(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -86,7 +87,11 @@ class DeferredWeightGrads:
 
 
 def backward_input(
-    output: GradientEdge, output_grad: Tensor | None, hidden: Tensor | None
+    output: GradientEdge,
+    output_grad: Tensor | None,
+    hidden: Tensor | None,
+    *,
+    early: EarlyWeights | None = None,
 ) -> tuple[Tensor | None, DeferredWeightGrads]:
     """Compute the gradient of the input of a stage, and defer those of its weights.
 
@@ -96,6 +101,7 @@ def backward_input(
         hidden: The stage's input, a leaf that requires grad, or ``None`` on the first stage. There,
             a branch of the graph without any activation in it, as from the embedding's weight up to
             the first sum, belongs to the weights.
+        early: Lets a part of W run before the end of I.
 
     Returns:
         The gradient of ``hidden``, or ``None`` if it has no influence; and what is left to do.
@@ -113,12 +119,17 @@ def backward_input(
         [1.0, 1.0]
     """
     inputs = [] if hidden is None else [hidden]
-    grads, deferred = backward_inputs([output], [_grad_or_one(output, output_grad)], inputs)
+    output_grads = [_grad_or_one(output, output_grad)]
+    grads, deferred = backward_inputs([output], output_grads, inputs, early=early)
     return (grads[0] if grads else None), deferred
 
 
 def backward_inputs(
-    outputs: Sequence[GradientEdge], output_grads: Sequence[Tensor], inputs: Sequence[Tensor]
+    outputs: Sequence[GradientEdge],
+    output_grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    early: EarlyWeights | None = None,
 ) -> tuple[list[Tensor | None], DeferredWeightGrads]:
     """Do the same for several outputs and inputs.
 
@@ -126,6 +137,7 @@ def backward_inputs(
         outputs: Edges of the outputs.
         output_grads: Their gradients.
         inputs: Leaves that require grad. Without any, it is a first stage.
+        early: Lets a part of W run before the end of I.
 
     Returns:
         The gradients of the inputs, ``None`` for those without influence; and what is left to do.
@@ -135,6 +147,7 @@ def backward_inputs(
     """
     targets = [get_gradient_edge(tensor) for tensor in inputs]
     graph = _Graph(outputs, [target.node for target in targets])
+    groups = graph.groups()
     arrived: dict[Node, Arrived] = {}
     roots = []
     for output, grad in zip(outputs, output_grads, strict=True):
@@ -146,23 +159,27 @@ def backward_inputs(
     reached = [target for target in targets if target.node in graph.reached]
     found: dict[Node, Tensor | None] = {}
     if roots and (reached or edges):
-        watch = _Watch(graph)
+        watch = _Watch(graph, ends=early is not None)
+        due = _DueParts(graph, groups, watch, begun=arrived)
         try:
-            grads = torch.autograd.grad(
-                [output for output, _ in roots],
-                [*reached, *edges],
-                [grad for _, grad in roots],
-                retain_graph=True,
-                allow_unused=True,
-            )
+            with nullcontext() if early is None else early(due.run):
+                grads = torch.autograd.grad(
+                    [output for output, _ in roots],
+                    [*reached, *edges],
+                    [grad for _, grad in roots],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
         finally:
             watch.end()
+        groups = due.left
         found = {t.node: grad for t, grad in zip(reached, grads, strict=False)}
         for edge, value in zip(edges, grads[len(reached) :], strict=True):
             if value is not None:
                 arrived.setdefault(edge.node, {})[edge.output_nr] = value
         arrived |= watch.arrived
-    return [found.get(t.node) for t in targets], DeferredWeightGrads(_parts(graph, arrived))
+    weights = DeferredWeightGrads(_parts(graph, groups, arrived))
+    return [found.get(t.node) for t in targets], weights
 
 
 def whole_backward(output: GradientEdge, output_grad: Tensor | None) -> None:
@@ -217,6 +234,20 @@ class _Graph:
                 if child in self.borders:
                     self.borders[child].add(nr)
 
+    def groups(self) -> list[list[Node]]:
+        """Border and weight nodes that run together in W, since their gradients are added up."""
+        groups = _Groups()
+        # The order of the graph, so that hooks on parameters run in the same order on every rank.
+        nodes = [node for node in self.edges if node in self.weight_nodes or node in self.borders]
+        for node in nodes:
+            for child, _ in self.edges[node]:
+                if child in self.weight_nodes:
+                    groups.join(node, child)
+        members: dict[Node, list[Node]] = {}
+        for node in nodes:
+            members.setdefault(groups.find(node), []).append(node)
+        return list(members.values())
+
     def asks(self, node: Node, *, weights: bool) -> list[bool]:
         """For each edge of a node whether it belongs to I, or to W."""
         edges = self.edges[node]
@@ -260,16 +291,23 @@ class _Watch:
 
     Hooks see gradients as other hooks left them. A node that leads to no activation is not run, so
     its hook is not called either; what arrives there is captured by autograd itself.
+
+    Attributes:
+        arrived: What arrived at the nodes that have begun.
+        done: Those of them that have ended, if ``ends`` are watched as well.
     """
 
-    def __init__(self, graph: _Graph) -> None:
+    def __init__(self, graph: _Graph, *, ends: bool) -> None:
         self.arrived: dict[Node, Arrived] = {}
-        self._needs: list[tuple[Any, tuple[bool, ...]]] = []
+        self.done: set[Node] = set()
+        self._needs: dict[Any, tuple[bool, ...]] = {}
         self._handles = [node.register_prehook(self._hook(node)) for node in graph.borders]
+        if ends:
+            self._handles += [node.register_hook(self._end_hook(node)) for node in graph.borders]
         for node in graph.borders:
             needs = getattr(node, "needs_input_grad", None)  # of functions written in Python
             if needs is not None:
-                self._needs.append((node, needs))
+                self._needs[node] = needs
                 _ask_for(node, graph.asks(node, weights=False))
 
     def _hook(self, node: Node) -> Callable[[Sequence[Tensor | None]], None]:
@@ -280,11 +318,25 @@ class _Watch:
 
         return on_run
 
+    def _end_hook(self, node: Node) -> Callable[[Any, Any], None]:
+        done = self.done
+
+        def on_end(_grad_inputs: Any, _grad_outputs: Any) -> None:
+            done.add(node)
+
+        return on_end
+
+    def end_of(self, nodes: Sequence[Node]) -> None:
+        """Let nodes be as they were; I is done with them."""
+        for node in nodes:
+            needs = self._needs.pop(node, None)
+            if needs is not None:
+                node.needs_input_grad = needs  # type: ignore[attr-defined]
+
     def end(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for node, needs in self._needs:
-            node.needs_input_grad = needs
+        self.end_of(list(self._needs))
 
 
 def _ask_for(node: Any, wanted: Sequence[bool]) -> None:
@@ -359,24 +411,12 @@ def _run_node(node: Any, arrived: Arrived, weight_nodes: set[Node]) -> Sequence[
     return [None if child is None else next(grads) for child, _ in edges]
 
 
-def _parts(graph: _Graph, arrived: dict[Node, Arrived]) -> list[_Part]:
-    """Cut what W has to run into parts, in the order in which autograd would begin them."""
-    groups = _Groups()
-    members: dict[Node, list[Node]] = {}
-    # In the order of the graph, so that hooks on parameters run in the same order on every rank.
-    nodes = [
-        node
-        for node in graph.edges
-        if node in graph.weight_nodes or (node in graph.borders and node in arrived)
-    ]
-    for node in nodes:
-        for child, _ in graph.edges[node]:
-            if child in graph.weight_nodes:
-                groups.join(node, child)
-    for node in nodes:
-        members.setdefault(groups.find(node), []).append(node)
+def _parts(
+    graph: _Graph, groups: Sequence[Sequence[Node]], arrived: dict[Node, Arrived]
+) -> list[_Part]:
+    """Make parts of groups, in the order in which autograd would begin them."""
     parts = []
-    for group in members.values():
+    for group in groups:
         here = {node: arrived[node] for node in group if node in arrived}
         leaves = [node for node in group if _is_leaf(node)]
         if here:
@@ -389,6 +429,67 @@ def _parts(graph: _Graph, arrived: dict[Node, Arrived]) -> list[_Part]:
             )
             parts.append((max(map(_sequence, here)), part))
     return [part for _, part in sorted(parts, key=lambda entry: entry[0], reverse=True)]
+
+
+def _run_parts(parts: list[_Part]) -> None:
+    """Run parts in their order, letting go of each: the list is empty then."""
+    roots, wanted = _roots_of(parts)
+    if roots:
+        torch.autograd.backward(roots, inputs=wanted)
+
+
+def _roots_of(parts: list[_Part]) -> tuple[list[Tensor], list[GradientEdge]]:
+    """What to run a backward pass from, and what it asks for; the list is empty then."""
+    roots: list[Tensor] = []
+    wanted: list[GradientEdge] = []
+    while parts:
+        part = parts.pop()
+        wanted += [GradientEdge(node, 0) for node in part.weight_nodes]
+        params = [leaf.variable for leaf in part.leaves]
+        roots.append(_WeightGrads.apply(part, *params))  # type: ignore[no-untyped-call]
+        del part
+    return roots, wanted
+
+
+class _DueParts:
+    """Parts of W that can run before the end of I: all their border nodes have run.
+
+    Attributes:
+        left: The groups that have not run.
+    """
+
+    def __init__(
+        self,
+        graph: _Graph,
+        groups: list[list[Node]],
+        watch: _Watch,
+        *,
+        begun: dict[Node, Arrived],  # at nodes that I does not run
+    ) -> None:
+        self.left = groups
+        self._graph = graph
+        self._watch = watch
+        self._waiting = [
+            (group, frozenset(borders))
+            for group in groups
+            if (borders := graph.borders.keys() & group) and begun.keys().isdisjoint(group)
+        ]
+
+    def run(self) -> None:
+        watch = self._watch
+        due = [group for group, borders in self._waiting if borders <= watch.done]
+        if not due:
+            return
+        self._waiting = [entry for entry in self._waiting if not entry[1] <= watch.done]
+        self.left = [group for group in self.left if group not in due]
+        parts = _parts(self._graph, due, watch.arrived)
+        for group in due:
+            watch.end_of(group)
+            for node in group:
+                watch.arrived.pop(node, None)
+        del group, due
+        with torch.enable_grad():
+            _run_parts(parts)
 
 
 def _sequence(node: Node) -> int:

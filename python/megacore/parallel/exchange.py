@@ -29,7 +29,7 @@ from torch import Tensor
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.collectives import all_gather, reduce_scatter
 from megacore.parallel.process_groups import Group
-from megacore.parallel.turns import give_turn
+from megacore.parallel.turns import give_turn, num_turns_given
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class PendingRows:
         """Wait for the rows; call it once."""
         if self._transfer is None:
             return self._rows
-        give_turn()
+        self._transfer.let_others_run()
         rows: Tensor = _Finish.apply(self._rows, self._transfer)  # type: ignore[no-untyped-call]
         return rows
 
@@ -182,6 +182,16 @@ class _Transfer:
         self.forward = PendingCollective()
         self.backward = PendingCollective()
         self.grad: Tensor | None = None
+        self._turn = 0
+
+    def started(self) -> None:
+        """Remember when the rows or their gradients were sent."""
+        self._turn = num_turns_given()
+
+    def let_others_run(self) -> None:
+        """Give the turn, unless that was done since the start: for exchanges that go together."""
+        if self._turn == num_turns_given():
+            give_turn()
 
 
 class _Start(torch.autograd.Function):
@@ -191,12 +201,13 @@ class _Start(torch.autograd.Function):
         received, transfer.forward = all_to_all_async(
             rows.contiguous(), transfer.group, transfer.splits
         )
+        transfer.started()
         return received
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # noqa: ARG004
         transfer = ctx.transfer
-        give_turn()
+        transfer.let_others_run()
         transfer.backward.wait()
         received, transfer.grad = transfer.grad, None
         return received, None
@@ -215,6 +226,7 @@ class _Finish(torch.autograd.Function):
         transfer.grad, transfer.backward = all_to_all_async(
             grad.contiguous(), transfer.group, transfer.splits.reversed()
         )
+        transfer.started()
         # Only says that there is a gradient: what travels reaches _Start.backward by itself.
         return grad, None
 

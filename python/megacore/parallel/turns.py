@@ -1,14 +1,16 @@
-"""Two functions that take turns: one computes while what the other has sent is under way.
+"""What runs while something is under way: the other one of two functions, or spare work.
 
-A function hands its turn over where it would wait, by calling :func:`give_turn`. Which one runs is
-decided by the code alone, never by time: ranks that run the same pair of functions start their
+A function calls :func:`give_turn` where it would wait. It then does what it has put aside for such
+moments (:func:`spare_work`), and hands its turn to the other function of its pair. Which one runs
+is decided by the code alone, never by time: ranks that run the same pair of functions start their
 collectives in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Semaphore
 from typing import TypeVar
@@ -66,6 +68,7 @@ class _Pair:
     def __init__(self) -> None:
         self._turns = (Semaphore(1), Semaphore(0))
         self._ended = [False, False]
+        self.num_given = [0, 0]
         self._failed = False
 
     def run(self, place: int, function: Callable[[], _First]) -> _First:
@@ -82,6 +85,7 @@ class _Pair:
             self._turns[1 - place].release()
 
     def give(self, place: int) -> None:
+        self.num_given[place] += 1
         if not self._ended[1 - place]:
             self._turns[1 - place].release()
             self._wait(place)
@@ -96,8 +100,41 @@ class _Pair:
 _PLACE: ContextVar[tuple[_Pair, int] | None] = ContextVar("place", default=None)
 
 
+# What the running thread has put aside.
+_SPARE_WORK: ContextVar[Callable[[], None] | None] = ContextVar("spare_work", default=None)
+
+
+@contextmanager
+def spare_work(work: Callable[[], None]) -> Iterator[None]:
+    """Let ``work`` be called wherever the code inside would wait.
+
+    Example:
+        >>> with spare_work(lambda: print("something else")):
+        ...     give_turn()
+        something else
+        >>> give_turn()
+    """
+    token = _SPARE_WORK.set(work)
+    try:
+        yield
+    finally:
+        _SPARE_WORK.reset(token)
+
+
 def give_turn() -> None:
-    """Let the other function of a pair run until it gives the turn back; nothing without a pair."""
+    """Do spare work, and let the other function of a pair run until it gives the turn back."""
+    work = _SPARE_WORK.get()
+    if work is not None:
+        work()
     place = _PLACE.get()
     if place is not None:
         place[0].give(place[1])
+
+
+def num_turns_given() -> int:
+    """How often the running function of a pair has given its turn away; 0 without a pair.
+
+    Tells whether the other one has had time since something was started.
+    """
+    place = _PLACE.get()
+    return 0 if place is None else place[0].num_given[place[1]]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore._core import Action, ActionKind, Program, StateMachine
-from megacore.parallel.turns import Turns
+from megacore.ops.split_backward import DeferredWeightGrads, backward_input, whole_backward
+from megacore.parallel.turns import Turns, spare_work
 from megacore.pipeline.messages import Incoming, Messages, Transport
 from megacore.pipeline.recorder import ActionRecorder
-from megacore.ops.split_backward import DeferredWeightGrads, backward_input, whole_backward
 
 # What a stage returns: its output; the last one a scalar loss, or (loss, number of tokens).
 StageOutput: TypeAlias = Tensor | tuple[Tensor, Tensor | int]
@@ -36,6 +37,13 @@ KIND_WORDS = {
     ActionKind.RECV_BACKWARD: "receive the gradient of the output",
     ActionKind.RECOMPUTE: "make activations again",
 }
+
+_COMPUTE_KINDS = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
 
 
 class StepLosses(list[Tensor]):
@@ -58,6 +66,7 @@ class Track:
         self.peers = program.peers
         self.acknowledged = program.acknowledged
         self.pair_starts = frozenset(program.overlaps)
+        self.with_weights = _with_weights(program)
         self.stages_per_chain = program.num_stages // program.num_chains
 
     def is_first(self, stage: int) -> bool:
@@ -157,8 +166,12 @@ class Step:
     def _handle(
         self, handlers: Mapping[ActionKind, Callable[[Action], None]], action: Action
     ) -> None:
+        # Turns are given by the thread that has them: backward passes must not use another one.
+        one_thread = self._turns is not None
+        threads = torch.autograd.set_multithreading_enabled(False) if one_thread else nullcontext()
         try:
-            handlers[action.kind](action)
+            with threads:
+                handlers[action.kind](action)
         except Exception as error:
             error.add_note(self._describe(action))
             raise
@@ -192,10 +205,16 @@ class Step:
 
     def _backward_input(self, action: Action) -> None:
         saved, output_grad = self._take_backward(action)
+        key = (action.stage, action.microbatch)
+        early = self._turns is not None and key in self._track.with_weights
+        if early:
+            self._announce(action)
         grad = None
         with self._recorded(action):
             if saved.output is not None:
-                grad, deferred = backward_input(saved.output, output_grad, saved.hidden)
+                grad, deferred = backward_input(
+                    saved.output, output_grad, saved.hidden, early=spare_work if early else None
+                )
                 self._deferred[action.stage, action.microbatch] = deferred
         if saved.hidden is not None:
             self._hand_over_grad(action, saved.hidden, grad)
@@ -276,6 +295,18 @@ class Step:
         for name in ("_inputs", "_output_grads", "_saved", "_deferred", "_outgoing"):
             if getattr(self, name):
                 raise RuntimeError(f"megacore bug: {name} holds {list(getattr(self, name))}")
+
+
+def _with_weights(program: Program) -> frozenset[tuple[int, int]]:
+    """Stage and microbatch of each I that its own W follows, with only messages in between."""
+    halves = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+    computes = [action for action in program.actions if action.kind in _COMPUTE_KINDS]
+    return frozenset(
+        (first.stage, first.microbatch)
+        for first, second in pairwise(computes)
+        if (first.kind, second.kind) == halves
+        and (first.stage, first.microbatch) == (second.stage, second.microbatch)
+    )
 
 
 def _require_tensor(result: StageOutput) -> Tensor:

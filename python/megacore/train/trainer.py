@@ -291,9 +291,11 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
         ConfigError: If it cannot be built; the message names the nearest sizes that can.
     """
     pipeline, num_microbatches = config.pipeline, config.num_microbatches(world_size)
-    search: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if pipeline.schedule_info is None:
-        search = {"placement": pipeline.placement, "memory_limit": pipeline.memory_limit}
+        options = {"placement": pipeline.placement, "memory_limit": pipeline.memory_limit}
+    elif pipeline.overlap_moe and pipeline.schedule_info.takes_pairs:
+        options = {"pairs": "split" if pipeline.split_weight_grads else "whole"}
     try:
         return build_schedule(
             pipeline.schedule,
@@ -301,7 +303,7 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
             num_microbatches=num_microbatches,
             num_chunks=pipeline.chunks,
             group_size=pipeline.group_size,
-            **search,
+            **options,
         )
     except ValueError as error:
         train, dp = config.train, config.dp(world_size)

@@ -285,8 +285,8 @@ def test_empty_setting_of_an_unresolved_config_is_our_bug() -> None:
 
 def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
     on = {"parallel__pp": "2", "pipeline__overlap_moe": "true"}
-    message = message_of(make(**on), 2)
-    assert "but pipeline.schedule = 1f1b (default); use dualpipe_v, or turn it off" in message
+    message = message_of(make(**on, pipeline__schedule="zb_v"), 2)
+    assert "use 1f1b, interleaved_1f1b or dualpipe_v, or turn it off" in message
     on["pipeline__schedule"] = "dualpipe_v"
     assert "but moe.num_experts = 0 (default); turn it off" in message_of(make(**on), 2)
     on |= {"moe__num_experts": "4", "parallel__ep": "2", "moe__dispatcher": "allgather"}
@@ -297,6 +297,15 @@ def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
     clones = EchoConfig(spare_slots=1)
     config = config.model_copy(update={"moe": config.moe.model_copy(update={"echo": clones})})
     assert "set spare_slots = 0, or turn it off" in message_of(config, 4)
+    graphs = make(**on, graphs__mode="partial", graphs__scopes="attn")
+    assert 'set mode = "off", or turn it off' in message_of(graphs, 4)
+    # Gradients of weights fill exchanges in pairs, which have I for that.
+    split = {**on, "pipeline__split_weight_grads": "true"}
+    assert "with 1f1b, interleaved_1f1b, but pipeline.schedule = " in message_of(make(**split), 4)
+    split["pipeline__schedule"] = "interleaved_1f1b"
+    assert resolve(make(**split), 4, cuda=False).pipeline.split_weight_grads
+    split["pipeline__overlap_moe"] = "false"
+    assert "but pipeline.overlap_moe = False" in message_of(make(**split), 4)
 
 
 def test_parts_to_recompute_must_exist() -> None:

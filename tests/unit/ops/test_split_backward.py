@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.models.functional import rms_norm
 from megacore.ops.split_backward import DeferredWeightGrads, backward_input
+from megacore.parallel.turns import give_turn, spare_work
 
 WIDTH, LENGTH, BATCH = 8, 6, 3
 
@@ -157,6 +158,71 @@ def test_nothing_is_computed_twice() -> None:
     assert log == ["x", "collective", "x"]
     deferred.run()
     assert log[3:] == ["w", "w"]
+
+
+class Wait(torch.autograd.Function):
+    """Stands for an exchange that is waited for, on both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        give_turn()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        give_turn()
+        return grad
+
+
+class Waiting(Stage):
+    """Waits behind every layer."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__(**options)
+        for layer in self.layers:
+            for part in (layer.out, layer.normed):
+                part.register_forward_hook(lambda _m, _i, output: Wait.apply(output))
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["inner stage", "first stage"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_weights_that_are_due_run_while_i_waits(first: bool, checkpointed: bool) -> None:
+    whole, halves = (make(Waiting, checkpointed=checkpointed) for _ in range(2))
+    calls: list[str] = []
+    for name, parameter in halves.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _p, name=name: calls.append(name))
+    for step in range(2):
+        hidden, grad = given(first=first, step=step)
+        torch.autograd.backward(whole(hidden), grad)
+        mine, _ = given(first=first, step=step)
+        calls.clear()
+        output = get_gradient_edge(halves(mine))
+        input_grad, weights = backward_input(output, grad, mine, early=spare_work)
+        early = list(calls)
+        weights.run()
+        # The last layer's are done; a weight that is also used before it is not.
+        assert {"layers.1.qkv.weight", "conv.weight"} <= set(early)
+        assert not {"tied", "layers.0.qkv.weight"} & set(early)
+        assert len(calls) == len(set(calls))
+        if hidden is not None:
+            assert torch.equal(input_grad, hidden.grad)
+    for (name, a), b in zip(whole.named_parameters(), halves.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        assert a.grad is None or torch.equal(a.grad, b.grad), name
+
+
+def test_functions_in_python_compute_gradients_of_due_weights_once() -> None:
+    log: list[str] = []
+    weights = [torch.nn.Parameter(torch.rand(WIDTH)) for _ in range(2)]
+    x = torch.rand(BATCH, LENGTH, WIDTH, requires_grad=True)
+    y = Wait.apply(Counting.apply(1.0, x, weights[0], log))
+    y = Counting.apply(1.0, y, weights[1], log)
+    _, deferred = backward_input(get_gradient_edge(y.sum()), None, x, early=spare_work)
+    assert log == ["x", "w", "x"]
+    deferred.run()
+    assert log == ["x", "w", "x", "w"]
+    y = torch.autograd.grad((x * weights[0] * weights[1]).sum(), weights)
+    assert all(torch.equal(w.grad, grad) for w, grad in zip(weights, y, strict=True))
 
 
 def test_loss_of_one_number_and_stages_without_input_or_weights() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megacore.parallel.turns import Turns, give_turn
+from megacore.parallel.turns import Turns, give_turn, num_turns_given, spare_work
 
 
 def speaker(heard: list[str], name: str, times: int) -> Callable[[], str]:
@@ -55,3 +55,28 @@ def test_an_error_ends_both(failing: str) -> None:
         turns.run(*(pair if failing == "first" else reversed(pair)))
     assert heard == (["x", "b0"] if failing == "first" else ["b0", "x", "b1"])
     assert turns.run(lambda: 1, lambda: 2) == (1, 2), "the next pair starts anew"
+
+
+def test_spare_work_of_a_thread_runs_before_its_turn_ends() -> None:
+    heard: list[str] = []
+
+    def busy() -> None:
+        with spare_work(lambda: heard.append("spare")):
+            speaker(heard, "b", 2)()
+        give_turn()  # nothing put aside any more
+
+    Turns().run(speaker(heard, "a", 3), busy)
+    assert " ".join(heard) == "a0 b0 spare a1 b1 spare a2"
+
+
+def test_turns_are_counted_for_each_of_a_pair() -> None:
+    def count(times: int) -> int:
+        for number in range(times):
+            assert num_turns_given() == number
+            give_turn()
+        return num_turns_given()
+
+    give_turn()
+    assert num_turns_given() == 0
+    for _ in range(2):  # each pair counts anew
+        assert Turns().run(lambda: count(3), lambda: count(1)) == (3, 1)
