@@ -55,7 +55,8 @@ int core_size(const Instance& instance) {
 class Portfolio {
  public:
   Portfolio(const BoundProblem& problem, const Instance& instance, Effort effort)
-      : instance_(instance),
+      : problem_(problem),
+        instance_(instance),
         effort_(effort),
         timer_(instance),
         core_(instance.with_microbatches(core_size(instance))),
@@ -72,10 +73,12 @@ class Portfolio {
     add_named();
     const bool thorough = effort_ == Effort::kThorough;
     if (!is_optimal()) add_standard_rules();
+    if (!is_optimal()) tighten();
     if (!is_optimal()) exhaust(kFirstNodes);
     if (!is_optimal() && thorough) add_rules_like_named();
     if (!is_optimal() && thorough) search_rules();
     if (!is_optimal() && thorough) improve();
+    if (!is_optimal() && thorough) tighten();
     if (!is_optimal() && thorough) exhaust(kNodes);
     return std::move(*this).result();
   }
@@ -101,6 +104,10 @@ class Portfolio {
     std::stable_sort(certificate_.named.begin(),
                      certificate_.named.end(),
                      [](const auto& a, const auto& b) { return a.makespan < b.makespan; });
+  }
+
+  void tighten() {
+    certificate_.bound = tightened(certificate_.bound, problem_, certificate_.makespan);
   }
 
   void try_on_core(Policy policy) {
@@ -215,6 +222,7 @@ class Portfolio {
     certificate_.winner = std::move(winner);
   }
 
+  const BoundProblem& problem_;
   const Instance& instance_;
   Effort effort_;
   OrderTimer timer_;

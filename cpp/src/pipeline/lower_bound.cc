@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "chain_bounds.h"
+#include "deadline_bound.h"
 #include "megacore/base/check.h"
 #include "one_machine.h"
 
@@ -165,8 +166,13 @@ class RankBounds {
 }  // namespace
 
 std::string_view name_of(BoundReason reason) {
-  constexpr std::array<std::string_view, kNumBoundReasons> kNames = {
-      "critical_path", "rank_work", "rank_queue", "memory_area", "delivery", "exhaustion"};
+  constexpr std::array<std::string_view, kNumBoundReasons> kNames = {"critical_path",
+                                                                     "rank_work",
+                                                                     "rank_queue",
+                                                                     "memory_area",
+                                                                     "delivery",
+                                                                     "deadlines",
+                                                                     "exhaustion"};
   return kNames[static_cast<size_t>(reason)];
 }
 
@@ -177,6 +183,7 @@ std::string_view to_text(BoundReason reason) {
       "the queue of one rank: actions arrive too late",
       "the memory of one rank: activations live too long",
       "the queue of one rank: actions arrive too late and lead on too far",
+      "with an earlier end some action cannot run between what comes before and after it",
       "a search that left no order out"};
   return kTexts[static_cast<size_t>(reason)];
 }
@@ -249,6 +256,18 @@ LowerBound lower_bound(const BoundProblem& problem) {
     bound.value = bound.by_reason[reason];
     bound.reason = static_cast<BoundReason>(reason);
   }
+  return bound;
+}
+
+LowerBound tightened(LowerBound bound, const BoundProblem& problem, double makespan) {
+  // Windows to narrow: a few tenths of a second.
+  constexpr int64_t kSteps = 8'000'000;
+  if (problem.placement.num_chains() > 1 || bound.value >= makespan) return bound;
+  const double value = deadline_bound(problem, bound.value, makespan, kSteps);
+  if (value <= bound.value) return bound;
+  bound.value = value;
+  bound.reason = BoundReason::kDeadlines;
+  bound.by_reason[static_cast<size_t>(BoundReason::kDeadlines)] = value;
   return bound;
 }
 

@@ -44,9 +44,10 @@ enum class BoundReason : uint8_t {
   kMemoryArea,  // a rank: lifetimes of all activations fit into M times the makespan, less what
                 // the ramps at the start and the end leave unused
   kDelivery,    // the queue with heads and tails, both with memory (Jackson's preemptive schedule)
+  kDeadlines,   // with an earlier end some action has no time left; of tightened() only
   kExhaustion,  // a search left no order out; of auto_schedule() only
 };
-inline constexpr size_t kNumBoundReasons = 6;
+inline constexpr size_t kNumBoundReasons = 7;
 
 // The name as one would write it, rank_work, and what it means, for people.
 std::string_view name_of(BoundReason reason);
@@ -55,7 +56,7 @@ std::string_view to_text(BoundReason reason);
 struct LowerBound {
   double value = 0.0;
   BoundReason reason = BoundReason::kCriticalPath;      // the first that reaches the value
-  std::array<double, kNumBoundReasons> by_reason = {};  // the best of each over all ranks
+  std::array<double, kNumBoundReasons> by_reason = {};  // the best of each over all ranks, or 0
 };
 
 // Throws std::invalid_argument for numbers that make no sense, but for limits that are too small.
@@ -66,6 +67,11 @@ void require_sound(const BoundProblem& problem);
 // Source: Carlier, The one-machine sequencing problem, EJOR 11 (1982), for the last; the heads and
 // tails with memory are our own.
 LowerBound lower_bound(const BoundProblem& problem);
+
+// The bound, raised as far as deadlines prove it, towards the makespan of a schedule for the
+// problem. For one chain; the bound itself for more. Deterministic: stops after a fixed number of
+// steps.
+LowerBound tightened(LowerBound bound, const BoundProblem& problem, double makespan);
 
 // What a schedule solves: its placement and microbatches, a backward that is split if it has a W,
 // and as memory limits what its ranks hold. REQUIRES: validate(schedule) passes; it trains.

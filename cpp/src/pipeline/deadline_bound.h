@@ -1,0 +1,23 @@
+// A bound by contradiction: assume an end, and follow what that means for every action. Private.
+//
+// With an end T every action has a window: it cannot start before its head, nor end later than T
+// less its tail. Each window narrows others, through messages, memory and the work of its rank;
+// when one is too small for its action, or a rank has more work than its windows have room for, no
+// schedule ends by T.
+
+#pragma once
+
+#include "megacore/pipeline/lower_bound.h"
+
+namespace megacore::pipeline {
+
+// An end that no schedule beats, found by trying ends between `proved`, which is known to be one,
+// and `makespan`, which is not to be exceeded; `proved` if no other is found. Deterministic; stops
+// after about `max_steps` narrowed windows, whatever it has proved until then.
+// REQUIRES: one chain; require_sound(problem); 0 <= proved <= makespan.
+double deadline_bound(const BoundProblem& problem,
+                      double proved,
+                      double makespan,
+                      int64_t max_steps);
+
+}  // namespace megacore::pipeline
