@@ -1,7 +1,7 @@
 """CUDA-graph capture: what to capture, on which static buffers."""
 
 from megacore.graphs.backend import CudaBackend, EmulatedBackend, GraphBackend, graph_backend
-from megacore.graphs.callables import buffers_kept, make_graphed_callables
+from megacore.graphs.callables import make_graphed_callables
 from megacore.graphs.capture_plan import (
     BufferRole,
     BufferUse,
@@ -11,21 +11,26 @@ from megacore.graphs.capture_plan import (
     plan_capture,
     static_bytes,
 )
+from megacore.graphs.capturing import buffers_kept
 from megacore.graphs.errors import CaptureError, ReplayError
 from megacore.graphs.full import FullIterationGraph
+from megacore.graphs.options import CaptureOptions
 from megacore.graphs.partial import PartialGraphs, StepOrder
 from megacore.graphs.replay import GraphedCallable
 from megacore.graphs.signature import CaptureSignature
 from megacore.graphs.tensors import TensorSpec, weak_tensor
+from megacore.graphs.transformer_engine import DelegatedCallable, TransformerEngineBackend
 
 __all__ = [
     "BufferRole",
     "BufferUse",
     "Capture",
     "CaptureError",
+    "CaptureOptions",
     "CapturePlan",
     "CaptureSignature",
     "CudaBackend",
+    "DelegatedCallable",
     "EmulatedBackend",
     "FullIterationGraph",
     "GraphBackend",
@@ -35,6 +40,7 @@ __all__ = [
     "StepKind",
     "StepOrder",
     "TensorSpec",
+    "TransformerEngineBackend",
     "buffers_kept",
     "graph_backend",
     "make_graphed_callables",

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megacore.graphs.backend import CapturedGraph
 from megacore.graphs.errors import ReplayError
+from megacore.graphs.kept import KeptTensors
 from megacore.graphs.tensors import TensorSpec
+from megacore.ops.split_backward import DeferredWeightGrads, backward_inputs
 
 Maybe = Tensor | None
 
@@ -31,6 +34,7 @@ class CapturedLayer:
         input_specs: Their tensors, flat.
         params: Parameters that require grad; after warmup those that got one.
         used_inputs: For each tensor whether it got a gradient in warmup.
+        trains: Whether the module was in training mode; if not, it has no backward pass.
         hooked: Modules whose forward pre-hooks run before each replay instead of inside.
         output_tree: How results nest; known after warmup.
         output_specs: Their tensors, flat; ``None`` where the result is ``None``.
@@ -42,6 +46,7 @@ class CapturedLayer:
     input_tree: TreeSpec
     input_specs: tuple[TensorSpec, ...]
     params: list[nn.Parameter]
+    trains: bool = True
     hooked: tuple[nn.Module, ...] = ()
     used_inputs: list[bool] = field(default_factory=list)
     output_tree: TreeSpec | None = None
@@ -70,8 +75,14 @@ class CapturedLayer:
             input_tree=tree,
             input_specs=tuple(TensorSpec.of(value) for value in flat),
             params=[param for param in module.parameters() if param.requires_grad],
+            trains=module.training,
             hooked=tuple(module.modules()),
         )
+
+    def sample(self) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+        """New arguments of a call, filled with zeros."""
+        args, named = tree_unflatten([spec.zeros() for spec in self.input_specs], self.input_tree)
+        return args, named
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call in the order of the static inputs.
@@ -118,20 +129,29 @@ class CapturedLayer:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Inside ``with``, calls of the modules inside do not run their pre-hooks."""
+        """Inside ``with``, neither pre-hooks of modules run nor hooks on gradients of parameters.
+
+        They run outside of the graphs: pre-hooks before a replay, those of parameters as autograd
+        takes the gradients that a replay returned.
+        """
         taken = [(m, m._forward_pre_hooks) for m in self.hooked if m._forward_pre_hooks]
+        on_grads = [(p, p._backward_hooks) for p in self.params if p._backward_hooks]
         for module, _ in taken:
             module._forward_pre_hooks = OrderedDict()
+        for param, _ in on_grads:
+            param._backward_hooks = None
         try:
             yield
         finally:
             for module, hooks in taken:
                 module._forward_pre_hooks = hooks
+            for param, grad_hooks in on_grads:
+                param._backward_hooks = grad_hooks
 
     def run(self, inputs: Sequence[Tensor]) -> list[Maybe]:
         """Call the module on flat inputs and return its flat results, with their history."""
         args, kwargs = tree_unflatten(list(inputs), self.input_tree)
-        with torch.enable_grad(), self.without_hooks():
+        with torch.set_grad_enabled(self.trains), self.without_hooks():
             results = self.forward(*args, **kwargs)
         flat, tree = tree_flatten(results)
         for value in flat:
@@ -157,23 +177,35 @@ class LayerSite:
         layer: The layer.
         inputs: Static inputs.
         output_grads: Static gradients of the results; ``None`` where there is none.
+        kept: What the backward pass keeps for the weight half; ``None`` where it is whole.
         results: Results of the last run of the captured forward function, with history.
+        deferred: The weight half of the last run of the captured backward function.
         generation: Counts forward passes, so that a backward pass knows whether it is too late.
-        loaded_generation: The forward pass whose output gradients lie in ``output_grads``.
+        loaded: The forward pass whose output gradients lie in ``output_grads``.
+        backward_done: The forward pass whose backward pass was replayed last.
+        finished: The forward pass behind which the static tensors were released.
         param_grads: Gradients that a whole backward graph computed and nobody has asked for yet.
     """
 
     layer: CapturedLayer
     inputs: list[Tensor]
-    output_grads: list[Maybe]
-    splits_backward: bool
+    output_grads: list[Maybe] = field(default_factory=list)
+    kept: KeptTensors | None = None
     forward: CapturedGraph | None = None
     backward: CapturedGraph | None = None
     weight: CapturedGraph | None = None
     results: list[Maybe] | None = None
+    deferred: DeferredWeightGrads | None = None
     generation: int = 0
-    loaded_generation: int = -1
+    loaded: int = -1
+    backward_done: int = -1
+    finished: int = -1
     param_grads: tuple[Maybe, ...] | None = None
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of parameters have a graph of their own."""
+        return self.kept is not None
 
     def run_forward(self) -> list[Maybe]:
         """The function to capture for a forward pass."""
@@ -183,35 +215,62 @@ class LayerSite:
     def run_backward(self, *, keep: bool) -> list[Maybe]:
         """The function to capture for a backward pass: gradients of inputs, then of parameters.
 
+        Where the backward pass is split, those of parameters are left to :meth:`run_weight`.
+
         Args:
             keep: Do not free what the forward pass saved.
         """
         inputs = [self.inputs[index] for index in self.layer.grad_inputs]
-        params = [] if self.splits_backward else self.layer.params
-        grads = self._grads([*inputs, *params], keep=keep or self.splits_backward)
-        return list(grads)
+        results, grads = self._flowing()
+        with self.layer.without_hooks():  # of a recomputed part
+            if self.kept is not None:
+                edges = [get_gradient_edge(result) for result in results]
+                found, self.deferred = backward_inputs(edges, grads, inputs)
+                self.kept.hold(self.deferred)
+                return found
+            wanted = [*inputs, *self.layer.params]
+            if not results or not wanted:
+                return [None] * len(wanted)
+            return list(
+                torch.autograd.grad(results, wanted, grads, retain_graph=keep, allow_unused=True)
+            )
 
-    def run_weight(self, *, keep: bool) -> list[Maybe]:
+    def run_weight(self) -> list[Maybe]:
         """The function to capture for a weight half: gradients of the parameters."""
-        return list(self._grads(self.layer.params, keep=keep))
+        deferred, self.deferred = self.deferred, None
+        assert deferred is not None
+        with self.layer.without_hooks():
+            return deferred.grads(self.layer.params)
 
-    def _grads(self, wanted: Sequence[Tensor], *, keep: bool) -> Sequence[Maybe]:
-        results = self.results or []
+    def _flowing(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The results through which gradients flow, and the static tensors of these gradients."""
         pairs = [
             (result, grad)
-            for result, grad in zip(results, self.output_grads, strict=True)
+            for result, grad in zip(self.results or [], self.output_grads, strict=True)
             if result is not None and grad is not None
         ]
-        if not pairs or not wanted:
-            return [None] * len(wanted)
-        with self.layer.without_hooks():  # of a recomputed part
-            return torch.autograd.grad(
-                [result for result, _ in pairs],
-                wanted,
-                [grad for _, grad in pairs],
-                retain_graph=keep,
-                allow_unused=True,
-            )
+        return [result for result, _ in pairs], [grad for _, grad in pairs]
+
+    def static_tensors(self) -> list[Maybe]:
+        """All that a backward pass reads, and a next one may overwrite."""
+        results = self.forward.results if self.forward is not None else ()
+        kept = self.kept.tensors if self.kept is not None else []
+        return [*self.inputs, *results, *self.output_grads, *kept]
+
+    def disown(self, *, param_grads: bool) -> None:
+        """All passes of a microbatch are captured: later ones may take memory of their results.
+
+        Args:
+            param_grads: Gradients of parameters too, which are cloned as soon as they are there.
+        """
+        assert self.forward is not None
+        assert self.backward is not None
+        self.results = None
+        self.forward.disown()
+        if param_grads and self.weight is not None:
+            self.weight.disown()
+        elif param_grads:
+            self.backward.disown(len(self.layer.grad_inputs))
 
     def graphs(self) -> list[CapturedGraph]:
         """The graphs that exist."""
@@ -222,4 +281,5 @@ class LayerSite:
         for graph in self.graphs():
             graph.reset()
         self.forward = self.backward = self.weight = None
-        self.results = self.param_grads = None
+        self.results = self.param_grads = self.deferred = None
+        self.kept = None

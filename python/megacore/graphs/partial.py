@@ -10,9 +10,18 @@ from torch import nn
 
 from megacore._core import ActionKind, Program
 from megacore.graphs.backend import GraphBackend
-from megacore.graphs.callables import Capturing, Kwargs, describe_layers, plan_layers
 from megacore.graphs.capture_plan import CapturePlan
+from megacore.graphs.capturing import Capturing
+from megacore.graphs.describe import Kwargs, describe_layers, plan_layers
+from megacore.graphs.options import CaptureOptions
 from megacore.graphs.replay import GraphedCallable
+from megacore.graphs.transformer_engine import (
+    Delegated,
+    DelegatedCallable,
+    TransformerEngineBackend,
+)
+
+PartCall = GraphedCallable | DelegatedCallable
 
 _ENTRIES = {
     ActionKind.FORWARD: 1.0,
@@ -129,20 +138,26 @@ class PartialGraphs:
         flat = [sample for chunk in samples for sample in chunk]
         args, kwargs = [args for args, _ in flat], [named for _, named in flat]
         layers = describe_layers(modules, args, kwargs, run_pre_hooks=True)
-        plan = plan_layers(layers, self._order.order, self._per_chunk, "graphs")
-        self._made = Capturing(
-            modules, layers, plan, backend=backend, keeps_memory=True, allow_unused_input=False
+        options = CaptureOptions(
+            num_warmup_iters=num_warmup_iters,
+            # A buffer's hook adds a gradient up and lets go of it at once.
+            clone_param_grads_on_return=False,
         )
-        self._made.run(args, kwargs, num_warmup_iters, None, None)
-        # A buffer's hook adds a gradient up and lets go of it at once.
-        calls = self._made.callables(clones_param_grads=False, defers_weight_grads=False)
-        self._calls = self._by_place(calls)
+        self._made: Capturing | Delegated
+        order = self._order.order
+        if isinstance(backend, TransformerEngineBackend):
+            self._made = backend.delegate(modules, layers, order, self._per_chunk, options=options)
+        else:
+            plan = plan_layers(layers, order, self._per_chunk, "graphs")
+            self._made = Capturing(modules, layers, plan, options=options, backend=backend)
+            self._made.run(args, kwargs)
+        self._calls = self._by_place(self._made.callables())
 
-    def call(self, chunk: int, part: int, microbatch: int) -> GraphedCallable:
+    def call(self, chunk: int, part: int, microbatch: int) -> PartCall:
         """What to call instead of a part, for one microbatch."""
         return self._calls[chunk, part, microbatch]
 
-    def calls_of(self, chunk: int, part: int) -> dict[int, GraphedCallable]:
+    def calls_of(self, chunk: int, part: int) -> dict[int, PartCall]:
         """The same for all microbatches, by their numbers."""
         return {
             microbatch: call
@@ -169,9 +184,7 @@ class PartialGraphs:
         self._calls.clear()
         self._made.reset()
 
-    def _by_place(
-        self, calls: Sequence[GraphedCallable]
-    ) -> dict[tuple[int, int, int], GraphedCallable]:
+    def _by_place(self, calls: Sequence[PartCall]) -> dict[tuple[int, int, int], PartCall]:
         found, rest = {}, iter(calls)
         for chunk, numbers, count in zip(
             self._order.chunks, self._order.microbatches, self._per_chunk, strict=True

@@ -11,7 +11,11 @@ from torch.utils._pytree import tree_unflatten
 
 from megacore.graphs.backend import CapturedGraph, GraphBackend
 from megacore.graphs.errors import ReplayError
+from megacore.graphs.kept import distinct_elements
 from megacore.graphs.layer import LayerSite, Maybe
+
+# On which stream to replay, and for which event the current stream then waits.
+Where = tuple[Any, Any]
 
 
 class ReplayState:
@@ -19,13 +23,10 @@ class ReplayState:
 
     Attributes:
         backend: Who recorded the graphs.
-        sent_grads: The input gradients that were returned last. Whoever takes them has done so when
-            the next backward pass begins.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
         self.backend = backend
-        self.sent_grads: list[Maybe] = []
 
     def poison(self, tensors: list[Maybe]) -> None:
         """Fill tensors that nobody may read any more with NaN, if the backend wants that."""
@@ -34,15 +35,19 @@ class ReplayState:
         with torch.no_grad():
             for tensor in tensors:
                 if tensor is not None and tensor.is_floating_point():
-                    tensor.fill_(torch.nan)
+                    distinct_elements(tensor).fill_(torch.nan)
 
 
 class GraphedCallable:
     """One captured module, for one microbatch of a step.
 
-    Called like the module. In evaluation mode, and without autograd, it runs the module itself.
-    Results are views of static tensors: they hold until the backward pass of this call, or until
-    the next call that shares the graph.
+    Called like the module. In the other of training and evaluation mode than at the capture, and
+    in training without autograd, it runs the module itself. Results are views of static tensors:
+    they hold until the backward pass of this call, or until the next call that shares the graph.
+
+    Two keyword arguments are not the module's: ``cuda_graph_stream``, the stream on which to
+    replay, and ``cuda_graph_event``, an external event recorded inside the graph for which the
+    current stream waits then, instead of for the whole replay.
     """
 
     def __init__(
@@ -63,22 +68,33 @@ class GraphedCallable:
         self._defers = defers_weight_grads and site.splits_backward
         self._param_addresses = [param.data_ptr() for param in site.layer.params]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the forward pass, or run the module in evaluation and without autograd."""
-        site = self._site
-        if not self._module.training or not torch.is_grad_enabled():
-            return site.layer.forward(*args, **kwargs)
-        inputs = site.layer.flatten_inputs(args, kwargs)
-        site.layer.run_hooks()
-        params = [] if self._defers else site.layer.params
-        flat = _Replay.apply(self, len(inputs), *inputs, *params)  # type: ignore[no-untyped-call]
-        assert site.layer.output_tree is not None
-        return tree_unflatten(list(flat), site.layer.output_tree)
+    def __call__(
+        self, *args: Any, cuda_graph_stream: Any = None, cuda_graph_event: Any = None, **kwargs: Any
+    ) -> Any:
+        """Replay the forward pass, or run the module where the capture was for another mode."""
+        layer = self._site.layer
+        trains = self._module.training
+        if trains != layer.trains or (trains and not torch.is_grad_enabled()):
+            return layer.forward(*args, **kwargs)
+        inputs = layer.flatten_inputs(args, kwargs)
+        layer.run_hooks()
+        where = (cuda_graph_stream, cuda_graph_event)
+        if trains:
+            params = [] if self._defers else layer.params
+            flat = _Replay.apply(self, where, len(inputs), *inputs, *params)  # type: ignore[no-untyped-call]
+        else:
+            found = self.run_forward(tuple(inputs), where)
+            flat = [None if result is None else result.detach() for result in found]
+        assert layer.output_tree is not None
+        return tree_unflatten(list(flat), layer.output_tree)
 
     def backward_dw(self) -> None:
         """Replay the weight half and add its gradients to the parameters' ``grad``.
 
         Hooks on the parameters run. Does nothing unless the capture deferred weight gradients.
+
+        Raises:
+            ReplayError: If the first half of this backward pass has not run.
         """
         if self._defers and self._site.layer.params:
             root = _DeferredGrads.apply(self, *self._site.layer.params)  # type: ignore[no-untyped-call]
@@ -90,7 +106,7 @@ class GraphedCallable:
 
     # ---- what autograd calls ---------------------------------------------------------------------
 
-    def run_forward(self, inputs: tuple[Tensor, ...]) -> tuple[Maybe, ...]:
+    def run_forward(self, inputs: tuple[Tensor, ...], where: Where) -> tuple[Maybe, ...]:
         """Copy inputs, replay, return the static results."""
         site = self._site
         graph = self._require(site.forward)
@@ -104,13 +120,19 @@ class GraphedCallable:
             for static, given in zip(site.inputs, inputs, strict=True):
                 if static.data_ptr() != given.data_ptr():
                     static.copy_(given)
-        graph.replay()
+        self._replay(graph, where)
         site.generation += 1
         site.param_grads = None
         return graph.results
 
     def run_backward(
-        self, generation: int, grads: tuple[Maybe, ...], *, inputs: bool, params: bool
+        self,
+        generation: int,
+        grads: tuple[Maybe, ...],
+        *,
+        where: Where = (None, None),
+        inputs: bool,
+        params: bool,
     ) -> tuple[list[Maybe], list[Maybe]]:
         """Replay what is needed; return the gradients of all inputs and of all parameters.
 
@@ -118,38 +140,44 @@ class GraphedCallable:
         """
         site = self._site
         self._check_generation(generation)
-        if site.loaded_generation != generation:
-            # Later, the given gradients may have been overwritten.
+        graph = self._require(site.backward)
+        # Where only parameters are left, the given gradients may have been overwritten.
+        if inputs or site.loaded != generation:
             self._load_grads(grads)
-            site.loaded_generation = generation
-            self._state.poison(self._state.sent_grads)
-            self._state.sent_grads = []
+            site.loaded = generation
         input_grads: list[Maybe] = [None] * len(site.inputs)
-        if inputs or (not site.splits_backward and site.param_grads is None):
-            graph = self._require(site.backward)
-            graph.replay()
-            num_wanted = len(site.layer.grad_inputs)
-            for index, grad in zip(site.layer.grad_inputs, graph.results, strict=False):
-                input_grads[index] = self._handed_on(grad)
-            self._state.sent_grads = list(graph.results[:num_wanted])
+        num_wanted = len(site.layer.grad_inputs)
+        if inputs or site.backward_done != generation:
+            self._replay(graph, where)
+            site.backward_done = generation
             if not site.splits_backward:
                 site.param_grads = graph.results[num_wanted:]
+        if inputs:
+            for index, grad in zip(site.layer.grad_inputs, graph.results, strict=False):
+                input_grads[index] = self._handed_on(grad)
         if params:
-            return input_grads, self._take_param_grads()
+            return input_grads, self._take_param_grads(where)
         if not site.layer.params:
             self._release()
         return input_grads, [None] * len(site.layer.params)
 
     def run_weight(self) -> list[Maybe]:
         """Replay the weight half and return the gradients of the parameters."""
-        self._require(self._site.weight)
-        return self._take_param_grads()
+        site = self._site
+        self._require(site.weight)
+        self._check_generation(site.generation)
+        if site.backward_done != site.generation:
+            raise ReplayError(
+                f"backward_dw() of {site.layer.name} comes before the backward pass of this call, "
+                "whose gradients it goes on from; run that first"
+            )
+        return self._take_param_grads((None, None))
 
-    def _take_param_grads(self) -> list[Maybe]:
+    def _take_param_grads(self, where: Where) -> list[Maybe]:
         site = self._site
         if site.splits_backward:
             graph = self._require(site.weight)
-            graph.replay()
+            self._replay(graph, where)
             found = graph.results
         else:
             assert site.param_grads is not None
@@ -160,9 +188,12 @@ class GraphedCallable:
 
     def _release(self) -> None:
         """Nothing reads the static tensors of this microbatch any more."""
-        site = self._site
-        results = self._require(site.forward).results
-        self._state.poison([*site.inputs, *results, *site.output_grads])
+        self._site.finished = self._site.generation
+        self._state.poison(self._site.static_tensors())
+
+    def _replay(self, graph: CapturedGraph, where: Where) -> None:
+        with self._state.backend.replaying(*where):
+            graph.replay()
 
     def _returned(self, grad: Maybe) -> Maybe:
         if grad is None:
@@ -199,6 +230,11 @@ class GraphedCallable:
                 "has replayed the same graph, which overwrote what it needs; run passes in the "
                 "order of the capture"
             )
+        if self._site.finished == generation:
+            raise ReplayError(
+                f"the backward pass of {self._site.layer.name} runs a second time, but its static "
+                "tensors have been released; a graph runs once for each forward pass"
+            )
 
     @property
     def generation(self) -> int:
@@ -214,11 +250,12 @@ class GraphedCallable:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: GraphedCallable, num_inputs: int, *tensors: Tensor
+        ctx: Any, call: GraphedCallable, where: Where, num_inputs: int, *tensors: Tensor
     ) -> tuple[Maybe, ...]:
         ctx.set_materialize_grads(False)
-        results = call.run_forward(tensors[:num_inputs])
-        ctx.call, ctx.num_inputs, ctx.generation = call, num_inputs, call.generation
+        results = call.run_forward(tensors[:num_inputs], where)
+        ctx.call, ctx.where, ctx.num_inputs = call, where, num_inputs
+        ctx.generation = call.generation
         outputs = tuple(None if result is None else result.detach() for result in results)
         requires = call.output_requires_grad
         ctx.mark_non_differentiable(
@@ -229,16 +266,17 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Maybe) -> tuple[Maybe, ...]:
-        needs = ctx.needs_input_grad[2:]
+        needs = ctx.needs_input_grad[3:]
         of_inputs, of_params = ctx.call.run_backward(
             ctx.generation,
             grads,
+            where=ctx.where,
             inputs=any(needs[: ctx.num_inputs]),
             params=any(needs[ctx.num_inputs :]),
         )
         if len(needs) == ctx.num_inputs:
             of_params = []
-        return (None, None, *of_inputs, *of_params)
+        return (None, None, None, *of_inputs, *of_params)
 
 
 class _DeferredGrads(torch.autograd.Function):

@@ -67,6 +67,16 @@ class TensorSpec:
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return made.requires_grad_(self.requires_grad)
 
+    def zeros(self) -> Tensor:
+        """A new tensor like that, filled with zeros."""
+        made = self.empty()
+        with torch.no_grad():
+            return made.zero_()
+
+    def dense_zeros(self) -> Tensor:
+        """A new tensor of that shape without gaps, filled with zeros; it does not require grad."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
     def difference(self, other: TensorSpec) -> str:
         """What differs, for a message; empty if nothing does.
 

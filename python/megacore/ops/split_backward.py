@@ -67,7 +67,8 @@ class DeferredWeightGrads:
         parts, self._parts = self._parts, []
         leaves = [id(leaf.variable) for part in parts for leaf in part.leaves]
         edges = [GradientEdge(leaf, 0) for part in parts for leaf in part.leaves]
-        roots, inner = _roots_of(parts)
+        with torch.enable_grad():
+            roots, inner = _roots_of(parts)
         grads: Sequence[Tensor | None] = ()
         if roots:
             grads = torch.autograd.grad(roots, [*edges, *inner], allow_unused=True)

@@ -266,8 +266,8 @@ def test_what_cannot_be_captured_is_refused() -> None:
         make_graphed_callables([torch.relu], [(x,)])
     with pytest.raises(TypeError, match="sample arguments must be tensors"):
         make_graphed_callables(nn.Linear(8, 8), (1.0,))
-    with pytest.raises(ValueError, match="captured for training"):
-        make_graphed_callables(nn.Linear(8, 8).eval(), (x,))
+    with pytest.raises(ValueError, match="some of the modules are in training and some in evalua"):
+        make_graphed_callables([nn.Linear(8, 8), nn.Linear(8, 8).eval()], [(x,)] * 2)
     hooked = nn.Linear(8, 8)
     hooked.register_forward_pre_hook(lambda *_: None)
     with pytest.raises(ValueError, match="has hooks on itself, which a replay would skip"):

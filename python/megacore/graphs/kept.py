@@ -1,0 +1,82 @@
+"""What the first half of a backward pass keeps for the weight half, at fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megacore.graphs.tensors import TensorSpec
+from megacore.ops.split_backward import DeferredWeightGrads
+
+
+class KeptTensors:
+    """One static buffer of the plan's role ``KEPT``.
+
+    The first capture that uses it gives it the tensors that it keeps; they cost no copy. Every
+    further one, and every emulated replay, copies to their addresses.
+
+    Args:
+        foreign: Tensors that are not to be overwritten: what lies in their memory is copied.
+
+    Attributes:
+        tensors: The kept tensors; empty until the first capture.
+    """
+
+    def __init__(self, foreign: Iterable[Tensor]) -> None:
+        self._foreign = {tensor.untyped_storage().data_ptr() for tensor in foreign}
+        self.tensors: list[Tensor] = []
+
+    @torch.no_grad()
+    def hold(self, deferred: DeferredWeightGrads) -> None:
+        """Let a weight half read this buffer, with the values that it would read otherwise.
+
+        Raises:
+            RuntimeError: If it keeps something else than at the first capture.
+        """
+        is_new = not self.tensors
+        found: list[Tensor] = []
+
+        def place(tensor: Tensor) -> Tensor:
+            found.append(self._own(tensor) if is_new else self._copied(tensor, len(found)))
+            return found[-1]
+
+        # Emulated replays copy where real ones write; that is no operation of the captured code.
+        with _disable_current_modes():
+            deferred.map_kept(place)
+        if not is_new and len(found) != len(self.tensors):
+            raise RuntimeError(
+                f"a weight half now needs {len(found)} gradients, and {len(self.tensors)} at its "
+                "capture; a graph always does the same"
+            )
+        self.tensors = found
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        is_foreign = tensor.untyped_storage().data_ptr() in self._foreign
+        return tensor.detach().clone() if is_foreign else tensor
+
+    def _copied(self, tensor: Tensor, number: int) -> Tensor:
+        static = self.tensors[number] if number < len(self.tensors) else tensor
+        if difference := TensorSpec.of(tensor).difference(TensorSpec.of(static)):
+            raise RuntimeError(
+                f"gradient {number} that a weight half needs has another form than at its capture: "
+                f"{difference}; a graph always does the same"
+            )
+        if static.data_ptr() != tensor.data_ptr():
+            distinct_elements(static).copy_(distinct_elements(tensor))
+        return static
+
+
+def distinct_elements(tensor: Tensor) -> Tensor:
+    """A view without the repetitions that ``expand`` makes, which may be written to.
+
+    Example:
+        >>> distinct_elements(torch.zeros(1, 2).expand(3, 2)).shape
+        torch.Size([1, 2])
+    """
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
