@@ -40,6 +40,7 @@ examples:
   megacore schedule 1f1b --pp 4 --microbatches 8
   megacore schedule interleaved_1f1b --pp 4 --chunks 2 --microbatches 8 --svg schedule.svg
   megacore schedule interleaved_1f1b --pp 8 --chunks 2 --microbatches 33 --send 0.1
+  megacore schedule interleaved_1f1b --pp 4 --chunks 2 --pairs split --overlap 1
   megacore schedule zb_v --pp 4 --microbatches 8
   megacore schedule auto --pp 8 --placement v --microbatches 32 --memory-limit 8 --costs send=0.1
   megacore schedule --compare --pp 8 --microbatches 32 --send 0.1
@@ -76,11 +77,17 @@ def add_parser(subparsers: Any) -> None:
     )
     for flag, text in sizes:
         parser.add_argument(flag, type=whole_number, metavar="N", help=text)
+    parser.add_argument(
+        "--pairs",
+        choices=("whole", "split"),
+        help="1f1b, interleaved_1f1b: run each forward with a backward of another microbatch, in "
+        "one piece or as I and W",
+    )
     costs: tuple[tuple[str, float, str], ...] = (
         ("--forward", 1.0, "time of one forward of a stage (default: 1)"),
         ("--backward", 2.0, "time of one backward of a stage (default: 2)"),
         ("--send", 0.0, "time a message takes between two ranks (default: 0)"),
-        ("--overlap", 0.0, "share a pair of the DualPipes hides of its shorter half (default: 0)"),
+        ("--overlap", 0.0, "share of its shorter half that a pair hides (default: 0)"),
     )
     for flag, cost, text in costs:
         parser.add_argument(flag, type=float, default=cost, metavar="T", help=text)
@@ -168,6 +175,7 @@ def _schedule(args: argparse.Namespace, costs: Costs) -> Schedule:
             num_microbatches=args.microbatches,
             group_size=args.group_size,
             warmup_multiplier=args.warmup_multiplier,
+            pairs=args.pairs,
             forward_only=args.forward_only,
             **auto_options(args, costs),
         )

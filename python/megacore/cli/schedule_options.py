@@ -30,11 +30,13 @@ def require_options_fit(args: argparse.Namespace) -> None:
         ConfigError: If an option was given that the form of the command does not use.
     """
     if args.compare:
-        unused = (*_FILES, "from_csv", "forward_only", "program", *_SEARCH, *_PROGRAM)
+        unused = (*_FILES, "from_csv", "forward_only", "program", "pairs", *_SEARCH, *_PROGRAM)
         _refuse(args, unused, "--compare shows all schedules, {} is about one")
         return
     if args.from_csv is not None:
-        _refuse(args, (*_SIZES, *_SEARCH), "--from-csv reads a schedule, {} is to make one")
+        _refuse(
+            args, (*_SIZES, "pairs", *_SEARCH), "--from-csv reads a schedule, {} is to make one"
+        )
     if args.program is None:
         _refuse(args, _PROGRAM, "{} is for --program LEVEL", "add that, or leave it out")
     else:

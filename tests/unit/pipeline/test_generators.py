@@ -18,6 +18,7 @@ from megacore.pipeline import (
     Costs,
     Schedule,
     ScheduleInfo,
+    best_group_size,
     build_schedule,
     schedule_catalog,
 )
@@ -42,6 +43,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
             warmup_multiplier=draw(st.sampled_from([None, 1, 2]))
             if info.takes_warmup_multiplier
             else None,
+            pairs=draw(st.sampled_from([None, "whole", "split"])) if info.takes_pairs else None,
         )
     except ValueError as refusal:
         if not any(advice in str(refusal) for advice in ("Nearest legal", "needs", "use ")):
@@ -71,6 +73,8 @@ def microbatches_of(schedule: Schedule, stage: int) -> range:
 def kinds_of(info: ScheduleInfo) -> set[ActionKind]:
     split = {ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT}
     whole = {ActionKind.FORWARD, ActionKind.BACKWARD}
+    if info.takes_pairs:
+        return whole | split
     if not info.splits_backward:
         return whole
     # DualPipe runs whole backwards where they overlap with forwards.
@@ -238,6 +242,38 @@ def test_dualpipe_reaches_its_closed_form_and_overlap_pays(half: int, surplus: i
     assert schedule.simulate(Costs(overlap=1.0)).makespan < timeline.makespan
 
 
+@given(
+    p=st.integers(1, 8),
+    v=st.integers(1, 4),
+    m=st.integers(1, 30),
+    overlap=st.sampled_from([0.0, 0.25, 1.0]),
+)
+def test_pairs_of_interleaving_reach_their_closed_form(
+    p: int, v: int, m: int, overlap: float
+) -> None:
+    assume(m >= p)
+    sizes = {"num_ranks": p, "num_chunks": v, "num_microbatches": m}
+    schedules = {
+        pairs: build_schedule("interleaved_1f1b", pairs=pairs, **sizes)  # type: ignore[arg-type]
+        for pairs in ("whole", "split")
+    }
+    before = (v - 1) * best_group_size(**sizes) + 1
+    pairs_of_last = max(v * m - before, 0)
+    makespan = {
+        pairs: schedule.simulate(Costs(overlap=overlap)).makespan
+        for pairs, schedule in schedules.items()
+    }
+    # F = I = W = 1: a pair hides `overlap` of its F.
+    assert makespan["whole"] == 3 * v * m + 3 * (p - 1) - overlap * pairs_of_last
+    if overlap == 0 or v == 1:
+        assert makespan["split"] == 3 * v * m + 2 * (p - 1) - overlap * pairs_of_last
+    for schedule in schedules.values():
+        assert schedule.simulate().peak_in_flight == [
+            min(2 * (p - 1 - rank) + before + 1, v * m) for rank in range(p)
+        ]
+        assert len(schedule.overlaps(p - 1)) == pairs_of_last
+
+
 def golden_cases() -> dict[str, Schedule]:
     def small(name: str, p: int, m: int, v: int | None = None) -> Schedule:
         return build_schedule(name, num_ranks=p, num_microbatches=m, num_chunks=v)
@@ -262,6 +298,13 @@ def golden_cases() -> dict[str, Schedule]:
         "v_half_p4_m8": small("v_half", 4, 8),
         "v_min_p4_m8": small("v_min", 4, 8),
         "1f1b_v_p4_m6": small("1f1b_v", 4, 6),
+        "interleaved_p4_v2_m8_pairs": build_schedule(
+            "interleaved_1f1b", num_ranks=4, num_chunks=2, num_microbatches=8, pairs="whole"
+        ),
+        "interleaved_p2_v2_m4_split_pairs": build_schedule(
+            "interleaved_1f1b", num_ranks=2, num_chunks=2, num_microbatches=4, pairs="split"
+        ),
+        "1f1b_p4_m8_pairs": build_schedule("1f1b", num_ranks=4, num_microbatches=8, pairs="whole"),
         "dualpipe_v_p2_m6": small("dualpipe_v", 2, 6),
         "dualpipe_p4_m8": small("dualpipe", 4, 8),
     }
@@ -285,6 +328,10 @@ def test_the_catalog_describes_every_schedule() -> None:
         "group_interleaved",
         "interleaved_zb",
     }
+    assert [info.name for info in CATALOG.values() if info.takes_pairs] == [
+        "1f1b",
+        "interleaved_1f1b",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -296,6 +343,9 @@ def test_the_catalog_describes_every_schedule() -> None:
         ),
         (("zb_v", 2, 4, {"group_size": 2}), "has no groups; leave it out"),
         (("zb_h1", 2, 4, {"warmup_multiplier": 1}), "has a fixed warmup"),
+        (("dualpipe_v", 4, 8, {"pairs": "whole"}), "choose one of 1f1b, interleaved_1f1b"),
+        (("1f1b", 4, 8, {"pairs": "both"}), "it must be 'whole', 'split' or None"),
+        (("auto", 4, 8, {"pairs": "split"}), "'auto' finds its own"),
         (("dualpipe_v", 4, 7, {}), "dualpipe_v needs at least 2 per rank: 8"),
         (("dualpipe", 3, 8, {}), "needs an even number, for example 4"),
         (("dualpipe", 4, 9, {}), "use 8 or 10"),

@@ -73,6 +73,16 @@ COMPARED = """\
 """  # noqa: E501
 
 
+def test_pairs_hide_what_they_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("interleaved_1f1b", "--pp=2", "--chunks=2", "--microbatches=4", "--json")
+    makespans = []
+    for pairs in (("--pairs=whole",), ("--pairs=whole", "--overlap=1"), ("--pairs=split",)):
+        code, out, _ = run(capsys, *sizes, *pairs)
+        assert code == 0
+        makespans.append(json.loads(out)["makespan"])
+    assert makespans == [27, 22, 26]
+
+
 def test_compare_shows_all_schedules_fastest_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +214,9 @@ def test_files_are_written_and_read_back(
         (["--compare", "--svg=x.svg"], "--svg is about one; leave one of them out"),
         (["--compare", "--pp=0"], "num_ranks is 0; it must be at least 1"),
         (["--compare", "--chunks=0"], "num_chunks is 0; it must be at least 1"),
+        (["--compare", "--pairs=whole"], "--pairs is about one; leave one of them out"),
+        (["zb_v", "--pairs=whole"], "has no choice of them; leave them out"),
+        (["--from-csv=x.csv", "--pairs=split"], "--pairs is to make one"),
         (["--compare", "--memory-limit=3"], "--memory-limit is about one; leave one of them out"),
         (["--compare", "--program=data"], "--program is about one; leave one of them out"),
         (["1f1b", "--pp=99999999999999"], "99999999999999 is out of range"),
