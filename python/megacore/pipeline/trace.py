@@ -69,23 +69,22 @@ def trace_document(
     """Return a trace as the JSON object that viewers read.
 
     Args:
-        actions: Compute actions of all ranks; those of one rank must not overlap.
-        messages: Between them. Messages of one stream that overlap in time get a row each.
+        actions: Compute actions of all ranks. What overlaps in time gets a row each: the two of a
+            pair that run in turns, and messages of one stream.
+        messages: Between them.
         waits: Receives for which a rank stood still; shown in its compute row.
         about: Facts about the whole, kept in the file.
     """
     trace = _Trace()
     by_rank: defaultdict[int, list[TracedAction]] = defaultdict(list)
-    for action in actions:
+    for action in (*actions, *waits):
         by_rank[action.rank].append(action)
     for rank, mine in by_rank.items():
         mine.sort(key=lambda action: action.start_us)
         trace.name_rank(rank)
         for action in mine:
-            trace.add_action(action)
-        trace.add_memory(rank, mine)
-    for wait in waits:
-        trace.add_wait(wait)
+            trace.add_compute(action)
+        trace.add_memory(rank, [one for one in mine if one.action.kind in _CATEGORIES])
     for number, message in enumerate(sorted(messages, key=lambda message: message.start_us)):
         trace.add_message(number, message)
     trace.events.sort(key=lambda event: event["ts"])
@@ -112,28 +111,18 @@ class _Trace:
         self._name("process_sort_index", rank, 0, {"sort_index": rank})
         self._row(rank, _STREAMS.index("compute"), 0.0, 0.0)
 
-    def add_action(self, action: TracedAction) -> None:
-        kind = action.action.kind
-        self.events.append(
-            {
-                "ph": "X",
-                "name": str(action.action),
-                "cat": _CATEGORIES[kind],
-                "cname": _COLOURS[kind],
-                "pid": action.rank,
-                "tid": 0,
-                "ts": action.start_us,
-                "dur": action.end_us - action.start_us,
-                "args": {"stage": action.action.stage, "microbatch": action.action.microbatch},
-            }
-        )
-
-    def add_wait(self, wait: TracedAction) -> None:
-        length = wait.end_us - wait.start_us
-        at = {"pid": wait.rank, "tid": 0, "ts": wait.start_us, "dur": length, "cat": "wait"}
-        self.events.append(
-            {"ph": "X", "name": f"wait for {wait.action}", "cname": "grey", "args": {}, **at}
-        )
+    def add_compute(self, traced: TracedAction) -> None:
+        """An action, or the wait for a message."""
+        rank, action, start_us, end_us = traced
+        tid = self._row(rank, _STREAMS.index("compute"), start_us, end_us)
+        at = {"pid": rank, "tid": tid, "ts": start_us, "dur": end_us - start_us}
+        if action.kind in _CATEGORIES:
+            args = {"stage": action.stage, "microbatch": action.microbatch}
+            about = {"cat": _CATEGORIES[action.kind], "cname": _COLOURS[action.kind], "args": args}
+            self.events.append({"ph": "X", "name": str(action), **about, **at})
+        else:
+            about = {"cat": "wait", "cname": "grey", "args": {}}
+            self.events.append({"ph": "X", "name": f"wait for {action}", **about, **at})
 
     def add_memory(self, rank: int, actions: Sequence[TracedAction]) -> None:
         """A counter of what the rank holds: from a forward until its B or W, if there is one."""

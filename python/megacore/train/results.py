@@ -69,6 +69,7 @@ def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: in
         events: What all ranks recorded, in microseconds of one clock.
         step: Number of the step, from 0.
     """
+    events = _one_after_another(schedule, events)
     start = min(event.start_us for event in events)
     measured = [
         TimelineEvent(
@@ -87,6 +88,25 @@ def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: in
         for event in timeline.events
     ]
     return RunTimeline(step=step, predicted=predicted, measured=measured)
+
+
+def _one_after_another(schedule: Schedule, events: Sequence[TimedAction]) -> list[TimedAction]:
+    """Cut the time of every pair that ran in turns in two, as a simulation shows pairs."""
+    seconds: dict[str, str] = {}
+    for rank in range(schedule.num_ranks):
+        actions = [str(action) for action in schedule.actions(rank)]
+        seconds |= {actions[at]: actions[at + 1] for at in schedule.overlaps(rank)}
+    found = {(event.rank, event.action): event for event in events}
+    for event in events:
+        partner = found.get((event.rank, seconds.get(event.action, "")))
+        if partner is None or partner.start_us >= event.end_us:
+            continue
+        start, end = event.start_us, max(event.end_us, partner.end_us)
+        lengths = [one.end_us - one.start_us for one in (event, partner)]
+        cut = start + (end - start) * lengths[0] / sum(lengths)
+        found[event.rank, event.action] = event._replace(start_us=start, end_us=cut)
+        found[event.rank, partner.action] = partner._replace(start_us=cut, end_us=end)
+    return list(found.values())
 
 
 def measured_costs(schedule: Schedule, events: Sequence[TimedAction]) -> Costs:

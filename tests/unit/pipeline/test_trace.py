@@ -156,6 +156,19 @@ def test_a_measured_step_of_two_pipelines() -> None:
     assert min(starts) == 0
 
 
+def test_two_passes_in_turns_have_a_row_each() -> None:
+    schedule = build_schedule("1f1b", num_ranks=1, num_microbatches=2, pairs="whole")
+    spans = {"0F0": (0, 10), "0F1": (10, 30), "0B0": (12, 35), "0B1": (35, 45)}
+    events = [
+        TimedAction(0, name, float(start), float(end)) for name, (start, end) in spans.items()
+    ]
+    trace = measured_trace(schedule, events, pipelines=[[0]])
+    check_trace(trace)
+    rows = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    slices = {e["name"]: rows[e["tid"]] for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert slices == {"0F0": "compute", "0F1": "compute", "0B0": "compute 2", "0B1": "compute"}
+
+
 def test_a_step_of_which_a_rank_recorded_nothing_still_makes_a_trace() -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=1)
     only = [TimedAction(0, "0F0", 10.0, 20.0), TimedAction(0, "0B0", 30.0, 40.0)]

@@ -31,6 +31,31 @@ def test_a_step_that_ran_as_simulated_is_predicted_exactly(name: str) -> None:
         assert predicted.end_us == pytest.approx(measured.end_us, abs=1e-3)
 
 
+def test_the_time_of_two_passes_in_turns_counts_once() -> None:
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=4, pairs="whole")
+    costs = Costs(forward=11.0, backward_input=7.0, backward_weight=4.0)
+    spans = {
+        str(action): TimedAction(rank, str(action), start, end)
+        for rank, action, start, end in schedule.simulate(costs).events
+    }
+    in_turns = dict(spans)
+    num_pairs = 0
+    for rank in range(2):
+        actions = [str(action) for action in schedule.actions(rank)]
+        for at in schedule.overlaps(rank):
+            first, second = spans[actions[at]], spans[actions[at + 1]]
+            # Both last as long as the pair does, but for 2 us.
+            in_turns[first.action] = first._replace(end_us=second.end_us - 2.0)
+            in_turns[second.action] = second._replace(start_us=first.start_us + 2.0)
+            num_pairs += 1
+    assert num_pairs == 4
+    timeline = make_timeline(schedule, list(in_turns.values()), step=0)
+    assert {one.action: (one.start_us, one.end_us) for one in timeline.measured} == {
+        name: (span.start_us, span.end_us) for name, span in spans.items()
+    }
+    assert timeline.predicted == timeline.measured
+
+
 def test_costs_are_means_per_stage_and_waits_do_not_count() -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     events = [
