@@ -28,7 +28,8 @@ void bind_grouped_arguments(py::module_& module) {
          uint64_t a,
          uint64_t b,
          uint64_t d,
-         uintptr_t arguments) {
+         uintptr_t arguments,
+         uintptr_t first_row) {
         MC_REQUIRE(product >= 0 && product <= 2, "product is ", product, "; it must be 0, 1 or 2");
         moe::fill_grouped_arguments(
             {.product = static_cast<moe::GroupedProduct>(product),
@@ -39,6 +40,7 @@ void bind_grouped_arguments(py::module_& module) {
              .operand_bytes = operand_bytes,
              .result_bytes = result_bytes},
             reinterpret_cast<const int64_t*>(m_splits),
+            reinterpret_cast<const int64_t*>(first_row),
             reinterpret_cast<const uint8_t*>(accumulate_mask),
             accumulate,
             {.a = a, .b = b, .d = d},
@@ -59,6 +61,7 @@ void bind_grouped_arguments(py::module_& module) {
       py::arg("b"),
       py::arg("d"),
       py::arg("arguments"),
+      py::arg("first_row") = 0,
       py::call_guard<py::gil_scoped_release>());
 }
 

@@ -14,7 +14,8 @@ void bind_auto_schedule(pybind11::module_& module);     // after bind_schedule_c
 void bind_buffer(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
 void bind_moe_kernels(pybind11::module_& module);
-void bind_peers(pybind11::module_& module);  // after bind_parallel
+void bind_peers(pybind11::module_& module);   // after bind_parallel
+void bind_clones(pybind11::module_& module);  // after bind_parallel
 void bind_grouped_arguments(pybind11::module_& module);
 void bind_graph(pybind11::module_& module);
 void bind_weak_tensor(pybind11::module_& module);

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_moe(module);
   megacore::bindings::bind_moe_kernels(module);
   megacore::bindings::bind_peers(module);
+  megacore::bindings::bind_clones(module);
   megacore::bindings::bind_grouped_arguments(module);
   megacore::bindings::bind_graph(module);
   megacore::bindings::bind_weak_tensor(module);

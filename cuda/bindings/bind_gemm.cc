@@ -53,11 +53,13 @@ void define_launcher(py::module_& module, const char* name) {
          bool along_columns,
          uintptr_t workspace,
          size_t workspace_bytes,
-         uintptr_t stream) {
+         uintptr_t stream,
+         uintptr_t first_row) {
         launcher({.product = product_of(product),
                   .a = device_pointer<const void>(a),
                   .b = device_pointer<const void>(b),
                   .m_splits = device_pointer<const int64_t>(m_splits),
+                  .first_row = device_pointer<const int64_t>(first_row),
                   .d = device_pointer<void>(d),
                   .operand = enumerator("operand", operand, cuda::GroupedType::kFloat32),
                   .result = enumerator("result", result, cuda::GroupedType::kFloat32),
@@ -94,6 +96,7 @@ void define_launcher(py::module_& module, const char* name) {
       py::arg("workspace"),
       py::arg("workspace_bytes"),
       py::arg("stream"),
+      py::arg("first_row") = 0,
       py::call_guard<py::gil_scoped_release>());
 }
 

@@ -23,6 +23,7 @@ struct SetUp {
   moe::GroupedBases bases;
   moe::GroupedArguments arguments;
   const int64_t* m_splits;
+  const int64_t* first_row;
   const uint8_t* accumulate_mask;
   bool accumulate;
   bool clear_tail;
@@ -66,7 +67,7 @@ __device__ void find_rows(const SetUp& set_up, AllRows& rows) {
     rows.warp_sum[warp] = sum;
   }
   __syncthreads();
-  int64_t end = sum - own;
+  int64_t end = sum - own + moe::rows_before(set_up.first_row, set_up.problem.num_rows);
   for (int before = 0; before < warp; ++before) {
     end += rows.warp_sum[before];
   }
@@ -306,6 +307,7 @@ void launch_set_up(const GroupedGemmParams& params, const Device& device, cudaSt
                   reinterpret_cast<uint64_t>(params.d)};
   set_up.arguments = moe::grouped_arguments_at(params.workspace, params.num_experts);
   set_up.m_splits = params.m_splits;
+  set_up.first_row = params.first_row;
   set_up.accumulate_mask = params.accumulate_mask;
   set_up.accumulate = params.accumulate;
   const bool overwrites = !params.accumulate || params.accumulate_mask != nullptr;

@@ -122,6 +122,16 @@ class HostWindow:
 PEER_SLOTS: int
 PEER_WINDOW_PARTS: int
 
+class PeerFault(IntEnum):
+    NONE = 0
+    STILL_READS = 1
+    NO_COUNTS = 2
+    NO_ROWS = 3
+    OTHER_CAPACITY = 4
+
+def peer_failure(word: int) -> tuple[PeerFault, int, int]: ...
+def peer_flags_bytes(num_members: int) -> int: ...
+
 class PeerLayout:
     def __init__(
         self, *, num_members: int, max_experts: int, max_capacity: int, max_row_bytes: int
@@ -728,6 +738,7 @@ def fill_grouped_arguments(
     b: int,
     d: int,
     arguments: int,
+    first_row: int = 0,
 ) -> None: ...
 
 # Tensors are addresses; see cpp/include/megacore/moe/{grouped_gemm,permutation,activations}.h.
@@ -772,6 +783,46 @@ def grouped_gemm_weight_grad(
 def sort_by_expert(
     *, expert_of: int, numel: int, num_experts: int, row_map: int, tokens_per_expert: int
 ) -> None: ...
+CLONE_WINDOW_PARTS: int
+
+class CloneLayout:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        fc1_bytes: int,
+        fc2_bytes: int,
+        fc1_grad_bytes: int,
+        fc2_grad_bytes: int,
+    ) -> None: ...
+    def bytes(self, num_ranks: int) -> int: ...
+    def weights_offset(self, num_ranks: int, projection: int) -> int: ...
+    def grads_offset(self, num_ranks: int, projection: int) -> int: ...
+
+class CloneTable:
+    def __init__(
+        self,
+        *,
+        slot_expert: int,
+        num_ranks: int,
+        num_slots: int,
+        num_experts: int,
+        position: int,
+    ) -> None: ...
+
+class CloneExchange:
+    def __init__(self, window: HostWindow, layout: CloneLayout) -> None: ...
+    def weights(self, projection: int) -> int: ...
+    def grads(self, projection: int) -> int: ...
+    def open(self) -> None: ...
+    def push(self, *, projection: int, weights: int, table: CloneTable) -> None: ...
+    def wait_for_weights(self, projection: int) -> None: ...
+    def reserve_grads(self, projection: int) -> None: ...
+    def offer_grads(self, projection: int) -> None: ...
+    def collect(
+        self, *, projection: int, dtype: HostDtype, total: int, table: CloneTable
+    ) -> None: ...
+
 def reroute_copies(
     *,
     expert_of: int,

@@ -26,6 +26,7 @@ class Problem:
     a: int
     b: int
     d: int
+    first_row: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def read_arguments(memory: Tensor, num_experts: int) -> Arguments:
 def expected_arguments(problem: Problem) -> Arguments:
     """What the arrays must hold."""
     n, k = problem.out_features, problem.in_features
-    groups, used = [], 0
+    groups, used = [], min(max(problem.first_row or 0, 0), problem.num_rows)
     for expert, count in enumerate(problem.m_splits):
         count = min(max(count, 0), problem.num_rows - used)
         groups.append((expert, used, count))

@@ -8,6 +8,7 @@ namespace megacore::moe {
 
 void fill_grouped_arguments(const GroupedProblem& problem,
                             const int64_t* m_splits,
+                            const int64_t* first_row,
                             const uint8_t* accumulate_mask,
                             bool accumulate,
                             const GroupedBases& bases,
@@ -19,7 +20,7 @@ void fill_grouped_arguments(const GroupedProblem& problem,
              "; one launch takes 1 to ",
              kMaxGroupedExperts);
   std::vector<GroupRows> rows;
-  int64_t end = 0;
+  int64_t end = rows_before(first_row, problem.num_rows);
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     const int64_t count = usable_count(m_splits[expert], problem.num_rows);
     end += count;

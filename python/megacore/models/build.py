@@ -10,7 +10,7 @@ from torch import nn
 from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
-from megacore.moe.clone_weights import SlotBuffers
+from megacore.moe.clone_messages import SlotBuffers
 from megacore.parallel.process_groups import ProcessGroups
 
 

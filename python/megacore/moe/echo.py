@@ -18,7 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacore.moe.clone_weights import CloneExchange, CloneRoutes, SlotBuffers
+from megacore.moe.clone_memory import MemoryClones
+from megacore.moe.clone_messages import CloneRoutes, MessageClones, SlotBuffers
+from megacore.moe.clone_weights import CloneExchange
 from megacore.moe.device_plan import DevicePlan, plan_offload_on_device
 from megacore.moe.dispatchers import (
     Capacity,
@@ -236,8 +238,24 @@ class Echo:
         return EchoPlan(**values, offload=offload)
 
     def clones(self, experts: GroupedExperts, plan: EchoPlan) -> CloneExchange:
-        """The exchange of weights and gradients of a forward pass that goes by ``plan``."""
-        return CloneExchange(
+        """The exchange of weights and gradients of a forward pass that goes by ``plan``.
+
+        Sync:
+            Waits for the device where clones travel as messages: all dispatchers but ``static``,
+            and ``static`` where ranks do not reach each other's memory.
+        """
+        if self._budget is not None:
+            fc1, fc2 = (w.detach().flatten(1, -2) for w in (experts.fc1, experts.fc2))
+            memory = self.slots.memory(self._ep, fc1, fc2)
+            if memory is not None:
+                return MemoryClones(
+                    memory,
+                    plan.offload,
+                    fc1=experts.fc1,
+                    fc2=experts.fc2,
+                    on_sent=self._count_bytes,
+                )
+        return MessageClones(
             self.slots,
             CloneRoutes.of(plan.offload.to_host(), self._ep),
             owner=plan.offload,

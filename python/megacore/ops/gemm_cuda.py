@@ -72,6 +72,7 @@ def launch_grouped(
     accumulate: bool = False,
     accumulate_mask: Tensor | None = None,
     clear_tail: bool = False,
+    first_row: Tensor | None = None,
     plan: str | None = None,
 ) -> None:
     """Queue a grouped product on the current stream; nothing waits, the counts are not looked at.
@@ -89,6 +90,8 @@ def launch_grouped(
             gradient may be float32.
         accumulate: Add to ``out`` (float32 weight gradients only).
         accumulate_mask: Instead of ``accumulate``, one bool per expert, ``(E,)``.
+        first_row: Where the rows of the first expert begin, int64 scalar on the device; those
+            before it are neither read nor written. By default the first one.
         clear_tail: Set rows of nobody to zero. Otherwise they are not written.
         plan: ``"auto"``, ``"wide"``, ``"middle"`` or ``"narrow"``, or one of the last three
             followed by ``"-columns"``. By default the variable MEGACORE_GROUPED_GEMM_PLAN.
@@ -128,6 +131,7 @@ def launch_grouped(
             workspace=workspace.data_ptr(),
             workspace_bytes=workspace.numel(),
             stream=torch.cuda.current_stream().cuda_stream,
+            first_row=0 if first_row is None else first_row.data_ptr(),
         )
 
 

@@ -16,7 +16,8 @@ from megacore.config import load_config
 from megacore.config.load import config_to_toml, split_overrides
 from megacore.errors import ConfigError
 from megacore.moe import plan_offload
-from megacore.moe.clone_weights import FC1, CloneRoutes, SlotBuffers
+from megacore.moe.clone_messages import CloneRoutes, SlotBuffers
+from megacore.moe.clone_weights import FC1
 from megacore.moe.echo import EchoCounts, EchoOptions
 from megacore.moe.recorded_counts import recorded_counts
 from megacore.parallel.process_groups import Group
@@ -218,7 +219,7 @@ def test_gradients_under_way_survive_a_layer_without_clones(
     message = Message()
     under_way = [message]
     monkeypatch.setattr(
-        "megacore.moe.clone_weights._post", lambda sent, *_: (under_way if sent else [], [])
+        "megacore.moe.clone_messages._post", lambda sent, *_: (under_way if sent else [], [])
     )
     slots, like = SlotBuffers(1), torch.zeros(1, 3, 2)
     idle = CloneRoutes(group=Group.solo(), num_used=0, incoming=(), outgoing=())

@@ -26,6 +26,7 @@ needs_cuda_build = pytest.mark.skipif(
 def filled(problem: Problem) -> Arguments:
     counts = torch.tensor(problem.m_splits)
     mask = None if problem.mask is None else torch.tensor(problem.mask)
+    first_row = None if problem.first_row is None else torch.tensor(problem.first_row)
     num_bytes = _core.grouped_arguments_bytes(num_experts=len(counts))
     memory = torch.full((num_bytes + 256,), 0xEE, dtype=torch.uint8)
     offset = -memory.data_ptr() % 256
@@ -44,6 +45,7 @@ def filled(problem: Problem) -> Arguments:
         b=problem.b,
         d=problem.d,
         arguments=memory.data_ptr() + offset,
+        first_row=0 if first_row is None else first_row.data_ptr(),
     )
     return read_arguments(memory[offset : offset + num_bytes], len(counts))
 
@@ -76,6 +78,7 @@ def random_problem(rng: random.Random) -> Problem:
         a=rng.randrange(1 << 40) * 16,
         b=rng.randrange(1 << 40) * 16,
         d=rng.randrange(1 << 40) * 16,
+        first_row=rng.choice([None, None, 0, 3, 1000, -1, 2**62]),
     )
 
 

@@ -88,6 +88,11 @@ MC_HOST_DEVICE int64_t usable_count(int64_t count, int64_t num_rows) {
   return count < 0 ? 0 : (count > num_rows ? num_rows : count);
 }
 
+// Rows before those of the first expert, from a number that may be missing.
+MC_HOST_DEVICE int64_t rows_before(const int64_t* first_row, int64_t num_rows) {
+  return first_row == nullptr ? 0 : usable_count(*first_row, num_rows);
+}
+
 struct GroupRows {
   int64_t start;
   int64_t count;
@@ -154,12 +159,14 @@ MC_HOST_DEVICE void write_group(const GroupedArguments& arguments,
 // Fills `arguments` from the counts, as the set-up kernel does.
 //
 // m_splits          (E) rows per expert
+// first_row         optional: where the rows of the first expert begin
 // accumulate_mask   (E) optional: which experts add to their result; without it, `accumulate` of
 // all
 //
 // REQUIRES: 1 <= E <= kMaxGroupedExperts.
 void fill_grouped_arguments(const GroupedProblem& problem,
                             const int64_t* m_splits,
+                            const int64_t* first_row,
                             const uint8_t* accumulate_mask,
                             bool accumulate,
                             const GroupedBases& bases,

@@ -42,6 +42,9 @@ struct GroupedGemmParams {
   const void* a = nullptr;            // x (M, K), or dy (M, N) in both gradients
   const void* b = nullptr;            // w (E, N, K), or x (M, K) in the weight gradient
   const int64_t* m_splits = nullptr;  // (E) rows per expert, read on the device
+  // Where the rows of the first expert begin, read on the device; without it the first row. What
+  // comes before is neither read nor written.
+  const int64_t* first_row = nullptr;
   void* d = nullptr;                  // y (M, N), dx (M, K) or dw (E, N, K)
   GroupedType operand = GroupedType::kBFloat16;
   GroupedType result = GroupedType::kBFloat16;  // `operand`, or float32 for dw

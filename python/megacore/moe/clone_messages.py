@@ -1,0 +1,303 @@
+"""Clones by messages: one from rank to rank for each clone and projection.
+
+Only slots in use travel. Both ends know the plan, so nobody asks and nobody who has nothing to send
+takes part. Messages between two ranks match by their order: all ranks of a group run their layers
+and backward passes in the same one. The host has to read the plan, which waits for the device;
+:mod:`megacore.moe.clone_memory` does without.
+
+Shapes: L home experts, k slots, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megacore.moe.clone_memory import CloneMemory, make_clone_memory
+from megacore.moe.clone_weights import CloneExchange
+from megacore.moe.offload_plan import OffloadPlan
+from megacore.parallel.process_groups import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloneRoutes:
+    """The part of a plan that is about this rank's experts and slots.
+
+    Attributes:
+        group: The ranks of the plan, by position.
+        num_used: Slots up to the last one in use.
+        incoming: Slot and home rank of every clone held here, by slot.
+        outgoing: Rank and local home expert of every clone held elsewhere, by rank and slot.
+    """
+
+    group: Group
+    num_used: int
+    incoming: tuple[tuple[int, int], ...]
+    outgoing: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, plan: OffloadPlan, group: Group) -> CloneRoutes:
+        """The routes of the rank at ``group.position``."""
+        local, me = plan.num_experts // plan.num_ranks, group.position
+        held = plan.slot_expert[me]
+        used = np.flatnonzero(held >= 0)
+        home = plan.slot_expert // local
+        outgoing = np.argwhere((plan.slot_expert >= 0) & (home == me))
+        return cls(
+            group=group,
+            num_used=int(used[-1]) + 1 if used.size else 0,
+            incoming=tuple((int(slot), int(held[slot]) // local) for slot in used),
+            outgoing=tuple(
+                (int(rank), int(plan.slot_expert[rank, slot]) % local) for rank, slot in outgoing
+            ),
+        )
+
+
+class SlotBuffers:
+    """The spare slots of a rank: memory for clones, shared by all layers, one user at a time.
+
+    Args:
+        num_slots: k.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._weights: dict[int, Tensor] = {}
+        self._grads: dict[int, Tensor] = {}
+        # Whose clones are here or on their way, and what is under way, by projection.
+        self._owner: object = None
+        self._arriving: dict[int, list[dist.Work]] = {}
+        self._leaving: list[dist.Work] = []
+        self._grads_leaving: dict[int, list[dist.Work]] = {}
+        self._memory: CloneMemory | None = None
+        self._has_asked = False
+
+    def memory(self, group: Group, fc1: Tensor, fc2: Tensor) -> CloneMemory | None:
+        """Slots that the other ranks write into, for layers with these weights, ``(L, N, K)``.
+
+        Returns:
+            ``None``, on all ranks, where they do not reach each other's memory.
+
+        Sync:
+            The first call is collective.
+        """
+        if not self._has_asked:
+            self._memory = make_clone_memory(group, self.num_slots, fc1, fc2)
+            self._has_asked = True
+        return self._memory
+
+    def bring(
+        self, owner: object, routes: CloneRoutes, weights: dict[int, Tensor], order: tuple[int, ...]
+    ) -> int:
+        """Start to fill the slots with the clones of ``owner``; if they are here, do nothing.
+
+        Args:
+            owner: Who uses the slots: the same object finds its clones still there.
+            routes: Which clones.
+            weights: The home experts, ``(L, N, K)``, by projection.
+            order: In which order projections travel.
+
+        Returns:
+            Bytes that this rank sends.
+        """
+        if self._owner is owner:
+            return 0
+        self.finish()
+        self._owner = owner
+        num_bytes = 0
+        for projection in order:
+            weight = weights[projection]
+            slots = self._buffer(self._weights, projection, weight, weight.dtype)
+            sent = [(rank, weight[expert]) for rank, expert in routes.outgoing]
+            received = [(rank, slots[slot]) for slot, rank in routes.incoming]
+            leaving, self._arriving[projection] = _post(sent, received, routes.group, projection)
+            self._leaving += leaving
+            num_bytes += _bytes_of(sent)
+        return num_bytes
+
+    def weights(self, projection: int, num_used: int) -> Tensor:
+        """Clones in the first slots, ``(num_used, N, K)``; waits until they have arrived."""
+        _wait(self._arriving.pop(projection, []))
+        return self._weights[projection][:num_used]
+
+    def grads(self, projection: int, like: Tensor, num_used: int) -> Tensor:
+        """Memory for gradients of the first slots; waits until those before have left it."""
+        _wait(self._grads_leaving.pop(projection, []))
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return self._buffer(self._grads, projection, like, dtype)[:num_used]
+
+    def exchange_grads(
+        self, projection: int, routes: CloneRoutes, staging: Tensor
+    ) -> tuple[list[dist.Work], int]:
+        """Start to send what lies in :meth:`grads` home, and to receive what lies elsewhere.
+
+        Args:
+            projection: Of which product.
+            routes: Which clones.
+            staging: Where gradients of clones held elsewhere go, in the order of ``outgoing``.
+
+        Returns:
+            What to wait for before ``staging`` is read, and the bytes that this rank sends.
+        """
+        sent = [(rank, self._grads[projection][slot]) for slot, rank in routes.incoming]
+        received = [(rank, staging[i]) for i, (rank, _) in enumerate(routes.outgoing)]
+        leaving, arriving = _post(sent, received, routes.group, 2 + projection)
+        # Those before may still be on their way if none leave now: gloo forgets a message whose
+        # work is let go of, and the other rank would wait for ever.
+        self._grads_leaving.setdefault(projection, []).extend(leaving)
+        return arriving, _bytes_of(sent)
+
+    def finish(self) -> None:
+        """Wait for all weights under way, also those that nobody came to use."""
+        for projection in list(self._arriving):
+            _wait(self._arriving.pop(projection))
+        _wait(self._leaving)
+        self._leaving = []
+        self._owner = None
+
+    def num_bytes(self) -> int:
+        """Memory held so far; the first forward and backward passes allocate it."""
+        tensors = [*self._weights.values(), *self._grads.values()]
+        shared = 0 if self._memory is None else self._memory.num_bytes
+        return shared + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _buffer(
+        self, buffers: dict[int, Tensor], projection: int, like: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        shape = (self.num_slots, *like.shape[1:])
+        buffer = buffers.get(projection)
+        if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
+            buffer = buffers[projection] = like.new_empty(shape, dtype=dtype)
+        return buffer
+
+
+class MessageClones(CloneExchange):
+    """Clones of one layer in one forward pass and its backward pass.
+
+    Args:
+        slots: The rank's spare slots.
+        routes: Which clones there are.
+        owner: What is the same object if the forward pass runs again.
+        fc1: Weights of the home experts, ``(L, ..., K)``.
+        fc2: Weights of the home experts, ``(L, ..., K)``.
+        on_sent: Gets the bytes that this rank sends, as it sends them.
+    """
+
+    def __init__(
+        self,
+        slots: SlotBuffers,
+        routes: CloneRoutes,
+        *,
+        owner: object,
+        fc1: nn.Parameter,
+        fc2: nn.Parameter,
+        on_sent: Callable[[int], None],
+    ) -> None:
+        super().__init__(fc1=fc1, fc2=fc2)
+        self._slots = slots
+        self._owner, self._routes = owner, routes
+        self._on_sent = on_sent
+        self._coming_home: dict[int, tuple[Tensor, list[dist.Work]]] = {}
+
+    def bring(self, order: tuple[int, ...]) -> None:
+        """Start to send weights, unless they are still there. See `CloneExchange`."""
+        self._on_sent(self._slots.bring(self._owner, self._routes, self.home_weights(), order))
+
+    def multiply(
+        self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
+    ) -> None:
+        """Waited for even if there is no row for a clone. See `CloneExchange`."""
+        self._multiply(torch.ops.megacore.grouped_gemm, projection, rows, m_splits, num_local, out)
+
+    def multiply_back(
+        self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
+    ) -> None:
+        """The same for the gradient of rows. See `CloneExchange`."""
+        product = torch.ops.megacore.grouped_gemm_input_grad
+        self._multiply(product, projection, grad, m_splits, num_local, out)
+
+    def _multiply(
+        self,
+        product: Callable[..., Tensor],
+        projection: int,
+        rows: Tensor,
+        m_splits: Tensor,
+        num_local: int,
+        out: Tensor,
+    ) -> None:
+        if self._routes.num_used:
+            num_home, splits = self._clone_rows(m_splits, num_local)
+            clones = self._slots.weights(projection, self._routes.num_used)
+            more = () if product is torch.ops.megacore.grouped_gemm_input_grad else (None, True)
+            out[num_home:] = product(rows[num_home:], clones, splits, *more)
+
+    def start_weight_grads(
+        self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
+    ) -> None:
+        """Compute the gradients of the clones here and send them. See `CloneExchange`."""
+        routes = self._routes
+        if routes.num_used:
+            num_home, splits = self._clone_rows(m_splits, like.shape[0])
+            grads = self._slots.grads(projection, like, routes.num_used)
+            torch.ops.megacore.grouped_gemm_weight_grad_(
+                grad[num_home:], rows[num_home:], splits, grads, False
+            )
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        staging = like.new_empty(len(routes.outgoing), *like.shape[1:], dtype=dtype)
+        arriving, num_bytes = self._slots.exchange_grads(projection, routes, staging)
+        self._coming_home[projection] = staging, arriving
+        self._on_sent(num_bytes)
+
+    def add_to_home(self, projection: int, total: Tensor) -> None:
+        """Wait for gradients and add them. See `CloneExchange`."""
+        if projection not in self._coming_home:
+            return
+        staging, works = self._coming_home.pop(projection)
+        _wait(works)
+        for value, (_, expert) in zip(staging, self._routes.outgoing, strict=True):
+            total[expert].add_(value)
+
+    def _clone_rows(self, m_splits: Tensor, num_local: int) -> tuple[int, Tensor]:
+        """Rows of home experts, and how many each slot in use has."""
+        clones = m_splits[num_local : num_local + self._routes.num_used]
+        return int(m_splits[:num_local].sum()), clones
+
+
+def _post(
+    sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]], group: Group, tag: int
+) -> tuple[list[dist.Work], list[dist.Work]]:
+    """Start one message per tensor, to or from the position that stands with it.
+
+    All in one call: NCCL would run messages one after another, and two ranks that both send first
+    would wait for each other.
+
+    Returns:
+        What to wait for before tensors that were sent are written, and before received ones are
+        read.
+    """
+    messages = [(dist.isend, *each) for each in sent] + [(dist.irecv, *each) for each in received]
+    if not messages:
+        return [], []
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(kind, tensor, group.ranks[position], group.handle, tag)
+            for kind, position, tensor in messages
+        ]
+    )
+    if len(works) < len(messages):  # one for all of them
+        return works, works
+    return works[: len(sent)], works[len(sent) :]
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _bytes_of(tensors: list[tuple[int, Tensor]]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)

@@ -1,0 +1,139 @@
+"""Grouped products of some of the rows: from a row on whose number lies on the device.
+
+What comes before belongs to other groups, with weights elsewhere. Used for clones, whose rows lie
+behind those of the home experts.
+
+Shapes: M rows of all groups, E groups here, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megacore.ops.gemm_cuda import launch_grouped, takes_kernel
+from megacore.ops.library import define_op
+
+
+def part_product_(x: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
+    """``out[rows of e] = x[rows of e] @ w[e].T``; other rows of ``out`` stay as they are.
+
+    Args:
+        x: ``(M, K)``.
+        w: ``(E, N, K)``.
+        m_splits: Rows of each group, ``(E,)``, int64.
+        first_row: Where the rows of the first group begin, int64 scalar.
+        out: ``(M, N)``, written.
+
+    Sync:
+        None where the kernels of `grouped_gemm` compute it; elsewhere as there.
+
+    Example:
+        >>> x, w, out = torch.eye(3), torch.ones(1, 1, 3), torch.zeros(3, 1)
+        >>> part_product_(x, w, torch.tensor([1]), torch.tensor(1), out)
+        >>> out.flatten().tolist()
+        [0.0, 1.0, 0.0]
+    """
+    _part_product_(x, w, m_splits, first_row, out)
+
+
+def part_input_grad_(
+    grad: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
+) -> None:
+    """``out[rows of e] = grad[rows of e] @ w[e]``: ``(M, N)`` to ``(M, K)``, else the same."""
+    _part_input_grad_(grad, w, m_splits, first_row, out)
+
+
+def part_weight_grad_(
+    grad: Tensor, x: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
+) -> None:
+    """``out[e] = grad[rows of e].T @ x[rows of e]``, ``(E, N, K)``; zero for a group without rows.
+
+    Args:
+        grad: ``(M, N)``.
+        x: ``(M, K)``.
+        m_splits: Rows of each group, ``(E,)``, int64.
+        first_row: Where the rows of the first group begin, int64 scalar.
+        out: Overwritten; float32 for 16-bit rows.
+    """
+    _part_weight_grad_(grad, x, m_splits, first_row, out)
+
+
+def _rows(product: Callable[..., Tensor]) -> Callable[..., None]:
+    """Slice and copy: the host reads ``first_row``."""
+
+    def run(a: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
+        first = int(first_row)
+        end = first + int(m_splits.sum())
+        if end > first:
+            out[first:end] = product(a[first:end], w, m_splits)
+
+    return run
+
+
+def _forward(x: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+    result: Tensor = torch.ops.megacore.grouped_gemm(x, w, m_splits, None, True)
+    return result
+
+
+def _input_grad(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+    result: Tensor = torch.ops.megacore.grouped_gemm_input_grad(grad, w, m_splits)
+    return result
+
+
+def _weight_grad_sliced_(
+    grad: Tensor, x: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
+) -> None:
+    first = int(first_row)
+    torch.ops.megacore.grouped_gemm_weight_grad_(grad[first:], x[first:], m_splits, out, False)
+
+
+def _product_cuda_(x: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
+    if not takes_kernel(x, *w.shape):
+        return _rows(_forward)(x, w, m_splits, first_row, out)
+    return launch_grouped("forward", x, w, m_splits, out, first_row=first_row)
+
+
+def _input_grad_cuda_(
+    grad: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
+) -> None:
+    if not takes_kernel(grad, *w.shape):
+        return _rows(_input_grad)(grad, w, m_splits, first_row, out)
+    return launch_grouped("input_grad", grad, w, m_splits, out, first_row=first_row)
+
+
+def _weight_grad_cuda_(
+    grad: Tensor, x: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
+) -> None:
+    if not takes_kernel(x, *out.shape):
+        return _weight_grad_sliced_(grad, x, m_splits, first_row, out)
+    return launch_grouped("weight_grad", grad, x, m_splits, out, first_row=first_row)
+
+
+def _fake(a: Tensor, b: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
+    del a, b, m_splits, first_row, out
+
+
+_part_product_ = define_op(
+    "grouped_gemm_part_(Tensor x, Tensor w, Tensor m_splits, Tensor first_row, Tensor(a!) out)"
+    " -> ()",
+    cpu=_rows(_forward),
+    cuda=_product_cuda_,
+    fake=_fake,
+)
+_part_input_grad_ = define_op(
+    "grouped_gemm_part_input_grad_(Tensor grad, Tensor w, Tensor m_splits, Tensor first_row,"
+    " Tensor(a!) out) -> ()",
+    cpu=_rows(_input_grad),
+    cuda=_input_grad_cuda_,
+    fake=_fake,
+)
+_part_weight_grad_ = define_op(
+    "grouped_gemm_part_weight_grad_(Tensor grad, Tensor x, Tensor m_splits, Tensor first_row,"
+    " Tensor(a!) out) -> ()",
+    cpu=_weight_grad_sliced_,
+    cuda=_weight_grad_cuda_,
+    fake=_fake,
+)
