@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,6 +82,22 @@ def test_a_report_names_every_transport() -> None:
     assert list(schedule.transport_report()) == TRANSPORTS
     in_order = schedule.transport_report(Lowering(receives="in_order", batches=True))
     assert in_order == dict.fromkeys(TRANSPORTS)
+
+
+@pytest.mark.parametrize("pairs", ["whole", "split"])
+def test_pairs_of_1f1b_run_on_every_transport_with_as_many_slots_as_activations(
+    pairs: Literal["whole", "split"],
+) -> None:
+    for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 3)):
+        schedule = build_schedule(
+            name, num_ranks=3, num_chunks=chunks, num_microbatches=7, pairs=pairs
+        )
+        in_order = Lowering(receives="in_order", batches=True, recompute=Recompute(keep=1))
+        assert schedule.transport_report(in_order) == dict.fromkeys(TRANSPORTS)
+        schedule.lower(in_order)
+        programs = schedule.lower(Lowering(slots="shared"))
+        slots = [program.slot_counts().activations for program in programs]
+        assert slots == [[peak] for peak in schedule.simulate().peak_in_flight]
 
 
 def test_a_memory_limit_names_the_forward_that_exceeds_it() -> None:
