@@ -35,10 +35,16 @@ def graph_problems(config: Config, shown: Shown) -> Iterator[str]:
     graphs = config.graphs
     if graphs.mode == "off":
         return
-    if graphs.backend == "cuda" and config.run.backend == "gloo":
+    if graphs.backend in ("cuda", "transformer_engine") and config.run.backend == "gloo":
         yield (
             f"{shown('graphs.backend')} needs a GPU, but {shown('run.backend')} computes on the "
             "CPU; use emulated there"
+        )
+    if graphs.backend == "transformer_engine" and graphs.mode == "full":
+        yield (
+            f"{shown('graphs.backend')} captures modules, and no whole steps as "
+            f'{shown("graphs.mode")} asks for; set graphs.backend = "cuda", or graphs.mode = '
+            '"partial"'
         )
     if graphs.mode == "partial":
         yield from _scope_problems(config, shown)
@@ -56,12 +62,18 @@ def _routes_on_host(config: Config) -> bool:
     return (config.moe.record_routing or config.moe.replay_routing) is not None
 
 
+def _plans_on_device(config: Config) -> bool:
+    """Whether the host reads nothing of the plan of clones."""
+    return config.moe.dispatcher == "static" and config.moe.static_transport != "collective"
+
+
 def _host_problems(config: Config, shown: Shown, where: str, *, plans: bool) -> Iterator[str]:
     """What the host does between the router and the experts, where that is captured."""
-    if plans and config.moe.echo.spare_slots > 0:
+    if plans and config.moe.echo.spare_slots > 0 and not _plans_on_device(config):
         yield (
             f"{where} captures where tokens go, but {shown('moe.echo.spare_slots')} lets the host "
-            "plan that; capture attn,mlp,moe_router at most, or set spare_slots = 0"
+            "send clones; set moe.dispatcher = \"static\" without moe.static_transport = "
+            "\"collective\", capture attn,mlp,moe_router at most, or set spare_slots = 0"
         )
     for key in ("record_routing", "replay_routing"):
         if getattr(config.moe, key) is not None:
@@ -83,7 +95,12 @@ def _scope_problems(config: Config, shown: Shown) -> Iterator[str]:
             "leave it out"
         )
     elif experts:
-        plans = "moe" in experts or "moe_preprocess" in experts
+        if "moe_preprocess" in experts and config.moe.echo.spare_slots > 0:
+            yield (
+                f"{where} names moe_preprocess, but clones ({shown('moe.echo.spare_slots')}) go by "
+                "more of the plan than what it leaves behind; name moe instead, or leave it out"
+            )
+        plans = "moe" in experts
         yield from _host_problems(config, shown, where, plans=plans)
     if "moe" in scopes and "moe" in kinds and config.moe.dispatcher != "static":
         yield (

@@ -39,10 +39,11 @@ class GraphsConfig(Section):
         ge=1,
         description="Steps that run without graphs, after a start or a resume, before the capture.",
     )
-    backend: Literal["auto", "cuda", "emulated"] = Field(
+    backend: Literal["auto", "cuda", "emulated", "transformer_engine"] = Field(
         default="auto",
         description="`cuda` for real graphs; `emulated` runs the captured code again, on any "
-        "device, and checks what a real graph would do with it. `auto`: the right one.",
+        "device, and checks what a real graph would do with it; `transformer_engine` leaves "
+        "captures of parts to that package. `auto`: `cuda` or `emulated`, by the device.",
     )
     on_change: Literal["error", "recapture"] = Field(
         default="error",

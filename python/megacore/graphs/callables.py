@@ -76,6 +76,9 @@ def make_graphed_callables(
     named = [sample_kwargs] if isinstance(sample_kwargs, Mapping) else sample_kwargs
     layers = describe_layers(modules, args, named, run_pre_hooks=chosen.run_pre_hooks)
     chosen.check(len(modules))
+    if order is None:
+        for layer in layers:
+            layer.hooked = layer.hooked[1:]  # a call of the module runs its own hooks
     backend = _choose_backend(chosen, layers)
     if isinstance(backend, TransformerEngineBackend):
         calls: Sequence[Any] = backend.delegate(

@@ -47,7 +47,8 @@ def describe_layers(
             "some of the modules are in training and some in evaluation mode; call train() on all "
             "of them, or eval()"
         )
-    if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
+    casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    if casts and torch.is_autocast_cache_enabled():
         raise ValueError(
             "autocast caches the weights that it casts, and a graph would read those of its "
             "capture for ever; use autocast(..., cache_enabled=False)"

@@ -194,17 +194,18 @@ class Delegated:
         return self._calls
 
     def static_bytes(self) -> dict[str, int]:
-        """Bytes of static inputs; of the rest only Transformer Engine knows."""
-        by_signature: dict[int, int] = {}
+        """Bytes of static inputs; of the rest only Transformer Engine knows, so it counts 0."""
+        by_buffer: dict[int, int] = {}
         for use in self.plan.uses:
             if use.role == BufferRole.INPUT:
                 specs = self._layers[use.layer].input_specs
-                by_signature[use.buffer] = sum(spec.num_bytes for spec in specs)
-        return {"static_inputs": sum(by_signature.values())}
+                by_buffer[use.buffer] = sum(spec.num_bytes for spec in specs)
+        inputs = sum(by_buffer.values())
+        return {"static_inputs": inputs, "output_grads": 0, "results": 0, "kept": 0}
 
     def reset(self) -> None:
         """Give up all graphs."""
-        for call in set(self._calls):
+        for call in dict.fromkeys(self._calls):
             call.reset()
 
 
