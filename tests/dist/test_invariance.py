@@ -66,6 +66,11 @@ LAYOUTS = {
         2,
         {"parallel.pp": 2, "pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2},
     ),
+    "one rank with 2 chunks": (
+        1,
+        {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2},
+    ),
+    "one rank with 2 chunks, split backwards": (1, {"pipeline.schedule": "interleaved_zb"}),
     "pp4 uneven": (4, {"parallel.pp": 4, "pipeline.account_for_embedding": False}),
     "dp2": (2, {}),
     "dp2 without ZeRO-1": (2, {"optimizer.distributed": False}),

@@ -176,7 +176,6 @@ def test_suggested_layouts_do_fit() -> None:
             1,
             "needs pipeline.num_chunks > 1",
         ),
-        ({"pipeline__schedule": "interleaved_1f1b"}, 1, "needs parallel.pp > 1"),
         ({"pipeline__schedule": "dualpipe"}, 1, "two copies of the model"),
         (
             {"pipeline__schedule": "no_pipelining", "parallel__pp": "2"},

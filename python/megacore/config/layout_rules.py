@@ -1,0 +1,197 @@
+"""Rules of the layout: what tp, cp, ep, etp, pp and dp ask of the model, batch and processes."""
+
+from __future__ import annotations
+
+from megacore.config.base import filled, nearest_divisors, nearest_multiples
+from megacore.config.parallel import AXES
+from megacore.config.problems import Problems, count_of
+from megacore.config.sections import Config
+
+
+def _check_layout(problems: Problems, config: Config) -> None:
+    parallel, world = config.parallel, problems.world_size
+    product = parallel.tp * parallel.cp * parallel.pp
+    if world % product == 0:
+        if world > product and "dp" not in parallel.order.split("-"):
+            problems.add(
+                f"{problems.shown('parallel.order')} leaves out dp, which has size "
+                f'{world // product} on {world} processes; for example "{"-".join(AXES)}"'
+            )
+        return
+    factors = " x ".join(
+        f"{axis} {getattr(parallel, axis)} ({config.origin(f'parallel.{axis}')})"
+        for axis in ("tp", "cp", "pp")
+    )
+    fixes = [f"start {nearest_multiples(world, product)} processes"]
+    fixes += [f"use {layout}" for layout in _nearest_layouts(config, world)]
+    problems.add(
+        f"the layout does not fit {count_of(world, 'process')} ({problems.launcher}): {factors} = "
+        f"{product}, and {world} is not a multiple of it; nearest: {', or '.join(fixes)}"
+    )
+
+
+def _nearest_layouts(config: Config, world: int) -> list[str]:
+    """Up to two settings of tp and pp that fit the world and the model, fewest changes first."""
+    tp, pp, model = config.parallel.tp, config.parallel.pp, config.model
+    stages_per_rank = config.pipeline.chunks
+    fitting = [
+        (new_tp, new_pp)
+        for new_tp in _divisors(world)
+        for new_pp in _divisors(world // new_tp)
+        if filled(model.num_kv_heads) % new_tp == 0 and new_pp * stages_per_rank <= model.num_layers
+    ]
+
+    def distance(layout: tuple[int, int]) -> tuple[int, float]:
+        changed = (layout[0] != tp) + (layout[1] != pp)
+        return changed, abs(layout[0] - tp) / tp + abs(layout[1] - pp) / pp
+
+    best = sorted(fitting, key=distance)[:2]
+    return [f"tp={new_tp} pp={new_pp}" for new_tp, new_pp in best]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _check_model_fits_tp(problems: Problems, config: Config) -> None:
+    tp = config.parallel.tp
+    keys = ["num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_pad_multiple"]
+    if config.parallel.sequence_parallel:
+        keys.append("seq_length")
+    for key in keys:
+        value = getattr(config.model, key)
+        if value % tp:
+            shown = problems.shown(f"model.{key}", value)
+            problems.add(
+                f"{shown} is not a multiple of {problems.shown('parallel.tp')}; nearest: "
+                f"tp={nearest_divisors(tp, value)}, or {key}={nearest_multiples(value, tp)}"
+            )
+
+
+def _check_sequence_fits_cp(problems: Problems, config: Config) -> None:
+    """Context parallelism cuts a sequence into two slices per rank, to balance causal attention."""
+    parallel, length = config.parallel, config.model.seq_length
+    slices = parallel.tp if parallel.sequence_parallel else 1
+    unit = 2 * parallel.cp * slices
+    if parallel.cp > 1 and length % unit:
+        factors = f"2 * {problems.shown('parallel.cp')}" + (
+            f" * {problems.shown('parallel.tp')}" if slices > 1 else ""
+        )
+        problems.add(
+            f"{problems.shown('model.seq_length')} is not a multiple of {factors} = {unit}, the "
+            f"slices of a sequence; nearest seq_length: {nearest_multiples(length, unit)}"
+        )
+
+
+def _check_experts(problems: Problems, config: Config) -> None:
+    moe, parallel = config.moe, config.parallel
+    if moe.num_experts == 0:
+        for key, needs in (("ep", parallel.ep > 1), ("etp", parallel.etp not in (1, parallel.tp))):
+            if needs:
+                problems.add(
+                    f"{problems.shown(f'parallel.{key}')} is for experts, but "
+                    f"{problems.shown('moe.num_experts')}; leave {key} out, or set num_experts"
+                )
+        return
+    for key, axis in (("num_experts", "ep"), ("ffn_hidden_size", "etp")):
+        value, size = filled(getattr(moe, key)), filled(getattr(parallel, axis))
+        if value % size:
+            problems.add(
+                f"{problems.shown(f'moe.{key}', value)} is not a multiple of "
+                f"{problems.shown(f'parallel.{axis}', size)}; nearest: "
+                f"{axis}={nearest_divisors(size, value)}, or {key}={nearest_multiples(value, size)}"
+            )
+    if moe.shared_ffn_hidden_size % parallel.tp:
+        problems.add(
+            f"{problems.shown('moe.shared_ffn_hidden_size')} is not a multiple of "
+            f"{problems.shown('parallel.tp')}; nearest: "
+            f"{nearest_multiples(moe.shared_ffn_hidden_size, parallel.tp)}"
+        )
+    if moe.echo.domain is not None and parallel.ep % moe.echo.domain:
+        problems.add(
+            f"{problems.shown('moe.echo.domain')} does not divide {problems.shown('parallel.ep')}; "
+            f"nearest: domain={nearest_divisors(moe.echo.domain, parallel.ep)}"
+        )
+    _check_shares_of_tokens(problems, config)
+    if not moe.moe_layers(config.model.num_layers):
+        problems.add(
+            f"{problems.shown('moe.num_experts')}, but none of the {config.model.num_layers} "
+            f"layers has experts: {problems.shown('moe.first_dense_layers')}, "
+            f"{problems.shown('moe.layer_interval')}; lower one of them"
+        )
+    _check_expert_layout(problems, config)
+
+
+def _check_shares_of_tokens(problems: Problems, config: Config) -> None:
+    """Ranks of tp that hold the same tokens route equal shares of them."""
+    parallel, length = config.parallel, config.model.seq_length
+    slices = 2 * parallel.cp if parallel.cp > 1 else 1
+    unit = parallel.tp * slices
+    # What the slices alone do not fit is the business of _check_sequence_fits_cp.
+    if parallel.sequence_parallel or length % slices or length % unit == 0:
+        return
+    factors = problems.shown("parallel.tp") + (
+        f" * 2 * {problems.shown('parallel.cp')} = {unit}" if slices > 1 else ""
+    )
+    problems.add(
+        f"{problems.shown('model.seq_length')} is not a multiple of {factors}: the ranks of tp "
+        f"share the tokens that they route; nearest: {nearest_multiples(length, unit)}"
+    )
+
+
+def _check_expert_layout(problems: Problems, config: Config) -> None:
+    parallel, world = config.parallel, problems.world_size
+    etp = filled(parallel.etp)
+    most = max(1, world // (etp * parallel.pp))
+    product = etp * parallel.ep * parallel.pp
+    if world % (parallel.tp * parallel.cp * parallel.pp) == 0 and world % product:
+        problems.add(
+            f"the experts do not fit {count_of(world, 'process')} ({problems.launcher}): "
+            f"{problems.shown('parallel.etp', etp)} x {problems.shown('parallel.ep')} x "
+            f"{problems.shown('parallel.pp')} = {product}, and {world} is not a multiple of it; "
+            f"nearest: ep={nearest_divisors(parallel.ep, most)}, or start "
+            f"{nearest_multiples(world, product)} processes"
+        )
+
+
+def _check_batch(problems: Problems, config: Config) -> None:
+    dp = config.dp(problems.world_size)
+    if dp == 0 or problems.world_size % dp:
+        return  # The layout itself is wrong and already reported.
+    unit = config.train.microbatch_size * dp
+    batch = config.train.global_batch_size
+    if batch % unit:
+        problems.add(
+            f"{problems.shown('train.global_batch_size')} is not a multiple of "
+            f"{problems.shown('train.microbatch_size')} x dp {dp} "
+            f"({count_of(problems.world_size, 'process')} / tp*cp*pp) = {unit}; "
+            f"nearest: {nearest_multiples(batch, unit)}"
+        )
+
+
+def _check_instances(problems: Problems, config: Config) -> None:
+    dp, count = config.dp(problems.world_size), config.optimizer.num_instances
+    if dp > 0 and dp % count:
+        problems.add(
+            f"{problems.shown('optimizer.num_instances')} does not divide dp {dp} "
+            f"({count_of(problems.world_size, 'process')} / tp*cp*pp); "
+            f"nearest: {nearest_divisors(count, dp)}"
+        )
+    parallel = config.parallel
+    expert_dp = problems.world_size // (filled(parallel.etp) * parallel.ep * parallel.pp)
+    if config.moe.num_experts > 0 and expert_dp > 0 and expert_dp % count:
+        problems.add(
+            f"{problems.shown('optimizer.num_instances')} does not divide edp {expert_dp} "
+            f"({count_of(problems.world_size, 'process')} / etp*ep*pp); "
+            f"nearest: {nearest_divisors(count, expert_dp)}"
+        )
+
+
+LAYOUT_RULES = (
+    _check_layout,
+    _check_experts,
+    _check_model_fits_tp,
+    _check_sequence_fits_cp,
+    _check_batch,
+    _check_instances,
+)

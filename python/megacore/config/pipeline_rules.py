@@ -1,0 +1,160 @@
+"""Rules of the pipeline: which settings a schedule takes, and which layers its stages get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megacore._core import ScheduleInfo, schedule_catalog
+from megacore.config.layers import (
+    layers_fit,
+    layers_of_stages,
+    mtp_stage,
+    nearest_fits,
+    stages_of_ranks,
+)
+from megacore.config.problems import Problems
+from megacore.config.sections import Config
+
+
+def check_pipeline(problems: Problems, config: Config) -> None:
+    """Add what the ``[pipeline]`` section breaks."""
+    pipeline, pp, info = config.pipeline, config.parallel.pp, config.pipeline.schedule_info
+    schedule = problems.shown("pipeline.schedule")
+    chunks = problems.shown("pipeline.num_chunks", pipeline.chunks)
+    own_chunks = info.num_chunks if info is not None else 2 * pipeline.is_v
+    if info is not None and info.placement == "bidirectional":
+        problems.add(
+            f"{schedule} keeps two copies of the model on different ranks, whose gradients "
+            "training does not add up; use dualpipe_v, which overlaps the same passes with one copy"
+        )
+    elif own_chunks and pipeline.chunks != own_chunks:
+        problems.add(
+            f"{chunks} does not fit {schedule}, which has {own_chunks}; leave num_chunks out, or "
+            f"use one of {_names(lambda other: other.num_chunks == 0)}"
+        )
+    elif pipeline.schedule == "no_pipelining":
+        if pp > 1:
+            problems.add(
+                f"{schedule} runs on one pipeline rank, but {problems.shown('parallel.pp')}; set "
+                "parallel.pp to 1, or use 1f1b"
+            )
+    elif pipeline.schedule.startswith("interleaved") and pipeline.chunks == 1:
+        problems.add(f"{schedule} needs pipeline.num_chunks > 1; set it to 2, or use 1f1b")
+    if pipeline.group_size is not None and (info is None or not info.takes_group_size):
+        problems.add(
+            f"{problems.shown('pipeline.group_size')} needs one of the schedules "
+            f"{_names(lambda other: other.takes_group_size)}, but {schedule}; leave group_size out "
+            "or change the schedule"
+        )
+    for key, is_set in (
+        ("placement", pipeline.placement != "loop"),
+        ("memory_limit", pipeline.memory_limit is not None),
+    ):
+        if info is not None and is_set:
+            problems.add(
+                f"{problems.shown(f'pipeline.{key}')} is for the schedule auto, but {schedule}; "
+                f"leave {key} out or change the schedule"
+            )
+    if pipeline.overlap_moe:
+        _check_overlap_moe(problems, config)
+    if pipeline.split_weight_grads and (
+        not pipeline.overlap_moe or info is None or not info.takes_pairs
+    ):
+        key = "pipeline.overlap_moe" if not pipeline.overlap_moe else "pipeline.schedule"
+        problems.add(
+            f"{problems.shown('pipeline.split_weight_grads')} fills the exchanges of overlap_moe "
+            f"with {_names(lambda other: other.takes_pairs)}, but {problems.shown(key)}; change "
+            "that, or turn split_weight_grads off"
+        )
+    if own_chunks in (0, pipeline.chunks):  # else the stages are not known
+        _check_layers(problems, config)
+
+
+def _check_overlap_moe(problems: Problems, config: Config) -> None:
+    place, pipeline = problems.shown("pipeline.overlap_moe"), config.pipeline
+    info = pipeline.schedule_info
+    if pipeline.schedule != "dualpipe_v" and (info is None or not info.takes_pairs):
+        problems.add(
+            f"{place} needs a schedule that pairs a forward with the backward of another "
+            f"microbatch, but {problems.shown('pipeline.schedule')}; use "
+            f"{_names(lambda other: other.takes_pairs)} or dualpipe_v, or turn it off"
+        )
+    if config.moe.num_experts == 0 or config.parallel.ep == 1:
+        key = "moe.num_experts" if config.moe.num_experts == 0 else "parallel.ep"
+        problems.add(
+            f"{place} hides the way of rows between ranks that share experts, but "
+            f"{problems.shown(key)}; turn it off"
+        )
+    elif config.moe.dispatcher == "allgather":
+        problems.add(
+            f"{place} needs exchanges that can be started and waited for, but "
+            f"{problems.shown('moe.dispatcher')}; use alltoall or static, or turn it off"
+        )
+    if config.moe.echo.spare_slots > 0:
+        problems.add(
+            f"{place} computes two microbatches in turns, but clones of one at a time fit "
+            f"{problems.shown('moe.echo.spare_slots')}; set spare_slots = 0, or turn it off"
+        )
+    if config.graphs.mode != "off":
+        problems.add(
+            f"{place} runs parts of two passes in turns, but graphs share memory in the order of "
+            f'whole passes: {problems.shown("graphs.mode")}; set mode = "off", or turn it off'
+        )
+
+
+def _names(matches: Callable[[ScheduleInfo], bool]) -> str:
+    return ", ".join(info.name for info in schedule_catalog() if matches(info))
+
+
+def _check_layers(problems: Problems, config: Config) -> None:
+    pipeline, pp, layers = config.pipeline, config.parallel.pp, config.model.num_layers
+    if pipeline.layout is not None:
+        _check_pipeline_layout(problems, config)
+        return
+    stages = pp * pipeline.chunks
+    units = layers + pipeline.account_for_embedding + pipeline.account_for_loss
+    if stages > units:
+        problems.add(
+            f"{problems.shown('model.num_layers')} cannot fill the {stages} stages of "
+            f"{problems.shown('parallel.pp')} x "
+            f"{problems.shown('pipeline.num_chunks', pipeline.chunks)}; "
+            f"use at least {stages} layers, or at most {units} stages"
+        )
+        return
+    fixed = (pipeline.first_layers or 0) + (pipeline.last_layers or 0)
+    if fixed > layers:
+        problems.add(
+            f"pipeline.first_layers + pipeline.last_layers = {fixed} is more than "
+            f"{problems.shown('model.num_layers')}"
+        )
+    elif not layers_fit(config):
+        settings = [problems.shown("parallel.pp")]
+        if pipeline.chunks > 1:
+            settings.append(problems.shown("pipeline.num_chunks", pipeline.chunks))
+        for key in ("first_layers", "last_layers", "account_for_embedding", "account_for_loss"):
+            if getattr(pipeline, key) not in (None, False):
+                settings.append(problems.shown(f"pipeline.{key}"))
+        fixes = nearest_fits(config, problems.world_size)
+        nearest = f"; nearest, changing one setting: {', or '.join(fixes)}" if fixes else ""
+        problems.add(
+            f"{problems.shown('model.num_layers')} cannot be dealt to pipeline stages with "
+            f"{', '.join(settings)}: all stages but those of first_layers and last_layers hold "
+            f"equally many{nearest}"
+        )
+
+
+def _check_pipeline_layout(problems: Problems, config: Config) -> None:
+    place = f"pipeline.layout ({config.origin('pipeline.layout')})"
+    try:
+        stages, further = layers_of_stages(config), mtp_stage(config)
+    except ValueError as error:
+        problems.add(f"{place}: {error}")
+        return
+    for rank, mine in enumerate(stages_of_ranks(config)):
+        # The first stage has the embedding and the last one the head, with or without layers.
+        if not any(stages[stage] or stage in (0, further, len(stages) - 1) for stage in mine):
+            problems.add(
+                f"{place}: pipeline rank {rank} gets neither layers nor embedding nor head, so it "
+                f"has nothing to train; give one of its stages ({', '.join(map(str, mine))}) a "
+                "layer, a t"
+            )

@@ -1,0 +1,34 @@
+"""The rules that a configuration breaks, told with the places of the settings."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacore.config.sections import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problems:
+    """Collects broken rules; knows how to show a setting with its place."""
+
+    config: Config
+    world_size: int
+    launcher: str
+    found: list[str] = field(default_factory=list)
+
+    def add(self, problem: str) -> None:
+        """Take down one sentence."""
+        self.found.append(problem)
+
+    def shown(self, key: str, value: Any = None) -> str:
+        """``"parallel.tp = 2 (demo.toml:9)"``; a derived value is given by the caller."""
+        set_value = operator.attrgetter(key)(self.config)
+        shown = set_value if set_value is not None else value
+        return f"{key} = {shown} ({self.config.origin(key)})"
+
+
+def count_of(number: int, noun: str) -> str:
+    """Write ``"1 process"`` or ``"2 processes"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}es"
