@@ -30,6 +30,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from megacore.ops.backward_graph import BackwardGraph, is_leaf
+
 # What arrives at a node: the gradient of each of its outputs that has one.
 Arrived = dict[int, Tensor]
 # Takes a function that does the part of W that is due, and is entered while I runs. The function
@@ -147,7 +149,7 @@ def backward_inputs(
         ValueError: If the graph has a node that runs a backward pass of its own.
     """
     targets = [get_gradient_edge(tensor) for tensor in inputs]
-    graph = _Graph(outputs, [target.node for target in targets])
+    graph = BackwardGraph(outputs, [target.node for target in targets])
     groups = graph.groups()
     arrived: dict[Node, Arrived] = {}
     roots = []
@@ -195,98 +197,6 @@ def _grad_or_one(output: GradientEdge, output_grad: Tensor | None) -> Tensor:
     return torch.ones(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
-class _Graph:
-    """The autograd graph of one forward pass of a stage, sorted into the kinds of nodes.
-
-    Attributes:
-        edges: The edges of each node, ``(None, 0)`` for an input without gradient.
-        weight_nodes: Nodes from which only parameters can be reached, leaves included.
-        borders: Border nodes, each with the outputs whose gradients arrive at it.
-        reached: Those of the stage's inputs that have any influence.
-    """
-
-    def __init__(self, outputs: Sequence[GradientEdge], targets: Sequence[Node]) -> None:
-        self.edges = _edges([output.node for output in outputs])
-        self.weight_nodes: set[Node] = set()
-        activation: set[Node] = set()
-        borders: list[Node] = []
-        for node, edges in self.edges.items():
-            children = [child for child, _ in edges if child is not None]
-            if node in targets or not activation.isdisjoint(children):
-                activation.add(node)
-            elif not children:
-                if _is_leaf(node):
-                    self.weight_nodes.add(node)
-                continue
-            elif targets or _is_branch_of_weights(children, self.weight_nodes):
-                self.weight_nodes.add(node)
-                continue
-            else:
-                activation.add(node)
-            if not self.weight_nodes.isdisjoint(children):
-                borders.append(node)
-        self.reached = activation.intersection(targets)
-        self.borders: dict[Node, set[int]] = {node: set() for node in borders}
-        for output in outputs:
-            if output.node in self.borders:
-                self.borders[output.node].add(output.output_nr)
-        for node in activation:
-            for child, nr in self.edges[node]:
-                if child in self.borders:
-                    self.borders[child].add(nr)
-
-    def groups(self) -> list[list[Node]]:
-        """Border and weight nodes that run together in W, since their gradients are added up."""
-        groups = _Groups()
-        # The order of the graph, so that hooks on parameters run in the same order on every rank.
-        nodes = [node for node in self.edges if node in self.weight_nodes or node in self.borders]
-        for node in nodes:
-            for child, _ in self.edges[node]:
-                if child in self.weight_nodes:
-                    groups.join(node, child)
-        members: dict[Node, list[Node]] = {}
-        for node in nodes:
-            members.setdefault(groups.find(node), []).append(node)
-        return list(members.values())
-
-    def asks(self, node: Node, *, weights: bool) -> list[bool]:
-        """For each edge of a node whether it belongs to I, or to W."""
-        edges = self.edges[node]
-        return [(child in self.weight_nodes) == weights for child, _ in edges if child is not None]
-
-
-def _is_branch_of_weights(children: list[Node], weight_nodes: set[Node]) -> bool:
-    """On the first stage: whether a node is on the way from one weight to where it meets others."""
-    return len(children) == 1 and children[0] in weight_nodes
-
-
-def _is_leaf(node: Node) -> bool:
-    return hasattr(node, "variable")
-
-
-def _edges(roots: list[Node]) -> dict[Node, list[tuple[Node | None, int]]]:
-    """The edges of all nodes of a graph, each node behind those it leads to. It may be deep."""
-    done: dict[Node, list[tuple[Node | None, int]]] = {}
-    path = roots[::-1]
-    opened: dict[Node, list[tuple[Node | None, int]]] = {}
-    while path:
-        node = path[-1]
-        if node in opened:
-            path.pop()
-            if node not in done:
-                done[node] = opened[node]
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(
-                "a stage with a reentrant checkpoint cannot split its backward pass, because the "
-                "checkpoint adds to the gradients of weights at once; use torch.utils.checkpoint "
-                "with use_reentrant=False, or a schedule with whole backward passes"
-            )
-        opened[node] = edges = list(node.next_functions)
-        path += [child for child, _ in edges if child is not None and child not in opened]
-    return done
-
-
 class _Watch:
     """Watches border nodes during I, and lets Python functions leave out gradients of weights.
 
@@ -298,7 +208,7 @@ class _Watch:
         done: Those of them that have ended, if ``ends`` are watched as well.
     """
 
-    def __init__(self, graph: _Graph, *, ends: bool) -> None:
+    def __init__(self, graph: BackwardGraph, *, ends: bool) -> None:
         self.arrived: dict[Node, Arrived] = {}
         self.done: set[Node] = set()
         self._needs: dict[Any, tuple[bool, ...]] = {}
@@ -413,13 +323,13 @@ def _run_node(node: Any, arrived: Arrived, weight_nodes: set[Node]) -> Sequence[
 
 
 def _parts(
-    graph: _Graph, groups: Sequence[Sequence[Node]], arrived: dict[Node, Arrived]
+    graph: BackwardGraph, groups: Sequence[Sequence[Node]], arrived: dict[Node, Arrived]
 ) -> list[_Part]:
     """Make parts of groups, in the order in which autograd would begin them."""
     parts = []
     for group in groups:
         here = {node: arrived[node] for node in group if node in arrived}
-        leaves = [node for node in group if _is_leaf(node)]
+        leaves = [node for node in group if is_leaf(node)]
         if here:
             inner = set(group).difference(leaves)
             part = _Part(
@@ -452,6 +362,10 @@ def _roots_of(parts: list[_Part]) -> tuple[list[Tensor], list[GradientEdge]]:
     return roots, wanted
 
 
+def _sequence(node: Node) -> int:
+    return node._sequence_nr()
+
+
 class _DueParts:
     """Parts of W that can run before the end of I: all their border nodes have run.
 
@@ -461,7 +375,7 @@ class _DueParts:
 
     def __init__(
         self,
-        graph: _Graph,
+        graph: BackwardGraph,
         groups: list[list[Node]],
         watch: _Watch,
         *,
@@ -491,29 +405,6 @@ class _DueParts:
         del group, due
         with torch.enable_grad():
             _run_parts(parts)
-
-
-def _sequence(node: Node) -> int:
-    return node._sequence_nr()
-
-
-class _Groups:
-    """Disjoint sets of nodes."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Node, Node] = {}
-
-    def find(self, node: Node) -> Node:
-        """Return the node that stands for the set of a node."""
-        parent = self._parent
-        while (above := parent.get(node, node)) is not node:
-            parent[node] = parent.get(above, above)  # shorter for the next one who asks
-            node = above
-        return node
-
-    def join(self, first: Node, second: Node) -> None:
-        """Unite two sets."""
-        self._parent[self.find(first)] = self.find(second)
 
 
 class _WeightGrads(torch.autograd.Function):
