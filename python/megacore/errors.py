@@ -22,5 +22,9 @@ class CheckpointError(MegacoreError, RuntimeError):
     """A checkpoint that is missing, torn, unreadable or does not fit the model."""
 
 
+class DiskFullError(CheckpointError):
+    """A disk without room for a checkpoint."""
+
+
 class PeerLostError(MegacoreError, RuntimeError):
     """Another rank died or stopped answering."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -264,6 +266,29 @@ def test_a_failed_save_in_the_background_ends_the_run_or_is_a_note(
     else:
         assert (ended.code, ended.err) == (0, "")
         assert ended.out.count("a checkpoint was not saved: no room for a checkpoint") == 2
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_disk_that_is_full_at_the_start_ends_the_run_or_is_a_note(
+    tiny: Path, tmp_path: Path, policy: str
+) -> None:
+    def train_on_a_full_disk() -> int:
+        full = SimpleNamespace(total=1 << 40, used=1 << 40, free=0)
+        shutil.disk_usage = lambda _: full  # this process ends here
+        return main(["train", str(tiny), "--nproc=1", f"--checkpoint.on_failure={policy}"])
+
+    ended = start_function(train_on_a_full_disk, tmp_path).finish(timeout_s=60)
+    if policy == "stop":
+        assert ended.code == 2
+        [complaint] = ended.err.splitlines()
+        assert "no room for a checkpoint" in complaint
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    else:
+        assert (ended.code, ended.err) == (0, "")
+        assert "checkpoints cannot be saved now: no room for a checkpoint" in ended.out
+        assert "a checkpoint was not saved: no room for a checkpoint" in ended.out
+        steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        assert len(steps) >= 4
 
 
 def test_stopping_a_run_that_saves_in_the_background_leaves_complete_checkpoints(

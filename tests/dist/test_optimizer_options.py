@@ -11,8 +11,9 @@ from torch import Tensor
 from megacore.buffers import make_buffers
 from megacore.config import OptimizerConfig
 from megacore.errors import ConfigError
-from megacore.optim import DistributedOptimizer
-from megacore.parallel import ProcessGroups
+from megacore.optim import DistributedOptimizer, ParamGroup
+from megacore.optim.param_group import check_patterns
+from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.instances import InstanceGroups
 from megacore.train.trainer import build_trainer
 from tests.dist.test_distributed_optimizer import backward, dp_groups, make_params
@@ -163,3 +164,18 @@ def test_gradients_in_the_format_of_the_parameters() -> None:
     assert results == overlapped == over_gloo
     assert results[0][0] == pytest.approx(plain[0], rel=2e-2)
     assert results[0][0] != plain[0]  # rounded gradients leave a trace
+
+
+def patterns_of_two_ranks(rank: int) -> str:
+    groups = ProcessGroups.create(Topology(world_size=2, pp=2))
+    mine = [f"layers.{rank}.mlp.up"]
+    check_patterns([ParamGroup(pattern="layers.1.*")], mine, groups)
+    with pytest.raises(ValueError, match="matches none") as caught:
+        check_patterns([ParamGroup(pattern="layers.2.*")], mine, groups)
+    return str(caught.value)
+
+
+def test_a_pattern_may_match_on_another_rank_only() -> None:
+    first, second = run_ranks(2, patterns_of_two_ranks)
+    assert first == second
+    assert "none of the 2 parameters" in first

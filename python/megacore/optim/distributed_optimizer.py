@@ -15,7 +15,7 @@ from megacore.config import OptimizerConfig
 from megacore.ops.optim import AdamWSettings, StepRules, decide_step_
 from megacore.optim.grad_norm import grad_ranges, norm_parts
 from megacore.optim.grad_sums import needs_sum, sum_sequence_parallel_grads, sum_shared_grads
-from megacore.optim.param_group import ParamGroup
+from megacore.optim.param_group import ParamGroup, check_patterns
 from megacore.optim.shard import OptimizerShard, ParamPiece
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
@@ -89,8 +89,8 @@ class DistributedOptimizer:
             the end of a step, and not where the next one calls their modules.
 
     Raises:
-        ValueError: If there is no buffer, or ``overlap_param_gather`` lacks the module of a
-            parameter.
+        ValueError: If there is no buffer, a pattern of ``param_groups`` matches no parameter of any
+            rank, or ``overlap_param_gather`` lacks the module of a parameter.
 
     Example:
         >>> from megacore.buffers import make_buffers
@@ -116,6 +116,8 @@ class DistributedOptimizer:
     ) -> None:
         if not buffers:
             raise ValueError("the optimizer needs at least one buffer of parameters")
+        names = [info.name for buffer in buffers for info, _ in buffer.params]
+        check_patterns(param_groups, names, groups)
         self.buffers = tuple(buffers)
         self._groups = groups
         self._config = config

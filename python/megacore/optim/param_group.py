@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,34 @@ class ParamSettings:
 
     lr_scale: float
     weight_decay: float
+
+
+def check_patterns(
+    param_groups: Sequence[ParamGroup], names: Sequence[str], groups: ProcessGroups
+) -> None:
+    """Check that every pattern matches a parameter on some rank. Collective if there are any.
+
+    Args:
+        param_groups: The same on every rank.
+        names: Global names of the parameters of this rank.
+        groups: Process groups of this rank.
+
+    Raises:
+        ValueError: On every rank, if a pattern matches nothing.
+
+    Example:
+        >>> check_patterns([ParamGroup(pattern="*.mlp.*")], ["a.mlp.up"], ProcessGroups.single())
+    """
+    if not param_groups:
+        return
+    known = sorted(set().union(*all_gather_objects(list(names), groups.world)))
+    for group in param_groups:
+        if not any(fnmatchcase(name, group.pattern) for name in known):
+            close = difflib.get_close_matches(group.pattern, known, n=3, cutoff=0.0)
+            raise ValueError(
+                f"the pattern {group.pattern!r} of a ParamGroup matches none of the {len(known)} "
+                f"parameters; nearest: {', '.join(close)}"
+            )
 
 
 def settings_of(

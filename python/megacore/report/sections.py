@@ -368,6 +368,10 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
     sizes = {"tp": topology.tp, "cp": topology.cp, "dp": topology.dp, "pp": topology.pp}
     shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     product = " x ".join(shown) if shown else "one process"
+    if topology.ep > 1 or topology.etp != topology.tp:
+        sizes = {"etp": topology.etp, "ep": topology.ep, "edp": topology.expert_dp}
+        experts = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        product += f", experts {experts}" if experts else ""
     return f"{topology.world_size:,} ranks = {product}" if shown else product
 
 

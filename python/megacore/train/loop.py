@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megacore.config import Config, config_to_toml, filled
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, DiskFullError
 from megacore.models.size import count_parameters
 from megacore.parallel.collectives import barrier
 from megacore.pipeline import ActionRecorder
@@ -50,17 +50,14 @@ def train(config: Config, context: RankContext) -> int:
     trainer = build_trainer(config, world_size=context.world_size, device=context.device)
     with hold_folders(config, trainer.groups):
         saver = _make_saver(trainer) if config.checkpoint.interval >= 0 else None
-        if saver is not None:
-            check_checkpoint_folder(
-                filled(config.checkpoint.dir), num_bytes=saver.num_bytes(), groups=trainer.groups
-            )
+        notes = () if saver is None else _check_room_to_save(trainer, saver)
         found = find_checkpoint(
             config.checkpoint.resume, filled(config.checkpoint.dir), groups=trainer.groups
         )
         start = _resume(trainer, found)
         # Last, when nothing more can be wrong: a mistake moves nobody's results.
         moved = make_place(config, found.path, trainer.groups)
-        run = _Run(trainer, found, saver, start=start, notes=moved)
+        run = _Run(trainer, found, saver, start=start, notes=moved + notes)
         try:
             run.loop()
             run.finish(wall_time_s=time.monotonic() - started)
@@ -100,6 +97,24 @@ def _make_saver(trainer: Trainer) -> CheckpointSaver:
         in_background=config.checkpoint.in_background,
         tolerant=config.checkpoint.on_failure == "continue",
     )
+
+
+def _check_room_to_save(trainer: Trainer, saver: CheckpointSaver) -> tuple[str, ...]:
+    """Prove that checkpoints can be written; return a note if failures are tolerated.
+
+    A full disk may get room by the time of the first checkpoint. A folder that cannot be written to
+    is a mistake whatever failures do.
+    """
+    settings = trainer.config.checkpoint
+    try:
+        check_checkpoint_folder(
+            filled(settings.dir), num_bytes=saver.num_bytes(), groups=trainer.groups
+        )
+    except DiskFullError as error:
+        if settings.on_failure == "stop":
+            raise
+        return (f"checkpoints cannot be saved now: {error}",)
+    return ()
 
 
 class _Run:

@@ -58,3 +58,23 @@ def test_groups_act_as_those_of_torch() -> None:
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(ValueError, match=r"lr_scale of 'a' is -1.0"):
         ParamGroup(pattern="a", lr_scale=-1.0)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> None:
+    names = ("layers.0.mlp.up", "layers.0.mlp.down", "layers.0.attn.qkv", "embedding.weight")
+    params = [
+        (ParamInfo(name=name, full_shape=(2,), tp_dim=None), nn.Parameter(torch.ones(2)))
+        for name in names
+    ]
+    groups, config = ProcessGroups.single(), OptimizerConfig()
+    buffers = make_buffers(params, groups=groups, optimizer=config)
+    with pytest.raises(ValueError, match=r"none of the 4 parameters; nearest: layers\.0\.mlp"):
+        DistributedOptimizer(
+            buffers,
+            groups=groups,
+            config=config,
+            param_groups=[
+                ParamGroup(pattern="layers.*.attn.*"),
+                ParamGroup(pattern="layers.*.mpl.*"),
+            ],
+        )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from pathlib import Path
 
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, DiskFullError
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.checkpoint.agreement import on_every_rank, on_rank_0
 from megacore.train.checkpoint.publish import check_room
@@ -26,8 +27,8 @@ def check_checkpoint_folder(
         groups: Process groups of this rank.
 
     Raises:
-        CheckpointError: On every rank, if a rank cannot write, the folder is not shared, or the
-            disk is too full.
+        DiskFullError: On every rank, if the disk is too full.
+        CheckpointError: On every rank, if a rank cannot write or the folder is not shared.
     """
     directory = Path(directory)
     mine = _probe_file(directory, groups.rank)
@@ -49,7 +50,8 @@ def _write(file: Path) -> None:
         probe_folder(file.parent)
         file.write_bytes(b"x")
     except OSError as error:
-        raise CheckpointError(
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (DiskFullError if is_full else CheckpointError)(
             f"cannot write checkpoints to {file.parent} (checkpoint.dir): "
             f"{describe_os_error(error)}; choose another folder, or set checkpoint.interval = -1 "
             f"for a run without checkpoints"

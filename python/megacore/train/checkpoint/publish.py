@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, DiskFullError
 from megacore.train.checkpoint.files import flush_folder, write_durably
 from megacore.train.checkpoint.format import (
     INDEX_NAME,
@@ -22,7 +22,7 @@ def prepare(partial: Path, *, num_bytes: int) -> None:
     """Clear what interrupted saves left behind and make the folder to write into.
 
     Raises:
-        CheckpointError: If there is no room for ``num_bytes`` of tensors.
+        DiskFullError: If there is no room for ``num_bytes`` of tensors.
     """
     directory = partial.parent
     directory.mkdir(parents=True, exist_ok=True)
@@ -40,13 +40,13 @@ def check_room(directory: Path, *, num_bytes: int) -> None:
     """Check that a checkpoint with ``num_bytes`` of tensors fits on the disk of ``directory``.
 
     Raises:
-        CheckpointError: If it does not.
+        DiskFullError: If it does not.
     """
     free = shutil.disk_usage(directory).free
     # Headers and the index come on top of the tensors.
     needed = num_bytes + num_bytes // 50 + (1 << 20)
     if free < needed:
-        raise CheckpointError(
+        raise DiskFullError(
             f"no room for a checkpoint: it takes {needed / 1e6:,.1f} MB, but {directory} has "
             f"{free / 1e6:,.1f} MB left; free some space, lower checkpoint.keep, or set "
             f"checkpoint.dir to another disk"
