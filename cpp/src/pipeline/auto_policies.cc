@@ -140,6 +140,103 @@ Policy keys_after(const Orders& orders,
   return policy;
 }
 
+// What one rank runs in every period, as intervals of a circle.
+class Circle {
+ public:
+  Circle(double period, std::vector<double> durations)
+      : period_(period), left_(std::move(durations)) {}
+
+  // The earliest start from `arrival` on that leaves room for all that is still to come: then, or
+  // next to something that is there. Takes it out of what is to come.
+  double place(double arrival, double duration) {
+    left_.erase(std::find(left_.begin(), left_.end(), duration));
+    double best = kNever;
+    const auto consider = [&](double start) {
+      const double delay = start - arrival;
+      start -= std::floor((delay + kSameTime) / period_) * period_;
+      if (start < best && fits(start, duration)) best = start;
+    };
+    consider(arrival);
+    for (const auto& [start, length] : used_) {
+      consider(start + length);
+      consider(start - duration);
+    }
+    if (best == kNever) best = arrival;
+    used_.push_back({best, duration});
+    return best;
+  }
+
+ private:
+  // Whether it overlaps nothing, and all that is to come fits into gaps, the longest first.
+  bool fits(double start, double duration) const {
+    std::vector<double> gaps;
+    std::vector<std::pair<double, double>> all;
+    for (const auto& [other, length] : used_) all.push_back({from(start, other), length});
+    std::sort(all.begin(), all.end());
+    double free = duration;
+    for (const auto& [other, length] : all) {
+      if (other < free - kSameTime) return false;
+      gaps.push_back(other - free);
+      free = other + length;
+    }
+    gaps.push_back(period_ - free);
+    std::vector<double> left = left_;
+    std::sort(left.begin(), left.end(), std::greater<>());
+    for (const double length : left) {
+      const auto gap = std::find_if(
+          gaps.begin(), gaps.end(), [&](double room) { return room >= length - kSameTime; });
+      if (gap == gaps.end()) return false;
+      *gap -= length;
+    }
+    return true;
+  }
+
+  double from(double start, double other) const {
+    const double way = std::fmod(other - start, period_);
+    return way < -kSameTime ? way + period_ : std::max(way, 0.0);
+  }
+
+  double period_;
+  std::vector<double> left_;                     // durations of what is still to come
+  std::vector<std::pair<double, double>> used_;  // starts and durations
+};
+
+// A microbatch that finds its place in the period of every rank, so that all ranks can repeat it
+// without a gap. Source: modulo scheduling; Rau, MICRO-27 (1994).
+Policy by_period(const Instance& instance, double stretch, double back_stretch) {
+  const auto num_stages = static_cast<size_t>(instance.num_stages());
+  Policy policy{.forward_keys = std::vector<double>(num_stages),
+                .backward_keys = std::vector<double>(num_stages),
+                .slope = period_of(instance, wave_of(instance, 0.0))};
+  std::vector<Circle> circles;
+  for (int rank = 0; rank < instance.num_ranks(); ++rank) {
+    std::vector<double> durations;
+    for (const int32_t stage : instance.placement.stages_of(rank)) {
+      const auto s = static_cast<size_t>(stage);
+      durations.insert(durations.end(), {instance.forward[s], instance.backward[s]});
+      if (instance.split) durations.push_back(instance.weight[s]);
+    }
+    circles.emplace_back(policy.slope, std::move(durations));
+  }
+  const auto circle = [&](size_t s) -> Circle& {
+    return circles[static_cast<size_t>(instance.placement.rank_of(static_cast<int>(s)))];
+  };
+  const auto hop = [&](size_t s, double more) {
+    return instance.hop[s] > 0.0 ? instance.hop[s] + more : 0.0;
+  };
+  double arrival = 0.0;
+  for (size_t s = 0; s < num_stages; ++s) {
+    if (s > 0) arrival += hop(s, stretch);
+    policy.forward_keys[s] = circle(s).place(arrival, instance.forward[s]);
+    arrival = policy.forward_keys[s] + instance.forward[s];
+  }
+  for (size_t s = num_stages; s-- > 0;) {
+    policy.backward_keys[s] = circle(s).place(arrival, instance.backward[s]);
+    arrival = policy.backward_keys[s] + instance.backward[s] + (s > 0 ? hop(s, back_stretch) : 0.0);
+  }
+  return policy;
+}
+
 }  // namespace
 
 std::vector<Policy> standard_policies(const Instance& instance) {
@@ -160,6 +257,16 @@ std::vector<Policy> standard_policies(const Instance& instance) {
           if (capped) policies.back().caps = caps;
         }
       }
+    }
+  }
+  // A split backward fills gaps with W anyhow.
+  if (instance.split) return policies;
+  const double half = mean(instance.forward) / 2.0;
+  for (const int stretch : {0, 1, 2}) {
+    for (const int back_stretch : {0, 1, 2}) {
+      Policy policy = by_period(instance, stretch * half, back_stretch * half);
+      policy.caps = caps;
+      for (Policy& waiting : with_waits(policy, instance)) policies.push_back(std::move(waiting));
     }
   }
   return policies;

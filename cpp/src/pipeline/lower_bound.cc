@@ -260,9 +260,13 @@ LowerBound lower_bound(const BoundProblem& problem) {
 }
 
 LowerBound tightened(LowerBound bound, const BoundProblem& problem, double makespan) {
-  // Windows to narrow: a few tenths of a second.
-  constexpr int64_t kSteps = 8'000'000;
-  if (problem.placement.num_chains() > 1 || bound.value >= makespan) return bound;
+  // Windows to narrow, a tenth of a second or two; of more actions than that they are too few.
+  constexpr int64_t kSteps = 4'000'000;
+  constexpr int64_t kMostActions = 50'000;
+  const int64_t num_actions = int64_t{problem.placement.num_stages()} * problem.num_microbatches *
+                              (problem.split_backward ? 3 : 2);
+  if (problem.placement.num_chains() > 1 || num_actions > kMostActions) return bound;
+  if (bound.value >= makespan) return bound;
   const double value = deadline_bound(problem, bound.value, makespan, kSteps);
   if (value <= bound.value) return bound;
   bound.value = value;
