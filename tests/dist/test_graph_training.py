@@ -2,10 +2,12 @@
 
 The emulated backend fills released static tensors with NaN and refuses what a real graph would not
 do, so a buffer reused too early, a skipped hook or a frozen number shows here without a GPU.
+Gradients are reduced and weights collected during the passes (ZeRO-1 with both overlaps).
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -17,7 +19,6 @@ from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist
 
-STEPS = 50
 BASE: dict[str, dict[str, Any]] = {
     "model": {
         "hidden_size": 16,
@@ -30,9 +31,16 @@ BASE: dict[str, dict[str, Any]] = {
         "vocab_pad_multiple": 64,
         "dropout": 0.1,
     },
-    "train": {"steps": STEPS, "microbatch_size": 1, "global_batch_size": 4, "eval_interval": 0},
+    "train": {
+        "steps": 50,
+        "microbatch_size": 1,
+        "global_batch_size": 4,
+        "eval_interval": 0,
+        "eval_steps": 2,
+    },
     "optimizer": {
         "lr": 2e-3,
+        "warmup_steps": 5,
         "bucket_numel": 2000,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
@@ -51,42 +59,116 @@ STATIC = {**EXPERTS, "moe.dispatcher": "static", "moe.static_budget": 4.0}
 CHUNKS = {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2}
 
 Changes = dict[str, Any]
+FULL: Changes = {"mode": "full"}
+WITH_STEP: Changes = {"mode": "full", "include_optimizer": True}
+
+
+def partial(scopes: str) -> Changes:
+    return {"mode": "partial", "scopes": scopes}
+
+
+def scope_sets(*parts: tuple[str, ...]) -> list[Changes]:
+    """All sets of scopes with at most one of each part, and both graphs of whole steps."""
+    sets = [",".join(filter(None, chosen)) for chosen in itertools.product(*parts)]
+    return [*map(partial, filter(None, sets)), FULL, WITH_STEP]
+
+
+OF_DENSE = scope_sets(("", "attn"), ("", "mlp"))
+OF_EXPERTS = scope_sets(
+    ("", "attn"), ("", "mlp"), ("", "moe_router", "moe_router,moe_preprocess", "moe")
+)
+NUM_MICROBATCHES = (4, 8, 16)
+# (pp, number of microbatches): number of chunks and data-parallel ranks. With the choice in
+# `settings_of`, every set of scopes meets every pp, number of microbatches and number of chunks.
+LAYOUTS = {
+    (1, 4): (1, 2),
+    (1, 8): (1, 2),
+    (1, 16): (1, 2),
+    (2, 4): (1, 1),
+    (2, 8): (2, 2),
+    (2, 16): (2, 1),
+    (4, 4): (2, 1),
+    (4, 8): (2, 1),
+    (4, 16): (1, 1),
+}
+
+
+def layout_of(pp: int, num_microbatches: int) -> tuple[int, Changes]:
+    """Processes and settings of a layout."""
+    chunks, dp = LAYOUTS[pp, num_microbatches]
+    changes = {
+        "parallel.pp": pp,
+        "model.num_layers": max(2, pp * chunks),
+        "train.global_batch_size": num_microbatches * dp,
+        **(CHUNKS if chunks > 1 else {}),
+    }
+    return pp * dp, changes
+
+
+def settings_of(every: list[Changes], pp: int, num_microbatches: int) -> list[Changes]:
+    """A third of the settings of graphs, another one for each number of microbatches."""
+    first = (NUM_MICROBATCHES.index(num_microbatches) - (1, 2, 4).index(pp)) % 3
+    return every[first::3]
+
+
+def make_config(world_size: int, changes: Changes, graphs: Changes) -> Config:
+    sections: dict[str, dict[str, Any]] = {name: dict(values) for name, values in BASE.items()}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    return resolve(Config(**sections, graphs=graphs), world_size, vocab_size=256, cuda=False)
+
+
+def train(world_size: int, changes: Changes, graphs: Changes, steps: int) -> list[float]:
+    config = make_config(world_size, changes, graphs)
+    trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
+    numbers = []
+    for step in range(steps):
+        metrics = trainer.train_step(step)
+        numbers += [metrics.loss, metrics.grad_norm]
+        if step == steps // 2:
+            numbers.append(trainer.evaluate())
+    if graphs:
+        assert trainer.graphs is not None
+        assert any(note.startswith("captured") for note in trainer.graphs.notes)
+    return numbers if steps < 20 else [*numbers, trainer.evaluate()]
+
+
+def compare(
+    rank: int, world_size: int, changes: Changes, settings: list[Changes], steps: int
+) -> list[str]:
+    """The settings of graphs that change a number."""
+    del rank
+    expected = train(world_size, changes, {}, steps)
+    return [
+        f"{graphs}: differs from number {found.index(number)}"
+        for graphs in settings
+        for found in [train(world_size, changes, graphs, steps)]
+        for number in [next((a for a, b in zip(found, expected, strict=True) if a != b), None)]
+        if number is not None
+    ]
+
+
+def check(world_size: int, changes: Changes, settings: list[Changes], *, steps: int) -> None:
+    short = [{"warmup_steps": 1, **graphs} for graphs in settings] if steps < 20 else settings
+    for differing in run_ranks(
+        world_size, compare, world_size, changes, short, steps, timeout_s=240
+    ):
+        assert differing == []
+
+
 # Processes, changes of the model and layout, settings of graphs to be compared with eager steps.
-RUNS: dict[str, tuple[int, Changes, list[Changes]]] = {
-    "dense, m 4": (
-        1,
-        {},
-        [
-            {"mode": "partial", "scopes": "attn"},
-            {"mode": "partial", "scopes": "mlp"},
-            {"mode": "partial", "scopes": "attn,mlp"},
-            {"mode": "full"},
-        ],
-    ),
-    "experts, dp 2, m 4": (
-        2,
-        {**EXPERTS, "train.global_batch_size": 8},
-        [{"mode": "partial", "scopes": "attn,moe_router"}],
-    ),
+LONG_RUNS: dict[str, tuple[int, Changes, list[Changes]]] = {
+    "dense, dp 2, m 4": (2, {"train.global_batch_size": 8}, [partial("attn,mlp"), WITH_STEP]),
     "static experts, ep 2, m 4": (
         2,
         {**STATIC, "parallel.ep": 2, "train.global_batch_size": 8},
-        [{"mode": "partial", "scopes": "attn,mlp,moe"}],
-    ),
-    "pp 2, m 16": (
-        2,
-        {"parallel.pp": 2, "train.global_batch_size": 16},
-        [{"mode": "partial"}],
-    ),
-    "pp 2, m 8, full": (
-        2,
-        {"parallel.pp": 2, "train.global_batch_size": 8},
-        [{"mode": "full"}],
+        [partial("attn,mlp,moe"), WITH_STEP],
     ),
     "experts, pp 2, 2 chunks, m 4": (
         2,
         {**EXPERTS, **CHUNKS, "parallel.pp": 2, "model.num_layers": 4},
-        [{"mode": "partial"}],
+        [partial("attn,mlp,moe_router,moe_preprocess")],
     ),
     "pp 4, zb_h1, m 8": (
         4,
@@ -96,51 +178,48 @@ RUNS: dict[str, tuple[int, Changes, list[Changes]]] = {
             "train.global_batch_size": 8,
             "model.num_layers": 4,
         },
-        [{"mode": "partial"}],
+        [partial("attn,mlp")],
     ),
 }
 
 
-def make_config(world_size: int, changes: Changes, graphs: Changes) -> Config:
-    sections: dict[str, dict[str, Any]] = {name: dict(values) for name, values in BASE.items()}
-    for key, value in changes.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    if graphs.get("mode") == "full":
-        sections["optimizer"]["overlap_grad_reduce"] = False
-    return resolve(Config(**sections, graphs=graphs), world_size, vocab_size=256, cuda=False)
+@pytest.mark.parametrize("name", LONG_RUNS)
+def test_graphs_change_no_bit_in_50_steps(name: str) -> None:
+    world_size, changes, settings = LONG_RUNS[name]
+    check(world_size, changes, settings, steps=50)
 
 
-def train(rank: int, world_size: int, changes: Changes, graphs: Changes) -> list[float]:
-    del rank
-    config = make_config(world_size, changes, graphs)
-    trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
-    numbers = []
-    for step in range(STEPS):
-        metrics = trainer.train_step(step)
-        numbers += [metrics.loss, metrics.grad_norm]
-        if step == 20:
-            numbers.append(trainer.evaluate())
-    if graphs:
-        assert trainer.graphs is not None
-        assert any("captured" in note for note in trainer.graphs.notes)
-    return [*numbers, trainer.evaluate()]
+@pytest.mark.parametrize(("pp", "num_microbatches"), LAYOUTS)
+def test_every_set_of_scopes_in_every_kind_of_pipeline(pp: int, num_microbatches: int) -> None:
+    world_size, changes = layout_of(pp, num_microbatches)
+    changes["parallel.ep"] = LAYOUTS[pp, num_microbatches][1]
+    settings = settings_of(OF_EXPERTS, pp, num_microbatches)
+    reads = [s for s in settings if pp == 2 and "moe" not in s.get("scopes", "moe").split(",")]
+    check(world_size, {**changes, **STATIC}, [s for s in settings if s not in reads], steps=4)
+    if reads:  # these leave room for the host to read sizes
+        check(world_size, {**changes, **EXPERTS}, reads, steps=4)
 
 
-def compare(rank: int, world_size: int, changes: Changes, settings: list[Changes]) -> list[str]:
-    """The settings of graphs that change a number."""
-    expected = train(rank, world_size, changes, {})
-    return [
-        f"{graphs}: differs from number {found.index(number)}"
-        for graphs in settings
-        for found in [train(rank, world_size, changes, graphs)]
-        for number in [next((a for a, b in zip(found, expected, strict=True) if a != b), None)]
-        if number is not None
-    ]
+@pytest.mark.parametrize(("pp", "num_microbatches"), [(1, 8), (2, 4), (4, 16)])
+def test_every_set_of_scopes_of_a_model_without_experts(pp: int, num_microbatches: int) -> None:
+    settings = settings_of(OF_DENSE, pp, num_microbatches)
+    check(*layout_of(pp, num_microbatches), settings, steps=4)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_graphs_change_no_bit(name: str) -> None:
-    world_size, changes, settings = RUNS[name]
-    for differing in run_ranks(world_size, compare, world_size, changes, settings, timeout_s=240):
-        assert differing == []
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        (EXPERTS, [partial("attn,moe_router,moe_preprocess")]),
+        (STATIC, [partial("attn,mlp,moe"), FULL, WITH_STEP]),
+    ],
+)
+def test_parts_of_layers_and_of_sequences(changes: Changes, settings: list[Changes]) -> None:
+    """Collectives inside of what is captured: tensor, sequence, context and expert parallel."""
+    layout = {
+        "model.num_kv_heads": 2,
+        "parallel.tp": 2,
+        "parallel.sequence_parallel": True,
+        "parallel.cp": 2,
+        "parallel.ep": 2,
+    }
+    check(4, {**layout, **changes}, settings, steps=4)

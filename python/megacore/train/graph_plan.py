@@ -100,10 +100,15 @@ def predict_graphs(config: Config, program: Program) -> GraphBytes:
     pool = sum(flat[c.layer].kept for c in plan.captures if c.kind == StepKind.FORWARD)
     if is_full:
         tokens = config.train.microbatch_size * (2 * config.model.seq_length + 1)
-        inputs = 2 * plan.num_microbatches * tokens * torch.int64.itemsize
-        objects = 2 * GRAPH_OBJECT_BYTES
+        count = 2 if config.train.eval_interval > 0 else 1
+        inputs = count * plan.num_microbatches * tokens * torch.int64.itemsize
+        inputs += 2 * torch.float64.itemsize if config.graphs.include_optimizer else 0
         return GraphBytes(
-            num_graphs=2, objects=objects, static_inputs=inputs, boundary=0, pool=pool
+            num_graphs=count,
+            objects=count * GRAPH_OBJECT_BYTES,
+            static_inputs=inputs,
+            boundary=0,
+            pool=pool,
         )
     distinct = sorted({part.inputs for part in flat})
     static = static_bytes(plan, input_bytes=distinct, output_bytes=[part.results for part in flat])

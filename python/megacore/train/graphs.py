@@ -21,6 +21,7 @@ from megacore.graphs import (
     GraphBackend,
     PartialGraphs,
     ReplayError,
+    TransformerEngineBackend,
     buffers_kept,
     graph_backend,
 )
@@ -33,6 +34,7 @@ from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline import Program
 from megacore.pipeline.executor import ActivationSpec
+from megacore.train.graph_memory import DeviceMemory, measured_bytes, measured_text
 from megacore.train.graph_plan import GraphBytes, predict_graphs
 
 # A microbatch of the step by its number, on the device of the model.
@@ -59,6 +61,7 @@ class StepGraphs:
         keys: Keys of a step's random numbers on the device.
         notes: What to tell the user; :meth:`take_notes` takes them out.
         predicted: What the last capture was predicted to take.
+        measured: What it took; objects and pool are known on a GPU only.
     """
 
     def __init__(
@@ -85,12 +88,14 @@ class StepGraphs:
         self._captured: CaptureSignature | None = None
         self._partial: PartialGraphs | None = None
         self._full: dict[str, FullIterationGraph] = {}
+        self._before = DeviceMemory()
         self._validation_budgets: tuple[float, ...] = ()
         self._marks: Any = None
         self._factors: dict[float, Tensor] = {}
         self.keys = StepKeys(random_uses(self._chunks), device=self._device)
         self.notes: list[str] = []
         self.predicted: GraphBytes | None = None
+        self.measured: GraphBytes | None = None
 
     @property
     def partial(self) -> PartialGraphs | None:
@@ -185,6 +190,7 @@ class StepGraphs:
                 self.notes.append(f"validations go on without graphs: {failure}")
                 return passes(microbatch_of)
             self._validation_budgets = budgets
+            self.notes.append(self._measured_text(self._before))
         (sums,) = self._full["validation"](inputs)
         assert sums is not None
         return sums
@@ -222,7 +228,7 @@ class StepGraphs:
             self.notes.append(f"capturing {self.predicted.text()}")
         # A captured region can wait only for transfers that it has started itself.
         self._optimizer.finish_param_gather()
-        before = _reserved()
+        before = self._before = DeviceMemory.now()
 
         def capture() -> None:
             if self._settings.mode == "partial":
@@ -233,7 +239,7 @@ class StepGraphs:
         failure = self._attempt(capture)
         if failure is None:
             self._captured = signature
-            self.notes.append(self._measured_text(max(0, _reserved() - before)))
+            self.notes.append(self._measured_text(before))
             return
         self.reset()
         self._gave_up = True
@@ -296,7 +302,8 @@ class StepGraphs:
         ]
         if not any(parts):
             return
-        sample_batch = self.prepared(batch, 0)
+        factor = torch.ones((), device=self._device)
+        sample_batch = replace(batch, keys=self.keys, loss_factor=factor)
         if self._config.train.loss_normalization == "token":
             factors = torch.ones(batch.shape[0], device=self._device)
             sample_batch = replace(sample_batch, sample_factors=factors)
@@ -322,6 +329,8 @@ class StepGraphs:
         name = self._settings.backend
         if name == "emulated":
             return EmulatedBackend()
+        if name == TransformerEngineBackend.name:
+            return TransformerEngineBackend()
         return graph_backend(None if name == "auto" else name, device=self._device)
 
     @property
@@ -352,27 +361,15 @@ class StepGraphs:
         same = {**signature.facts, name: self._captured.facts[name]}
         return same == dict(self._captured.facts)
 
-    def _measured_text(self, reserved: int) -> str:
-        """What the capture took: static tensors, and on a GPU what torch's allocator got for it."""
+    def _measured_text(self, before: DeviceMemory) -> str:
+        """What the capture took, beside what it was predicted to take."""
         if self._partial is not None:
-            count, sizes = self._partial.num_graphs, self._partial.static_bytes()
+            count, sizes = self._partial.num_graphs, [self._partial.static_bytes()]
         else:
-            count = len(self._full)
-            sizes = self._full["training"].static_bytes() if self._full else {}
-        boundary = sizes.get("output_grads", 0) + sizes.get("results", 0)
-        text = (
-            f"captured {count} graph{'' if count == 1 else 's'}: static inputs "
-            f"{sizes.get('static_inputs', 0) / 2**20:.1f}, boundary {boundary / 2**20:.1f}"
-        )
-        return f"{text}, in all {reserved / 2**20:.1f} MiB" if reserved else f"{text} MiB"
-
-
-def _reserved() -> int:
-    """Bytes that torch's allocator holds on the GPU, those of graphs included; 0 without one."""
-    if not torch.cuda.is_available():
-        return 0
-    torch.cuda.empty_cache()  # what is only kept for later does not count
-    return torch.cuda.memory_reserved()
+            count, sizes = len(self._full), [g.static_bytes() for g in self._full.values()]
+        self.measured = measured_bytes(count, sizes, before)
+        has_device = self._device.type == "cuda"
+        return measured_text(self.measured, self.predicted, has_device=has_device)
 
 
 def _install(part: CapturedPart, calls: dict[int, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from megacore.buffers import StaleWeightsError
 from megacore.config import Config, resolve
@@ -114,6 +116,27 @@ def test_predicted_bytes_are_the_measured_ones() -> None:
         assert predicted.static_inputs == measured["static_inputs"]
         boundary = measured["output_grads"] + measured["results"]
         assert predicted.boundary == pytest.approx(boundary, rel=0.05)
+
+
+@pytest.mark.parametrize("graphs", [FULL, WITH_STEP])
+@pytest.mark.parametrize("eval_interval", [0, 1])
+def test_predicted_inputs_of_a_step_are_the_measured_ones(
+    graphs: dict[str, Any], eval_interval: int
+) -> None:
+    trainer = make_trainer(graphs, train={"eval_interval": eval_interval})
+    trainer.train_step(0)
+    trainer.train_step(1)
+    if eval_interval > 0:
+        trainer.evaluate()
+    assert trainer.graphs is not None
+    predicted, measured = trainer.graphs.predicted, trainer.graphs.measured
+    assert predicted is not None
+    assert measured is not None
+    assert measured.num_graphs == predicted.num_graphs
+    assert measured.static_inputs == predicted.static_inputs
+    notes = trainer.graphs.take_notes()
+    assert notes[0].startswith("capturing")
+    assert f"static inputs {measured.static_inputs / 2**20:.1f} (" in notes[-1]
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
@@ -400,6 +423,79 @@ def test_a_planted_wait_is_named_and_training_goes_on_if_asked(
     assert any("goes on without graphs" in note for note in trainer.graphs.take_notes())
 
 
+def held_bytes() -> int:
+    """Bytes of all tensors that Python can reach."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) in (Tensor, Parameter)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("graphs", [PARTIAL, FULL, WITH_STEP])
+def test_what_is_given_up_leaves_nothing(graphs: dict[str, Any]) -> None:
+    trainer = make_trainer(graphs, optimizer=OVERLAPS)
+    assert trainer.graphs is not None
+    held = []
+    for step in (1, 2, 3):  # what the first one leaves, such as masks, is there for good
+        trainer.train_step(step)
+        trainer.train_step(step)
+        trainer.evaluate()
+        with_graphs = held_bytes()
+        trainer.graphs.reset()
+        held.append(held_bytes())
+        assert held[-1] < with_graphs
+    assert held[1] == held[2]
+
+
+@pytest.mark.parametrize("graphs", [PARTIAL, FULL, WITH_STEP])
+def test_a_capture_that_fails_leaves_nothing_and_all_as_it_was(
+    graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RMSNorm, "forward", wait)
+    changes = {"moe": STATIC, "optimizer": OVERLAPS}
+    trainer = make_trainer(graphs, **changes)
+    trainer.train_step(0)
+    trainer.optimizer.finish_param_gather()
+    model = [*trainer.chunks[0].parameters(), *trainer.chunks[0].buffers()]
+    state = [value for piece in trainer.pieces() for value in piece.tensors.values()]
+    kept, addresses = [t.detach().clone() for t in (*model, *state)], [p.data_ptr() for p in model]
+    counts, held = trainer.optimizer.scalars(), []
+    for _ in range(3):
+        with pytest.raises(CaptureError, match=r"test_step_graphs\.py:"):
+            trainer.train_step(1)
+        held.append(held_bytes())
+    assert all(map(torch.equal, kept, (*model, *state)))
+    assert addresses == [p.data_ptr() for p in model]
+    assert trainer.optimizer.scalars() == counts
+    assert held[1] == held[2]
+    # A capture that succeeds later has the bits of one that did not fail before.
+    monkeypatch.undo()
+    plain = make_trainer(**changes)
+    monkeypatch.setattr(RMSNorm, "forward", wait)
+    plain.train_step(0)
+    monkeypatch.undo()
+    assert [trainer.train_step(s).loss for s in (1, 2)] == [
+        plain.train_step(s).loss for s in (1, 2)
+    ]
+
+
+def test_a_validation_that_cannot_be_captured_goes_on_without_if_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = RMSNorm.forward
+
+    def wait_in_validation(self: RMSNorm, x_SBH: Tensor) -> Tensor:
+        return wait(self, x_SBH) if not self.training else forward(self, x_SBH)
+
+    monkeypatch.setattr(RMSNorm, "forward", wait_in_validation)
+    with pytest.raises(CaptureError, match="capture of the validation failed"):
+        run(make_trainer(FULL))
+    trainer = make_trainer({**FULL, "on_failure": "eager"})
+    assert run(trainer) == run(make_trainer())
+    assert trainer.graphs is not None
+    assert any("validations go on without" in note for note in trainer.graphs.take_notes())
+
+
 @pytest.mark.parametrize(
     ("graphs", "changes", "message"),
     [
@@ -411,8 +507,13 @@ def test_a_planted_wait_is_named_and_training_goes_on_if_asked(
         ({"backend": "cuda"}, {}, "needs a GPU"),
         (
             {"scopes": "attn,moe"},
+            {"moe": {**STATIC, "static_transport": "collective", "echo": {"spare_slots": 1}}},
+            "lets the host send clones",
+        ),
+        (
+            {"scopes": "moe_router,moe_preprocess"},
             {"moe": {**STATIC, "echo": {"spare_slots": 1}}},
-            "lets the host plan that",
+            "go by more of the plan than what it leaves behind",
         ),
     ],
 )
