@@ -2,9 +2,7 @@
 // only has to keep enough wide loads in flight; the arithmetic is that of the CPU, one element at a
 // time.
 
-#include <algorithm>
-
-#include "megacore/cuda/check.h"
+#include "launch.h"
 #include "megacore/cuda/optim.h"
 
 namespace megacore::cuda {
@@ -104,9 +102,13 @@ void adamw_step(const AdamWParams& params, cudaStream_t stream) {
   }
   const int64_t num_vectors = allows_vectors(params) ? params.numel / 4 : 0;
   const int64_t work = num_vectors > 0 ? num_vectors : params.numel;
-  const int64_t blocks = std::min((work + kThreads - 1) / kThreads, kMaxBlocks);
-  adamw_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, num_vectors);
-  check(cudaGetLastError(), "launching adamw_step on ", params.numel, " elements");
+  const int64_t blocks = std::min(divided_up(work, kThreads), kMaxBlocks);
+  launch("adamw_step",
+         adamw_kernel,
+         {.blocks = blocks, .threads = kThreads},
+         stream,
+         params,
+         num_vectors);
 }
 
 void decide_step(buffer::StepState* state,
@@ -114,8 +116,7 @@ void decide_step(buffer::StepState* state,
                  buffer::StepControl* control,
                  const buffer::StepRules& rules,
                  cudaStream_t stream) {
-  decide_kernel<<<1, 1, 0, stream>>>(state, sums, control, rules);
-  check(cudaGetLastError(), "launching decide_step");
+  launch("decide_step", decide_kernel, {.threads = 1}, stream, state, sums, control, rules);
 }
 
 }  // namespace megacore::cuda

@@ -1,0 +1,158 @@
+// Enough of CUDA to run our kernels on the CPU, one block after the other: a CUDA thread is a
+// thread of the host, __syncthreads and the operations of a warp are barriers between them. Slow
+// and exact: what a kernel reads, writes and adds up is what it would on a GPU, and sanitizers see
+// it.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+// NOLINTBEGIN(bugprone-reserved-identifier): CUDA's own names
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static  // blocks run one after the other
+
+using cudaError_t = int;
+using cudaStream_t = void*;
+inline constexpr cudaError_t cudaSuccess = 0;
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+
+struct dim3 {
+  unsigned x = 1;
+  unsigned y = 1;
+  unsigned z = 1;
+};
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) ushort4 {
+  uint16_t x, y, z, w;
+};
+template <typename T>
+T __ldg(const T* pointer) {
+  return *pointer;
+}
+
+namespace emulated {
+
+// What the lanes of a warp tell each other.
+struct Warp {
+  std::barrier<> lanes{32};
+  std::array<uint32_t, 32> low{};
+  std::array<uint32_t, 32> high{};
+};
+
+struct Block {
+  explicit Block(int threads) : all(threads), warps(static_cast<size_t>(threads) / 32) {
+    std::generate(warps.begin(), warps.end(), [] { return std::make_unique<Warp>(); });
+  }
+  std::barrier<> all;
+  std::vector<std::unique_ptr<Warp>> warps;
+};
+
+inline thread_local Block* block = nullptr;
+
+}  // namespace emulated
+
+inline thread_local dim3 threadIdx;
+inline thread_local dim3 blockIdx;
+inline thread_local dim3 gridDim;
+
+namespace emulated {
+
+inline Warp& warp() { return *block->warps[threadIdx.x / 32]; }
+inline unsigned lane() { return threadIdx.x % 32; }
+
+// Gives every lane what `pick` makes of the values of all.
+template <typename T, typename Pick>
+auto exchange(T value, Pick pick) {
+  Warp& mine = warp();
+  std::array<uint32_t, 2> bits{};
+  static_assert(sizeof(T) <= sizeof(bits));
+  std::memcpy(bits.data(), &value, sizeof(T));
+  mine.low[lane()] = bits[0];
+  mine.high[lane()] = bits[1];
+  mine.lanes.arrive_and_wait();
+  std::array<T, 32> values{};
+  for (size_t i = 0; i < 32; ++i) {
+    const std::array<uint32_t, 2> other = {mine.low[i], mine.high[i]};
+    std::memcpy(&values[i], other.data(), sizeof(T));
+  }
+  mine.lanes.arrive_and_wait();  // before the next values are written
+  return pick(values);
+}
+
+template <typename T, typename Is>
+unsigned mask_of(const std::array<T, 32>& values, Is is) {
+  unsigned mask = 0;
+  for (unsigned i = 0; i < 32; ++i) {
+    mask |= (is(values[i]) ? 1U : 0U) << i;
+  }
+  return mask;
+}
+
+}  // namespace emulated
+
+inline void __syncthreads() { emulated::block->all.arrive_and_wait(); }
+inline void __syncwarp() { emulated::warp().lanes.arrive_and_wait(); }
+
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int distance) {
+  const unsigned from = emulated::lane() ^ static_cast<unsigned>(distance);
+  return emulated::exchange(value, [from](const auto& values) { return values[from]; });
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, unsigned distance) {
+  const unsigned lane = emulated::lane();
+  const unsigned from = lane >= distance ? lane - distance : lane;
+  return emulated::exchange(value, [from](const auto& values) { return values[from]; });
+}
+inline unsigned __ballot_sync(unsigned, bool is) {
+  return emulated::exchange(is ? 1U : 0U, [](const auto& values) {
+    return emulated::mask_of(values, [](unsigned value) { return value != 0; });
+  });
+}
+inline unsigned __match_any_sync(unsigned, int value) {
+  return emulated::exchange(value, [value](const auto& values) {
+    return emulated::mask_of(values, [value](int other) { return other == value; });
+  });
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return emulated::exchange(
+      value, [](const auto& values) { return *std::max_element(values.begin(), values.end()); });
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  return emulated::exchange(
+      value, [](const auto& values) { return *std::min_element(values.begin(), values.end()); });
+}
+
+inline int __ffs(int value) { return __builtin_ffs(value); }
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __uint_as_float(unsigned bits) {
+  float value = 0.0F;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+inline unsigned __float_as_uint(float value) {
+  unsigned bits = 0;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+// NOLINTEND(bugprone-reserved-identifier)

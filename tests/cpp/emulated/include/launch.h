@@ -1,0 +1,54 @@
+// Stands in for cuda/kernels/launch.h: runs a kernel on the CPU and returns when it is done.
+
+#pragma once
+
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "cuda_runtime_api.h"
+#include "megacore/cuda/check.h"
+
+namespace megacore::cuda {
+
+struct LaunchShape {
+  int64_t blocks = 1;
+  int threads = 256;
+  int64_t block_rows = 1;
+  int64_t shared_bytes = 0;
+};
+
+inline void run_block(const LaunchShape& shape, dim3 block, const auto& body) {
+  emulated::Block shared(shape.threads);
+  std::vector<std::jthread> threads;
+  for (int thread = 0; thread < shape.threads; ++thread) {
+    threads.emplace_back([&, thread] {
+      emulated::block = &shared;
+      threadIdx = {.x = static_cast<unsigned>(thread), .y = 0, .z = 0};
+      blockIdx = block;
+      gridDim = {.x = static_cast<unsigned>(shape.blocks),
+                 .y = static_cast<unsigned>(shape.block_rows),
+                 .z = 1};
+      body();
+    });
+  }
+}
+
+template <typename... Params, typename... Args>
+void launch(const char*,
+            void (*kernel)(Params...),
+            const LaunchShape& shape,
+            cudaStream_t,
+            const Args&... args) {
+  for (int64_t y = 0; y < shape.block_rows; ++y) {
+    for (int64_t x = 0; x < shape.blocks; ++x) {
+      run_block(shape, {.x = static_cast<unsigned>(x), .y = static_cast<unsigned>(y), .z = 0}, [&] {
+        kernel(args...);
+      });
+    }
+  }
+}
+
+inline int64_t divided_up(int64_t amount, int64_t unit) { return (amount + unit - 1) / unit; }
+
+}  // namespace megacore::cuda
