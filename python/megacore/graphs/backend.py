@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megacore.graphs.observe import Recording
-from megacore.graphs.tensors import weak_tensor
+from megacore.graphs.tensors import TensorSpec, copy_of, overwrite, weak_tensor
 
 Results = Sequence[Tensor | None]
 
@@ -168,7 +168,7 @@ class _EmulatedGraph(CapturedGraph):
         with nullcontext() if recording is None else recording.capture():
             found = function()
         # Copies: the function may return one of its inputs, which has its own address.
-        self.results = tuple(None if r is None else r.detach().clone() for r in found)
+        self.results = tuple(None if r is None else copy_of(r) for r in found)
         self._addresses = [None if r is None else r.data_ptr() for r in self.results]
 
     @torch.no_grad()
@@ -188,13 +188,12 @@ class _EmulatedGraph(CapturedGraph):
                 continue
             if static.data_ptr() != self._addresses[number]:
                 raise RuntimeError(f"static result {number} has moved to another address")
-            if static.shape != result.shape or static.dtype != result.dtype:
+            if difference := TensorSpec.of(result.detach()).difference(TensorSpec.of(static)):
                 raise RuntimeError(
-                    f"result {number} of a captured function was {list(static.shape)} "
-                    f"{static.dtype} and is now {list(result.shape)} {result.dtype}; a graph "
-                    "always does the same"
+                    f"result {number} of a captured function has another form than at its capture: "
+                    f"{difference}; a graph always does the same"
                 )
-            static.copy_(result)
+            overwrite(static, result)
 
     def reset(self) -> None:
         self._function = None

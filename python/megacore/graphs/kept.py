@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megacore.graphs.tensors import TensorSpec
+from megacore.graphs.tensors import TensorSpec, copy_of, overwrite
 from megacore.ops.split_backward import DeferredWeightGrads
 
 
@@ -55,7 +55,7 @@ class KeptTensors:
 
     def _own(self, tensor: Tensor) -> Tensor:
         is_foreign = tensor.untyped_storage().data_ptr() in self._foreign
-        return tensor.detach().clone() if is_foreign else tensor
+        return copy_of(tensor) if is_foreign else tensor
 
     def _copied(self, tensor: Tensor, number: int) -> Tensor:
         static = self.tensors[number] if number < len(self.tensors) else tensor
@@ -65,18 +65,5 @@ class KeptTensors:
                 f"{difference}; a graph always does the same"
             )
         if static.data_ptr() != tensor.data_ptr():
-            distinct_elements(static).copy_(distinct_elements(tensor))
+            overwrite(static, tensor)
         return static
-
-
-def distinct_elements(tensor: Tensor) -> Tensor:
-    """A view without the repetitions that ``expand`` makes, which may be written to.
-
-    Example:
-        >>> distinct_elements(torch.zeros(1, 2).expand(3, 2)).shape
-        torch.Size([1, 2])
-    """
-    for dim, step in enumerate(tensor.stride()):
-        if step == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_unflatten
 
 from megacore.graphs.backend import CapturedGraph, GraphBackend
 from megacore.graphs.errors import ReplayError
-from megacore.graphs.kept import distinct_elements
 from megacore.graphs.layer import LayerSite, Maybe
+from megacore.graphs.tensors import distinct_elements
 
 # On which stream to replay, and for which event the current stream then waits.
 Where = tuple[Any, Any]

@@ -92,6 +92,33 @@ class TensorSpec:
         )
 
 
+def distinct_elements(tensor: Tensor) -> Tensor:
+    """A view without the repetitions that ``expand`` makes, which may be written to.
+
+    Example:
+        >>> distinct_elements(torch.zeros(1, 2).expand(3, 2)).shape
+        torch.Size([1, 2])
+    """
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+@torch.no_grad()
+def overwrite(target: Tensor, source: Tensor) -> None:
+    """Copy between tensors of one shape and strides, repeated elements once."""
+    distinct_elements(target).copy_(distinct_elements(source))
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, repetitions included: what follows sums in the same order."""
+    plain = tensor.detach()
+    made = TensorSpec.of(plain).empty()
+    overwrite(made, plain)
+    return made
+
+
 def weak_tensor(tensor: Tensor) -> Tensor:
     """A tensor at the same address, with the same strides, that does not keep the memory alive.
 
