@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from megacore.optim import ParamPiece
 from megacore.parallel.params import ParamInfo, shard
 from megacore.parallel.process_groups import Group, ProcessGroups
+from megacore.train.checkpoint import TrainState, save_checkpoint
 
 KINDS = ("main_param", "exp_avg", "exp_avg_sq")
 
@@ -116,3 +118,30 @@ class ThreadWorld:
         return replace(
             ProcessGroups.single(), topology=topology, rank=rank, world=world, tp=tp, etp=tp, dp=dp
         )
+
+
+# ---- a small checkpoint of one process ----------------------------------------------------------
+
+GROUPS = ProcessGroups.single()
+WEIGHT = ParamInfo(name="layers.0.w", full_shape=(16, 16), tp_dim=0)
+NORM = ParamInfo(name="norm", full_shape=(16,), tp_dim=None)
+TENSORS = "__0_0.distcp"
+CONFIG = {"model": {"num_layers": 1, "hidden_size": 16}}
+
+
+def small_pieces(*infos: ParamInfo) -> list[ParamPiece]:
+    """All of ``infos``, by default of a matrix and a vector."""
+    return make_pieces(infos or (WEIGHT, NORM), tp=(0, 1), dp=(0, 1))
+
+
+def save_small(directory: Path, step: int = 3, **options: Any) -> Path:
+    """Write a checkpoint of both and return its folder; options as of ``save_checkpoint``."""
+    state = TrainState(step=step, samples=step * 8, optimizer={"step_count": step})
+    return save_checkpoint(
+        directory, small_pieces(), state=state, config=CONFIG, groups=GROUPS, **options
+    )
+
+
+def names_in(directory: Path) -> list[str]:
+    """What a folder holds, sorted."""
+    return sorted(path.name for path in directory.iterdir())
