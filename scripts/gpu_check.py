@@ -157,7 +157,7 @@ def _places(out: Path) -> dict[str, str]:
         str(out.resolve()): "OUT",
         f"{ROOT}/": "",
         str(ROOT): ".",
-        sysconfig.get_paths()["purelib"]: "<packages>",
+        **{path: "<packages>" for path in sys.path if path.endswith("-packages")},
         sysconfig.get_paths()["stdlib"]: "<python>",
         sys.prefix: "<prefix>",
         sys.base_prefix: "<prefix>",
@@ -273,7 +273,7 @@ def _end(process: subprocess.Popen[str], *, patience_s: float) -> None:
 # ---- what there is to do ------------------------------------------------------------------------
 
 
-def build_steps(capability: Sequence[int]) -> list[Step]:
+def build_steps(capability: Sequence[int], limit_s: float) -> list[Step]:
     """Install what is missing, then this."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
     steps = []
@@ -288,7 +288,7 @@ def build_steps(capability: Sequence[int]) -> list[Step]:
     if root := os.environ.get("CUTLASS_ROOT"):  # the build runs elsewhere
         env["CUTLASS_ROOT"] = str(Path(root).resolve())
     command = [*pip, "--no-deps", "--no-build-isolation", *defines, "."]
-    return [*steps, Step(name="build", command=command, limit_s=300.0, env=env)]
+    return [*steps, Step(name="build", command=command, limit_s=limit_s, env=env)]
 
 
 def test_steps() -> list[Step]:
@@ -403,6 +403,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sanitize", action="store_true", help="small cases, compute-sanitizer")
     parser.add_argument("--phases", default="build,tests,benchmarks", help="what to do, in order")
     parser.add_argument("--budget-s", type=float, default=520.0, help="seconds for all of it")
+    parser.add_argument("--build-s", type=float, default=300.0, help="of them for the build")
     parser.add_argument("--jobs", type=int, default=4, help="files of tests at a time")
     args = parser.parse_args(given)
     args.phases = args.phases.split(",")
@@ -432,7 +433,7 @@ def check(args: argparse.Namespace) -> int:
         for phase in args.phases:
             record.set(**{f"clocks_before_{phase}": clocks()})
             if phase == "build":
-                is_built = all(map(runner.run, build_steps(about["capability"])))
+                is_built = all(map(runner.run, build_steps(about["capability"], args.build_s)))
             elif is_built:
                 _run_phase(phase, runner, args.jobs, Path(scratch))
             else:

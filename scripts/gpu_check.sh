@@ -3,7 +3,7 @@
 # benchmarks, and writes OUT/<device>-<date>.json and .txt, which grow step by step: a run that is cut off leaves what it
 # had. Every step has a time limit of its own, all together 520 seconds.
 #
-#   scripts/gpu_check.sh [--sanitize] [--phases build,tests,benchmarks] [--budget-s 520] [OUT]
+#   scripts/gpu_check.sh [--sanitize] [--phases build,tests,benchmarks] [--budget-s 520] [--build-s 300] [OUT]
 #
 #   OUT defaults to benchmarks/results
 #   --sanitize runs small cases of all kernels under compute-sanitizer too (memcheck, racecheck), where it is installed
