@@ -6,6 +6,7 @@ Kernels that move rows are bound by memory. Each works on more data than the cac
 time is set against the bytes it must move: every input read once, every output written once. The
 share is of the bandwidth that a large copy reaches in the same run; the goal is 85%. torch's
 operations for the same result run beside them (its backward pass of SwiGLU with the forward pass).
+Exchanges through memory of peers run with a group of one member, whose peer is itself.
 
 Small kernels are timed in a graph, once with warm caches (many in a row) and once after 512 MiB
 were written between two of them. ``--out`` writes ``bench_gpu_tokens.json`` and ``.txt``.
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from _common import facts, header, options, take_turns, write_json
 from megacore.moe import plan_offload, plan_offload_on_device
+from megacore.moe.dispatchers.peers import CopyMap
+from megacore.moe.dispatchers.symmetric_peers import DevicePeers
 from megacore.ops import (
     collect_rows,
     has_cuda_kernels,
@@ -41,8 +44,19 @@ from megacore.ops.permutation import (
     spread_rows_reference,
 )
 from megacore.ops.topk import top_k_reference
+from megacore.parallel.process_groups import Group
 
 Run = Callable[[], Any]
+
+
+class OneMember(DevicePeers):
+    """A group of one: its own memory stands for that of all, so links between GPUs play no part."""
+
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        return torch.tensor([memory.data_ptr()], device=self.device), memory
+
+
 # Tokens, choices, features, experts, inner width: the shapes of two published models.
 SHAPES = {"256 experts": (8192, 8, 7168, 256, 2048), "8 experts": (16384, 2, 4096, 8, 14336)}
 IN_A_ROW = 20
@@ -138,6 +152,40 @@ def moving_kernels(shape: tuple[int, ...]) -> dict[str, tuple[Run, Run, int]]:
     }
 
 
+def peer_kernels(shape: tuple[int, ...]) -> dict[str, tuple[Run, Run, int]]:
+    """Name -> an exchange through memory of peers, torch's operations, bytes to move."""
+    num_tokens, k, width, num_experts, _ = shape
+    num_rows = num_tokens * k
+    row_map, counts = sort_by_expert(
+        top_k(torch.rand(num_tokens, num_experts, device="cuda"), k), num_experts
+    )
+    copies = CopyMap(rows=row_map, num_choices=k, capacity=num_rows, num_arrived=counts.sum())
+    peers = OneMember(Group.solo(), torch.device("cuda"), timeout_s=20.0)
+    tokens = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
+    moved_rows, moved_tokens = num_rows * width * 2, num_tokens * width * 2
+
+    def push() -> None:
+        peers.finish_push(peers.start_push(tokens, None, copies), rows, None, copies)
+
+    def pull() -> None:
+        peers.finish_pull(peers.start_pull(rows, None, copies), tokens, None, copies)
+
+    return {
+        # Written to the buffer and copied out of it; or copied to it and read there.
+        "peer push": (
+            push,
+            lambda: spread_rows_reference(tokens, row_map, num_rows),
+            moved_tokens + 3 * moved_rows,
+        ),
+        "peer pull": (
+            pull,
+            lambda: collect_rows_reference(rows, row_map),
+            moved_tokens + 3 * moved_rows,
+        ),
+    }
+
+
 def small_kernels(shape: tuple[int, ...]) -> dict[str, tuple[Run, Run]]:
     """Name -> ours, torch's."""
     num_tokens, k, _, num_experts, _ = shape
@@ -156,7 +204,8 @@ def measure_moving(rounds: int, copy: float) -> list[dict[str, Any]]:
     """Bandwidths of the kernels that move rows."""
     found = []
     for shape_name, shape in SHAPES.items():
-        for name, (ours, theirs, num_bytes) in moving_kernels(shape).items():
+        kernels = {**moving_kernels(shape), **peer_kernels(shape)}
+        for name, (ours, theirs, num_bytes) in kernels.items():
             ours_us, torch_us = median_us(ours, rounds), median_us(theirs, max(rounds // 3, 3))
             bandwidth = num_bytes / ours_us / 1e6
             found.append(

@@ -1,6 +1,6 @@
 """Mixture of experts on the CPU: operations, a whole layer, and a model on several ranks.
 
-    python benchmarks/bench_moe.py [--only ops layer ranks] [--threads 2] [--rounds 7]
+    python benchmarks/bench_moe.py [--only ops layer ranks exchange] [--threads 2] [--rounds 7]
 
 * ``ops``: the grouped product against a loop of ``torch.mm`` and ``torch._grouped_mm``, balanced
   and skewed; permutation and activation against plain torch.
@@ -8,6 +8,7 @@
   equal weights.
 * ``ranks``: training steps of ``examples/demo.toml`` without its pipeline on gloo ranks, the same
   global batch with its experts on 1, 2 and 4 ranks.
+* ``exchange``: rows to their experts and back, by collectives and through memory of peers.
 
 Every figure is the median of several rounds, in which the contestants take turns. With one thread
 it is processor time, which a busy machine disturbs less; with several, and on ranks, it is wall
@@ -33,7 +34,15 @@ from torch import Tensor, nn
 from _common import header, on_gloo_ranks, options
 from megacore.config import Config, load_config, resolve
 from megacore.moe import AllToAllDispatcher, GroupedExperts, MoELayer, RouterConfig, TopKRouter
-from megacore.moe.dispatchers import ExpertPlacement
+from megacore.moe.dispatchers import (
+    Dispatcher,
+    ExpertPlacement,
+    HostPeers,
+    PeerDispatcher,
+    StaticBudget,
+    StaticDispatcher,
+    static_receive_rows,
+)
 from megacore.ops import grouped_gemm, permute_tokens, swiglu, unpermute_tokens
 from megacore.ops.activations import swiglu_reference
 from megacore.ops.permutation import (
@@ -41,9 +50,10 @@ from megacore.ops.permutation import (
     sort_by_expert_reference,
     spread_rows_reference,
 )
-from megacore.parallel import ProcessGroups
+from megacore.parallel import ProcessGroups, Topology
 from megacore.train.trainer import build_trainer
 
+EXCHANGED_TOKENS = 512
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 
 
@@ -337,8 +347,10 @@ def demo_steps(_rank: int, world_size: int, rounds: int) -> dict[str, list[float
     layouts: dict[str, dict[str, Any]] = {"ep 1": {"parallel.ep": 1}}
     if world_size == 4:
         layouts["ep 2"], layouts["ep 4"] = {"parallel.ep": 2}, {"parallel.ep": 4}
-        for name in ("allgather", "static"):
-            layouts[f"ep 4, {name}"] = {"parallel.ep": 4, "moe.dispatcher": name}
+        layouts["ep 4, allgather"] = {"parallel.ep": 4, "moe.dispatcher": "allgather"}
+        for way in ("collective", "peer"):
+            static = {"moe.dispatcher": "static", "moe.static_transport": way}
+            layouts[f"ep 4, static {way}"] = {"parallel.ep": 4, **static}
     trainers = {
         name: build_trainer(
             demo_config(world_size, changes), world_size=world_size, device=torch.device("cpu")
@@ -367,15 +379,77 @@ def bench_ranks(arguments: argparse.Namespace) -> None:
         for name, seconds in times.items():
             median = statistics.median(seconds)
             print(
-                f"  {world_size} rank{'s' if world_size > 1 else ' '}  {name:16s}"
+                f"  {world_size} rank{'s' if world_size > 1 else ' '}  {name:23s}"
                 f"  {1e3 * median:7.1f} ms  {tokens / median:8.0f} tokens/s"
                 f"   {base / median:.2f} of ep 1"
             )
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a router would say."""
+
+    probs: Tensor
+    expert_ids: Tensor
+
+
+def exchanges(rank: int, world_size: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of a dispatch and a combine with their gradients, by way; the ways take turns."""
+    groups = ProcessGroups.create(Topology(world_size=world_size, ep=world_size))
+    placement = ExpertPlacement.of(groups, 8)
+    torch.manual_seed(rank)
+    scores = torch.rand(EXCHANGED_TOKENS, 8)
+    probs, ids = scores.softmax(-1).topk(2, dim=-1)
+    x = torch.randn(EXCHANGED_TOKENS, arguments.hidden, requires_grad=True)
+    grad = torch.randn(EXCHANGED_TOKENS, arguments.hidden)
+    budget = StaticBudget(2.0)
+    ways: dict[str, Dispatcher] = {
+        "alltoall": AllToAllDispatcher(placement),
+        "static collective": StaticDispatcher(placement, budget=budget),
+        "static peer": PeerDispatcher(
+            placement,
+            peers=HostPeers(groups.etp_ep),
+            receive_rows=static_receive_rows(placement, budget, None),
+        ),
+    }
+
+    def run(dispatcher: Dispatcher) -> None:
+        plan = dispatcher.preprocess(Choice(probs, ids))
+        splits = dispatcher.read_splits(plan)
+        arrived = dispatcher.dispatch(x, plan, splits).finish()
+        rows = dispatcher.combine(arrived.rows, arrived, splits)
+        dispatcher.postprocess(rows, plan).backward(grad)
+
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for round_number in range(3 * arguments.rounds + 1):
+        for name, dispatcher in ways.items():
+            groups.world.host.barrier()  # type: ignore[union-attr]
+            start = time.perf_counter()
+            run(dispatcher)
+            if round_number > 0:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def bench_exchanges(arguments: argparse.Namespace) -> None:
+    print(
+        f"dispatch and combine, forward and backward: {EXCHANGED_TOKENS} tokens per rank, 2 of 8 "
+        f"experts, {arguments.hidden} features, float32; rows through memory of peers against "
+        "the others"
+    )
+    for world_size in (2, 4):
+        times = on_gloo_ranks(world_size, exchanges, world_size, arguments)[0]
+        ms = {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
+        for name, each in ms.items():
+            print(
+                f"  {world_size} ranks  {name:18s}  {each:7.2f} ms  {each / ms['static peer']:.2f}"
+            )
+
+
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--only", nargs="+", choices=("ranks", "layer", "ops"), default=[])
+    parts = ("ranks", "exchange", "layer", "ops")
+    parser.add_argument("--only", nargs="+", choices=parts, default=[])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
@@ -383,11 +457,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 64, 256])
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
-    wanted = arguments.only or ("ranks", "layer", "ops")
+    wanted = arguments.only or parts
     print(header("torch", "transformers"))
     print(f"# {arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}")
     if "ranks" in wanted:
         bench_ranks(arguments)  # first: ranks are forked from a process without threads
+    if "exchange" in wanted:
+        bench_exchanges(arguments)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):

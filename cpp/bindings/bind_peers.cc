@@ -1,8 +1,12 @@
+#include <pybind11/native_enum.h>
+#include <pybind11/stl.h>
+
 #include <cstdint>
-#include <memory>
+#include <tuple>
 
 #include "bindings.h"
 #include "megacore/moe/peer_exchange.h"
+#include "megacore/parallel/epochs.h"
 
 namespace py = pybind11;
 
@@ -38,6 +42,14 @@ PeerMap map_of(
 }
 
 void bind_values(py::module_& module) {
+  using parallel::PeerFault;
+  py::native_enum<PeerFault>(module, "PeerFault", "enum.IntEnum")
+      .value("NONE", PeerFault::kNone)
+      .value("STILL_READS", PeerFault::kStillReads)
+      .value("NO_COUNTS", PeerFault::kNoCounts)
+      .value("NO_ROWS", PeerFault::kNoRows)
+      .value("OTHER_CAPACITY", PeerFault::kOtherCapacity)
+      .finalize();
   py::class_<PeerLayout>(module, "PeerLayout")
       .def(py::init([](int64_t num_members,
                        int64_t max_experts,
@@ -71,6 +83,14 @@ void bind_values(py::module_& module) {
            py::arg("num_parts"),
            py::arg("part"),
            py::arg("capacity"));
+  module.def(
+      "peer_failure",
+      [](int64_t word) {
+        const parallel::PeerFailure failure = parallel::unpacked_failure(word);
+        return std::make_tuple(failure.fault, failure.member, failure.epoch);
+      },
+      py::arg("word"));
+  module.def("peer_flags_bytes", &moe::peer_flags_bytes, py::arg("num_members"));
   module.attr("PEER_SLOTS") = moe::kPeerSlots;
   module.attr("PEER_WINDOW_PARTS") = PeerExchange::kWindowParts;
 }

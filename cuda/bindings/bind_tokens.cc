@@ -2,7 +2,6 @@
 #include <string_view>
 
 #include "bindings.h"
-#include "megacore/base/check.h"
 #include "megacore/cuda/activations.h"
 #include "megacore/cuda/norm.h"
 #include "megacore/cuda/permutation.h"
@@ -13,21 +12,7 @@ namespace py = pybind11;
 namespace megacore::bindings {
 namespace {
 
-using cuda::FloatType;
 using moe::Activation;
-
-// Named as torch names them.
-FloatType float_type(std::string_view dtype) {
-  if (dtype == "float32") {
-    return FloatType::kFloat32;
-  }
-  if (dtype == "bfloat16") {
-    return FloatType::kBfloat16;
-  }
-  MC_REQUIRE(
-      dtype == "float16", "the kernels know float32, bfloat16 and float16, not \"", dtype, "\"");
-  return FloatType::kFloat16;
-}
 
 cuda::RowMap row_map_of(
     uintptr_t row_map, int64_t num_tokens, int64_t num_choices, int64_t num_rows, int64_t width) {

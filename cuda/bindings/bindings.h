@@ -6,6 +6,10 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <string_view>
+
+#include "megacore/base/check.h"
+#include "megacore/cuda/float_type.h"
 
 namespace megacore::bindings {
 
@@ -19,8 +23,22 @@ inline cudaStream_t stream_handle(uintptr_t stream) {
   return reinterpret_cast<cudaStream_t>(stream);
 }
 
+// Named as torch names them.
+inline cuda::FloatType float_type(std::string_view dtype) {
+  if (dtype == "float32") {
+    return cuda::FloatType::kFloat32;
+  }
+  if (dtype == "bfloat16") {
+    return cuda::FloatType::kBfloat16;
+  }
+  MC_REQUIRE(
+      dtype == "float16", "the kernels know float32, bfloat16 and float16, not \"", dtype, "\"");
+  return cuda::FloatType::kFloat16;
+}
+
 void bind_gemm(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
+void bind_peers(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_tokens(pybind11::module_& module);
 

@@ -58,6 +58,7 @@ def grouped_gemm(
     workspace: int,
     workspace_bytes: int,
     stream: int,
+    first_row: int = 0,
 ) -> None: ...
 def grouped_gemm_set_up(
     *,
@@ -80,6 +81,7 @@ def grouped_gemm_set_up(
     workspace: int,
     workspace_bytes: int,
     stream: int,
+    first_row: int = 0,
 ) -> None: ...
 def grouped_gemm_archs() -> list[str]: ...
 def grouped_gemm_workspace_bytes(*, num_experts: int) -> int: ...
@@ -186,6 +188,74 @@ def sum_of_squares(
     total: int,
     stream: int,
 ) -> None: ...
+# Tensors are addresses; see cuda/include/megacore/cuda/clone_exchange.h.
+def clones_open(
+    *,
+    memory: int,
+    failure: int,
+    sizes: list[int],
+    slot_expert: int,
+    timeout_s: float,
+    projection: int,
+    tensor: int,
+    stream: int,
+) -> None: ...
+def clones_push(
+    *,
+    memory: int,
+    failure: int,
+    sizes: list[int],
+    slot_expert: int,
+    timeout_s: float,
+    projection: int,
+    tensor: int,
+    stream: int,
+) -> None: ...
+def clones_wait(
+    *,
+    memory: int,
+    failure: int,
+    sizes: list[int],
+    slot_expert: int,
+    timeout_s: float,
+    projection: int,
+    tensor: int,
+    stream: int,
+) -> None: ...
+def clones_reserve_grads(
+    *,
+    memory: int,
+    failure: int,
+    sizes: list[int],
+    slot_expert: int,
+    timeout_s: float,
+    projection: int,
+    tensor: int,
+    stream: int,
+) -> None: ...
+def clones_offer_grads(
+    *,
+    memory: int,
+    failure: int,
+    sizes: list[int],
+    slot_expert: int,
+    timeout_s: float,
+    projection: int,
+    tensor: int,
+    stream: int,
+) -> None: ...
+def clones_collect(
+    *,
+    memory: int,
+    failure: int,
+    sizes: list[int],
+    slot_expert: int,
+    timeout_s: float,
+    projection: int,
+    tensor: int,
+    stream: int,
+) -> None: ...
+
 def plan_offload(
     *,
     counts: int,
@@ -218,5 +288,103 @@ def reroute(
     slot_expert: int,
     tokens: int,
     place_of: int,
+    stream: int,
+) -> None: ...
+
+# Tensors are addresses; see cuda/include/megacore/cuda/peer_exchange.h.
+PEER_STATE_NUMEL: int
+
+def peer_send_counts(
+    *,
+    memory: int,
+    state: int,
+    num_members: int,
+    position: int,
+    layout: list[int],
+    timeout_s: float,
+    shape: list[int],
+    counts: int,
+    stream: int,
+) -> None: ...
+def peer_plan(
+    *,
+    memory: int,
+    state: int,
+    num_members: int,
+    position: int,
+    layout: list[int],
+    timeout_s: float,
+    shape: list[int],
+    shift: int,
+    kept: int,
+    arriving: int,
+    stream: int,
+) -> None: ...
+def peer_start_push(
+    *,
+    memory: int,
+    state: int,
+    num_members: int,
+    position: int,
+    layout: list[int],
+    timeout_s: float,
+    slot: int,
+    rows: int,
+    probs: int,
+    width: int,
+    dtype: str,
+    row_map: int,
+    sizes: list[int],
+    stream: int,
+) -> None: ...
+def peer_finish_push(
+    *,
+    memory: int,
+    state: int,
+    num_members: int,
+    position: int,
+    layout: list[int],
+    timeout_s: float,
+    slot: int,
+    rows: int,
+    probs: int,
+    width: int,
+    dtype: str,
+    num_arrived: int,
+    capacity: int,
+    stream: int,
+) -> None: ...
+def peer_start_pull(
+    *,
+    memory: int,
+    state: int,
+    num_members: int,
+    position: int,
+    layout: list[int],
+    timeout_s: float,
+    slot: int,
+    rows: int,
+    probs: int,
+    width: int,
+    dtype: str,
+    num_arrived: int,
+    capacity: int,
+    stream: int,
+) -> None: ...
+def peer_finish_pull(
+    *,
+    memory: int,
+    state: int,
+    num_members: int,
+    position: int,
+    layout: list[int],
+    timeout_s: float,
+    slot: int,
+    rows: int,
+    probs: int,
+    width: int,
+    dtype: str,
+    row_map: int,
+    sizes: list[int],
     stream: int,
 ) -> None: ...

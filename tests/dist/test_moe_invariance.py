@@ -152,6 +152,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep2": ("softmax", 2, EP2),
     "ep2 allgather": ("softmax", 2, {**EP2, **ALLGATHER}),
     "ep2 static": ("softmax", 2, {**EP2, **STATIC}),
+    "ep2 static, collective": (
+        "softmax",
+        2,
+        {**EP2, **STATIC, "moe.static_transport": "collective"},
+    ),
     "tp2": ("softmax", 2, TP2),
     "tp2 sp": ("softmax", 2, {**TP2, **SP}),
     "tp2 etp1": ("softmax", 2, {**TP2, **ETP1}),

@@ -95,6 +95,7 @@ class ExpertWatch:
         self._device = device
         self._groups = groups
         self._budgets = [chunk.moe_budget for chunk in chunks]
+        self._peers = {chunk.moe_peers for chunk in chunks if chunk.moe_peers is not None}
         self._layers = {index: layer for c in chunks for index, layer in c.moe_layers().items()}
         self._indices = moe.moe_layers(num_layers)
         # Values of losses are averaged over microbatches and the ranks of a stage.
@@ -127,7 +128,7 @@ class ExpertWatch:
         total = self.num_to_rerun()
         all_reduce_(total, self._groups.world)
         num_over = int(total)
-        self._check_dispatchers()
+        self._check_peers()
         if num_over == 0:
             return False
         if self._moe.over_budget == "error":
@@ -188,7 +189,7 @@ class ExpertWatch:
         """
         if not self._indices:
             return None
-        self._check_dispatchers()
+        self._check_peers()
         if not skipped:
             update_expert_biases([layer.router for layer in self._layers.values()])
         num_experts = self._moe.num_experts
@@ -218,9 +219,11 @@ class ExpertWatch:
         factor = echo_receive_factor(self._moe, self._moe.num_experts // self._groups.ep.size)
         return f"moe.echo.receive_budget = {factor:g}"
 
-    def _check_dispatchers(self) -> None:
-        for layer in self._layers.values():
-            layer.dispatcher.check()
+    def _check_peers(self) -> None:
+        for peers in self._peers:
+            peers.check()
+        for slots in {layer.echo.slots for layer in self._layers.values() if layer.echo}:
+            slots.check()
 
     def _reset(self) -> None:
         for layer in self._layers.values():

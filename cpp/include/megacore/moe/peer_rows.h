@@ -110,6 +110,16 @@ MC_HOST_DEVICE int64_t peer_aligned(int64_t bytes) {
   return (bytes + kPeerAlignment - 1) / kPeerAlignment * kPeerAlignment;
 }
 
+// Flags in front of the memory, where it has no window around it (on GPUs): for each set, first who
+// has offered, then who has taken, one flag of each member, written by that member.
+MC_HOST_DEVICE int64_t peer_flag(int64_t num_members, int64_t set, bool is_taken, int64_t member) {
+  return (2 * set + (is_taken ? 1 : 0)) * num_members + member;
+}
+MC_HOST_DEVICE int64_t peer_flags_bytes(int64_t num_members) {
+  return peer_aligned(peer_flag(num_members, kPeerFlagSets, false, 0) *
+                      static_cast<int64_t>(sizeof(uint32_t)));
+}
+
 // How every member's memory is cut: messages, then slots. Equal on all members. An exchange may
 // have fewer experts, and fewer or shorter rows.
 struct PeerLayout {

@@ -17,4 +17,31 @@ MC_HOST_DEVICE bool has_reached(uint32_t flag, uint32_t epoch) {
   return static_cast<int32_t>(flag - epoch) >= 0;
 }
 
+// What a kernel that gave up waiting leaves for the host to read; a kernel can raise no error.
+enum class PeerFault : int64_t {
+  kNone = 0,
+  kStillReads = 1,    // a member has not finished with what was in the memory before
+  kNoCounts = 2,      // its counts did not come
+  kNoRows = 3,        // its rows did not come
+  kOtherCapacity = 4  // it keeps another number of rows
+};
+
+struct PeerFailure {
+  PeerFault fault = PeerFault::kNone;
+  int64_t member = 0;  // below 2^16
+  uint32_t epoch = 0;
+};
+
+// One word, not 0.
+MC_HOST_DEVICE int64_t packed_failure(const PeerFailure& failure) {
+  return (static_cast<int64_t>(failure.fault) << 48) | (failure.member << 32) |
+         static_cast<int64_t>(failure.epoch);
+}
+
+MC_HOST_DEVICE PeerFailure unpacked_failure(int64_t word) {
+  return {static_cast<PeerFault>(word >> 48),
+          (word >> 32) & 0xffff,
+          static_cast<uint32_t>(word & 0xffffffff)};
+}
+
 }  // namespace megacore::parallel

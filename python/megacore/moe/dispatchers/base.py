@@ -234,16 +234,6 @@ class Dispatcher(ABC):
         """
         return collect_rows(rows, plan.row_map)
 
-    def check(self) -> None:  # noqa: B027 (most have nothing to check)
-        """Raise what went wrong on the device since the last call, where nothing can be raised.
-
-        Raises:
-            PeerLostError: If a peer did not come; it is named.
-
-        Sync:
-            May wait for the device. Call it where the host waits for the step anyway.
-        """
-
 
 def gather_counts(counts_E: Tensor, placement: ExpertPlacement) -> Tensor:
     """Copies that each member sends to each local expert, ``(G, L)``, from its own ``(E,)``."""

@@ -122,10 +122,6 @@ class PeerDispatcher(Dispatcher):
         """Nothing is left to do: pulling adds. See `Dispatcher`."""
         return rows
 
-    def check(self) -> None:
-        """Raise if a peer did not come. See `Dispatcher`."""
-        self.peers.check()
-
 
 @dataclass(frozen=True, kw_only=True)
 class PeerExpertRows(ExpertRows):

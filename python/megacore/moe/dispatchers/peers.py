@@ -201,7 +201,7 @@ class HostPeers(Peers):
     def __init__(self, group: Group, *, row_bytes: int = 0) -> None:
         super().__init__(group, row_bytes=row_bytes)
         if group.host is None:
-            raise ConfigError(_no_peers(group.describe()))
+            raise ConfigError(no_peers(group.describe()))
         self._host = group.host
         self._memory: _HostMemory | None = None
 
@@ -340,16 +340,26 @@ def make_peers(
     Sync:
         On CUDA all members find out together whether they can; collective.
     """
-    if transport == "collective" or group.size == 1 or device.type == "meta":
+    if transport == "collective" or group.size == 1 or device.type not in ("cpu", "cuda"):
         return None
-    if device.type == "cpu" and group.host is not None:
+    if device.type == "cuda":
+        # Here, because that module builds on this one.
+        from megacore.moe.dispatchers.symmetric_peers import SymmetricPeers, reason_against
+
+        note = reason_against(group, device)
+        if not note:
+            return SymmetricPeers(group, device, row_bytes=row_bytes)
+    elif group.host is not None:
         return HostPeers(group, row_bytes=row_bytes)
+    else:
+        note = group.describe()
     if transport == "peer":
-        raise ConfigError(_no_peers(group.describe()))
+        raise ConfigError(no_peers(note))
     return None
 
 
-def _no_peers(note: str) -> str:
+def no_peers(note: str) -> str:
+    """The message for a group that cannot do without collectives."""
     return (
         "moe.static_transport = peer needs ranks that reach each other's memory, but here is "
         f"{note}; set it to auto or collective"

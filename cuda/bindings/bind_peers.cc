@@ -1,0 +1,232 @@
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "bindings.h"
+#include "megacore/base/check.h"
+#include "megacore/cuda/peer_exchange.h"
+
+namespace py = pybind11;
+
+namespace megacore::bindings {
+namespace {
+
+using cuda::PeerCopies;
+using cuda::PeerTensor;
+using cuda::PeerView;
+using moe::PeerShape;
+
+// What all calls say of the members, in the order of the arguments below.
+PeerView view_of(uintptr_t memory,
+                 uintptr_t state,
+                 int64_t num_members,
+                 int64_t position,
+                 const std::vector<int64_t>& layout,
+                 double timeout_s) {
+  MC_REQUIRE(layout.size() == 3, "a layout is three sizes, not ", layout.size());
+  return {.memory = device_pointer<std::byte* const>(memory),
+          .state = device_pointer<cuda::PeerState>(state),
+          .position = position,
+          .layout = {.num_members = num_members,
+                     .max_experts = layout[0],
+                     .max_capacity = layout[1],
+                     .max_row_bytes = layout[2]},
+          .timeout_ns = static_cast<int64_t>(timeout_s * 1e9)};
+}
+
+// Experts, parts, the part of this member, capacity.
+PeerShape shape_of(int64_t num_members, int64_t position, const std::vector<int64_t>& shape) {
+  MC_REQUIRE(shape.size() == 4, "a shape is four numbers, not ", shape.size());
+  return {.num_members = num_members,
+          .position = position,
+          .num_experts = shape[0],
+          .num_parts = shape[1],
+          .part = shape[2],
+          .capacity = shape[3]};
+}
+
+// Tokens, choices, repeats, capacity.
+PeerCopies copies_of(uintptr_t row_map, const std::vector<int64_t>& sizes) {
+  MC_REQUIRE(sizes.size() == 4, "copies have four sizes, not ", sizes.size());
+  return {.rows = device_pointer<const int64_t>(row_map),
+          .num_tokens = sizes[0],
+          .num_choices = sizes[1],
+          .repeats = sizes[2],
+          .capacity = sizes[3]};
+}
+
+PeerTensor tensor_of(uintptr_t rows, uintptr_t probs, int64_t width, std::string_view dtype) {
+  return {.rows = device_pointer<void>(rows),
+          .probs = device_pointer<float>(probs),
+          .width = width,
+          .type = float_type(dtype)};
+}
+
+using Sizes = std::vector<int64_t>;
+using no_gil = py::call_guard<py::gil_scoped_release>;
+
+void bind_counts(py::module_& module) {
+  module.def(
+      "peer_send_counts",
+      [](uintptr_t memory,
+         uintptr_t state,
+         int64_t num_members,
+         int64_t position,
+         const Sizes& layout,
+         double timeout_s,
+         const Sizes& shape,
+         uintptr_t counts,
+         uintptr_t stream) {
+        cuda::peer_send_counts(view_of(memory, state, num_members, position, layout, timeout_s),
+                               shape_of(num_members, position, shape),
+                               device_pointer<const int64_t>(counts),
+                               stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("memory"),
+      py::arg("state"),
+      py::arg("num_members"),
+      py::arg("position"),
+      py::arg("layout"),
+      py::arg("timeout_s"),
+      py::arg("shape"),
+      py::arg("counts"),
+      py::arg("stream"),
+      no_gil());
+  module.def(
+      "peer_plan",
+      [](uintptr_t memory,
+         uintptr_t state,
+         int64_t num_members,
+         int64_t position,
+         const Sizes& layout,
+         double timeout_s,
+         const Sizes& shape,
+         uintptr_t shift,
+         uintptr_t kept,
+         uintptr_t arriving,
+         uintptr_t stream) {
+        cuda::peer_plan(view_of(memory, state, num_members, position, layout, timeout_s),
+                        shape_of(num_members, position, shape),
+                        {.shift = device_pointer<int64_t>(shift),
+                         .kept = device_pointer<int64_t>(kept),
+                         .arriving = device_pointer<int64_t>(arriving)},
+                        stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("memory"),
+      py::arg("state"),
+      py::arg("num_members"),
+      py::arg("position"),
+      py::arg("layout"),
+      py::arg("timeout_s"),
+      py::arg("shape"),
+      py::arg("shift"),
+      py::arg("kept"),
+      py::arg("arriving"),
+      py::arg("stream"),
+      no_gil());
+}
+
+// The way of rows that belong to this member's tokens: what they are, then where their copies lie.
+template <typename Call>
+void bind_tokens_side(py::module_& module, const char* name, Call call) {
+  module.def(
+      name,
+      [call](uintptr_t memory,
+             uintptr_t state,
+             int64_t num_members,
+             int64_t position,
+             const Sizes& layout,
+             double timeout_s,
+             int64_t slot,
+             uintptr_t rows,
+             uintptr_t probs,
+             int64_t width,
+             std::string_view dtype,
+             uintptr_t row_map,
+             const Sizes& sizes,
+             uintptr_t stream) {
+        call(view_of(memory, state, num_members, position, layout, timeout_s),
+             slot,
+             tensor_of(rows, probs, width, dtype),
+             copies_of(row_map, sizes),
+             stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("memory"),
+      py::arg("state"),
+      py::arg("num_members"),
+      py::arg("position"),
+      py::arg("layout"),
+      py::arg("timeout_s"),
+      py::arg("slot"),
+      py::arg("rows"),
+      py::arg("probs"),
+      py::arg("width"),
+      py::arg("dtype"),
+      py::arg("row_map"),
+      py::arg("sizes"),
+      py::arg("stream"),
+      no_gil());
+}
+
+// The way of the rows of this member's experts.
+template <typename Call>
+void bind_experts_side(py::module_& module, const char* name, Call call) {
+  module.def(
+      name,
+      [call](uintptr_t memory,
+             uintptr_t state,
+             int64_t num_members,
+             int64_t position,
+             const Sizes& layout,
+             double timeout_s,
+             int64_t slot,
+             uintptr_t rows,
+             uintptr_t probs,
+             int64_t width,
+             std::string_view dtype,
+             uintptr_t num_arrived,
+             int64_t capacity,
+             uintptr_t stream) {
+        call(view_of(memory, state, num_members, position, layout, timeout_s),
+             slot,
+             tensor_of(rows, probs, width, dtype),
+             device_pointer<const int64_t>(num_arrived),
+             capacity,
+             stream_handle(stream));
+      },
+      py::kw_only(),
+      py::arg("memory"),
+      py::arg("state"),
+      py::arg("num_members"),
+      py::arg("position"),
+      py::arg("layout"),
+      py::arg("timeout_s"),
+      py::arg("slot"),
+      py::arg("rows"),
+      py::arg("probs"),
+      py::arg("width"),
+      py::arg("dtype"),
+      py::arg("num_arrived"),
+      py::arg("capacity"),
+      py::arg("stream"),
+      no_gil());
+}
+
+}  // namespace
+
+void bind_peers(py::module_& module) {
+  module.attr("PEER_STATE_NUMEL") =
+      static_cast<int64_t>((sizeof(cuda::PeerState) + sizeof(int64_t) - 1) / sizeof(int64_t));
+  bind_counts(module);
+  bind_tokens_side(module, "peer_start_push", &cuda::peer_start_push);
+  bind_experts_side(module, "peer_finish_push", &cuda::peer_finish_push);
+  bind_experts_side(module, "peer_start_pull", &cuda::peer_start_pull);
+  bind_tokens_side(module, "peer_finish_pull", &cuda::peer_finish_pull);
+}
+
+}  // namespace megacore::bindings

@@ -1,0 +1,94 @@
+// Rows straight into the memory of peer GPUs and back: the CUDA twins of moe/peer_exchange.h.
+//
+// Every member has memory that all others reach: flags (moe::peer_flags_bytes), then what
+// moe::PeerLayout describes, zero at first. A start launches a kernel that writes, there and here,
+// and then raises this member's flag at every other one; a finish launches a kernel that waits for
+// the flags of all, reads, and says so by another flag. Flags count up and are never reset, and the
+// counters lie on the device, so all of it may be captured in a graph and replayed.
+//
+// Nothing here waits for the device or allocates, and no kernel waits for ever. One that has waited
+// for `timeout_ns` writes a word that says for whom (parallel/epochs.h) to the state and gives up;
+// so do all kernels after it, at once. Then rows are NaN and plans empty: the step is worthless,
+// and the host must look at the word before it uses it.
+//
+// The addresses may all be of one GPU, which then plays all members, one launch after the other:
+// first the starts of all, then the finishes.
+
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "megacore/cuda/float_type.h"
+#include "megacore/moe/peer_rows.h"
+
+namespace megacore::cuda {
+
+// What a member keeps to itself, on its device; zero at first.
+struct PeerState {
+  unsigned long long failure;               // 0, or what parallel::packed_failure made
+  uint32_t epochs[moe::kPeerFlagSets];      // exchanges finished
+  uint32_t blocks[2 * moe::kPeerFlagSets];  // blocks of the running kernel that are done
+};
+
+struct PeerView {
+  std::byte* const* memory = nullptr;  // (num_members) on the device: the address of each one's
+  PeerState* state = nullptr;
+  int64_t position = 0;  // of this member
+  moe::PeerLayout layout = {};
+  int64_t timeout_ns = 0;
+};
+
+// Where the copies of tokens lie, see moe::PeerMap.
+struct PeerCopies {
+  const int64_t* rows = nullptr;
+  int64_t num_tokens = 0;
+  int64_t num_choices = 0;
+  int64_t repeats = 1;
+  int64_t capacity = 0;
+};
+
+struct PeerTensor {
+  void* rows = nullptr;    // read by a start, written by a finish
+  float* probs = nullptr;  // optional
+  int64_t width = 0;
+  FloatType type = FloatType::kFloat32;
+};
+
+// All throw std::invalid_argument where something does not fit the layout, std::runtime_error if a
+// launch fails.
+void peer_send_counts(const PeerView& peers,
+                      const moe::PeerShape& shape,
+                      const int64_t* counts,
+                      cudaStream_t stream);
+void peer_plan(const PeerView& peers,
+               const moe::PeerShape& shape,
+               const moe::PeerPlan& plan,
+               cudaStream_t stream);
+void peer_start_push(const PeerView& peers,
+                     int64_t slot,
+                     const PeerTensor& tokens,
+                     const PeerCopies& copies,
+                     cudaStream_t stream);
+// `num_arrived` is on the device.
+void peer_finish_push(const PeerView& peers,
+                      int64_t slot,
+                      const PeerTensor& rows,
+                      const int64_t* num_arrived,
+                      int64_t capacity,
+                      cudaStream_t stream);
+void peer_start_pull(const PeerView& peers,
+                     int64_t slot,
+                     const PeerTensor& rows,
+                     const int64_t* num_arrived,
+                     int64_t capacity,
+                     cudaStream_t stream);
+void peer_finish_pull(const PeerView& peers,
+                      int64_t slot,
+                      const PeerTensor& tokens,
+                      const PeerCopies& copies,
+                      cudaStream_t stream);
+
+}  // namespace megacore::cuda

@@ -1,0 +1,273 @@
+"""Memory of peer GPUs: torch's symmetric memory, and the kernels that write and read there.
+
+Shapes: as in :mod:`megacore.moe.dispatchers.peers`.
+"""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore._core import PeerFault, PeerLayout, peer_failure, peer_flags_bytes
+from megacore.errors import MegacoreError, PeerLostError
+from megacore.moe.dispatchers.base import ExpertPlacement
+from megacore.moe.dispatchers.peers import CopyMap, PeerCounts, Peers, Slots, Ticket
+from megacore.ops import cuda_kernels, has_cuda_kernels, peer_exchange
+from megacore.parallel.collectives import all_gather
+from megacore.parallel.process_groups import Group
+
+
+class _DeviceMemory:
+    """The memory of all members as one of them sees it.
+
+    Args:
+        addresses: Of each member's memory, ``(G,)`` int64.
+        owner: Whatever keeps it alive.
+        layout: How it is cut.
+    """
+
+    def __init__(self, addresses: Tensor, owner: object, layout: PeerLayout) -> None:
+        self.addresses = addresses
+        self.owner = owner
+        self.layout = layout
+        self.state = addresses.new_zeros(cuda_kernels().PEER_STATE_NUMEL)
+        self.slots = Slots()
+
+
+class DevicePeers(Peers):
+    """GPUs that reach each other's memory.
+
+    The host waits for nothing. A kernel waits for a peer for at most ``timeout_s``; then all that
+    follows gives NaN, which keeps the optimizer from using it, and :meth:`check` raises.
+
+    Args:
+        group: The members.
+        device: That of this member.
+        timeout_s: How long to wait for a member.
+        row_bytes: Size of the largest row, if known.
+    """
+
+    def __init__(
+        self, group: Group, device: torch.device, *, timeout_s: float, row_bytes: int = 0
+    ) -> None:
+        super().__init__(group, row_bytes=row_bytes)
+        self.device = device
+        self._timeout_s = timeout_s
+        # Memory that became too small is kept: graphs that were captured go on using it.
+        self._memories: list[_DeviceMemory] = []
+
+    @abstractmethod
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
+        """Make zeroed memory on all members; its addresses ``(G,)`` and what keeps it alive."""
+
+    def exchange_counts(
+        self, counts_E: Tensor, placement: ExpertPlacement, capacity: int
+    ) -> PeerCounts:
+        """By two kernels. See `Peers`."""
+        memory = self._reserve(placement.num_experts, capacity, self._row_bytes)
+        shape = [placement.num_experts, placement.ep_size, placement.ep_position, capacity]
+        peer_exchange.send_counts(counts_E.contiguous(), *self._members(memory), shape)
+        shift, kept, arriving = peer_exchange.plan(*self._members(memory), shape)
+        return PeerCounts(shift=shift, kept=kept, arriving=arriving)
+
+    def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> Ticket:
+        """Write each copy where it belongs. See `Peers`."""
+        x_TH = x_TH.contiguous()
+        memory, ticket = self._ticket(copies.capacity, x_TH)
+        peer_exchange.start_push(
+            x_TH,
+            None if probs_Tk is None else probs_Tk.contiguous(),
+            copies.rows,
+            *self._members(memory),
+            ticket.slot,
+            copies.num_choices,
+            copies.capacity,
+        )
+        return ticket
+
+    def finish_push(
+        self, ticket: Ticket, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
+    ) -> None:
+        """Copy what has come. See `Peers`."""
+        peer_exchange.finish_push(
+            rows_CH, probs_C, copies.num_arrived, *self._members(_memory_of(ticket)), ticket.slot
+        )
+        ticket.finish()
+
+    def start_pull(self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap) -> Ticket:
+        """Copy rows to where the others see them. See `Peers`."""
+        rows_CH = rows_CH.contiguous()
+        memory, ticket = self._ticket(copies.capacity, rows_CH)
+        peer_exchange.start_pull(
+            rows_CH,
+            None if probs_C is None else probs_C.contiguous(),
+            copies.num_arrived,
+            *self._members(memory),
+            ticket.slot,
+        )
+        return ticket
+
+    def finish_pull(
+        self, ticket: Ticket, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
+    ) -> None:
+        """Add up rows where they lie. See `Peers`."""
+        peer_exchange.finish_pull(
+            x_TH,
+            probs_Tk,
+            copies.rows,
+            *self._members(_memory_of(ticket)),
+            ticket.slot,
+            copies.num_choices,
+            copies.capacity,
+        )
+        ticket.finish()
+
+    def check(self) -> None:
+        """Raise if a kernel gave up waiting. See `Peers`."""
+        for memory in self._memories:
+            word = int(memory.state[0])
+            if word:
+                raise PeerLostError(failure_text(word, self.group, self._timeout_s))
+
+    def _ticket(self, capacity: int, rows: Tensor) -> tuple[_DeviceMemory, Ticket]:
+        memory = self._reserve(0, capacity, rows.shape[1] * rows.element_size())
+        return memory, Ticket(memory, memory.slots)
+
+    def _members(self, memory: _DeviceMemory) -> tuple[Any, ...]:
+        layout = memory.layout
+        sizes = [layout.max_experts, layout.max_capacity, layout.max_row_bytes]
+        return memory.addresses, memory.state, self.group.position, sizes, self._timeout_s
+
+    def _reserve(self, num_experts: int, capacity: int, row_bytes: int) -> _DeviceMemory:
+        """The memory, made anew where it is too small. All members do so at the same time."""
+        had = (0, 0, 0)
+        if self._memories:
+            memory = self._memories[-1]
+            layout = memory.layout
+            had = (layout.max_experts, layout.max_capacity, layout.max_row_bytes)
+            if num_experts <= had[0] and capacity <= had[1] and row_bytes <= had[2]:
+                return memory
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"group {self.group.name}: memory for {capacity:,} rows of peers cannot be made "
+                "while a graph is captured; run the same shapes once before (graphs.warmup_steps)"
+            )
+        layout = PeerLayout(
+            num_members=self.group.size,
+            max_experts=max(num_experts, had[0]),
+            max_capacity=max(capacity, had[1]),
+            max_row_bytes=max(row_bytes, had[2]),
+        )
+        addresses, owner = self._allocate(peer_flags_bytes(self.group.size) + layout.bytes)
+        self._memories.append(_DeviceMemory(addresses, owner, layout))
+        return self._memories[-1]
+
+
+class SymmetricPeers(DevicePeers):
+    """GPUs of one host, one per rank, through torch's symmetric memory.
+
+    Args:
+        group: The members; :func:`reason_against` must have found nothing.
+        device: That of this member.
+        row_bytes: Size of the largest row, if known.
+    """
+
+    def __init__(self, group: Group, device: torch.device, *, row_bytes: int = 0) -> None:
+        super().__init__(group, device, timeout_s=_timeout_s(group, device), row_bytes=row_bytes)
+
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
+        try:
+            return symmetric_memory(self.group, self.device, num_bytes)
+        except (RuntimeError, ImportError) as error:
+            raise MegacoreError(
+                f"group {self.group.name}: no {num_bytes:,} bytes of memory that peers reach "
+                f"({error}); lower moe.static_budget, or set moe.static_transport = collective"
+            ) from error
+
+
+def symmetric_memory(group: Group, device: torch.device, num_bytes: int) -> tuple[Tensor, object]:
+    """Zeroed memory that all members reach: its addresses ``(G,)``, and what keeps it alive.
+
+    Sync:
+        Waits for the device and for all members.
+    """
+    import torch.distributed._symmetric_memory as symm_mem
+
+    assert group.handle is not None
+    buffer = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = symm_mem.rendezvous(buffer, group.handle)
+    buffer.zero_()
+    torch.cuda.synchronize(device)
+    handle.barrier()
+    torch.cuda.synchronize(device)
+    # Several tensors may share one allocation.
+    offset = getattr(handle, "offset", 0)
+    addresses = [address + offset for address in handle.buffer_ptrs]
+    return torch.tensor(addresses, dtype=torch.int64, device=device), (buffer, handle)
+
+
+def reason_against(group: Group, device: torch.device) -> str:
+    """Why the members cannot reach each other's memory, or ``""``. Collective; all agree."""
+    host = zlib.crc32(socket.gethostname().encode())
+    everyone = _agreed(group, device, host, "" if has_cuda_kernels() else "built without kernels")
+    if everyone:
+        return everyone
+    try:
+        symmetric_memory(group, device, 4096)
+    except (RuntimeError, ImportError) as error:
+        return _agreed(group, device, host, f"no symmetric memory ({error})")
+    return _agreed(group, device, host, "")
+
+
+def _agreed(group: Group, device: torch.device, host: int, problem: str) -> str:
+    mine = torch.tensor([host, int(bool(problem))], dtype=torch.int64, device=device)
+    gathered = mine.new_empty(2 * group.size)
+    all_gather(gathered, mine, group)
+    rows = gathered.view(-1, 2).tolist()
+    if any(other != host for other, _ in rows):
+        return f"a group over several hosts ({group.describe()})"
+    bad = [rank for rank, (_, is_bad) in zip(group.ranks, rows, strict=True) if is_bad]
+    if bad:
+        return f"{problem or 'a problem'} on rank {bad[0]}"
+    return ""
+
+
+def failure_text(word: int, group: Group, timeout_s: float) -> str:
+    """What a kernel that gave up has to say.
+
+    Args:
+        word: What it left.
+        group: Its members.
+        timeout_s: How long it waited.
+
+    Example:
+        >>> word = (3 << 48) | (1 << 32) | 17
+        >>> failure_text(word, Group("ep", (4, 5), 0, object()), 20.0)  # type: ignore[arg-type]
+        'group ep, exchange 17: rank 5 did not send its rows within 20 s'
+    """
+    fault, member, epoch = peer_failure(word)
+    what = {
+        PeerFault.STILL_READS: f"did not finish reading within {timeout_s:g} s",
+        PeerFault.NO_COUNTS: f"did not send its counts within {timeout_s:g} s",
+        PeerFault.NO_ROWS: f"did not send its rows within {timeout_s:g} s",
+        PeerFault.OTHER_CAPACITY: "keeps another number of rows for its experts; all need equally "
+        "many tokens and one budget",
+    }.get(fault, "failed")
+    return f"group {group.name}, exchange {epoch}: rank {group.ranks[member]} {what}"
+
+
+def _memory_of(ticket: Ticket) -> _DeviceMemory:
+    assert isinstance(ticket.memory, _DeviceMemory)
+    return ticket.memory
+
+
+def _timeout_s(group: Group, device: torch.device) -> float:
+    """That of the group's collectives."""
+    assert group.handle is not None
+    timeout: float = group.handle._get_backend(device).options._timeout.total_seconds()
+    return timeout

@@ -1,0 +1,169 @@
+"""Exchanges of rows through memory of peer GPUs, as operations that torch knows.
+
+A *start* writes into memory of peers and raises a flag, a *finish* waits on the device until the
+flags of all are up and reads; the host waits for nothing, and all can be captured in a graph. What
+lies where is told in ``cuda/include/megacore/cuda/peer_exchange.h``. They change ``state``, and
+memory that is no argument, so they have no derivatives of their own: see
+:mod:`megacore.moe.dispatchers.peer`, where push and pull are each other's.
+
+All take, behind their tensors, what describes the members: ``memory``, the addresses of all
+members' memory ``(G,)`` int64; ``state``, this member's own counters; its ``position``; ``layout``,
+the largest number of experts, of rows, and of bytes of a row; and ``timeout_s``, how long to wait
+for a member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops import cuda_kernels
+from megacore.ops.library import define_op
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_MEMBERS = "Tensor memory, Tensor(a!) state, int position, int[] layout, float timeout_s"
+
+
+def _send_counts(counts: Tensor, *args: Any) -> None:
+    *members, shape = args
+    _launch("peer_send_counts", *members, shape=list(shape), counts=counts.data_ptr())
+
+
+def _plan(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *members, shape = args
+    shift, kept, arriving = _plan_results(memory, shape)
+    _launch(
+        "peer_plan",
+        memory,
+        *members,
+        shape=list(shape),
+        shift=shift.data_ptr(),
+        kept=kept.data_ptr(),
+        arriving=arriving.data_ptr(),
+    )
+    return shift, kept, arriving
+
+
+def _plan_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _plan_results(memory, args[-1])
+
+
+def _plan_results(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    num_experts, num_parts = shape[:2]
+    return (
+        memory.new_empty(num_experts),
+        memory.new_empty(num_experts),
+        memory.new_empty(memory.shape[0], num_experts // num_parts),
+    )
+
+
+def _tokens_side(name: str) -> Any:
+    def run(rows: Tensor, probs: Tensor | None, row_map: Tensor, *args: Any) -> None:
+        *members, slot, num_choices, capacity = args
+        num_tokens, num_copies = row_map.shape
+        repeats = num_copies // num_choices if num_choices else 1
+        _launch(
+            name,
+            *members,
+            slot=slot,
+            **_rows(rows, probs),
+            row_map=row_map.data_ptr(),
+            sizes=[num_tokens, num_choices, repeats, capacity],
+        )
+
+    return run
+
+
+def _experts_side(name: str) -> Any:
+    def run(rows: Tensor, probs: Tensor | None, num_arrived: Tensor, *args: Any) -> None:
+        *members, slot = args
+        _launch(
+            name,
+            *members,
+            slot=slot,
+            **_rows(rows, probs),
+            num_arrived=num_arrived.data_ptr(),
+            capacity=rows.shape[0],
+        )
+
+    return run
+
+
+def _rows(rows: Tensor, probs: Tensor | None) -> dict[str, Any]:
+    if rows.dtype not in _DTYPES:
+        names = ", ".join(_DTYPES.values())
+        raise ValueError(
+            f"rows of {rows.dtype} do not travel through memory of peers, only {names}; convert "
+            "them, or set moe.static_transport = collective"
+        )
+    return {
+        "rows": rows.data_ptr(),
+        "probs": 0 if probs is None else probs.data_ptr(),
+        "width": rows.shape[1],
+        "dtype": _DTYPES[rows.dtype],
+    }
+
+
+def _launch(
+    name: str,
+    memory: Tensor,
+    state: Tensor,
+    position: int,
+    layout: Sequence[int],
+    timeout_s: float,
+    **arguments: Any,
+) -> None:
+    with torch.cuda.device(memory.device):
+        getattr(cuda_kernels(), name)(
+            memory=memory.data_ptr(),
+            state=state.data_ptr(),
+            num_members=memory.shape[0],
+            position=position,
+            layout=list(layout),
+            timeout_s=timeout_s,
+            stream=torch.cuda.current_stream().cuda_stream,
+            **arguments,
+        )
+
+
+def _needs_cuda(*args: Any) -> None:
+    del args
+    raise ValueError(
+        "these exchanges are for CUDA tensors; on the CPU use megacore.moe.dispatchers.HostPeers"
+    )
+
+
+def _nothing(*args: Any) -> None:
+    del args
+
+
+def _define(schema: str, run: Any, fake: Any = _nothing) -> Any:
+    return define_op(schema, cpu=_needs_cuda, cuda=run, fake=fake)
+
+
+send_counts = _define(
+    f"peer_send_counts(Tensor counts, {_MEMBERS}, int[] shape) -> ()", _send_counts
+)
+plan = _define(f"peer_plan({_MEMBERS}, int[] shape) -> (Tensor, Tensor, Tensor)", _plan, _plan_fake)
+start_push = _define(
+    f"peer_start_push(Tensor rows, Tensor? probs, Tensor row_map, {_MEMBERS}, int slot, "
+    "int num_choices, int capacity) -> ()",
+    _tokens_side("peer_start_push"),
+)
+finish_push = _define(
+    f"peer_finish_push(Tensor(b!) rows, Tensor(c!)? probs, Tensor num_arrived, {_MEMBERS}, "
+    "int slot) -> ()",
+    _experts_side("peer_finish_push"),
+)
+start_pull = _define(
+    f"peer_start_pull(Tensor rows, Tensor? probs, Tensor num_arrived, {_MEMBERS}, int slot) -> ()",
+    _experts_side("peer_start_pull"),
+)
+finish_pull = _define(
+    f"peer_finish_pull(Tensor(b!) rows, Tensor(c!)? probs, Tensor row_map, {_MEMBERS}, int slot, "
+    "int num_choices, int capacity) -> ()",
+    _tokens_side("peer_finish_pull"),
+)

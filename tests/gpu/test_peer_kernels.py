@@ -1,0 +1,281 @@
+"""Kernels that write into memory of peers: several members, all on one GPU, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.errors import PeerLostError
+from megacore.moe.dispatchers import ExpertPlacement
+from megacore.moe.dispatchers.peers import CopyMap, PeerCounts
+from megacore.moe.dispatchers.symmetric_peers import DevicePeers
+from megacore.ops import collect_rows, has_cuda_kernels, peer_exchange, sort_by_expert, spread_rows
+from megacore.ops.permutation import permute_probs
+from megacore.parallel.process_groups import Group
+from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not has_cuda_kernels(), reason="built without CUDA kernels"),
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class OneGpu(DevicePeers):
+    """A member whose peers are on the same device: memory is handed out by ``memory``."""
+
+    def __init__(self, group: Group, memory: Memory, timeout_s: float) -> None:
+        super().__init__(group, torch.device("cuda"), timeout_s=timeout_s)
+        self._source = memory
+
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
+        return self._source.of(num_bytes)
+
+
+class Memory:
+    """The memory of all members by size; the first who asks makes it."""
+
+    def __init__(self, num_members: int) -> None:
+        self._num_members = num_members
+        self._made: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def of(self, num_bytes: int) -> tuple[Tensor, object]:
+        if num_bytes not in self._made:
+            buffers = [
+                torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+                for _ in range(self._num_members)
+            ]
+            addresses = [buffer.data_ptr() for buffer in buffers]
+            self._made[num_bytes] = torch.tensor(addresses, device="cuda"), buffers
+        return self._made[num_bytes]
+
+
+class Team:
+    """All members of a group, which take every step together."""
+
+    def __init__(
+        self, num_members: int, num_experts: int, *, num_parts: int = 0, timeout_s: float = 20.0
+    ) -> None:
+        num_parts = num_parts or num_members
+        ranks = tuple(range(num_members))
+        groups = [Group("ep", ranks, p, object()) for p in ranks]  # type: ignore[arg-type]
+        memory = Memory(num_members)
+        self.peers = [OneGpu(group, memory, timeout_s) for group in groups]
+        members = tuple(tuple(range(part, num_members, num_parts)) for part in range(num_parts))
+        self._owners = torch.tensor(members, device="cuda")
+        self.placements = [
+            ExpertPlacement(
+                group=group, members=members, ep_position=p % num_parts, num_experts=num_experts
+            )
+            for p, group in enumerate(groups)
+        ]
+
+    def counts(self, ids: list[Tensor], capacity: int) -> list[PeerCounts]:
+        """Kernels of all members in the order in which they would meet: sends before plans."""
+        sent = []
+        for peers, placement, each in zip(self.peers, self.placements, ids, strict=True):
+            _, counts_E = sort_by_expert(each, placement.num_experts)
+            memory = peers._reserve(placement.num_experts, capacity, 0)
+            shape = [placement.num_experts, placement.ep_size, placement.ep_position, capacity]
+            members = peers._members(memory)
+            peer_exchange.send_counts(counts_E, *members, shape)
+            sent.append((members, shape))
+        plans = [peer_exchange.plan(*members, shape) for members, shape in sent]
+        return [PeerCounts(shift=s, kept=k, arriving=a) for s, k, a in plans]
+
+    def maps(self, ids: list[Tensor], capacity: int) -> list[CopyMap]:
+        """Where the copies of each member's tokens lie."""
+        maps = []
+        for placement, each, counts in zip(
+            self.placements, ids, self.counts(ids, capacity), strict=True
+        ):
+            sorted_Tk, _ = sort_by_expert(each, placement.num_experts)
+            row_Tk = sorted_Tk + counts.shift[each.clamp(min=0)]
+            rows = (
+                self._owners[each.clamp(min=0) // placement.num_local] * capacity
+                + row_Tk[..., None]
+            )
+            lost = (each < 0) | (row_Tk >= capacity)
+            maps.append(
+                CopyMap(
+                    rows=rows.masked_fill(lost[..., None], -1).flatten(1),
+                    num_choices=each.shape[1],
+                    capacity=capacity,
+                    num_arrived=counts.arriving.sum(),
+                )
+            )
+        return maps
+
+    def push(
+        self, tokens: list[Tensor], probs: list[Tensor] | None, maps: list[CopyMap]
+    ) -> list[tuple[Tensor, Tensor]]:
+        tickets = [
+            peers.start_push(x, None if probs is None else probs[p], maps[p])
+            for p, (peers, x) in enumerate(zip(self.peers, tokens, strict=True))
+        ]
+        results = []
+        for peers, ticket, x, copies in zip(self.peers, tickets, tokens, maps, strict=True):
+            rows = x.new_empty(copies.capacity, x.shape[1])
+            row_probs = x.new_empty(copies.capacity, dtype=torch.float32)
+            peers.finish_push(ticket, rows, None if probs is None else row_probs, copies)
+            results.append((rows, row_probs))
+        return results
+
+    def pull(
+        self, rows: list[Tensor], probs: list[Tensor], maps: list[CopyMap]
+    ) -> list[tuple[Tensor, Tensor]]:
+        tickets = [
+            peers.start_pull(each, weights, copies)
+            for peers, each, weights, copies in zip(self.peers, rows, probs, maps, strict=True)
+        ]
+        results = []
+        for peers, ticket, each, copies in zip(self.peers, tickets, rows, maps, strict=True):
+            x = each.new_empty(copies.rows.shape[0], each.shape[1])
+            x_probs = each.new_empty(copies.rows.shape[0], copies.num_choices, dtype=torch.float32)
+            peers.finish_pull(ticket, x, x_probs, copies)
+            results.append((x, x_probs))
+        return results
+
+
+def random_ids(
+    num_members: int, num_tokens: int, top_k: int, num_experts: int, seed: int
+) -> list[Tensor]:
+    """Different experts for each token; even to one hot expert, some copies not there."""
+    random = torch.Generator().manual_seed(seed)
+    heat = torch.randn(num_experts, generator=random) * (seed % 4)
+    ids = []
+    for _ in range(num_members):
+        scores = torch.randn(num_tokens, num_experts, generator=random) + heat
+        chosen = scores.topk(top_k).indices
+        if seed % 3 == 1:
+            chosen[torch.rand(chosen.shape, generator=random) < 0.2] = -1
+        ids.append(chosen.cuda())
+    return ids
+
+
+def by_concatenation(tokens: list[Tensor], maps: list[CopyMap], capacity: int) -> list[Tensor]:
+    """What a push leaves on every member, by the operations for one rank."""
+    joined = torch.cat([copies.rows for copies in maps])
+    everything = spread_rows(torch.cat(tokens), joined, len(maps) * capacity)
+    return list(everything.split(capacity))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_members", "num_parts", "num_experts"), [(1, 1, 4), (2, 2, 8), (4, 2, 8), (8, 8, 64)]
+)
+def test_rows_go_where_one_rank_would_put_them_and_come_back(
+    num_members: int, num_parts: int, num_experts: int, dtype: torch.dtype
+) -> None:
+    team = Team(num_members, num_experts, num_parts=num_parts)
+    for seed, width in enumerate((8, 7, 1024, 64)):
+        ids = random_ids(num_members, 33, 3, num_experts, seed)
+        capacity = [4000, 60, 33 * 3 * num_members, 1][seed]
+        with poisoned_memory():
+            maps = team.maps(ids, capacity)
+            tokens = [torch.randn(33, width, device="cuda").to(dtype) for _ in ids]
+            probs = [torch.rand(33, 3, device="cuda") for _ in ids]
+            pushed = team.push(tokens, probs, maps)
+            pulled = team.pull([rows for rows, _ in pushed], [p for _, p in pushed], maps)
+        expected = by_concatenation(tokens, maps, capacity)
+        repeats = num_members // num_parts
+        joined = torch.cat([copies.rows for copies in maps])
+        weights = torch.cat(probs).repeat_interleave(repeats, dim=1)
+        row_probs = permute_probs(weights, joined, num_members * capacity).split(capacity)
+        for p in range(num_members):
+            assert torch.equal(pushed[p][0], expected[p])
+            assert torch.equal(pushed[p][1], row_probs[p])
+            sums = collect_rows(torch.cat(expected), maps[p].rows)
+            torch.testing.assert_close(pulled[p][0], sums, rtol=1e-6, atol=1e-6)
+            kept = (maps[p].rows.view(33, 3, repeats) >= 0).sum(-1)
+            torch.testing.assert_close(pulled[p][1], probs[p] * kept)
+    for peers in team.peers:
+        peers.check()
+
+
+def test_a_captured_exchange_follows_changing_ids_for_hundreds_of_replays() -> None:
+    team = Team(4, 16)
+    static_ids = random_ids(4, 32, 2, 16, 0)
+    tokens = [torch.randn(32, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    probs = [torch.rand(32, 2, device="cuda") for _ in range(4)]
+
+    def run() -> tuple[Tensor, ...]:
+        maps = team.maps(static_ids, 70)
+        pushed = team.push(tokens, probs, maps)
+        pulled = team.pull([rows for rows, _ in pushed], [p for _, p in pushed], maps)
+        return (*(x for x, _ in pulled), *(copies.rows for copies in maps))
+
+    run()
+    with synchronising_is_an_error():
+        run()
+    graph, outputs = capture(run)
+    for seed in range(300):
+        for static, ids in zip(static_ids, random_ids(4, 32, 2, 16, seed), strict=True):
+            static.copy_(ids)
+        graph.replay()
+        if seed % 30 == 0:
+            for p in range(4):
+                kept = (outputs[4 + p] >= 0).sum(1, keepdim=True)
+                expected = (tokens[p].float() * kept).bfloat16()
+                assert torch.equal(outputs[p], expected), seed
+    for peers in team.peers:
+        peers.check()
+
+
+def test_a_member_that_does_not_come_is_named_and_the_results_are_nan() -> None:
+    team = Team(2, 4, timeout_s=0.2)
+    ids = random_ids(2, 8, 2, 4, 0)
+    maps = team.maps(ids, 64)
+    x = torch.randn(8, 16, device="cuda")
+    here = team.peers[0]
+    ticket = here.start_push(x, None, maps[0])
+    rows = x.new_empty(64, 16)
+    here.finish_push(ticket, rows, None, maps[0])
+    with pytest.raises(PeerLostError, match=r"rank 1 did not send its rows within 0\.2 s"):
+        here.check()
+    assert rows.isnan().all()
+    # What follows ends at once, and says the same.
+    ticket = here.start_pull(rows, None, maps[0])
+    here.finish_pull(ticket, x, None, maps[0])
+    with pytest.raises(PeerLostError, match="rank 1 did not send its rows"):
+        here.check()
+    assert x.isnan().all()
+
+
+def test_another_capacity_is_an_error_and_nothing_is_sent() -> None:
+    team = Team(2, 4)
+    ids = random_ids(2, 8, 2, 4, 0)
+    for p, capacity in enumerate((64, 32)):
+        peers, placement = team.peers[p], team.placements[p]
+        memory = peers._reserve(4, 64, 64)
+        _, counts_E = sort_by_expert(ids[p], 4)
+        shape = [4, 2, placement.ep_position, capacity]
+        peer_exchange.send_counts(counts_E, *peers._members(memory), shape)
+    members = team.peers[0]._members(team.peers[0]._reserve(4, 64, 64))
+    shift, kept, arriving = peer_exchange.plan(*members, [4, 2, 0, 64])
+    assert (shift >= 64).all()
+    assert torch.equal(kept, sort_by_expert(ids[0], 4)[1]), "no copy is blamed on a full buffer"
+    assert not arriving.any()
+    with pytest.raises(PeerLostError, match="rank 1 keeps another number of rows"):
+        team.peers[0].check()
+
+
+def test_torch_knows_the_operations() -> None:
+    team = Team(1, 4)
+    ids = random_ids(1, 8, 2, 4, 0)
+    maps = team.maps(ids, 16)
+    peers = team.peers[0]
+    members = peers._members(peers._reserve(4, 16, 64))
+    x = torch.randn(8, 16, device="cuda")
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        peer_exchange.start_push, (x, None, maps[0].rows, *members, 0, 2, 16), test_utils=checks
+    )
+
+
+def test_tensors_on_the_cpu_are_refused() -> None:
+    addresses = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="for CUDA tensors"):
+        peer_exchange.plan(addresses, addresses, 0, [4, 4, 4], 1.0, [4, 1, 0, 4])
