@@ -1,130 +1,21 @@
 #include "megacore/parallel/host_comm.h"
 
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <exception>
 #include <functional>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "host_comm_group.h"
+
 namespace megacore::parallel {
 namespace {
-
-// Anonymous memory that threads share, and processes forked later.
-class SharedMemory {
- public:
-  explicit SharedMemory(int64_t bytes) : bytes_(bytes) {
-    data_ = mmap(nullptr,
-                 static_cast<size_t>(bytes),
-                 PROT_READ | PROT_WRITE,
-                 MAP_SHARED | MAP_ANONYMOUS,
-                 -1,
-                 0);
-  }
-  ~SharedMemory() { munmap(data_, static_cast<size_t>(bytes_)); }
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
-
-  HostSegment segment() const { return HostSegment::over(static_cast<std::byte*>(data_), bytes_); }
-
- private:
-  void* data_;
-  int64_t bytes_;
-};
-
-struct GroupShape {
-  int size = 2;
-  int64_t slot_bytes = 1024;
-  double timeout_s = 20.0;
-};
-
-std::vector<int> ranks_of(const GroupShape& shape) {
-  std::vector<int> ranks;
-  for (int position = 0; position < shape.size; ++position) {
-    ranks.push_back(10 + position);  // global ranks are not positions
-  }
-  return ranks;
-}
-
-std::unique_ptr<HostComm> join(const SharedMemory& memory, const GroupShape& shape, int position) {
-  return std::make_unique<HostComm>(memory.segment(),
-                                    HostCommConfig{.position = position,
-                                                   .ranks = ranks_of(shape),
-                                                   .slot_bytes = shape.slot_bytes,
-                                                   .timeout_s = shape.timeout_s});
-}
-
-SharedMemory memory_for(const GroupShape& shape) {
-  return SharedMemory(HostComm::segment_bytes(shape.size, shape.slot_bytes));
-}
-
-// Runs `member` in one thread per position; returns what each threw, or "".
-std::vector<std::string> run_threads(const GroupShape& shape,
-                                     const std::function<void(HostComm&)>& member) {
-  const SharedMemory memory = memory_for(shape);
-  std::vector<std::unique_ptr<HostComm>> comms;
-  for (int position = 0; position < shape.size; ++position) {
-    comms.push_back(join(memory, shape, position));
-  }
-  std::vector<std::string> errors(comms.size());
-  std::vector<std::thread> threads;
-  for (size_t position = 0; position < comms.size(); ++position) {
-    threads.emplace_back([&, position] {
-      try {
-        member(*comms[position]);
-      } catch (const std::exception& error) {
-        errors[position] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  return errors;
-}
-
-void expect_no_errors(const std::vector<std::string>& errors) {
-  for (const std::string& error : errors) {
-    EXPECT_EQ(error, "");
-  }
-}
-
-template <typename T>
-std::byte* bytes(std::vector<T>& values) {
-  return reinterpret_cast<std::byte*>(values.data());
-}
-
-float value_of(int position, int64_t index) {
-  return static_cast<float>((position + 1) * 1000003 % 977) / 7.0F +
-         static_cast<float>(index * 31 % 1009) / 3.0F;
-}
-
-std::vector<float> values_of(int position, int64_t numel) {
-  std::vector<float> values;
-  for (int64_t i = 0; i < numel; ++i) {
-    values.push_back(value_of(position, i));
-  }
-  return values;
-}
-
-// The sum in the order of positions.
-float sum_at(int size, int64_t index) {
-  float sum = value_of(0, index);
-  for (int position = 1; position < size; ++position) {
-    sum = sum + value_of(position, index);
-  }
-  return sum;
-}
 
 // Sizes around those of a piece, for every size of group and of slot.
 void for_shapes(const std::function<void(const GroupShape&, int64_t)>& body) {
@@ -386,141 +277,6 @@ TEST(HostComm, AnInterruptedMemberRethrowsAndTellsTheOthers) {
   EXPECT_EQ(errors[1], "Ctrl-C");
   EXPECT_NE(errors[0].find("rank 11 (position 1"), std::string::npos) << errors[0];
   EXPECT_NE(errors[0].find("was interrupted"), std::string::npos) << errors[0];
-}
-
-// Runs `member` in a forked process for every position but 0, and in this one for position 0.
-class Processes {
- public:
-  Processes(const GroupShape& shape, const std::function<void(HostComm&)>& member)
-      : shape_(shape), memory_(HostComm::segment_bytes(shape.size, shape.slot_bytes)) {
-    for (int position = 1; position < shape.size; ++position) {
-      const pid_t child = fork();
-      if (child == 0) {
-        int code = 0;
-        try {
-          member(*join(memory_, shape_, position));
-        } catch (const std::exception&) {
-          code = 3;
-        }
-        _exit(code);
-      }
-      children_.push_back(child);
-    }
-  }
-  ~Processes() {
-    for (const pid_t child : children_) {
-      kill(child, SIGKILL);
-      waitpid(child, nullptr, 0);
-    }
-  }
-  Processes(const Processes&) = delete;
-  Processes& operator=(const Processes&) = delete;
-
-  std::unique_ptr<HostComm> join_as_first() const { return join(memory_, shape_, 0); }
-  pid_t child(int position) const { return children_[static_cast<size_t>(position - 1)]; }
-
-  // The exit code of a member; then it is reaped.
-  int exit_code(int position) {
-    int status = 0;
-    waitpid(child(position), &status, 0);
-    std::erase(children_, child(position));
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  }
-
- private:
-  GroupShape shape_;
-  SharedMemory memory_;
-  std::vector<pid_t> children_;
-};
-
-void add_up(HostComm& comm) {
-  for (int round = 0; round < 100; ++round) {
-    std::vector<float> data = values_of(comm.position(), 1500);
-    comm.all_reduce(bytes(data), 1500, HostDtype::kFloat32, HostReduction::kSum);
-    for (int64_t i = 0; i < 1500; ++i) {
-      if (data[static_cast<size_t>(i)] != sum_at(comm.size(), i)) {
-        throw std::logic_error("a wrong sum");
-      }
-    }
-  }
-}
-
-TEST(HostCommProcesses, ShareTheirSums) {
-  Processes others({.size = 4, .slot_bytes = 2048}, add_up);
-  add_up(*others.join_as_first());
-  for (int i = 0; i < 3; ++i) {
-    EXPECT_EQ(others.exit_code(1), 0);
-  }
-}
-
-TEST(HostCommProcesses, AKilledMemberIsNamedLongBeforeTheTimeout) {
-  const Processes others({.size = 3, .timeout_s = 60.0}, [](HostComm& comm) {
-    comm.barrier();
-    while (comm.position() == 2) {
-      pause();
-    }
-    comm.barrier();
-  });
-  const auto comm = others.join_as_first();
-  comm->barrier();
-  const pid_t victim = others.child(2);
-  kill(victim, SIGKILL);
-  try {
-    comm->barrier();
-    FAIL() << "met a dead process";
-  } catch (const std::runtime_error& error) {
-    const std::string text = error.what();
-    const std::string who = "rank 12 (position 2, pid " + std::to_string(victim) + ")";
-    EXPECT_NE(text.find("lost a peer: the process of " + who + " has ended"), std::string::npos)
-        << text;
-  }
-}
-
-TEST(HostCommProcesses, AMemberKilledWhileItWaitsIsNamedToo) {
-  const Processes others({.size = 3, .timeout_s = 60.0}, [](HostComm& comm) {
-    if (comm.position() == 2) {
-      std::this_thread::sleep_for(std::chrono::seconds(60));  // never comes
-    }
-    comm.barrier();
-  });
-  const auto comm = others.join_as_first();
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  kill(others.child(2), SIGKILL);
-  kill(others.child(1), SIGKILL);  // has arrived, and died waiting
-  EXPECT_THROW(comm->barrier(), std::runtime_error);
-}
-
-TEST(HostCommProcesses, AForkedCopyIsRefusedAndDoesNotLeave) {
-  const GroupShape shape = {.size = 2};
-  const SharedMemory memory = memory_for(shape);
-  auto comm = join(memory, shape, 0);
-  const auto other = join(memory, shape, 1);
-  const pid_t child = fork();
-  if (child == 0) {
-    int code = 0;
-    try {
-      comm->barrier();
-    } catch (const std::invalid_argument&) {
-      code = 7;
-    }
-    comm.reset();
-    _exit(code);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  EXPECT_EQ(WEXITSTATUS(status), 7);
-  std::string error;
-  std::thread thread([&other, &error] {
-    try {
-      other->barrier();
-    } catch (const std::exception& caught) {
-      error = caught.what();
-    }
-  });
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the other one looks meanwhile
-  comm->barrier();
-  thread.join();
-  EXPECT_EQ(error, "");
 }
 
 TEST(HostComm, RefusesSettingsThatBreakTheRules) {
