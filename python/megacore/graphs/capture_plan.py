@@ -87,7 +87,11 @@ def plan_capture(
 
 
 def static_bytes(
-    plan: CapturePlan, *, input_bytes: Sequence[int], output_bytes: Sequence[int]
+    plan: CapturePlan,
+    *,
+    input_bytes: Sequence[int],
+    output_bytes: Sequence[int],
+    kept_bytes: Sequence[int] = (),
 ) -> dict[BufferRole, int]:
     """Bytes of the static buffers of a plan, by role.
 
@@ -95,6 +99,8 @@ def static_bytes(
         plan: The plan.
         input_bytes: Bytes of an input (and of its gradient) of each signature number.
         output_bytes: The same for outputs.
+        kept_bytes: For each layer what its backward pass keeps for its weight half, for plans with
+            weight halves.
 
     Returns:
         Bytes by role. What a graph keeps between its forward and backward pass is not in it.
@@ -111,6 +117,8 @@ def static_bytes(
     for role in BufferRole:
         is_input = role in (BufferRole.INPUT, BufferRole.INPUT_GRAD)
         sizes = input_bytes if is_input else output_bytes
+        if role == BufferRole.KEPT:
+            sizes = kept_bytes
         signatures = plan.buffer_signatures(role)
         unknown = [number for number in signatures if not 0 <= number < len(sizes)]
         if unknown:

@@ -196,12 +196,22 @@ class Capturing:
         sites = list(self._sites.values())
         graphs = [graph for site in sites for graph in site.graphs()]
         kept = [site.kept.tensors for site in sites if site.kept is not None]
-        given = {id(grad) for site in sites for grad in site.output_grads}
+        given = {
+            grad.untyped_storage().data_ptr()
+            for site in sites
+            for grad in site.output_grads
+            if grad is not None
+        }
         return {
             "static_inputs": _bytes_of(t for site in sites for t in site.inputs),
             "output_grads": _bytes_of(t for site in sites for t in site.output_grads),
             "results": _bytes_of(t for graph in graphs for t in graph.results),
-            "kept": _bytes_of(t for tensors in kept for t in tensors if id(t) not in given),
+            "kept": _bytes_of(
+                tensor
+                for tensors in kept
+                for tensor in tensors
+                if tensor.untyped_storage().data_ptr() not in given
+            ),
         }
 
     def reset(self) -> None:

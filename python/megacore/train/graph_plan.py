@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from megacore.config import Config, layers_of_stages, mtp_stage
 from megacore.graphs import BufferRole, StepKind, StepOrder, plan_capture, static_bytes
@@ -18,9 +18,10 @@ from megacore.models.build import torch_dtype
 from megacore.models.captured import captured_parts, random_uses
 from megacore.models.gpt import GPTChunk
 from megacore.ops.counter_random import StepKeys
+from megacore.ops.split_backward import backward_inputs
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
-from megacore.pipeline import Program
+from megacore.pipeline import ActionKind, Program
 
 # What the driver keeps for a graph besides its tensors; an assumption, not a measurement.
 GRAPH_OBJECT_BYTES = 64 << 10
@@ -37,7 +38,8 @@ class GraphBytes:
         static_inputs: Tensors that calls copy their arguments into.
         boundary: Results of captured parts and gradients that enter and leave them, those of
             parameters included.
-        pool: What captured forward passes keep for their backward passes.
+        pool: What captured passes keep for later ones: forward passes for their backward passes,
+            and these for their weight halves.
     """
 
     num_graphs: int
@@ -73,6 +75,7 @@ class _PartBytes:
     results: int
     params: int
     kept: int
+    delayed: int
 
 
 def predict_graphs(config: Config, program: Program) -> GraphBytes:
@@ -86,7 +89,10 @@ def predict_graphs(config: Config, program: Program) -> GraphBytes:
     """
     is_full = config.graphs.mode == "full"
     scopes = _WHOLE if is_full else config.graphs.scope_names
-    parts = [_parts_of(config, layers, scopes) for layers in _layers_of(config, program)]
+    splits = any(action.kind == ActionKind.BACKWARD_WEIGHT for action in program.actions)
+    parts = [
+        _parts_of(config, layers, scopes, splits=splits) for layers in _layers_of(config, program)
+    ]
     if not any(parts):
         return GraphBytes(num_graphs=0, objects=0, static_inputs=0, boundary=0, pool=0)
     order = StepOrder.of(program, has_parts=[bool(chunk) for chunk in parts])
@@ -111,7 +117,12 @@ def predict_graphs(config: Config, program: Program) -> GraphBytes:
             pool=pool,
         )
     distinct = sorted({part.inputs for part in flat})
-    static = static_bytes(plan, input_bytes=distinct, output_bytes=[part.results for part in flat])
+    static = static_bytes(
+        plan,
+        input_bytes=distinct,
+        output_bytes=[part.results for part in flat],
+        kept_bytes=[part.delayed for part in flat],
+    )
     boundary = static[BufferRole.OUTPUT_GRAD]
     weights = {c.layer for c in plan.captures if c.kind == StepKind.BACKWARD_WEIGHT}
     for capture in plan.captures:
@@ -127,7 +138,7 @@ def predict_graphs(config: Config, program: Program) -> GraphBytes:
         objects=len(plan.captures) * GRAPH_OBJECT_BYTES,
         static_inputs=static[BufferRole.INPUT],
         boundary=boundary,
-        pool=pool,
+        pool=pool + static[BufferRole.KEPT],
     )
 
 
@@ -146,19 +157,23 @@ def _signatures(parts: list[_PartBytes]) -> list[int]:
     return [distinct.index(part.inputs) for part in parts]
 
 
-def _parts_of(config: Config, layers: list[int], scopes: tuple[str, ...]) -> list[_PartBytes]:
+def _parts_of(
+    config: Config, layers: list[int], scopes: tuple[str, ...], *, splits: bool
+) -> list[_PartBytes]:
     """The captured parts of some layers; layers of one kind are alike."""
     known: dict[bool, list[_PartBytes]] = {}
     found: list[_PartBytes] = []
     for index in layers:
         is_moe = config.moe.is_moe_layer(index)
         if is_moe not in known:
-            known[is_moe] = _one_part(config, index, scopes)
+            known[is_moe] = _one_part(config, index, scopes, splits=splits)
         found += known[is_moe]
     return found
 
 
-def _one_part(config: Config, index: int, scopes: tuple[str, ...]) -> list[_PartBytes]:
+def _one_part(
+    config: Config, index: int, scopes: tuple[str, ...], *, splits: bool
+) -> list[_PartBytes]:
     model, parallel, train = config.model, config.parallel, config.train
     chunk = GPTChunk(
         model,
@@ -196,8 +211,25 @@ def _one_part(config: Config, index: int, scopes: tuple[str, ...]) -> list[_Part
             results=sum(tensor.nbytes for tensor in results.values()) // slices,
             params=sum(p.nbytes for p in parts[0].parameters()) // parallel.tp,
             kept=0 if train.recomputed else kept.num_bytes // parallel.tp,
+            delayed=_delayed_bytes(x, results) // parallel.tp if splits else 0,
         )
     ]
+
+
+def _delayed_bytes(x: Tensor, results: dict[str, Tensor]) -> int:
+    """What the first half of a backward pass keeps for the weight half, given gradients aside."""
+    flowing = [result for result in results.values() if result.requires_grad]
+    grads = [torch.empty_like(result) for result in flowing]
+    _, delayed = backward_inputs([get_gradient_edge(r) for r in flowing], grads, [x])
+    found: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    delayed.map_kept(note)
+    given = {grad.untyped_storage()._cdata for grad in grads}
+    return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in given)
 
 
 class _Kept:

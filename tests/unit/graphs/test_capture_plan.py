@@ -90,6 +90,11 @@ def test_predicted_bytes_count_each_buffer_once() -> None:
     found = static_bytes(plan, input_bytes=[1, 10], output_bytes=[100, 1000])
     assert found[BufferRole.INPUT] == 1 + 10 + 10
     assert found[BufferRole.OUTPUT] == 1000 + 1000 + 100
+    split = plan_capture([1, 1, -1, -1.5, -1, -1.5], num_layers_per_chunk=2)
+    sizes = static_bytes(split, input_bytes=[1], output_bytes=[1], kept_bytes=[10, 1000])
+    assert sizes[BufferRole.KEPT] == 2 * 10 + 2 * 1000
+    with pytest.raises(ValueError, match="signature 0 of kept buffers has no size; 0 were given"):
+        static_bytes(split, input_bytes=[1], output_bytes=[1])
     with pytest.raises(ValueError, match="signature 1 of output buffers has no size; 1 were given"):
         static_bytes(plan, input_bytes=[1, 10], output_bytes=[100])
 

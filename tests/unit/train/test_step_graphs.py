@@ -50,7 +50,13 @@ def make_trainer(graphs: dict[str, Any] | None = None, **changes: Any) -> Traine
             "seq_length": 8,
             "dropout": 0.1,
         },
-        "train": {"steps": 50, "microbatch_size": 1, "global_batch_size": 4, "eval_interval": 1},
+        "train": {
+            "steps": 50,
+            "microbatch_size": 1,
+            "global_batch_size": 4,
+            "eval_interval": 1,
+            "eval_steps": 2,
+        },
         "graphs": {"warmup_steps": 1, **(graphs or {})},
     }
     for name, values in changes.items():
@@ -137,6 +143,21 @@ def test_predicted_inputs_of_a_step_are_the_measured_ones(
     notes = trainer.graphs.take_notes()
     assert notes[0].startswith("capturing")
     assert f"static inputs {measured.static_inputs / 2**20:.1f} (" in notes[-1]
+
+
+def test_what_weight_halves_wait_for_is_predicted_too() -> None:
+    for moe in ({}, EXPERTS):
+        whole, split = (
+            make_trainer(PARTIAL, moe=moe, pipeline={"schedule": name})
+            for name in ("1f1b", "zb_h1")
+        )
+        for trainer in (whole, split):
+            run(trainer, 2)
+            assert trainer.graphs is not None
+        measured = split.graphs.partial.static_bytes()["kept"]
+        assert measured > 0
+        assert whole.graphs.partial.static_bytes()["kept"] == 0
+        assert split.graphs.predicted.pool - whole.graphs.predicted.pool == measured
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
