@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megacore.config import Config, resolve
+from megacore.models.layers import RMSNorm
 from megacore.train.trainer import build_trainer
 from tests.support.distributed import run_ranks
 
@@ -204,6 +206,34 @@ def test_every_set_of_scopes_in_every_kind_of_pipeline(pp: int, num_microbatches
 def test_every_set_of_scopes_of_a_model_without_experts(pp: int, num_microbatches: int) -> None:
     settings = settings_of(OF_DENSE, pp, num_microbatches)
     check(*layout_of(pp, num_microbatches), settings, steps=4)
+
+
+def wait(self: RMSNorm, x_SBH: Tensor) -> Tensor:
+    return x_SBH * self.weight * float(x_SBH.abs().max().item() < 1e30)
+
+
+def compare_with_a_wait(rank: int, world_size: int, changes: Changes, graphs: Changes) -> str:
+    """Plant a word from the device on the last rank only; return what all are told."""
+    if rank == world_size - 1:
+        RMSNorm.forward = wait  # type: ignore[method-assign]
+    expected = train(world_size, changes, {}, 4)
+    config = make_config(world_size, changes, graphs)
+    trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
+    for step in range(4):
+        metrics = trainer.train_step(step)
+    assert [metrics.loss, metrics.grad_norm] == expected[-2:]
+    assert trainer.graphs is not None
+    return trainer.graphs.notes[-1]
+
+
+@pytest.mark.parametrize("mode", ["partial", "full"])
+def test_a_rank_that_cannot_capture_takes_the_others_along(mode: str) -> None:
+    changes = {"parallel.pp": 2}
+    graphs = {"mode": mode, "warmup_steps": 1, "on_failure": "eager"}
+    told = run_ranks(2, compare_with_a_wait, 2, changes, graphs, timeout_s=120)
+    assert "goes on without graphs: another rank could not capture" in told[0]
+    assert "reads a number from the device" in told[1]
+    assert "test_graph_training.py:" in told[1]
 
 
 @pytest.mark.parametrize(

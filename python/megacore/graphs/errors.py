@@ -23,8 +23,23 @@ class ReplayError(MegacoreError, RuntimeError):
     """A replay that would not do what the caller means: other shapes, another order."""
 
 
+class UnrecordableError(RuntimeError):
+    """Captured code has done what no graph can record, and has gone on.
+
+    Args:
+        message: What it did.
+        line: Where, ``"file:line: source"``.
+    """
+
+    def __init__(self, message: str, line: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
 def failing_line(error: BaseException) -> str:
     """The place in the user's code that an error comes from, ``"file:line: source"``, or ``""``."""
+    if isinstance(error, UnrecordableError):
+        return error.line
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if _is_the_users(frame.filename):
@@ -33,11 +48,11 @@ def failing_line(error: BaseException) -> str:
 
 
 def calling_line() -> str:
-    """The innermost line of the user's code that is running, as ``" (at file:line: source)"``."""
+    """The innermost line of the user's code that is running, ``"file:line: source"``, or ``""``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_the_users(frame.f_code.co_filename):
-            return f" (at {_place(frame.f_code.co_filename, frame.f_lineno)})"
+            return _place(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore.graphs.errors import ReplayError, calling_line
+from megacore.graphs.errors import ReplayError, UnrecordableError, calling_line
 
 _WAITING = {
     "aten._local_scalar_dense": "reads a number from the device",
@@ -48,11 +48,21 @@ class Recording:
         """Write down the operations inside ``with``.
 
         Raises:
-            RuntimeError: At an operation that no graph can record.
+            UnrecordableError: At the end, for the first operation that no graph can record. Until
+                then the code runs on, so that it keeps up with the code of other ranks: recording a
+                real graph sends no message that another rank could wait for.
         """
         self._entries.clear()
-        with _NoReading(), _Operations(self._append):
-            yield
+        self._refused: UnrecordableError | None = None
+        try:
+            with _NoReading(self._refuse), _Operations(self._append):
+                yield
+        except Exception as error:
+            if self._refused is not None:
+                raise self._refused from error
+            raise
+        if self._refused is not None:
+            raise self._refused
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -71,7 +81,7 @@ class Recording:
                 raise ReplayError(
                     f"a replay repeats the capture, but the code now does something else: "
                     f"operation {position} is {_shown(entry)}, and was {_shown(expected)}"
-                    f"{calling_line()}; a real graph freezes Python numbers and decisions, so "
+                    f"{_at(calling_line())}; a real graph freezes Python numbers and decisions, so "
                     "what changes must be a tensor"
                 )
 
@@ -87,8 +97,13 @@ class Recording:
     def _append(self, entry: Entry) -> None:
         reason = _WAITING.get(entry[0])
         if reason is not None:
-            raise RuntimeError(f"{entry[0]} {reason}, which a CUDA graph cannot record")
+            self._refuse(f"{entry[0]} {reason}")
         self._entries.append(entry)
+
+    def _refuse(self, what: str) -> None:
+        if self._refused is None:
+            message = f"{what}, which a CUDA graph cannot record"
+            self._refused = UnrecordableError(message, calling_line())
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -112,13 +127,17 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _NoReading(TorchFunctionMode):
     """Refuses methods that read a CPU tensor without an operation, but a CUDA tensor with one."""
 
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        super().__init__()
+        self._refuse = refuse
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
         reason = _READING.get(func)
         if reason is not None:
-            raise RuntimeError(f"Tensor.{func.__name__} {reason}, which a CUDA graph cannot record")
+            self._refuse(f"Tensor.{func.__name__} {reason}")
         return func(*args, **(kwargs or {}))
 
 
@@ -133,6 +152,10 @@ def _numbers(args: Any) -> Iterator[Any]:
 def _has_mask(args: tuple[Any, ...]) -> bool:
     indices = args[1] if len(args) > 1 else ()
     return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
+
+
+def _at(line: str) -> str:
+    return f" (at {line})" if line else ""
 
 
 def _shown(entry: Entry | None) -> str:
