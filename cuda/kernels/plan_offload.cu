@@ -1,4 +1,4 @@
-// One block plans for everybody. Its 16 warps take one greedy run each, so that the four rules are
+// One block plans for everybody. Its 12 warps take one greedy run each, so that the four rules are
 // raced in the time of the slowest; they share the shared memory of one multiprocessor.
 
 #include "launch.h"
@@ -12,7 +12,7 @@ namespace {
 using moe::PlanMemory;
 using moe::PlanShape;
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 384;  // with more, registers would have to be spilled
 constexpr int64_t kMostRuns = kThreads / kWarp;
 // Of the 227 KiB that a block of these devices may have.
 constexpr int64_t kMaxSharedBytes = 224 * 1024;
@@ -39,6 +39,16 @@ struct DeviceWarp {
     const unsigned flags = __ballot_sync(kAllLanes, flag);
     total = __popc(flags);
     return __popc(flags & ((1U << lane()) - 1U));
+  }
+  __device__ int64_t sum_before(int64_t value, int64_t& total) const {
+    int64_t sum = value;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const int64_t other = __shfl_up_sync(kAllLanes, sum, static_cast<unsigned>(distance));
+      sum += lane() >= distance ? other : 0;
+    }
+    total = __shfl_sync(kAllLanes, sum, kWarp - 1);
+    return sum - value;
   }
   __device__ void sync() const { __syncwarp(); }
 };
@@ -81,7 +91,7 @@ int64_t bytes_for(const PlanShape& shape, int64_t num_runs) {
 int64_t runs_for(const PlanShape& shape) {
   int64_t num_runs = kMostRuns;
   while (num_runs > moe::kNumRules && bytes_for(shape, num_runs) > kMaxSharedBytes) {
-    num_runs /= 2;
+    num_runs = num_runs > 2 * moe::kNumRules ? num_runs / 2 : moe::kNumRules;
   }
   return num_runs;
 }

@@ -6,6 +6,7 @@
 //   warp.lane(), warp.lanes()         this thread's place in its warp
 //   warp.max(x), warp.min(x), warp.sum(x)   over the lanes; every lane gets the result
 //   warp.before(flag, total)          flags of lower lanes, and of all
+//   warp.sum_before(x, total)         sum over the lower lanes, and over all
 //   warp.sync()                       writes of the lanes are seen by the lanes
 //   team.thread(), team.threads(), team.warp(), team.warps(), team.sync()    as above
 
@@ -34,6 +35,10 @@ struct SoloTeam {
   MC_TEAM_CODE int64_t sum(int64_t value) const { return value; }
   MC_TEAM_CODE int64_t before(bool flag, int64_t& total) const {
     total = flag ? 1 : 0;
+    return 0;
+  }
+  MC_TEAM_CODE int64_t sum_before(int64_t value, int64_t& total) const {
+    total = value;
     return 0;
   }
   MC_TEAM_CODE int thread() const { return 0; }

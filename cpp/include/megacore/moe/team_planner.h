@@ -89,6 +89,9 @@ class TeamPlanner {
     uint64_t is_bad = 0;
     for (int64_t e = team_.thread(); e < s_.num_experts; e += team_.threads()) {
       int64_t sum = 0;
+#if defined(__CUDACC__)
+#pragma unroll 8
+#endif
       for (int64_t r = 0; r < s_.num_ranks; ++r) {
         const int64_t count = counts_[r * s_.num_experts + e];
         const bool is_good = count >= 0 && count <= kMaxTokensPerExpert - sum;
@@ -317,14 +320,18 @@ class TeamPlanner {
   MC_TEAM_CODE void split_sources() const {
     const int64_t num_warps = smaller(team_.warps(), m_.num_runs());  // as many have memory for it
     if (team_.warp() < num_warps) {
-      for (int64_t e = team_.warp(); e < s_.num_experts; e += num_warps) {
-        split_expert(e, m_.split(team_.warp()));
+      for (int64_t slot = team_.warp(); slot < s_.num_slots(); slot += num_warps) {
+        if (m_.chosen().expert[slot] >= 0) {
+          split_expert(slot, m_.split(team_.warp()));
+        }
       }
     }
   }
 
-  MC_TEAM_CODE void split_expert(int64_t expert, const SplitMemory& m) const {
+  // The expert in a slot, if no slot before holds it as well.
+  MC_TEAM_CODE void split_expert(int64_t first_slot, const SplitMemory& m) const {
     const SlotTable chosen = m_.chosen();
+    const int64_t expert = chosen.expert[first_slot];
     int64_t num_clones = 0;
     int64_t moved = 0;
     for (int64_t first = 0; first < s_.num_slots(); first += warp_.lanes()) {
@@ -338,7 +345,10 @@ class TeamPlanner {
       }
       num_clones += found;
     }
-    if (num_clones == 0) {
+    warp_.sync();
+    const bool is_first_slot = m.slot[0] == first_slot;
+    warp_.sync();  // all have looked before the next expert of this warp
+    if (!is_first_slot) {
       return;
     }
     const int64_t stays_home = m_.experts()[expert] - warp_.sum(moved);
@@ -383,12 +393,18 @@ class TeamPlanner {
       }
     }
     warp_.sync();
-    for (int64_t r = warp_.lane(); r < s_.num_ranks; r += warp_.lanes()) {
+    int64_t start = 0;
+    for (int64_t first = 0; first < s_.num_ranks; first += warp_.lanes()) {
+      const int64_t r = first + warp_.lane();
+      const int64_t left_over = r < s_.num_ranks ? m.left_over[r] : 0;
+      int64_t sum = 0;
       Interval source;
-      for (int64_t q = 0; q < r; ++q) {
-        source.start += m.left_over[q];
+      source.start = start + warp_.sum_before(left_over, sum);
+      source.end = source.start + left_over;
+      start += sum;
+      if (r >= s_.num_ranks) {
+        continue;
       }
-      source.end = source.start + m.left_over[r];
       Interval wanted;
       for (int64_t j = 0; j < num_clones; ++j) {
         wanted = {wanted.end, wanted.end + m.missing_after[j]};
@@ -408,16 +424,19 @@ class TeamPlanner {
     for (int64_t i = team_.thread(); i < s_.num_slots(); i += team_.threads()) {
       plan_.slot_expert[i] = chosen.expert[i];
     }
-    for (int64_t p = team_.thread(); p < s_.num_ranks; p += team_.threads()) {
-      int64_t load = m_.ranks()[p];
-      for (int64_t i = 0; i < s_.num_slots(); ++i) {
+    for (int64_t p = team_.warp(); p < s_.num_ranks; p += team_.warps()) {
+      int64_t gained = 0;
+      for (int64_t i = warp_.lane(); i < s_.num_slots(); i += warp_.lanes()) {
         if (chosen.expert[i] >= 0) {
-          load -= s_.home(chosen.expert[i]) == p ? chosen.tokens[i] : 0;
-          load += i / s_.num_spare_slots == p ? chosen.tokens[i] : 0;
+          gained -= s_.home(chosen.expert[i]) == p ? chosen.tokens[i] : 0;
+          gained += i / s_.num_spare_slots == p ? chosen.tokens[i] : 0;
         }
       }
-      plan_.load_before[p] = m_.ranks()[p];
-      plan_.load_after[p] = load;
+      gained = warp_.sum(gained);
+      if (warp_.lane() == 0) {
+        plan_.load_before[p] = m_.ranks()[p];
+        plan_.load_after[p] = m_.ranks()[p] + gained;
+      }
     }
     team_.sync();
     if (team_.warp() != 0) {
