@@ -72,8 +72,8 @@ def _host_problems(config: Config, shown: Shown, where: str, *, plans: bool) -> 
     if plans and config.moe.echo.spare_slots > 0 and not _plans_on_device(config):
         yield (
             f"{where} captures where tokens go, but {shown('moe.echo.spare_slots')} lets the host "
-            "send clones; set moe.dispatcher = \"static\" without moe.static_transport = "
-            "\"collective\", capture attn,mlp,moe_router at most, or set spare_slots = 0"
+            'send clones; set moe.dispatcher = "static" without moe.static_transport = '
+            '"collective", capture attn,mlp,moe_router at most, or set spare_slots = 0'
         )
     for key in ("record_routing", "replay_routing"):
         if getattr(config.moe, key) is not None:

@@ -177,6 +177,7 @@ def _echo(context: ModelContext) -> Echo | None:
         slots=context.slots,
         capacity=_capacity(moe),
         budget=budget,
+        reaches_memory=context.peers is not None,
         device=context.params.device,
     )
 
@@ -192,7 +193,9 @@ def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
     if echo is not None:
         if moe.dispatcher == "allgather":
             return AllGatherDispatcher(echo.places)
-        if moe.dispatcher == "static":
+        if echo.receive_rows is not None and context.peers is not None:
+            return PeerDispatcher(echo.places, peers=context.peers, receive_rows=echo.receive_rows)
+        if echo.receive_rows is not None:
             return StaticDispatcher(
                 echo.places, budget=context.budget, receive_rows=echo.receive_rows
             )

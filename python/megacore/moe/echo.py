@@ -192,6 +192,8 @@ class Echo:
         slots: Memory for clones, which layers share.
         capacity: Limit of the copies per expert, before any is rerouted.
         budget: Limit of the rows that a rank can take; ``None`` for no limit.
+        reaches_memory: Whether ranks write into each other's memory: clones travel that way, and
+            the dispatcher itself leaves out what finds no room.
         device: Where tokens are.
 
     Attributes:
@@ -208,6 +210,7 @@ class Echo:
         slots: SlotBuffers,
         capacity: Capacity | None = None,
         budget: ReceiveBudget | None = None,
+        reaches_memory: bool = False,
         device: torch.device | None = None,
     ) -> None:
         self.placement = placement
@@ -218,6 +221,7 @@ class Echo:
         self.slots = slots
         self._capacity = capacity
         self._budget = budget
+        self._reaches_memory = reaches_memory
 
     def plan(self, routing: Routing, dispatcher: Dispatcher) -> EchoPlan:
         """Choose clones, send copies to them, and let the dispatcher plan the way.
@@ -241,10 +245,10 @@ class Echo:
         """The exchange of weights and gradients of a forward pass that goes by ``plan``.
 
         Sync:
-            Waits for the device where clones travel as messages: all dispatchers but ``static``,
-            and ``static`` where ranks do not reach each other's memory.
+            Waits for the device where clones travel as messages: where ranks do not reach each
+            other's memory, and with all dispatchers but ``static``.
         """
-        if self._budget is not None:
+        if self._reaches_memory:
             fc1, fc2 = (w.detach().flatten(1, -2) for w in (experts.fc1, experts.fc2))
             memory = self.slots.memory(self._ep, fc1, fc2)
             if memory is not None:
@@ -343,7 +347,7 @@ class Echo:
 
     def _fit(self, place_ids: Tensor) -> Tensor:
         """Leave out copies that their rank has no row for: of the last places the last copies."""
-        if self.receive_rows is None or self._always_fits:
+        if self.receive_rows is None or self._reaches_memory or self._always_fits:
             return place_ids
         rows = self.receive_rows(*place_ids.shape)
         group, places = self.places.group, self.places
