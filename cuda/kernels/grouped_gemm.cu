@@ -5,6 +5,7 @@
 #include <array>
 
 #include "grouped_gemm_unit.h"
+#include "launch.h"
 #include "megacore/base/check.h"
 #include "megacore/cuda/check.h"
 #include "megacore/cuda/grouped_gemm.h"
@@ -313,8 +314,11 @@ void launch_set_up(const GroupedGemmParams& params, const Device& device, cudaSt
   const bool overwrites = !params.accumulate || params.accumulate_mask != nullptr;
   const bool clears = is_weight_grad(params) ? overwrites : params.clear_tail;
   const int blocks = clears ? 1 + 2 * device.num_processors : 1;
-  set_up_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(set_up);
-  check(cudaGetLastError(), "launching the set-up of a grouped product");
+  launch("the set-up of a grouped product",
+         set_up_kernel,
+         {.blocks = blocks, .threads = kThreads},
+         stream,
+         set_up);
 }
 
 }  // namespace

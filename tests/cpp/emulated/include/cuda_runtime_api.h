@@ -32,6 +32,21 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
   return cudaSuccess;
 }
 
+// A device with two multiprocessors.
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor
+};
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : 0;
+  return cudaSuccess;
+}
+
 struct dim3 {
   unsigned x = 1;
   unsigned y = 1;
@@ -41,6 +56,10 @@ struct dim3 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 struct alignas(8) ushort4 {
   uint16_t x, y, z, w;
 };

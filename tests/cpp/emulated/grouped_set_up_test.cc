@@ -1,0 +1,155 @@
+// The set-up kernel of grouped products, run on the CPU thread by thread: it writes what its twin
+// does, and clears exactly what no product writes.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "megacore/cuda/grouped_gemm.h"
+#include "megacore/moe/grouped_arguments.h"
+
+namespace megacore::cuda {
+namespace {
+
+using moe::GroupedProduct;
+
+constexpr int64_t kOut = 24, kIn = 40;
+constexpr int64_t kTail = 5;  // rows of nobody
+constexpr uint8_t kPoison = 0xEE;
+
+struct alignas(moe::kGroupedAlignment) Line {
+  uint8_t bytes[moe::kGroupedAlignment];
+};
+
+// Memory of whole lines, filled with poison.
+class Memory {
+ public:
+  explicit Memory(int64_t bytes)
+      : lines_(static_cast<size_t>(bytes / moe::kGroupedAlignment) + 1), numel_(bytes) {
+    std::memset(lines_.data(), kPoison, lines_.size() * sizeof(Line));
+  }
+  uint8_t* data() { return lines_.front().bytes; }
+  std::vector<uint8_t> bytes() { return {data(), data() + numel_}; }
+
+ private:
+  std::vector<Line> lines_;
+  int64_t numel_;
+};
+
+std::vector<int64_t> random_counts(int64_t num_experts, unsigned seed) {
+  std::mt19937 random(seed);
+  std::uniform_int_distribution<int64_t> some(-1, 6);
+  std::vector<int64_t> counts(static_cast<size_t>(num_experts));
+  std::generate(counts.begin(), counts.end(), [&] { return std::max<int64_t>(0, some(random)); });
+  return counts;
+}
+
+int64_t sum_of(const std::vector<int64_t>& counts) {
+  int64_t sum = 0;
+  for (const int64_t count : counts) {
+    sum += count;
+  }
+  return sum;
+}
+
+struct Case {
+  GroupedProduct product;
+  std::vector<int64_t> counts;
+  int64_t first_row = 0;
+  bool accumulate = false;
+  std::vector<uint8_t> mask = {};
+};
+
+GroupedGemmParams params_of(const Case& c, Memory& result, Memory& workspace) {
+  const bool is_weight = c.product == GroupedProduct::kWeightGrad;
+  GroupedGemmParams params;
+  params.product = c.product;
+  params.a = params.b = reinterpret_cast<const void*>(uintptr_t{1} << 20);  // never followed
+  params.m_splits = c.counts.data();
+  params.d = result.data();
+  params.result = is_weight ? GroupedType::kFloat32 : GroupedType::kBFloat16;
+  params.num_rows = c.first_row + sum_of(c.counts) + kTail;
+  params.num_experts = static_cast<int64_t>(c.counts.size());
+  params.out_features = kOut;
+  params.in_features = kIn;
+  params.first_row = c.first_row == 0 ? nullptr : &c.first_row;
+  params.accumulate = c.accumulate;
+  params.accumulate_mask = c.mask.empty() ? nullptr : c.mask.data();
+  params.clear_tail = !is_weight;
+  params.workspace = workspace.data();
+  params.workspace_bytes = workspace.bytes().size();
+  return params;
+}
+
+// What the result holds afterwards: poison, and zeros where no product writes.
+std::vector<uint8_t> cleared(const Case& c, size_t num_bytes) {
+  std::vector<uint8_t> expected(num_bytes, kPoison);
+  if (c.product != GroupedProduct::kWeightGrad) {
+    const int64_t row = 2 * (c.product == GroupedProduct::kForward ? kOut : kIn);
+    std::fill(expected.begin() + (c.first_row + sum_of(c.counts)) * row, expected.end(), 0);
+    return expected;
+  }
+  const int64_t weight = 4 * kOut * kIn;
+  for (size_t e = 0; e < c.counts.size(); ++e) {
+    const bool adds = c.mask.empty() ? c.accumulate : c.mask[e] != 0;
+    if (c.counts[e] == 0 && !adds) {
+      std::fill_n(expected.begin() + static_cast<int64_t>(e) * weight, weight, 0);
+    }
+  }
+  return expected;
+}
+
+void check(const Case& c) {
+  const auto num_experts = static_cast<int64_t>(c.counts.size());
+  const bool is_weight = c.product == GroupedProduct::kWeightGrad;
+  const int64_t rows = c.first_row + sum_of(c.counts) + kTail;
+  const int64_t columns = c.product == GroupedProduct::kForward ? kOut : kIn;
+  Memory result(is_weight ? num_experts * 4 * kOut * kIn : rows * 2 * columns);
+  Memory found(moe::grouped_arguments_bytes(num_experts));
+  Memory expected(moe::grouped_arguments_bytes(num_experts));
+  const GroupedGemmParams params = params_of(c, result, found);
+  grouped_gemm_set_up(params, nullptr);
+  moe::fill_grouped_arguments({.product = c.product,
+                               .num_rows = rows,
+                               .num_experts = num_experts,
+                               .out_features = kOut,
+                               .in_features = kIn,
+                               .operand_bytes = 2,
+                               .result_bytes = is_weight ? 4 : 2},
+                              c.counts.data(),
+                              params.first_row,
+                              params.accumulate_mask,
+                              c.accumulate,
+                              {reinterpret_cast<uint64_t>(params.a),
+                               reinterpret_cast<uint64_t>(params.b),
+                               reinterpret_cast<uint64_t>(params.d)},
+                              moe::grouped_arguments_at(expected.data(), num_experts));
+  EXPECT_EQ(found.bytes(), expected.bytes());
+  EXPECT_EQ(result.bytes(), cleared(c, result.bytes().size()));
+}
+
+TEST(GroupedSetUp, WritesWhatItsTwinDoesAndClearsTheRest) {
+  for (const int64_t num_experts : {1, 7, 300}) {
+    SCOPED_TRACE(num_experts);
+    const std::vector<int64_t> counts = random_counts(num_experts, 1);
+    check({.product = GroupedProduct::kForward, .counts = counts});
+    check({.product = GroupedProduct::kInputGrad, .counts = counts, .first_row = 9});
+    check({.product = GroupedProduct::kWeightGrad, .counts = counts});
+    std::vector<uint8_t> mask(counts.size());
+    for (size_t e = 0; e < mask.size(); ++e) {
+      mask[e] = e % 3 == 0;
+    }
+    check({.product = GroupedProduct::kWeightGrad,
+           .counts = counts,
+           .accumulate = true,
+           .mask = mask});
+  }
+  check({.product = GroupedProduct::kForward, .counts = std::vector<int64_t>(1024, 1)});
+  check({.product = GroupedProduct::kForward, .counts = std::vector<int64_t>(4, 0)});
+}
+
+}  // namespace
+}  // namespace megacore::cuda
