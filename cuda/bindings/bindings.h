@@ -36,6 +36,7 @@ inline cuda::FloatType float_type(std::string_view dtype) {
   return cuda::FloatType::kFloat16;
 }
 
+void bind_clones(pybind11::module_& module);
 void bind_gemm(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_peers(pybind11::module_& module);

@@ -37,6 +37,7 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("device_count", &device_count);
   module.def("runtime_version", &runtime_version);
   module.def("compiled_archs", &compiled_archs);
+  megacore::bindings::bind_clones(module);
   megacore::bindings::bind_gemm(module);
   megacore::bindings::bind_optim(module);
   megacore::bindings::bind_peers(module);

@@ -12,16 +12,26 @@ features.
 from __future__ import annotations
 
 import ctypes
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from megacore._core import CLONE_WINDOW_PARTS, CloneLayout, CloneTable, HostWindow
+from megacore._core import (
+    CLONE_WINDOW_PARTS,
+    CloneLayout,
+    CloneTable,
+    HostWindow,
+    peer_failure,
+)
 from megacore._core import CloneExchange as NativeExchange
+from megacore.errors import PeerLostError
 from megacore.moe.clone_weights import FC1, FC2, CloneExchange
 from megacore.moe.device_plan import DevicePlan
+from megacore.ops import cuda_kernels, has_cuda_kernels
 from megacore.ops.gemm_parts import part_input_grad_, part_product_, part_weight_grad_
 from megacore.parallel.host_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
@@ -77,6 +87,16 @@ class CloneMemory(ABC):
     @abstractmethod
     def offer_grads(self, projection: int, plan: DevicePlan) -> None:
         """Let others read the gradients."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raise if a rank did not come.
+
+        Raises:
+            PeerLostError: Naming it.
+
+        Sync:
+            Waits for the device, if it is one that cannot raise errors by itself.
+        """
 
     @abstractmethod
     def collect(self, projection: int, total: Tensor, plan: DevicePlan) -> None:
@@ -173,6 +193,132 @@ class HostCloneMemory(CloneMemory):
         )
 
 
+class DeviceCloneMemory(CloneMemory):
+    """GPUs that reach each other's memory; see ``cuda/include/megacore/cuda/clone_exchange.h``.
+
+    The host waits for nothing. Weights are pushed on a stream of their own, while tokens travel and
+    home experts are computed. A kernel waits for a rank for at most the group's timeout; then
+    gradients become NaN, which keeps the optimizer from using them, and :meth:`check` raises.
+    """
+
+    def __init__(self, group: Group, num_slots: int, fc1: Tensor, fc2: Tensor) -> None:
+        super().__init__(group, num_slots, fc1, fc2)
+        if self._grad_dtype != torch.float32:
+            raise ValueError(
+                f"experts are {fc1.dtype}; clones on GPUs take float32, bfloat16 and float16"
+            )
+        from megacore.moe.dispatchers.symmetric_peers import symmetric_memory
+
+        assert group.handle is not None
+        options = group.handle._get_backend(fc1.device).options
+        self._timeout_s: float = options._timeout.total_seconds()
+        num_bytes = self.layout.bytes(group.size)
+        self._addresses, owner = symmetric_memory(group, fc1.device, num_bytes)
+        self._owner = owner
+        buffer = cast(tuple[Tensor, object], owner)[0]
+        self._failure = self._addresses.new_zeros(1)
+        self._side = torch.cuda.Stream(fc1.device)  # type: ignore[no-untyped-call]
+        self._is_pushing = False
+        self._slots = {
+            (projection, is_grad): _view(
+                buffer,
+                self.layout.grads_offset(group.size, projection)
+                if is_grad
+                else self.layout.weights_offset(group.size, projection),
+                self._grad_dtype if is_grad else self._dtype,
+                (num_slots, *shape),
+            )
+            for projection, shape in self._shapes.items()
+            for is_grad in (False, True)
+        }
+
+    def open(self) -> None:
+        """See `CloneMemory`."""
+        self._join()
+        self._launch("clones_open")
+        self._side.wait_stream(torch.cuda.current_stream())
+        self._is_pushing = True
+
+    def push(self, projection: int, weights: Tensor, plan: DevicePlan) -> None:
+        """On a stream of its own. See `CloneMemory`."""
+        self._check(projection, weights)
+        weights = weights.contiguous()
+        with torch.cuda.stream(self._side):
+            self._launch("clones_push", projection, plan, weights)
+        weights.record_stream(self._side)
+        plan.slot_expert.record_stream(self._side)
+
+    def weights(self, projection: int, plan: DevicePlan) -> Tensor:
+        """Home experts have been computed when the device waits. See `CloneMemory`."""
+        self._join()
+        self._launch("clones_wait", projection, plan)
+        return self._slots[projection, False]
+
+    def grads(self, projection: int) -> Tensor:
+        """See `CloneMemory`."""
+        self._join()
+        self._launch("clones_reserve_grads", projection)
+        return self._slots[projection, True]
+
+    def offer_grads(self, projection: int, plan: DevicePlan) -> None:
+        """See `CloneMemory`."""
+        self._launch("clones_offer_grads", projection, plan)
+
+    def collect(self, projection: int, total: Tensor, plan: DevicePlan) -> None:
+        """See `CloneMemory`."""
+        self._check(projection, total)
+        assert total.is_contiguous()
+        assert total.dtype == torch.float32
+        self._launch("clones_collect", projection, plan, total)
+
+    def check(self) -> None:
+        """Raise if a kernel gave up waiting. See `CloneMemory`."""
+        word = int(self._failure)
+        if word:
+            _, member, _ = peer_failure(word)
+            raise PeerLostError(
+                f"group {self.group.name}: rank {self.group.ranks[member]} did not bring or take "
+                f"clones of experts within {self._timeout_s:g} s"
+            )
+
+    def _join(self) -> None:
+        """Let what follows wait for this rank's own pushes."""
+        if self._is_pushing:
+            torch.cuda.current_stream().wait_stream(self._side)
+            self._is_pushing = False
+
+    def _launch(
+        self,
+        name: str,
+        projection: int = 0,
+        plan: DevicePlan | None = None,
+        tensor: Tensor | None = None,
+    ) -> None:
+        sizes = [
+            self.group.size,
+            self._num_slots,
+            self.group.size if plan is None else plan.num_experts,
+            self.group.position,
+            *(shape.numel() * self._dtype.itemsize for shape in self._shapes.values()),
+            *(shape.numel() * self._grad_dtype.itemsize for shape in self._shapes.values()),
+        ]
+        getattr(cuda_kernels(), name)(
+            memory=self._addresses.data_ptr(),
+            failure=self._failure.data_ptr(),
+            sizes=sizes,
+            slot_expert=0 if plan is None else plan.slot_expert.data_ptr(),
+            timeout_s=self._timeout_s,
+            projection=projection,
+            tensor=0 if tensor is None else tensor.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+
+
+def _view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return buffer[offset : offset + num_bytes].view(dtype).view(shape)
+
+
 def clone_layout(num_slots: int, fc1: Tensor, fc2: Tensor) -> CloneLayout:
     """How the memory for clones of these experts, ``(L, N, K)``, is cut."""
     width = torch.promote_types(fc1.dtype, torch.float32).itemsize
@@ -190,11 +336,16 @@ def make_clone_memory(group: Group, num_slots: int, fc1: Tensor, fc2: Tensor) ->
 
     Returns:
         ``None``, on all ranks, where they do not reach each other's memory.
+
+    Raises:
+        RuntimeError: On GPUs, while a graph is captured: run the same once before.
     """
     if fc1.device.type == "cpu" and group.host is not None:
         layout = clone_layout(num_slots, fc1, fc2)
         window = group.host.make_window(layout.bytes(group.size), num_parts=CLONE_WINDOW_PARTS)
         return None if window is None else HostCloneMemory(group, num_slots, fc1, fc2, window)
+    if fc1.device.type == "cuda" and has_cuda_kernels():
+        return DeviceCloneMemory(group, num_slots, fc1, fc2)
     return None
 
 

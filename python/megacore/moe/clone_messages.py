@@ -91,6 +91,11 @@ class SlotBuffers:
             self._has_asked = True
         return self._memory
 
+    def check(self) -> None:
+        """Raise if a rank did not come; see `CloneMemory.check`."""
+        if self._memory is not None:
+            self._memory.check()
+
     def bring(
         self, owner: object, routes: CloneRoutes, weights: dict[int, Tensor], order: tuple[int, ...]
     ) -> int:
