@@ -1,0 +1,104 @@
+"""Clones through shared memory: what arrives, what is added up, and that it equals messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.moe.clone_memory import HostCloneMemory, make_clone_memory
+from megacore.moe.clone_weights import FC1, FC2
+from megacore.moe.device_plan import DevicePlan, plan_offload_on_device
+from megacore.parallel import Topology
+from megacore.parallel.process_groups import ProcessGroups
+from tests.dist.test_echo import skewed_trainer
+from tests.support.distributed import run_ranks
+
+LOCAL, SLOTS, ROUNDS = 2, 3, 25
+SHAPES = {FC1: (6, 5), FC2: (5, 3)}
+
+
+def home_weights(rank: int, round_: int, projection: int) -> Tensor:
+    """What any rank can tell of another one's experts."""
+    random = torch.Generator().manual_seed(1000 * round_ + 10 * rank + projection)
+    return torch.randn(LOCAL, *SHAPES[projection], generator=random)
+
+
+def clone_grads(rank: int, round_: int, projection: int) -> Tensor:
+    random = torch.Generator().manual_seed(77_000 + 1000 * round_ + 10 * rank + projection)
+    return torch.randn(SLOTS, *SHAPES[projection], generator=random)
+
+
+def random_plan(num_ranks: int, round_: int) -> DevicePlan:
+    """From none to many clones."""
+    random = torch.Generator().manual_seed(round_)
+    heat = torch.rand(num_ranks * LOCAL, generator=random) ** (round_ % 5)
+    counts = (torch.rand(num_ranks, num_ranks * LOCAL, generator=random) * heat * 100).long()
+    return plan_offload_on_device(counts, num_spare_slots=SLOTS, tolerance=0.0)
+
+
+def move_clones(rank: int, num_ranks: int) -> int:
+    groups = ProcessGroups.create(Topology(world_size=num_ranks, ep=num_ranks))
+    like = [home_weights(0, 0, projection) for projection in (FC1, FC2)]
+    memory = make_clone_memory(groups.ep, SLOTS, *like)
+    assert isinstance(memory, HostCloneMemory)
+    num_clones = 0
+    for round_ in range(ROUNDS):
+        plan = random_plan(num_ranks, round_)
+        held = plan.slot_expert.tolist()
+        memory.open()
+        for projection in (FC1, FC2):
+            memory.push(projection, home_weights(rank, round_, projection), plan)
+        for projection in (FC2, FC1):
+            clones = memory.weights(projection, plan)
+            for slot, expert in enumerate(held[rank]):
+                if expert >= 0:
+                    home = home_weights(expert // LOCAL, round_, projection)
+                    assert torch.equal(clones[slot], home[expert % LOCAL])
+                    num_clones += 1
+        for projection in (FC2, FC1):
+            memory.grads(projection).copy_(clone_grads(rank, round_, projection))
+            memory.offer_grads(projection, plan)
+            total = home_weights(rank, round_, projection)
+            expected = total.clone()
+            memory.collect(projection, total, plan)
+            for holder in range(num_ranks):
+                for slot, expert in enumerate(held[holder]):
+                    if expert // LOCAL == rank and expert >= 0:
+                        expected[expert % LOCAL] += clone_grads(holder, round_, projection)[slot]
+            assert torch.equal(total, expected)
+    with pytest.raises(ValueError, match="layers that share slots have one size"):
+        memory.push(FC1, torch.zeros(LOCAL, 4, 4), plan)
+    return num_clones
+
+
+@pytest.mark.dist
+def test_clones_are_what_homes_have_and_gradients_are_added_in_order() -> None:
+    assert sum(run_ranks(3, move_clones, 3, timeout_s=120)) > 50
+
+
+def train_both(_rank: int) -> list[list[float]]:
+    changes: dict[str, Any] = {
+        "parallel.ep": 2,
+        "moe.dispatcher": "static",
+        "moe.echo.spare_slots": 2,
+        "moe.echo.tolerance": 0.0,
+        "train.microbatch_size": 1,
+    }
+    found = []
+    for transport in ("peer", "collective"):
+        trainer = skewed_trainer(2, {**changes, "moe.static_transport": transport})
+        found.append([trainer.train_step(step).loss for step in range(5)])
+        (chunk,) = trainer.chunks
+        for layer in chunk.moe_layers().values():
+            assert layer.echo is not None
+            assert layer.echo.counts.bytes_sent > 0
+    return found
+
+
+@pytest.mark.dist
+def test_memory_and_messages_give_the_same_bits() -> None:
+    for peer, collective in run_ranks(2, train_both, timeout_s=120):
+        assert peer == collective
