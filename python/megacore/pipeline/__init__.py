@@ -29,17 +29,17 @@ from megacore._core import (
     validate_programs,
 )
 from megacore.pipeline.auto import Certificate
-from megacore.pipeline.partition import partition_layers
-from megacore.pipeline.passes import Lowering, Recompute
-from megacore.pipeline.recorder import ActionRecorder, TimedAction
-from megacore.pipeline.schedule import (
+from megacore.pipeline.build import (
     SCHEDULE_NAMES,
-    Schedule,
     best_group_size,
     build_schedule,
     schedule_catalog,
     schedule_table,
 )
+from megacore.pipeline.partition import partition_layers
+from megacore.pipeline.passes import Lowering, Recompute
+from megacore.pipeline.recorder import ActionRecorder, TimedAction
+from megacore.pipeline.schedule import Schedule
 from megacore.pipeline.svg import timeline_svg
 from megacore.pipeline.timeline import Costs, Event, Timeline
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megacore._core import LowerBound, ScheduleInfo
-from megacore.pipeline.schedule import Schedule, build_schedule, schedule_catalog
+from megacore.pipeline.build import build_schedule, schedule_catalog
+from megacore.pipeline.schedule import Schedule
 from megacore.pipeline.timeline import Costs, Timeline
 
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from megacore.parallel.process_groups import Group
 from megacore.pipeline.activation import ActivationSpec, receives_for
+from megacore.pipeline.build import build_schedule
 from megacore.pipeline.execution import BeforeBackward, StageOutput
 from megacore.pipeline.executor import PipelineExecutor
-from megacore.pipeline.schedule import Schedule, build_schedule
+from megacore.pipeline.schedule import Schedule
 
 # Output of the last stage -> (loss, report) or (sum of token losses, number of tokens, report).
 LossFunc: TypeAlias = Callable[[Tensor], tuple[Tensor, Any] | tuple[Tensor, Tensor, Any]]

@@ -1,174 +1,23 @@
-"""Pipeline schedules: built by name or read from a file, validated, simulated and written."""
+"""A pipeline schedule: validated, lowered to programs, simulated, read and written."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megacore import _core
-from megacore._core import Action, LowerBound, Program, ScheduleInfo
-from megacore.pipeline.auto import AUTO, Certificate, build_auto
+from megacore._core import Action, LowerBound, Program
+from megacore.pipeline.auto import Certificate
 from megacore.pipeline.passes import Lowering, Receives, lower
 from megacore.pipeline.svg import timeline_svg
 from megacore.pipeline.timeline import Costs, Timeline
 from megacore.pipeline.trace import simulated_trace
 
-SCHEDULE_NAMES = tuple(info.name for info in _core.schedule_catalog())
-
 _DEFAULT_COSTS = Costs()
 _DEFAULT_LOWERING = Lowering()
-
-
-def schedule_catalog() -> list[ScheduleInfo]:
-    """Return what is known of every named schedule, in the order in which they are best presented.
-
-    Each has ``name``, ``summary``, ``source``, ``constraints`` on the sizes, ``placement``
-    (``"loop"``, ``"v"`` or ``"bidirectional"``), ``num_chunks`` per rank (0: any number),
-    ``splits_backward``, ``takes_group_size``, ``takes_warmup_multiplier`` and ``takes_pairs``.
-
-    Example:
-        >>> [info.name for info in schedule_catalog() if info.placement == "v"]
-        ['zb_v', 'v_half', 'v_min', '1f1b_v', 'dualpipe_v']
-    """
-    return _core.schedule_catalog()
-
-
-def build_schedule(
-    name: str,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int | None = None,
-    group_size: int | None = None,
-    warmup_multiplier: int | None = None,
-    pairs: Literal["whole", "split"] | None = None,
-    forward_only: bool = False,
-    placement: Literal["loop", "v"] | None = None,
-    memory_limit: int | Sequence[int] | None = None,
-    activation_size: int | Sequence[int] | None = None,
-    split_backward: bool | None = None,
-    costs: Costs | None = None,
-    effort: Literal["fast", "thorough"] | None = None,
-) -> Schedule:
-    """Build a schedule by name, or search for one with the name ``"auto"``, and validate it.
-
-    Args:
-        name: One of ``SCHEDULE_NAMES``, which ``schedule_catalog`` describes, or ``"auto"``.
-        num_ranks: Pipeline ranks.
-        num_microbatches: Microbatches per optimizer step.
-        num_chunks: Model chunks per rank. By default what the schedule has; 1 for those that can
-            have any number.
-        group_size: For the interleaved schedules, the microbatches one chunk runs before the next
-            takes over. By default the smallest that reaches the smallest makespan, so any number
-            of microbatches works well; see ``best_group_size``. For ``"group_interleaved"`` by
-            default the smallest that runs, which holds the fewest activations.
-        warmup_multiplier: For ``"interleaved_1f1b"``, the forwards more that a rank runs first per
-            rank behind it: 2 hides messages (the default), 1 holds fewer activations.
-        pairs: For ``"1f1b"`` and ``"interleaved_1f1b"``: after the warmup, which is longer for it,
-            let every forward run together with the backward of an older microbatch, a whole one or
-            its I, with W behind the pair; see ``Schedule.overlaps``. By default one after another.
-        forward_only: Leave the backward actions out, for evaluation.
-        placement: For ``"auto"``, as all that follow: ``"loop"`` (the default) puts stage s on rank
-            s mod p; ``"v"`` puts stages r and 2p-1-r on rank r.
-        memory_limit: What a rank may hold from F until B or W, one number for all ranks or one per
-            rank; counted in stage activations unless ``activation_size`` is given. By default as
-            much as it takes.
-        activation_size: Size of one activation in the unit of ``memory_limit``, one number for all
-            stages or one per stage.
-        split_backward: Whether a backward may run as I and W (the default) or only in one piece.
-        costs: Times of the actions; by default F = I = W = 1 and free messages. ``overlap`` must
-            be 0.
-        effort: ``"fast"`` takes less than a second for 64 ranks and 1024 microbatches,
-            ``"thorough"`` up to some seconds. By default thorough for small problems.
-
-    Returns:
-        The schedule of all ranks. Of ``"auto"`` it has a ``certificate``.
-
-    Raises:
-        ValueError: If the name is unknown, an option is not for this schedule, or the sizes cannot
-            work. The message names the nearest legal values.
-
-    Example:
-        >>> schedule = build_schedule(
-        ...     "interleaved_1f1b", num_ranks=2, num_chunks=2, num_microbatches=4
-        ... )
-        >>> schedule.order(1)
-        [1, 1, 2, -2, 2, -2, 1, -1, 1, -1, 2, -2, 2, -2, -1, -1]
-    """
-    search = {
-        "placement": placement,
-        "memory_limit": memory_limit,
-        "activation_size": activation_size,
-        "split_backward": split_backward,
-        "costs": costs,
-        "effort": effort,
-    }
-    if name == AUTO:
-        own = {"group_size": group_size, "warmup_multiplier": warmup_multiplier, "pairs": pairs}
-        for option, given in own.items():
-            if given is not None:
-                raise ValueError(f"{option} is {given}, but 'auto' finds its own; leave it out")
-        native, certificate = build_auto(
-            num_ranks=num_ranks,
-            num_microbatches=num_microbatches,
-            num_chunks=num_chunks,
-            **search,  # type: ignore[arg-type]
-        )
-        found = Schedule(native, certificate)
-        return found.forward_only() if forward_only else found
-    for option, value in search.items():
-        if value is not None:
-            raise ValueError(f"{option} is for schedule 'auto' only; leave it out with {name!r}")
-    if name not in SCHEDULE_NAMES:
-        known = (*SCHEDULE_NAMES, AUTO)
-        close = difflib.get_close_matches(name, known, n=1)
-        names = ", ".join(known)
-        hint = f"did you mean {close[0]!r}? There are" if close else "choose one of"
-        raise ValueError(f"unknown schedule {name!r}; {hint} {names}")
-    native = _core.build_schedule(
-        name,
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-        group_size=group_size,
-        warmup_multiplier=warmup_multiplier,
-        pairs=pairs,
-    )
-    return Schedule(native.forward_only() if forward_only else native)
-
-
-def best_group_size(*, num_ranks: int, num_chunks: int, num_microbatches: int) -> int:
-    """Return the smallest group size with which interleaving reaches its smallest makespan.
-
-    Smaller groups hold fewer activations, so this is the default of the interleaved schedule.
-
-    Example:
-        >>> best_group_size(num_ranks=4, num_chunks=2, num_microbatches=8)
-        4
-        >>> best_group_size(num_ranks=4, num_chunks=2, num_microbatches=9)
-        5
-    """
-    return _core.best_group_size(
-        num_ranks=num_ranks, num_chunks=num_chunks, num_microbatches=num_microbatches
-    )
-
-
-def schedule_table(
-    num_microbatches: int, num_chunks: int, group_size: int
-) -> list[tuple[int, int]]:
-    """Return the (microbatch, chunk) pairs in the order in which interleaving runs them.
-
-    The k-th forward is entry k; the k-th backward is entry k with chunk ``num_chunks - 1 - chunk``.
-
-    Example:
-        >>> schedule_table(3, 2, 2)
-        [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
-    """
-    return _core.schedule_table(num_microbatches, num_chunks, group_size)
 
 
 class Schedule:
@@ -259,6 +108,7 @@ class Schedule:
             ValueError: If a rank holds more. The rest holds for every schedule that exists.
 
         Example:
+            >>> from megacore.pipeline import build_schedule
             >>> build_schedule("gpipe", num_ranks=2, num_microbatches=4).validate(memory_limit=4)
         """
         self._native.validate()
@@ -307,6 +157,7 @@ class Schedule:
                 message names rank, position and action.
 
         Example:
+            >>> from megacore.pipeline import build_schedule
             >>> schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=1)
             >>> first = ["0F0", "0SEND_F0", "0RECV_B0", "0B0"]
             >>> last = ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]
@@ -342,6 +193,7 @@ class Schedule:
             ValueError: If the options do not fit together.
 
         Example:
+            >>> from megacore.pipeline import build_schedule
             >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
             >>> programs = schedule.lower(Lowering(parameter_sync=False, releases=False))
             >>> programs[0].to_text("compute")
@@ -372,6 +224,7 @@ class Schedule:
             ValueError: If they run nowhere, as something is missing or out of place.
 
         Example:
+            >>> from megacore.pipeline import build_schedule
             >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=4)
             >>> report = schedule.transport_report(Lowering(receives="ahead"))
             >>> [transport for transport, problem in report.items() if problem is None]
@@ -425,6 +278,7 @@ class Schedule:
             ValueError: If costs or limits make no sense, or the schedule is forward-only.
 
         Example:
+            >>> from megacore.pipeline import build_schedule
             >>> schedule = build_schedule("zb_v", num_ranks=4, num_microbatches=8)
             >>> schedule.simulate().makespan, schedule.lower_bound().value
             (51.0, 51.0)
@@ -449,6 +303,7 @@ class Schedule:
             costs: Times for the grid.
 
         Example:
+            >>> from megacore.pipeline import build_schedule
             >>> print(build_schedule("gpipe", num_ranks=1, num_microbatches=2).to_text(), end="")
             #megacore v1 name=gpipe num_ranks=1 num_stages=1 num_microbatches=2
             rank 0: 0F0 0F1 0B0 0B1

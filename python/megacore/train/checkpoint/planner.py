@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megacore.errors import CheckpointError
 from megacore.train.checkpoint.chunks import Chunk
 
 
@@ -129,8 +130,15 @@ class ChunkLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never called: checkpoints hold tensors only."""
-        raise NotImplementedError(f"{read_item.storage_index.fqn} is no tensor")
+        """Refuse them: only tensors are asked for.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        raise CheckpointError(
+            f"{read_item.storage_index.fqn} is {len(value.getbuffer())} bytes, but checkpoints "
+            "hold tensors only"
+        )
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """The part of a chunk that one read fills."""
