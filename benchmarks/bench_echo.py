@@ -2,6 +2,7 @@
 
     python benchmarks/bench_echo.py [--tokens 4096] [--steps 2] [--rounds 40] [--out FILE]
     python benchmarks/bench_echo.py --parts steps [--ranks 2 4] [--train-rounds 12]
+    python benchmarks/bench_echo.py --parts gpu
 
 The routings are those of ``megacore echo simulate``: Zipf, log-normal, drift and bursts, mild to
 severe. "documented" is the ECHO documents' planner (method="echo"), "balanced n%" ours with that
@@ -12,6 +13,9 @@ steps: training steps of a model whose router sends half of all copies to one ex
 without clones, with clones, and with a router that deals tokens evenly. The three take turns. Ranks
 without work wait without using a core, so where ranks share cores imbalance costs less than on
 machines of their own.
+
+gpu: the planner and the rerouting of 4096 tokens on a GPU, each a captured graph that is replayed
+on changing counts, timed between events; and how many of 10,000 random plans are those of the CPU.
 """
 
 from __future__ import annotations
@@ -26,10 +30,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from _common import header, on_gloo_ranks, options, take_turns
-from megacore.moe import OffloadPlan, plan_offload
+from megacore.moe import OffloadPlan, plan_offload, plan_offload_on_device
 from megacore.moe.baselines import place_by_load
+from megacore.moe.reroute import SourceRow, reroute
 from megacore.moe.simulate import remote_fraction
 from megacore.moe.workloads import MODEL_SHAPES, WORKLOADS, RoutingShape, routing_steps
 
@@ -258,13 +264,93 @@ def steps_table(world_size: int, rounds: int) -> str:
     return "\n".join(lines)
 
 
+def replayed_us(run: Callable[[], object], load: Callable[[int], None], rounds: int) -> float:
+    """Median time of a replay of what ``run`` queues; ``load`` changes its static inputs before."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for number in range(rounds):
+        load(number)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def gpu_times(num_ranks: int, num_experts: int, rounds: int) -> tuple[float, float]:
+    """Planning, and rerouting the tokens of rank 0, in microseconds."""
+    shape = RoutingShape(num_ranks=num_ranks, num_experts=num_experts, top_k=8, num_tokens=4096)
+    inputs = [torch.from_numpy(np.array(c, np.int64)).cuda() for c in routings(shape, 2)]
+    static = inputs[0].clone()
+    plan_us = replayed_us(
+        lambda: plan_offload_on_device(static, num_spare_slots=2),
+        lambda number: static.copy_(inputs[number % len(inputs)]),
+        rounds,
+    )
+    ids, rows = [], []
+    random = torch.Generator().manual_seed(0)
+    for counts in inputs:
+        plan = plan_offload_on_device(counts, num_spare_slots=2)
+        copies = torch.repeat_interleave(torch.arange(num_experts), counts[0].cpu())
+        ids.append(copies[torch.randperm(copies.numel(), generator=random)].view(-1, 8).cuda())
+        rows.append(
+            SourceRow(
+                total=counts[0].clone(),
+                first=torch.zeros_like(counts[0]),
+                slot_expert=plan.slot_expert,
+                tokens=plan.rerouted[0].clone(),
+            )
+        )
+    static_ids, static_row = ids[0].clone(), SourceRow(**vars(rows[0]))
+    static_row = SourceRow(**{name: part.clone() for name, part in vars(static_row).items()})
+    probs = torch.rand(ids[0].shape, device="cuda")
+
+    def load(number: int) -> None:
+        static_ids.copy_(ids[number % len(ids)])
+        for name, part in vars(rows[number % len(rows)]).items():
+            getattr(static_row, name).copy_(part)
+
+    return plan_us, replayed_us(lambda: reroute(static_ids, probs, static_row), load, rounds)
+
+
+def gpu_table(rounds: int) -> str:
+    """Times of both kernels, and how many random plans are those of the CPU."""
+    if not torch.cuda.is_available():
+        return "gpu: no NVIDIA GPU here"
+    lines = [f"microseconds on {torch.cuda.get_device_name()}, 2 slots, captured and replayed"]
+    lines.append(f"{'ranks x experts':<18}{'plan':>8}{'reroute':>10}")
+    for num_ranks, num_experts in TIMED_SHAPES:
+        plan_us, reroute_us = gpu_times(num_ranks, num_experts, rounds)
+        lines.append(f"{f'{num_ranks} x {num_experts}':<18}{plan_us:>8.1f}{reroute_us:>10.1f}")
+    random, equal, total = np.random.default_rng(0), 0, 10_000
+    for number in range(total):
+        num_ranks, per_rank = int(random.integers(1, 65)), int(random.integers(1, 9))
+        heat = random.random(num_ranks * per_rank) ** (number % 6)
+        counts = (random.random((num_ranks, num_ranks * per_rank)) * heat * 3000).astype(np.int64)
+        settings = {
+            "num_spare_slots": number % 4,
+            "method": "echo" if number % 5 == 4 else "balanced",
+            "tolerance": (0.0, 0.01)[number % 2],
+        }
+        device = plan_offload_on_device(torch.from_numpy(counts).cuda(), **settings)
+        equal += device.to_host() == plan_offload(counts, **settings)
+    lines.append(f"{equal} of {total} random plans are those of the CPU")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="per rank, for the quality tables")
     parser.add_argument("--steps", type=int, default=2, help="per workload and skew")
     parser.add_argument("--rounds", type=int, default=40, help="timed calls per input")
     parser.add_argument(
-        "--parts", nargs="+", choices=("plans", "steps"), default=["plans", "steps"]
+        "--parts", nargs="+", choices=("plans", "steps", "gpu"), default=["plans", "steps"]
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for the steps")
     parser.add_argument("--train-rounds", type=int, default=12, help="timed steps of each kind")
@@ -277,6 +363,8 @@ def main() -> None:
         parts.append(domain_table(args.tokens, args.steps))
     if "steps" in args.parts:
         parts += [steps_table(ranks, args.train_rounds) for ranks in args.ranks]
+    if "gpu" in args.parts:
+        parts.append(gpu_table(max(args.rounds, 200)))
     text = "\n\n".join(parts)
     print(text)
     if args.out:
