@@ -76,31 +76,40 @@ def make_graphed_callables(
     named = [sample_kwargs] if isinstance(sample_kwargs, Mapping) else sample_kwargs
     layers = describe_layers(modules, args, named, run_pre_hooks=chosen.run_pre_hooks)
     chosen.check(len(modules))
-    if order is None:
-        for layer in layers:
-            layer.hooked = layer.hooked[1:]  # a call of the module runs its own hooks
-    backend = _choose_backend(chosen, layers)
-    if isinstance(backend, TransformerEngineBackend):
-        calls: Sequence[Any] = backend.delegate(
-            modules, layers, order, num_layers_per_chunk, options=chosen
-        ).callables()
-    else:
-        plan = plan_layers(layers, order, num_layers_per_chunk, chosen.reuse or "graphs")
-        made = Capturing(
-            modules,
-            layers,
-            plan,
-            options=chosen,
-            backend=backend,
-            any_order=order is None and chosen.pool is None,
-        )
-        calls = made.run(args, named).callables()
     if order is not None:
-        return tuple(calls)
+        return tuple(_capture(modules, layers, args, named, order, num_layers_per_chunk, chosen))
+    if num_layers_per_chunk is not None:
+        raise ValueError(
+            "num_layers_per_chunk belongs to an order list; give order, or leave it out"
+        )
+    for layer in layers:
+        layer.hooked = layer.hooked[1:]  # a call of the module runs its own hooks
+    calls = _capture(modules, layers, args, named, None, None, chosen)
     for module, call in zip(modules, calls, strict=True):
         module.forward = call
         module.reset_graphs = call.reset
     return modules[0] if is_single else tuple(modules)
+
+
+def _capture(
+    modules: list[nn.Module],
+    layers: list[CapturedLayer],
+    args: list[tuple[Any, ...]],
+    named: Sequence[Kwargs] | None,
+    order: Sequence[float] | None,
+    num_layers_per_chunk: int | Sequence[int] | None,
+    options: CaptureOptions,
+) -> Sequence[Any]:
+    backend = _choose_backend(options, layers)
+    if isinstance(backend, TransformerEngineBackend):
+        made = backend.delegate(modules, layers, order, num_layers_per_chunk, options=options)
+        return made.callables()
+    plan = plan_layers(layers, order, num_layers_per_chunk, options.reuse or "graphs")
+    any_order = order is None and options.pool is None
+    capturing = Capturing(
+        modules, layers, plan, options=options, backend=backend, any_order=any_order
+    )
+    return capturing.run(args, named).callables()
 
 
 def _choose_backend(options: CaptureOptions, layers: Sequence[CapturedLayer]) -> GraphBackend:

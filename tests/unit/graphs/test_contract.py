@@ -225,6 +225,8 @@ def test_arguments_may_be_given_by_name() -> None:
 def test_options_that_mean_nothing_are_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'warmup'"):
         graphed(linear(), warmup=3)
+    with pytest.raises(ValueError, match="num_layers_per_chunk belongs to an order list"):
+        graphed(linear(), num_layers_per_chunk=1)
     with pytest.raises(ValueError, match="has no memory pool to share; leave out pool"):
         graphed(linear(), pool=(0, 1))
     with pytest.raises(ValueError, match=r"pool and generators are given to a backend when it is"):
