@@ -344,7 +344,8 @@ def sanitizer_steps(program: str) -> list[Step]:
 def benchmark_steps(results: Path) -> list[Step]:
     """The benchmarks; each leaves its numbers in a folder."""
     steps = []
-    for file in sorted((ROOT / "benchmarks").glob("bench_gpu_*.py")):
+    files = (ROOT / "benchmarks").glob("bench_gpu_*.py")
+    for file in [*sorted(files), ROOT / "benchmarks" / "bench_graphs.py"]:
         folder = results / file.stem
         folder.mkdir()
         command = [sys.executable, str(file.relative_to(ROOT)), "--out", str(folder)]

@@ -204,12 +204,15 @@ def _one_part(
     kept = _Kept(chunk, length)
     with saved_tensors_hooks(kept.pack, lambda tensor: tensor):
         results = parts[0](*args, **named)
+    # Kernels add gradients of experts to the buffer themselves.
+    added = {id(param) for info, param in chunk.param_infos() if info.expert}
+    own = [param for param in parts[0].parameters() if id(param) not in added]
     slices = parallel.tp if parallel.sequence_parallel else 1
     return [
         _PartBytes(
             inputs=(x.nbytes + sum(tensor.nbytes for tensor in named.values())) // slices,
             results=sum(tensor.nbytes for tensor in results.values()) // slices,
-            params=sum(p.nbytes for p in parts[0].parameters()) // parallel.tp,
+            params=sum(p.nbytes for p in own) // parallel.tp,
             kept=0 if train.recomputed else kept.num_bytes // parallel.tp,
             delayed=_delayed_bytes(x, results) // parallel.tp if splits else 0,
         )

@@ -110,8 +110,9 @@ def test_graphs_change_no_bit(graphs: dict[str, Any], changes: dict[str, Any]) -
 
 
 def test_predicted_bytes_are_the_measured_ones() -> None:
-    for moe in ({}, EXPERTS, STATIC):
-        trainer = make_trainer(PARTIAL, moe=moe)
+    whole = {**PARTIAL, "scopes": "attn,moe"}
+    for moe, graphs in (({}, PARTIAL), (EXPERTS, PARTIAL), (STATIC, PARTIAL), (STATIC, whole)):
+        trainer = make_trainer(graphs, moe=moe)
         run(trainer, 2)
         assert trainer.graphs is not None
         partial, predicted = trainer.graphs.partial, trainer.graphs.predicted
