@@ -1,0 +1,362 @@
+// The kernels that write into memory of peers, for several members one after the other.
+
+#include "megacore/cuda/peer_exchange.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <stdexcept>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "megacore/base/low_precision.h"
+#include "megacore/parallel/epochs.h"
+
+namespace megacore {
+namespace {
+
+using cuda::FloatType;
+using cuda::PeerView;
+
+constexpr int64_t kMembers = 3;
+constexpr int64_t kExperts = 6;  // two of each member
+constexpr int64_t kTokens = 9;
+constexpr int64_t kChoices = 2;
+constexpr float kPoison = std::numeric_limits<float>::quiet_NaN();
+
+uint16_t narrowed(float value, uint16_t) { return base::bfloat16_bits(value); }
+float narrowed(float value, float) { return value; }
+float widened(uint16_t bits) { return base::float_of_bfloat16(bits); }
+float widened(float value) { return value; }
+
+template <typename Float>
+struct Member {
+  std::vector<Float> tokens, rows, sums;
+  std::vector<float> probs, row_probs, prob_sums;
+  std::vector<int64_t> experts, counts, row_map;
+  std::vector<int64_t> shift, kept, arriving;
+  int64_t num_arrived = 0;
+};
+
+// A group whose members' memory all lies here.
+class Group {
+ public:
+  Group(int64_t capacity, int64_t max_row_bytes, double timeout_s = 60.0)
+      : capacity_(capacity),
+        layout_{.num_members = kMembers,
+                .max_experts = kExperts,
+                .max_capacity = capacity,
+                .max_row_bytes = max_row_bytes},
+        timeout_ns_(static_cast<int64_t>(timeout_s * 1e9)),
+        states_(kMembers) {
+    const int64_t bytes = moe::peer_flags_bytes(kMembers) + layout_.bytes();
+    for (int64_t p = 0; p < kMembers; ++p) {
+      memory_.emplace_back(static_cast<size_t>(bytes + moe::kPeerAlignment));
+      const auto address = reinterpret_cast<uintptr_t>(memory_.back().data());
+      addresses_.push_back(memory_.back().data() +
+                           (moe::kPeerAlignment - address % moe::kPeerAlignment));
+    }
+  }
+
+  PeerView view(int64_t position) {
+    return {.memory = addresses_.data(),
+            .state = &states_[static_cast<size_t>(position)],
+            .position = position,
+            .layout = layout_,
+            .timeout_ns = timeout_ns_};
+  }
+  moe::PeerShape shape(int64_t position) const {
+    return {.num_members = kMembers,
+            .position = position,
+            .num_experts = kExperts,
+            .num_parts = kMembers,
+            .part = position,
+            .capacity = capacity_};
+  }
+  parallel::PeerFailure failure(int64_t position) const {
+    return parallel::unpacked_failure(
+        static_cast<int64_t>(states_[static_cast<size_t>(position)].failure));
+  }
+  int64_t capacity() const { return capacity_; }
+
+ private:
+  int64_t capacity_;
+  moe::PeerLayout layout_;
+  int64_t timeout_ns_;
+  std::vector<cuda::PeerState> states_;
+  std::vector<std::vector<std::byte>> memory_;
+  std::vector<std::byte*> addresses_;
+};
+
+template <typename Float>
+std::vector<Member<Float>> random_members(int64_t width, int64_t capacity, std::mt19937& random) {
+  std::vector<Member<Float>> members(kMembers);
+  std::uniform_int_distribution<int64_t> any(-1, kExperts - 1);
+  std::normal_distribution<float> normal;
+  for (Member<Float>& member : members) {
+    member.counts.assign(kExperts, 0);
+    for (int64_t copy = 0; copy < kTokens * kChoices; ++copy) {
+      member.experts.push_back(any(random));
+      if (member.experts.back() >= 0) {
+        ++member.counts[static_cast<size_t>(member.experts.back())];
+      }
+      member.probs.push_back(normal(random));
+    }
+    for (int64_t i = 0; i < kTokens * width; ++i) {
+      member.tokens.push_back(narrowed(normal(random), Float{}));
+    }
+    member.shift.assign(kExperts, -99);
+    member.kept.assign(kExperts, -99);
+    member.arriving.assign(kMembers * kExperts / kMembers, -99);
+    member.rows.assign(static_cast<size_t>(capacity * width), narrowed(kPoison, Float{}));
+    member.sums.assign(member.tokens.size(), narrowed(kPoison, Float{}));
+    member.row_probs.assign(static_cast<size_t>(capacity), kPoison);
+    member.prob_sums.assign(member.probs.size(), kPoison);
+  }
+  return members;
+}
+
+// Exchanges counts and writes the row maps.
+template <typename Float>
+void plan(Group& group, std::vector<Member<Float>>& members) {
+  for (int64_t p = 0; p < kMembers; ++p) {
+    const Member<Float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_send_counts(group.view(p), group.shape(p), member.counts.data(), nullptr);
+  }
+  for (int64_t p = 0; p < kMembers; ++p) {
+    Member<Float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_plan(group.view(p),
+                    group.shape(p),
+                    {.shift = member.shift.data(),
+                     .kept = member.kept.data(),
+                     .arriving = member.arriving.data()},
+                    nullptr);
+    member.num_arrived = 0;
+    for (const int64_t count : member.arriving) {
+      member.num_arrived += count;
+    }
+    std::vector<int64_t> next(kExperts, 0);
+    for (size_t e = 1; e < kExperts; ++e) {
+      next[e] = next[e - 1] + member.counts[e - 1];
+    }
+    for (const int64_t expert : member.experts) {
+      int64_t address = -1;
+      if (expert >= 0) {
+        const auto e = static_cast<size_t>(expert);
+        const int64_t row = next[e]++ + member.shift[e];
+        address = row < group.capacity() ? expert / 2 * group.capacity() + row : -1;
+      }
+      member.row_map.push_back(address);
+    }
+  }
+}
+
+// What must lie in each member's buffer: (sender, copy) by row, from a list of all copies.
+template <typename Float>
+std::vector<std::vector<std::pair<int64_t, int64_t>>> by_list(
+    const std::vector<Member<Float>>& members, int64_t capacity) {
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> rows(kMembers);
+  for (int64_t expert = 0; expert < kExperts; ++expert) {
+    for (int64_t sender = 0; sender < kMembers; ++sender) {
+      for (int64_t copy = 0; copy < kTokens * kChoices; ++copy) {
+        auto& buffer = rows[static_cast<size_t>(expert / 2)];
+        const auto& experts = members[static_cast<size_t>(sender)].experts;
+        if (experts[static_cast<size_t>(copy)] == expert && std::ssize(buffer) < capacity) {
+          buffer.emplace_back(sender, copy);
+        }
+      }
+    }
+  }
+  return rows;
+}
+
+cuda::PeerTensor tensor(auto& rows, std::vector<float>& probs, int64_t width) {
+  using Float = typename std::remove_reference_t<decltype(rows)>::value_type;
+  return {.rows = rows.data(),
+          .probs = probs.data(),
+          .width = width,
+          .type = sizeof(Float) == 4 ? FloatType::kFloat32 : FloatType::kBfloat16};
+}
+
+template <typename Float>
+cuda::PeerCopies copies(const Member<Float>& member, int64_t capacity) {
+  return {.rows = member.row_map.data(),
+          .num_tokens = kTokens,
+          .num_choices = kChoices,
+          .capacity = capacity};
+}
+
+template <typename Float>
+void push_and_pull(Group& group, std::vector<Member<Float>>& members, int64_t width) {
+  for (int64_t p = 0; p < kMembers; ++p) {
+    Member<Float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_start_push(group.view(p),
+                          0,
+                          tensor(member.tokens, member.probs, width),
+                          copies(member, group.capacity()),
+                          nullptr);
+  }
+  for (int64_t p = 0; p < kMembers; ++p) {
+    Member<Float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_finish_push(group.view(p),
+                           0,
+                           tensor(member.rows, member.row_probs, width),
+                           &member.num_arrived,
+                           group.capacity(),
+                           nullptr);
+  }
+  for (int64_t p = 0; p < kMembers; ++p) {
+    Member<Float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_start_pull(group.view(p),
+                          1,
+                          tensor(member.rows, member.row_probs, width),
+                          &member.num_arrived,
+                          group.capacity(),
+                          nullptr);
+  }
+  for (int64_t p = 0; p < kMembers; ++p) {
+    Member<Float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_finish_pull(group.view(p),
+                           1,
+                           tensor(member.sums, member.prob_sums, width),
+                           copies(member, group.capacity()),
+                           nullptr);
+  }
+}
+
+template <typename Float>
+void check(const std::vector<Member<Float>>& members, int64_t capacity, int64_t width) {
+  const auto rows = by_list(members, capacity);
+  std::vector<std::vector<bool>> is_kept(kMembers, std::vector<bool>(kTokens * kChoices));
+  for (size_t p = 0; p < kMembers; ++p) {
+    ASSERT_EQ(members[p].num_arrived, std::ssize(rows[p]));
+    for (int64_t row = 0; row < capacity; ++row) {
+      const bool is_filled = row < std::ssize(rows[p]);
+      const auto [sender, copy] =
+          is_filled ? rows[p][static_cast<size_t>(row)] : std::pair<int64_t, int64_t>{0, 0};
+      const Member<Float>& from = members[static_cast<size_t>(sender)];
+      const float prob = from.probs[static_cast<size_t>(copy)];
+      EXPECT_EQ(members[p].row_probs[static_cast<size_t>(row)], is_filled ? prob : 0.0F);
+      for (int64_t i = 0; i < width; ++i) {
+        const Float value = from.tokens[static_cast<size_t>(copy / kChoices * width + i)];
+        ASSERT_EQ(widened(members[p].rows[static_cast<size_t>(row * width + i)]),
+                  is_filled ? widened(value) : 0.0F);
+      }
+      if (is_filled) {
+        is_kept[static_cast<size_t>(sender)][static_cast<size_t>(copy)] = true;
+      }
+    }
+  }
+  for (size_t p = 0; p < kMembers; ++p) {
+    for (int64_t token = 0; token < kTokens; ++token) {
+      float times = 0.0F;
+      for (int64_t copy = token * kChoices; copy < (token + 1) * kChoices; ++copy) {
+        const auto at = static_cast<size_t>(copy);
+        times += is_kept[p][at] ? 1.0F : 0.0F;
+        EXPECT_EQ(members[p].prob_sums[at], is_kept[p][at] ? members[p].probs[at] : 0.0F);
+      }
+      for (int64_t i = token * width; i < (token + 1) * width; ++i) {
+        const auto at = static_cast<size_t>(i);
+        // Twice a value is exact in any of the types.
+        ASSERT_EQ(widened(members[p].sums[at]), times * widened(members[p].tokens[at]));
+      }
+    }
+  }
+}
+
+template <typename Float>
+void run_rounds(int64_t width) {
+  std::mt19937 random(7);
+  for (const int64_t capacity : {20, 11}) {
+    SCOPED_TRACE(testing::Message() << "width " << width << ", capacity " << capacity);
+    Group group(capacity, width * static_cast<int64_t>(sizeof(Float)));
+    for (int round = 0; round < 2; ++round) {  // over the same memory, with no reset
+      std::vector<Member<Float>> members = random_members<Float>(width, capacity, random);
+      plan(group, members);
+      push_and_pull(group, members, width);
+      check(members, capacity, width);
+    }
+    for (int64_t p = 0; p < kMembers; ++p) {
+      EXPECT_EQ(group.failure(p).fault, parallel::PeerFault::kNone);
+    }
+  }
+}
+
+TEST(PeerKernels, MoveWholePacks) { run_rounds<float>(48); }
+TEST(PeerKernels, MoveSingleElements) { run_rounds<float>(5); }
+TEST(PeerKernels, MoveBfloat16) { run_rounds<uint16_t>(40); }
+
+TEST(PeerKernels, GiveUpOnAMemberThatDoesNotComeAndNameIt) {
+  std::mt19937 random(7);
+  Group group(20, 16, 0.05);
+  std::vector<Member<float>> members = random_members<float>(4, 20, random);
+  plan(group, members);
+  for (const int64_t p : {0, 1}) {  // not member 2
+    Member<float>& member = members[static_cast<size_t>(p)];
+    const cuda::PeerTensor tokens = tensor(member.tokens, member.probs, 4);
+    cuda::peer_start_push(group.view(p), 0, tokens, copies(member, 20), nullptr);
+  }
+  for (const int64_t p : {0, 1}) {
+    Member<float>& member = members[static_cast<size_t>(p)];
+    member.rows.assign(member.rows.size(), 1.0F);
+    const cuda::PeerTensor rows = tensor(member.rows, member.row_probs, 4);
+    cuda::peer_finish_push(group.view(p), 0, rows, &member.num_arrived, 20, nullptr);
+    EXPECT_EQ(group.failure(p).fault, parallel::PeerFault::kNoRows);
+    EXPECT_EQ(group.failure(p).member, 2);
+    EXPECT_EQ(group.failure(p).epoch, 1U);
+    for (const float value : member.rows) {
+      EXPECT_TRUE(std::isnan(value));
+    }
+  }
+  // Exchanges that follow end at once, without a row and without a copy blamed on a full buffer.
+  Member<float>& first = members[0];
+  cuda::peer_send_counts(group.view(0), group.shape(0), first.counts.data(), nullptr);
+  cuda::peer_plan(
+      group.view(0),
+      group.shape(0),
+      {.shift = first.shift.data(), .kept = first.kept.data(), .arriving = first.arriving.data()},
+      nullptr);
+  EXPECT_EQ(group.failure(0).fault, parallel::PeerFault::kNoRows);
+  EXPECT_EQ(first.kept, first.counts);
+  EXPECT_EQ(first.shift, std::vector<int64_t>(kExperts, 20));
+  EXPECT_EQ(first.arriving, std::vector<int64_t>(kExperts, 0));
+}
+
+TEST(PeerKernels, RefuseAnotherCapacity) {
+  std::mt19937 random(7);
+  Group group(20, 16);
+  std::vector<Member<float>> members = random_members<float>(4, 20, random);
+  for (int64_t p = 0; p < kMembers; ++p) {
+    moe::PeerShape shape = group.shape(p);
+    shape.capacity -= p == 1 ? 1 : 0;
+    const Member<float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_send_counts(group.view(p), shape, member.counts.data(), nullptr);
+  }
+  Member<float>& first = members[0];
+  cuda::peer_plan(
+      group.view(0),
+      group.shape(0),
+      {.shift = first.shift.data(), .kept = first.kept.data(), .arriving = first.arriving.data()},
+      nullptr);
+  EXPECT_EQ(group.failure(0).fault, parallel::PeerFault::kOtherCapacity);
+  EXPECT_EQ(group.failure(0).member, 1);
+}
+
+TEST(PeerKernels, RefuseWhatDoesNotFitTheMemory) {
+  Group group(20, 16);
+  std::vector<float> row(8);
+  const cuda::PeerTensor wide = {.rows = row.data(), .width = 8};
+  EXPECT_THROW(cuda::peer_start_push(group.view(0), 0, wide, {.capacity = 20}, nullptr),
+               std::invalid_argument);
+  const cuda::PeerTensor fits = {.rows = row.data(), .width = 4};
+  EXPECT_THROW(cuda::peer_start_push(group.view(0), 2, fits, {.capacity = 20}, nullptr),
+               std::invalid_argument);
+  EXPECT_THROW(cuda::peer_start_push(group.view(0), 0, fits, {.capacity = 21}, nullptr),
+               std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace megacore
