@@ -208,6 +208,13 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "pipeline.num_chunks": 2,
         },
         "pp2 ep2, zero bubble": {**PP2, **OVERLAP, "pipeline.schedule": "zb_h1"},
+        "pp2 ep2, zero bubble, static": {
+            **PP2,
+            **OVERLAP,
+            "pipeline.schedule": "zb_h1",
+            "moe.dispatcher": "static",
+        },
+        "ep2 etp2, static": {**EP2, "parallel.etp": 2, "moe.dispatcher": "static"},
         "pp2 ep2, V": {**PP2, "pipeline.schedule": "zb_v"},
     },
     8: {"ep8": {"parallel.ep": 8, "train.microbatch_size": 1, **ECHO}},
