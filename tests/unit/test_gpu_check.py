@@ -176,6 +176,24 @@ def test_the_build_is_for_the_device_and_offline(
     )
 
 
+def test_only_whole_names_of_folders_are_replaced(gpu_check: ModuleType) -> None:
+    places = {"/work/src/": "", "/work/src": ".", "/tmp": "<tmp>"}
+    text = "/work/src/a.py in /work/src, /tmp/tmp12/x and /tmpfs"
+    assert gpu_check.scrub(text, places) == "a.py in ., <tmp>/tmp12/x and /tmpfs"
+
+
+def test_without_a_gpu_nothing_is_called_good(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "find_sanitizer", lambda: None)
+    monkeypatch.setattr(gpu_check, "facts", lambda: {**ABOUT, "device": "none"})
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert gpu_check.check(gpu_check.arguments(["--phases=sanitizer", str(tmp_path)])) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_unknown_phases_are_refused(
     gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
