@@ -102,3 +102,23 @@ def train_both(_rank: int) -> list[list[float]]:
 def test_memory_and_messages_give_the_same_bits() -> None:
     for peer, collective in run_ranks(2, train_both, timeout_s=120):
         assert peer == collective
+
+
+def lose_a_rank(rank: int) -> str:
+    groups = ProcessGroups.create(Topology(world_size=2, ep=2))
+    like = [home_weights(0, 0, projection) for projection in (FC1, FC2)]
+    memory = make_clone_memory(groups.ep, SLOTS, *like)
+    assert memory is not None
+    if rank == 1:
+        return ""  # and its process ends
+    memory.open()
+    with pytest.raises(RuntimeError) as caught:
+        memory.push(FC1, like[FC1], random_plan(2, 3))
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_rank_that_has_gone_is_named() -> None:
+    message, _ = run_ranks(2, lose_a_rank, timeout_s=60)
+    assert "lost a peer" in message
+    assert "rank 1" in message
