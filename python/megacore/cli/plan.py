@@ -160,7 +160,8 @@ def _experts_text(plan: RunPlan, config: Config) -> str:
 
 def _graphs_text(plan: RunPlan, config: Config) -> str:
     """What the graphs of each pipeline rank are predicted to take."""
-    scopes = config.graphs.scopes or "the whole step"
+    with_step = ", the optimizer's included" if config.graphs.include_optimizer else ""
+    scopes = config.graphs.scopes or f"the whole step{with_step}"
     lines = [f"graphs ({config.graphs.mode}, {scopes}), predicted in MiB; the log shows measured:"]
     for rank in plan.ranks:
         assert rank.graphs is not None

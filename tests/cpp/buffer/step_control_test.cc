@@ -28,6 +28,12 @@ TEST(StepControl, AStepCountsAndIsNotClippedWithinTheLimit) {
   EXPECT_EQ(state.step_count, 1.0);
 }
 
+TEST(StepControl, TheLearningRateIsTheCallers) {
+  StepState state = kFresh;
+  EXPECT_EQ(decide_step(state, {}, norm_of(1.0), 0.25).lr, 0.25);
+  EXPECT_EQ(decide_step(state, {}, kBad, 0.5).lr, 0.5);
+}
+
 TEST(StepControl, ClippingBringsTheNormDown) {
   StepState state = kFresh;
   const StepControl control = decide_step(state, {.clip_grad = 1.0}, norm_of(4.0));
