@@ -25,6 +25,7 @@ from megacore.parallel.instances import InstanceGroups
 from megacore.pipeline import (
     ActionRecorder,
     Lowering,
+    Program,
     Recompute,
     Schedule,
     build_schedule,
@@ -164,13 +165,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         DataError: If the data is missing or too small.
     """
     groups = _make_groups(config, world_size)
-    data = load_data(
-        config.data,
-        seq_length=config.model.seq_length,
-        seed=config.train.seed,
-        vocab_size=config.model.vocab_size,
-        need_validation=config.train.eval_interval > 0,
-    )
+    data = _load_data(config)
     chunks = build_chunks(config, groups, device=device)
     params = [param for chunk in chunks for param in chunk.param_infos()]
     instances = InstanceGroups.split(
@@ -185,10 +180,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     )
     schedule = train_schedule(config, world_size)
     activation = activation_specs(config, device)
-    overlap = config.pipeline.overlap_p2p
-    receives = receives_for(groups.pp, activation, overlap=overlap)
-    lowering = Lowering.communication(receives=receives, recompute=train_recompute(config))
-    program = schedule.lower(lowering)[groups.pp.position]
+    program = _own_program(config, schedule, groups, activation)
     graphs = None
     if config.graphs.mode != "off":
         graphs = StepGraphs(
@@ -206,14 +198,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         program=program,
         activation=activation,
         num_microbatches=config.num_microbatches(world_size),
-        experts=ExpertWatch(
-            chunks,
-            moe=config.moe,
-            num_layers=config.model.mtp_layers.stop,
-            groups=groups,
-            num_microbatches=config.num_microbatches(world_size),
-            device=device,
-        ),
+        experts=_watch_experts(config, chunks, groups, device=device),
         predictions=PredictionWatch(
             chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
         ),
@@ -233,6 +218,40 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         graphs=graphs,
         device=device,
         routing=attach_tape(config, chunks, rank=groups.rank),
+    )
+
+
+def _load_data(config: Config) -> TrainingData:
+    return load_data(
+        config.data,
+        seq_length=config.model.seq_length,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+        need_validation=config.train.eval_interval > 0,
+    )
+
+
+def _own_program(
+    config: Config,
+    schedule: Schedule,
+    groups: ProcessGroups,
+    activation: dict[int, ActivationSpec],
+) -> Program:
+    receives = receives_for(groups.pp, activation, overlap=config.pipeline.overlap_p2p)
+    lowering = Lowering.communication(receives=receives, recompute=train_recompute(config))
+    return schedule.lower(lowering)[groups.pp.position]
+
+
+def _watch_experts(
+    config: Config, chunks: list[GPTChunk], groups: ProcessGroups, *, device: torch.device
+) -> ExpertWatch:
+    return ExpertWatch(
+        chunks,
+        moe=config.moe,
+        num_layers=config.model.mtp_layers.stop,
+        groups=groups,
+        num_microbatches=config.num_microbatches(groups.topology.world_size),
+        device=device,
     )
 
 
