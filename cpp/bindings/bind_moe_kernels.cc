@@ -1,5 +1,6 @@
 #include <pybind11/native_enum.h>
 
+#include <array>
 #include <cstdint>
 
 #include "bindings.h"
@@ -203,113 +204,77 @@ void for_dtype(bool is_bfloat16, const Run& run) {
   }
 }
 
+// Defines an operation on three arrays, whose keywords are `arrays`, and a row map.
+template <typename Run>
+void def_row_operation(py::module_& module,
+                       const char* name,
+                       const std::array<const char*, 3>& arrays,
+                       Run run) {
+  module.def(
+      name,
+      [run](uintptr_t first,
+            uintptr_t second,
+            uintptr_t third,
+            uintptr_t row_map,
+            int64_t num_tokens,
+            int64_t num_choices,
+            int64_t num_rows,
+            int64_t width,
+            bool is_bfloat16,
+            int num_threads) {
+        const moe::RowMap map{pointer<const int64_t>(row_map), num_tokens, num_choices, num_rows};
+        for_dtype(is_bfloat16, [&](auto element) {
+          run(element, first, second, third, map, width, num_threads);
+        });
+      },
+      py::kw_only(),
+      py::arg(arrays[0]),
+      py::arg(arrays[1]),
+      py::arg(arrays[2]),
+      py::arg("row_map"),
+      py::arg("num_tokens"),
+      py::arg("num_choices"),
+      py::arg("num_rows"),
+      py::arg("width"),
+      py::arg("is_bfloat16"),
+      py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
 void bind_rows(py::module_& module) {
-  using moe::RowMap;
-  module.def(
+  def_row_operation(
+      module,
       "spread_rows",
-      [](uintptr_t tokens,
-         uintptr_t weights,
-         uintptr_t rows,
-         uintptr_t row_map,
-         int64_t num_tokens,
-         int64_t num_choices,
-         int64_t num_rows,
-         int64_t width,
-         bool is_bfloat16,
-         int num_threads) {
-        const RowMap map{pointer<const int64_t>(row_map), num_tokens, num_choices, num_rows};
-        for_dtype(is_bfloat16, [&](auto element) {
-          using Float = decltype(element);
-          moe::spread_rows(pointer<const Float>(tokens),
-                           pointer<const float>(weights),
-                           pointer<Float>(rows),
-                           map,
-                           width,
-                           num_threads);
-        });
-      },
-      py::kw_only(),
-      py::arg("tokens"),
-      py::arg("weights"),
-      py::arg("rows"),
-      py::arg("row_map"),
-      py::arg("num_tokens"),
-      py::arg("num_choices"),
-      py::arg("num_rows"),
-      py::arg("width"),
-      py::arg("is_bfloat16"),
-      py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
+      {"tokens", "weights", "rows"},
+      [](auto element, uintptr_t tokens, uintptr_t weights, uintptr_t rows, auto... shape) {
+        using Float = decltype(element);
+        moe::spread_rows(pointer<const Float>(tokens),
+                         pointer<const float>(weights),
+                         pointer<Float>(rows),
+                         shape...);
+      });
+  def_row_operation(
+      module,
       "collect_rows",
-      [](uintptr_t rows,
-         uintptr_t weights,
-         uintptr_t tokens,
-         uintptr_t row_map,
-         int64_t num_tokens,
-         int64_t num_choices,
-         int64_t num_rows,
-         int64_t width,
-         bool is_bfloat16,
-         int num_threads) {
-        const RowMap map{pointer<const int64_t>(row_map), num_tokens, num_choices, num_rows};
-        for_dtype(is_bfloat16, [&](auto element) {
-          using Float = decltype(element);
-          moe::collect_rows(pointer<const Float>(rows),
-                            pointer<const float>(weights),
-                            pointer<Float>(tokens),
-                            map,
-                            width,
-                            num_threads);
-        });
-      },
-      py::kw_only(),
-      py::arg("rows"),
-      py::arg("weights"),
-      py::arg("tokens"),
-      py::arg("row_map"),
-      py::arg("num_tokens"),
-      py::arg("num_choices"),
-      py::arg("num_rows"),
-      py::arg("width"),
-      py::arg("is_bfloat16"),
-      py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
+      {"rows", "weights", "tokens"},
+      [](auto element, uintptr_t rows, uintptr_t weights, uintptr_t tokens, auto... shape) {
+        using Float = decltype(element);
+        moe::collect_rows(pointer<const Float>(rows),
+                          pointer<const float>(weights),
+                          pointer<Float>(tokens),
+                          shape...);
+      });
+  def_row_operation(
+      module,
       "row_dots",
-      [](uintptr_t tokens,
-         uintptr_t rows,
-         uintptr_t dots,
-         uintptr_t row_map,
-         int64_t num_tokens,
-         int64_t num_choices,
-         int64_t num_rows,
-         int64_t width,
-         bool is_bfloat16,
-         int num_threads) {
-        const RowMap map{pointer<const int64_t>(row_map), num_tokens, num_choices, num_rows};
-        for_dtype(is_bfloat16, [&](auto element) {
-          using Float = decltype(element);
-          moe::row_dots(pointer<const Float>(tokens),
-                        pointer<const Float>(rows),
-                        pointer<float>(dots),
-                        map,
-                        width,
-                        num_threads);
-        });
-      },
-      py::kw_only(),
-      py::arg("tokens"),
-      py::arg("rows"),
-      py::arg("dots"),
-      py::arg("row_map"),
-      py::arg("num_tokens"),
-      py::arg("num_choices"),
-      py::arg("num_rows"),
-      py::arg("width"),
-      py::arg("is_bfloat16"),
-      py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      {"tokens", "rows", "dots"},
+      [](auto element, uintptr_t tokens, uintptr_t rows, uintptr_t dots, auto... shape) {
+        using Float = decltype(element);
+        moe::row_dots(pointer<const Float>(tokens),
+                      pointer<const Float>(rows),
+                      pointer<float>(dots),
+                      shape...);
+      });
 }
 
 void bind_activations(py::module_& module) {
