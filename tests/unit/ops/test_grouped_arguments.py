@@ -215,7 +215,7 @@ def test_units_refuse_to_become_stubs(unit: Path) -> None:
     """Compiled without the "a", CUTLASS's kernels would be empty, and nobody would notice."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        pytest.skip("needs nvcc")
+        pytest.skip("needs nvcc: it compiles the kernels for other architectures")
     number = re.search(r"_sm(\d+)_", unit.name)
     assert number is not None
     for target, refused in ((number[1], True), ("80", True), (f"{number[1]}a", False)):
@@ -237,6 +237,6 @@ def test_there_are_units_for_both_architectures() -> None:
 def test_the_build_has_the_kernels_of_its_architectures() -> None:
     found = cuda_kernels().grouped_gemm_archs()
     if not found:
-        pytest.skip("built without CUTLASS's headers")
+        pytest.skip("built without CUTLASS's headers, so it has no grouped product")
     wanted = [arch for arch in cuda_kernels().compiled_archs() if arch in ("90a", "100a")]
     assert sorted(found) == sorted(wanted)
