@@ -11,6 +11,7 @@
 #include "megacore/base/check.h"
 #include "megacore/cuda/clone_exchange.h"
 #include "megacore/parallel/epochs.h"
+#include "system_memory.cuh"
 
 namespace megacore::cuda {
 namespace {
@@ -21,22 +22,6 @@ using parallel::PeerFault;
 constexpr int kThreads = 256;
 // Few enough to leave most of a GPU to the experts meanwhile.
 constexpr int64_t kBlocks = 32;
-
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
-  uint32_t value = 0;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(flag), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ uint64_t now_ns() {
-  uint64_t time = 0;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-  return time;
-}
 
 __device__ __forceinline__ uint32_t* flags_of(const CloneView& view, int64_t rank) {
   return reinterpret_cast<uint32_t*>(view.memory[rank]);
@@ -94,6 +79,19 @@ __device__ __forceinline__ void tell(
   }
 }
 
+// The slot `index` of all slots, and the local home expert whose clone lies there; below 0 for
+// none.
+struct CloneAt {
+  int64_t rank;
+  int64_t slot;
+  int64_t expert;
+};
+__device__ __forceinline__ CloneAt clone_at(const CloneView& view, int64_t index) {
+  const int64_t num_slots = view.table.num_slots;
+  return {
+      .rank = index / num_slots, .slot = index % num_slots, .expert = view.table.my_expert(index)};
+}
+
 __global__ void open_kernel(CloneView view) {
   uint32_t* flags = own_flags(view);
   const uint32_t epoch = counter(view, 0) + 1;
@@ -120,12 +118,10 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t bytes = view.layout.weight_bytes[projection];
   const int64_t offset = view.layout.weights_offset(view.table.num_ranks, projection);
   for (int64_t index = 0; index < view.table.num_ranks * view.table.num_slots; ++index) {
-    const int64_t expert = view.table.my_expert(index);
+    const auto [rank, slot, expert] = clone_at(view, index);
     if (expert < 0) {
       continue;
     }
-    const int64_t rank = index / view.table.num_slots;
-    const int64_t slot = index % view.table.num_slots;
     const uint32_t* is_open = flags_of(view, rank) + CloneLayout::released_word();
     if (!block_waits(view, is_open, epoch, rank, PeerFault::kStillReads)) {
       return;
@@ -196,12 +192,10 @@ __global__ void __launch_bounds__(kThreads)
     total[0] = NAN;  // keeps the optimizer from using what stale weights gave
   }
   for (int64_t index = 0; index < view.table.num_ranks * view.table.num_slots; ++index) {
-    const int64_t expert = view.table.my_expert(index);
+    const auto [rank, slot, expert] = clone_at(view, index);
     if (expert < 0) {
       continue;
     }
-    const int64_t rank = index / view.table.num_slots;
-    const int64_t slot = index % view.table.num_slots;
     uint32_t* flags = flags_of(view, rank);
     const uint32_t* is_offered = flags + view.layout.offered_word(projection, slot);
     if (!block_waits(view, is_offered, epoch, rank, PeerFault::kNoRows)) {
@@ -223,12 +217,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void require_view(const CloneView& view, int64_t projection) {
   const moe::CloneTable& table = view.table;
-  MC_REQUIRE(projection >= 0 && projection < moe::kProjections,
-             "projection is ",
-             projection,
-             "; it must be in [0, ",
-             moe::kProjections,
-             ")");
+  moe::require_projection(projection);
   MC_REQUIRE(table.num_ranks >= 1 && table.num_experts >= table.num_ranks &&
                  table.num_experts % table.num_ranks == 0 &&
                  table.num_slots == view.layout.num_slots && table.position >= 0 &&

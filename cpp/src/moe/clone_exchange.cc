@@ -45,15 +45,6 @@ std::byte* CloneExchange::grads(int position, int64_t projection) const {
   return window_.data(position) + layout_.grads_offset(window_.size(), projection);
 }
 
-void CloneExchange::check(int64_t projection) const {
-  MC_REQUIRE(projection >= 0 && projection < kProjections,
-             "projection is ",
-             projection,
-             "; it must be in [0, ",
-             kProjections,
-             ")");
-}
-
 void CloneExchange::check(const CloneTable& table) const {
   MC_REQUIRE(table.num_ranks == window_.size() && table.position == window_.position() &&
                  table.num_slots == layout_.num_slots && table.num_experts >= table.num_ranks &&
@@ -76,7 +67,7 @@ void CloneExchange::open() {
 }
 
 void CloneExchange::push(int64_t projection, const std::byte* weights, const CloneTable& table) {
-  check(projection);
+  require_projection(projection);
   check(table);
   if (is_opening_) {
     window_.wait_until_offered(kOpened);
@@ -97,17 +88,17 @@ void CloneExchange::push(int64_t projection, const std::byte* weights, const Clo
 }
 
 void CloneExchange::wait_for_weights(int64_t projection) {
-  check(projection);
+  require_projection(projection);
   window_.wait_until_offered(weights_part(projection));
 }
 
 void CloneExchange::reserve_grads(int64_t projection) {
-  check(projection);
+  require_projection(projection);
   window_.wait_until_taken(grads_part(projection));
 }
 
 void CloneExchange::offer_grads(int64_t projection) {
-  check(projection);
+  require_projection(projection);
   window_.offer(grads_part(projection));
 }
 
@@ -115,7 +106,7 @@ void CloneExchange::collect(int64_t projection,
                             HostDtype dtype,
                             std::byte* total,
                             const CloneTable& table) {
-  check(projection);
+  require_projection(projection);
   check(table);
   MC_REQUIRE(dtype == HostDtype::kFloat32 || dtype == HostDtype::kFloat64,
              "gradients of clones are float32 or float64, not ",

@@ -9,12 +9,22 @@
 
 #include <cstdint>
 
+#include "megacore/base/check.h"
 #include "megacore/base/host_device.h"
 
 namespace megacore::moe {
 
 inline constexpr int64_t kProjections = 2;
 inline constexpr int64_t kBoardAlignment = 256;
+
+inline void require_projection(int64_t projection) {
+  MC_REQUIRE(projection >= 0 && projection < kProjections,
+             "projection is ",
+             projection,
+             "; it must be in [0, ",
+             kProjections,
+             ")");
+}
 
 // Which clones there are: (rank, slot) experts, -1 for an unused slot. Home rank p has the experts
 // [p L, (p + 1) L).

@@ -53,7 +53,6 @@ class CloneExchange {
  private:
   std::byte* weights(int position, int64_t projection) const;
   std::byte* grads(int position, int64_t projection) const;
-  void check(int64_t projection) const;
   void check(const CloneTable& table) const;
 
   parallel::HostWindow& window_;

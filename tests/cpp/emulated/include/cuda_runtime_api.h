@@ -67,6 +67,10 @@ template <typename T>
 T __ldg(const T* pointer) {
   return *pointer;
 }
+template <typename T>
+T __ldcv(const T* pointer) {
+  return *pointer;
+}
 
 namespace emulated {
 
