@@ -278,6 +278,27 @@ std::vector<Policy> policies_after(const Orders& orders,
   return with_waits(keys_after(orders, starts, instance), instance);
 }
 
+std::vector<Policy> policies_within(const StartWindows& windows, const Instance& instance) {
+  const auto between =
+      [](const std::vector<double>& early, const std::vector<double>& late, double part) {
+        std::vector<double> keys(early.size());
+        for (size_t i = 0; i < keys.size(); ++i) keys[i] = late[i] + part * (early[i] - late[i]);
+        return keys;
+      };
+  std::vector<Policy> policies;
+  for (const double part : {0.0, 0.2, 0.4, 0.6}) {
+    Policy policy{
+        .forward_keys = between(windows.earliest_forward, windows.latest_forward, part),
+        .backward_keys = between(windows.earliest_backward, windows.latest_backward, part)};
+    for (const int backlog : {kLate, 0}) {
+      if (backlog == 0 && !instance.split) continue;
+      policy.backlog = backlog;
+      for (Policy& waiting : with_waits(policy, instance)) policies.push_back(std::move(waiting));
+    }
+  }
+  return policies;
+}
+
 std::vector<Policy> periodic_policies_after(const Orders& orders,
                                             const std::vector<double>& starts,
                                             const Instance& instance) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "auto_list_scheduler.h"
+#include "deadline_bound.h"
 
 namespace megacore::pipeline {
 
@@ -20,5 +21,8 @@ std::vector<Policy> policies_after(const Orders& orders,
 std::vector<Policy> periodic_policies_after(const Orders& orders,
                                             const std::vector<double>& starts,
                                             const Instance& instance);
+
+// Rules that run first what must start first to end in time, or what could start first, or between.
+std::vector<Policy> policies_within(const StartWindows& windows, const Instance& instance);
 
 }  // namespace megacore::pipeline

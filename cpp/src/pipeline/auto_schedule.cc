@@ -4,13 +4,14 @@
 #include <optional>
 #include <utility>
 
+#include "auto_contest.h"
 #include "auto_exact_search.h"
 #include "auto_list_scheduler.h"
-#include "auto_order_search.h"
 #include "auto_policies.h"
 #include "auto_rule_search.h"
 #include "auto_seeds.h"
 #include "auto_unroll.h"
+#include "deadline_bound.h"
 #include "megacore/base/check.h"
 #include "megacore/pipeline/validate.h"
 
@@ -18,8 +19,11 @@ namespace megacore::pipeline {
 namespace {
 
 // How many actions the trials of a thorough search may schedule.
-constexpr int64_t kRuleActions = 6'000'000;
-constexpr int64_t kOrderActions = 6'000'000;
+constexpr int64_t kRuleActions = 3'000'000;
+constexpr int64_t kDeadlineActions = 2'000'000;
+constexpr int64_t kOrderActions = 20'000'000;
+// Windows to narrow for rules.
+constexpr int64_t kDeadlineSteps = 200'000;
 // Partial solutions that an exact search looks at, before and after all others have tried.
 constexpr int64_t kFirstNodes = 5'000;
 constexpr int64_t kNodes = 300'000;
@@ -77,6 +81,7 @@ class Portfolio {
     if (!is_optimal()) exhaust(kFirstNodes);
     if (!is_optimal() && thorough) add_rules_like_named();
     if (!is_optimal() && thorough) search_rules();
+    if (!is_optimal() && thorough) add_rules_within_deadlines();
     if (!is_optimal() && thorough) improve();
     if (!is_optimal() && thorough) tighten();
     if (!is_optimal() && thorough) exhaust(kNodes);
@@ -124,8 +129,16 @@ class Portfolio {
 
   void add_standard_rules() {
     for (Policy& policy : standard_policies(core_)) try_on_core(std::move(policy));
+    add_best_rules();
+  }
+
+  // Few microbatches do not tell which rule is best for all. Thorough: tries all rules.
+  void add_best_rules() {
     sort_trials();
-    add_whole(trials_.front().policy, "list_scheduler");
+    const size_t count = effort_ == Effort::kThorough ? trials_.size() : 1;
+    for (size_t i = 0; i < count && !is_optimal(); ++i) {
+      add_whole(trials_[i].policy, "list_scheduler");
+    }
   }
 
   // Rules like the named schedules, also those that need more memory.
@@ -179,14 +192,31 @@ class Portfolio {
     offer(std::move(*longer), timer_.makespan(*longer), "cyclic_search, " + name);
   }
 
+  // Rules for ends a little later than the bound.
+  void add_rules_within_deadlines() {
+    const int64_t most = certificate_.num_scheduled + kDeadlineActions;
+    ListScheduler scheduler(instance_);
+    for (const double longer : {1.0, 1.002, 1.005, 1.01, 1.02, 1.05}) {
+      const auto windows =
+          start_windows(problem_, certificate_.bound.value * longer, kDeadlineSteps);
+      if (!windows) continue;
+      for (const Policy& policy : policies_within(*windows, instance_)) {
+        if (is_optimal() || certificate_.num_scheduled >= most) return;
+        const double makespan = scheduler.run(policy);
+        certificate_.num_scheduled += static_cast<int64_t>(instance_.num_actions());
+        offer(scheduler.orders(), makespan, "deadlines");
+      }
+    }
+  }
+
   void improve() {
-    FoundOrders found = search_orders(
-        timer_,
-        instance_,
-        best_,
-        {.target = certificate_.bound.value, .max_actions = kOrderActions, .seed = 1});
+    ContestResult found =
+        improve_best(timer_,
+                     instance_,
+                     std::move(contestants_).take(),
+                     {.target = certificate_.bound.value, .max_actions = kOrderActions});
     certificate_.num_scheduled += found.num_scheduled;
-    offer(std::move(found.orders), found.makespan, certificate_.winner + " + local_search");
+    offer(std::move(found.best.orders), found.best.makespan, std::move(found.best.winner));
   }
 
   // Looks at all orders, if they are few enough.
@@ -216,6 +246,7 @@ class Portfolio {
   }
 
   void offer(Orders orders, double makespan, std::string winner) {
+    if (effort_ == Effort::kThorough) contestants_.add({orders, makespan, winner});
     if (makespan >= certificate_.makespan - kSameTime) return;
     best_ = std::move(orders);
     certificate_.makespan = makespan;
@@ -231,6 +262,7 @@ class Portfolio {
   ListScheduler core_scheduler_;
   std::vector<Trial> trials_;  // rules on the core, the best first
   double core_bound_ = 0.0;
+  Contestants contestants_;  // of a thorough search
   Orders best_;
   Certificate certificate_;
 };

@@ -120,6 +120,17 @@ class Windows {
     return end_ == kInfinity || delivers();
   }
 
+  // Appends the earliest and the latest starts of all F, or of all B or I.
+  void append_starts(size_t part, std::vector<double>& earliest, std::vector<double>& latest) {
+    for (int s = 0; s < problem_.placement.num_stages(); ++s) {
+      const Lane& own = lane(at(s), part);
+      earliest.insert(earliest.end(), own.heads.begin(), own.heads.end());
+      for (size_t k = own.tails.size(); k-- > 0;) {
+        latest.push_back(end_ - own.tails[k] - own.duration);
+      }
+    }
+  }
+
   void add_steps(int64_t steps) { steps_left_ += steps; }
   int64_t steps_left() const { return steps_left_; }
 
@@ -392,6 +403,17 @@ double deadline_bound(const BoundProblem& problem,
     (refutes(middle) ? low : high) = middle;
   }
   return low;
+}
+
+std::optional<StartWindows> start_windows(const BoundProblem& problem,
+                                          double end,
+                                          int64_t max_steps) {
+  Windows windows(problem, stage_costs(problem.costs, problem.placement.num_stages()), max_steps);
+  if (!windows.narrow(end)) return std::nullopt;
+  StartWindows starts;
+  windows.append_starts(0, starts.earliest_forward, starts.latest_forward);
+  windows.append_starts(1, starts.earliest_backward, starts.latest_backward);
+  return starts;
 }
 
 }  // namespace megacore::pipeline

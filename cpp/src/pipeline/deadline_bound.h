@@ -7,6 +7,9 @@
 
 #pragma once
 
+#include <optional>
+#include <vector>
+
 #include "megacore/pipeline/lower_bound.h"
 
 namespace megacore::pipeline {
@@ -19,5 +22,20 @@ double deadline_bound(const BoundProblem& problem,
                       double proved,
                       double makespan,
                       int64_t max_steps);
+
+// When the k-th F and the k-th B or I of a stage may start in a schedule that ends by a given time:
+// [stage * num_microbatches + k].
+struct StartWindows {
+  std::vector<double> earliest_forward = {};
+  std::vector<double> latest_forward = {};
+  std::vector<double> earliest_backward = {};
+  std::vector<double> latest_backward = {};
+};
+
+// As narrow as they get in about `max_steps` steps; empty if no schedule ends by `end`.
+// REQUIRES: one chain; require_sound(problem).
+std::optional<StartWindows> start_windows(const BoundProblem& problem,
+                                          double end,
+                                          int64_t max_steps);
 
 }  // namespace megacore::pipeline

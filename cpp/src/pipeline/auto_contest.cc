@@ -1,0 +1,73 @@
+#include "auto_contest.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "auto_order_search.h"
+
+namespace megacore::pipeline {
+namespace {
+
+constexpr size_t kMost = 64;
+constexpr int kRounds = 4;
+
+void sort_by_makespan(std::vector<Solution>& solutions) {
+  std::stable_sort(solutions.begin(), solutions.end(), [](const Solution& a, const Solution& b) {
+    return a.makespan < b.makespan;
+  });
+}
+
+}  // namespace
+
+void Contestants::add(const Solution& solution) {
+  solutions_.push_back(solution);
+  if (solutions_.size() >= 2 * kMost) shrink();
+}
+
+std::vector<Solution> Contestants::take() && {
+  shrink();
+  return std::move(solutions_);
+}
+
+void Contestants::shrink() {
+  sort_by_makespan(solutions_);
+  std::vector<Solution> kept;
+  for (Solution& solution : solutions_) {
+    const bool known = std::any_of(kept.begin(), kept.end(), [&](const Solution& other) {
+      return other.orders == solution.orders;
+    });
+    if (!known) kept.push_back(std::move(solution));
+    if (kept.size() == kMost) break;
+  }
+  solutions_ = std::move(kept);
+}
+
+ContestResult improve_best(OrderTimer& timer,
+                           const Instance& instance,
+                           std::vector<Solution> solutions,
+                           const Contest& contest) {
+  int64_t num_scheduled = 0;
+  for (uint64_t round = 1; round <= kRounds; ++round) {
+    const int64_t share = contest.max_actions / kRounds / static_cast<int64_t>(solutions.size());
+    for (Solution& solution : solutions) {
+      FoundOrders found =
+          search_orders(timer,
+                        instance,
+                        std::move(solution.orders),
+                        {.target = contest.target, .max_actions = share, .seed = round});
+      num_scheduled += found.num_scheduled;
+      if (found.makespan < solution.makespan - kSameTime &&
+          !solution.winner.ends_with("local_search")) {
+        solution.winner += " + local_search";
+      }
+      solution.orders = std::move(found.orders);
+      solution.makespan = found.makespan;
+      if (solution.makespan <= contest.target + kSameTime) return {solution, num_scheduled};
+    }
+    sort_by_makespan(solutions);
+    if (round < kRounds) solutions.resize((solutions.size() + 3) / 4);
+  }
+  return {std::move(solutions.front()), num_scheduled};
+}
+
+}  // namespace megacore::pipeline
