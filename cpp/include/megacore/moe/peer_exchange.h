@@ -1,5 +1,5 @@
 // Brings rows to the members of a group and back through memory that they share: the CPU's twin of
-// the kernels in cuda/kernels/peer_exchange.cu. Where rows lie is said by peer_rows.h.
+// the kernels in cuda/kernels/peer_rows.cu. Where rows lie is said by peer_rows.h.
 //
 //   PeerExchange peers(window, layout);             // all members; see HostComm::make_window
 //   peers.send_counts(counts, shape);

@@ -1,39 +1,19 @@
-// Exchanges of rows through memory of peers, see megacore/cuda/peer_exchange.h.
-//
-// How memory is handed over. A kernel that writes ends every thread's part by a fence of the whole
-// system; the last block to get there then raises the flags with release semantics. A kernel that
-// reads begins, in every block, by looking at its own flags with acquire semantics: flags are
-// written into the memory of who waits, so that waiting causes no traffic. Data that peers write is
-// never read through pointers that the compiler could take for constant memory.
+// Rows into memory of peers and out of it, see megacore/cuda/peer_exchange.h.
 
 #include <cmath>
 
 #include "launch.h"
-#include "megacore/base/check.h"
-#include "megacore/cuda/peer_exchange.h"
-#include "megacore/parallel/epochs.h"
-#include "row_io.cuh"
-#include "system_memory.cuh"
+#include "peer_flags.cuh"
 
 namespace megacore::cuda {
 namespace {
-
-using parallel::PeerFault;
 
 // Packs that a thread loads before it uses the first.
 constexpr int kInFlight = 4;
 
 // Blocks of a kernel: each one waits and reports, so there are no more than keep a GPU busy.
 constexpr int64_t kMostBlocks = 1024;
-// Experts for which the plan has shared memory.
-constexpr int64_t kMostExperts = 2048;
 
-__device__ __forceinline__ uint32_t* flags_of(const PeerView& peers, int64_t member) {
-  return reinterpret_cast<uint32_t*>(peers.memory[member]);
-}
-__device__ __forceinline__ std::byte* data_of(const PeerView& peers, int64_t member) {
-  return peers.memory[member] + moe::peer_flags_bytes(peers.layout.num_members);
-}
 template <typename Float>
 __device__ __forceinline__ Float* rows_of(const PeerView& peers, int64_t slot, int64_t member) {
   return reinterpret_cast<Float*>(data_of(peers, member) + peers.layout.rows_offset(slot));
@@ -41,143 +21,6 @@ __device__ __forceinline__ Float* rows_of(const PeerView& peers, int64_t slot, i
 __device__ __forceinline__ float* probs_of(const PeerView& peers, int64_t slot, int64_t member) {
   return reinterpret_cast<float*>(data_of(peers, member) + peers.layout.probs_offset(slot));
 }
-
-__device__ __forceinline__ uint32_t epoch_of(const PeerView& peers, int64_t set) {
-  return *const_cast<volatile uint32_t*>(&peers.state->epochs[set]) + 1;
-}
-
-__device__ __forceinline__ bool has_failed(const PeerView& peers) {
-  return *const_cast<volatile unsigned long long*>(&peers.state->failure) != 0;
-}
-
-__device__ __forceinline__ void fail(const PeerView& peers,
-                                     PeerFault fault,
-                                     int64_t member,
-                                     uint32_t epoch) {
-  const int64_t word = parallel::packed_failure({fault, member, epoch});
-  atomicCAS(&peers.state->failure, 0ULL, static_cast<unsigned long long>(word));
-}
-
-// All threads of a block call it; false, for all, if a member did not come in time now or before.
-__device__ __forceinline__ bool wait_for_all(
-    const PeerView& peers, int64_t set, bool is_taken, uint32_t epoch, PeerFault fault) {
-  const int64_t members = peers.layout.num_members;
-  bool have_come = true;
-  for (int64_t member = threadIdx.x; member < members; member += kRowThreads) {
-    const uint32_t* flag =
-        flags_of(peers, peers.position) + moe::peer_flag(members, set, is_taken, member);
-    const uint64_t start = now_ns();
-    while (have_come && !parallel::has_reached(load_acquire(flag), epoch)) {
-      if (has_failed(peers)) {
-        have_come = false;
-      } else if (now_ns() - start > static_cast<uint64_t>(peers.timeout_ns)) {
-        fail(peers, fault, member, epoch);
-        have_come = false;
-      } else {
-        __nanosleep(64);
-      }
-    }
-  }
-  return __syncthreads_and(have_come && !has_failed(peers)) != 0;
-}
-
-// All threads of all blocks call it when they are done. The last block tells all members, also
-// after a failure, so that they blame nobody but who did not come.
-__device__ __forceinline__ void tell_all(const PeerView& peers,
-                                         int64_t set,
-                                         bool is_taken,
-                                         uint32_t epoch) {
-  __shared__ bool is_last;
-  __threadfence_system();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t* done = &peers.state->blocks[2 * set + (is_taken ? 1 : 0)];
-    is_last = atomicAdd(done, 1U) == gridDim.x - 1;
-    if (is_last) {
-      *done = 0;
-      if (is_taken) {
-        peers.state->epochs[set] = epoch;
-      }
-    }
-    __threadfence_system();
-  }
-  __syncthreads();
-  if (is_last) {
-    const int64_t members = peers.layout.num_members;
-    for (int64_t member = threadIdx.x; member < members; member += kRowThreads) {
-      store_release(
-          flags_of(peers, member) + moe::peer_flag(members, set, is_taken, peers.position), epoch);
-    }
-  }
-}
-
-// ---- counts -------------------------------------------------------------------------------------
-
-__global__ void __launch_bounds__(kRowThreads)
-    send_counts_kernel(PeerView peers, moe::PeerShape shape, const int64_t* counts) {
-  constexpr int64_t kSet = moe::kMessageFlags;
-  const uint32_t epoch = epoch_of(peers, kSet);
-  const bool is_free = wait_for_all(peers, kSet, true, epoch - 1, PeerFault::kStillReads);
-  const int64_t numel = shape.message_numel();
-  for (int64_t i = threadIdx.x; i < shape.num_members * numel; i += kRowThreads) {
-    const int64_t member = i / numel;
-    const int64_t column = i % numel;
-    // Nobody but this member reads its own message in its own memory; the plan always needs it.
-    if (is_free || member == shape.position) {
-      auto* messages = reinterpret_cast<int64_t*>(data_of(peers, member));
-      messages[shape.position * numel + column] =
-          column < shape.num_experts ? counts[column] : shape.capacity;
-    }
-  }
-  tell_all(peers, kSet, false, epoch);
-}
-
-__global__ void __launch_bounds__(kRowThreads)
-    plan_kernel(PeerView peers, moe::PeerShape shape, moe::PeerPlan plan) {
-  __shared__ int64_t totals[kMostExperts];
-  __shared__ int64_t mine[kMostExperts];  // of them those of this member
-  constexpr int64_t kSet = moe::kMessageFlags;
-  const uint32_t epoch = epoch_of(peers, kSet);
-  bool is_valid = wait_for_all(peers, kSet, false, epoch, PeerFault::kNoCounts);
-  const auto* messages = reinterpret_cast<const int64_t*>(data_of(peers, shape.position));
-  if (is_valid) {
-    const int64_t other = moe::member_of_other_capacity(messages, shape);
-    if (other >= 0 && threadIdx.x == 0) {
-      fail(peers, PeerFault::kOtherCapacity, other, epoch);
-    }
-    is_valid = other < 0;
-  }
-  if (is_valid) {
-    for (int64_t e = threadIdx.x; e < shape.num_experts; e += kRowThreads) {
-      totals[e] = moe::copies_before(messages, shape, e, shape.num_members);
-      mine[e] = messages[shape.position * shape.message_numel() + e];
-    }
-  }
-  __syncthreads();
-  for (int64_t e = threadIdx.x; e < shape.num_experts; e += kRowThreads) {
-    if (is_valid) {
-      int64_t first_of_expert = 0;
-      for (int64_t before = e / shape.num_local() * shape.num_local(); before < e; ++before) {
-        first_of_expert += totals[before];
-      }
-      int64_t first_sorted = 0;
-      for (int64_t before = 0; before < e; ++before) {
-        first_sorted += mine[before];
-      }
-      moe::plan_expert(messages, shape, e, first_of_expert, first_sorted, plan);
-      continue;
-    }
-    // No copy has a row. None counts as lost to a full buffer either: that is not what happened.
-    plan.shift[e] = shape.capacity;
-    plan.kept[e] = messages[shape.position * shape.message_numel() + e];
-    for (int64_t member = 0; e < shape.num_local() && member < shape.num_members; ++member) {
-      plan.arriving[member * shape.num_local() + e] = 0;
-    }
-  }
-  tell_all(peers, kSet, true, epoch);
-}
-
-// ---- rows ---------------------------------------------------------------------------------------
 
 template <typename Float, int kPack>
 __device__ __forceinline__ Pack<Float, kPack> filled(float value) {
@@ -376,32 +219,6 @@ __global__ void __launch_bounds__(kRowThreads) finish_pull_kernel(
 
 // ---- launchers ----------------------------------------------------------------------------------
 
-void require_view(const PeerView& peers) {
-  const int64_t members = peers.layout.num_members;
-  MC_REQUIRE(members >= 1 && members < (int64_t{1} << 16) && peers.position >= 0 &&
-                 peers.position < members,
-             "position ",
-             peers.position,
-             " is not among ",
-             members,
-             " members");
-  MC_REQUIRE(peers.timeout_ns > 0, "a wait must have a limit, not ", peers.timeout_ns, " ns");
-}
-
-void require_shape(const PeerView& peers, const moe::PeerShape& shape) {
-  require_view(peers);
-  MC_REQUIRE(shape.num_members == peers.layout.num_members && shape.position == peers.position &&
-                 shape.num_parts >= 1 && shape.num_experts % shape.num_parts == 0 &&
-                 shape.num_experts <= peers.layout.max_experts && shape.num_experts <= kMostExperts,
-             shape.num_experts,
-             " experts in ",
-             shape.num_parts,
-             " parts do not fit memory for ",
-             peers.layout.max_experts,
-             " experts; the kernel knows up to ",
-             kMostExperts);
-}
-
 void require_rows(const PeerView& peers, int64_t slot, const PeerTensor& rows, int64_t capacity) {
   require_view(peers);
   MC_REQUIRE(peers.layout.num_members * capacity < int64_t{1} << 32,
@@ -437,40 +254,26 @@ void with_rows(const PeerTensor& rows, const Body& body) {
   });
 }
 
-}  // namespace
+// What a launch says of the rows of this member's experts.
+struct ExpertRows {
+  const PeerTensor& rows;
+  const int64_t* num_arrived;
+  int64_t capacity;
+};
 
-void peer_send_counts(const PeerView& peers,
-                      const moe::PeerShape& shape,
-                      const int64_t* counts,
-                      cudaStream_t stream) {
-  require_shape(peers, shape);
-  launch("peer_send_counts",
-         send_counts_kernel,
-         {.blocks = 1, .threads = kRowThreads},
-         stream,
-         peers,
-         shape,
-         counts);
-}
-
-void peer_plan(const PeerView& peers,
-               const moe::PeerShape& shape,
-               const moe::PeerPlan& plan,
-               cudaStream_t stream) {
-  require_shape(peers, shape);
-  launch(
-      "peer_plan", plan_kernel, {.blocks = 1, .threads = kRowThreads}, stream, peers, shape, plan);
-}
-
-void peer_start_push(const PeerView& peers,
-                     int64_t slot,
-                     const PeerTensor& tokens,
-                     const PeerCopies& copies,
-                     cudaStream_t stream) {
+// `kernel_of` takes a null pointer to a pack and returns the kernel for such packs.
+template <typename KernelOf>
+void launch_tokens_side(const char* name,
+                        const PeerView& peers,
+                        int64_t slot,
+                        const PeerTensor& tokens,
+                        const PeerCopies& copies,
+                        cudaStream_t stream,
+                        const KernelOf& kernel_of) {
   require_rows(peers, slot, tokens, copies.capacity);
   with_rows(tokens, [&]<typename Float, int kPack>(int lanes) {
-    launch("peer_start_push",
-           start_push_kernel<Float, kPack>,
+    launch(name,
+           kernel_of(static_cast<Pack<Float, kPack>*>(nullptr)),
            blocks_for(copies.num_tokens, lanes),
            stream,
            peers,
@@ -479,6 +282,46 @@ void peer_start_push(const PeerView& peers,
            copies,
            lanes);
   });
+}
+
+template <typename KernelOf>
+void launch_experts_side(const char* name,
+                         const PeerView& peers,
+                         int64_t slot,
+                         const ExpertRows& own,
+                         cudaStream_t stream,
+                         const KernelOf& kernel_of) {
+  require_rows(peers, slot, own.rows, own.capacity);
+  with_rows(own.rows, [&]<typename Float, int kPack>(int lanes) {
+    launch(name,
+           kernel_of(static_cast<Pack<Float, kPack>*>(nullptr)),
+           blocks_for(own.capacity, lanes),
+           stream,
+           peers,
+           slot,
+           own.rows,
+           own.num_arrived,
+           own.capacity,
+           lanes);
+  });
+}
+
+}  // namespace
+
+void peer_start_push(const PeerView& peers,
+                     int64_t slot,
+                     const PeerTensor& tokens,
+                     const PeerCopies& copies,
+                     cudaStream_t stream) {
+  launch_tokens_side("peer_start_push",
+                     peers,
+                     slot,
+                     tokens,
+                     copies,
+                     stream,
+                     []<typename Float, int kPack>(Pack<Float, kPack>*) {
+                       return start_push_kernel<Float, kPack>;
+                     });
 }
 
 void peer_finish_push(const PeerView& peers,
@@ -487,19 +330,14 @@ void peer_finish_push(const PeerView& peers,
                       const int64_t* num_arrived,
                       int64_t capacity,
                       cudaStream_t stream) {
-  require_rows(peers, slot, rows, capacity);
-  with_rows(rows, [&]<typename Float, int kPack>(int lanes) {
-    launch("peer_finish_push",
-           finish_push_kernel<Float, kPack>,
-           blocks_for(capacity, lanes),
-           stream,
-           peers,
-           slot,
-           rows,
-           num_arrived,
-           capacity,
-           lanes);
-  });
+  launch_experts_side("peer_finish_push",
+                      peers,
+                      slot,
+                      {rows, num_arrived, capacity},
+                      stream,
+                      []<typename Float, int kPack>(Pack<Float, kPack>*) {
+                        return finish_push_kernel<Float, kPack>;
+                      });
 }
 
 void peer_start_pull(const PeerView& peers,
@@ -508,19 +346,14 @@ void peer_start_pull(const PeerView& peers,
                      const int64_t* num_arrived,
                      int64_t capacity,
                      cudaStream_t stream) {
-  require_rows(peers, slot, rows, capacity);
-  with_rows(rows, [&]<typename Float, int kPack>(int lanes) {
-    launch("peer_start_pull",
-           start_pull_kernel<Float, kPack>,
-           blocks_for(capacity, lanes),
-           stream,
-           peers,
-           slot,
-           rows,
-           num_arrived,
-           capacity,
-           lanes);
-  });
+  launch_experts_side("peer_start_pull",
+                      peers,
+                      slot,
+                      {rows, num_arrived, capacity},
+                      stream,
+                      []<typename Float, int kPack>(Pack<Float, kPack>*) {
+                        return start_pull_kernel<Float, kPack>;
+                      });
 }
 
 void peer_finish_pull(const PeerView& peers,
@@ -528,18 +361,15 @@ void peer_finish_pull(const PeerView& peers,
                       const PeerTensor& tokens,
                       const PeerCopies& copies,
                       cudaStream_t stream) {
-  require_rows(peers, slot, tokens, copies.capacity);
-  with_rows(tokens, [&]<typename Float, int kPack>(int lanes) {
-    launch("peer_finish_pull",
-           finish_pull_kernel<Float, kPack>,
-           blocks_for(copies.num_tokens, lanes),
-           stream,
-           peers,
-           slot,
-           tokens,
-           copies,
-           lanes);
-  });
+  launch_tokens_side("peer_finish_pull",
+                     peers,
+                     slot,
+                     tokens,
+                     copies,
+                     stream,
+                     []<typename Float, int kPack>(Pack<Float, kPack>*) {
+                       return finish_pull_kernel<Float, kPack>;
+                     });
 }
 
 }  // namespace megacore::cuda
