@@ -280,21 +280,9 @@ class TopKRouter(nn.Module):
         if self.training:
             if self.tokens_seen is not None and not memo.is_replay:
                 self.tokens_seen += counts
-            if config.aux_loss_coef > 0.0:
-                own, value = load_balancing_loss(
-                    _normalized(scores, config).view_as(logits_SBE),
-                    expert_ids.view(*logits_SBE.shape[:2], config.top_k),
-                    kind=config.aux_loss_type,
-                    groups=self.groups,
-                    memo=memo,
-                )
-                factor = self._pool_factor(loss_factor, memo)
-                probs = inject_gradient(probs, own * config.aux_loss_coef, factor)
-                aux_value = value * config.aux_loss_coef
-            if config.z_loss_coef > 0.0:
-                own, value = z_loss(logits_SBE, groups=self.groups)
-                probs = inject_gradient(probs, own * config.z_loss_coef, loss_factor)
-                z_value = value * config.z_loss_coef
+            probs, aux_value, z_value = self._with_losses(
+                probs, logits_SBE, scores, expert_ids, loss_factor=loss_factor, memo=memo
+            )
         return RoutingResult(
             probs=probs,
             expert_ids=expert_ids,
@@ -302,6 +290,36 @@ class TopKRouter(nn.Module):
             aux_loss=aux_value,
             z_loss=z_value,
         )
+
+    def _with_losses(
+        self,
+        probs: Tensor,
+        logits_SBE: Tensor,
+        scores: Tensor,
+        expert_ids: Tensor,
+        *,
+        loss_factor: float | Tensor,
+        memo: Memo,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The probabilities, by which the auxiliary losses get gradients, and these losses."""
+        config = self.config
+        aux_value = z_value = None
+        if config.aux_loss_coef > 0.0:
+            own, value = load_balancing_loss(
+                _normalized(scores, config).view_as(logits_SBE),
+                expert_ids.view(*logits_SBE.shape[:2], config.top_k),
+                kind=config.aux_loss_type,
+                groups=self.groups,
+                memo=memo,
+            )
+            factor = self._pool_factor(loss_factor, memo)
+            probs = inject_gradient(probs, own * config.aux_loss_coef, factor)
+            aux_value = value * config.aux_loss_coef
+        if config.z_loss_coef > 0.0:
+            own, value = z_loss(logits_SBE, groups=self.groups)
+            probs = inject_gradient(probs, own * config.z_loss_coef, loss_factor)
+            z_value = value * config.z_loss_coef
+        return probs, aux_value, z_value
 
     def _pool_factor(self, factor: float | Tensor, memo: Memo) -> float | Tensor:
         """What the load-balancing loss is multiplied by on its way into the backward pass."""

@@ -85,27 +85,12 @@ class ForwardBackwardFunc:
                 ``set_input_tensor``.
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
-        if isinstance(data_iterator, list):
-            iterators = data_iterator
-        else:
-            iterators = [data_iterator] * len(chunks)
-        if len(iterators) != len(chunks):
-            raise ValueError(
-                f"there are {len(chunks)} model chunks, but {len(iterators)} data iterators; give "
-                "one per chunk"
-            )
-        by_chunk = {id(chunk): data for chunk, data in zip(chunks, iterators, strict=True)}
+        by_chunk = _data_by_chunk(data_iterator, chunks)
         executor, stages = self._executor(chunks, num_microbatches)
         reports: dict[int, Any] = {}
 
         def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> StageOutput:
-            set_input_tensor: Any = getattr(chunk, "set_input_tensor", None)
-            if set_input_tensor is None:
-                raise ValueError(
-                    f"{type(chunk).__name__} has no set_input_tensor(hidden), by which a model "
-                    "chunk gets its input; add one, or use megacore.pipeline.PipelineExecutor"
-                )
-            set_input_tensor(hidden)
+            _set_input(chunk, hidden)
             output, loss_func = forward_step_func(by_chunk[id(chunk)], chunk)
             if not stages[id(chunk)]:
                 return output
@@ -163,6 +148,27 @@ class ForwardBackwardFunc:
                 group_size=self._group_size,
             )
         return self._schedules[key]
+
+
+def _data_by_chunk(data_iterator: Any, chunks: list[nn.Module]) -> dict[int, Any]:
+    """Each chunk's data, by the chunk's id."""
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
+    if len(iterators) != len(chunks):
+        raise ValueError(
+            f"there are {len(chunks)} model chunks, but {len(iterators)} data iterators; give "
+            "one per chunk"
+        )
+    return {id(chunk): data for chunk, data in zip(chunks, iterators, strict=True)}
+
+
+def _set_input(chunk: nn.Module, hidden: Tensor | None) -> None:
+    set_input_tensor: Any = getattr(chunk, "set_input_tensor", None)
+    if set_input_tensor is None:
+        raise ValueError(
+            f"{type(chunk).__name__} has no set_input_tensor(hidden), by which a model "
+            "chunk gets its input; add one, or use megacore.pipeline.PipelineExecutor"
+        )
+    set_input_tensor(hidden)
 
 
 def get_forward_backward_func(
