@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from megacore.config.base import Section
+from megacore.config.router import check_router
 
 
 class EchoConfig(Section):
@@ -216,10 +217,14 @@ class MoEConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if 0 < self.num_experts < self.top_k:
-            raise ValueError(
-                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; use at most "
-                f"{self.num_experts}"
+        if self.num_experts > 0:
+            check_router(
+                num_experts=self.num_experts,
+                top_k=self.top_k,
+                num_groups=self.num_groups,
+                groups_top_k=self.groups_top_k,
+                score_function=self.score_function,
+                softmax_after_top_k=self.softmax_after_top_k,
             )
         if self.static_transport != "auto" and self.dispatcher != "static":
             raise ValueError(

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from megacore.config.router import check_router
 from megacore.moe.balance import RouterGroups, inject_gradient, load_balancing_loss, z_loss
 from megacore.ops import top_k
 from megacore.ops.counter_random import StepKeys, key_of, token_numbers, uniform
@@ -61,7 +62,7 @@ class RouterConfig:
         >>> RouterConfig(num_experts=8, top_k=9)
         Traceback (most recent call last):
         ...
-        ValueError: top_k is 9; with num_experts=8 it must lie in [1, 8]
+        ValueError: top_k = 9: with num_experts = 8 it must lie in [1, 8]
     """
 
     num_experts: int
@@ -83,31 +84,20 @@ class RouterConfig:
     fp32: bool = True
 
     def __post_init__(self) -> None:
-        _check_range("top_k", self.top_k, self.num_experts, f"num_experts={self.num_experts}")
         if self.score_function not in ("softmax", "sigmoid"):
             raise ValueError(
                 f'score_function is "{self.score_function}"; use "softmax" or "sigmoid"'
             )
         if self.aux_loss_type not in ("sequence", "batch"):
             raise ValueError(f'aux_loss_type is "{self.aux_loss_type}"; use "sequence" or "batch"')
-        if self.softmax_after_top_k and self.score_function != "softmax":
-            raise ValueError('softmax_after_top_k needs score_function="softmax"')
-        if self.num_groups < 1 or self.num_experts % self.num_groups != 0:
-            legal = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
-            raise ValueError(
-                f"num_groups is {self.num_groups}; it must divide num_experts={self.num_experts}: "
-                f"{legal}"
-            )
-        _check_range(
-            "groups_top_k", self.groups_top_k, self.num_groups, f"num_groups={self.num_groups}"
+        check_router(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            num_groups=self.num_groups,
+            groups_top_k=self.groups_top_k,
+            score_function=self.score_function,
+            softmax_after_top_k=self.softmax_after_top_k,
         )
-        group_size = self.num_experts // self.num_groups
-        if self.top_k > self.groups_top_k * group_size:
-            raise ValueError(
-                f"top_k is {self.top_k}, but {self.groups_top_k} groups of {group_size} experts "
-                f"offer {self.groups_top_k * group_size}; groups_top_k must be at least "
-                f"{-(-self.top_k // group_size)}"
-            )
         if self.group_score_top < 1:
             raise ValueError(f"group_score_top is {self.group_score_top}; it must be at least 1")
         for name in ("aux_loss_coef", "z_loss_coef", "expert_bias_rate"):
@@ -458,8 +448,3 @@ def _balanced_choices(logits: Tensor, config: RouterConfig, names: TokenNames | 
     choice = torch.arange(config.top_k, device=logits.device)
     chosen: Tensor = (token[:, None] * config.top_k + choice) % config.num_experts
     return chosen
-
-
-def _check_range(name: str, value: int, limit: int, why: str) -> None:
-    if not 1 <= value <= limit:
-        raise ValueError(f"{name} is {value}; with {why} it must lie in [1, {limit}]")

@@ -139,7 +139,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_experts": 2, "top_k": 3}, "top_k = 3 is more than num_experts = 2"),
+        ({"num_experts": 2, "top_k": 3}, "top_k = 3: with num_experts = 2 it must lie in"),
         ({"pad_to_capacity": True}, "needs capacity_factor and dispatcher"),
         ({"shared_gate": True}, "shared_gate needs a shared expert"),
     ],

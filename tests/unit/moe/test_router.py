@@ -323,10 +323,13 @@ def test_choices_can_be_recorded_and_replayed_in_another_cut(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": 9}, r"top_k is 9; with num_experts=8 it must lie in \[1, 8\]"),
-        ({"top_k": 0}, "top_k is 0"),
-        ({"num_groups": 3}, r"num_groups is 3; it must divide num_experts=8: \[1, 2, 4, 8\]"),
-        ({"num_groups": 2, "groups_top_k": 3}, "groups_top_k is 3; with num_groups=2"),
+        ({"top_k": 9}, r"top_k = 9: with num_experts = 8 it must lie in \[1, 8\]"),
+        ({"top_k": 0}, "top_k = 0"),
+        (
+            {"num_groups": 3},
+            r"num_groups = 3 does not divide num_experts = 8; use one of \[1, 2, 4, 8\]",
+        ),
+        ({"num_groups": 2, "groups_top_k": 3}, "groups_top_k = 3: with num_groups = 2"),
         ({"num_groups": 4, "top_k": 5}, "offer 2; groups_top_k must be at least 3"),
         ({"score_function": "relu"}, 'score_function is "relu"; use'),
         ({"aux_loss_type": "global"}, 'aux_loss_type is "global"; use'),
