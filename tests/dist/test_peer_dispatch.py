@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import random
 import re
+import resource
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, MegacoreError
 from megacore.moe.dispatchers import (
     AllToAllDispatcher,
     Capacity,
@@ -290,6 +292,77 @@ def test_without_shared_memory_rows_take_collectives_or_the_wish_for_peers_is_re
 def test_a_group_of_one_sends_nothing() -> None:
     group = ProcessGroups.single().etp_ep
     assert make_peers(group, torch.device("cpu"), transport="peer", row_bytes=4) is None
+
+
+def of_other_sizes(rank: int) -> list[str]:
+    groups = ProcessGroups.create(Topology(world_size=2, ep=2))
+    dispatcher = peer_dispatcher(ExpertPlacement.of(groups, 4))
+    choice = make_choice("random", rank, num_tokens=8, num_experts=4, top_k=2)
+    plan = dispatcher.preprocess(choice)
+    found = []
+    for tokens in (tokens_of(rank, 7), tokens_of(rank, 9), tokens_of(rank, 8)[None]):
+        with pytest.raises(ValueError, match="must be a matrix of 8 rows") as error:
+            dispatcher.dispatch(tokens, plan, RowSplits())
+        found.append(str(error.value))
+    arrived = dispatcher.dispatch(tokens_of(rank, 8), plan, RowSplits()).finish()
+    with pytest.raises(ValueError, match="must be a matrix of 32 rows") as error:
+        dispatcher.combine(arrived.rows[:2], arrived, RowSplits())
+    return [*found, str(error.value)]
+
+
+def test_rows_that_are_not_those_of_the_plan_are_refused() -> None:
+    texts = run_ranks(2, of_other_sizes)[0]
+    assert texts[0].startswith("tokens (7, 6) float32 on cpu must be a matrix of 8 rows")
+    assert texts[3].startswith("results (2, 6) float32 on cpu must be a matrix of 32 rows")
+
+
+def weights_in_other_formats(rank: int) -> list[str]:
+    groups = ProcessGroups.create(Topology(world_size=2, ep=2))
+    placement = ExpertPlacement.of(groups, 4)
+    choice = make_choice("random", rank, num_tokens=8, num_experts=4, top_k=2)
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        results = []
+        for dispatcher in (AllToAllDispatcher(placement), peer_dispatcher(placement)):
+            probs = choice.probs.to(dtype).requires_grad_()
+            plan = dispatcher.preprocess(replace(choice, probs=probs))
+            splits = dispatcher.read_splits(plan)
+            arrived = dispatcher.dispatch(tokens_of(rank, 8), plan, splits).finish()
+            rows = arrived.rows * arrived.probs[:, None]
+            output = dispatcher.postprocess(dispatcher.combine(rows, arrived, splits), plan)
+            output.sum().backward()
+            assert probs.grad is not None
+            assert probs.grad.dtype == dtype
+            results.append((output.detach().float(), probs.grad.float()))
+        for a, b in zip(*results, strict=True):
+            if not torch.allclose(a, b, rtol=1e-5, atol=1e-6):
+                found.append(f"{dtype}: {a} {b}")
+    return found
+
+
+def test_weights_in_other_formats_travel_in_float32() -> None:
+    assert run_ranks(2, weights_in_other_formats) == [[], []]
+
+
+def with_small_files(rank: int) -> str:
+    groups = ProcessGroups.create(Topology(world_size=2, ep=2))
+    dispatcher = peer_dispatcher(ExpertPlacement.of(groups, 4))
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    try:
+        with pytest.raises(MegacoreError) as error:
+            dispatcher.preprocess(
+                make_choice("random", rank, num_tokens=64, num_experts=4, top_k=2)
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    return str(error.value)
+
+
+def test_too_little_memory_on_one_rank_is_told_by_all() -> None:
+    for text in run_ranks(2, with_small_files):
+        assert re.match(r"group etp_ep: not every rank has [\d,]+ bytes of shared memory", text)
+        assert "lower moe.static_budget, or set moe.static_transport = collective" in text
 
 
 def in_bfloat16(rank: int) -> list[str]:

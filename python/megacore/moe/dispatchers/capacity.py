@@ -31,13 +31,15 @@ class Capacity:
     pad: bool = False
 
     def rows(self, num_copies: int, num_experts: int) -> int:
-        """Rows per expert, at least 1.
+        """Rows per expert, at least 1 and never more than all copies.
 
         Example:
             >>> Capacity(factor=1.25).rows(num_copies=64, num_experts=8)
             10
+            >>> Capacity(factor=1e300).rows(num_copies=64, num_experts=8)
+            64
         """
-        return max(1, rows_at(self.factor, num_copies, num_experts))
+        return max(1, min(num_copies, rows_at(self.factor, num_copies, num_experts)))
 
     def limit(self, expert_ids_Tk: Tensor, probs_Tk: Tensor, *, num_experts: int) -> Tensor:
         """Drop the copies that exceed each expert's capacity.

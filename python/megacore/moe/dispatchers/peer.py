@@ -24,6 +24,7 @@ from megacore.moe.dispatchers.base import (
 )
 from megacore.moe.dispatchers.capacity import Capacity
 from megacore.moe.dispatchers.peers import CopyMap, Peers, Ticket
+from megacore.ops.library import describe
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.exchange import RowSplits
 from megacore.parallel.turns import give_turn
@@ -98,6 +99,7 @@ class PeerDispatcher(Dispatcher):
 
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:  # noqa: ARG002
         """Push tokens and weights. See `Dispatcher`."""
+        _check_rows("tokens", x_TH, plan.probs.shape[0], "what was routed")
         m_splits = plan.arriving.sum(0)
         copies = CopyMap(
             rows=plan.row_map.contiguous(),
@@ -106,12 +108,13 @@ class PeerDispatcher(Dispatcher):
             num_arrived=m_splits.sum(),
         )
         transfer = _Transfer(self.peers, copies, x_TH)
-        rows, probs = _StartDispatch.apply(x_TH, plan.probs, transfer)  # type: ignore[no-untyped-call]
+        rows, probs = _StartDispatch.apply(x_TH, plan.probs.float(), transfer)  # type: ignore[no-untyped-call]
         return _PendingPush(rows, probs, transfer, m_splits)
 
     def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:  # noqa: ARG002
         """Pull the results and add up those of each token. See `Dispatcher`."""
         assert isinstance(arrived, PeerExpertRows)
+        _check_rows("results", rows, arrived.copies.capacity, "the rows that arrived")
         transfer = _Transfer(self.peers, arrived.copies, rows)
         pulled = _StartCombine.apply(rows, transfer)  # type: ignore[no-untyped-call]
         give_turn()
@@ -132,6 +135,14 @@ class PeerExpertRows(ExpertRows):
     """
 
     copies: CopyMap
+
+
+def _check_rows(name: str, rows: Tensor, num_rows: int, whose: str) -> None:
+    """Refuse what others would read or write past the end of."""
+    if rows.dim() != 2 or rows.shape[0] != num_rows:
+        raise ValueError(
+            f"{name} {describe(rows)} must be a matrix of {num_rows} rows, as {whose} has"
+        )
 
 
 class _Transfer:
