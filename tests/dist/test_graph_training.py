@@ -8,6 +8,8 @@ Gradients are reduced and weights collected during the passes (ZeRO-1 with both 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, resolve
+from megacore.graphs.observe import Recording
 from megacore.models.layers import RMSNorm
 from megacore.train.trainer import build_trainer
-from tests.support.distributed import run_ranks
+from tests.support.distributed import RankFailed, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -208,14 +211,42 @@ def test_every_set_of_scopes_of_a_model_without_experts(pp: int, num_microbatche
     check(*layout_of(pp, num_microbatches), settings, steps=3)
 
 
+def plant_a_wait() -> None:
+    RMSNorm.forward = wait  # type: ignore[method-assign]
+
+
 def wait(self: RMSNorm, x_SBH: Tensor) -> Tensor:
     return x_SBH * self.weight * float(x_SBH.abs().max().item() < 1e30)
 
 
-def compare_with_a_wait(rank: int, world_size: int, changes: Changes, graphs: Changes) -> str:
-    """Plant a word from the device on the last rank only; return what all are told."""
+def plant_an_error() -> None:
+    """Let layers raise where the emulated backend records them, and nowhere else."""
+    capture, forward, recording = Recording.capture, RMSNorm.forward, [False]
+
+    @contextmanager
+    def noted(self: Recording) -> Iterator[None]:
+        recording[0] = True
+        try:
+            with capture(self):
+                yield
+        finally:
+            recording[0] = False
+
+    def fail(self: RMSNorm, x_SBH: Tensor) -> Tensor:
+        if recording[0]:
+            raise TypeError("planted")
+        return forward(self, x_SBH)
+
+    Recording.capture = noted  # type: ignore[method-assign]
+    RMSNorm.forward = fail  # type: ignore[method-assign]
+
+
+def compare_with_a_mistake(
+    rank: int, world_size: int, changes: Changes, graphs: Changes, plant: Callable[[], None]
+) -> str:
+    """Plant a mistake on the last rank only; return what all are told."""
     if rank == world_size - 1:
-        RMSNorm.forward = wait  # type: ignore[method-assign]
+        plant()
     expected = train(world_size, changes, {}, 4)
     config = make_config(world_size, changes, graphs)
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
@@ -226,14 +257,42 @@ def compare_with_a_wait(rank: int, world_size: int, changes: Changes, graphs: Ch
     return trainer.graphs.notes[-1]
 
 
-@pytest.mark.parametrize("mode", ["partial", "full"])
-def test_a_rank_that_cannot_capture_takes_the_others_along(mode: str) -> None:
-    changes = {"parallel.pp": 2}
+@pytest.mark.parametrize(
+    ("mode", "changes", "plant", "said"),
+    [
+        ("partial", {"parallel.pp": 2}, plant_a_wait, "reads a number from the device"),
+        ("partial", {"parallel.tp": 2}, plant_a_wait, "reads a number from the device"),
+        ("full", {"parallel.pp": 2}, plant_a_wait, "reads a number from the device"),
+        ("partial", {"parallel.pp": 2}, plant_an_error, "TypeError: planted"),
+    ],
+)
+def test_a_rank_that_cannot_capture_takes_the_others_along(
+    mode: str, changes: Changes, plant: Callable[[], None], said: str
+) -> None:
     graphs = {"mode": mode, "warmup_steps": 1, "on_failure": "eager"}
-    told = run_ranks(2, compare_with_a_wait, 2, changes, graphs, timeout_s=120)
-    assert "goes on without graphs: another rank could not capture" in told[0]
-    assert "reads a number from the device" in told[1]
-    assert "test_graph_training.py:" in told[1]
+    if "parallel.tp" in changes:
+        changes = {**changes, "model.num_kv_heads": 2}
+    told = run_ranks(2, compare_with_a_mistake, 2, changes, graphs, plant, timeout_s=120)
+    assert "goes on without graphs: another rank could not capture: rank 1: " in told[0]
+    for text in told:
+        assert said in text
+        assert "test_graph_training.py:" in text
+
+
+def stop_in_the_middle(rank: int, world_size: int, changes: Changes) -> None:
+    if rank == world_size - 1:
+        plant_an_error()
+    train(world_size, changes, {**FULL, "warmup_steps": 1, "on_failure": "eager"}, 4)
+
+
+@pytest.mark.parametrize("changes", [{"parallel.pp": 2}, {"train.global_batch_size": 8}])
+def test_a_rank_that_stops_in_the_middle_of_a_step_ends_the_run_at_once(changes: Changes) -> None:
+    """Its messages are missing, so no rank could go on; none waits until a timeout."""
+    with pytest.raises(
+        RankFailed,
+        match=r"(?s)rank 1 raised:.*CaptureError: .*TypeError: planted.*other ranks wait",
+    ):
+        run_ranks(2, stop_in_the_middle, 2, changes, timeout_s=60)
 
 
 @pytest.mark.parametrize(

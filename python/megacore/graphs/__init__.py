@@ -12,7 +12,7 @@ from megacore.graphs.capture_plan import (
     static_bytes,
 )
 from megacore.graphs.capturing import buffers_kept
-from megacore.graphs.errors import CaptureError, ReplayError
+from megacore.graphs.errors import CaptureError, FormError, ReplayError
 from megacore.graphs.full import FullIterationGraph
 from megacore.graphs.options import CaptureOptions
 from megacore.graphs.partial import PartialGraphs, StepOrder
@@ -32,6 +32,7 @@ __all__ = [
     "CudaBackend",
     "DelegatedCallable",
     "EmulatedBackend",
+    "FormError",
     "FullIterationGraph",
     "GraphBackend",
     "GraphedCallable",

@@ -56,11 +56,13 @@ class GraphBackend(ABC):
     Attributes:
         name: What users write.
         poisons: Whether released static tensors are to be filled with NaN.
+        computes: Whether a capture runs what it records, messages to other ranks included.
         generators: Random generators, besides the default one, that captured code draws from.
     """
 
     name: str
     poisons: bool
+    computes: bool
     generators: Sequence[torch.Generator] = ()
 
     @abstractmethod
@@ -150,6 +152,7 @@ class EmulatedBackend(GraphBackend):
     """
 
     name = "emulated"
+    computes = True
 
     def __init__(self, *, poisons: bool = True, checks: bool = True) -> None:
         self.poisons = poisons
@@ -211,6 +214,7 @@ class CudaBackend(GraphBackend):
 
     name = "cuda"
     poisons = False
+    computes = False
 
     def __init__(
         self,

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from megacore.graphs.backend import GraphBackend
 from megacore.graphs.capture_plan import BufferRole, Capture, CapturePlan, StepKind
 from megacore.graphs.describe import Kwargs
-from megacore.graphs.errors import CaptureError, failing_line
+from megacore.graphs.errors import (
+    CaptureError,
+    FormError,
+    UnrecordableError,
+    failing_line,
+    is_abrupt,
+)
 from megacore.graphs.kept import KeptTensors
 from megacore.graphs.layer import CapturedLayer, LayerSite, Maybe
 from megacore.graphs.options import CaptureOptions
@@ -62,45 +68,61 @@ class Capturing:
 
     def run(self, args: list[tuple[Any, ...]], kwargs: Sequence[Kwargs] | None) -> Capturing:
         """Warm up and capture; on an error everything is as before, see `CaptureError`."""
-        at = "the start"
+        at, computes = "the start", False
         generators = [*self._options.generators, *self._backend.generators]
         try:
             with buffers_kept(self._modules), _random_states_kept(generators):
-                for at in self._steps(args, [{}] * len(args) if kwargs is None else kwargs):  # noqa: B007
+                named = [{}] * len(args) if kwargs is None else kwargs
+                for at, computes in self._steps(args, named):  # noqa: B007
                     pass
         except Exception as error:
             self.reset()
-            if isinstance(error, (TypeError, CaptureError)):
+            if isinstance(error, (FormError, CaptureError)):
                 raise
             line = failing_line(error)
             raise CaptureError(
-                f"{at} failed: {type(error).__name__}: {error}" + (f" (at {line})" if line else "")
+                f"{at} failed: {type(error).__name__}: {error}" + (f" (at {line})" if line else ""),
+                is_abrupt=is_abrupt(error, computes=computes),
             ) from error
         for site in self._sites.values():
             site.results = None
         return self
 
-    def _steps(self, args: list[tuple[Any, ...]], kwargs: Sequence[Kwargs]) -> Iterator[str]:
-        """Do everything; say before each step what it is."""
+    def _steps(
+        self, args: list[tuple[Any, ...]], kwargs: Sequence[Kwargs]
+    ) -> Iterator[tuple[str, bool]]:
+        """Do everything; say before each step what it is, and whether it computes in earnest."""
         options = self._options
         with self._backend.warmup():
             if options.pre_warmup_hook is not None:
                 options.pre_warmup_hook()
             for number, (one, named) in enumerate(zip(args, kwargs, strict=True)):
                 layer = self._layers[number]
-                yield f"the warmup of {layer.name}"
+                yield f"the warmup of {layer.name}", True
                 inputs = layer.flatten_inputs(one, dict(named))
                 for iteration in range(max(options.num_warmup_iters, 1)):
                     self._warm_up(number, inputs, is_first=iteration == 0)
             if options.post_warmup_hook is not None:
                 options.post_warmup_hook()
         self._allocate()
+        refused: tuple[str, UnrecordableError] | None = None
         with self._backend.capturing():
             for capture in self._plan.captures:
                 kind, layer = capture.kind.name.lower(), self._layers[capture.layer]
-                if self._trains or capture.kind == StepKind.FORWARD:
-                    yield f"the capture of the {kind} pass of {layer.name}"
-                    self._capture(capture)
+                if not self._trains and capture.kind != StepKind.FORWARD:
+                    continue
+                at = f"the capture of the {kind} pass of {layer.name}"
+                yield at, self._backend.computes
+                try:
+                    self._capture(capture, keep=self._keeps_memory or refused is not None)
+                except UnrecordableError as error:
+                    if not error.went_on:
+                        raise
+                    # Other ranks take part in what other captures compute.
+                    refused = refused or (at, error)
+        if refused is not None:
+            yield refused[0], self._backend.computes
+            raise refused[1]
 
     def _warm_up(self, number: int, inputs: Sequence[Tensor], *, is_first: bool) -> None:
         """Run a layer on its sample and learn which tensors get gradients."""
@@ -159,14 +181,13 @@ class Capturing:
                 foreign = [*self._modules[capture.layer].parameters(), *site.inputs]
                 site.kept = kept.setdefault(number, KeptTensors(foreign))
 
-    def _capture(self, capture: Capture) -> None:
+    def _capture(self, capture: Capture, *, keep: bool) -> None:
         site = self._sites[capture.layer, capture.slot]
         number, module, options = capture.layer, self._modules[capture.layer], self._options
         # Microbatches that are alive at once replay each other's passes in many orders, so not even
         # the temporary tensors of one may lie where another one keeps something.
         slot = (capture.chunk, capture.slot) if self._is_ring else None
         apart = capture.layer if self._any_order else slot
-        keep = self._keeps_memory
         if capture.kind == StepKind.FORWARD:
             options.run_hooks("forward_pre_hooks", number, module)
             site.forward = self._backend.capture(site.run_forward, apart=apart)
@@ -222,7 +243,7 @@ class Capturing:
 
     def callables(self) -> list[GraphedCallable]:
         """Chunk by chunk, microbatch by microbatch, layer by layer."""
-        state = ReplayState(self._backend)
+        state = ReplayState(self._backend, in_order=not self._any_order)
         by_chunk: dict[int, set[int]] = {}
         for capture in self._plan.captures:
             by_chunk.setdefault(capture.chunk, set()).add(capture.layer)

@@ -16,7 +16,21 @@ _NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parent)
 
 
 class CaptureError(MegacoreError, RuntimeError):
-    """A module could not be captured; everything is as it was before."""
+    """A module could not be captured; everything is as it was before.
+
+    Args:
+        message: What failed, and where.
+        is_abrupt: Whether the code stopped in the middle of what it really computes, as in warmup:
+            other ranks may wait for the messages that it would have sent.
+    """
+
+    def __init__(self, message: str, *, is_abrupt: bool = False) -> None:
+        super().__init__(message)
+        self.is_abrupt = is_abrupt
+
+
+class FormError(TypeError):
+    """A module is called with, or returns, something else than tensors in a fixed structure."""
 
 
 class ReplayError(MegacoreError, RuntimeError):
@@ -24,16 +38,30 @@ class ReplayError(MegacoreError, RuntimeError):
 
 
 class UnrecordableError(RuntimeError):
-    """Captured code has done what no graph can record, and has gone on.
+    """Captured code has done what no graph can record.
 
     Args:
         message: What it did.
         line: Where, ``"file:line: source"``.
+
+    Attributes:
+        went_on: Whether the code ran to its end in spite of that.
     """
 
     def __init__(self, message: str, line: str) -> None:
         super().__init__(message)
         self.line = line
+        self.went_on = True
+
+
+def is_abrupt(error: Exception, *, computes: bool) -> bool:
+    """Whether an error has ended code that computes in earnest, before its end.
+
+    Args:
+        error: The error.
+        computes: Whether the code was run, and not only recorded for later.
+    """
+    return computes and not (isinstance(error, UnrecordableError) and error.went_on)
 
 
 def failing_line(error: BaseException) -> str:

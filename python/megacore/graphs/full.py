@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megacore.graphs.backend import CapturedGraph, GraphBackend, Results
-from megacore.graphs.errors import CaptureError, ReplayError, failing_line
+from megacore.graphs.errors import CaptureError, ReplayError, failing_line, is_abrupt
 from megacore.graphs.tensors import TensorSpec
 
 StepFunction = Callable[[Sequence[Tensor]], Results]
@@ -69,7 +69,8 @@ class FullIterationGraph:
             line = failing_line(error)
             raise CaptureError(
                 f"the {at} of {name} failed: {type(error).__name__}: {error}"
-                + (f" (at {line})" if line else "")
+                + (f" (at {line})" if line else ""),
+                is_abrupt=is_abrupt(error, computes=at == "warmup" or backend.computes),
             ) from error
 
     def __call__(self, inputs: Sequence[Tensor]) -> Results:

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megacore.graphs.backend import CapturedGraph
-from megacore.graphs.errors import ReplayError
+from megacore.graphs.errors import FormError, ReplayError
 from megacore.graphs.kept import KeptTensors
 from megacore.graphs.tensors import TensorSpec
 from megacore.ops.split_backward import DeferredWeightGrads, backward_inputs
@@ -64,7 +64,7 @@ class CapturedLayer:
         flat, tree = tree_flatten((args, dict(kwargs)))
         for value in flat:
             if not isinstance(value, Tensor):
-                raise TypeError(
+                raise FormError(
                     f"{name}: sample arguments must be tensors (nested in tuples, lists or dicts), "
                     f"but one is {value!r}; bind it before capture, since a graph freezes it"
                 )
@@ -95,7 +95,7 @@ class CapturedLayer:
         unknown = [name for name in kwargs if name not in self.kwarg_names]
         if missing or unknown:
             what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown)} too"
-            raise TypeError(
+            raise FormError(
                 f"{self.name} was captured with the keyword arguments "
                 f"{', '.join(self.kwarg_names) or '(none)'}; this call {what}"
             )
@@ -156,11 +156,11 @@ class CapturedLayer:
         flat, tree = tree_flatten(results)
         for value in flat:
             if value is not None and not isinstance(value, Tensor):
-                raise TypeError(f"{self.name} returned {value!r}; a graph returns tensors or None")
+                raise FormError(f"{self.name} returned {value!r}; a graph returns tensors or None")
         if self.output_tree is None:
             self.output_tree = tree
         elif tree != self.output_tree:
-            raise TypeError(f"{self.name} returned {tree}, but {self.output_tree} before")
+            raise FormError(f"{self.name} returned {tree}, but {self.output_tree} before")
         return flat
 
     @property

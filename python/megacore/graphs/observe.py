@@ -42,6 +42,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
+        self._refused: UnrecordableError | None = None
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -52,13 +53,13 @@ class Recording:
                 then the code runs on, so that it keeps up with the code of other ranks: recording a
                 real graph sends no message that another rank could wait for.
         """
-        self._entries.clear()
-        self._refused: UnrecordableError | None = None
+        self._clear()
         try:
             with _NoReading(self._refuse), _Operations(self._append):
                 yield
         except Exception as error:
             if self._refused is not None:
+                self._refused.went_on = False
                 raise self._refused from error
             raise
         if self._refused is not None:
@@ -93,6 +94,10 @@ class Recording:
                 f"{len(self._entries)} operations; the next one was "
                 f"{_shown(self._entries[position])}"
             )
+
+    def _clear(self) -> None:
+        self._entries.clear()
+        self._refused = None
 
     def _append(self, entry: Entry) -> None:
         reason = _WAITING.get(entry[0])

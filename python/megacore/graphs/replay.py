@@ -21,12 +21,42 @@ Where = tuple[Any, Any]
 class ReplayState:
     """What the graphed modules of one plan share.
 
+    Args:
+        backend: Who recorded the graphs.
+        in_order: Whether backward passes of modules follow each other as planned.
+
     Attributes:
         backend: Who recorded the graphs.
     """
 
-    def __init__(self, backend: GraphBackend) -> None:
+    def __init__(self, backend: GraphBackend, *, in_order: bool) -> None:
         self.backend = backend
+        self._in_order = in_order
+        self._handed_on: list[Maybe] = []
+        self._is_complete = False
+
+    def start_backward(self) -> None:
+        """A module's backward pass begins."""
+        if self._is_complete:
+            self.poison(self._handed_on)
+            self._handed_on, self._is_complete = [], False
+
+    def hand_on(self, grads: list[Maybe], *, copied: bool, is_last: bool) -> None:
+        """A module has given static gradients of its inputs.
+
+        Code between modules may hold them until the backward pass of the chunk is complete, and
+        whatever follows it until the next one.
+
+        Args:
+            grads: The tensors.
+            copied: What was given are copies, so nobody reads the static tensors.
+            is_last: It is the last module of its chunk's backward pass.
+        """
+        self._is_complete = is_last
+        if copied:
+            self.poison(grads)
+        elif self._in_order:
+            self._handed_on += grads
 
     def poison(self, tensors: list[Maybe]) -> None:
         """Fill tensors that nobody may read any more with NaN, if the backend wants that."""
@@ -148,13 +178,20 @@ class GraphedCallable:
         input_grads: list[Maybe] = [None] * len(site.inputs)
         num_wanted = len(site.layer.grad_inputs)
         if inputs or site.backward_done != generation:
+            self._state.start_backward()
             self._replay(graph, where)
             site.backward_done = generation
             if not site.splits_backward:
                 site.param_grads = graph.results[num_wanted:]
         if inputs:
-            for index, grad in zip(site.layer.grad_inputs, graph.results, strict=False):
-                input_grads[index] = self._handed_on(grad)
+            # The gradient that leaves a chunk may be on its way, and one that a weight half of code
+            # between graphs reads may be kept, for longer than until the next backward pass.
+            copies = self._is_first_of_chunk or site.splits_backward
+            static = list(graph.results[:num_wanted])
+            for index, grad in zip(site.layer.grad_inputs, static, strict=True):
+                if grad is not None:
+                    input_grads[index] = grad.clone() if copies else grad.detach()
+            self._state.hand_on(static, copied=copies, is_last=self._is_first_of_chunk)
         if params:
             return input_grads, self._take_param_grads(where)
         if not site.layer.params:
@@ -200,14 +237,6 @@ class GraphedCallable:
             return None
         # Autograd may keep the very tensor as a parameter's grad.
         return grad.clone() if self._clones_param_grads else grad.detach()
-
-    def _handed_on(self, grad: Maybe) -> Maybe:
-        if grad is None:
-            return None
-        # The gradient that leaves a chunk may be on its way, and one that a weight half of code
-        # between graphs reads may be kept, for longer than until the next backward pass.
-        must_last = self._is_first_of_chunk or self._site.splits_backward
-        return grad.clone() if must_last else grad.detach()
 
     def _load_grads(self, grads: tuple[Maybe, ...]) -> None:
         for static, given in zip(self._site.output_grads, grads, strict=True):

@@ -130,7 +130,8 @@ class TransformerEngineBackend(GraphBackend):
                 ]
         except Exception as error:
             raise CaptureError(
-                f"Transformer Engine could not capture: {type(error).__name__}: {error}"
+                f"Transformer Engine could not capture: {type(error).__name__}: {error}",
+                is_abrupt=True,  # it may have been warming up
             ) from error
 
 

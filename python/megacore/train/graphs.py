@@ -17,6 +17,7 @@ from megacore.graphs import (
     CaptureError,
     CaptureSignature,
     EmulatedBackend,
+    FormError,
     FullIterationGraph,
     GraphBackend,
     PartialGraphs,
@@ -30,7 +31,7 @@ from megacore.models.gpt import GPTChunk
 from megacore.ops.counter_random import StepKeys
 from megacore.optim import DistributedOptimizer
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline import Program
 from megacore.pipeline.executor import ActivationSpec
@@ -253,15 +254,35 @@ class StepGraphs:
                 capture()
         except CaptureError as error:
             failure = error
-        failed = torch.tensor([float(failure is not None)], device=self._device)
-        all_reduce_(failed, self._groups.world)
-        if not failed.item():
+        except FormError as error:
+            failure = CaptureError(str(error), is_abrupt=True)
+        if failure is not None and self._leaves_others_waiting(failure):
+            self.reset()
+            raise CaptureError(
+                f"{failure}; other ranks wait for what it would have computed, so the run ends"
+            ) from failure
+        told = all_gather_objects("" if failure is None else str(failure), self._groups.world)
+        failing = [rank for rank, text in enumerate(told) if text]
+        if not failing:
             return None
-        failure = failure or CaptureError("another rank could not capture its graphs; see there")
+        # No rank is in the middle of an exchange, whatever a rank that stopped has begun.
+        for chunk in self._chunks:
+            if chunk.moe_peers is not None:
+                chunk.moe_peers.forget_exchanges()
+        if failure is None:
+            text = f"another rank could not capture: rank {failing[0]}: {told[failing[0]]}"
+            failure = CaptureError(text)
         if self._settings.on_failure == "error":
             self.reset()
             raise failure
         return failure
+
+    def _leaves_others_waiting(self, failure: CaptureError) -> bool:
+        """Whether other ranks wait for messages of this one, not for its word on the capture."""
+        topology = self._groups.topology
+        if self._settings.mode == "full":
+            return failure.is_abrupt and topology.world_size > 1
+        return failure.is_abrupt and max(topology.tp, topology.cp, topology.ep, topology.etp) > 1
 
     def _capture_step(self, microbatch_of: MicrobatchOf, passes: Passes, update: Update) -> None:
         optimizer, includes_update = self._optimizer, self._settings.include_optimizer

@@ -165,6 +165,25 @@ def test_a_result_kept_too_long_is_poisoned() -> None:
     assert out.isnan().all()
 
 
+def test_an_input_gradient_kept_too_long_is_poisoned() -> None:
+    """It holds until the backward pass of its chunk is complete, and then until the next one."""
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    sample = (torch.zeros(2, 3, requires_grad=True),)
+    calls = make_graphed_callables(
+        (first, second), (sample, sample), order=[1, 1, -1, -1], num_layers_per_chunk=2
+    )
+    ends, kept = [], []
+    for microbatch in range(2):
+        between = calls[2 * microbatch](torch.ones(2, 3, requires_grad=True))
+        between.register_hook(kept.append)
+        ends.append(calls[2 * microbatch + 1](between).sum())
+    ends[0].backward()
+    assert torch.isfinite(kept[0]).all()
+    ends[1].backward()
+    assert torch.isnan(kept[0]).all()
+    assert torch.isfinite(kept[1]).all()
+
+
 def test_without_an_order_modules_stay_what_they_are() -> None:
     blocks = make_blocks()
     plain = make_blocks()

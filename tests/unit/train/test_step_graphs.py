@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,11 @@ from megacore.graphs import (
     plan_capture,
 )
 from megacore.graphs.layer import CapturedLayer
+from megacore.graphs.observe import Recording
 from megacore.graphs.replay import GraphedCallable
 from megacore.models.layers import ResidualDropout, RMSNorm
 from megacore.moe.dispatchers import AllToAllDispatcher
+from megacore.moe.dispatchers.peers import Slots
 from megacore.ops.counter_random import StepKeys
 from megacore.optim import DistributedOptimizer
 from megacore.parallel.batch import Microbatch
@@ -499,6 +501,88 @@ def test_a_capture_that_fails_leaves_nothing_and_all_as_it_was(
     assert [trainer.train_step(s).loss for s in (1, 2)] == [
         plain.train_step(s).loss for s in (1, 2)
     ]
+
+
+class OpenExchange:
+    """Memory of peers in which a recording has begun an exchange that it does not finish."""
+
+    def __init__(self) -> None:
+        self.slots = Slots()
+
+    def forget_exchanges(self) -> None:
+        self.slots.free_all()
+
+
+@pytest.mark.parametrize("graphs", [PARTIAL, FULL])
+def test_slots_of_exchanges_that_a_failed_capture_has_begun_are_free_again(
+    graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members fail at different places, but they must agree on the slots of the next exchange."""
+    monkeypatch.setattr(RMSNorm, "forward", wait)
+    trainer = make_trainer({**graphs, "on_failure": "eager"})
+    peers = OpenExchange()
+    taken = [peers.slots.take(), peers.slots.take()]
+    trainer.chunks[0].moe_peers = peers  # type: ignore[assignment]
+    trainer.train_step(0)
+    with pytest.raises(RuntimeError, match="under way"):
+        peers.slots.take()
+    trainer.train_step(1)
+    assert [peers.slots.take(), peers.slots.take()] == taken
+
+
+class FailsInCapture:
+    """Layers that raise at their n-th call in a recording, forward or backward, and work else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, *, backward: bool) -> None:
+        self._left, self._is_recording = at, False
+        capture, forward = Recording.capture, RMSNorm.forward
+
+        @contextmanager
+        def noted(recording: Recording) -> Iterator[None]:
+            self._is_recording = True
+            try:
+                with capture(recording):
+                    yield
+            finally:
+                self._is_recording = False
+
+        def failing(norm: RMSNorm, x_SBH: Tensor) -> Tensor:
+            self._left -= self._is_recording
+            if self._left == 0 and self._is_recording:
+                if not backward:
+                    raise TypeError("planted")
+                x_SBH = Raising.apply(x_SBH)  # type: ignore[no-untyped-call]
+            return forward(norm, x_SBH)
+
+        monkeypatch.setattr(Recording, "capture", noted)
+        monkeypatch.setattr(RMSNorm, "forward", failing)
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        del ctx, grads
+        raise TypeError("planted")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("graphs", [PARTIAL, FULL, WITH_STEP])
+def test_any_error_in_a_capture_is_named_and_training_goes_on_if_asked(
+    graphs: dict[str, Any], at: int, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(make_trainer(optimizer=OVERLAPS), steps=4)
+    FailsInCapture(monkeypatch, at, backward=backward)
+    trainer = make_trainer({**graphs, "on_failure": "eager"}, optimizer=OVERLAPS)
+    assert run(trainer, steps=4) == expected
+    assert trainer.graphs is not None
+    (note,) = [text for text in trainer.graphs.take_notes() if "without graphs" in text]
+    assert "TypeError: planted (at test_step_graphs.py:" in note
 
 
 def test_a_validation_that_cannot_be_captured_goes_on_without_if_asked(

@@ -120,6 +120,14 @@ class Peers(ABC):
         """Wait for what the others show; fill in the sum of each token's rows, in their order."""
 
     @abstractmethod
+    def forget_exchanges(self) -> None:
+        """No exchange is under way any more: all members have given up the same capture.
+
+        What a recording began and did not finish never ran, but it has taken slots, and not on all
+        members the same ones.
+        """
+
+    @abstractmethod
     def check(self) -> None:
         """Raise if a peer did not come.
 
@@ -143,7 +151,7 @@ class Slots:
     """
 
     def __init__(self) -> None:
-        self._free = list(range(PEER_SLOTS))
+        self.free_all()
 
     def take(self) -> int:
         """The free slot that was not used for the longest time.
@@ -161,6 +169,10 @@ class Slots:
     def free(self, slot: int) -> None:
         """Give a slot back."""
         self._free.append(slot)
+
+    def free_all(self) -> None:
+        """Give all slots back; the next ones come in the order of a new memory."""
+        self._free = list(range(PEER_SLOTS))
 
 
 class Ticket:
@@ -289,6 +301,11 @@ class HostPeers(Peers):
             **_map(copies),
         )
         _finish(ticket, x_TH, probs_Tk)
+
+    def forget_exchanges(self) -> None:
+        """Free all slots. See `Peers`."""
+        if self._memory is not None:
+            self._memory.slots.free_all()
 
     def check(self) -> None:
         """Nothing to do: every wait of the host raises by itself."""

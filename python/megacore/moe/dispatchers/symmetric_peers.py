@@ -127,6 +127,11 @@ class DevicePeers(Peers):
         )
         ticket.finish()
 
+    def forget_exchanges(self) -> None:
+        """Free all slots of all memories. See `Peers`."""
+        for memory in self._memories:
+            memory.slots.free_all()
+
     def check(self) -> None:
         """Raise if a kernel gave up waiting. See `Peers`."""
         for memory in self._memories:
