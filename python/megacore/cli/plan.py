@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from megacore.config import Config, stages_of_ranks
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megacore.parallel import Topology
     from megacore.train.plan import RankPlan, RunPlan
 
@@ -97,6 +99,29 @@ def _as_json(plan: RunPlan, world_size: int) -> dict[str, Any]:
 
 def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     from rich.console import Console
+
+    ranks = _rank_table(plan, config, world_size)
+    console = Console(highlight=False)
+    # Columns cut to fit a narrow terminal would hide the numbers.
+    unlimited = console.options.update(max_width=10_000)
+    console.width = max(console.width, console.measure(ranks, options=unlimited).maximum)
+    console.print(_facts_table(plan, config, world_size))
+    console.print()
+    console.print(ranks)
+    sharding = "sharded over dp (ZeRO-1)" if config.optimizer.distributed else "not sharded"
+    console.print()
+    console.print(_memory_text(plan, config), soft_wrap=True)
+    if plan.ranks[0].graphs is not None:
+        console.print(_graphs_text(plan, config), soft_wrap=True)
+    console.print(
+        f"params, grads, optim: memory per rank, no activations; optimizer state {sharding}\n"
+        f"held: most microbatches, counted per chunk, whose activations a rank holds at once"
+        f"{_recompute_text(config)}",
+        soft_wrap=True,
+    )
+
+
+def _facts_table(plan: RunPlan, config: Config, world_size: int) -> Table:
     from rich.table import Table
 
     parallel, train, pipeline = config.parallel, config.train, config.pipeline
@@ -125,25 +150,7 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
         "[bold]schedule[/]",
         f"{pipeline.schedule}{chunks}, bubble {plan.bubble_fraction:.1%} (backward = 2 forwards)",
     )
-    ranks = _rank_table(plan, config, world_size)
-    console = Console(highlight=False)
-    # Columns cut to fit a narrow terminal would hide the numbers.
-    unlimited = console.options.update(max_width=10_000)
-    console.width = max(console.width, console.measure(ranks, options=unlimited).maximum)
-    console.print(facts)
-    console.print()
-    console.print(ranks)
-    sharding = "sharded over dp (ZeRO-1)" if config.optimizer.distributed else "not sharded"
-    console.print()
-    console.print(_memory_text(plan, config), soft_wrap=True)
-    if plan.ranks[0].graphs is not None:
-        console.print(_graphs_text(plan, config), soft_wrap=True)
-    console.print(
-        f"params, grads, optim: memory per rank, no activations; optimizer state {sharding}\n"
-        f"held: most microbatches, counted per chunk, whose activations a rank holds at once"
-        f"{_recompute_text(config)}",
-        soft_wrap=True,
-    )
+    return facts
 
 
 def _experts_text(plan: RunPlan, config: Config) -> str:

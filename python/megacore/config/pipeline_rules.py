@@ -18,10 +18,26 @@ from megacore.config.sections import Config
 
 def check_pipeline(problems: Problems, config: Config) -> None:
     """Add what the ``[pipeline]`` section breaks."""
+    _check_chunks(problems, config)
+    _check_options(problems, config)
+    if config.pipeline.overlap_moe:
+        _check_overlap_moe(problems, config)
+    _check_split_weight_grads(problems, config)
+    if _own_chunks(config) in (0, config.pipeline.chunks):  # else the stages are not known
+        _check_layers(problems, config)
+
+
+def _own_chunks(config: Config) -> int:
+    """How many chunks of a rank the schedule has; 0 if any number."""
+    info = config.pipeline.schedule_info
+    return info.num_chunks if info is not None else 2 * config.pipeline.is_v
+
+
+def _check_chunks(problems: Problems, config: Config) -> None:
     pipeline, pp, info = config.pipeline, config.parallel.pp, config.pipeline.schedule_info
     schedule = problems.shown("pipeline.schedule")
     chunks = problems.shown("pipeline.num_chunks", pipeline.chunks)
-    own_chunks = info.num_chunks if info is not None else 2 * pipeline.is_v
+    own_chunks = _own_chunks(config)
     if info is not None and info.placement == "bidirectional":
         problems.add(
             f"{schedule} keeps two copies of the model on different ranks, whose gradients "
@@ -40,6 +56,12 @@ def check_pipeline(problems: Problems, config: Config) -> None:
             )
     elif pipeline.schedule.startswith("interleaved") and pipeline.chunks == 1:
         problems.add(f"{schedule} needs pipeline.num_chunks > 1; set it to 2, or use 1f1b")
+
+
+def _check_options(problems: Problems, config: Config) -> None:
+    """Options that not all schedules take."""
+    pipeline, info = config.pipeline, config.pipeline.schedule_info
+    schedule = problems.shown("pipeline.schedule")
     if pipeline.group_size is not None and (info is None or not info.takes_group_size):
         problems.add(
             f"{problems.shown('pipeline.group_size')} needs one of the schedules "
@@ -55,19 +77,6 @@ def check_pipeline(problems: Problems, config: Config) -> None:
                 f"{problems.shown(f'pipeline.{key}')} is for the schedule auto, but {schedule}; "
                 f"leave {key} out or change the schedule"
             )
-    if pipeline.overlap_moe:
-        _check_overlap_moe(problems, config)
-    if pipeline.split_weight_grads and (
-        not pipeline.overlap_moe or info is None or not info.takes_pairs
-    ):
-        key = "pipeline.overlap_moe" if not pipeline.overlap_moe else "pipeline.schedule"
-        problems.add(
-            f"{problems.shown('pipeline.split_weight_grads')} fills the exchanges of overlap_moe "
-            f"with {_names(lambda other: other.takes_pairs)}, but {problems.shown(key)}; change "
-            "that, or turn split_weight_grads off"
-        )
-    if own_chunks in (0, pipeline.chunks):  # else the stages are not known
-        _check_layers(problems, config)
 
 
 def _check_overlap_moe(problems: Problems, config: Config) -> None:
@@ -99,6 +108,19 @@ def _check_overlap_moe(problems: Problems, config: Config) -> None:
         problems.add(
             f"{place} runs parts of two passes in turns, but graphs share memory in the order of "
             f'whole passes: {problems.shown("graphs.mode")}; set mode = "off", or turn it off'
+        )
+
+
+def _check_split_weight_grads(problems: Problems, config: Config) -> None:
+    pipeline, info = config.pipeline, config.pipeline.schedule_info
+    if pipeline.split_weight_grads and (
+        not pipeline.overlap_moe or info is None or not info.takes_pairs
+    ):
+        key = "pipeline.overlap_moe" if not pipeline.overlap_moe else "pipeline.schedule"
+        problems.add(
+            f"{problems.shown('pipeline.split_weight_grads')} fills the exchanges of overlap_moe "
+            f"with {_names(lambda other: other.takes_pairs)}, but {problems.shown(key)}; change "
+            "that, or turn split_weight_grads off"
         )
 
 

@@ -114,11 +114,9 @@ class GPTChunk(nn.Module):
             device=torch.device(device),
         )
         self.moe_budget = StaticBudget(moe.static_budget)
-        self.moe_peers = peers
-        if peers is None:
-            self.moe_peers = peers_of(
-                moe, groups, hidden=self.shape.hidden, dtype=dtype, device=params.device
-            )
+        self.moe_peers = peers or peers_of(
+            moe, groups, hidden=self.shape.hidden, dtype=dtype, device=params.device
+        )
         context = ModelContext(
             config=config,
             shape=self.shape,
@@ -133,16 +131,15 @@ class GPTChunk(nn.Module):
         )
         if mtp_layers is None:
             mtp_layers = config.mtp_layers if has_head else range(0)
+        predicts_elsewhere = config.num_mtp_layers > 0 and not mtp_layers
         self.embedding = None
         if has_embedding:
-            held_elsewhere = (self.shape.tie_embeddings and not has_head) or (
-                config.num_mtp_layers > 0 and not mtp_layers
-            )
-            self.embedding = Embedding(context, is_shared=held_elsewhere)
+            is_shared = predicts_elsewhere or (self.shape.tie_embeddings and not has_head)
+            self.embedding = Embedding(context, is_shared=is_shared)
             tied_weight = self.embedding.words.weight
         self.layers = nn.ModuleList(TransformerLayer(index, context) for index in layers)
         # Outputs of several depths come one behind another, normed.
-        self._takes_predictions = has_head and config.num_mtp_layers > 0 and not mtp_layers
+        self._takes_predictions = has_head and predicts_elsewhere
         ends_layers = bool(mtp_layers) or (has_head and not self._takes_predictions)
         self.final_norm = RMSNorm("final_norm", context) if ends_layers else None
         self.predictions = None
@@ -151,14 +148,17 @@ class GPTChunk(nn.Module):
             self.predictions = Predictions(mtp_layers, context, embedding=tied_weight)
         self.head = Head(context, tied_weight=tied_weight) if has_head else None
         self._mtp_coef = config.mtp_loss_coef / max(1, config.num_mtp_layers)
-        sums = torch.zeros(2, config.num_mtp_layers, dtype=torch.float64, device=params.device)
+        self._add_buffers(config, params.device)
+        self._param_infos = tuple(params.made)
+
+    def _add_buffers(self, config: ModelConfig, device: torch.device) -> None:
+        sums = torch.zeros(2, config.num_mtp_layers, dtype=torch.float64, device=device)
         self.register_buffer("mtp_sums", sums, persistent=False)
         cos, sin = rotary_tables(
-            self.shape.seq_length, self.shape.head_dim, base=config.rope_base, device=params.device
+            self.shape.seq_length, self.shape.head_dim, base=config.rope_base, device=device
         )
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self._param_infos = tuple(params.made)
 
     def forward(
         self, hidden_SBH: Tensor | None, batch: Microbatch, *, keep_activations: bool = False

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megacore.ops.gemm_cuda import launch_grouped, takes_kernel
+from megacore.ops.gemm_cuda import Product, launch_grouped, takes_kernel
 from megacore.ops.library import define_op
 
 
@@ -90,18 +90,15 @@ def _weight_grad_sliced_(
     torch.ops.megacore.grouped_gemm_weight_grad_(grad[first:], x[first:], m_splits, out, False)
 
 
-def _product_cuda_(x: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
-    if not takes_kernel(x, *w.shape):
-        return _rows(_forward)(x, w, m_splits, first_row, out)
-    return launch_grouped("forward", x, w, m_splits, out, first_row=first_row)
+def _rows_cuda(kind: Product, product: Callable[..., Tensor]) -> Callable[..., None]:
+    """By the kernel of this kind where it takes the tensors."""
 
+    def run(a: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
+        if not takes_kernel(a, *w.shape):
+            return _rows(product)(a, w, m_splits, first_row, out)
+        return launch_grouped(kind, a, w, m_splits, out, first_row=first_row)
 
-def _input_grad_cuda_(
-    grad: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
-) -> None:
-    if not takes_kernel(grad, *w.shape):
-        return _rows(_input_grad)(grad, w, m_splits, first_row, out)
-    return launch_grouped("input_grad", grad, w, m_splits, out, first_row=first_row)
+    return run
 
 
 def _weight_grad_cuda_(
@@ -120,14 +117,14 @@ _part_product_ = define_op(
     "grouped_gemm_part_(Tensor x, Tensor w, Tensor m_splits, Tensor first_row, Tensor(a!) out)"
     " -> ()",
     cpu=_rows(_forward),
-    cuda=_product_cuda_,
+    cuda=_rows_cuda("forward", _forward),
     fake=_fake,
 )
 _part_input_grad_ = define_op(
     "grouped_gemm_part_input_grad_(Tensor grad, Tensor w, Tensor m_splits, Tensor first_row,"
     " Tensor(a!) out) -> ()",
     cpu=_rows(_input_grad),
-    cuda=_input_grad_cuda_,
+    cuda=_rows_cuda("input_grad", _input_grad),
     fake=_fake,
 )
 _part_weight_grad_ = define_op(

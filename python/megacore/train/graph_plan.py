@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from megacore.config import Config, layers_of_stages, mtp_stage
-from megacore.graphs import BufferRole, StepKind, StepOrder, plan_capture, static_bytes
+from megacore.graphs import BufferRole, CapturePlan, StepKind, StepOrder, plan_capture, static_bytes
 from megacore.models.build import torch_dtype
 from megacore.models.captured import captured_parts, random_uses
 from megacore.models.gpt import GPTChunk
@@ -105,21 +105,30 @@ def predict_graphs(config: Config, program: Program) -> GraphBytes:
     )
     pool = sum(flat[c.layer].kept for c in plan.captures if c.kind == StepKind.FORWARD)
     if is_full:
-        tokens = config.train.microbatch_size * (2 * config.model.seq_length + 1)
-        count = 2 if config.train.eval_interval > 0 else 1
-        inputs = count * plan.num_microbatches * tokens * torch.int64.itemsize
-        inputs += 2 * torch.float64.itemsize if config.graphs.include_optimizer else 0
-        return GraphBytes(
-            num_graphs=count,
-            objects=count * GRAPH_OBJECT_BYTES,
-            static_inputs=inputs,
-            boundary=0,
-            pool=pool,
-        )
-    distinct = sorted({part.inputs for part in flat})
+        return _whole_steps(config, plan.num_microbatches, pool)
+    return _single_parts(plan, flat, pool)
+
+
+def _whole_steps(config: Config, num_microbatches: int, pool: int) -> GraphBytes:
+    """One graph of a training step, and perhaps one of evaluation."""
+    tokens = config.train.microbatch_size * (2 * config.model.seq_length + 1)
+    count = 2 if config.train.eval_interval > 0 else 1
+    inputs = count * num_microbatches * tokens * torch.int64.itemsize
+    inputs += 2 * torch.float64.itemsize if config.graphs.include_optimizer else 0
+    return GraphBytes(
+        num_graphs=count,
+        objects=count * GRAPH_OBJECT_BYTES,
+        static_inputs=inputs,
+        boundary=0,
+        pool=pool,
+    )
+
+
+def _single_parts(plan: CapturePlan, flat: list[_PartBytes], pool: int) -> GraphBytes:
+    """A graph for each pass of each part."""
     static = static_bytes(
         plan,
-        input_bytes=distinct,
+        input_bytes=sorted({part.inputs for part in flat}),
         output_bytes=[part.results for part in flat],
         kept_bytes=[part.delayed for part in flat],
     )
