@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,14 @@ def header(*packages: str) -> str:
     cores, load = known.pop("cores"), known.pop("load")
     versions = ", ".join(f"{name} {known[name]}" for name in ("python", "megacore", *packages))
     return f"# {known['date']}; {known['cpu']}, {cores} cores; load {load}; {versions}\n# {command}"
+
+
+def finish(parts: Sequence[str], out: Path | None) -> None:
+    """Print parts of an output, and write it to a file if there is one."""
+    text = "\n\n".join(parts)
+    print(text)
+    if out:
+        out.write_text(text + "\n")
 
 
 def write_json(path: str | Path | None, results: Any, machine: Mapping[str, Any]) -> None:

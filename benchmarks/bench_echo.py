@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from _common import header, on_gloo_ranks, options, take_turns
+from _common import finish, header, on_gloo_ranks, options, take_turns
 from megacore.moe import OffloadPlan, plan_offload, plan_offload_on_device
 from megacore.moe.baselines import place_by_load
 from megacore.moe.reroute import SourceRow, reroute
@@ -365,10 +365,7 @@ def main() -> None:
         parts += [steps_table(ranks, args.train_rounds) for ranks in args.ranks]
     if "gpu" in args.parts:
         parts.append(gpu_table(max(args.rounds, 200)))
-    text = "\n\n".join(parts)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    finish(parts, args.out)
 
 
 if __name__ == "__main__":

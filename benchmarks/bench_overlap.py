@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from _common import header, on_gloo_ranks, options, take_turns
+from _common import finish, header, on_gloo_ranks, options, take_turns
 
 RANKS = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -138,10 +138,7 @@ def main() -> None:
     latencies = [latency / 1e3 for latency in args.latencies]
     parts = [header("torch")]
     parts += [table(name, latencies, args.rounds) for name in args.layouts]
-    text = "\n\n".join(parts)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    finish(parts, args.out)
 
 
 if __name__ == "__main__":
