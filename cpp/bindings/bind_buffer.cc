@@ -17,11 +17,6 @@ namespace py = pybind11;
 namespace megacore::bindings {
 namespace {
 
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 void bind_values(py::module_& module) {
   py::class_<buffer::Bucket>(module, "Bucket")
       .def_readonly("start", &buffer::Bucket::start)

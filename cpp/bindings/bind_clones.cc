@@ -12,11 +12,6 @@ using moe::CloneExchange;
 using moe::CloneLayout;
 using moe::CloneTable;
 
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 uintptr_t address(const std::byte* memory) { return reinterpret_cast<uintptr_t>(memory); }
 
 void bind_values(py::module_& module) {

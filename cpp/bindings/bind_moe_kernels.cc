@@ -14,11 +14,6 @@ namespace py = pybind11;
 namespace megacore::bindings {
 namespace {
 
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 void bind_grouped_gemm(py::module_& module) {
   using moe::GroupedShape;
   module.def(

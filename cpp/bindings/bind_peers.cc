@@ -15,30 +15,15 @@ namespace {
 
 using moe::PeerExchange;
 using moe::PeerLayout;
-using moe::PeerMap;
 using moe::PeerRows;
 using moe::PeerShape;
 using parallel::HostDtype;
-
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 PeerRows rows_of(uintptr_t rows, uintptr_t probs, int64_t width, HostDtype dtype) {
   return {.rows = pointer<std::byte>(rows),
           .probs = pointer<float>(probs),
           .width = width,
           .dtype = dtype};
-}
-
-PeerMap map_of(
-    uintptr_t row_map, int64_t num_tokens, int64_t num_choices, int64_t repeats, int64_t capacity) {
-  return {.rows = pointer<const int64_t>(row_map),
-          .num_tokens = num_tokens,
-          .num_choices = num_choices,
-          .repeats = repeats,
-          .capacity = capacity};
 }
 
 void bind_values(py::module_& module) {
@@ -95,13 +80,10 @@ void bind_values(py::module_& module) {
   module.attr("PEER_WINDOW_PARTS") = PeerExchange::kWindowParts;
 }
 
-void bind_exchange(py::module_& module) {
-  using no_gil = py::call_guard<py::gil_scoped_release>;
-  py::class_<PeerExchange>(module, "PeerExchange")
-      .def(py::init<parallel::HostWindow&, const PeerLayout&>(),
-           py::arg("window"),
-           py::arg("layout"),
-           py::keep_alive<1, 2>())
+using no_gil = py::call_guard<py::gil_scoped_release>;
+
+void bind_counts(py::class_<PeerExchange>& exchange) {
+  exchange
       .def(
           "send_counts",
           [](PeerExchange& self, uintptr_t counts, const PeerShape& shape) {
@@ -128,105 +110,93 @@ void bind_exchange(py::module_& module) {
           py::arg("shift"),
           py::arg("kept"),
           py::arg("arriving"),
-          no_gil())
-      .def(
-          "start_push",
-          [](PeerExchange& self,
-             int64_t slot,
-             uintptr_t tokens,
-             uintptr_t probs,
-             int64_t width,
-             HostDtype dtype,
-             uintptr_t row_map,
-             int64_t num_tokens,
-             int64_t num_choices,
-             int64_t repeats,
-             int64_t capacity) {
-            self.start_push(slot,
-                            rows_of(tokens, probs, width, dtype),
-                            map_of(row_map, num_tokens, num_choices, repeats, capacity));
-          },
-          py::kw_only(),
-          py::arg("slot"),
-          py::arg("tokens"),
-          py::arg("probs"),
-          py::arg("width"),
-          py::arg("dtype"),
-          py::arg("row_map"),
-          py::arg("num_tokens"),
-          py::arg("num_choices"),
-          py::arg("repeats"),
-          py::arg("capacity"),
-          no_gil())
-      .def(
-          "finish_push",
-          [](PeerExchange& self,
-             int64_t slot,
-             uintptr_t rows,
-             uintptr_t probs,
-             int64_t width,
-             HostDtype dtype,
-             int64_t num_arrived,
-             int64_t capacity) {
-            self.finish_push(slot, rows_of(rows, probs, width, dtype), num_arrived, capacity);
-          },
-          py::kw_only(),
-          py::arg("slot"),
-          py::arg("rows"),
-          py::arg("probs"),
-          py::arg("width"),
-          py::arg("dtype"),
-          py::arg("num_arrived"),
-          py::arg("capacity"),
-          no_gil())
-      .def(
-          "start_pull",
-          [](PeerExchange& self,
-             int64_t slot,
-             uintptr_t rows,
-             uintptr_t probs,
-             int64_t width,
-             HostDtype dtype,
-             int64_t num_rows) {
-            self.start_pull(slot, rows_of(rows, probs, width, dtype), num_rows);
-          },
-          py::kw_only(),
-          py::arg("slot"),
-          py::arg("rows"),
-          py::arg("probs"),
-          py::arg("width"),
-          py::arg("dtype"),
-          py::arg("num_rows"),
-          no_gil())
-      .def(
-          "finish_pull",
-          [](PeerExchange& self,
-             int64_t slot,
-             uintptr_t tokens,
-             uintptr_t probs,
-             int64_t width,
-             HostDtype dtype,
-             uintptr_t row_map,
-             int64_t num_tokens,
-             int64_t num_choices,
-             int64_t repeats,
-             int64_t capacity) {
-            self.finish_pull(slot,
-                             rows_of(tokens, probs, width, dtype),
-                             map_of(row_map, num_tokens, num_choices, repeats, capacity));
-          },
-          py::kw_only(),
-          py::arg("slot"),
-          py::arg("tokens"),
-          py::arg("probs"),
-          py::arg("width"),
-          py::arg("dtype"),
-          py::arg("row_map"),
-          py::arg("num_tokens"),
-          py::arg("num_choices"),
-          py::arg("repeats"),
-          py::arg("capacity"),
           no_gil());
+}
+
+// Defines a method on a slot and rows; the keywords of what else it takes are `names`.
+template <typename... Own, typename... Names>
+void def_on_rows(py::class_<PeerExchange>& exchange,
+                 const char* name,
+                 const char* rows_name,
+                 void (*call)(PeerExchange&, int64_t, const PeerRows&, Own...),
+                 const Names&... names) {
+  exchange.def(
+      name,
+      [call](PeerExchange& self,
+             int64_t slot,
+             uintptr_t rows,
+             uintptr_t probs,
+             int64_t width,
+             HostDtype dtype,
+             Own... own) { call(self, slot, rows_of(rows, probs, width, dtype), own...); },
+      py::kw_only(),
+      py::arg("slot"),
+      py::arg(rows_name),
+      py::arg("probs"),
+      py::arg("width"),
+      py::arg("dtype"),
+      py::arg(names)...,
+      no_gil());
+}
+
+// The way of rows that belong to this member's tokens: what they are, then where their copies lie.
+template <auto kCall>
+void bind_tokens_side(py::class_<PeerExchange>& exchange, const char* name) {
+  def_on_rows(
+      exchange,
+      name,
+      "tokens",
+      +[](PeerExchange& self,
+          int64_t slot,
+          const PeerRows& tokens,
+          uintptr_t row_map,
+          int64_t num_tokens,
+          int64_t num_choices,
+          int64_t repeats,
+          int64_t capacity) {
+        (self.*kCall)(slot,
+                      tokens,
+                      {.rows = pointer<const int64_t>(row_map),
+                       .num_tokens = num_tokens,
+                       .num_choices = num_choices,
+                       .repeats = repeats,
+                       .capacity = capacity});
+      },
+      "row_map",
+      "num_tokens",
+      "num_choices",
+      "repeats",
+      "capacity");
+}
+
+void bind_exchange(py::module_& module) {
+  py::class_<PeerExchange> exchange(module, "PeerExchange");
+  exchange.def(py::init<parallel::HostWindow&, const PeerLayout&>(),
+               py::arg("window"),
+               py::arg("layout"),
+               py::keep_alive<1, 2>());
+  bind_counts(exchange);
+  bind_tokens_side<&PeerExchange::start_push>(exchange, "start_push");
+  def_on_rows(
+      exchange,
+      "finish_push",
+      "rows",
+      +[](PeerExchange& self,
+          int64_t slot,
+          const PeerRows& rows,
+          int64_t num_arrived,
+          int64_t capacity) { self.finish_push(slot, rows, num_arrived, capacity); },
+      "num_arrived",
+      "capacity");
+  def_on_rows(
+      exchange,
+      "start_pull",
+      "rows",
+      +[](PeerExchange& self, int64_t slot, const PeerRows& rows, int64_t num_rows) {
+        self.start_pull(slot, rows, num_rows);
+      },
+      "num_rows");
+  bind_tokens_side<&PeerExchange::finish_pull>(exchange, "finish_pull");
 }
 
 }  // namespace

@@ -4,7 +4,15 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+
 namespace megacore::bindings {
+
+// Tensors cross the boundary as integers (Tensor.data_ptr()).
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
 
 void bind_parallel(pybind11::module_& module);
 void bind_pipeline(pybind11::module_& module);

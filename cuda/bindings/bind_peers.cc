@@ -37,10 +37,10 @@ PeerView view_of(uintptr_t memory,
 }
 
 // Experts, parts, the part of this member, capacity.
-PeerShape shape_of(int64_t num_members, int64_t position, const std::vector<int64_t>& shape) {
+PeerShape shape_of(const PeerView& peers, const std::vector<int64_t>& shape) {
   MC_REQUIRE(shape.size() == 4, "a shape is four numbers, not ", shape.size());
-  return {.num_members = num_members,
-          .position = position,
+  return {.num_members = peers.layout.num_members,
+          .position = peers.position,
           .num_experts = shape[0],
           .num_parts = shape[1],
           .part = shape[2],
@@ -65,24 +65,27 @@ PeerTensor tensor_of(uintptr_t rows, uintptr_t probs, int64_t width, std::string
 }
 
 using Sizes = std::vector<int64_t>;
-using no_gil = py::call_guard<py::gil_scoped_release>;
 
-void bind_counts(py::module_& module) {
+// Defines a call that takes what describes the members, arguments of its own, whose keywords are
+// `names`, and a stream.
+template <typename... Own, typename... Names>
+void define(py::module_& module,
+            const char* name,
+            void (*call)(const PeerView&, cudaStream_t, Own...),
+            const Names&... names) {
   module.def(
-      "peer_send_counts",
-      [](uintptr_t memory,
-         uintptr_t state,
-         int64_t num_members,
-         int64_t position,
-         const Sizes& layout,
-         double timeout_s,
-         const Sizes& shape,
-         uintptr_t counts,
-         uintptr_t stream) {
-        cuda::peer_send_counts(view_of(memory, state, num_members, position, layout, timeout_s),
-                               shape_of(num_members, position, shape),
-                               device_pointer<const int64_t>(counts),
-                               stream_handle(stream));
+      name,
+      [call](uintptr_t memory,
+             uintptr_t state,
+             int64_t num_members,
+             int64_t position,
+             const Sizes& layout,
+             double timeout_s,
+             Own... own,
+             uintptr_t stream) {
+        call(view_of(memory, state, num_members, position, layout, timeout_s),
+             stream_handle(stream),
+             own...);
       },
       py::kw_only(),
       py::arg("memory"),
@@ -91,130 +94,98 @@ void bind_counts(py::module_& module) {
       py::arg("position"),
       py::arg("layout"),
       py::arg("timeout_s"),
-      py::arg("shape"),
-      py::arg("counts"),
+      py::arg(names)...,
       py::arg("stream"),
-      no_gil());
-  module.def(
+      py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_counts(py::module_& module) {
+  define(
+      module,
+      "peer_send_counts",
+      +[](const PeerView& peers, cudaStream_t stream, const Sizes& shape, uintptr_t counts) {
+        cuda::peer_send_counts(
+            peers, shape_of(peers, shape), device_pointer<const int64_t>(counts), stream);
+      },
+      "shape",
+      "counts");
+  define(
+      module,
       "peer_plan",
-      [](uintptr_t memory,
-         uintptr_t state,
-         int64_t num_members,
-         int64_t position,
-         const Sizes& layout,
-         double timeout_s,
-         const Sizes& shape,
-         uintptr_t shift,
-         uintptr_t kept,
-         uintptr_t arriving,
-         uintptr_t stream) {
-        cuda::peer_plan(view_of(memory, state, num_members, position, layout, timeout_s),
-                        shape_of(num_members, position, shape),
+      +[](const PeerView& peers,
+          cudaStream_t stream,
+          const Sizes& shape,
+          uintptr_t shift,
+          uintptr_t kept,
+          uintptr_t arriving) {
+        cuda::peer_plan(peers,
+                        shape_of(peers, shape),
                         {.shift = device_pointer<int64_t>(shift),
                          .kept = device_pointer<int64_t>(kept),
                          .arriving = device_pointer<int64_t>(arriving)},
-                        stream_handle(stream));
+                        stream);
       },
-      py::kw_only(),
-      py::arg("memory"),
-      py::arg("state"),
-      py::arg("num_members"),
-      py::arg("position"),
-      py::arg("layout"),
-      py::arg("timeout_s"),
-      py::arg("shape"),
-      py::arg("shift"),
-      py::arg("kept"),
-      py::arg("arriving"),
-      py::arg("stream"),
-      no_gil());
+      "shape",
+      "shift",
+      "kept",
+      "arriving");
 }
 
 // The way of rows that belong to this member's tokens: what they are, then where their copies lie.
-template <typename Call>
-void bind_tokens_side(py::module_& module, const char* name, Call call) {
-  module.def(
+template <auto kCall>
+void bind_tokens_side(py::module_& module, const char* name) {
+  define(
+      module,
       name,
-      [call](uintptr_t memory,
-             uintptr_t state,
-             int64_t num_members,
-             int64_t position,
-             const Sizes& layout,
-             double timeout_s,
-             int64_t slot,
-             uintptr_t rows,
-             uintptr_t probs,
-             int64_t width,
-             std::string_view dtype,
-             uintptr_t row_map,
-             const Sizes& sizes,
-             uintptr_t stream) {
-        call(view_of(memory, state, num_members, position, layout, timeout_s),
-             slot,
-             tensor_of(rows, probs, width, dtype),
-             copies_of(row_map, sizes),
-             stream_handle(stream));
+      +[](const PeerView& peers,
+          cudaStream_t stream,
+          int64_t slot,
+          uintptr_t rows,
+          uintptr_t probs,
+          int64_t width,
+          std::string_view dtype,
+          uintptr_t row_map,
+          const Sizes& sizes) {
+        kCall(peers, slot, tensor_of(rows, probs, width, dtype), copies_of(row_map, sizes), stream);
       },
-      py::kw_only(),
-      py::arg("memory"),
-      py::arg("state"),
-      py::arg("num_members"),
-      py::arg("position"),
-      py::arg("layout"),
-      py::arg("timeout_s"),
-      py::arg("slot"),
-      py::arg("rows"),
-      py::arg("probs"),
-      py::arg("width"),
-      py::arg("dtype"),
-      py::arg("row_map"),
-      py::arg("sizes"),
-      py::arg("stream"),
-      no_gil());
+      "slot",
+      "rows",
+      "probs",
+      "width",
+      "dtype",
+      "row_map",
+      "sizes");
 }
 
 // The way of the rows of this member's experts.
-template <typename Call>
-void bind_experts_side(py::module_& module, const char* name, Call call) {
-  module.def(
+template <auto kCall>
+void bind_experts_side(py::module_& module, const char* name) {
+  define(
+      module,
       name,
-      [call](uintptr_t memory,
-             uintptr_t state,
-             int64_t num_members,
-             int64_t position,
-             const Sizes& layout,
-             double timeout_s,
-             int64_t slot,
-             uintptr_t rows,
-             uintptr_t probs,
-             int64_t width,
-             std::string_view dtype,
-             uintptr_t num_arrived,
-             int64_t capacity,
-             uintptr_t stream) {
-        call(view_of(memory, state, num_members, position, layout, timeout_s),
-             slot,
-             tensor_of(rows, probs, width, dtype),
-             device_pointer<const int64_t>(num_arrived),
-             capacity,
-             stream_handle(stream));
+      +[](const PeerView& peers,
+          cudaStream_t stream,
+          int64_t slot,
+          uintptr_t rows,
+          uintptr_t probs,
+          int64_t width,
+          std::string_view dtype,
+          uintptr_t num_arrived,
+          int64_t capacity) {
+        kCall(peers,
+              slot,
+              tensor_of(rows, probs, width, dtype),
+              device_pointer<const int64_t>(num_arrived),
+              capacity,
+              stream);
       },
-      py::kw_only(),
-      py::arg("memory"),
-      py::arg("state"),
-      py::arg("num_members"),
-      py::arg("position"),
-      py::arg("layout"),
-      py::arg("timeout_s"),
-      py::arg("slot"),
-      py::arg("rows"),
-      py::arg("probs"),
-      py::arg("width"),
-      py::arg("dtype"),
-      py::arg("num_arrived"),
-      py::arg("capacity"),
-      py::arg("stream"),
-      no_gil());
+      "slot",
+      "rows",
+      "probs",
+      "width",
+      "dtype",
+      "num_arrived",
+      "capacity");
 }
 
 }  // namespace
@@ -223,10 +194,10 @@ void bind_peers(py::module_& module) {
   module.attr("PEER_STATE_NUMEL") =
       static_cast<int64_t>((sizeof(cuda::PeerState) + sizeof(int64_t) - 1) / sizeof(int64_t));
   bind_counts(module);
-  bind_tokens_side(module, "peer_start_push", &cuda::peer_start_push);
-  bind_experts_side(module, "peer_finish_push", &cuda::peer_finish_push);
-  bind_experts_side(module, "peer_start_pull", &cuda::peer_start_pull);
-  bind_tokens_side(module, "peer_finish_pull", &cuda::peer_finish_pull);
+  bind_tokens_side<&cuda::peer_start_push>(module, "peer_start_push");
+  bind_experts_side<&cuda::peer_finish_push>(module, "peer_finish_push");
+  bind_experts_side<&cuda::peer_start_pull>(module, "peer_start_pull");
+  bind_tokens_side<&cuda::peer_finish_pull>(module, "peer_finish_pull");
 }
 
 }  // namespace megacore::bindings

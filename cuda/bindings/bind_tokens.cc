@@ -12,16 +12,8 @@ namespace py = pybind11;
 namespace megacore::bindings {
 namespace {
 
+using cuda::FloatType;
 using moe::Activation;
-
-cuda::RowMap row_map_of(
-    uintptr_t row_map, int64_t num_tokens, int64_t num_choices, int64_t num_rows, int64_t width) {
-  return {.rows = device_pointer<const int64_t>(row_map),
-          .num_tokens = num_tokens,
-          .num_choices = num_choices,
-          .num_rows = num_rows,
-          .width = width};
-}
 
 void bind_permutation(py::module_& module) {
   module.def("sort_workspace_numel",
@@ -55,102 +47,106 @@ void bind_permutation(py::module_& module) {
       py::arg("workspace"),
       py::arg("stream"),
       py::call_guard<py::gil_scoped_release>());
+}
+
+// Defines an operation on arrays, whose keywords are `names`, and a row map.
+template <typename... Arrays, typename... Names>
+void def_row_operation(py::module_& module,
+                       const char* name,
+                       void (*run)(const cuda::RowMap&, FloatType, cudaStream_t, Arrays...),
+                       const Names&... names) {
   module.def(
+      name,
+      [run](Arrays... arrays,
+            uintptr_t row_map,
+            int64_t num_tokens,
+            int64_t num_choices,
+            int64_t num_rows,
+            int64_t width,
+            std::string_view dtype,
+            uintptr_t stream) {
+        run({.rows = device_pointer<const int64_t>(row_map),
+             .num_tokens = num_tokens,
+             .num_choices = num_choices,
+             .num_rows = num_rows,
+             .width = width},
+            float_type(dtype),
+            stream_handle(stream),
+            arrays...);
+      },
+      py::kw_only(),
+      py::arg(names)...,
+      py::arg("row_map"),
+      py::arg("num_tokens"),
+      py::arg("num_choices"),
+      py::arg("num_rows"),
+      py::arg("width"),
+      py::arg("dtype"),
+      py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_rows(py::module_& module) {
+  def_row_operation(
+      module,
       "spread_rows",
-      [](uintptr_t tokens,
-         uintptr_t weights,
-         uintptr_t rows,
-         uintptr_t is_written,
-         uintptr_t row_map,
-         int64_t num_tokens,
-         int64_t num_choices,
-         int64_t num_rows,
-         int64_t width,
-         std::string_view dtype,
-         uintptr_t stream) {
+      +[](const cuda::RowMap& map,
+          FloatType type,
+          cudaStream_t stream,
+          uintptr_t tokens,
+          uintptr_t weights,
+          uintptr_t rows,
+          uintptr_t is_written) {
         cuda::spread_rows({.tokens = device_pointer<const void>(tokens),
                            .weights = device_pointer<const float>(weights),
                            .rows = device_pointer<void>(rows),
                            .is_written = device_pointer<uint8_t>(is_written),
-                           .map = row_map_of(row_map, num_tokens, num_choices, num_rows, width),
-                           .type = float_type(dtype)},
-                          stream_handle(stream));
+                           .map = map,
+                           .type = type},
+                          stream);
       },
-      py::kw_only(),
-      py::arg("tokens"),
-      py::arg("weights"),
-      py::arg("rows"),
-      py::arg("is_written"),
-      py::arg("row_map"),
-      py::arg("num_tokens"),
-      py::arg("num_choices"),
-      py::arg("num_rows"),
-      py::arg("width"),
-      py::arg("dtype"),
-      py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
+      "tokens",
+      "weights",
+      "rows",
+      "is_written");
+  def_row_operation(
+      module,
       "collect_rows",
-      [](uintptr_t rows,
-         uintptr_t weights,
-         uintptr_t tokens,
-         uintptr_t row_map,
-         int64_t num_tokens,
-         int64_t num_choices,
-         int64_t num_rows,
-         int64_t width,
-         std::string_view dtype,
-         uintptr_t stream) {
+      +[](const cuda::RowMap& map,
+          FloatType type,
+          cudaStream_t stream,
+          uintptr_t rows,
+          uintptr_t weights,
+          uintptr_t tokens) {
         cuda::collect_rows({.rows = device_pointer<const void>(rows),
                             .weights = device_pointer<const float>(weights),
                             .tokens = device_pointer<void>(tokens),
-                            .map = row_map_of(row_map, num_tokens, num_choices, num_rows, width),
-                            .type = float_type(dtype)},
-                           stream_handle(stream));
+                            .map = map,
+                            .type = type},
+                           stream);
       },
-      py::kw_only(),
-      py::arg("rows"),
-      py::arg("weights"),
-      py::arg("tokens"),
-      py::arg("row_map"),
-      py::arg("num_tokens"),
-      py::arg("num_choices"),
-      py::arg("num_rows"),
-      py::arg("width"),
-      py::arg("dtype"),
-      py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
+      "rows",
+      "weights",
+      "tokens");
+  def_row_operation(
+      module,
       "row_dots",
-      [](uintptr_t tokens,
-         uintptr_t rows,
-         uintptr_t dots,
-         uintptr_t row_map,
-         int64_t num_tokens,
-         int64_t num_choices,
-         int64_t num_rows,
-         int64_t width,
-         std::string_view dtype,
-         uintptr_t stream) {
+      +[](const cuda::RowMap& map,
+          FloatType type,
+          cudaStream_t stream,
+          uintptr_t tokens,
+          uintptr_t rows,
+          uintptr_t dots) {
         cuda::row_dots({.tokens = device_pointer<const void>(tokens),
                         .rows = device_pointer<const void>(rows),
                         .dots = device_pointer<float>(dots),
-                        .map = row_map_of(row_map, num_tokens, num_choices, num_rows, width),
-                        .type = float_type(dtype)},
-                       stream_handle(stream));
+                        .map = map,
+                        .type = type},
+                       stream);
       },
-      py::kw_only(),
-      py::arg("tokens"),
-      py::arg("rows"),
-      py::arg("dots"),
-      py::arg("row_map"),
-      py::arg("num_tokens"),
-      py::arg("num_choices"),
-      py::arg("num_rows"),
-      py::arg("width"),
-      py::arg("dtype"),
-      py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      "tokens",
+      "rows",
+      "dots");
 }
 
 void bind_top_k(py::module_& module) {
@@ -276,6 +272,7 @@ void bind_tokens(py::module_& module) {
   module.attr("MAX_SORTED_EXPERTS") = cuda::kMaxSortedExperts;
   module.attr("MAX_TOP_K_COLUMNS") = cuda::kMaxTopKColumns;
   bind_permutation(module);
+  bind_rows(module);
   bind_top_k(module);
   bind_activation<Activation::kSwiglu>(module, "swiglu", "swiglu_backward");
   bind_activation<Activation::kGelu>(module, "gelu", "gelu_backward");
