@@ -227,13 +227,19 @@ void HostWindow::wait_for(int64_t part, Flags (HostWindow::*flags)(int) const, c
         continue;
       }
       looked_s = waited_s;
+      const auto is_missing = [&](int other) {
+        return !has_reached((this->*flags)(other)[index].load(), round);
+      };
       std::vector<int> missing;
       for (int other = p; other < size(); ++other) {
-        if (!has_reached((this->*flags)(other)[index].load(), round)) {
+        // One that has come and then left is no loss to this exchange: looked at in this order.
+        if (is_missing(other) && is_lost(other) && is_missing(other)) {
+          throw_lost(other, part, what);
+        }
+        if (is_missing(other)) {
           missing.push_back(other);
         }
       }
-      look_for_lost_members(missing, part, what);
       if (waited_s >= config_.timeout_s && !missing.empty()) {
         throw std::runtime_error(concat(about(part, what),
                                         " timed out after ",
@@ -246,22 +252,20 @@ void HostWindow::wait_for(int64_t part, Flags (HostWindow::*flags)(int) const, c
   }
 }
 
-void HostWindow::look_for_lost_members(const std::vector<int>& missing,
-                                       int64_t part,
-                                       const char* what) const {
-  for (const int position : missing) {
-    const WindowMember& other = member(position);
-    const int32_t pid = other.pid.load();
-    const bool has_left = other.has_left.load() != 0;
-    if (has_left ||
-        (pid != 0 && has_ended({.pid = pid, .start_ticks = other.start_ticks.load()}))) {
-      throw std::runtime_error(concat(about(part, what),
-                                      " lost a peer: ",
-                                      has_left ? "" : "the process of ",
-                                      who({position}),
-                                      has_left ? " has left the group" : " has ended"));
-    }
-  }
+bool HostWindow::is_lost(int position) const {
+  const WindowMember& other = member(position);
+  const int32_t pid = other.pid.load();
+  return other.has_left.load() != 0 ||
+         (pid != 0 && has_ended({.pid = pid, .start_ticks = other.start_ticks.load()}));
+}
+
+void HostWindow::throw_lost(int position, int64_t part, const char* what) const {
+  const bool has_left = member(position).has_left.load() != 0;
+  throw std::runtime_error(concat(about(part, what),
+                                  " lost a peer: ",
+                                  has_left ? "" : "the process of ",
+                                  who({position}),
+                                  has_left ? " has left the group" : " has ended"));
 }
 
 std::string HostWindow::who(const std::vector<int>& positions) const {

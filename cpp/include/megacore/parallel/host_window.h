@@ -106,7 +106,8 @@ class HostWindow {
   void check_task(const Task& task) const;
   void finish(int64_t part);
   void wait_for(int64_t part, Flags (HostWindow::*flags)(int) const, const char* what);
-  void look_for_lost_members(const std::vector<int>& missing, int64_t part, const char* what) const;
+  bool is_lost(int position) const;
+  [[noreturn]] void throw_lost(int position, int64_t part, const char* what) const;
   std::string who(const std::vector<int>& positions) const;
   std::string about(int64_t part, const char* what) const;
 
