@@ -79,16 +79,16 @@ def assert_equal_pieces(found: Sequence[ParamPiece], expected: Sequence[ParamPie
 
 
 class ThreadWorld:
-    """Ranks as threads of one process, for code that only gathers objects over the world."""
+    """Ranks as threads of one process, for code that only gathers objects over the world.
 
-    def __init__(self, *, tp: int, dp: int) -> None:
+    From then on the checkpoint code gathers through this world.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, tp: int, dp: int) -> None:
         self.tp, self.dp = tp, dp
         self.size = tp * dp
         self._barrier = threading.Barrier(self.size, timeout=20)
         self._slots: list[Any] = [None] * self.size
-
-    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make the checkpoint code gather through this world."""
         monkeypatch.setattr(
             "megacore.train.checkpoint.agreement.all_gather_objects", self._all_gather
         )

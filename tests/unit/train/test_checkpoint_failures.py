@@ -297,8 +297,7 @@ def test_auto_passes_over_a_checkpoint_with_a_flipped_bit(tmp_path: Path) -> Non
 def test_ranks_share_the_verification_and_all_pass_over_what_one_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = ThreadWorld(tp=1, dp=4)
-    world.patch(monkeypatch)
+    world = ThreadWorld(monkeypatch, tp=1, dp=4)
 
     def save(groups: ProcessGroups, step: int) -> Path:
         pieces = make_pieces([WEIGHT, NORM], tp=(0, 1), dp=(groups.dp.position, 4))

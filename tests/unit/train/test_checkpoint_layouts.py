@@ -69,8 +69,7 @@ def _save(
         return save_checkpoint(directory, pieces, state=STATE, config=CONFIG, groups=groups)
 
     with pytest.MonkeyPatch.context() as patch:
-        world = ThreadWorld(tp=tp, dp=dp)
-        world.patch(patch)
+        world = ThreadWorld(patch, tp=tp, dp=dp)
         paths = world.run(save)
     assert len(set(paths)) == 1
     return paths[0]
@@ -90,8 +89,7 @@ def _load_and_compare(
         assert_equal_pieces(pieces, make_pieces(infos, **where))
 
     with pytest.MonkeyPatch.context() as patch:
-        world = ThreadWorld(tp=tp, dp=dp)
-        world.patch(patch)
+        world = ThreadWorld(patch, tp=tp, dp=dp)
         world.run(load)
 
 
@@ -253,8 +251,7 @@ def test_a_shared_parameter_is_written_by_the_rank_that_owns_it(tmp_path: Path) 
         return save_checkpoint(tmp_path, pieces, state=STATE, config={}, groups=groups)
 
     with pytest.MonkeyPatch.context() as patch:
-        world = ThreadWorld(tp=1, dp=2)
-        world.patch(patch)
+        world = ThreadWorld(patch, tp=1, dp=2)
         path = world.run(save)[0]
     _, weights = load_full_weights(path)
     assert torch.equal(weights["embedding"], full_values(EMBEDDING, "main_param"))
@@ -339,8 +336,7 @@ def test_experts_in_one_tensor_move_between_expert_layouts(tmp_path: Path) -> No
         assert_equal_pieces(held, pieces(mine, filled=True))
 
     with pytest.MonkeyPatch.context() as patch:
-        world = ThreadWorld(tp=2, dp=2)
-        world.patch(patch)
+        world = ThreadWorld(patch, tp=2, dp=2)
         world.run(save)
         world.run(load)
     _, weights = load_full_weights(tmp_path)
@@ -350,7 +346,6 @@ def test_experts_in_one_tensor_move_between_expert_layouts(tmp_path: Path) -> No
 def test_expert_parameters_are_split_over_the_expert_tensor_parallel_group(tmp_path: Path) -> None:
     info = ParamInfo(name="experts.3.w", full_shape=(4, 2), tp_dim=0, expert=True)
     groups = ProcessGroups.single()  # etp = 1
-    world = ThreadWorld(tp=2, dp=1)
     pieces = make_pieces([info], tp=(0, 1), dp=(0, 1))
 
     def save(mine: ProcessGroups) -> Path:
@@ -359,6 +354,6 @@ def test_expert_parameters_are_split_over_the_expert_tensor_parallel_group(tmp_p
         return save_checkpoint(tmp_path, held, state=STATE, config={}, groups=without_etp)
 
     with pytest.MonkeyPatch.context() as patch:
-        world.patch(patch)
+        world = ThreadWorld(patch, tp=2, dp=1)
         path = world.run(save)[0]
     assert [tuple(box.sizes) for box in _stored(path)["main_param.experts.3.w"].chunks] == [(4, 2)]

@@ -45,8 +45,7 @@ from tests.support.jobs import start_function
 def test_probing_makes_the_folder_and_leaves_it_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = ThreadWorld(tp=2, dp=2)
-    world.patch(monkeypatch)
+    world = ThreadWorld(monkeypatch, tp=2, dp=2)
     world.run(lambda groups: _probe(tmp_path / "a" / "b", groups))
     assert names_in(tmp_path / "a" / "b") == []
 
@@ -55,8 +54,7 @@ def test_a_folder_that_cannot_be_written_is_found_by_probing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "taken").write_text("")
-    world = ThreadWorld(tp=2, dp=2)
-    world.patch(monkeypatch)
+    world = ThreadWorld(monkeypatch, tp=2, dp=2)
 
     def message(groups: ProcessGroups) -> str:
         with pytest.raises(CheckpointError) as caught:
@@ -71,8 +69,7 @@ def test_a_folder_that_cannot_be_written_is_found_by_probing(
 def test_a_folder_that_is_not_shared_is_found_by_probing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = ThreadWorld(tp=1, dp=2)
-    world.patch(monkeypatch)
+    world = ThreadWorld(monkeypatch, tp=1, dp=2)
 
     def message(groups: ProcessGroups) -> str:
         with pytest.raises(CheckpointError) as caught:
@@ -120,8 +117,7 @@ def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_nothing(
             return super().write(data)
 
     monkeypatch.setattr(files_module, "_ChecksumFile", FailingFile)
-    world = ThreadWorld(tp=2, dp=2)
-    world.patch(monkeypatch)
+    world = ThreadWorld(monkeypatch, tp=2, dp=2)
     messages = world.run(lambda groups: _message_of_saving(tmp_path, groups))
     assert len(set(messages)) == 1
     assert messages[0].startswith("rank 2: cannot write a checkpoint file")
@@ -184,8 +180,7 @@ def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(
             return super().write_data(plan, planner)
 
     monkeypatch.setattr(save_module, "ChecksumWriter", Broken)
-    world = ThreadWorld(tp=1, dp=2)
-    world.patch(monkeypatch)
+    world = ThreadWorld(monkeypatch, tp=1, dp=2)
 
     def save(groups: ProcessGroups) -> str:
         pieces = make_pieces([NORM], tp=(0, 1), dp=(groups.dp.position, 2))

@@ -166,16 +166,13 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_ends(tmp_path: Pa
 def test_every_rank_is_told_of_the_other_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = ThreadWorld(tp=1, dp=3)
-
     def message(groups: ProcessGroups) -> str:
         with pytest.raises(ConfigError) as caught, hold_folders(_config(tmp_path), groups):
             pytest.fail("both runs are in")
         return str(caught.value)
 
     with hold_folders(_config(tmp_path), GROUPS):
-        world.patch(monkeypatch)
-        [told] = set(world.run(message))
+        [told] = set(ThreadWorld(monkeypatch, tp=1, dp=3).run(message))
     assert told.startswith("another run (pid ")
 
 
