@@ -39,7 +39,8 @@ class GraphBytes:
         boundary: Results of captured parts and gradients that enter and leave them, those of
             parameters included.
         pool: What captured passes keep for later ones: forward passes for their backward passes,
-            and these for their weight halves.
+            and these for their weight halves. What a pass needs for itself only is not counted;
+            on a GPU, each microbatch that is alive at once has such memory of its own.
     """
 
     num_graphs: int

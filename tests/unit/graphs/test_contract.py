@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -193,6 +194,21 @@ def test_a_gradient_that_waits_while_other_graphs_replay_is_not_lost() -> None:
 
 
 # ---- modes and arguments -------------------------------------------------------------------------
+
+
+def test_a_gradient_with_other_strides_counts_like_its_copy_row_by_row() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 48))
+    tensors = [torch.randn(37, 64, requires_grad=True), *module.parameters()]
+    for grad in (torch.randn(48, 37).t(), torch.randn(48).expand(37, 48)):
+        assert not grad.is_contiguous()
+        expected = torch.autograd.grad(module(tensors[0]), tensors, grad.contiguous())
+        copied = copy.deepcopy(module)
+        (call,) = make_graphed_callables(
+            (copied,), ((torch.zeros(37, 64, requires_grad=True),),), order=[1, -1]
+        )
+        found = torch.autograd.grad(call(tensors[0]), [tensors[0], *copied.parameters()], grad)
+        assert all(map(torch.equal, found, expected))
 
 
 def test_modules_in_evaluation_mode_get_graphs_of_their_forward_pass() -> None:
