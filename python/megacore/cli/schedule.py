@@ -62,6 +62,25 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--from-csv", metavar="FILE", help="read a schedule instead (PyTorch's CSV)"
     )
+    _add_size_options(parser)
+    _add_cost_options(parser)
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="a table of all schedules instead; costs are then those of all layers of a rank",
+    )
+    parser.add_argument(
+        "--forward-only", action="store_true", help="leave the backward passes out (evaluation)"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture")
+    parser.add_argument("--csv", metavar="FILE", help="write PyTorch's pipelining CSV")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or Chrome")
+    add_auto_options(parser)
+    add_program_options(parser)
+
+
+def _add_size_options(parser: argparse.ArgumentParser) -> None:
     sizes = (
         ("--pp", "pipeline ranks (default: 4)"),
         ("--chunks", "model chunks per rank (default: what the schedule has, or 1)"),
@@ -83,6 +102,9 @@ def add_parser(subparsers: Any) -> None:
         help="1f1b, interleaved_1f1b: run each forward with a backward of another microbatch, in "
         "one piece or as I and W",
     )
+
+
+def _add_cost_options(parser: argparse.ArgumentParser) -> None:
     costs: tuple[tuple[str, float, str], ...] = (
         ("--forward", 1.0, "time of one forward of a stage (default: 1)"),
         ("--backward", 2.0, "time of one backward of a stage (default: 2)"),
@@ -97,20 +119,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="T",
         help="part of --backward for the weights, which a split backward delays (default: half)",
     )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="a table of all schedules instead; costs are then those of all layers of a rank",
-    )
-    parser.add_argument(
-        "--forward-only", action="store_true", help="leave the backward passes out (evaluation)"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture")
-    parser.add_argument("--csv", metavar="FILE", help="write PyTorch's pipelining CSV")
-    parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or Chrome")
-    add_auto_options(parser)
-    add_program_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

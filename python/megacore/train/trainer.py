@@ -183,14 +183,8 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     program = _own_program(config, schedule, groups, activation)
     graphs = None
     if config.graphs.mode != "off":
-        graphs = StepGraphs(
-            config,
-            chunks,
-            optimizer,
-            groups,
-            program=program,
-            hidden=_activation_spec(config, device),
-        )
+        hidden = _activation_spec(config, device)
+        graphs = StepGraphs(config, chunks, optimizer, groups, program=program, hidden=hidden)
     step = TrainStep(
         chunks,
         optimizer,
