@@ -6,6 +6,7 @@
 
 #include "auto_contest.h"
 #include "auto_exact_search.h"
+#include "auto_justify.h"
 #include "auto_list_scheduler.h"
 #include "auto_policies.h"
 #include "auto_rule_search.h"
@@ -21,6 +22,7 @@ namespace {
 // How many actions the trials of a thorough search may schedule.
 constexpr int64_t kRuleActions = 3'000'000;
 constexpr int64_t kDeadlineActions = 2'000'000;
+constexpr int64_t kJustifiedPasses = 10;
 constexpr int64_t kOrderActions = 20'000'000;
 // Windows to narrow for rules.
 constexpr int64_t kDeadlineSteps = 200'000;
@@ -195,6 +197,8 @@ class Portfolio {
   // Rules for ends a little later than the bound.
   void add_rules_within_deadlines() {
     const int64_t most = certificate_.num_scheduled + kDeadlineActions;
+    const auto cost = static_cast<int64_t>(instance_.num_actions());
+    const bool justifies = fits_always(instance_);
     ListScheduler scheduler(instance_);
     for (const double longer : {1.0, 1.002, 1.005, 1.01, 1.02, 1.05}) {
       const auto windows =
@@ -202,9 +206,19 @@ class Portfolio {
       if (!windows) continue;
       for (const Policy& policy : policies_within(*windows, instance_)) {
         if (is_optimal() || certificate_.num_scheduled >= most) return;
-        const double makespan = scheduler.run(policy);
-        certificate_.num_scheduled += static_cast<int64_t>(instance_.num_actions());
-        offer(scheduler.orders(), makespan, "deadlines");
+        FoundOrders found{.orders = {}, .makespan = scheduler.run(policy), .num_scheduled = cost};
+        found.orders = scheduler.orders();
+        if (justifies) {
+          // Rules that look bad can become the best by it.
+          found = justify_orders(timer_,
+                                 instance_,
+                                 std::move(found.orders),
+                                 {.target = certificate_.bound.value,
+                                  .max_actions = kJustifiedPasses * cost,
+                                  .seed = 1});
+        }
+        certificate_.num_scheduled += found.num_scheduled;
+        offer(std::move(found.orders), found.makespan, "deadlines");
       }
     }
   }

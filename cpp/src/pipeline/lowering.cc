@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <limits>
-#include <map>
 #include <utility>
 
 #include "dependencies.h"
 #include "megacore/base/check.h"
-#include "megacore/pipeline/passes.h"
 #include "megacore/pipeline/simulate.h"
 #include "messages.h"
 
@@ -158,43 +156,6 @@ std::vector<ProgramStep> assemble(const ComputeRow& row,
   return steps;
 }
 
-// Receives of a program by channel, in program order, with the places of their readers in
-// `actions`.
-std::vector<Channel> channels_of(const Program& program, std::span<const Action> actions) {
-  const ValueIndex index(program.placement.num_stages(), program.num_microbatches);
-  std::vector<int32_t> indices(index.size(), -1);
-  for (size_t i = 0; i < actions.size(); ++i) {
-    indices[index.of(actions[i])] = static_cast<int32_t>(i);
-  }
-  std::vector<Channel> channels;
-  for (const ProgramStep& step : program.steps) {
-    if (!is_recv(step.action.kind)) continue;
-    const int32_t read_at = indices[index.of(reader_of(step.action))];
-    MC_REQUIRE(read_at >= 0, "rank ", program.rank, ": ", to_text(step.action), " is never read");
-    Channel& channel = find_or_add(channels, step.peer, program.rank);
-    channel.messages.push_back({.receive = step.action,
-                                .made_at = 0,
-                                .read_at = read_at,
-                                .acknowledged = step.acknowledged});
-  }
-  std::sort(channels.begin(), channels.end(), [](const Channel& a, const Channel& b) {
-    return a.from < b.from;
-  });
-  return channels;
-}
-
-// counts[peer][n]: how many of the program's first n sends to `peer` are forward ones.
-std::map<int32_t, std::vector<int32_t>> forward_send_counts(const Program& program) {
-  std::map<int32_t, std::vector<int32_t>> counts;
-  for (const ProgramStep& step : program.steps) {
-    if (!is_send(step.action.kind)) continue;
-    std::vector<int32_t>& of_peer = counts[step.peer];
-    if (of_peer.empty()) of_peer.push_back(0);
-    of_peer.push_back(of_peer.back() + (step.action.kind == ActionKind::kSendForward ? 1 : 0));
-  }
-  return counts;
-}
-
 // The channels of a schedule, by the rank at which they end, with their acknowledgements.
 std::vector<std::vector<Channel>> acknowledged_channels(const Schedule& schedule) {
   std::vector<std::vector<Channel>> incoming = incoming_channels(schedule);
@@ -298,49 +259,6 @@ std::vector<Program> lower_in_order(const Schedule& schedule, int ahead) {
   return programs;
 }
 
-bool is_forward(ActionKind kind) {
-  return kind == ActionKind::kForward || kind == ActionKind::kSendForward ||
-         kind == ActionKind::kRecvForward;
-}
-
-// What preceded a reader may be gone: place the receives again.
-std::vector<ProgramStep> placed_again(const Program& program) {
-  std::vector<Action> actions;
-  for (const ProgramStep& step : program.steps) {
-    if (is_compute(step.action.kind)) actions.push_back(step.action);
-  }
-  const ComputeRow row{.actions = actions, .starts_pair = {}};
-  std::vector<PlacedReceive> receives;
-  for (const Channel& channel : channels_of(program, actions)) {
-    place_receives(channel, row, program.ahead, receives);
-  }
-  return assemble(row, program.placement, std::move(receives));
-}
-
-// The program without what passes have added to it or noted on its steps.
-Program without_passes(const Program& program) {
-  Program result = program;
-  result.passes = {};
-  std::erase_if(result.steps, [](const ProgramStep& step) {
-    return !is_compute(step.action.kind) && !is_transfer(step.action.kind);
-  });
-  for (ProgramStep& step : result.steps) {
-    step.slot = -1;
-    step.batch = -1;
-    step.drops_activations = false;
-  }
-  return result;
-}
-
-// The passes that mean something without backward.
-Program with_passes(Program program, const Passes& passes) {
-  if (passes.batches) program = batch_transfers(std::move(program));
-  if (passes.parameter_sync) program = add_parameter_sync(std::move(program));
-  if (passes.releases) program = add_releases(std::move(program));
-  if (passes.slots) program = assign_slots(std::move(program), *passes.slots);
-  return program;
-}
-
 }  // namespace
 
 void number_messages(Program& program) {
@@ -362,22 +280,6 @@ std::vector<Program> lower(const Schedule& schedule, Receives receives, int ahea
       receives == Receives::kAhead ? lower_ahead(schedule, ahead) : lower_in_order(schedule, ahead);
   for (Program& program : programs) number_messages(program);
   return programs;
-}
-
-Program forward_only(const Program& program) {
-  Program result = without_passes(program);
-  result.forward_only = true;
-  std::erase_if(result.steps,
-                [](const ProgramStep& step) { return !is_forward(step.action.kind); });
-  const auto counts = forward_send_counts(program);
-  for (ProgramStep& step : result.steps) {
-    step.starts_pair = false;
-    if (step.acknowledged == 0) continue;
-    step.acknowledged = counts.at(step.peer).at(static_cast<size_t>(step.acknowledged));
-  }
-  if (program.receives == Receives::kAhead) result.steps = placed_again(result);
-  number_messages(result);
-  return with_passes(std::move(result), program.passes);
 }
 
 }  // namespace megacore::pipeline

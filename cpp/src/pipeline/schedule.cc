@@ -19,22 +19,6 @@ std::vector<std::span<const Action>> Schedule::rows() const {
   return rows;
 }
 
-Schedule forward_only(const Schedule& schedule) {
-  Schedule result{.name = schedule.name,
-                  .placement = schedule.placement,
-                  .num_microbatches = schedule.num_microbatches,
-                  .forward_only = true,
-                  .actions = {},
-                  .offsets = {0}};
-  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
-    for (const Action& action : schedule.rank_actions(rank)) {
-      if (action.kind == ActionKind::kForward) result.actions.push_back(action);
-    }
-    result.offsets.push_back(static_cast<int64_t>(result.actions.size()));
-  }
-  return result;
-}
-
 std::vector<int64_t> overlap_positions(const Schedule& schedule, int rank) {
   const auto num_actions = static_cast<int64_t>(schedule.rank_actions(rank).size());
   const int64_t begin = schedule.offsets[static_cast<size_t>(rank)];

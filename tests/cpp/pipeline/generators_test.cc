@@ -184,10 +184,55 @@ TEST(Generators, RefuseSizesBelowOneAndBeyondMemory) {
   EXPECT_NE(text.find("at most 1342"), std::string::npos) << text;
 }
 
-TEST(ForwardOnly, KeepsTheForwardOrderAndIsValid) {
-  const Schedule schedule = forward_only(interleaved(2, 2, 4));
+TEST(ForwardOnly, RunsGroupsOfMicrobatchesThroughTheStages) {
+  const Schedule schedule = forward_only(interleaved(2, 2, 5));
   EXPECT_NO_THROW(validate(schedule));
-  EXPECT_EQ(row(schedule, 0), "0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3");
+  EXPECT_EQ(row(schedule, 0), "0F0 0F1 2F0 2F1 0F2 0F3 0F4 2F2 2F3 2F4");
+  EXPECT_EQ(row(forward_only(v_min({.num_ranks = 2, .num_microbatches = 4})), 0),
+            "0F0 0F1 0F2 0F3 3F0 3F1 3F2 3F3");
+}
+
+Schedule evaluation_of(const Placement& placement, int m) {
+  return forward_only(Schedule{
+      .name = "", .placement = placement, .num_microbatches = m, .actions = {}, .offsets = {}});
+}
+
+// Each form is a lower bound: a rank's head, work and tail, or the way of all microbatches through
+// the chain.
+TEST(ForwardOnly, TakesTheShortestTime) {
+  for (int p = 1; p <= 9; ++p) {
+    for (int m = 1; m <= 30; ++m) {
+      for (int v = 1; v <= 4; ++v) {
+        const Schedule loop = evaluation_of(Placement::loop({.num_ranks = p, .num_chunks = v}), m);
+        EXPECT_EQ(simulate(loop, {}).makespan, std::max(v * m + p - 1, v * p + m - 1));
+        EXPECT_NO_THROW(validate(loop));
+      }
+      const Schedule v_shape = evaluation_of(Placement::v({.num_ranks = p}), m);
+      EXPECT_EQ(simulate(v_shape, {}).makespan, 2 * m + 2 * (p - 1));
+      EXPECT_NO_THROW(validate(v_shape));
+      if (m % 2 != 0) continue;
+      const Schedule chains = evaluation_of(Placement::bidirectional({.num_ranks = p}), m);
+      EXPECT_EQ(simulate(chains, {}).makespan, std::max(m + (p - 1) / 2 * 2, p + m / 2 - 1));
+      EXPECT_NO_THROW(validate(chains));
+    }
+  }
+}
+
+// Messages that have arrived, or could have, and wait: their number does not grow with the
+// microbatches.
+TEST(ForwardOnly, LetsFewMicrobatchesWaitBetweenStages) {
+  constexpr int kRanks = 4;
+  for (const Placement& placement : {Placement::loop({.num_ranks = kRanks, .num_chunks = 2}),
+                                     Placement::v({.num_ranks = kRanks})}) {
+    const Schedule schedule = evaluation_of(placement, 203);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      int ahead = 0;
+      for (const Action& action : schedule.rank_actions(rank)) {
+        ahead += placement.chunk_of(action.stage) == 0 ? 1 : -1;
+        EXPECT_LE(ahead, 3 * kRanks);
+      }
+    }
+  }
 }
 
 }  // namespace

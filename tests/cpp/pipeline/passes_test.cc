@@ -125,7 +125,6 @@ TEST(Passes, ForwardOnlyRepeatsThem) {
       evaluation.push_back(forward_only(program));
     }
     EXPECT_NO_THROW(validate_programs(evaluation));
-    if (receives == Receives::kInOrder) continue;
     const auto direct = lower(forward_only(schedule), {.receives = receives});
     for (size_t rank = 0; rank < direct.size(); ++rank) {
       EXPECT_EQ(to_text(evaluation[rank], ProgramLevel::kResources),

@@ -197,7 +197,7 @@ def test_a_certificate_reads_like_a_verdict_and_survives_pickling() -> None:
     assert build_schedule("1f1b", num_ranks=2, num_microbatches=2).certificate is None
 
 
-def test_evaluation_keeps_the_order_of_forwards() -> None:
+def test_evaluation_has_the_order_of_every_schedule() -> None:
     schedule = build_schedule("auto", num_ranks=2, num_microbatches=4, memory_limit=2)
     forward = build_schedule(
         "auto", num_ranks=2, num_microbatches=4, memory_limit=2, forward_only=True

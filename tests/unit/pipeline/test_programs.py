@@ -6,6 +6,7 @@ import pytest
 
 from megacore.pipeline import Action, ActionKind, Program, StateMachine, build_schedule
 from megacore.pipeline import validate_programs as validate
+from megacore.pipeline.schedule import Receives
 
 
 def programs(receives: str = "ahead") -> list[Program]:
@@ -24,16 +25,23 @@ def test_a_program_tells_where_its_messages_go() -> None:
     assert programs("in_order")[0].is_in_order
 
 
-def test_the_forward_only_program_keeps_the_forward_half() -> None:
-    program = programs()[1]
-    evaluation = program.forward_only()
-    assert evaluation.is_forward_only
-    kinds = {action.kind for action in evaluation.actions}
-    assert kinds == {ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD}
-    forwards = [a for a in program.actions if a.kind == ActionKind.FORWARD]
-    assert [a for a in evaluation.actions if a.kind == ActionKind.FORWARD] == forwards
-    validate([other.forward_only() for other in programs()])
-    validate([other.forward_only() for other in programs("in_order")])
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_v", "v_min", "dualpipe"])
+@pytest.mark.parametrize("receives", ["ahead", "in_order"])
+def test_the_forward_only_program_is_that_of_the_forward_only_schedule(
+    name: str, receives: Receives
+) -> None:
+    schedule = build_schedule(
+        name,
+        num_ranks=4,
+        num_microbatches=10,
+        num_chunks=2 if name == "interleaved_1f1b" else None,
+    )
+    evaluations = [schedule.program(rank, receives=receives).forward_only() for rank in range(4)]
+    validate(evaluations)
+    direct = schedule.forward_only()
+    for rank, evaluation in enumerate(evaluations):
+        assert evaluation.is_forward_only
+        assert evaluation == direct.program(rank, receives=receives)
 
 
 def test_programs_that_do_not_belong_together_are_refused() -> None:

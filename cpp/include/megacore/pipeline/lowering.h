@@ -99,8 +99,9 @@ std::vector<Program> lower(const Schedule& schedule,
 std::vector<Program> programs_from_actions(const Schedule& schedule,
                                            const std::vector<std::vector<Action>>& rows);
 
-// The same program without backward and gradient messages, for evaluation.
-// REQUIRES: every rank of the pipeline runs its program like this.
+// The program of its rank for forward_only(schedule), with the same placement of receives and those
+// passes that mean something without backward. REQUIRES: every rank of the pipeline runs its
+// program like this.
 Program forward_only(const Program& program);
 
 // How much of a program its text shows.
