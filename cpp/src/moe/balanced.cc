@@ -1,6 +1,7 @@
 #include "megacore/moe/balanced.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "greedy_run.h"
@@ -21,12 +22,17 @@ class Race {
       : run_(loads, spec), goal_(goal) {}
 
   // All rules towards `goal`; keeps the best outcome of all goals so far, the earlier of equals.
+  // Runs are given up when they are sure to be worse.
   void enter(int64_t goal) {
     for (int index = 0; index < kNumRules; ++index) {
       const auto rule = static_cast<Rule>(index);
-      run_.run(rule, goal);
+      const bool is_first = num_runs_++ == 0;
+      const int64_t limit = is_first ? std::numeric_limits<int64_t>::max() : best_.score.load;
+      if (!run_.run(rule, goal, limit)) {
+        continue;
+      }
       const Score score = run_.score(goal_);
-      if (num_runs_++ == 0 || better(score, best_.score)) {
+      if (is_first || better(score, best_.score)) {
         best_ = {score, rule, run_.clones()};
       }
     }

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megacore.config.base import nearest_divisors
+
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -48,7 +50,8 @@ class RoutingShape:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.num_experts % self.num_ranks != 0:
             raise ValueError(
-                f"{self.num_experts} experts do not divide over {self.num_ranks} ranks"
+                f"{self.num_experts} experts do not divide over {self.num_ranks} ranks; "
+                f"nearest: {nearest_divisors(self.num_ranks, self.num_experts)}"
             )
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k is {self.top_k}, but there are {self.num_experts} experts")

@@ -124,7 +124,7 @@ def test_command_replays_recorded_counts(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ep", "7"], "256 experts do not divide over 7 ranks"),
+        (["--ep", "7"], "256 experts do not divide over 7 ranks; nearest: 4 or 8"),
         ([*SMALL, "--steps", "0"], "steps must be at least 1"),
         ([*SMALL, "--tolerance", "2"], "tolerance is 2.0"),
         ([*SMALL, "--spare-slots", "-1"], "num_spare_slots is -1"),

@@ -42,7 +42,7 @@ struct BalancedClones {
   int64_t goal = 0;           // the load aimed at
   int64_t max_load = 0;       // the load reached
   Rule rule = Rule::kTightFit;
-  int64_t num_runs = 0;  // greedy runs it took: kNumRules where the first goal was reached
+  int64_t num_runs = 0;  // greedy runs begun: kNumRules where the first goal was reached
 };
 
 // O(runs * slots * (ranks + experts per rank)), runs is 4 where the goal is reached at once and at
