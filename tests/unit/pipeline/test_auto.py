@@ -197,6 +197,39 @@ def test_a_certificate_reads_like_a_verdict_and_survives_pickling() -> None:
     assert build_schedule("1f1b", num_ranks=2, num_microbatches=2).certificate is None
 
 
+@pytest.mark.parametrize(
+    ("placement", "num_ranks", "num_microbatches", "memory_limit", "send", "split"),
+    [
+        ("v", 8, 64, 24, 0.1, False),
+        ("v", 8, 32, 32, 0.05, False),
+        ("v", 8, 8, 16, 0.1, True),
+        ("loop", 4, 16, 8, 0.05, False),
+    ],
+)
+def test_cells_that_are_hard_to_fill_come_within_one_percent(
+    placement: str,
+    num_ranks: int,
+    num_microbatches: int,
+    memory_limit: int,
+    send: float,
+    split: bool,
+) -> None:
+    schedule = build_schedule(
+        "auto",
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_chunks=2,
+        placement=placement,
+        memory_limit=memory_limit,
+        costs=Costs(send=send),
+        split_backward=split,
+    )
+    certificate = certificate_of(schedule)
+    assert certificate.gap <= 0.01
+    assert schedule.simulate(Costs(send=send)).makespan == pytest.approx(certificate.makespan)
+    schedule.validate(memory_limit=memory_limit)
+
+
 def test_evaluation_has_the_order_of_every_schedule() -> None:
     schedule = build_schedule("auto", num_ranks=2, num_microbatches=4, memory_limit=2)
     forward = build_schedule(
