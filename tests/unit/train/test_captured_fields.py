@@ -9,7 +9,7 @@ import pytest
 
 from megacore.models import captured
 from megacore.moe.dispatchers import AllGatherDispatcher, AllToAllDispatcher, StaticDispatcher
-from tests.unit.train.test_step_graphs import EXPERTS, make_trainer, run
+from tests.support.graphed_training import EXPERTS, make_trainer, run
 
 PARTS = {"mode": "partial", "scopes": "moe_router,moe_preprocess"}
 # For reports and for the bias of experts, not for losses.
