@@ -196,4 +196,7 @@ def test_plan_counts_experts_where_they_are(
     assert "etp 2 x ep 2 x edp 1 x pp 2" in text
     assert "per token" in text
     assert main(["plan", str(config), "--world-size=4", "--moe.num_groups=3"]) == 2
-    assert "num_groups = 3 does not divide num_experts = 8; use one of [1, 2, 4, 8]" in capsys.readouterr().err
+    assert (
+        "num_groups = 3 does not divide num_experts = 8; use one of [1, 2, 4, 8]"
+        in capsys.readouterr().err
+    )
