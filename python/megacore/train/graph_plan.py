@@ -258,11 +258,13 @@ class _Kept:
         self._found: dict[int, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
+        # A result that its own step kept, or these hooks for it, would hold the step for good.
+        kept = tensor.detach()
         is_matrix = tensor.shape[-2:] == (self._length, self._length)
         storage = tensor.untyped_storage()._cdata
         if storage not in self._own and not is_matrix:
-            self._found[storage] = tensor
-        return tensor
+            self._found[storage] = kept
+        return kept
 
     @property
     def num_bytes(self) -> int:
