@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megacore.moe.balance import inject_gradient
+from megacore.moe.clone_memory import CloneMemory
+from megacore.moe.clone_messages import SlotBuffers
+from megacore.moe.device_plan import DevicePlan
 from megacore.moe.dispatchers import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -21,14 +24,17 @@ from megacore.moe.dispatchers import (
     StaticDispatcher,
 )
 from megacore.moe.dispatchers.base import constant
+from megacore.moe.echo import Echo, EchoOptions, ReceiveBudget
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import RouterConfig, TokenNames, TopKRouter, update_expert_biases
 from megacore.ops.counter_random import StepKeys
+from megacore.ops.recompute import Memo
 from megacore.parallel import ProcessGroups
 from tests.support.waits import WouldWait, waiting_is_an_error
 
 HIDDEN, WIDTH, EXPERTS, TOKENS, BATCH = 16, 8, 8, 12, 2
+SLOTS = 3  # of a rank, for clones
 PLACEMENT = ExpertPlacement.of(ProcessGroups.single(), EXPERTS)
 
 
@@ -62,8 +68,15 @@ CASES = {
     "balanced by force": Case(router={"force_balanced": True}),
 }
 
+ECHOES = {
+    "balanced": EchoOptions(num_spare_slots=SLOTS, tolerance=0.0),
+    "echo": EchoOptions(num_spare_slots=SLOTS, method="echo", min_imbalance=1.1),
+}
 
-def make_layer(case: Case, dispatcher: Dispatcher | None = None) -> MoELayer:
+
+def make_layer(
+    case: Case, dispatcher: Dispatcher | None = None, echo: Echo | None = None
+) -> MoELayer:
     config = RouterConfig(num_experts=EXPERTS, top_k=2, **case.router)
     if dispatcher is None:
         budget = StaticBudget(case.budget)
@@ -81,6 +94,7 @@ def make_layer(case: Case, dispatcher: Dispatcher | None = None) -> MoELayer:
             weight(EXPERTS, 2, WIDTH, HIDDEN), weight(EXPERTS, HIDDEN, WIDTH), activation="swiglu"
         ),
         shared=nn.SiLU(),
+        echo=echo,
     )
 
 
@@ -99,7 +113,8 @@ def run(layer: MoELayer, loss_factor: float | Tensor = 1.0) -> Callable[[], Tens
     """The forward and the backward pass, its arguments being there."""
     x_SBH, names = tokens().requires_grad_(), make_names(layer)
     grad = torch.empty_like(x_SBH)
-    for numbers in (PLACEMENT.members, (0,)):  # made in the first pass of a process
+    # Made in the first pass of a process.
+    for numbers in (PLACEMENT.members, (0,), (), tuple(range(EXPERTS))):
         constant(numbers, x_SBH.device)
 
     def step() -> Tensor:
@@ -130,6 +145,124 @@ def test_dispatchers_that_read_sizes_are_found_out(dispatcher: type[Dispatcher])
         step = run(make_layer(CASES["plain"], dispatcher(PLACEMENT)))
     with pytest.raises(WouldWait, match=r"_local_scalar_dense|_to_copy"), waiting_is_an_error():
         step()
+
+
+class MetaCloneMemory(CloneMemory):
+    """Slots without values, which remembers what was asked of it."""
+
+    asked: list[str]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked = []
+
+    def open(self) -> None:
+        self.asked.append("open")
+
+    def push(self, projection: int, weights: Tensor, plan: DevicePlan) -> None:
+        self._check(projection, weights)
+        assert plan.slot_expert.shape == (PLACEMENT.ep_size, SLOTS)
+        self.asked.append(f"push {projection}")
+
+    def weights(self, projection: int, plan: DevicePlan) -> Tensor:
+        assert plan.slot_expert.device.type == "meta"
+        self.asked.append(f"weights {projection}")
+        return self._slots(projection, self._dtype)
+
+    def grads(self, projection: int) -> Tensor:
+        self.asked.append(f"grads {projection}")
+        return self._slots(projection, self._grad_dtype)
+
+    def offer_grads(self, projection: int, plan: DevicePlan) -> None:
+        assert plan.slot_expert.device.type == "meta"
+        self.asked.append(f"offer {projection}")
+
+    def collect(self, projection: int, total: Tensor, plan: DevicePlan) -> None:
+        assert plan.slot_expert.device.type == "meta"
+        self._check(projection, total)
+        self.asked.append(f"collect {projection}")
+
+    def _slots(self, projection: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(SLOTS, *self._shapes[projection], dtype=dtype, device="meta")
+
+
+class ReadingMemory(MetaCloneMemory):
+    """Asks the host which slots are in use."""
+
+    def weights(self, projection: int, plan: DevicePlan) -> Tensor:
+        (plan.slot_expert >= 0).any().item()
+        return super().weights(projection, plan)
+
+
+def make_echo_layer(case: Case, options: EchoOptions, *, reaches_memory: bool = True) -> MoELayer:
+    """A layer of which experts may have clones."""
+    budget = StaticBudget(case.budget)
+    echo = Echo(
+        PLACEMENT,
+        options,
+        ep=PLACEMENT.group,
+        slots=SlotBuffers(SLOTS),
+        capacity=case.capacity,
+        budget=ReceiveBudget(case.budget, budget),
+        reaches_memory=reaches_memory,
+        device=torch.device("meta"),
+    )
+    dispatcher = StaticDispatcher(echo.places, budget=budget, receive_rows=echo.receive_rows)
+    return make_layer(case, dispatcher, echo)
+
+
+def use_memory(monkeypatch: pytest.MonkeyPatch, kind: type[MetaCloneMemory]) -> list[CloneMemory]:
+    """Let layers have clone memory of this kind; the list gets what was made."""
+    made: list[CloneMemory] = []
+
+    def make(*args: Any) -> CloneMemory:
+        made.append(kind(*args))
+        return made[-1]
+
+    monkeypatch.setattr("megacore.moe.clone_messages.make_clone_memory", make)
+    return made
+
+
+@pytest.mark.parametrize("name", ["plain", "capacity by weight", "tight budget", "deepseek"])
+@pytest.mark.parametrize("planner", ECHOES)
+def test_a_step_of_a_layer_with_clones_waits_for_nothing(
+    name: str, planner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = use_memory(monkeypatch, MetaCloneMemory)
+    with torch.device("meta"):
+        layer = make_echo_layer(CASES[name], ECHOES[planner])
+        step = run(layer, 0.5)
+    with waiting_is_an_error():
+        y_SBH = step()
+    assert y_SBH.shape == (TOKENS, BATCH, HIDDEN)
+    assert layer.router.weight.grad is not None
+    (memory,) = made
+    assert isinstance(memory, MetaCloneMemory)
+    grads = [f"{what} {p}" for p in (1, 0) for what in ("weights", "grads", "offer", "collect")]
+    assert memory.asked == [
+        *("open", "push 0", "push 1", "weights 0", "weights 1"),
+        *("open", "push 1", "push 0", *grads),
+    ]
+
+
+def test_clone_memory_that_asks_the_host_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_memory(monkeypatch, ReadingMemory)
+    with torch.device("meta"):
+        step = run(make_echo_layer(CASES["plain"], ECHOES["balanced"]))
+    with pytest.raises(WouldWait, match="_local_scalar_dense"), waiting_is_an_error():
+        step()
+
+
+def test_clones_as_messages_plan_without_waiting_and_are_found_out() -> None:
+    with torch.device("meta"):
+        layer = make_echo_layer(CASES["tight budget"], ECHOES["balanced"], reaches_memory=False)
+        x_SBH, names, memo = tokens(), make_names(layer), Memo()
+        run(layer)  # makes constants
+    with waiting_is_an_error():
+        tokens_SBH, routing = layer.route(x_SBH, names, loss_factor=1.0, memo=memo)
+        plan = layer.plan(routing, memo=memo)
+        with pytest.raises(WouldWait, match=r"_local_scalar_dense|_to_copy"):
+            layer.finish(x_SBH, tokens_SBH, plan, memo=memo)
 
 
 PLANTED: dict[str, Callable[[Tensor], Any]] = {
