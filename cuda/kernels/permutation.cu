@@ -109,10 +109,10 @@ __global__ void __launch_bounds__(kRowThreads) clear_kernel(Float* __restrict__ 
 
 template <typename Float, int kPack>
 __global__ void __launch_bounds__(kRowThreads) collect_kernel(const Float* __restrict__ rows,
-                                                                 const float* __restrict__ weights,
-                                                                 Float* __restrict__ tokens,
-                                                                 RowMap map,
-                                                                 int lanes) {
+                                                              const float* __restrict__ weights,
+                                                              Float* __restrict__ tokens,
+                                                              RowMap map,
+                                                              int lanes) {
   const Team team = team_of(lanes);
   const int vectors = static_cast<int>(map.width / kPack);
   const int choices = static_cast<int>(map.num_choices);

@@ -783,6 +783,7 @@ def grouped_gemm_weight_grad(
 def sort_by_expert(
     *, expert_of: int, numel: int, num_experts: int, row_map: int, tokens_per_expert: int
 ) -> None: ...
+
 CLONE_WINDOW_PARTS: int
 
 class CloneLayout:

@@ -188,6 +188,7 @@ def sum_of_squares(
     total: int,
     stream: int,
 ) -> None: ...
+
 # Tensors are addresses; see cuda/include/megacore/cuda/clone_exchange.h.
 def clones_open(
     *,
@@ -255,7 +256,6 @@ def clones_collect(
     tensor: int,
     stream: int,
 ) -> None: ...
-
 def plan_offload(
     *,
     counts: int,

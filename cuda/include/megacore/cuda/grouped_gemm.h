@@ -45,7 +45,7 @@ struct GroupedGemmParams {
   // Where the rows of the first expert begin, read on the device; without it the first row. What
   // comes before is neither read nor written.
   const int64_t* first_row = nullptr;
-  void* d = nullptr;                  // y (M, N), dx (M, K) or dw (E, N, K)
+  void* d = nullptr;  // y (M, N), dx (M, K) or dw (E, N, K)
   GroupedType operand = GroupedType::kBFloat16;
   GroupedType result = GroupedType::kBFloat16;  // `operand`, or float32 for dw
   int64_t num_rows = 0;
