@@ -2,14 +2,17 @@
 
 The emulated backend fills released static tensors with NaN and refuses what a real graph would not
 do, so a buffer reused too early, a skipped hook or a frozen number shows here without a GPU.
-Gradients are reduced and weights collected during the passes (ZeRO-1 with both overlaps).
+Gradients are reduced and weights collected during the passes (ZeRO-1 with both overlaps). That all
+of this was on is asserted of every training (`tests/support/graph_evidence.py`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,8 +22,17 @@ from torch import Tensor
 from megacore.config import Config, resolve
 from megacore.graphs.observe import Recording
 from megacore.models.layers import RMSNorm
-from megacore.train.trainer import build_trainer
+from megacore.train.trainer import Trainer, build_trainer
 from tests.support.distributed import RankFailed, run_ranks
+from tests.support.graph_evidence import (
+    GATHERED,
+    REDUCED,
+    StaticTensors,
+    check_poison,
+    check_sharding,
+    counted_transfers,
+    static_tensors,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -128,19 +140,64 @@ def make_config(world_size: int, changes: Changes, graphs: Changes) -> Config:
     return resolve(Config(**sections, graphs=graphs), world_size, vocab_size=256, cuda=False)
 
 
-def train(world_size: int, changes: Changes, graphs: Changes, steps: int) -> list[float]:
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What one rank has of a training.
+
+    Attributes:
+        numbers: Losses, norms of gradients and losses of validations, by their names.
+        static: Its static tensors; ``None`` without graphs.
+        num_poisoned: Static tensors that were found poisoned after the last step.
+        transfers: What was started and awaited during passes.
+    """
+
+    numbers: dict[str, float]
+    static: StaticTensors | None = None
+    num_poisoned: int = 0
+    transfers: Counter[str]
+
+    def difference(self, expected: Trained) -> str:
+        """The first number that is not the expected one, to the last bit; empty if there is none.
+
+        What is not a number differs from itself.
+        """
+        for name, other in expected.numbers.items():
+            if (number := self.numbers[name]) != other:
+                return f"{name}: {number!r}, without graphs {other!r}"
+        assert self.numbers.keys() == expected.numbers.keys()
+        return ""
+
+
+def train(world_size: int, changes: Changes, graphs: Changes, steps: int) -> Trained:
+    """Train, and make sure of what all these trainings are to have in common."""
     config = make_config(world_size, changes, graphs)
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
-    numbers = []
+    check_sharding(trainer)
+    with counted_transfers() as transfers:
+        numbers = run_steps(trainer, steps)
+        static, num_poisoned = None, 0
+        if graphs:
+            assert trainer.graphs is not None
+            assert any(note.startswith("captured") for note in trainer.graphs.notes)
+            static, num_poisoned = static_tensors(trainer), check_poison(trainer)
+            assert num_poisoned > 0 or static.graphs == 0
+        if steps >= 20:
+            numbers["validation at the end"] = trainer.evaluate()
+    assert transfers[REDUCED] > 0
+    assert transfers[GATHERED] > 0
+    return Trained(numbers=numbers, static=static, num_poisoned=num_poisoned, transfers=transfers)
+
+
+def run_steps(trainer: Trainer, steps: int) -> dict[str, float]:
+    """The numbers of some steps, and those of a validation in the middle."""
+    numbers = {}
     for step in range(steps):
         metrics = trainer.train_step(step)
-        numbers += [metrics.loss, metrics.grad_norm]
+        numbers[f"loss of step {step + 1}"] = metrics.loss
+        numbers[f"gradient norm of step {step + 1}"] = metrics.grad_norm
         if step == steps // 2:
-            numbers.append(trainer.evaluate())
-    if graphs:
-        assert trainer.graphs is not None
-        assert any(note.startswith("captured") for note in trainer.graphs.notes)
-    return numbers if steps < 20 else [*numbers, trainer.evaluate()]
+            numbers[f"validation after step {step + 1}"] = trainer.evaluate()
+    return numbers
 
 
 def compare(
@@ -150,11 +207,9 @@ def compare(
     del rank
     expected = train(world_size, changes, {}, steps)
     return [
-        f"{graphs}: differs from number {found.index(number)}"
+        f"{graphs}: {difference}"
         for graphs in settings
-        for found in [train(world_size, changes, graphs, steps)]
-        for number in [next((a for a, b in zip(found, expected, strict=True) if a != b), None)]
-        if number is not None
+        if (difference := train(world_size, changes, graphs, steps).difference(expected))
     ]
 
 
@@ -206,15 +261,46 @@ def test_every_set_of_scopes_in_every_kind_of_pipeline(pp: int, num_microbatches
     changes["parallel.ep"] = LAYOUTS[pp, num_microbatches][1]
     settings = settings_of(OF_EXPERTS, pp, num_microbatches)
     reads = [s for s in settings if pp == 2 and "moe" not in s.get("scopes", "moe").split(",")]
-    check(world_size, {**changes, **STATIC}, [s for s in settings if s not in reads], steps=3)
+    check(world_size, {**changes, **STATIC}, [s for s in settings if s not in reads], steps=4)
     if reads:  # these leave room for the host to read sizes
-        check(world_size, {**changes, **EXPERTS}, reads, steps=3)
+        check(world_size, {**changes, **EXPERTS}, reads, steps=4)
 
 
 @pytest.mark.parametrize(("pp", "num_microbatches"), [(1, 8), (2, 4), (4, 16)])
 def test_every_set_of_scopes_of_a_model_without_experts(pp: int, num_microbatches: int) -> None:
     settings = settings_of(OF_DENSE, pp, num_microbatches)
-    check(*layout_of(pp, num_microbatches), settings, steps=3)
+    check(*layout_of(pp, num_microbatches), settings, steps=4)
+
+
+def counted(
+    rank: int, world_size: int, every: dict[int, Changes], graphs: Changes
+) -> dict[int, StaticTensors]:
+    """Static tensors after a captured step, by the number of microbatches."""
+    del rank
+    found = {}
+    for num_microbatches, changes in every.items():
+        config = make_config(world_size, changes, graphs)
+        trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
+        run_steps(trainer, 2)
+        found[num_microbatches] = static_tensors(trainer)
+    return found
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_as_many_static_tensors_for_any_number_of_microbatches(pp: int, chunks: int) -> None:
+    """Those of a training, on every rank, as soon as a step has the peak of live microbatches."""
+    every = {m: laid_out(pp, m, chunks, 1)[1] for m in NUM_MICROBATCHES}
+    graphs = {**partial("attn,mlp"), "warmup_steps": 1}
+    for by_number in run_ranks(pp, counted, pp, every, graphs, timeout_s=120):
+        fewest, *counts = (by_number[m] for m in NUM_MICROBATCHES)
+        assert len(set(counts)) == 1
+        assert 0 < counts[0].peak <= 2 * pp
+        if counts[0].peak <= NUM_MICROBATCHES[0]:
+            assert fewest == counts[0]
+        else:  # four microbatches, each with static tensors of its own
+            assert fewest.peak == NUM_MICROBATCHES[0]
+            assert 0 < fewest.inputs < counts[0].inputs
 
 
 def plant_a_wait() -> None:
@@ -258,7 +344,8 @@ def compare_with_a_mistake(
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
     for step in range(4):
         metrics = trainer.train_step(step)
-    assert [metrics.loss, metrics.grad_norm] == expected[-2:]
+    assert metrics.loss == expected.numbers["loss of step 4"]
+    assert metrics.grad_norm == expected.numbers["gradient norm of step 4"]
     assert trainer.graphs is not None
     return trainer.graphs.notes[-1]
 
@@ -317,4 +404,4 @@ def test_parts_of_layers_and_of_sequences(changes: Changes, settings: list[Chang
         "parallel.cp": 2,
         "parallel.ep": 2,
     }
-    check(4, {**layout, **changes}, settings, steps=3)
+    check(4, {**layout, **changes}, settings, steps=4)
