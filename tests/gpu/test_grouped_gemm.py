@@ -151,8 +151,9 @@ def test_weight_gradients_overwrite(kind: str, dtype: torch.dtype, result: str) 
     dy, x = factors("weight_grad", counts, n, k, dtype)
     out_dtype = torch.float32 if result == "float32" else dtype
     out = torch.full((len(counts), n, k), torch.nan, device="cuda", dtype=out_dtype)
+    splits = torch.tensor(counts, device="cuda")
     with synchronising_is_an_error():
-        launch_grouped("weight_grad", dy, x, torch.tensor(counts, device="cuda"), out)
+        launch_grouped("weight_grad", dy, x, splits, out)
     assert_near(out, reference("weight_grad", dy, x, counts, torch.zeros_like(out)))
     for expert, count in enumerate(counts):
         assert count or not out[expert].any()
