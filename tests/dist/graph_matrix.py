@@ -19,6 +19,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -32,12 +33,11 @@ from tests.dist.test_graph_training import (
     OF_EXPERTS,
     STATIC,
     Changes,
-    Trained,
     laid_out,
     train,
 )
 from tests.support.distributed import RankFailed, run_ranks
-from tests.support.graph_evidence import GATHERED, REDUCED
+from tests.support.graph_evidence import GATHERED, REDUCED, Trained
 
 SETTINGS = {"dense": OF_DENSE, "experts": OF_EXPERTS}
 # Pipeline and data-parallel ranks.
@@ -77,29 +77,33 @@ def name_of(graphs: Changes) -> str:
     return "whole steps with the optimizer" if "include_optimizer" in graphs else "whole steps"
 
 
-def train_ranks(layout: Layout, graphs: Changes, steps: int) -> list[Trained]:
-    """The same training in processes of its own; results by rank."""
-    timeout_s = 300 + steps * layout.m * layout.chunks
+def train_ranks(layout: Layout, graphs: Changes, asked: argparse.Namespace) -> list[Trained]:
+    """A training in processes of its own; results by rank."""
+    timeout_s = 300.0 + asked.steps * layout.m * layout.chunks
+    every = asked.compare_every
     return run_ranks(
-        layout.world_size, train_one, layout, graphs, steps, timeout_s=float(timeout_s)
+        layout.world_size, train_one, layout, graphs, asked.steps, every, timeout_s=timeout_s
     )
 
 
-def train_one(rank: int, layout: Layout, graphs: Changes, steps: int) -> Trained:
+def train_one(
+    rank: int, layout: Layout, graphs: Changes, steps: int, compare_every: int
+) -> Trained:
     del rank
-    return train(layout.world_size, layout.changes, graphs, steps)
+    return train(layout.world_size, layout.changes, graphs, steps, compare_every=compare_every)
 
 
 def check_one(
-    layout: Layout, graphs: Changes, eager: list[Trained], steps: int
+    layout: Layout, graphs: Changes, eager: list[Trained], asked: argparse.Namespace
 ) -> tuple[str, Entry]:
     """Train with graphs; return what is wrong, or nothing, and what is to be kept."""
     start = time.perf_counter()
-    found = train_ranks(layout, graphs, steps)
+    found = train_ranks(layout, graphs, asked)
     entry: Entry = {
+        "compare_every": asked.compare_every,
         "seconds": round(time.perf_counter() - start, 1),
         "numbers": len(found[0].numbers),
-        "last_loss": found[0].numbers[f"loss of step {steps}"],
+        "last_loss": found[0].numbers[f"loss of step {asked.steps}"],
         "static": [asdict(one.static) for one in found if one.static is not None],
         "poisoned": [one.num_poisoned for one in found],
         "reduced": [one.transfers[REDUCED] for one in found],
@@ -117,16 +121,16 @@ def run_layout(
     layout: Layout, asked: argparse.Namespace, done: dict[str, Entry], out_of_time: float
 ) -> Iterator[str]:
     """Run what is not done yet of a layout; yield what is wrong."""
-    missing = [g for g in SETTINGS[layout.kind] if key_of(layout, g, asked.steps) not in done]
-    if not missing or time.time() > out_of_time:
-        return
-    eager = train_ranks(layout, {}, asked.steps)
+    settings = settings_of(layout, asked)
+    missing = [g for g in settings if key_of(layout, g, asked.steps) not in done]
+    eager: list[Trained] | None = None
     for graphs in missing:
         if time.time() > out_of_time:
             return
         what = f"{layout.text()}: {name_of(graphs)}"
         try:
-            wrong, entry = check_one(layout, graphs, eager, asked.steps)
+            eager = eager or train_ranks(layout, {}, asked)
+            wrong, entry = check_one(layout, graphs, eager, asked)
         except RankFailed as error:
             wrong, entry = str(error), {}
         if wrong:
@@ -139,6 +143,12 @@ def run_layout(
             with asked.done.open("a") as file:
                 file.write(json.dumps(done[key]) + "\n")
         print(f"{what}: {asked.steps} steps equal, {shown(entry)}", flush=True)
+
+
+def settings_of(layout: Layout, asked: argparse.Namespace) -> list[Changes]:
+    """Those that are asked for."""
+    every = SETTINGS[layout.kind]
+    return [g for g in every if not asked.settings or name_of(g) in asked.settings]
 
 
 def key_of(layout: Layout, graphs: Changes, steps: int) -> str:
@@ -159,7 +169,9 @@ def slashed(numbers: list[int]) -> str:
     return "/".join(map(str, numbers))
 
 
-def check_counts(layouts: list[Layout], steps: int, done: dict[str, Entry]) -> list[str]:
+def check_counts(
+    layouts: list[Layout], asked: argparse.Namespace, done: dict[str, Entry]
+) -> list[str]:
     """Where static tensors of parts of layers depend on the number of microbatches.
 
     A step with fewer microbatches than others have alive at once needs fewer. Whole steps have
@@ -167,10 +179,11 @@ def check_counts(layouts: list[Layout], steps: int, done: dict[str, Entry]) -> l
     """
     families: dict[str, dict[int, list[Entry]]] = {}
     for layout in layouts:
-        for graphs in SETTINGS[layout.kind]:
-            entry = done.get(key_of(layout, graphs, steps))
+        for graphs in settings_of(layout, asked):
+            key = key_of(layout, graphs, asked.steps)
+            entry = done.get(key)
             if entry is not None and graphs["mode"] == "partial":
-                family = key_of(layout, graphs, steps).replace(f"m {layout.m},", "any m,")
+                family = key.replace(f"m {layout.m},", "any m,")
                 families.setdefault(family, {})[layout.m] = entry["static"]
     wrong = []
     for family, by_number in families.items():
@@ -209,7 +222,7 @@ def record_text(
 ) -> str:
     """What was run and seen, and what was not run."""
     steps = asked.steps
-    keys = {one: [key_of(one, g, steps) for g in SETTINGS[one.kind]] for one in layouts}
+    keys = {one: [key_of(one, g, steps) for g in settings_of(one, asked)] for one in layouts}
     every = [key for own in keys.values() for key in own]
     ran = [done[key] for key in every if key in done]
     commits = sorted({entry["commit"] for entry in ran})
@@ -227,11 +240,13 @@ def record_text(
         "every training: static tensors are full of NaN after the last step, ZeRO-1 shards every",
         "buffer, reductions begin in backward and weights are awaited in forward passes.",
         "early: the fewest reductions that began in backward passes of a rank, over all settings.",
-        "graphs and inputs: captured graphs and static inputs by rank, of all parts of layers.",
+        "graphs and inputs: captured graphs and static inputs by rank, for the set of scopes with",
+        "the most graphs.",
+        compared_text(ran),
         "",
         "pp chunks dp  m  kind     equal   early  graphs           inputs",
     ]
-    lines += [row(one, [done[key] for key in keys[one] if key in done]) for one in layouts]
+    lines += [row(one, keys[one], done) for one in layouts]
     lines += ["", f"{len(ran)} of {len(every)} combinations ran, all of them equal"]
     if wrong:
         lines[-1] = f"{len(ran)} of {len(every)} combinations ran and are equal; wrong:"
@@ -242,11 +257,22 @@ def record_text(
     return "\n".join(lines) + "\n"
 
 
-def row(layout: Layout, entries: list[Entry]) -> str:
+def compared_text(ran: list[Entry]) -> str:
+    """In which steps replays compared their operations with those of the capture."""
+    numbers = Counter(entry["compare_every"] for entry in ran)
+    parts = [
+        f"in every step ({count})" if every == 1 else f"in 10 steps, then every {every}th ({count})"
+        for every, count in sorted(numbers.items())
+    ]
+    return f"Operations of replays were compared with the capture's {', '.join(parts)}."
+
+
+def row(layout: Layout, keys: list[str], done: dict[str, Entry]) -> str:
     """A line of the record."""
+    entries = [done[key] for key in keys if key in done]
     start = (
         f"{layout.pp:2} {layout.chunks:6} {layout.dp:2} {layout.m:2}  {layout.kind:8}"
-        f"{len(entries):2} of {len(SETTINGS[layout.kind]):2}"
+        f"{len(entries):2} of {len(keys):2}"
     )
     if not entries:
         return start
@@ -272,6 +298,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--kinds", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", default=[], help="only these, such as attn,mlp")
+    parser.add_argument(
+        "--compare-every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="compare the operations of replays in the first ten steps, then in every Nth step",
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--done", type=Path, help="what is done: read, left out, added to")
     parser.add_argument("--record", type=Path, help="write what was seen to this file")
@@ -288,8 +322,8 @@ def main() -> int:
     layouts = layouts_of(asked)
     out_of_time = time.time() + 60 * asked.minutes
     wrong = [w for one in layouts for w in run_layout(one, asked, done, out_of_time)]
-    wrong += check_counts(layouts, asked.steps, done)
-    every = [key_of(one, g, asked.steps) for one in layouts for g in SETTINGS[one.kind]]
+    wrong += check_counts(layouts, asked, done)
+    every = [key_of(one, g, asked.steps) for one in layouts for g in settings_of(one, asked)]
     num_done = sum(key in done for key in every)
     for text in wrong:
         print(f"WRONG {text}")

@@ -9,10 +9,8 @@ of this was on is asserted of every training (`tests/support/graph_evidence.py`)
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,15 +20,17 @@ from torch import Tensor
 from megacore.config import Config, resolve
 from megacore.graphs.observe import Recording
 from megacore.models.layers import RMSNorm
-from megacore.train.trainer import Trainer, build_trainer
+from megacore.train.trainer import build_trainer
 from tests.support.distributed import RankFailed, run_ranks
 from tests.support.graph_evidence import (
     GATHERED,
     REDUCED,
     StaticTensors,
+    Trained,
     check_poison,
     check_sharding,
     counted_transfers,
+    run_steps,
     static_tensors,
 )
 
@@ -140,41 +140,23 @@ def make_config(world_size: int, changes: Changes, graphs: Changes) -> Config:
     return resolve(Config(**sections, graphs=graphs), world_size, vocab_size=256, cuda=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What one rank has of a training.
+def train(
+    world_size: int, changes: Changes, graphs: Changes, steps: int, *, compare_every: int = 1
+) -> Trained:
+    """Train, and make sure of what all these trainings are to have in common.
 
-    Attributes:
-        numbers: Losses, norms of gradients and losses of validations, by their names.
-        static: Its static tensors; ``None`` without graphs.
-        num_poisoned: Static tensors that were found poisoned after the last step.
-        transfers: What was started and awaited during passes.
+    Args:
+        world_size: Number of ranks.
+        changes: Of the model and layout.
+        graphs: Settings of graphs; none for eager steps.
+        steps: How many.
+        compare_every: See `run_steps`.
     """
-
-    numbers: dict[str, float]
-    static: StaticTensors | None = None
-    num_poisoned: int = 0
-    transfers: Counter[str]
-
-    def difference(self, expected: Trained) -> str:
-        """The first number that is not the expected one, to the last bit; empty if there is none.
-
-        What is not a number differs from itself.
-        """
-        for name, other in expected.numbers.items():
-            if (number := self.numbers[name]) != other:
-                return f"{name}: {number!r}, without graphs {other!r}"
-        assert self.numbers.keys() == expected.numbers.keys()
-        return ""
-
-
-def train(world_size: int, changes: Changes, graphs: Changes, steps: int) -> Trained:
-    """Train, and make sure of what all these trainings are to have in common."""
     config = make_config(world_size, changes, graphs)
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
     check_sharding(trainer)
     with counted_transfers() as transfers:
-        numbers = run_steps(trainer, steps)
+        numbers = run_steps(trainer, steps, compare_every=compare_every)
         static, num_poisoned = None, 0
         if graphs:
             assert trainer.graphs is not None
@@ -186,18 +168,6 @@ def train(world_size: int, changes: Changes, graphs: Changes, steps: int) -> Tra
     assert transfers[REDUCED] > 0
     assert transfers[GATHERED] > 0
     return Trained(numbers=numbers, static=static, num_poisoned=num_poisoned, transfers=transfers)
-
-
-def run_steps(trainer: Trainer, steps: int) -> dict[str, float]:
-    """The numbers of some steps, and those of a validation in the middle."""
-    numbers = {}
-    for step in range(steps):
-        metrics = trainer.train_step(step)
-        numbers[f"loss of step {step + 1}"] = metrics.loss
-        numbers[f"gradient norm of step {step + 1}"] = metrics.grad_norm
-        if step == steps // 2:
-            numbers[f"validation after step {step + 1}"] = trainer.evaluate()
-    return numbers
 
 
 def compare(

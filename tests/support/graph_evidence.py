@@ -1,4 +1,4 @@
-"""What a training with graphs shows of itself: static tensors, poison, transfers during passes.
+"""What a training with graphs shows of itself: numbers, static tensors, poison, transfers.
 
 Tests that compare losses would pass as well if nothing were poisoned, sharded or overlapped. This
 reads from the very trainer that gave the losses that it was.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,7 @@ from torch import Tensor
 from megacore.buffers.grad_reducer import GradReducer
 from megacore.buffers.param_gatherer import ParamGatherer
 from megacore.graphs.layer import LayerSite
+from megacore.graphs.observe import Recording
 from megacore.models.captured import transformer_layers
 from megacore.train.trainer import Trainer
 
@@ -44,6 +45,34 @@ class StaticTensors:
     peak: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What one rank has of a training.
+
+    Attributes:
+        numbers: Losses, norms of gradients and losses of validations, by their names.
+        static: Its static tensors; ``None`` without graphs.
+        num_poisoned: Static tensors that were found poisoned after the last step.
+        transfers: What was started and awaited during passes.
+    """
+
+    numbers: dict[str, float]
+    static: StaticTensors | None = None
+    num_poisoned: int = 0
+    transfers: Counter[str]
+
+    def difference(self, expected: Trained) -> str:
+        """The first number that is not the expected one, to the last bit; empty if there is none.
+
+        What is not a number differs from itself.
+        """
+        for name, other in expected.numbers.items():
+            if (number := self.numbers[name]) != other:
+                return f"{name}: {number!r}, without graphs {other!r}"
+        assert self.numbers.keys() == expected.numbers.keys()
+        return ""
+
+
 def static_tensors(trainer: Trainer) -> StaticTensors:
     """Count the static tensors of a trainer that has captured."""
     graphs = trainer.graphs
@@ -61,6 +90,24 @@ def static_tensors(trainer: Trainer) -> StaticTensors:
         results=_num_memories(t for s in sites if s.forward for t in s.forward.results),
         peak=max(graphs.partial.plan.peak_per_chunk, default=0),
     )
+
+
+def run_steps(trainer: Trainer, steps: int, *, compare_every: int = 1) -> dict[str, float]:
+    """The numbers of some steps, and those of a validation in the middle.
+
+    Replays compare their operations with those of the capture, which takes half of the time: after
+    ten steps only in those that ``compare_every`` divides.
+    """
+    numbers = {}
+    for step in range(steps):
+        is_compared = step < 10 or step % compare_every == 0
+        with nullcontext() if is_compared else patch.object(Recording, "replay", nullcontext):
+            metrics = trainer.train_step(step)
+        numbers[f"loss of step {step + 1}"] = metrics.loss
+        numbers[f"gradient norm of step {step + 1}"] = metrics.grad_norm
+        if step == steps // 2:
+            numbers[f"validation after step {step + 1}"] = trainer.evaluate()
+    return numbers
 
 
 def check_poison(trainer: Trainer) -> int:
