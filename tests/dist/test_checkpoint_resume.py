@@ -54,6 +54,9 @@ def _losses(world_size: int, folder: Path, name: str, **settings: Any) -> dict[i
     return {record["step"]: record["loss"] for record in records}
 
 
+TWO_COPIES = {"parallel__pp": 2, "pipeline__schedule": "dualpipe"}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
@@ -70,6 +73,14 @@ def saved(folder: Path) -> dict[int, float]:
     return losses
 
 
+@pytest.fixture(scope="module")
+def saved_copies(folder: Path) -> dict[int, float]:
+    """Losses of a run with two copies of the model in its pipeline."""
+    return _losses(
+        2, folder, "copies", checkpoint__interval=SAVED, checkpoint__keep=5, **TWO_COPIES
+    )
+
+
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -78,14 +89,15 @@ def saved(folder: Path) -> dict[int, float]:
         (2, {}),
         (3, {}),
         (8, {"parallel__tp": 2, "parallel__pp": 2}),
+        (2, TWO_COPIES),
     ],
-    ids=["tp2 pp2", "1", "dp2", "dp3", "tp2 pp2 dp2"],
+    ids=["tp2 pp2", "1", "dp2", "dp3", "tp2 pp2 dp2", "pp2, two copies"],
 )
 def test_resuming_on_another_layout_gives_the_same_losses(
     folder: Path, saved: dict[int, float], world_size: int, layout: dict[str, Any]
 ) -> None:
     path = folder / "saved" / "checkpoints" / f"step_{SAVED:08d}"
-    name = f"on_{world_size}"
+    name = f"on_{world_size}_{len(layout)}"
     losses = _losses(
         world_size, folder, name, checkpoint__resume=str(path), checkpoint__interval=-1, **layout
     )
@@ -95,3 +107,28 @@ def test_resuming_on_another_layout_gives_the_same_losses(
     else:
         assert losses == pytest.approx(expected, rel=1e-5)
     assert saved[STEPS - 1] < saved[0] - 0.3, "the model must have learnt something"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, TWO_COPIES), (1, {}), (4, TWO_COPIES)], ids=["2", "1", "dp2"]
+)
+def test_of_two_copies_of_the_model_one_is_saved(
+    folder: Path, saved_copies: dict[int, float], world_size: int, layout: dict[str, Any]
+) -> None:
+    path = folder / "copies" / "checkpoints" / f"step_{SAVED:08d}"
+    settings = {"checkpoint__resume": str(path), "checkpoint__interval": -1}
+    losses = _losses(world_size, folder, f"of_copies_{world_size}", **settings, **layout)
+    expected = {step: saved_copies[step] for step in range(SAVED, STEPS)}
+    if world_size == 2:
+        assert losses == expected  # every bit
+    else:
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_checkpoint_of_two_copies_is_as_large_as_one_of_one_copy(
+    folder: Path, saved: dict[int, float], saved_copies: dict[int, float]
+) -> None:
+    assert saved[0] == pytest.approx(saved_copies[0], rel=1e-6)
+    folders = [folder / name / "checkpoints" / f"step_{SAVED:08d}" for name in ("saved", "copies")]
+    of_one, of_two = (sum(path.stat().st_size for path in at.glob("*.distcp")) for at in folders)
+    assert 0 < of_two < 1.1 * of_one

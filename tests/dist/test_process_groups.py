@@ -70,6 +70,52 @@ def test_every_group_has_the_ranks_of_the_topology_and_works(lazy: str) -> None:
                 assert total == sum(ranks)
 
 
+COPIES: list[dict[str, Any]] = [
+    {"pp": 4},
+    {"pp": 2},
+    {"pp": 2, "ep": 2},
+    {"pp": 2, "tp": 2},
+    {"pp": 2, "order": "pp-tp-cp-ep-dp"},
+]
+HOLDERS: list[tuple[list[list[int]], list[list[int]]]] = [
+    ([[0, 3], [1, 2]], [[0, 3], [1, 2]]),
+    ([[0, 1, 2, 3]], [[0, 1, 2, 3]]),
+    ([[0, 1, 2, 3]], [[0, 2], [1, 3]]),
+    ([[0, 2], [1, 3]], [[0, 2], [1, 3]]),
+    ([[0, 1, 2, 3]], [[0, 1, 2, 3]]),
+]
+
+
+@pytest.mark.dist
+def test_both_copies_of_a_model_in_a_pipeline_have_one_group_of_holders() -> None:
+    for rank, layouts in enumerate(run_ranks(4, sums_over_holders)):
+        for expected, seen in zip(HOLDERS, layouts, strict=True):
+            for partition, (ranks, total) in zip(expected, seen, strict=True):
+                assert list(ranks) == next(part for part in partition if rank in part)
+                assert total == sum(ranks)
+
+
+def sums_over_holders(rank: int) -> list[Any]:
+    found = []
+    for layout in COPIES:
+        topology = Topology(world_size=4, **layout)
+        groups = ProcessGroups.create(topology, pp_copies=2, pp_ends=(0, 0))
+        assert groups.copies == 2
+        assert ("holders: " in groups.describe()) == (groups.holders.size > 1)
+        seen = []
+        for group in (groups.holders, groups.expert_holders):
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total, group=group.handle)
+            seen.append((group.ranks, total.item()))
+        found.append(seen)
+    single = ProcessGroups.create(Topology(world_size=4, tp=2))
+    assert single.copies == 1
+    assert single.holders.handle is single.dp_cp.handle
+    assert single.expert_holders.handle is single.expert_dp.handle
+    assert "holders" not in single.describe()
+    return found
+
+
 def with_gloo_connecting(rank: int, lazy: str, layouts: list[dict[str, Any]]) -> Any:
     os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
     return sums_over_groups(rank, layouts)

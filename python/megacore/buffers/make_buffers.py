@@ -20,10 +20,12 @@ def make_buffers(
 ) -> list[ParamGradBuffer]:
     """Sort parameters into buffers, one per dtype and kind (see :func:`buffer_kind`).
 
-    Dense parameters are averaged over ``groups.dp_cp``, expert parameters over
-    ``groups.expert_dp``. An expert's gradient is a sum over the tokens of every rank that sent it
-    some, so its mean is scaled down to that of a dense parameter. Sequence-parallel copies need a
-    sum over tp before that; in a buffer of their own they hold up no other parameter.
+    Gradients are averaged over ``groups.dp_cp``. An expert's gradient is a sum over the tokens of
+    every rank that sent it some, so its mean over the holders of the expert is scaled down to that
+    of a dense parameter. With two copies of the model each has the gradient of half the
+    microbatches; the mean over the holders of both is doubled, which makes it their sum.
+    Sequence-parallel copies need a sum over tp before that; in a buffer of their own they hold up
+    no other parameter.
 
     Args:
         params: Description and parameter of every parameter of this rank, in forward order.
@@ -51,7 +53,8 @@ def make_buffers(
             distributed=optimizer.distributed,
             grad_dtype=dtype if optimizer.grad_dtype == "param" else torch.float32,
             fp32_accumulation=optimizer.fp32_accumulation,
-            grad_scale=groups.expert_dp.size / groups.dp_cp.size if expert else 1.0,
+            grad_scale=(groups.expert_holders if expert else groups.holders).size
+            / groups.dp_cp.size,
             positions=positions,
         )
         for (dtype, expert, _), positions in by_key.items()

@@ -108,7 +108,8 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     console.print(_facts_table(plan, config, world_size))
     console.print()
     console.print(ranks)
-    sharding = "sharded over dp (ZeRO-1)" if config.optimizer.distributed else "not sharded"
+    where = "dp and both copies of the model" if config.pipeline.copies > 1 else "dp"
+    sharding = f"sharded over {where} (ZeRO-1)" if config.optimizer.distributed else "not sharded"
     console.print()
     console.print(_memory_text(plan, config), soft_wrap=True)
     if plan.ranks[0].graphs is not None:
@@ -126,6 +127,8 @@ def _facts_table(plan: RunPlan, config: Config, world_size: int) -> Table:
 
     parallel, train, pipeline = config.parallel, config.train, config.pipeline
     chunks = f", {pipeline.chunks} chunks per rank" if pipeline.chunks > 1 else ""
+    if pipeline.copies > 1:
+        chunks = f", {pipeline.copies} copies of the model"
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_row(
         "[bold]layout[/]",
@@ -181,7 +184,8 @@ def _memory_text(plan: RunPlan, config: Config) -> str:
     from megacore.train.plan import memory_row_of
 
     row, optimizer = memory_row_of(config), config.optimizer
-    shards = plan.topology.dp // optimizer.num_instances if optimizer.distributed else 1
+    holders = plan.topology.dp * config.pipeline.copies
+    shards = holders // optimizer.num_instances if optimizer.distributed else 1
     largest = max(max(rank.bucket_numels) for rank in plan.ranks)
     each = "" if shards == 1 else f" = {float(row.per_rank(shards)):.4g} with d = {shards}"
     formula = row.formula() if optimizer.distributed else str(row.whole)
@@ -256,7 +260,7 @@ def _layers_text(rank: RankPlan, config: Config) -> str:
         if len(further) > 0:
             last = f"-{further.stop - 1}" if len(further) > 1 else ""
             words.append(f"mtp {further.start}{last}")
-        if stages[chunk] == config.parallel.pp * config.pipeline.chunks - 1:
+        if stages[chunk] == config.parallel.pp * config.pipeline.stages_per_rank - 1:
             words.append("head")
         parts.append(" ".join(words))
     return " | ".join(parts)

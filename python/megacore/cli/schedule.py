@@ -237,6 +237,12 @@ def _print_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> None:
         f"[bold]{schedule.name}[/]{kind}: {schedule.num_ranks} ranks{chunks}, "
         f"{schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
     )
+    if schedule.num_chains > 1:
+        length = schedule.num_stages // schedule.num_chains
+        console.print(
+            f"{schedule.num_chains} copies of the model: stage s + {length} holds the layers of "
+            "stage s; training adds up the gradients of both"
+        )
     console.print(
         f"makespan [bold]{timeline.makespan:g}[/], bubble [bold]{timeline.bubble_fraction:.1%}[/] "
         f"({timeline.span_bubble_fraction:.1%} without a barrier between steps), "

@@ -23,7 +23,7 @@ def layers_of_stages(config: Config) -> list[range]:
     ranges = partition_layers(
         config.model.num_layers,
         num_ranks=config.parallel.pp,
-        num_chunks=pipeline.chunks,
+        num_chunks=pipeline.stages_per_rank,
         first=pipeline.first_layers,
         last=pipeline.last_layers,
         account_for_embedding=pipeline.account_for_embedding,
@@ -49,7 +49,7 @@ def mtp_stage(config: Config) -> int | None:
 
     count, layout = config.model.num_mtp_layers, config.pipeline.layout
     if layout is None or "m" not in layout:
-        return config.parallel.pp * config.pipeline.chunks - 1 if count > 0 else None
+        return config.parallel.pp * config.pipeline.stages_per_rank - 1 if count > 0 else None
     by_stage = predictions_of_layout(layout)
     if sum(by_stage) != count:
         raise ValueError(
@@ -61,9 +61,15 @@ def mtp_stage(config: Config) -> int | None:
 
 
 def stages_of_ranks(config: Config) -> list[list[int]]:
-    """Return the stages that each pipeline rank holds, in chunk order."""
-    pp, num_stages = config.parallel.pp, config.parallel.pp * config.pipeline.chunks
-    if config.pipeline.is_v:
+    """Return the stages of the model that each pipeline rank holds, in chunk order.
+
+    Example:
+        >>> stages_of_ranks(Config(parallel={"pp": 4}, pipeline={"schedule": "dualpipe"}))
+        [[0, 3], [1, 2], [2, 1], [3, 0]]
+    """
+    pp, pipeline = config.parallel.pp, config.pipeline
+    num_stages = pp * pipeline.stages_per_rank
+    if pipeline.is_v or pipeline.copies > 1:
         return [[rank, num_stages - 1 - rank] for rank in range(pp)]
     return [list(range(rank, num_stages, pp)) for rank in range(pp)]
 
@@ -90,7 +96,7 @@ def nearest_fits(config: Config, world_size: int) -> list[str]:
         world_size: Only pipeline sizes that divide these processes are named.
     """
     pipeline, layers = config.pipeline, config.model.num_layers
-    stages = config.parallel.pp * pipeline.chunks
+    stages = config.parallel.pp * pipeline.stages_per_rank
     ends = (pipeline.first_layers or 0) + (pipeline.last_layers or 0)
     others = config.parallel.tp * config.parallel.cp
     sizes = [pp for pp in range(1, layers + 1) if world_size % (others * pp) == 0]
@@ -99,7 +105,7 @@ def nearest_fits(config: Config, world_size: int) -> list[str]:
         _nearest(config, "model.num_layers", layers, range(1, layers + ends + stages + 1)),
         _nearest(config, "parallel.pp", config.parallel.pp, sizes),
     ]
-    if pipeline.chunks > 1:
+    if pipeline.stages_per_rank > 1:
         chunks = range(2, layers + 1)
         found.append(_nearest(config, "pipeline.num_chunks", pipeline.chunks, chunks))
     even_share = layers // config.parallel.pp

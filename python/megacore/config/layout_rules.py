@@ -33,7 +33,7 @@ def _check_layout(problems: Problems, config: Config) -> None:
 def _nearest_layouts(config: Config, world: int) -> list[str]:
     """Up to two settings of tp and pp that fit the world and the model, fewest changes first."""
     tp, pp, model = config.parallel.tp, config.parallel.pp, config.model
-    stages_per_rank = config.pipeline.chunks
+    stages_per_rank = config.pipeline.stages_per_rank
     fitting = [
         (new_tp, new_pp)
         for new_tp in _divisors(world)

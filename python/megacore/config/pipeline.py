@@ -23,7 +23,8 @@ class PipelineConfig(Section):
     schedule: ScheduleName = Field(
         default="1f1b",
         description="Order of forward and backward passes; `megacore schedule --compare` shows all "
-        "of them for given sizes. `auto` searches for the best one.",
+        "of them for given sizes. `auto` searches for the best one; `dualpipe` holds two copies of "
+        "the model in each pipeline.",
     )
     num_chunks: int | None = Field(
         default=None,
@@ -51,9 +52,9 @@ class PipelineConfig(Section):
     overlap_moe: bool = Field(
         default=False,
         description="Compute one microbatch while rows of another travel to and from experts. "
-        "For the schedules `1f1b`, `interleaved_1f1b` and `dualpipe_v`, which then run forwards in "
-        "pairs with backwards, with `parallel.ep` > 1 and the dispatchers `alltoall` and `static`. "
-        "Changes no bit.",
+        "For the schedules `1f1b`, `interleaved_1f1b`, `dualpipe_v` and `dualpipe`, which then run "
+        "forwards in pairs with backwards, with `parallel.ep` > 1 and the dispatchers `alltoall` "
+        "and `static`. Changes no bit.",
     )
     split_weight_grads: bool = Field(
         default=False,
@@ -109,6 +110,22 @@ class PipelineConfig(Section):
         """Whether the stages go down the ranks and back up, so that one rank holds both ends."""
         info = self.schedule_info
         return self.placement == "v" if info is None else info.placement == "v"
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model in a pipeline: 2 if stages go down the ranks and, again, up."""
+        info = self.schedule_info
+        return 2 if info is not None and info.placement == "bidirectional" else 1
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of the model over pipeline ranks: the chunks of a rank that are no second copy.
+
+        Example:
+            >>> [PipelineConfig(schedule=name).stages_per_rank for name in ("zb_v", "dualpipe")]
+            [2, 1]
+        """
+        return self.chunks // self.copies
 
     @property
     def chunks(self) -> int:

@@ -34,16 +34,11 @@ def _own_chunks(config: Config) -> int:
 
 
 def _check_chunks(problems: Problems, config: Config) -> None:
-    pipeline, pp, info = config.pipeline, config.parallel.pp, config.pipeline.schedule_info
+    pipeline, pp = config.pipeline, config.parallel.pp
     schedule = problems.shown("pipeline.schedule")
     chunks = problems.shown("pipeline.num_chunks", pipeline.chunks)
     own_chunks = _own_chunks(config)
-    if info is not None and info.placement == "bidirectional":
-        problems.add(
-            f"{schedule} keeps two copies of the model on different ranks, whose gradients "
-            "training does not add up; use dualpipe_v, which overlaps the same passes with one copy"
-        )
-    elif own_chunks and pipeline.chunks != own_chunks:
+    if own_chunks and pipeline.chunks != own_chunks:
         problems.add(
             f"{chunks} does not fit {schedule}, which has {own_chunks}; leave num_chunks out, or "
             f"use one of {_names(lambda other: other.num_chunks == 0)}"
@@ -82,11 +77,12 @@ def _check_options(problems: Problems, config: Config) -> None:
 def _check_overlap_moe(problems: Problems, config: Config) -> None:
     place, pipeline = problems.shown("pipeline.overlap_moe"), config.pipeline
     info = pipeline.schedule_info
-    if pipeline.schedule != "dualpipe_v" and (info is None or not info.takes_pairs):
+    has_pairs = pipeline.schedule in ("dualpipe_v", "dualpipe")
+    if not has_pairs and (info is None or not info.takes_pairs):
         problems.add(
             f"{place} needs a schedule that pairs a forward with the backward of another "
             f"microbatch, but {problems.shown('pipeline.schedule')}; use "
-            f"{_names(lambda other: other.takes_pairs)} or dualpipe_v, or turn it off"
+            f"{_names(lambda other: other.takes_pairs)}, dualpipe_v or dualpipe, or turn it off"
         )
     if config.moe.num_experts == 0 or config.parallel.ep == 1:
         key = "moe.num_experts" if config.moe.num_experts == 0 else "parallel.ep"
@@ -133,13 +129,15 @@ def _check_layers(problems: Problems, config: Config) -> None:
     if pipeline.layout is not None:
         _check_pipeline_layout(problems, config)
         return
-    stages = pp * pipeline.chunks
+    stages = pp * pipeline.stages_per_rank
     units = layers + pipeline.account_for_embedding + pipeline.account_for_loss
     if stages > units:
+        chunks = problems.shown("pipeline.num_chunks", pipeline.chunks)
+        if pipeline.copies > 1:
+            chunks = f"{chunks} / {pipeline.copies} copies of the model"
         problems.add(
             f"{problems.shown('model.num_layers')} cannot fill the {stages} stages of "
-            f"{problems.shown('parallel.pp')} x "
-            f"{problems.shown('pipeline.num_chunks', pipeline.chunks)}; "
+            f"{problems.shown('parallel.pp')} x {chunks}; "
             f"use at least {stages} layers, or at most {units} stages"
         )
         return
@@ -151,7 +149,7 @@ def _check_layers(problems: Problems, config: Config) -> None:
         )
     elif not layers_fit(config):
         settings = [problems.shown("parallel.pp")]
-        if pipeline.chunks > 1:
+        if pipeline.stages_per_rank > 1:
             settings.append(problems.shown("pipeline.num_chunks", pipeline.chunks))
         for key in ("first_layers", "last_layers", "account_for_embedding", "account_for_loss"):
             if getattr(pipeline, key) not in (None, False):

@@ -20,7 +20,8 @@ def build_chunks(
     """Build this pipeline rank's chunks, in the order of their stages.
 
     The schedule says which stages those are: in a loop chunk c is stage ``c * pp + pp_rank``; in a
-    V the two chunks are the stages ``pp_rank`` and ``2 * pp - 1 - pp_rank``.
+    V the two chunks are the stages ``pp_rank`` and ``2 * pp - 1 - pp_rank``; with two copies of the
+    model, ``pp_rank`` of the first one and ``pp - 1 - pp_rank`` of the second.
 
     Args:
         config: A resolved configuration.
@@ -42,11 +43,12 @@ def build_chunks(
 def build_stages(
     config: Config, mine: Sequence[int], groups: ProcessGroups, *, device: torch.device | str
 ) -> list[GPTChunk]:
-    """Build the chunks of some stages on one rank; see `build_chunks`."""
+    """Build the chunks of some stages on one rank, in their order; see `build_chunks`."""
     stages, further = _stages(config)
     chunks: list[GPTChunk] = []
     slots = SlotBuffers(config.moe.echo.spare_slots)
-    for stage in mine:
+    # In the order of the model, which may not be theirs: the embedding first, then who shares it.
+    for stage in sorted(mine):
         chunks.append(
             GPTChunk(
                 config.model,
@@ -66,7 +68,18 @@ def build_stages(
                 recompute=config.train.recomputed,
             )
         )
-    return chunks
+    built = dict(zip(sorted(mine), chunks, strict=True))
+    return [built[stage] for stage in mine]
+
+
+def in_model_order(config: Config, groups: ProcessGroups, chunks: Sequence[GPTChunk]) -> list[int]:
+    """Return which of a rank's chunks comes first in the model, which second, and so on.
+
+    Ranks that hold the same stages give the same parameters in that order, also where two copies of
+    the model have them as different chunks.
+    """
+    mine = stages_of_ranks(config)[groups.pp.position]
+    return sorted(range(len(chunks)), key=mine.__getitem__)
 
 
 def _stages(config: Config) -> tuple[list[range], int | None]:

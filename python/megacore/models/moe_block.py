@@ -66,7 +66,12 @@ class MoEBlock(nn.Module):
                 ),
                 std=context.config.init_std,
             ),
-            groups=RouterGroups(sequence_parallel=groups.tp, cp=groups.cp, dp_cp=groups.dp_cp),
+            groups=RouterGroups(
+                sequence_parallel=groups.tp,
+                cp=groups.cp,
+                dp_cp=groups.dp_cp,
+                holders=groups.holders,
+            ),
             seed=context.params.seed,
             layer=layer,
         )

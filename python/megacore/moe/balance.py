@@ -31,11 +31,14 @@ class RouterGroups:
             of one if its ranks all route the same tokens.
         cp: The context-parallel group, which splits sequences.
         dp_cp: All ranks of the data-parallel and context-parallel axes.
+        holders: All ranks with this router; those of both copies of the model where a pipeline has
+            two, through which different microbatches flow. Default: ``dp_cp``.
     """
 
     sequence_parallel: Group = field(default_factory=Group.solo)
     cp: Group = field(default_factory=Group.solo)
     dp_cp: Group = field(default_factory=Group.solo)
+    holders: Group | None = None
 
 
 def load_balancing_loss(

@@ -398,8 +398,9 @@ def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
     if not biased:
         return
     load = torch.stack([router.tokens_seen for router in biased if router.tokens_seen is not None])
-    all_reduce_(load, biased[0].groups.sequence_parallel)
-    all_reduce_(load, biased[0].groups.dp_cp)
+    groups = biased[0].groups
+    all_reduce_(load, groups.sequence_parallel)
+    all_reduce_(load, groups.dp_cp if groups.holders is None else groups.holders)
     missing = (load.sum(1, keepdim=True) - load * load.shape[1]).sign()
     for router, sign in zip(biased, missing, strict=True):
         assert router.expert_bias is not None

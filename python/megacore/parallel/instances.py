@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from megacore.errors import ConfigError
+from megacore.parallel.holders import holder_groups
 from megacore.parallel.process_groups import Group, ProcessGroups, _GroupMaker, host_connector
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceGroups:
-    """The data-parallel ranks of this rank, cut into optimizer instances of neighbouring ranks.
+    """The ranks with the parameters of this one, cut into optimizer instances of neighbours.
 
     Gradients are reduced and scattered inside an instance (near ranks), then each slice is summed
     across instances (far ranks); updated parameters are gathered inside an instance.
@@ -37,7 +38,7 @@ class InstanceGroups:
         timeout_s: float = 120.0,
         host_memory: bool = True,
     ) -> InstanceGroups:
-        """Cut ``groups.dp_cp`` and ``groups.expert_dp`` into instances. All ranks call it together.
+        """Cut ``groups.holders`` and ``groups.expert_holders`` into instances. Collective.
 
         Raises:
             ConfigError: If ``num_instances`` does not divide the size of both groups.
@@ -46,7 +47,7 @@ class InstanceGroups:
             >>> InstanceGroups.split(ProcessGroups.single(), 1).dense.size
             1
         """
-        for group in (groups.dp_cp, groups.expert_dp):
+        for group in (groups.holders, groups.expert_holders):
             if num_instances < 1 or group.size % num_instances:
                 raise ConfigError(
                     f"num_instances is {num_instances}; it must divide the {group.size} "
@@ -55,16 +56,16 @@ class InstanceGroups:
         if num_instances == 1:
             solo = Group.solo(groups.rank)
             return cls(
-                dense=groups.dp_cp,
+                dense=groups.holders,
                 dense_across=solo,
-                expert=groups.expert_dp,
+                expert=groups.expert_holders,
                 expert_across=solo,
             )
         made: dict[str, Group] = {}
         connector = host_connector(timeout_s=timeout_s) if host_memory else None
         maker = _GroupMaker(timeout=timedelta(seconds=timeout_s), backend=None, connector=connector)
-        for name, view, token in (("dense", "dense", "dp-cp"), ("expert", "expert", "edp")):
-            wholes = getattr(groups.topology, view).get_ranks(token)
+        for name in ("dense", "expert"):
+            wholes = holder_groups(groups.topology, expert=name == "expert", copies=groups.copies)
             size = len(wholes[0]) // num_instances
             inside = [
                 ranks[start : start + size]

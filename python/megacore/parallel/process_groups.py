@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
 
 from megacore.errors import ConfigError
+from megacore.parallel.holders import embedding_groups, holder_groups
 from megacore.parallel.host_memory import (
     DEFAULT_SLOT_BYTES,
     HostCommunicator,
@@ -35,6 +36,8 @@ _AXIS_GROUPS = MappingProxyType(
         "expert_dp": ("expert", "edp"),
     }
 )
+# Made after those; the same groups as dp_cp and expert_dp where there is one copy of the model.
+_HOLDERS = ("holders", "expert_holders")
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,15 @@ class ProcessGroups:
         tp: Tensor parallel group of dense layers.
         cp: Context parallel group.
         dp: Data parallel group: same model slice, same context slice.
-        dp_cp: Data and context parallel ranks together: all holders of the same dense parameters.
+        dp_cp: Data and context parallel ranks together.
         pp: Pipeline group, position = stage of the first model chunk.
         ep: Expert parallel group.
         etp: Tensor parallel group of expert layers.
         etp_ep: Ranks that hold one copy of all experts together: they exchange tokens.
-        expert_dp: All holders of the same expert parameters.
+        expert_dp: Data parallel group of experts.
+        holders: All ranks that hold the same dense parameters: ``dp_cp``; with two copies of the
+            model in a pipeline those of both pipeline positions.
+        expert_holders: Likewise for expert parameters: ``expert_dp``, or those of both positions.
         embedding: First and last rank of my pipeline (which share a tied word embedding); on the
             ranks between them, and without a pipeline, a group of one.
     """
@@ -135,6 +141,8 @@ class ProcessGroups:
     etp: Group
     etp_ep: Group
     expert_dp: Group
+    holders: Group
+    expert_holders: Group
     embedding: Group
     pp_channels: tuple[Group, Group] | None = None
 
@@ -149,6 +157,7 @@ class ProcessGroups:
         host_slot_bytes: int = DEFAULT_SLOT_BYTES,
         pp_channels: bool = False,
         pp_ends: tuple[int, ...] = (0, -1),
+        pp_copies: int = 1,
     ) -> ProcessGroups:
         """Make the groups of this rank; every rank must call it, with the same topology.
 
@@ -169,10 +178,13 @@ class ProcessGroups:
             pp_ends: Positions in the pipeline that hold the embedding or a copy of it: those of the
                 first and of the last stage, ``(0, 0)`` for a V, which comes back to the rank it
                 began on; and that of layers for multi-token prediction.
+            pp_copies: Copies of the model in each pipeline. With two of them the positions r and
+                p-1-r of a pipeline of p ranks hold the same parameters.
 
         Raises:
             ConfigError: If torch.distributed is not initialised, the number of processes is not the
-                topology's, or another rank came with another topology. Found before any collective.
+                topology's, another rank came with another topology, or two copies meet an odd
+                number of pipeline ranks. Found before any collective.
 
         Sync:
             Does not wait for the device. NCCL connects a group at its first collective, unless the
@@ -184,7 +196,7 @@ class ProcessGroups:
         _require_matching_world(topology)
         settings = (
             f"{topology}, backend {backend}, host_memory {host_memory} {host_slot_bytes}, "
-            f"pp_channels {pp_channels}, pp_ends {pp_ends}"
+            f"pp_channels {pp_channels}, pp_ends {pp_ends}, pp_copies {pp_copies}"
         )
         call = _require_same_call_on_all_ranks(settings)
         connector = None
@@ -201,7 +213,12 @@ class ProcessGroups:
         for name, (view, token) in _AXIS_GROUPS.items():
             generator = topology.expert if view == "expert" else topology.dense
             groups[name] = maker.make(name, generator.get_ranks(token))
-        groups["embedding"] = maker.make("embedding", _embedding_groups(topology, pp_ends))
+        for name in _HOLDERS:
+            expert = name == "expert_holders"
+            partition = holder_groups(topology, expert=expert, copies=pp_copies)
+            groups[name] = maker.make(name, partition)
+        ends = embedding_groups(topology, pp_ends, copies=pp_copies)
+        groups["embedding"] = maker.make("embedding", ends)
         channels = None
         if pp_channels and topology.pp > 1:
             pipelines = topology.dense.get_ranks("pp")
@@ -222,9 +239,20 @@ class ProcessGroups:
         """
         return cls(topology=Topology(world_size=1), rank=0, pp_channels=None, **_solo_groups())
 
+    @property
+    def copies(self) -> int:
+        """Copies of the model in each pipeline.
+
+        Example:
+            >>> ProcessGroups.single().copies
+            1
+        """
+        return self.holders.size // self.dp_cp.size
+
     def describe(self) -> str:
         """Say how each group of this rank communicates, one line per group that does."""
-        names = ("world", *_AXIS_GROUPS, "embedding")
+        holders = _HOLDERS if self.copies > 1 else ()
+        names = ("world", *_AXIS_GROUPS, *holders, "embedding")
         groups: list[Group] = [getattr(self, name) for name in names]
         return "\n".join(group.describe() for group in groups if group.size > 1)
 
@@ -345,16 +373,8 @@ def backend_for(handle: ProcessGroup, device_type: str) -> str:
 
 
 def _solo_groups() -> dict[str, Group]:
-    return {name: Group.solo(name=name) for name in ("world", *_AXIS_GROUPS, "embedding")}
-
-
-def _embedding_groups(topology: Topology, pp_ends: tuple[int, ...]) -> list[list[int]]:
-    pipelines = topology.dense.groups("pp")
-    positions = sorted({end % topology.pp for end in pp_ends})
-    if len(positions) == 1:
-        return []
-    ends: list[list[int]] = pipelines[:, positions].tolist()
-    return ends
+    names = ("world", *_AXIS_GROUPS, *_HOLDERS, "embedding")
+    return {name: Group.solo(name=name) for name in names}
 
 
 def _require_matching_world(topology: Topology) -> None:

@@ -191,7 +191,7 @@ class ExpertWatch:
             return None
         self._check_peers()
         if not skipped:
-            update_expert_biases([layer.router for layer in self._layers.values()])
+            update_expert_biases([layer.router for _, layer in sorted(self._layers.items())])
         num_experts = self._moe.num_experts
         table = sums.view(len(self._indices), self._row_size)
         dropped, over, aux, z = table[:, num_experts : num_experts + 4].sum(0).tolist()

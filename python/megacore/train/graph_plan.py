@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from megacore.config import Config, layers_of_stages, mtp_stage
+from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.graphs import BufferRole, CapturePlan, StepKind, StepOrder, plan_capture, static_bytes
 from megacore.models.build import torch_dtype
 from megacore.models.captured import captured_parts, random_uses
@@ -157,7 +157,7 @@ def _layers_of(config: Config, program: Program) -> list[list[int]]:
     further = mtp_stage(config)
     return [
         [*stages[stage], *(config.model.mtp_layers if stage == further else ())]
-        for stage in program.stages
+        for stage in stages_of_ranks(config)[program.rank]
     ]
 
 

@@ -105,7 +105,10 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     for pp_rank in range(pp):
         mine = stages_of_ranks(config)[pp_rank]
         infos = _param_infos(config, mine)
-        num_params += sum(math.prod(info.full_shape) for info in infos if not info.is_shared_copy)
+        if pp_rank < pp // config.pipeline.copies:  # the other ranks hold the same
+            num_params += sum(
+                math.prod(info.full_shape) for info in infos if not info.is_shared_copy
+            )
         sizes = _buffer_sizes(config, infos, topology)
         ranks.append(
             RankPlan(
@@ -236,7 +239,7 @@ def check_plan(config: Config, world_size: int) -> None:
 
 def _param_infos(config: Config, mine: list[int]) -> list[ParamInfo]:
     """Descriptions of the parameters of one pipeline rank, in order, without making them."""
-    chunks = build_stages(config, mine, ProcessGroups.single(), device="meta")
+    chunks = build_stages(config, sorted(mine), ProcessGroups.single(), device="meta")
     return [info for chunk in chunks for info, _ in chunk.param_infos()]
 
 
@@ -293,6 +296,7 @@ def _buffer_plans(
             plan_buckets(
                 _local_numels(config, members),
                 dp_size=(topology.expert_dp if members[0].expert else topology.dp * topology.cp)
+                * config.pipeline.copies
                 // config.optimizer.num_instances,
                 bucket_numel=config.optimizer.bucket_numel,
                 shared=[info.shared is not None for info in members],

@@ -285,11 +285,15 @@ class TrainStep:
         return num_tokens_B.float() * (batch.shape[0] / self._groups.cp.size)
 
     def _loss_sums(self, losses: StepLosses, *, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """``(sum of losses, number of steps or tokens)``, of one rank per data-parallel replica."""
+        """``(sum of losses, number of steps or tokens)``, of one rank per data-parallel replica.
+
+        With two copies of the model each last stage has a part of the step's microbatches.
+        """
         if not losses or self._groups.tp.position != 0:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
         total = torch.stack([loss / loss_scale for loss in losses]).double().sum()
-        count = torch.ones_like(total) if losses.num_tokens is None else losses.num_tokens
+        part = torch.full_like(total, len(losses) / self._num_microbatches)
+        count = part if losses.num_tokens is None else losses.num_tokens
         return torch.stack([total, count.double()])
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from megacore.buffers import make_buffers
-from megacore.config import Config, mtp_stage, stages_of_ranks
+from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.data import Dataset, TrainingData, load_data, microbatch
 from megacore.errors import ConfigError, DataError
-from megacore.models.build import build_chunks, torch_dtype
+from megacore.models.build import build_chunks, in_model_order, torch_dtype
 from megacore.models.gpt import GPTChunk
 from megacore.moe.recording import RoutingTape
 from megacore.optim import DistributedOptimizer, ParamPiece, learning_rate
@@ -127,9 +127,12 @@ class Trainer:
 
     def schedule_text(self) -> str:
         """The schedule for people."""
-        chunks = self.config.pipeline.chunks
+        pipeline = self.config.pipeline
+        chunks = f", {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
+        if pipeline.copies > 1:
+            chunks = f", {pipeline.copies} copies of the model"
         return (
-            f"{self.schedule.name}{f', {chunks} chunks' if chunks > 1 else ''}, "
+            f"{self.schedule.name}{chunks}, "
             f"{self.schedule.num_microbatches} microbatches of "
             f"{self.config.train.microbatch_size} sequences per step"
         )
@@ -167,7 +170,8 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     groups = _make_groups(config, world_size)
     data = _load_data(config)
     chunks = build_chunks(config, groups, device=device)
-    params = [param for chunk in chunks for param in chunk.param_infos()]
+    order = in_model_order(config, groups, chunks)
+    params = [param for number in order for param in chunks[number].param_infos()]
     instances = InstanceGroups.split(
         groups,
         config.optimizer.num_instances,
@@ -258,6 +262,7 @@ def _make_groups(config: Config, world_size: int) -> ProcessGroups:
         host_memory=config.run.host_memory,
         pp_channels=bool(config.pipeline.overlap_p2p) and config.run.backend == "nccl",
         pp_ends=embedding_ranks(config),
+        pp_copies=config.pipeline.copies,
     )
 
 
@@ -275,7 +280,7 @@ def embedding_ranks(config: Config) -> tuple[int, ...]:
     by_rank, further = stages_of_ranks(config), mtp_stage(config)
     stages = [0]
     if config.model.tie_embeddings or further is None:
-        stages.append(sum(map(len, by_rank)) - 1)
+        stages.append(config.parallel.pp * config.pipeline.stages_per_rank - 1)
     if further is not None:
         stages.append(further)
     return tuple(
@@ -334,17 +339,18 @@ def train_recompute(config: Config) -> Recompute | None:
 
 
 def activation_specs(config: Config, device: torch.device) -> dict[int, ActivationSpec]:
-    """What each stage but the last sends on.
+    """What each stage but the last sends on; with two copies of the model, each stage of both.
 
     ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``; behind layers for multi-token
     prediction the outputs of all depths, one behind another.
     """
-    num_stages, further = sum(map(len, stages_of_ranks(config))), mtp_stage(config)
+    num_stages, further = len(layers_of_stages(config)), mtp_stage(config)
     plain = _activation_spec(config, device)
     length, *others = plain.shape
     all_depths = replace(plain, shape=((1 + config.model.num_mtp_layers) * length, *others))
     return {
-        stage: plain if further is None or stage < further else all_depths
+        copy * num_stages + stage: plain if further is None or stage < further else all_depths
+        for copy in range(config.pipeline.copies)
         for stage in range(num_stages - 1)
     }
 

@@ -82,6 +82,47 @@ def test_in_a_v_the_head_is_on_the_first_rank(
     assert printed.count("head") == 1
 
 
+def test_plan_counts_both_copies_of_a_model(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--model.num_layers=4", "--train.global_batch_size=64", "--world-size=8")
+    settings = ("--parallel.tp=1", "--parallel.pp=4", *sizes)
+    both = (*settings, "--pipeline.schedule=dualpipe")
+    one, two = (plan_of(capsys, str(config), *given)["ranks"] for given in (settings, both))
+    plan = plan_of(capsys, str(config), *both)
+    assert plan["num_params"] == plan_of(capsys, str(config), *settings)["num_params"]
+    assert [rank["layers"] for rank in two] == [[[s, s + 1], [3 - s, 4 - s]] for s in range(4)]
+    for rank in range(4):
+        held = one[rank]["num_params"] + one[3 - rank]["num_params"]
+        held -= 384 * 32 if rank in (0, 3) else 0  # embedding and head are one parameter
+        assert two[rank]["num_params"] == held
+        assert 0 <= two[rank]["param_bytes"] - 4 * held < 0.01 * 4 * held  # padding
+        assert two[rank]["grad_bytes"] == two[rank]["param_bytes"]
+        # Two moments; dp 2 x 2 copies share them, so a rank has as many as with one copy.
+        assert two[rank]["optimizer_bytes"] == 2 * two[rank]["param_bytes"] / 4
+    assert main(["plan", str(config), *both]) == 0
+    printed = capsys.readouterr().out
+    assert "3 head | embed 0" in printed
+    assert "sharded over dp and both copies of the model" in printed
+    assert "with d = 4" in printed
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (("--world-size=3", "--parallel.pp=3"), "dualpipe needs an even number, for example 4"),
+        (("--world-size=2", "--train.global_batch_size=20"), "one half in each direction: use 4"),
+        (("--world-size=2", "--train.global_batch_size=8"), "needs at least 2 per rank: 4"),
+    ],
+)
+def test_sizes_without_two_directions_are_refused_with_the_nearest(
+    config: Path, capsys: pytest.CaptureFixture[str], settings: tuple[str, ...], reason: str
+) -> None:
+    always = ("--parallel.tp=1", "--pipeline.schedule=dualpipe")
+    assert main(["plan", str(config), *always, *settings]) == 2
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_planned_bytes_are_those_of_the_real_buffers(config: Path, dtype: str, tied: str) -> None:

@@ -176,7 +176,17 @@ def test_suggested_layouts_do_fit() -> None:
             1,
             "needs pipeline.num_chunks > 1",
         ),
-        ({"pipeline__schedule": "dualpipe"}, 1, "two copies of the model"),
+        (
+            {"pipeline__schedule": "dualpipe", "pipeline__num_chunks": "1"},
+            1,
+            "does not fit pipeline.schedule = dualpipe (--pipeline.schedule=dualpipe), which has 2",
+        ),
+        (
+            {"pipeline__schedule": "dualpipe", "parallel__pp": "8"},
+            8,
+            "cannot fill the 8 stages of parallel.pp = 8 (--parallel.pp=8) x pipeline.num_chunks = "
+            "2 (default) / 2 copies of the model; use at least 8 layers, or at most 4 stages",
+        ),
         (
             {"pipeline__schedule": "no_pipelining", "parallel__pp": "2"},
             2,
@@ -285,9 +295,10 @@ def test_empty_setting_of_an_unresolved_config_is_our_bug() -> None:
 def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
     on = {"parallel__pp": "2", "pipeline__overlap_moe": "true"}
     message = message_of(make(**on, pipeline__schedule="zb_v"), 2)
-    assert "use 1f1b, interleaved_1f1b or dualpipe_v, or turn it off" in message
-    on["pipeline__schedule"] = "dualpipe_v"
-    assert "but moe.num_experts = 0 (default); turn it off" in message_of(make(**on), 2)
+    assert "use 1f1b, interleaved_1f1b, dualpipe_v or dualpipe, or turn it off" in message
+    for schedule in ("dualpipe", "dualpipe_v"):
+        on["pipeline__schedule"] = schedule
+        assert "but moe.num_experts = 0 (default); turn it off" in message_of(make(**on), 2)
     on |= {"moe__num_experts": "4", "parallel__ep": "2", "moe__dispatcher": "allgather"}
     assert "use alltoall or static, or turn it off" in message_of(make(**on), 4)
     # One set of spare slots cannot hold the clones of both microbatches of a pair.

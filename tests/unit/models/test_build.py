@@ -8,7 +8,7 @@ import torch
 
 from megacore.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainSectionConfig
 from megacore.errors import ConfigError
-from megacore.models.build import build_chunks
+from megacore.models.build import build_chunks, in_model_order
 from megacore.parallel import Group, ProcessGroups
 from tests.support.models import params_by_name, random_batch, tiny_config, whole_model
 
@@ -50,6 +50,31 @@ def test_the_stages_of_a_v_go_down_the_ranks_and_back_up() -> None:
     assert torch.equal(hidden, whole_model(model)(None, batch))
     # Both ends are on one rank, so a tied embedding is there once.
     assert last.head.weight is params_by_name(first)["embedding"]
+
+
+def test_the_second_of_two_copies_goes_up_the_ranks() -> None:
+    model = tiny_config(num_layers=4)
+    config = config_for(model, pp=4, num_chunks=2, schedule="dualpipe")
+    groups = [groups_of_stage(rank, 4) for rank in range(4)]
+    per_rank = [build_chunks(config, of_rank) for of_rank in groups]
+    batch = random_batch(model)
+    for copy, ranks in ((0, (0, 1, 2, 3)), (1, (3, 2, 1, 0))):
+        hidden = None
+        for rank in ranks:
+            hidden = per_rank[rank][copy](hidden, batch)
+        assert torch.equal(hidden, whole_model(model)(None, batch))
+    for rank in range(4):
+        # The embedding comes first also where the copy that ends here has the lower number.
+        order = in_model_order(config, groups[rank], per_rank[rank])
+        assert order == ([0, 1] if rank < 2 else [1, 0])
+        pair = in_model_order(config, groups[3 - rank], per_rank[3 - rank])
+        mine, theirs = (
+            [(info, param) for number in numbers for info, param in chunks[number].param_infos()]
+            for numbers, chunks in ((order, per_rank[rank]), (pair, per_rank[3 - rank]))
+        )
+        assert [info for info, _ in mine] == [info for info, _ in theirs]
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True))
+    assert per_rank[3][0].head.weight is params_by_name(per_rank[3][1])["embedding"]
 
 
 def test_stages_may_hold_only_the_embedding_or_only_the_head() -> None:

@@ -24,14 +24,14 @@ class Handle:
 def groups_at(*, tp: int = 0, etp: int = 0) -> ProcessGroups:
     """Groups of one of two tensor-parallel ranks; only positions are looked at."""
     solo = Group.solo()
-    fields = dict.fromkeys(["world", "cp", "dp", "dp_cp", "pp", "ep", "etp_ep", "expert_dp"], solo)
+    names = ("world", "cp", "dp", "dp_cp", "pp", "ep", "etp_ep", "expert_dp", "holders")
+    fields = dict.fromkeys((*names, "expert_holders", "embedding"), solo)
     pair = Handle()
     return ProcessGroups(
         topology=Topology(world_size=2, tp=2),
         rank=tp,
         tp=Group("tp", (0, 1), tp, pair),  # type: ignore[arg-type]
         etp=Group("etp", (0, 1), etp, pair),  # type: ignore[arg-type]
-        embedding=solo,
         **fields,
     )
 

@@ -51,6 +51,13 @@ def test_the_whole_text_of_a_small_case(
     assert out.startswith(GOLDEN)
 
 
+def test_the_text_says_which_stages_hold_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "dualpipe", "--pp=4", "--microbatches=8")
+    assert "2 copies of the model: stage s + 4 holds the layers of stage s;" in out
+    _, out, _ = run(capsys, "dualpipe_v", "--pp=4", "--microbatches=8")
+    assert "copies of the model" not in out
+
+
 COMPARED = """\
 4 ranks, 8 microbatches; all layers of a rank take 1 forward, 2 backward (1 of it for the weights), a message 0
 
