@@ -42,7 +42,7 @@ def random_plan(num_ranks: int, round_: int) -> DevicePlan:
 def move_clones(rank: int, num_ranks: int) -> int:
     groups = ProcessGroups.create(Topology(world_size=num_ranks, ep=num_ranks))
     like = [home_weights(0, 0, projection) for projection in (FC1, FC2)]
-    memory = make_clone_memory(groups.ep, SLOTS, *like)
+    (memory,) = make_clone_memory(groups.ep, SLOTS, *like)
     assert isinstance(memory, HostCloneMemory)
     num_clones = 0
     for round_ in range(ROUNDS):
@@ -107,8 +107,7 @@ def test_memory_and_messages_give_the_same_bits() -> None:
 def lose_a_rank(rank: int) -> str:
     groups = ProcessGroups.create(Topology(world_size=2, ep=2))
     like = [home_weights(0, 0, projection) for projection in (FC1, FC2)]
-    memory = make_clone_memory(groups.ep, SLOTS, *like)
-    assert memory is not None
+    (memory,) = make_clone_memory(groups.ep, SLOTS, *like)
     if rank == 1:
         return ""  # and its process ends
     memory.open()

@@ -88,7 +88,7 @@ class Team:
             for memory, each in zip(self.memories, weights, strict=True):
                 memory.push(projection, each, plan)
         for memory in self.memories:
-            memory._join()
+            memory.join()
         return {
             p: [memory.weights(p, plan).clone() for memory in self.memories]
             for p in reversed(homes)
@@ -295,5 +295,5 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def _check_joined(memory: DeviceCloneMemory) -> None:
-    memory._join()
+    memory.join()
     memory.check()

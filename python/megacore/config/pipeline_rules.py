@@ -95,11 +95,6 @@ def _check_overlap_moe(problems: Problems, config: Config) -> None:
             f"{place} needs exchanges that can be started and waited for, but "
             f"{problems.shown('moe.dispatcher')}; use alltoall or static, or turn it off"
         )
-    if config.moe.echo.spare_slots > 0:
-        problems.add(
-            f"{place} computes two microbatches in turns, but clones of one at a time fit "
-            f"{problems.shown('moe.echo.spare_slots')}; set spare_slots = 0, or turn it off"
-        )
     if config.graphs.mode != "off":
         problems.add(
             f"{place} runs parts of two passes in turns, but graphs share memory in the order of "

@@ -11,6 +11,7 @@ from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
 from megacore.moe.clone_messages import SlotBuffers
+from megacore.moe.settings import num_slot_sets
 from megacore.parallel.process_groups import ProcessGroups
 
 
@@ -46,7 +47,7 @@ def build_stages(
     """Build the chunks of some stages on one rank, in their order; see `build_chunks`."""
     stages, further = _stages(config)
     chunks: list[GPTChunk] = []
-    slots = SlotBuffers(config.moe.echo.spare_slots)
+    slots = SlotBuffers(config.moe.echo.spare_slots, num_slot_sets(config))
     # In the order of the model, which may not be theirs: the embedding first, then who shares it.
     for stage in sorted(mine):
         chunks.append(

@@ -1,12 +1,11 @@
-"""Clones through memory that ranks reach: nobody asks the host what goes where.
+"""Memory of spare slots that ranks reach: nobody asks the host what goes where.
 
 Home experts push their weights into the spare slots that a plan names, and pull the gradients of
 their clones from there. Who writes what follows from the plan's slot table, which is read where it
 lies (``cpp/include/megacore/moe/clone_board.h``). So the host reads nothing, and all of it can be
 part of a CUDA graph.
 
-Shapes: M rows of this rank's experts, R ranks, L home experts, k slots, N output features, K input
-features.
+Shapes: R ranks, L home experts, k slots, N output features, K input features.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from __future__ import annotations
 import ctypes
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacore._core import (
     CLONE_WINDOW_PARTS,
@@ -29,10 +27,9 @@ from megacore._core import (
 )
 from megacore._core import CloneExchange as NativeExchange
 from megacore.errors import PeerLostError
-from megacore.moe.clone_weights import FC1, FC2, CloneExchange
+from megacore.moe.clone_weights import FC1, FC2
 from megacore.moe.device_plan import DevicePlan
 from megacore.ops import cuda_kernels, has_cuda_kernels
-from megacore.ops.gemm_parts import part_input_grad_, part_product_, part_weight_grad_
 from megacore.parallel.host_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
 
@@ -48,25 +45,34 @@ class CloneMemory(ABC):
         num_slots: k.
         fc1: Weights of a layer's home experts, ``(L, N, K)``; those of all layers have this shape.
         fc2: Likewise.
+        has_grads: Whether slots have gradients; a further set of slots for weights has none.
 
     Attributes:
         group: The ranks.
         layout: How memory is cut, the same on all ranks.
     """
 
-    def __init__(self, group: Group, num_slots: int, fc1: Tensor, fc2: Tensor) -> None:
+    def __init__(
+        self, group: Group, num_slots: int, fc1: Tensor, fc2: Tensor, *, has_grads: bool = True
+    ) -> None:
         self.group = group
         self._num_slots = num_slots
+        self._has_grads = has_grads
         self._shapes = {FC1: fc1.shape[1:], FC2: fc2.shape[1:]}
         self._dtype = fc1.dtype
         self._grad_dtype = torch.promote_types(fc1.dtype, torch.float32)
-        self.layout = clone_layout(num_slots, fc1, fc2)
+        self.layout = clone_layout(num_slots, fc1, fc2, has_grads=has_grads)
 
     @property
     def num_bytes(self) -> int:
         """Weights and gradients in all slots of this rank."""
         numel = sum(shape.numel() for shape in self._shapes.values())
-        return self._num_slots * numel * (self._dtype.itemsize + self._grad_dtype.itemsize)
+        return self._num_slots * numel * (self._dtype.itemsize + self._grad_width)
+
+    @property
+    def _grad_width(self) -> int:
+        """Bytes of one element of a gradient."""
+        return self._grad_dtype.itemsize if self._has_grads else 0
 
     @abstractmethod
     def open(self) -> None:
@@ -79,6 +85,9 @@ class CloneMemory(ABC):
     @abstractmethod
     def weights(self, projection: int, plan: DevicePlan) -> Tensor:
         """Clones, ``(k, N, K)``, when they have come; unused slots hold anything."""
+
+    def join(self) -> None:  # noqa: B027
+        """Let what follows wait for this rank's own pushes."""
 
     @abstractmethod
     def grads(self, projection: int) -> Tensor:
@@ -117,13 +126,20 @@ class HostCloneMemory(CloneMemory):
     not come.
 
     Args:
-        window: The memory; see `make_clone_memory` for the rest.
+        window: The memory; see `CloneMemory` for the rest.
     """
 
     def __init__(
-        self, group: Group, num_slots: int, fc1: Tensor, fc2: Tensor, window: HostWindow
+        self,
+        group: Group,
+        num_slots: int,
+        fc1: Tensor,
+        fc2: Tensor,
+        window: HostWindow,
+        *,
+        has_grads: bool = True,
     ) -> None:
-        super().__init__(group, num_slots, fc1, fc2)
+        super().__init__(group, num_slots, fc1, fc2, has_grads=has_grads)
         self._native = NativeExchange(window, self.layout)
         memory = (ctypes.c_uint8 * window.bytes).from_address(window.data)
         memory.window = window  # type: ignore[attr-defined]
@@ -136,12 +152,13 @@ class HostCloneMemory(CloneMemory):
                 count=count,
                 offset=self.layout.weights_offset(group.size, projection),
             ).view(num_slots, *shape)
-            self._grads[projection] = torch.frombuffer(
-                memory,
-                dtype=self._grad_dtype,
-                count=count,
-                offset=self.layout.grads_offset(group.size, projection),
-            ).view(num_slots, *shape)
+            if has_grads:
+                self._grads[projection] = torch.frombuffer(
+                    memory,
+                    dtype=self._grad_dtype,
+                    count=count,
+                    offset=self.layout.grads_offset(group.size, projection),
+                ).view(num_slots, *shape)
 
     def open(self) -> None:
         """See `CloneMemory`."""
@@ -199,10 +216,22 @@ class DeviceCloneMemory(CloneMemory):
     The host waits for nothing. Weights are pushed on a stream of their own, while tokens travel and
     home experts are computed. A kernel waits for a rank for at most the group's timeout; then
     gradients become NaN, which keeps the optimizer from using them, and :meth:`check` raises.
+
+    Args:
+        beside: The set of slots with the gradients, if this is a further one without: where one has
+            failed the other one has as well. See `CloneMemory` for the rest.
     """
 
-    def __init__(self, group: Group, num_slots: int, fc1: Tensor, fc2: Tensor) -> None:
-        super().__init__(group, num_slots, fc1, fc2)
+    def __init__(
+        self,
+        group: Group,
+        num_slots: int,
+        fc1: Tensor,
+        fc2: Tensor,
+        *,
+        beside: DeviceCloneMemory | None = None,
+    ) -> None:
+        super().__init__(group, num_slots, fc1, fc2, has_grads=beside is None)
         if self._grad_dtype != torch.float32:
             raise ValueError(
                 f"experts are {fc1.dtype}; clones on GPUs take float32, bfloat16 and float16"
@@ -216,7 +245,7 @@ class DeviceCloneMemory(CloneMemory):
         self._addresses, owner = symmetric_memory(group, fc1.device, num_bytes)
         self._owner = owner
         buffer = cast(tuple[Tensor, object], owner)[0]
-        self._failure = self._addresses.new_zeros(1)
+        self._failure: Tensor = self._addresses.new_zeros(1) if beside is None else beside._failure
         self._side = torch.cuda.Stream(fc1.device)  # type: ignore[no-untyped-call]
         self._is_pushing = False
         self._slots = {
@@ -229,12 +258,12 @@ class DeviceCloneMemory(CloneMemory):
                 (num_slots, *shape),
             )
             for projection, shape in self._shapes.items()
-            for is_grad in (False, True)
+            for is_grad in ((False, True) if self._has_grads else (False,))
         }
 
     def open(self) -> None:
         """See `CloneMemory`."""
-        self._join()
+        self.join()
         self._launch("clones_open")
         self._side.wait_stream(torch.cuda.current_stream())
         self._is_pushing = True
@@ -250,13 +279,12 @@ class DeviceCloneMemory(CloneMemory):
 
     def weights(self, projection: int, plan: DevicePlan) -> Tensor:
         """Home experts have been computed when the device waits. See `CloneMemory`."""
-        self._join()
+        self.join()
         self._launch("clones_wait", projection, plan)
         return self._slots[projection, False]
 
     def grads(self, projection: int) -> Tensor:
         """See `CloneMemory`."""
-        self._join()
         self._launch("clones_reserve_grads", projection)
         return self._slots[projection, True]
 
@@ -281,8 +309,8 @@ class DeviceCloneMemory(CloneMemory):
                 f"clones of experts within {self._timeout_s:g} s"
             )
 
-    def _join(self) -> None:
-        """Let what follows wait for this rank's own pushes."""
+    def join(self) -> None:
+        """See `CloneMemory`."""
         if self._is_pushing:
             torch.cuda.current_stream().wait_stream(self._side)
             self._is_pushing = False
@@ -300,7 +328,7 @@ class DeviceCloneMemory(CloneMemory):
             self.group.size if plan is None else plan.num_experts,
             self.group.position,
             *(shape.numel() * self._dtype.itemsize for shape in self._shapes.values()),
-            *(shape.numel() * self._grad_dtype.itemsize for shape in self._shapes.values()),
+            *(shape.numel() * self._grad_width for shape in self._shapes.values()),
         ]
         getattr(cuda_kernels(), name)(
             memory=self._addresses.data_ptr(),
@@ -319,100 +347,51 @@ def _view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...
     return buffer[offset : offset + num_bytes].view(dtype).view(shape)
 
 
-def clone_layout(num_slots: int, fc1: Tensor, fc2: Tensor) -> CloneLayout:
+def clone_layout(
+    num_slots: int, fc1: Tensor, fc2: Tensor, *, has_grads: bool = True
+) -> CloneLayout:
     """How the memory for clones of these experts, ``(L, N, K)``, is cut."""
-    width = torch.promote_types(fc1.dtype, torch.float32).itemsize
+    width = torch.promote_types(fc1.dtype, torch.float32).itemsize if has_grads else 0
     return CloneLayout(
         num_slots=num_slots,
-        fc1_bytes=_bytes_of_one(fc1),
-        fc2_bytes=_bytes_of_one(fc2),
+        fc1_bytes=bytes_of_expert(fc1),
+        fc2_bytes=bytes_of_expert(fc2),
         fc1_grad_bytes=fc1[0].numel() * width,
         fc2_grad_bytes=fc2[0].numel() * width,
     )
 
 
-def make_clone_memory(group: Group, num_slots: int, fc1: Tensor, fc2: Tensor) -> CloneMemory | None:
-    """Make the memory on all ranks of a group; collective.
+def make_clone_memory(
+    group: Group, num_slots: int, fc1: Tensor, fc2: Tensor, *, num_sets: int = 1
+) -> tuple[CloneMemory, ...]:
+    """Make sets of slots on all ranks of a group; collective.
+
+    Only the first set has gradients: they are written, offered and collected in one turn.
 
     Returns:
-        ``None``, on all ranks, where they do not reach each other's memory.
+        Nothing, on all ranks, where they do not reach each other's memory.
 
     Raises:
         RuntimeError: On GPUs, while a graph is captured: run the same once before.
     """
     if fc1.device.type == "cpu" and group.host is not None:
-        layout = clone_layout(num_slots, fc1, fc2)
-        window = group.host.make_window(layout.bytes(group.size), num_parts=CLONE_WINDOW_PARTS)
-        return None if window is None else HostCloneMemory(group, num_slots, fc1, fc2, window)
+        host: list[CloneMemory] = []
+        for index in range(num_sets):
+            layout = clone_layout(num_slots, fc1, fc2, has_grads=index == 0)
+            window = group.host.make_window(layout.bytes(group.size), num_parts=CLONE_WINDOW_PARTS)
+            if window is None:
+                return ()
+            host.append(HostCloneMemory(group, num_slots, fc1, fc2, window, has_grads=index == 0))
+        return tuple(host)
     if fc1.device.type == "cuda" and has_cuda_kernels():
-        return DeviceCloneMemory(group, num_slots, fc1, fc2)
-    return None
+        first = DeviceCloneMemory(group, num_slots, fc1, fc2)
+        further = range(num_sets - 1)
+        return first, *(
+            DeviceCloneMemory(group, num_slots, fc1, fc2, beside=first) for _ in further
+        )
+    return ()
 
 
-class MemoryClones(CloneExchange):
-    """Clones of one layer in one forward pass and its backward pass.
-
-    Args:
-        memory: The spare slots.
-        plan: Which clones there are, on the device.
-        fc1: Weights of the home experts, ``(L, ..., K)``.
-        fc2: Weights of the home experts, ``(L, ..., K)``.
-        on_sent: Gets the bytes that this rank sends, an int64 scalar on the device.
-    """
-
-    def __init__(
-        self,
-        memory: CloneMemory,
-        plan: DevicePlan,
-        *,
-        fc1: nn.Parameter,
-        fc2: nn.Parameter,
-        on_sent: Callable[[Tensor], None],
-    ) -> None:
-        super().__init__(fc1=fc1, fc2=fc2)
-        self._memory, self._plan = memory, plan
-        self._on_sent = on_sent
-
-    def bring(self, order: tuple[int, ...]) -> None:
-        """Slots are filled anew each time, so it does not matter who used them. See base."""
-        self._memory.open()
-        weights = self.home_weights()
-        for projection in order:
-            self._memory.push(projection, weights[projection], self._plan)
-        first = self._memory.group.position * weights[FC1].shape[0]
-        held = self._plan.slot_expert
-        is_mine = (held >= first) & (held < first + weights[FC1].shape[0])
-        self._on_sent(is_mine.sum() * sum(_bytes_of_one(each) for each in weights.values()))
-
-    def multiply(
-        self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
-    ) -> None:
-        """See `CloneExchange`."""
-        clones = self._memory.weights(projection, self._plan)
-        part_product_(rows, clones, m_splits[num_local:], m_splits[:num_local].sum(), out)
-
-    def multiply_back(
-        self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
-    ) -> None:
-        """See `CloneExchange`."""
-        clones = self._memory.weights(projection, self._plan)
-        part_input_grad_(grad, clones, m_splits[num_local:], m_splits[:num_local].sum(), out)
-
-    def start_weight_grads(
-        self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
-    ) -> None:
-        """See `CloneExchange`."""
-        grads = self._memory.grads(projection)
-        num_local = like.shape[0]
-        part_weight_grad_(grad, rows, m_splits[num_local:], m_splits[:num_local].sum(), grads)
-        self._memory.offer_grads(projection, self._plan)
-        held = self._plan.slot_expert[self._memory.group.position]
-        self._on_sent((held >= 0).sum() * _bytes_of_one(grads))
-
-    def finish_weight_grads(self, projection: int, total: Tensor) -> None:
-        """Pull: others may not overwrite what has not been read. See `CloneExchange`."""
-        self._memory.collect(projection, total, self._plan)
-
-
-def _bytes_of_one(experts: Tensor) -> int:
+def bytes_of_expert(experts: Tensor) -> int:
+    """Size of one of them."""
     return experts[0].numel() * experts.element_size()

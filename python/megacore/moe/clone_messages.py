@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.moe.clone_memory import CloneMemory, make_clone_memory
-from megacore.moe.clone_weights import CloneExchange
+from megacore.moe.clone_weights import CloneExchange, set_of_turn
 from megacore.moe.offload_plan import OffloadPlan
 from megacore.parallel.process_groups import Group
 
@@ -58,43 +58,20 @@ class CloneRoutes:
         )
 
 
-class SlotBuffers:
-    """The spare slots of a rank: memory for clones, shared by all layers, one user at a time.
+class WeightSlots:
+    """One set of spare slots for weights, one user at a time.
 
     Args:
         num_slots: k.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+        self._num_slots = num_slots
         self._weights: dict[int, Tensor] = {}
-        self._grads: dict[int, Tensor] = {}
         # Whose clones are here or on their way, and what is under way, by projection.
         self._owner: object = None
         self._arriving: dict[int, list[dist.Work]] = {}
         self._leaving: list[dist.Work] = []
-        self._grads_leaving: dict[int, list[dist.Work]] = {}
-        self._memory: CloneMemory | None = None
-        self._has_asked = False
-
-    def memory(self, group: Group, fc1: Tensor, fc2: Tensor) -> CloneMemory | None:
-        """Slots that the other ranks write into, for layers with these weights, ``(L, N, K)``.
-
-        Returns:
-            ``None``, on all ranks, where they do not reach each other's memory.
-
-        Sync:
-            The first call is collective.
-        """
-        if not self._has_asked:
-            self._memory = make_clone_memory(group, self.num_slots, fc1, fc2)
-            self._has_asked = True
-        return self._memory
-
-    def check(self) -> None:
-        """Raise if a rank did not come; see `CloneMemory.check`."""
-        if self._memory is not None:
-            self._memory.check()
 
     def bring(
         self, owner: object, routes: CloneRoutes, weights: dict[int, Tensor], order: tuple[int, ...]
@@ -117,7 +94,7 @@ class SlotBuffers:
         num_bytes = 0
         for projection in order:
             weight = weights[projection]
-            slots = self._buffer(self._weights, projection, weight, weight.dtype)
+            slots = _buffer(self._weights, projection, self._num_slots, weight, weight.dtype)
             sent = [(rank, weight[expert]) for rank, expert in routes.outgoing]
             received = [(rank, slots[slot]) for slot, rank in routes.incoming]
             leaving, self._arriving[projection] = _post(sent, received, routes.group, projection)
@@ -130,11 +107,69 @@ class SlotBuffers:
         _wait(self._arriving.pop(projection, []))
         return self._weights[projection][:num_used]
 
+    def finish(self) -> None:
+        """Wait for all weights under way, also those that nobody came to use."""
+        for projection in list(self._arriving):
+            _wait(self._arriving.pop(projection))
+        _wait(self._leaving)
+        self._leaving = []
+        self._owner = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held so far."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
+
+
+class SlotBuffers:
+    """The spare slots of a rank: memory for clones, shared by all layers.
+
+    Weights are in use from before tokens leave until they have been multiplied, so of microbatches
+    that are computed in turns each needs a set of its own. Gradients are written and begin to
+    travel in one turn: one set serves all.
+
+    Args:
+        num_slots: k.
+        num_sets: Microbatches that may be inside layers at a time: 2 if they are computed in turns.
+
+    Attributes:
+        num_slots: k.
+        sets: Where weights go that travel as messages.
+    """
+
+    def __init__(self, num_slots: int, num_sets: int = 1) -> None:
+        self.num_slots = num_slots
+        self.sets = tuple(WeightSlots(num_slots) for _ in range(num_sets))
+        self._grads: dict[int, Tensor] = {}
+        self._grads_leaving: dict[int, list[dist.Work]] = {}
+        self._memory: tuple[CloneMemory, ...] | None = None
+
+    def memory(self, group: Group, fc1: Tensor, fc2: Tensor) -> tuple[CloneMemory, ...]:
+        """Slots that the other ranks write into, for layers with these weights, ``(L, N, K)``.
+
+        Returns:
+            As many sets as there are, the first one with gradients; none, on all ranks, where they
+            do not reach each other's memory.
+
+        Sync:
+            The first call is collective.
+        """
+        if self._memory is None:
+            self._memory = make_clone_memory(
+                group, self.num_slots, fc1, fc2, num_sets=len(self.sets)
+            )
+        return self._memory
+
+    def check(self) -> None:
+        """Raise if a rank did not come; see `CloneMemory.check`."""
+        for memory in self._memory or ():
+            memory.check()
+
     def grads(self, projection: int, like: Tensor, num_used: int) -> Tensor:
         """Memory for gradients of the first slots; waits until those before have left it."""
         _wait(self._grads_leaving.pop(projection, []))
         dtype = torch.promote_types(like.dtype, torch.float32)
-        return self._buffer(self._grads, projection, like, dtype)[:num_used]
+        return _buffer(self._grads, projection, self.num_slots, like, dtype)[:num_used]
 
     def exchange_grads(
         self, projection: int, routes: CloneRoutes, staging: Tensor
@@ -157,28 +192,11 @@ class SlotBuffers:
         self._grads_leaving.setdefault(projection, []).extend(leaving)
         return arriving, _bytes_of(sent)
 
-    def finish(self) -> None:
-        """Wait for all weights under way, also those that nobody came to use."""
-        for projection in list(self._arriving):
-            _wait(self._arriving.pop(projection))
-        _wait(self._leaving)
-        self._leaving = []
-        self._owner = None
-
     def num_bytes(self) -> int:
         """Memory held so far; the first forward and backward passes allocate it."""
-        tensors = [*self._weights.values(), *self._grads.values()]
-        shared = 0 if self._memory is None else self._memory.num_bytes
-        return shared + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def _buffer(
-        self, buffers: dict[int, Tensor], projection: int, like: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        shape = (self.num_slots, *like.shape[1:])
-        buffer = buffers.get(projection)
-        if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
-            buffer = buffers[projection] = like.new_empty(shape, dtype=dtype)
-        return buffer
+        shared = sum(memory.num_bytes for memory in self._memory or ())
+        grads = sum(tensor.numel() * tensor.element_size() for tensor in self._grads.values())
+        return shared + grads + sum(each.num_bytes for each in self.sets)
 
 
 class MessageClones(CloneExchange):
@@ -205,13 +223,15 @@ class MessageClones(CloneExchange):
     ) -> None:
         super().__init__(fc1=fc1, fc2=fc2)
         self._slots = slots
+        self._filled = slots.sets[0]  # the set that has the clones, from `bring` on
         self._owner, self._routes = owner, routes
         self._on_sent = on_sent
         self._coming_home: dict[int, tuple[Tensor, list[dist.Work]]] = {}
 
     def bring(self, order: tuple[int, ...]) -> None:
         """Start to send weights, unless they are still there. See `CloneExchange`."""
-        self._on_sent(self._slots.bring(self._owner, self._routes, self.home_weights(), order))
+        self._filled = set_of_turn(self._slots.sets)
+        self._on_sent(self._filled.bring(self._owner, self._routes, self.home_weights(), order))
 
     def multiply(
         self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
@@ -237,7 +257,7 @@ class MessageClones(CloneExchange):
     ) -> None:
         if self._routes.num_used:
             num_home, splits = self._clone_rows(m_splits, num_local)
-            clones = self._slots.weights(projection, self._routes.num_used)
+            clones = self._filled.weights(projection, self._routes.num_used)
             more = () if product is torch.ops.megacore.grouped_gemm_input_grad else (None, True)
             out[num_home:] = product(rows[num_home:], clones, splits, *more)
 
@@ -297,6 +317,17 @@ def _post(
     if len(works) < len(messages):  # one for all of them
         return works, works
     return works[: len(sent)], works[len(sent) :]
+
+
+def _buffer(
+    buffers: dict[int, Tensor], projection: int, num_slots: int, like: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The one of this projection; made anew if experts have another size."""
+    shape = (num_slots, *like.shape[1:])
+    buffer = buffers.get(projection)
+    if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
+        buffer = buffers[projection] = like.new_empty(shape, dtype=dtype)
+    return buffer
 
 
 def _wait(works: list[dist.Work]) -> None:

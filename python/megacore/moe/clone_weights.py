@@ -15,14 +15,36 @@ Shapes: M rows of this rank's experts, L home experts, k slots, N output feature
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megacore.ops.gemm import main_grad_of
+from megacore.parallel.turns import running_place
 
 FC1, FC2 = 0, 1
+
+_Set = TypeVar("_Set")
+
+
+def set_of_turn(sets: Sequence[_Set]) -> _Set:
+    """The set of spare slots that the running function may fill.
+
+    Of two microbatches that are computed in turns, each has its own: clones of one stay where they
+    are while the other one has its turn.
+
+    Raises:
+        ValueError: If there is one set for both.
+    """
+    place = running_place()
+    if place >= len(sets):
+        raise ValueError(
+            f"two microbatches are computed in turns, but spare slots have {len(sets)} set; make "
+            "them with SlotBuffers(num_slots, num_sets=2)"
+        )
+    return sets[place]
 
 
 class CloneExchange(ABC):

@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacore.moe.clone_memory import MemoryClones
 from megacore.moe.clone_messages import CloneRoutes, MessageClones, SlotBuffers
 from megacore.moe.clone_weights import CloneExchange
 from megacore.moe.device_plan import DevicePlan, plan_offload_on_device
@@ -32,6 +31,7 @@ from megacore.moe.dispatchers import (
 )
 from megacore.moe.dispatchers.base import constant
 from megacore.moe.experts import GroupedExperts
+from megacore.moe.memory_clones import MemoryClones
 from megacore.moe.reroute import SourceRow, reroute
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.collectives import all_gather
@@ -250,10 +250,10 @@ class Echo:
         """
         if self._reaches_memory:
             fc1, fc2 = (w.detach().flatten(1, -2) for w in (experts.fc1, experts.fc2))
-            memory = self.slots.memory(self._ep, fc1, fc2)
-            if memory is not None:
+            sets = self.slots.memory(self._ep, fc1, fc2)
+            if sets:
                 return MemoryClones(
-                    memory,
+                    sets,
                     plan.offload,
                     fc1=experts.fc1,
                     fc2=experts.fc2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megacore.config import MoEConfig
+from megacore.config import Config, MoEConfig
 from megacore.moe.echo import EchoOptions
 from megacore.moe.router import RouterConfig
 
@@ -48,6 +48,16 @@ def echo_options(moe: MoEConfig) -> EchoOptions:
         min_imbalance=echo.min_imbalance,
         domain_size=echo.domain,
     )
+
+
+def num_slot_sets(config: Config) -> int:
+    """Sets of spare slots for weights: one for each microbatch that may be inside layers at a time.
+
+    Example:
+        >>> num_slot_sets(Config()), num_slot_sets(Config(pipeline={"overlap_moe": True}))
+        (1, 2)
+    """
+    return 2 if config.pipeline.overlap_moe else 1
 
 
 def echo_receive_factor(moe: MoEConfig, experts_per_rank: int) -> float:

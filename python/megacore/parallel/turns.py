@@ -131,6 +131,19 @@ def give_turn() -> None:
         place[0].give(place[1])
 
 
+def running_place() -> int:
+    """Which function of a pair runs: 0 for the first one, 1 for the second, 0 without a pair.
+
+    What lives across turns and must not be shared goes by it.
+
+    Example:
+        >>> Turns().run(running_place, running_place), running_place()
+        ((0, 1), 0)
+    """
+    place = _PLACE.get()
+    return 0 if place is None else place[1]
+
+
 def num_turns_given() -> int:
     """How often the running function of a pair has given its turn away; 0 without a pair.
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megacore.config import Config, filled
-from megacore.moe.settings import echo_options
+from megacore.moe.settings import echo_options, num_slot_sets
 from megacore.parallel import Topology
 
 
@@ -16,8 +16,9 @@ class EchoPlanned:
 
     Attributes:
         num_spare_slots: Slots of a rank, shared by all its layers.
-        slot_weight_bytes: Weights in all slots of a rank.
-        slot_grad_bytes: Their gradients, float32.
+        num_slot_sets: Sets of them for weights: 2 where two microbatches are computed in turns.
+        slot_weight_bytes: Weights in all sets of slots of a rank.
+        slot_grad_bytes: Gradients of one set, float32; they serve all.
         clone_traffic_bytes: What one clone of one microbatch sends: weights in both passes, and its
             gradient.
         mean_rows: Rows of a rank and microbatch if all ranks had the same.
@@ -29,6 +30,7 @@ class EchoPlanned:
     """
 
     num_spare_slots: int
+    num_slot_sets: int
     slot_weight_bytes: int
     slot_grad_bytes: int
     clone_traffic_bytes: int
@@ -59,7 +61,8 @@ def plan_echo(config: Config, topology: Topology) -> EchoPlanned:
     factor = echo_options(moe).guaranteed_factor(local)
     planned = EchoPlanned(
         num_spare_slots=echo.spare_slots,
-        slot_weight_bytes=echo.spare_slots * numel * width,
+        num_slot_sets=num_slot_sets(config),
+        slot_weight_bytes=num_slot_sets(config) * echo.spare_slots * numel * width,
         slot_grad_bytes=echo.spare_slots * numel * 4,
         clone_traffic_bytes=numel * (2 * width + 4),
         mean_rows=mean,
@@ -75,11 +78,12 @@ def _text(planned: EchoPlanned, config: Config, local: int) -> str:
     echo, mib = config.moe.echo, 1 << 20
     times = f"{planned.guaranteed_factor or 0:.3f} times the mean of {planned.mean_rows:,.0f}"
     slots = "slot" if echo.spare_slots == 1 else "slots"
+    in_turns = " in two sets (overlap_moe)" if planned.num_slot_sets > 1 else ""
     lines = [
         f"{echo.spare_slots} spare {slots} per rank, {echo.planner} planner, tolerance "
         f"{echo.tolerance:.1%}; {local} experts per rank",
         f"slot memory per rank, shared by all layers: {planned.slot_weight_bytes / mib:.2f} MiB of "
-        f"weights and {planned.slot_grad_bytes / mib:.2f} MiB of gradients",
+        f"weights{in_turns} and {planned.slot_grad_bytes / mib:.2f} MiB of gradients",
         f"traffic of a clone in a microbatch: {planned.clone_traffic_bytes / mib:.2f} MiB, forward "
         "and backward",
     ]

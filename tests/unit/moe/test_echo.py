@@ -91,6 +91,7 @@ def test_plan_echo_prints_memory_and_bound(
     plan = json.loads(capsys.readouterr().out)
     numel = 3 * 16 * 32
     assert plan["slot_weight_bytes"] == plan["slot_grad_bytes"] == 2 * numel * 4
+    assert plan["num_slot_sets"] == 1
     assert plan["clone_traffic_bytes"] == 3 * numel * 4
     # 2 slots for 4 experts per rank: (1 + b)^2 / (4 b) with b = 1/2.
     assert (plan["mean_rows"], plan["guaranteed_factor"]) == (64, 1.125)
@@ -105,6 +106,20 @@ def test_plan_echo_prints_memory_and_bound(
     assert "nothing is cloned; set it to 1 or more" in capsys.readouterr().err
     assert main(["plan", str(config), "--nproc=2", "--echo", "--parallel.ep=1"]) == 2
     assert "no other rank to clone experts to" in capsys.readouterr().err
+
+
+def test_microbatches_in_turns_need_a_second_set_of_weights(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = ["--world-size=2", "--pipeline.schedule=1f1b", "--pipeline.overlap_moe=true"]
+    assert main(["plan", str(config), *turns, "--echo", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["num_slot_sets"], plan["slot_grad_bytes"]) == (2, 2 * 3 * 16 * 32 * 4)
+    assert plan["slot_weight_bytes"] == 2 * plan["slot_grad_bytes"]
+    assert main(["plan", str(config), *turns, "--echo"]) == 0
+    assert "MiB of weights in two sets (overlap_moe) and " in capsys.readouterr().out
+    assert main(["plan", str(config), *turns, "--moe.dispatcher=allgather"]) == 2
+    assert "use alltoall or static, or turn it off" in capsys.readouterr().err
 
 
 def test_the_guarantee_is_what_the_planner_reaches_on_the_worst_loads() -> None:

@@ -215,9 +215,10 @@ def use_memory(monkeypatch: pytest.MonkeyPatch, kind: type[MetaCloneMemory]) -> 
     """Let layers have clone memory of this kind; the list gets what was made."""
     made: list[CloneMemory] = []
 
-    def make(*args: Any) -> CloneMemory:
+    def make(*args: Any, num_sets: int) -> tuple[CloneMemory, ...]:
+        assert num_sets == 1
         made.append(kind(*args))
-        return made[-1]
+        return (made[-1],)
 
     monkeypatch.setattr("megacore.moe.clone_messages.make_clone_memory", make)
     return made

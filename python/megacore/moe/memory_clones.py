@@ -1,0 +1,83 @@
+"""Clones of a layer in memory that ranks reach; see :mod:`megacore.moe.clone_memory`.
+
+Shapes: M rows of this rank's experts, L home experts, k slots, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from megacore.moe.clone_memory import CloneMemory, bytes_of_expert
+from megacore.moe.clone_weights import FC1, CloneExchange, set_of_turn
+from megacore.moe.device_plan import DevicePlan
+from megacore.ops.gemm_parts import part_input_grad_, part_product_, part_weight_grad_
+
+
+class MemoryClones(CloneExchange):
+    """Clones of one layer in one forward pass and its backward pass.
+
+    Args:
+        sets: The spare slots; weights go by turns, gradients are in the first set.
+        plan: Which clones there are, on the device.
+        fc1: Weights of the home experts, ``(L, ..., K)``.
+        fc2: Weights of the home experts, ``(L, ..., K)``.
+        on_sent: Gets the bytes that this rank sends, an int64 scalar on the device.
+    """
+
+    def __init__(
+        self,
+        sets: tuple[CloneMemory, ...],
+        plan: DevicePlan,
+        *,
+        fc1: nn.Parameter,
+        fc2: nn.Parameter,
+        on_sent: Callable[[Tensor], None],
+    ) -> None:
+        super().__init__(fc1=fc1, fc2=fc2)
+        self._sets, self._plan = sets, plan
+        self._filled = sets[0]  # the set that has the clones, from `bring` on
+        self._on_sent = on_sent
+
+    def bring(self, order: tuple[int, ...]) -> None:
+        """Slots are filled anew each time, so it does not matter who used them. See base."""
+        self._filled = set_of_turn(self._sets)
+        self._filled.open()
+        weights = self.home_weights()
+        for projection in order:
+            self._filled.push(projection, weights[projection], self._plan)
+        first = self._sets[0].group.position * weights[FC1].shape[0]
+        held = self._plan.slot_expert
+        is_mine = (held >= first) & (held < first + weights[FC1].shape[0])
+        self._on_sent(is_mine.sum() * sum(bytes_of_expert(each) for each in weights.values()))
+
+    def multiply(
+        self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
+    ) -> None:
+        """See `CloneExchange`."""
+        clones = self._filled.weights(projection, self._plan)
+        part_product_(rows, clones, m_splits[num_local:], m_splits[:num_local].sum(), out)
+
+    def multiply_back(
+        self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
+    ) -> None:
+        """See `CloneExchange`."""
+        clones = self._filled.weights(projection, self._plan)
+        part_input_grad_(grad, clones, m_splits[num_local:], m_splits[:num_local].sum(), out)
+
+    def start_weight_grads(
+        self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
+    ) -> None:
+        """See `CloneExchange`."""
+        self._filled.join()
+        grads = self._sets[0].grads(projection)
+        num_local = like.shape[0]
+        part_weight_grad_(grad, rows, m_splits[num_local:], m_splits[:num_local].sum(), grads)
+        self._sets[0].offer_grads(projection, self._plan)
+        held = self._plan.slot_expert[self._sets[0].group.position]
+        self._on_sent((held >= 0).sum() * bytes_of_expert(grads))
+
+    def finish_weight_grads(self, projection: int, total: Tensor) -> None:
+        """Pull: others may not overwrite what has not been read. See `CloneExchange`."""
+        self._sets[0].collect(projection, total, self._plan)
