@@ -7,7 +7,10 @@ be reached; activation nodes, all others; and border nodes, activation nodes wit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 
@@ -19,10 +22,12 @@ class BackwardGraph:
         weight_nodes: Nodes from which only parameters can be reached, leaves included.
         borders: Border nodes, each with the outputs whose gradients arrive at it.
         reached: Those of the stage's inputs that have any influence.
+        owners: For nodes written in Python, what keeps them usable after the graph is let go of.
     """
 
     def __init__(self, outputs: Sequence[GradientEdge], targets: Sequence[Node]) -> None:
         self.edges = _edges([output.node for output in outputs])
+        self.owners = _owners(self.edges, outputs)
         self.weight_nodes: set[Node] = set()
         activation: set[Node] = set()
         borders: list[Node] = []
@@ -79,6 +84,27 @@ def _is_branch_of_weights(children: list[Node], weight_nodes: set[Node]) -> bool
 def is_leaf(node: Node) -> bool:
     """Whether a node adds to the gradient of a leaf tensor."""
     return hasattr(node, "variable")
+
+
+def _owners(
+    edges: dict[Any, list[tuple[Any, int]]], outputs: Sequence[GradientEdge]
+) -> dict[Node, Node]:
+    """The nearest native node above each node written in Python, or the token of its output.
+
+    In torch 2.11 a Python object of such a node does not own it, so its saved tensors go with the
+    graph. In torch 2.13 it does, and nothing else needs to be held.
+    """
+    if torch.__version__ >= "2.13":  # compared as versions, not as text
+        return {}
+    owners: dict[Any, Node] = {
+        o.node: o.ownership_token for o in outputs if o.ownership_token is not None
+    }
+    for node in reversed(edges):
+        owner = owners.get(node) if isinstance(node, BackwardCFunction) else node
+        for child, _ in edges[node]:
+            if owner is not None and isinstance(child, BackwardCFunction):
+                owners.setdefault(child, owner)
+    return owners
 
 
 def _edges(roots: list[Node]) -> dict[Node, list[tuple[Node | None, int]]]:

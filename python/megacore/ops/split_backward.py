@@ -265,17 +265,20 @@ class _Part:
         nodes: Its nodes without the leaves, in the order in which autograd would run them.
         weight_nodes: Those that are weight nodes, and the leaves.
         leaves: The nodes of its parameters.
+        owners: What keeps nodes usable until they have run.
     """
 
     arrived: dict[Node, Arrived]
     nodes: deque[Node]
     weight_nodes: set[Node]
     leaves: list[Any]
+    owners: dict[Node, Node]
 
     def run(self) -> list[Tensor | None]:
         """Compute the gradients of the parameters, letting go of each node behind it."""
         while self.nodes:
             node = self.nodes.popleft()
+            owner = self.owners.pop(node, None)
             arrived = self.arrived.pop(node, None)
             if arrived is None:
                 continue
@@ -283,6 +286,7 @@ class _Part:
             for (child, nr), grad in zip(node.next_functions, grads, strict=True):
                 if child in self.weight_nodes and grad is not None:
                     self._add(child, nr, grad)
+            del owner
         return [self.arrived.pop(leaf, {}).get(0) for leaf in self.leaves]
 
     def _add(self, node: Node, nr: int, grad: Tensor) -> None:
@@ -337,6 +341,7 @@ def _parts(
                 nodes=deque(sorted(inner, key=_sequence, reverse=True)),
                 weight_nodes=graph.weight_nodes.intersection(group),
                 leaves=leaves,
+                owners={node: graph.owners[node] for node in group if node in graph.owners},
             )
             parts.append((max(map(_sequence, here)), part))
     return [part for _, part in sorted(parts, key=lambda entry: entry[0], reverse=True)]
