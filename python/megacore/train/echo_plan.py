@@ -78,12 +78,12 @@ def _text(planned: EchoPlanned, config: Config, local: int) -> str:
     echo, mib = config.moe.echo, 1 << 20
     times = f"{planned.guaranteed_factor or 0:.3f} times the mean of {planned.mean_rows:,.0f}"
     slots = "slot" if echo.spare_slots == 1 else "slots"
-    in_turns = " in two sets (overlap_moe)" if planned.num_slot_sets > 1 else ""
+    in_turns = ", weights in two sets (overlap_moe)" if planned.num_slot_sets > 1 else ""
     lines = [
-        f"{echo.spare_slots} spare {slots} per rank, {echo.planner} planner, tolerance "
+        f"{echo.spare_slots} spare {slots} per rank{in_turns}, {echo.planner} planner, tolerance "
         f"{echo.tolerance:.1%}; {local} experts per rank",
         f"slot memory per rank, shared by all layers: {planned.slot_weight_bytes / mib:.2f} MiB of "
-        f"weights{in_turns} and {planned.slot_grad_bytes / mib:.2f} MiB of gradients",
+        f"weights and {planned.slot_grad_bytes / mib:.2f} MiB of gradients",
         f"traffic of a clone in a microbatch: {planned.clone_traffic_bytes / mib:.2f} MiB, forward "
         "and backward",
     ]

@@ -117,7 +117,11 @@ def test_microbatches_in_turns_need_a_second_set_of_weights(
     assert (plan["num_slot_sets"], plan["slot_grad_bytes"]) == (2, 2 * 3 * 16 * 32 * 4)
     assert plan["slot_weight_bytes"] == 2 * plan["slot_grad_bytes"]
     assert main(["plan", str(config), *turns, "--echo"]) == 0
-    assert "MiB of weights in two sets (overlap_moe) and " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 spare slots per rank, weights in two sets (overlap_moe), balanced" in printed
+    assert "0.02 MiB of weights and 0.01 MiB of gradients" in printed
+    assert main(["plan", str(config), *turns]) == 0
+    assert "weights in two sets" in capsys.readouterr().out
     assert main(["plan", str(config), *turns, "--moe.dispatcher=allgather"]) == 2
     assert "use alltoall or static, or turn it off" in capsys.readouterr().err
 
