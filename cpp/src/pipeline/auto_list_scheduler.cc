@@ -111,7 +111,9 @@ void ListScheduler::decide(int rank, double now) {
   }
   if (!best.exists()) return;
   if (best.arrival <= now) return start(rank, best.token, now);
-  const double gap = best.arrival - now + kSameTime;
+  const double until =
+      policy_->keys_are_deadlines ? std::max(best.arrival, best.key) : best.arrival;
+  const double gap = until - now + kSameTime;
   if (filler.exists() && instance_.duration(filler.token) <= gap) {
     return start(rank, filler.token, now);
   }

@@ -26,6 +26,8 @@ struct Policy {
   int backlog = std::numeric_limits<int>::max();
   // How long a rank may wait for an action that is known to arrive.
   double patience = 0.0;
+  // Keys are latest starts: it waits only if what it could run would make that action late.
+  bool keys_are_deadlines = false;
 };
 
 class ListScheduler {

@@ -293,7 +293,12 @@ std::vector<Policy> policies_within(const StartWindows& windows, const Instance&
     for (const int backlog : {kLate, 0}) {
       if (backlog == 0 && !instance.split) continue;
       policy.backlog = backlog;
-      for (Policy& waiting : with_waits(policy, instance)) policies.push_back(std::move(waiting));
+      for (const Policy& waiting : with_waits(policy, instance)) {
+        policies.push_back(waiting);
+        if (part > 0.0 || waiting.patience == 0.0) continue;
+        policies.push_back(waiting);
+        policies.back().keys_are_deadlines = true;
+      }
     }
   }
   return policies;

@@ -203,6 +203,7 @@ def test_a_certificate_reads_like_a_verdict_and_survives_pickling() -> None:
         ("v", 8, 64, 24, 0.1, False),
         ("v", 8, 32, 32, 0.05, False),
         ("v", 8, 8, 16, 0.1, True),
+        ("v", 16, 16, 32, 0.1, True),
         ("loop", 4, 16, 8, 0.05, False),
     ],
 )
