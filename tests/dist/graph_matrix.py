@@ -237,8 +237,9 @@ def record_text(
         f"# python -m tests.dist.graph_matrix {' '.join(sys.argv[1:])}",
         "",
         "Equal on every rank: loss and gradient norm of each step, two validations. Asserted of",
-        "every training: static tensors are full of NaN after the last step, ZeRO-1 shards every",
-        "buffer, reductions begin in backward and weights are awaited in forward passes.",
+        "every training: after the last step all released static tensors are poisoned, ZeRO-1",
+        "shards every buffer, reductions begin in backward and weights are awaited in forward",
+        "passes. With dp 1 that code runs in groups of one rank: nothing to shard or to send.",
         "early: the fewest reductions that began in backward passes of a rank, over all settings.",
         "graphs and inputs: captured graphs and static inputs by rank, for the set of scopes with",
         "the most graphs.",
@@ -246,15 +247,25 @@ def record_text(
         "",
         "pp chunks dp  m  kind     equal   early  graphs           inputs",
     ]
-    lines += [row(one, keys[one], done) for one in layouts]
+    lines += [row(one, own, done) for one, own in keys.items() if any(key in done for key in own)]
     lines += ["", f"{len(ran)} of {len(every)} combinations ran, all of them equal"]
     if wrong:
         lines[-1] = f"{len(ran)} of {len(every)} combinations ran and are equal; wrong:"
         lines += wrong
-    missing = [key for key in every if key not in done]
-    if missing:
-        lines += ["not run:", *missing]
+    if len(ran) < len(every):
+        lines += [
+            "",
+            "Not complete: layouts without a line did not run; of these some settings ran:",
+        ]
+        lines += [part for one in layouts if (part := part_of(one, asked, done))]
     return "\n".join(lines) + "\n"
+
+
+def part_of(layout: Layout, asked: argparse.Namespace, done: dict[str, Entry]) -> str:
+    """What ran of a layout if not all did; empty if all did, or nothing."""
+    settings = settings_of(layout, asked)
+    ran = [name_of(g) for g in settings if key_of(layout, g, asked.steps) in done]
+    return f"{layout.text()}: {'; '.join(ran)}" if 0 < len(ran) < len(settings) else ""
 
 
 def compared_text(ran: list[Entry]) -> str:
@@ -274,8 +285,6 @@ def row(layout: Layout, keys: list[str], done: dict[str, Entry]) -> str:
         f"{layout.pp:2} {layout.chunks:6} {layout.dp:2} {layout.m:2}  {layout.kind:8}"
         f"{len(entries):2} of {len(keys):2}"
     )
-    if not entries:
-        return start
     most = max(entries, key=lambda entry: sum(rank["graphs"] for rank in entry["static"]))
     counts = [slashed([r[name] for r in most["static"]]) for name in ("graphs", "inputs")]
     early = min(min(entry["reduced"]) for entry in entries)
