@@ -62,8 +62,9 @@ def finish(parts: Sequence[str], out: Path | None) -> None:
 
 
 def write_json(path: str | Path | None, results: Any, machine: Mapping[str, Any]) -> None:
-    """Write results with the facts, if a path is given."""
+    """Write results with the facts, if a path is given; its folder is made."""
     if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"machine": machine, "results": results}, indent=2))
 
 

@@ -17,9 +17,16 @@ pytestmark = pytest.mark.dist
 
 RANKS, MICROBATCHES, BATCH, WIDTH = 4, 8, 2, 6
 
+# In torch 2.11 a rank that holds two stages in a row sends to itself before the first step.
+SENDS_TO_ITSELF = pytest.mark.skipif(
+    torch.__version__ < "2.13",  # compared as versions, not as text
+    reason=f"the setup of stages in torch {torch.__version__} sends from a rank to itself, "
+    "which gloo refuses",
+)
 
-def one_chain_schedules() -> list[Schedule]:
-    """All schedules that PyTorch's CSV can express and that have four ranks."""
+
+def one_chain_schedules(placement: str) -> list[Schedule]:
+    """All schedules of a placement that PyTorch's CSV can express and that have four ranks."""
     return [
         build_schedule(
             info.name,
@@ -28,7 +35,7 @@ def one_chain_schedules() -> list[Schedule]:
             num_chunks=2 if info.num_chunks == 0 else None,
         )
         for info in schedule_catalog()
-        if info.placement != "bidirectional" and info.name != "no_pipelining"
+        if info.placement == placement and info.name != "no_pipelining"
     ]
 
 
@@ -57,11 +64,11 @@ def gradients_of_one_process(num_stages: int) -> list[list[Tensor]]:
     return [[p.grad for p in stage.parameters() if p.grad is not None] for stage in stages]
 
 
-def run_rank(rank: int, folder: str) -> dict[str, dict[int, list[Tensor | None]]]:
+def run_rank(rank: int, placement: str, folder: str) -> dict[str, dict[int, list[Tensor | None]]]:
     """Run the CSV files one after the other; return the gradients of this rank's stages."""
     inputs, targets = batch()
     results = {}
-    for schedule in one_chain_schedules():
+    for schedule in one_chain_schedules(placement):
         last_stage = schedule.num_stages - 1
         modules = {stage: make_stage(stage) for stage in schedule.stages(rank)}
         stages = [
@@ -83,11 +90,15 @@ def run_rank(rank: int, folder: str) -> dict[str, dict[int, list[Tensor | None]]
     return results
 
 
-def test_every_schedule_runs_there_with_the_gradients_of_one_process(tmp_path: Path) -> None:
-    schedules = one_chain_schedules()
+@pytest.mark.parametrize("placement", ["loop", pytest.param("v", marks=SENDS_TO_ITSELF)])
+def test_every_schedule_runs_there_with_the_gradients_of_one_process(
+    placement: str, tmp_path: Path
+) -> None:
+    schedules = one_chain_schedules(placement)
+    assert len(schedules) >= 5
     for schedule in schedules:
         schedule.to_csv(tmp_path / f"{schedule.name}.csv")
-    results = run_ranks(RANKS, run_rank, str(tmp_path), timeout_s=120.0)
+    results = run_ranks(RANKS, run_rank, placement, str(tmp_path), timeout_s=120.0)
     for schedule in schedules:
         expected = gradients_of_one_process(schedule.num_stages)
         for rank in range(RANKS):
