@@ -40,10 +40,10 @@ float grad(int64_t step, int64_t projection, int64_t index, int64_t i) {
 // Ranks whose memory all lies here.
 class Ranks {
  public:
-  explicit Ranks(double timeout_s = 60.0)
+  explicit Ranks(double timeout_s = 60.0, int64_t num_grads = kGrads)
       : layout_{.num_slots = kSlots,
                 .weight_bytes = {kWeightBytes[0], kWeightBytes[1]},
-                .grad_bytes = {kGrads * 4, kGrads * 4}},
+                .grad_bytes = {num_grads * 4, num_grads * 4}},
         timeout_ns_(static_cast<int64_t>(timeout_s * 1e9)),
         failures_(kRanks) {
     for (int64_t rank = 0; rank < kRanks; ++rank) {
@@ -134,6 +134,14 @@ void check_weights(const Ranks& ranks,
   }
 }
 
+std::vector<std::vector<std::byte>> in_all_slots(const Ranks& ranks) {
+  std::vector<std::vector<std::byte>> found;
+  for (int64_t place = 0; place < kRanks * kSlots * moe::kProjections; ++place) {
+    found.push_back(in_slot(ranks, place / moe::kProjections, place % moe::kProjections));
+  }
+  return found;
+}
+
 void collect_and_check(Ranks& ranks, const Table& table, int64_t step, int64_t projection) {
   for (int64_t rank = 0; rank < kRanks; ++rank) {
     cuda::clones_reserve_grads(ranks.view(rank, table), projection, nullptr);
@@ -164,10 +172,7 @@ TEST(CloneKernels, BringWeightsAndCollectGradientsWithChangingTables) {
   Ranks ranks;
   for (int64_t step = 0; step < 3; ++step) {
     const Table& table = step % 2 == 0 ? kFirstTable : kOtherTable;
-    std::vector<std::vector<std::byte>> before;
-    for (int64_t place = 0; place < kRanks * kSlots * moe::kProjections; ++place) {
-      before.push_back(in_slot(ranks, place / moe::kProjections, place % moe::kProjections));
-    }
+    const std::vector<std::vector<std::byte>> before = in_all_slots(ranks);
     bring(ranks, table, step);
     check_weights(ranks, table, step, before);
     for (int64_t projection = 0; projection < moe::kProjections; ++projection) {
@@ -200,6 +205,27 @@ TEST(CloneKernels, RankThatPushesNothingIsNamedAndGradientsAreNan) {
   EXPECT_TRUE(ranks.failure(0).member == 1 || ranks.failure(0).member == 2);
   std::vector<float> total(kLocal * kGrads, kOld);
   cuda::clones_collect(ranks.view(0, kFirstTable), 0, total.data(), nullptr);
+  EXPECT_TRUE(std::isnan(total[0]));
+}
+
+TEST(CloneKernels, SetWithoutGradientsKeepsItsWeightsAndFailsTheOther) {
+  Ranks first(0.05);
+  Ranks second(0.05, 0);
+  const std::vector<std::vector<std::byte>> before = in_all_slots(first);
+  for (int64_t step = 0; step < 2; ++step) {
+    bring(first, kFirstTable, step);
+    bring(second, kOtherTable, step + 5);
+    collect_and_check(first, kFirstTable, step, 1);
+    check_weights(first, kFirstTable, step, before);
+    check_weights(second, kOtherTable, step + 5, before);
+  }
+  CloneView view = second.view(2, kOtherTable);
+  view.failure = first.view(2, kFirstTable).failure;
+  cuda::clones_open(view, nullptr);
+  cuda::clones_wait(view, 0, nullptr);
+  EXPECT_EQ(first.failure(2).fault, PeerFault::kNoRows);
+  std::vector<float> total(kLocal * kGrads, kOld);
+  cuda::clones_collect(first.view(2, kFirstTable), 0, total.data(), nullptr);
   EXPECT_TRUE(std::isnan(total[0]));
 }
 
