@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megacore.cli import main
 from megacore.config import load_config
 from megacore.config.load import config_to_toml, split_overrides
 from megacore.errors import ConfigError
-from megacore.moe import plan_offload
+from megacore.moe import clone_memory, plan_offload
+from megacore.moe.clone_memory import DeviceCloneMemory
 from megacore.moe.clone_messages import CloneRoutes, SlotBuffers
 from megacore.moe.clone_weights import FC1
+from megacore.moe.device_plan import plan_offload_on_device
+from megacore.moe.dispatchers import symmetric_peers
 from megacore.moe.echo import EchoCounts, EchoOptions
 from megacore.moe.recorded_counts import recorded_counts
 from megacore.parallel.process_groups import Group
@@ -248,3 +255,36 @@ def test_gradients_under_way_survive_a_layer_without_clones(
     assert not message.is_done
     slots.grads(FC1, like, 1)
     assert message.is_done, "memory that is being sent must not be written"
+
+
+def test_kernels_of_both_sets_of_slots_tell_failures_in_one_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def memory_of(_group: Group, _device: torch.device, num_bytes: int) -> tuple[Tensor, Any]:
+        return torch.zeros(2, dtype=torch.int64), (torch.empty(num_bytes, dtype=torch.uint8), None)
+
+    # Weights of the second set that did not come must spoil the gradients, which are in the first.
+    launched: list[dict[str, Any]] = []
+    kernels = SimpleNamespace(clones_wait=lambda **arguments: launched.append(arguments))
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(clone_memory, "cuda_kernels", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(
+        symmetric_peers,
+        "symmetric_memory",
+        memory_of,
+    )
+    options = SimpleNamespace(_timeout=timedelta(seconds=1))
+    handle = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(options=options))
+    group = Group("ep", (0, 1), 0, handle)  # type: ignore[arg-type]
+    plan = plan_offload_on_device(torch.tensor([[9, 1], [9, 1]]), num_spare_slots=1)
+    fc1, fc2 = torch.zeros(1, 6, 5), torch.zeros(1, 5, 3)
+    first = DeviceCloneMemory(group, 1, fc1, fc2)
+    second = DeviceCloneMemory(group, 1, fc1, fc2, beside=first)
+    for memory in (first, second):
+        memory.weights(FC1, plan)
+    assert launched[0]["failure"] == launched[1]["failure"] != 0
+    assert launched[0]["sizes"] == [2, 1, 2, 0, 120, 60, 120, 60]
+    assert launched[1]["sizes"] == [2, 1, 2, 0, 120, 60, 0, 0]
+    assert (first.num_bytes, second.num_bytes) == (360, 180)
