@@ -95,8 +95,8 @@ def static_tensors(trainer: Trainer) -> StaticTensors:
 def run_steps(trainer: Trainer, steps: int, *, compare_every: int = 1) -> dict[str, float]:
     """The numbers of some steps, and those of a validation in the middle.
 
-    Replays compare their operations with those of the capture, which takes half of the time: after
-    ten steps only in those that ``compare_every`` divides.
+    Replays compare their operations with those of the capture, which takes more than half of the
+    time: after ten steps only in those that ``compare_every`` divides.
     """
     numbers = {}
     for step in range(steps):
