@@ -184,7 +184,7 @@ def _memory_text(plan: RunPlan, config: Config) -> str:
     from megacore.train.plan import memory_row_of
 
     row, optimizer = memory_row_of(config), config.optimizer
-    holders = plan.topology.dp * config.pipeline.copies
+    holders = plan.topology.dp * plan.topology.cp * config.pipeline.copies
     shards = holders // optimizer.num_instances if optimizer.distributed else 1
     largest = max(max(rank.bucket_numels) for rank in plan.ranks)
     each = "" if shards == 1 else f" = {float(row.per_rank(shards)):.4g} with d = {shards}"

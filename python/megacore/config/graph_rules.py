@@ -135,6 +135,12 @@ def _recompute_problems(config: Config, shown: Shown) -> Iterator[str]:
 
 
 def _full_problems(config: Config, shown: Shown) -> Iterator[str]:
+    if config.pipeline.debug_messages and config.parallel.pp > 1:
+        yield (
+            f"{shown('graphs.mode')} records the whole step, but "
+            f"{shown('pipeline.debug_messages')} lets the host check every message; leave one out, "
+            'or set graphs.mode = "partial"'
+        )
     if config.moe.num_experts > 0:
         yield from _host_problems(config, shown, shown("graphs.mode"), plans=True)
     if config.moe.num_experts > 0 and config.moe.dispatcher != "static":

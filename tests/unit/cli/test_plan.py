@@ -175,6 +175,9 @@ def test_plan_shows_buckets_and_bytes_per_parameter(
     assert all(numel % 128 == 0 for numel in last["bucket_numels"])
     assert main(["plan", str(config), *settings]) == 0
     assert "bytes per parameter: 6 + 12/d = 12 with d = 2" in capsys.readouterr().out
+    context = ("--parallel.tp=1", "--parallel.cp=2")  # its ranks share the state too
+    assert main(["plan", str(config), *settings, *context]) == 0
+    assert "bytes per parameter: 6 + 12/d = 9 with d = 4" in capsys.readouterr().out
 
 
 def test_plan_shows_where_each_parameter_lies(

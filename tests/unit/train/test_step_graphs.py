@@ -369,6 +369,11 @@ def test_a_resumed_run_captures_anew_and_goes_on(graphs: dict[str, Any]) -> None
         ({"scopes": "attn"}, {"train": {"recompute": "full"}}, "runs whole layers again"),
         ({"backend": "cuda"}, {}, "needs a GPU"),
         (
+            {"mode": "full"},
+            {"parallel": {"pp": 2}, "pipeline": {"debug_messages": True}},
+            "lets the host check every message",
+        ),
+        (
             {"scopes": "attn,moe"},
             {"moe": {**STATIC, "static_transport": "collective", "echo": {"spare_slots": 1}}},
             "lets the host send clones",
