@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import Config, resolve
 from megacore.train.loop import train
+from tests.support.configs import changed_config
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -34,12 +34,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 def _train(rank: int, world_size: int, folder: Path, settings: dict[str, Any]) -> None:
-    sections = {name: dict(values) for name, values in SECTIONS.items()}
-    sections["data"] = {"source": str(folder / "text.txt"), "tokenizer": "bytes"}
-    for key, value in settings.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    config = resolve(Config(**sections), world_size, vocab_size=256, cuda=False)
+    data = {"source": str(folder / "text.txt"), "tokenizer": "bytes"}
+    sections = {**SECTIONS, "data": data}
+    config = changed_config(world_size, sections, settings)
     device = torch.device("cpu")
     context: Any = SimpleNamespace(rank=rank, world_size=world_size, device=device)
     assert train(config, context) == 0

@@ -10,28 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import Config, resolve
 from megacore.data import microbatch
 from megacore.parallel.batch import Microbatch
 from megacore.train.trainer import Trainer, build_trainer
 from tests.dist.test_moe_invariance import own_gradients, whole_gradients
+from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist
 
 STEPS = 5
 BASE: dict[str, Any] = {
-    "model": {
-        "hidden_size": 32,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ffn_hidden_size": 48,
-        "seq_length": 16,
-        "vocab_size": 256,
-        "vocab_pad_multiple": 64,
-        "dropout": 0.1,
-    },
+    "model": {**FOUR_LAYERS, "dropout": 0.1},
     "train": {
         "steps": 8,  # those of the learning rate; what follows the first ones shows nothing new
         "microbatch_size": 1,
@@ -68,14 +58,7 @@ Changes = dict[str, Any]
 
 
 def make_trainer(world_size: int, changes: Changes) -> Trainer:
-    sections: dict[str, Any] = {name: dict(values) for name, values in BASE.items()}
-    for key, value in changes.items():
-        *path, name = key.split(".")
-        table = sections
-        for part in path:
-            table = table.setdefault(part, {})
-        table[name] = value
-    config = resolve(Config(**sections), world_size, vocab_size=256, cuda=False)
+    config = changed_config(world_size, BASE, changes)
     return build_trainer(config, world_size=world_size, device=torch.device("cpu"))
 
 

@@ -10,28 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import Config, resolve
+from megacore.config import Config
 from megacore.errors import MegacoreError
 from megacore.moe import OffloadPlan
 from megacore.parallel.params import ParamInfo, ShardPosition, unshard
 from megacore.train.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import Trainer, build_trainer
+from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
 
 STEPS = 20
 NUM_EXPERTS = 8
 
 BASE: dict[str, dict[str, Any]] = {
-    "model": {
-        "hidden_size": 32,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ffn_hidden_size": 48,
-        "seq_length": 16,
-        "vocab_size": 256,
-        "vocab_pad_multiple": 64,
-    },
+    "model": {**FOUR_LAYERS},
     "moe": {
         "num_experts": NUM_EXPERTS,
         "top_k": 2,
@@ -51,14 +43,7 @@ DOCUMENTED = {"moe.echo.planner": "echo"}
 
 
 def make_config(world_size: int, changes: dict[str, Any]) -> Config:
-    sections: dict[str, Any] = {name: dict(values) for name, values in BASE.items()}
-    for key, value in changes.items():
-        *path, name = key.split(".")
-        table = sections
-        for part in path:
-            table = table.setdefault(part, {})
-        table[name] = value
-    return resolve(Config(**sections), world_size, vocab_size=256, cuda=False)
+    return changed_config(world_size, BASE, changes)
 
 
 def skewed_trainer(world_size: int, changes: dict[str, Any]) -> Trainer:

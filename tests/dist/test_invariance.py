@@ -7,34 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import Config, resolve
+from megacore.config import Config
 from megacore.train.trainer import build_trainer
+from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
 
 STEPS = 20
 
 BASE: dict[str, dict[str, Any]] = {
-    "model": {
-        "hidden_size": 32,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ffn_hidden_size": 64,
-        "seq_length": 16,
-        "vocab_size": 256,
-        "vocab_pad_multiple": 64,
-    },
+    "model": {**FOUR_LAYERS, "ffn_hidden_size": 64},
     "train": {"steps": STEPS, "microbatch_size": 2, "global_batch_size": 16, "eval_interval": 10},
     "optimizer": {"lr": 2e-3, "warmup_steps": 5},
 }
 
 
 def make_config(world_size: int, changes: dict[str, Any]) -> Config:
-    sections: dict[str, dict[str, Any]] = {name: dict(values) for name, values in BASE.items()}
-    for key, value in changes.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    return resolve(Config(**sections), world_size, vocab_size=256, cuda=False)
+    return changed_config(world_size, BASE, changes)
 
 
 def train(_rank: int, world_size: int, changes: dict[str, Any]) -> tuple[list[float], list[float]]:

@@ -10,28 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import Config, resolve
+from megacore.config import Config
 from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
 from megacore.parallel import ProcessGroups
 from megacore.parallel.params import ParamInfo, ShardPosition, unshard
 from megacore.train.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import Trainer, build_trainer
+from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
 
 STEPS = 20
 
 BASE: dict[str, dict[str, Any]] = {
-    "model": {
-        "hidden_size": 32,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ffn_hidden_size": 48,
-        "seq_length": 16,
-        "vocab_size": 256,
-        "vocab_pad_multiple": 64,
-    },
+    "model": {**FOUR_LAYERS},
     "moe": {
         "num_experts": 4,
         "top_k": 2,
@@ -50,11 +42,7 @@ Result = tuple[list[float], Gradients, list[dict[int, tuple[int, ...]]]]
 
 
 def make_config(world_size: int, changes: dict[str, Any]) -> Config:
-    sections: dict[str, dict[str, Any]] = {name: dict(values) for name, values in BASE.items()}
-    for key, value in changes.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    return resolve(Config(**sections), world_size, vocab_size=256, cuda=False)
+    return changed_config(world_size, BASE, changes)
 
 
 def own_gradients(trainer: Trainer) -> list[tuple[ParamInfo, ShardPosition, int, Tensor]]:

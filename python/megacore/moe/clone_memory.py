@@ -74,6 +74,22 @@ class CloneMemory(ABC):
         """Bytes of one element of a gradient."""
         return self._grad_dtype.itemsize if self._has_grads else 0
 
+    def _slots_in(self, buffer: Tensor) -> dict[tuple[int, bool], Tensor]:
+        """All slots of this rank, ``(k, N, K)``, by projection and whether they hold gradients.
+
+        Args:
+            buffer: The memory as bytes, cut as ``layout`` says.
+        """
+        slots = {}
+        for projection, one in self._shapes.items():
+            shape = (self._num_slots, *one)
+            at = self.layout.weights_offset(self.group.size, projection)
+            slots[projection, False] = _view(buffer, at, self._dtype, shape)
+            if self._has_grads:
+                at = self.layout.grads_offset(self.group.size, projection)
+                slots[projection, True] = _view(buffer, at, self._grad_dtype, shape)
+        return slots
+
     @abstractmethod
     def open(self) -> None:
         """Let the slots be written: nothing that comes later needs what is in them."""
@@ -143,22 +159,7 @@ class HostCloneMemory(CloneMemory):
         self._native = NativeExchange(window, self.layout)
         memory = (ctypes.c_uint8 * window.bytes).from_address(window.data)
         memory.window = window  # type: ignore[attr-defined]
-        self._weights, self._grads = {}, {}
-        for projection, shape in self._shapes.items():
-            count = num_slots * shape.numel()
-            self._weights[projection] = torch.frombuffer(
-                memory,
-                dtype=self._dtype,
-                count=count,
-                offset=self.layout.weights_offset(group.size, projection),
-            ).view(num_slots, *shape)
-            if has_grads:
-                self._grads[projection] = torch.frombuffer(
-                    memory,
-                    dtype=self._grad_dtype,
-                    count=count,
-                    offset=self.layout.grads_offset(group.size, projection),
-                ).view(num_slots, *shape)
+        self._slots = self._slots_in(torch.frombuffer(memory, dtype=torch.uint8))
 
     def open(self) -> None:
         """See `CloneMemory`."""
@@ -176,12 +177,12 @@ class HostCloneMemory(CloneMemory):
         """Waits until all ranks have pushed. See `CloneMemory`."""
         del plan
         self._native.wait_for_weights(projection)
-        return self._weights[projection]
+        return self._slots[projection, False]
 
     def grads(self, projection: int) -> Tensor:
         """Waits until all ranks have collected. See `CloneMemory`."""
         self._native.reserve_grads(projection)
-        return self._grads[projection]
+        return self._slots[projection, True]
 
     def offer_grads(self, projection: int, plan: DevicePlan) -> None:
         """See `CloneMemory`."""
@@ -248,18 +249,7 @@ class DeviceCloneMemory(CloneMemory):
         self._failure: Tensor = self._addresses.new_zeros(1) if beside is None else beside._failure
         self._side = torch.cuda.Stream(fc1.device)  # type: ignore[no-untyped-call]
         self._is_pushing = False
-        self._slots = {
-            (projection, is_grad): _view(
-                buffer,
-                self.layout.grads_offset(group.size, projection)
-                if is_grad
-                else self.layout.weights_offset(group.size, projection),
-                self._grad_dtype if is_grad else self._dtype,
-                (num_slots, *shape),
-            )
-            for projection, shape in self._shapes.items()
-            for is_grad in ((False, True) if self._has_grads else (False,))
-        }
+        self._slots = self._slots_in(buffer)
 
     def open(self) -> None:
         """See `CloneMemory`."""

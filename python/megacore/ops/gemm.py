@@ -182,7 +182,11 @@ def _weight_grad_reference_(
     elif accumulate_mask is not None:
         out.masked_fill_(~accumulate_mask[:, None, None], 0.0)
     for expert, start, end in _groups(m_splits, x.shape[0]):
-        out[expert].addmm_(grad[start:end].to(out.dtype).t(), x[start:end].to(out.dtype))
+        left, right = grad[start:end].to(out.dtype).t(), x[start:end].to(out.dtype)
+        if accumulate:
+            out[expert].addmm_(left, right)
+        else:
+            torch.mm(left, right, out=out[expert])
 
 
 class _Reference(torch.autograd.Function):
@@ -234,8 +238,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_w = None
     if ctx.needs_input_grad[1]:
         if ctx.main_grad is None:
-            # The kernels of GPUs sum in float32 and round once, whatever they write.
-            dtype = w.dtype if w.is_cuda else _wide_dtype(w.dtype)
+            # GPUs and processors with instructions for it sum in float32 whatever they write.
+            narrow = w.is_cuda or not _goes_to_float32(w.dtype)
+            dtype = w.dtype if narrow else _wide_dtype(w.dtype)
             grad_w = torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
             _weight_grad_(grad, x, m_splits, grad_w, False, None)
             grad_w = grad_w.to(w.dtype)
@@ -288,8 +293,20 @@ def _weight_grad_cuda_(
 
 
 # On the CPU, what benchmarks/results/moe_cpu.txt justifies: float32 goes to the native kernels at
-# every group size. Products of two bfloat16 stay with torch, which has the processor's instructions
-# for them. The weight gradient is a float32 product in both cases.
+# every group size. Products of two bfloat16 stay with torch where the processor has instructions
+# for them; elsewhere torch takes 5 to 80 times as long as in float32, so they go there and back. A
+# weight gradient in float32 is a float32 product in all cases.
+def _goes_to_float32(dtype: torch.dtype) -> bool:
+    """Whether torch would multiply numbers of this dtype one by one."""
+    if dtype.itemsize != 2:
+        return False
+    if not torch.backends.mkldnn.is_available():
+        return True
+    if dtype == torch.bfloat16:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
 def _forward_cpu(
     x: Tensor,
     w: Tensor,
@@ -298,6 +315,9 @@ def _forward_cpu(
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
 ) -> Tensor:
+    if _goes_to_float32(x.dtype):
+        wide = _forward_cpu(x.float(), w.float(), m_splits, None, accumulate)
+        return wide.to(x.dtype)
     del main_grad, accumulate, accumulate_mask
     if x.dtype != torch.float32:
         return _forward_reference(x, w, m_splits)
@@ -314,6 +334,8 @@ def _forward_cpu(
 
 
 def _input_grad_cpu(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+    if _goes_to_float32(grad.dtype):
+        return _input_grad_cpu(grad.float(), w.float(), m_splits).to(grad.dtype)
     if grad.dtype != torch.float32:
         return _input_grad_reference(grad, w, m_splits)
     grad, w, m_splits = grad.contiguous(), w.contiguous(), m_splits.contiguous()

@@ -209,16 +209,7 @@ class ProcessGroups:
         maker = _GroupMaker(
             timeout=timedelta(seconds=timeout_s), backend=backend, connector=connector
         )
-        groups = {"world": maker.make("world", [list(range(topology.world_size))])}
-        for name, (view, token) in _AXIS_GROUPS.items():
-            generator = topology.expert if view == "expert" else topology.dense
-            groups[name] = maker.make(name, generator.get_ranks(token))
-        for name in _HOLDERS:
-            expert = name == "expert_holders"
-            partition = holder_groups(topology, expert=expert, copies=pp_copies)
-            groups[name] = maker.make(name, partition)
-        ends = embedding_groups(topology, pp_ends, copies=pp_copies)
-        groups["embedding"] = maker.make("embedding", ends)
+        groups = _make_all(maker, topology, pp_ends=pp_ends, pp_copies=pp_copies)
         channels = None
         if pp_channels and topology.pp > 1:
             pipelines = topology.dense.get_ranks("pp")
@@ -341,6 +332,22 @@ class _GroupMaker:
             group_desc=f"megacore {name}",
         )
         return handle
+
+
+def _make_all(
+    maker: _GroupMaker, topology: Topology, *, pp_ends: tuple[int, ...], pp_copies: int
+) -> dict[str, Group]:
+    """The groups of a layout by their field in `ProcessGroups`, made in the canonical order."""
+    groups = {"world": maker.make("world", [list(range(topology.world_size))])}
+    for name, (view, token) in _AXIS_GROUPS.items():
+        generator = topology.expert if view == "expert" else topology.dense
+        groups[name] = maker.make(name, generator.get_ranks(token))
+    for name in _HOLDERS:
+        expert = name == "expert_holders"
+        groups[name] = maker.make(name, holder_groups(topology, expert=expert, copies=pp_copies))
+    ends = embedding_groups(topology, pp_ends, copies=pp_copies)
+    groups["embedding"] = maker.make("embedding", ends)
+    return groups
 
 
 def host_connector(

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.library import opcheck
 
 from megacore.buffers import ParamGradBuffer
-from megacore.ops import grouped_gemm, main_grad_of
+from megacore.ops import gemm, grouped_gemm, main_grad_of
 from megacore.ops.gemm import grouped_gemm_reference
 from megacore.ops.split_backward import backward_input
 from megacore.parallel.params import ParamInfo
@@ -88,6 +88,25 @@ def test_forward_and_gradients_equal_a_loop_over_tokens(
             [grad[a:b].double().T @ x[a:b].double() for a, b in itertools.pairwise(starts)]
         )
         assert_near(grad_w, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("goes", [True, False])
+def test_processors_with_and_without_instructions_for_it_round_16_bits_once(
+    monkeypatch: pytest.MonkeyPatch, goes: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(gemm, "_goes_to_float32", lambda dtype: goes and dtype.itemsize == 2)
+    m_splits = [40, 0, 9]
+    x, w, grad = make(m_splits, 2, 24, 33, dtype)
+    found = run(grouped_gemm, x, w, grad, m_splits)
+    wide = run(grouped_gemm_reference, x.double(), w.double(), grad.double(), m_splits)
+    for value, expected in zip(found, wide, strict=True):
+        assert value is not None
+        assert expected is not None
+        assert value.dtype == dtype
+        ulp = torch.finfo(dtype).eps
+        bound = 0.5 * ulp * expected.abs() + 1e-5 * expected.abs().max()
+        assert ((value.double() - expected).abs() <= bound).all()
 
 
 @settings(max_examples=60, deadline=None)
