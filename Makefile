@@ -30,7 +30,7 @@ $(VENV)/.base: constraints.txt
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.base
-	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt pytest hypothesis tokenizers transformers ruff mypy \
+	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt pytest pytest-xdist hypothesis tokenizers transformers ruff mypy \
 	    clang-format codespell pre-commit
 	touch $@
 
@@ -63,7 +63,8 @@ test-cpp: $(VENV)/.tools
 	$(BIN)/ctest --preset asan --parallel $(JOBS)
 
 test-python: $(VENV)/.tools install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) tests/unit
+	$(BIN)/python -m pytest tests/gpu tests/dist
 
 lint: $(VENV)/.tools install
 	$(BIN)/ruff check .

@@ -1,10 +1,11 @@
-"""Test-wide settings: one OpenMP thread (forked ranks need it), GPU skip rule, hypothesis."""
+"""Test-wide settings: one OpenMP thread (forked ranks need it), width, GPU skips, hypothesis."""
 
 from __future__ import annotations
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["COLUMNS"] = "120"  # what is printed does not depend on the terminal of who runs this
 
 import pytest
 import torch
