@@ -54,10 +54,11 @@ def header(*packages: str) -> str:
 
 
 def finish(parts: Sequence[str], out: Path | None) -> None:
-    """Print parts of an output, and write it to a file if there is one."""
+    """Print parts of an output, and write it to a file if there is one; its folder is made."""
     text = "\n\n".join(parts)
     print(text)
     if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text + "\n")
 
 

@@ -337,6 +337,7 @@ def main() -> None:
             print(f"measured: {VARIANTS[variant]}, {world} ranks", flush=True)
     report(results, num_params, args)
     if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(results, indent=2))
 
 

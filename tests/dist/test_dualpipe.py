@@ -103,7 +103,7 @@ def assert_copies_are_equal(results: list[dict[str, Any]]) -> None:
 # Model; ranks and layout. Each model is trained once by one process.
 LAYOUTS: dict[str, tuple[Changes, int, Changes]] = {
     "pp4, both overlaps": ({}, 4, {**PP4, **OVERLAPS}),
-    "pp2 dp2": ({}, 4, {**PP2, **OVERLAPS, "optimizer.num_instances": 2}),
+    "pp2 dp2, an instance per rank": ({}, 4, {**PP2, **OVERLAPS, "optimizer.num_instances": 4}),
     "pp2 tp2, sequence parallel, replicated state": (
         {},
         4,

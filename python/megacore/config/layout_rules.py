@@ -170,20 +170,23 @@ def _check_batch(problems: Problems, config: Config) -> None:
 
 
 def _check_instances(problems: Problems, config: Config) -> None:
-    dp, count = config.dp(problems.world_size), config.optimizer.num_instances
-    if dp > 0 and dp % count:
+    """Instances are cut from all ranks that hold the same parameters."""
+    parallel, copies = config.parallel, config.pipeline.copies
+    dp, cp = config.dp(problems.world_size), parallel.cp
+    edp = problems.world_size // (filled(parallel.etp) * parallel.ep * parallel.pp)
+    of_copies = f" x {copies} copies of the model" if copies > 1 else ""
+    of_cp = f" x cp {cp}" if cp > 1 else ""
+    _check_instances_of(problems, config, dp * cp * copies, f"dp {dp}{of_cp}{of_copies}")
+    if config.moe.num_experts > 0:
+        _check_instances_of(problems, config, edp * copies, f"edp {edp}{of_copies}")
+
+
+def _check_instances_of(problems: Problems, config: Config, holders: int, text: str) -> None:
+    count = config.optimizer.num_instances
+    if holders % count:
         problems.add(
-            f"{problems.shown('optimizer.num_instances')} does not divide dp {dp} "
-            f"({count_of(problems.world_size, 'process')} / tp*cp*pp); "
-            f"nearest: {nearest_divisors(count, dp)}"
-        )
-    parallel = config.parallel
-    expert_dp = problems.world_size // (filled(parallel.etp) * parallel.ep * parallel.pp)
-    if config.moe.num_experts > 0 and expert_dp > 0 and expert_dp % count:
-        problems.add(
-            f"{problems.shown('optimizer.num_instances')} does not divide edp {expert_dp} "
-            f"({count_of(problems.world_size, 'process')} / etp*ep*pp); "
-            f"nearest: {nearest_divisors(count, expert_dp)}"
+            f"{problems.shown('optimizer.num_instances')} does not divide {holders}, the number of "
+            f"ranks that hold the same parameters ({text}); nearest: {nearest_divisors(count, holders)}"
         )
 
 

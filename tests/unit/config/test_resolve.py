@@ -114,8 +114,18 @@ def test_suggested_layouts_do_fit() -> None:
         (
             {"moe__num_experts": "4", "parallel__ep": "4", "optimizer__num_instances": "2"},
             4,
-            "optimizer.num_instances = 2 (--optimizer.num_instances=2) does not divide edp 1 "
-            "(4 processes / etp*ep*pp); nearest: 1",
+            "optimizer.num_instances = 2 (--optimizer.num_instances=2) does not divide 1, the "
+            "number of ranks that hold the same parameters (edp 1); nearest: 1",
+        ),
+        (
+            {
+                "parallel__pp": "2",
+                "pipeline__schedule": "dualpipe",
+                "optimizer__num_instances": "3",
+            },
+            4,
+            "optimizer.num_instances = 3 (--optimizer.num_instances=3) does not divide 4, the "
+            "number of ranks that hold the same parameters (dp 2 x 2 copies of the model); nearest: 2 or 4",
         ),
         (
             {"moe__num_experts": "4", "moe__first_dense_layers": "9"},
