@@ -85,6 +85,11 @@ class ParamGatherer:
             buffer.wait_until_params_free()
         self._called = [self._generation] * len(self._called)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether every weight is current."""
+        return self._num_started == len(self._buckets) and not any(self._pending)
+
     def again(self) -> None:
         """Collect all weights in the next passes, also those that are there: what a graph repeats.
 

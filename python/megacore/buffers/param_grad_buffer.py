@@ -152,6 +152,7 @@ class ParamGradBuffer:
         self._on_grad: list[Callable[[int], None]] = []
         for index in range(len(self.params)):
             self._adopt(index)
+        self._addresses = [param.data_ptr() for _, param in self.params]
         self._buckets = self._bucket_views()
 
     @property
@@ -173,7 +174,15 @@ class ParamGradBuffer:
         return self._view(self._grads, index)
 
     def zero_grads(self) -> None:
-        """Set all gradients to zero; call it before the first backward pass of a step."""
+        """Set all gradients to zero; call it before the first backward pass of a step.
+
+        Raises:
+            ValueError: If a parameter does not lie in this buffer any more, or needs no gradient
+                any more: training would go on without it.
+        """
+        for (info, param), address in zip(self.params, self._addresses, strict=True):
+            if param.data_ptr() != address or not param.requires_grad:
+                raise ValueError(_lost_text(info.name, param))
         if self._writes_directly:
             self._grads.zero_()
         else:
@@ -366,6 +375,7 @@ class ParamGradBuffer:
             callbacks=self._on_grad,
             writes_directly=self._writes_directly,
         )
+        _remove_hook(param)
         param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _make_window(self, dtype: torch.dtype) -> WindowTensor | None:
@@ -422,18 +432,39 @@ class _Accumulate:
     writes_directly: bool
 
     def __call__(self, param: Tensor) -> None:
-        if param.grad is None:
+        grad = param.grad
+        if grad is None:
             if not self.writes_directly:
                 return
         elif self.is_stale[self.index]:
-            self.main_grad.copy_(param.grad)
+            self.main_grad.copy_(grad.to_dense() if grad.is_sparse else grad)
             self.is_stale[self.index] = False
         else:
-            self.main_grad.add_(param.grad)
+            self.main_grad.add_(grad)
         param.grad = None
         self.has_grad[self.index] = True
         for callback in self.callbacks:
             callback(self.index)
+
+
+def _remove_hook(param: nn.Parameter) -> None:
+    """Let no buffer of before take the parameter's gradients."""
+    hooks = param._post_accumulate_grad_hooks or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Accumulate)]:
+        del hooks[key]
+
+
+def _lost_text(name: str, param: nn.Parameter) -> str:
+    if not param.requires_grad:
+        return (
+            f"{name} needs no gradient any more, but its buffer was made with it; freeze "
+            "parameters before the buffers and the optimizer are made, or make these anew"
+        )
+    return (
+        f"{name} has left its buffer: another one was made of it, or it was given other memory (by "
+        "module.to(), param.data = ... or load_state_dict(assign=True)); make buffers and optimizer "
+        "after that, and copy into weights that have them"
+    )
 
 
 def _check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -64,6 +65,10 @@ class StepResult:
     def extra(self) -> Tensor:
         """The caller's numbers summed over the world, 1-D, fp64, on the CPU."""
         return self._numbers[2:]
+
+
+# What a checkpoint keeps, in the order of the state on the device.
+_SCALARS = ("step_count", "num_skipped", "loss_scale", "loss_scale_good_steps")
 
 
 class DistributedOptimizer:
@@ -182,7 +187,11 @@ class DistributedOptimizer:
         return sum(shard.state_bytes for shard in self._shards)
 
     def zero_grads(self) -> None:
-        """Set all gradients to zero; call it before the first backward pass of a step."""
+        """Set all gradients to zero; call it before the first backward pass of a step.
+
+        Raises:
+            ValueError: If a parameter has left its buffer or was frozen since.
+        """
         self._is_reduced = False
         if self._reducer is not None:
             self._reducer.start()
@@ -300,7 +309,12 @@ class DistributedOptimizer:
         Sync:
             None on CUDA: whether to skip, how to clip and the loss scale are decided on the device.
             Reading the result waits.
+
+        Raises:
+            ValueError: If ``lr`` is a number that is not finite.
         """
+        if isinstance(lr, (int, float)) and not math.isfinite(lr):
+            raise ValueError(f"lr is {lr}; it must be a finite number")
         self.reduce_grads()
         self._is_reduced = False
         sums = self._reduce_over_world(extra, num_tokens, veto)
@@ -327,38 +341,64 @@ class DistributedOptimizer:
     def scalars(self) -> dict[str, float | int]:
         """The numbers of the optimizer's state, equal on every rank: what a checkpoint keeps.
 
-        ``step_count``, ``num_skipped``, ``loss_scale`` and ``loss_scale_good_steps`` (steps since
-        the loss scale last changed; 0 without float16). Give them to :meth:`load_scalars`.
+        ``step_count``, ``num_skipped`` and, with float16, ``loss_scale`` and
+        ``loss_scale_good_steps`` (steps since the loss scale last changed). Give them to
+        :meth:`load_scalars`.
 
         Sync:
             Waits for the device.
         """
         step_count, num_skipped, loss_scale, good_steps = self._state.tolist()
-        return {
+        scalars: dict[str, float | int] = {
             "step_count": int(step_count),
             "num_skipped": int(num_skipped),
-            "loss_scale": loss_scale,
-            "loss_scale_good_steps": int(good_steps),
         }
+        if self._scales_loss:
+            scalars |= {"loss_scale": loss_scale, "loss_scale_good_steps": int(good_steps)}
+        return scalars
 
     def load_scalars(self, scalars: Mapping[str, float | int]) -> None:
         """Take over numbers that :meth:`scalars` gave; missing ones stay as they are.
 
+        A loss scale is left out where this optimizer has none: the numbers may come from a
+        checkpoint in another format. One in float16 that goes on from such a checkpoint begins with
+        the scale of its config.
+
         Call :meth:`finish_load` as well, after the tensors of :meth:`pieces` were filled.
 
         Raises:
-            ValueError: If a name is unknown or a number is negative.
+            ValueError: If a name is unknown or a number cannot be.
         """
-        known = self.scalars()
+        values = dict(zip(_SCALARS, self._state.tolist(), strict=True))
         for name, value in scalars.items():
-            if name not in known:
-                raise ValueError(f"unknown scalar {name!r}; use some of {', '.join(known)}")
-            if value < 0:
-                raise ValueError(f"{name} is {value}; it cannot be negative")
-        if not self._scales_loss:  # a checkpoint of another number format
-            scalars = {**scalars, "loss_scale": 1.0, "loss_scale_good_steps": 0}
-        values = list({**known, **scalars}.values())
-        self._state.copy_(torch.tensor(values, dtype=torch.float64))
+            if name not in values:
+                raise ValueError(f"unknown scalar {name!r}; use some of {', '.join(values)}")
+            least = 1 if name == "loss_scale" else 0
+            if not least <= value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be a number of at least {least}")
+            if self._scales_loss or not name.startswith("loss_scale"):
+                values[name] = value
+        self._state.copy_(torch.tensor(list(values.values()), dtype=torch.float64))
+
+    def reload_model_params(self) -> None:
+        """Take over weights that were written into the model: by ``load_state_dict``, say.
+
+        With 16-bit parameters the optimizer keeps fp32 copies of those it updates, from which every
+        step writes the weights anew; without this call the next one undoes such a change. Moments
+        stay as they are. Collective: afterwards all ranks have what the owner of each slice has.
+
+        Raises:
+            RuntimeError: If weights are still being collected, which would overwrite what was
+                written; call :meth:`finish_param_gather` before writing.
+        """
+        if self._gatherer is not None and not self._gatherer.is_finished:
+            raise RuntimeError(
+                "weights of the last step are still being collected and would overwrite those that "
+                "were written; call finish_param_gather() before writing, then this"
+            )
+        for shard in self._shards:
+            shard.copy_params_to_main()
+            shard.buffer.all_gather_params()
 
     def finish_load(self, step_count: int) -> None:
         """Take over state that was filled into the tensors of :meth:`pieces`. Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class ParamGroup:
         weight_decay: Weight decay; ``None`` keeps what the parameter would have.
 
     Raises:
-        ValueError: If a number is negative.
+        ValueError: If a number is negative or not finite.
     """
 
     pattern: str
@@ -32,8 +33,10 @@ class ParamGroup:
     def __post_init__(self) -> None:
         for name in ("lr_scale", "weight_decay"):
             value = getattr(self, name)
-            if value is not None and value < 0.0:
-                raise ValueError(f"{name} of {self.pattern!r} is {value}; it must be at least 0")
+            if value is not None and not 0.0 <= value < math.inf:
+                raise ValueError(
+                    f"{name} of {self.pattern!r} is {value}; it must be a number of at least 0"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,10 +116,7 @@ class OptimizerShard:
         if self._is_low_precision:
             self._main = torch.zeros(numel, dtype=torch.float32, device=device)
         pieces = buffer.owned_pieces()
-        for piece in pieces:
-            if self._is_low_precision:
-                source = buffer.param_data[piece.world_start : piece.world_end]
-                self._main_param(piece, piece).copy_(source)
+        self.copy_params_to_main()
         own = [
             settings_of(info, param_groups, weight_decay=weight_decay) for info, _ in buffer.params
         ]
@@ -176,6 +173,14 @@ class OptimizerShard:
                 )
             )
         return pieces
+
+    @torch.no_grad()
+    def copy_params_to_main(self) -> None:
+        """Take over the owned part of the parameter buffer as main parameters."""
+        if self._is_low_precision:
+            for piece in self.buffer.owned_pieces():
+                source = self.buffer.param_data[piece.world_start : piece.world_end]
+                self._main_param(piece, piece).copy_(source)
 
     @torch.no_grad()
     def copy_main_to_params(self) -> None:

@@ -310,3 +310,97 @@ def test_scalars_that_cannot_be_are_refused() -> None:
         optimizer.load_scalars({"steps": 1})
     with pytest.raises(ValueError, match="num_skipped is -1"):
         optimizer.load_scalars({"num_skipped": -1})
+
+
+@pytest.mark.parametrize("fields", [{}, {"overlap_grad_reduce": True}])
+def test_the_newest_of_several_optimizers_of_a_model_trains_it(fields: dict[str, float]) -> None:
+    model, oracle = make_model(), make_model()
+    first, _ = make_optimizer(model, **fields)
+    second, _ = make_optimizer(model, **fields)
+    expected, _ = make_optimizer(oracle)
+    for step in range(2):
+        for optimizer, trained in ((second, model), (expected, oracle)):
+            optimizer.zero_grads()
+            optimizer.before_backward(is_last=True)
+            backward(trained, step)
+            optimizer.step(lr=1e-2)
+    assert second.missing_grads() == []
+    for a, b in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match=r"0\.weight has left its buffer: another one was made"):
+        first.zero_grads()
+
+
+def test_a_parameter_that_leaves_its_buffer_is_missed() -> None:
+    model = make_model()
+    optimizer, _ = make_optimizer(model)
+    model[2].weight.data = model[2].weight.data.clone()
+    with pytest.raises(ValueError, match=r"2\.weight has left its buffer"):
+        optimizer.zero_grads()
+    model = make_model()
+    optimizer, _ = make_optimizer(model)
+    model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"0\.weight needs no gradient any more.*freeze"):
+        optimizer.zero_grads()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fields", [{}, {"overlap_param_gather": True}])
+def test_weights_written_into_the_model_are_taken_over_when_told(
+    dtype: torch.dtype, fields: dict[str, float]
+) -> None:
+    model = make_model(dtype)
+    config = OptimizerConfig(clip_grad=0.0, **fields)  # type: ignore[arg-type]
+    groups = ProcessGroups.single()
+    buffers = make_buffers(named(model), groups=groups, optimizer=config)
+    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])
+    optimizer.zero_grads()
+    backward(model, 0)
+    optimizer.step(lr=1e-2)
+    if fields:
+        with pytest.raises(RuntimeError, match="call finish_param_gather"):
+            optimizer.reload_model_params()
+    optimizer.finish_param_gather()
+    model.load_state_dict({name: torch.full_like(p, 0.5) for name, p in model.state_dict().items()})
+    optimizer.reload_model_params()
+    optimizer.zero_grads()
+    optimizer.step(lr=0.0)
+    optimizer.finish_param_gather()
+    assert all(bool((param == 0.5).all()) for param in model.parameters())
+
+
+def test_float16_goes_on_from_other_formats_with_the_scale_of_its_config() -> None:
+    other, _ = make_optimizer(make_model(torch.bfloat16))
+    other.zero_grads()
+    other.step(lr=0.0)
+    kept = other.scalars()
+    assert kept == {"step_count": 1, "num_skipped": 0}
+    half, _ = make_optimizer(make_model(torch.float16), loss_scale=1024.0)
+    half.load_scalars(kept)
+    assert (half.step_count, half.loss_scale) == (1, 1024.0)
+    other.load_scalars(half.scalars())
+    assert other.scalars() == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss_scale", 0.0), ("loss_scale", math.nan), ("step_count", math.inf)]
+)
+def test_numbers_that_no_run_has_are_refused(name: str, value: float) -> None:
+    optimizer, _ = make_optimizer(make_model(torch.float16))
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be a number of at least"):
+        optimizer.load_scalars({name: value})
+    with pytest.raises(ValueError, match="lr is nan"):
+        optimizer.step(lr=math.nan)
+
+
+def test_sparse_gradients_train_like_dense_ones() -> None:
+    models = [nn.Embedding(8, 3, sparse=sparse) for sparse in (True, False)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        optimizer, _ = make_optimizer(model)
+        for _ in range(2):
+            optimizer.zero_grads()
+            for row in (1, 5):
+                model(torch.tensor([row, 1])).square().sum().backward()
+            optimizer.step(lr=0.1)
+    assert torch.equal(models[0].weight, models[1].weight)
