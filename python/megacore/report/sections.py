@@ -340,9 +340,9 @@ def _robust_upper(values: Sequence[float]) -> float:
 def _settings_table(
     section: str, values: Mapping[str, Any], defaults: Mapping[str, Any], derived: Sequence[str]
 ) -> str:
-    rows = []
-    for name, value in values.items():
-        default = defaults.get(name)
+    rows, default_of = [], _flat(defaults)
+    for name, value in _flat(values).items():
+        default = default_of.get(name)
         kind, note = "", ""
         if f"{section}.{name}" in derived:
             kind = "derived"
@@ -355,6 +355,15 @@ def _settings_table(
             f'<tr class="{kind}"><td>{escape(name)}</td><td><span>{text}</span>{note}</td></tr>'
         )
     return f"<table>{''.join(rows)}</table>"
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with those of inner sections beside them, as ``"echo.spare_slots"``."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        inner = _flat(value) if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{name}.{key}" if key else name: setting for key, setting in inner.items()}
+    return flat
 
 
 def _setting_text(value: object) -> str:
