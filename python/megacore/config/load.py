@@ -13,6 +13,7 @@ from typing import Any
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megacore.config.base import Section, split_key
@@ -124,7 +125,8 @@ def config_to_toml(config: Config) -> str:
     r"""The configuration as TOML, for a file that trains the same run again.
 
     Derived values are comments: people see them, and a start with other settings, say another
-    ``run.dir``, derives them anew. So is ``checkpoint.resume``, which belongs to one start.
+    ``run.dir``, derives them anew. So is ``checkpoint.resume``, which belongs to one start, and so
+    are settings without a value, with what that means.
 
     Example:
         >>> from megacore.config import resolve
@@ -142,8 +144,12 @@ def config_to_toml(config: Config) -> str:
     values = config.model_dump(exclude_none=True)
     for section, cls in section_classes().items():
         table = _table(values, section)
-        known = {key: table[key] for key in cls.by_key() if key in table}
-        lines = [_saved_line(config, f"{section}.{key}", value) for key, value in known.items()]
+        lines = [
+            _saved_line(config, f"{section}.{key}", table[key])
+            if key in table
+            else f"# {key} is not set: {_default_text(info)}"
+            for key, info in cls.by_key().items()
+        ]
         parts.append("\n".join([f"[{section}]", *lines]) + "\n")
     return "\n".join(parts)
 
@@ -163,6 +169,11 @@ def _saved_line(config: Config, key: str, value: Any) -> str:
     if key in config.derived:
         return f"# {line}   (derived)"
     return f"# {line}   (of one start)" if key == "checkpoint.resume" else line
+
+
+def _default_text(info: FieldInfo) -> str:
+    """What an empty setting means, from its description."""
+    return (info.description or "").partition("Default: ")[2].rstrip(".").replace("`", "")
 
 
 def join_problems(problems: Sequence[str]) -> str:

@@ -222,6 +222,20 @@ def test_saved_config_starts_anew(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, text)).checkpoint.resume is None
 
 
+def test_saved_config_names_every_setting() -> None:
+    text = config_to_toml(resolve(Config(), 2, vocab_size=256, cuda=False))
+    lines = text.splitlines()
+    for section, cls in section_classes().items():
+        begin = lines.index(f"[{section}]")
+        end = lines.index("", begin) if "" in lines[begin:] else len(lines)
+        named = [line.removeprefix("# ").split()[0] for line in lines[begin + 1 : end]]
+        assert named == list(cls.by_key())
+    assert "# memory_limit is not set: as many as it takes" in lines
+    assert "# resume is not set: start anew" in lines
+    for line in lines:
+        assert not line.endswith("is not set: ")
+
+
 def test_derived_settings_are_known_and_travel_to_other_processes() -> None:
     config = load_config(None, [("optimizer.min_lr", "0")])
     resolved = resolve(resolve(config, 2, cuda=False), 2, vocab_size=256, cuda=False)
