@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
@@ -103,7 +103,26 @@ def nearest_divisors(value: int, whole: int) -> str:
         >>> nearest_divisors(3, 8), nearest_divisors(9, 8)
         ('2 or 4', '8')
     """
-    divisors = [number for number in range(1, whole + 1) if whole % number == 0]
-    below = [number for number in divisors if number <= value]
-    above = [number for number in divisors if number > value]
+    return nearest_of(divisors(whole), value)
+
+
+def divisors(whole: int) -> list[int]:
+    """All divisors of ``whole``, the smallest first.
+
+    Example:
+        >>> divisors(6)
+        [1, 2, 3, 6]
+    """
+    return [number for number in range(1, whole + 1) if whole % number == 0]
+
+
+def nearest_of(legal: Sequence[int], value: int) -> str:
+    """The ascending ``legal`` numbers around ``value``, for messages.
+
+    Example:
+        >>> nearest_of([1, 2, 8], 3), nearest_of([1, 2, 8], 9)
+        ('2 or 8', '8')
+    """
+    below = [number for number in legal if number <= value]
+    above = [number for number in legal if number > value]
     return " or ".join(str(number) for number in (below[-1:] + above[:1]))

@@ -315,6 +315,25 @@ class _Places:
         place = self.where.get(key) or self.where.get(section) or self.file
         return f"{place}: " if place else ""
 
+    def prefix_of_rule(self, section: str, sentence: str) -> str:
+        """The place of a rule between settings of a section: what the user would change first.
+
+        That are the overrides among the settings that ``sentence`` names, else the first of them
+        in the file.
+        """
+        classes = section_classes()
+        inner = [f"{name}." for name in classes[section].inner_sections()]
+        known = {
+            prefix + key
+            for prefix in ("", *inner)
+            for key in classes[f"{section}.{prefix}".rstrip(".")].by_key()
+        }
+        named = [word for word in re.findall(r"\w+(?:\.\w+)?", sentence) if word in known]
+        places = [self.where.get(f"{section}.{name}", "") for name in dict.fromkeys(named)]
+        overrides = [place for place in places if place.startswith("--")]
+        shown = " and ".join(overrides) or next(filter(None, places), "")
+        return f"{shown}: " if shown else self.prefix(section)
+
 
 _TYPES = {
     "int_type": "a whole number",
@@ -338,7 +357,8 @@ def _describe(details: ErrorDetails, places: _Places) -> str:
     if kind == "extra_forbidden":
         return prefix + _unknown_key(section, name)
     if kind == "value_error" and not name:
-        return f"{prefix}[{section}] {context['error']}"
+        sentence = str(context["error"])
+        return f"{places.prefix_of_rule(section, sentence)}[{section}] {sentence}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{prefix}[{section}] must be a table of settings, but it is {value!r}"
     shown = f"{prefix}{key} = {toml_value(value)}: "

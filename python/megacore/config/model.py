@@ -6,7 +6,14 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from megacore.config.base import Section, filled, nearest_divisors, nearest_multiples
+from megacore.config.base import (
+    Section,
+    divisors,
+    filled,
+    nearest_divisors,
+    nearest_multiples,
+    nearest_of,
+)
 
 
 class ModelConfig(Section):
@@ -109,13 +116,20 @@ class ModelConfig(Section):
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size = {self.hidden_size} is not a multiple of num_heads = "
-                f"{self.num_heads}; nearest hidden_size: "
-                f"{nearest_multiples(self.hidden_size, self.num_heads)}, or set head_dim"
+                f"{self.num_heads}; nearest {self._nearest_heads()}"
             )
         head_dim = self.hidden_size // self.num_heads
         if head_dim % 2:
             raise ValueError(
-                f"hidden_size / num_heads = {head_dim} is odd, but rotary embedding turns "
-                f"pairs; nearest hidden_size: "
-                f"{nearest_multiples(self.hidden_size, 2 * self.num_heads)}, or set head_dim"
+                f"hidden_size = {self.hidden_size} / num_heads = {self.num_heads} = {head_dim} is "
+                f"odd, but rotary embedding turns pairs; nearest {self._nearest_heads()}"
             )
+
+    def _nearest_heads(self) -> str:
+        """The nearest sizes with heads of an even width, changing one setting."""
+        sizes = nearest_multiples(self.hidden_size, 2 * self.num_heads)
+        unit = self.num_kv_heads or 1
+        halves = divisors(self.hidden_size // 2) if self.hidden_size % 2 == 0 else []
+        heads = nearest_of([number for number in halves if number % unit == 0], self.num_heads)
+        of_heads = f", or num_heads: {heads}" if heads else ""
+        return f"hidden_size: {sizes}{of_heads}, or set head_dim"

@@ -94,8 +94,8 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ("[train\n", "is not valid TOML"),
         (
             "[model]\nhidden_size = 130\n",
-            "[model] hidden_size = 130 is not a multiple of num_heads = 4; "
-            "nearest hidden_size: 128 or 132",
+            ":2: [model] hidden_size = 130 is not a multiple of num_heads = 4; "
+            "nearest hidden_size: 128 or 136, or num_heads: 1 or 5, or set head_dim",
         ),
         ("[model]\nhidden_size = 12\n", "= 3 is odd, but rotary embedding turns pairs"),
         (
@@ -114,6 +114,61 @@ def test_a_mistake_is_one_sentence_with_a_fix(tmp_path: Path, text: str, expecte
     message = message_of(write(tmp_path, text))
     assert expected in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "expected"),
+    [
+        (
+            "[model]\nnum_layers = 4\nhidden_size = 96\n",
+            [("model.num_heads", "7")],
+            "--model.num_heads=7: [model] hidden_size = 96 is not a multiple of num_heads = 7; "
+            "nearest hidden_size: 84 or 98, or num_heads: 6 or 8, or set head_dim",
+        ),
+        (
+            "[model]\n",
+            [("model.hidden_size", "97"), ("model.num_heads", "7")],
+            "--model.hidden_size=97 and --model.num_heads=7: [model] hidden_size = 97 is not a "
+            "multiple of num_heads = 7; nearest hidden_size: 84 or 98, or set head_dim",
+        ),
+        (
+            "[moe]\nnum_experts = 8\n",
+            [("moe.top_k", "9")],
+            "--moe.top_k=9: [moe] top_k = 9: with num_experts = 8 it must lie in [1, 8]",
+        ),
+        ("[moe]\nnum_experts = 8\n", [("moe.groups_top_k", "3")], "--moe.groups_top_k=3: [moe] "),
+        (
+            "[moe]\ntop_k = 1\n",
+            [("moe.echo.spare_slots", "2")],
+            "--moe.echo.spare_slots=2: [moe] echo.spare_slots = 2 is for experts",
+        ),
+        (
+            "[parallel]\npp = 2\n",
+            [("parallel.order", "tp-dp")],
+            '--parallel.order=tp-dp: [parallel] order = "tp-dp" leaves out pp',
+        ),
+    ],
+)
+def test_a_rule_between_settings_names_those_of_the_command_line(
+    tmp_path: Path, text: str, settings: list[tuple[str, str]], expected: str
+) -> None:
+    assert message_of(write(tmp_path, text), settings).startswith(expected)
+
+
+def test_a_rule_between_settings_of_a_file_names_their_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "[moe]\nload_interval = 3\nnum_experts = 4\ntop_k = 9\n")
+    assert message_of(path).startswith(f"{path}:4: [moe] top_k = 9")
+
+
+@pytest.mark.parametrize("heads", [("7", "1"), ("4", "2"), ("12", "4")])
+def test_suggested_heads_do_fit(heads: tuple[str, str]) -> None:
+    num_heads, kv_heads = heads
+    settings = [("model.hidden_size", "90"), ("model.num_kv_heads", kv_heads)]
+    message = message_of(None, [*settings, ("model.num_heads", num_heads)])
+    for size in message.partition("hidden_size: ")[2].split(",")[0].split(" or "):
+        load_config(None, [("model.hidden_size", size), ("model.num_heads", num_heads)])
+    for number in filter(None, message.partition("num_heads: ")[2].split(",")[0].split(" or ")):
+        load_config(None, [*settings, ("model.num_heads", number)])
 
 
 def test_missing_file_shows_the_closest_names(tmp_path: Path) -> None:
