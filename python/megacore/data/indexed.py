@@ -36,6 +36,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPE_OF_CODE = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 # The writer of the format takes u16 below this vocabulary size, else i32.
 U16_VOCAB_LIMIT = 65_500
+MAX_VOCAB = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +88,9 @@ def read_indexed(prefix: str | Path) -> IndexedTokens:
     raw = index_path.read_bytes()
     dtype, num_sequences, num_borders = _read_header(index_path, raw)
     lengths, starts, borders = _read_arrays(index_path, raw, num_sequences, num_borders)
+    _check_places(index_path, lengths, starts, dtype)
+    file_bytes = _check_data_size(data_path, lengths, starts, dtype)
     num_bytes = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
-    file_bytes = data_path.stat().st_size
-    end = int((starts + lengths.astype(np.int64) * dtype.itemsize).max(initial=0))
-    if end > file_bytes:
-        raise DataError(
-            f"{data_path} has {file_bytes:,} bytes, but {index_path.name} describes {end:,}: "
-            f"the file is cut off or belongs to another index; write or copy both files again"
-        )
     stored = np.memmap(data_path, dtype=dtype, mode="r") if file_bytes else np.empty(0, dtype=dtype)
     expected = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64) * dtype.itemsize))
     if num_sequences == 0 or np.array_equal(starts, expected):
@@ -117,11 +113,16 @@ def write_indexed(
     Args:
         prefix: Path without ``.bin`` and ``.idx``; its folder is made.
         documents: Token ids of each document, 1-D. They are written as they come.
-        vocab_size: Decides the width on disk: u16 below 65,500, else i32.
+        vocab_size: Decides the width on disk: u16 below 65,500, else i32; at most 2^31.
 
     Raises:
-        DataError: If a token id is not in ``[0, vocab_size)``.
+        DataError: If a token id is not in ``[0, vocab_size)``, or ``vocab_size`` is too large.
     """
+    if vocab_size > MAX_VOCAB:
+        raise DataError(
+            f"vocab_size = {vocab_size} needs token ids wider than the 32 bits on disk; the "
+            f"largest is {MAX_VOCAB}"
+        )
     prefix = Path(prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype("<u2" if vocab_size < U16_VOCAB_LIMIT else "<i4")
@@ -189,3 +190,46 @@ def _read_arrays(
             f"must rise from 0 to {num_sequences}; write or copy it again"
         )
     return lengths, starts, borders
+
+
+def _check_places(
+    path: Path,
+    lengths: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    dtype: np.dtype[np.integer],
+) -> None:
+    """Every sequence starts at a whole token."""
+    uneven = np.flatnonzero(starts % dtype.itemsize)
+    if uneven.size:
+        first = int(uneven[0])
+        raise DataError(
+            f"{path} is damaged: sequence {first} of {len(lengths):,} starts at byte "
+            f"{starts[first]:,}, which is no multiple of {dtype.itemsize}, the bytes of a "
+            f"{dtype.name} token; write or copy it again"
+        )
+
+
+def _check_data_size(
+    path: Path,
+    lengths: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    dtype: np.dtype[np.integer],
+) -> int:
+    """Bytes of ``.bin``, which holds whole tokens and every sequence."""
+    file_bytes = path.stat().st_size
+    index_name = path.with_suffix(".idx").name
+    # Unsigned, because a damaged start near 2^63 plus a length would be negative.
+    ends = starts.astype(np.uint64) + lengths.astype(np.uint64) * np.uint64(dtype.itemsize)
+    end = int(ends.max(initial=0))
+    if end > file_bytes:
+        raise DataError(
+            f"{path} has {file_bytes:,} bytes, but {index_name} describes {end:,}: "
+            f"the file is cut off or belongs to another index; write or copy both files again"
+        )
+    if file_bytes % dtype.itemsize:
+        raise DataError(
+            f"{path} has {file_bytes:,} bytes, which is no multiple of {dtype.itemsize}, the bytes "
+            f"of a {dtype.name} token in {index_name}, which describes {end:,}: the file is "
+            f"damaged or belongs to another index; write or copy both files again"
+        )
+    return file_bytes

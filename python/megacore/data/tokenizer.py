@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> TokenArray:
         """Token ids of ``text``, 1-D, in the smallest integer type that holds ``vocab_size``."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids. Broken UTF-8 shows as the replacement character."""
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        """Text of token ids, also of an array. Broken UTF-8 shows as the replacement character."""
 
 
 class ByteTokenizer:
@@ -54,24 +55,27 @@ class ByteTokenizer:
         """UTF-8 bytes of ``text``, uint8."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Text of the bytes ``ids``.
 
         Raises:
             ValueError: If an id is not in ``[0, 256)``.
         """
-        for token in ids:
+        # Not bytes(ids), which takes the memory of an array: eight bytes for an int64.
+        tokens = [operator.index(token) for token in ids]
+        for token in tokens:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
                     f"token id {token} is no byte; the byte tokenizer has ids 0 to 255"
                 )
-        return bytes(ids).decode("utf-8", errors="replace")
+        return bytes(tokens).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
     """A ``tokenizer.json`` of the Hugging Face ``tokenizers`` library.
 
-    No special tokens are added: the text is one stream that training cuts into samples.
+    No special tokens are added, and the file's truncation and padding are off: the text is one
+    stream that training cuts into samples.
 
     Raises:
         DataError: If the package or the file is missing, or the file is no tokenizer.
@@ -89,9 +93,10 @@ class JsonTokenizer:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(ids, dtype=self._dtype)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Text of ``ids``."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        tokens = [operator.index(token) for token in ids]
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -117,8 +122,12 @@ def _open_tokenizer(path: Path) -> _LibraryTokenizer:
             f"pip install 'megacore[tokenizers]' (or set data.tokenizer = \"bytes\")"
         ) from error
     try:
-        return LibraryTokenizer.from_file(str(path))
+        tokenizer = LibraryTokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every kind of bad file
         raise DataError(
             f"{path} is no tokenizer.json of the tokenizers library: {error}"
         ) from error
+    # A file remembers both, and would cut or fill every document.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,13 +1,14 @@
 """Weights of Llama, Mistral, Mixtral, Qwen3 and Qwen3-MoE in the folder format of Hugging Face.
 
-A folder holds ``config.json`` and one or more ``*.safetensors`` files. Nothing is downloaded, and
-the ``transformers`` package is not needed.
+A folder holds ``config.json`` and one or more ``*.safetensors`` files, of which
+``model.safetensors.index.json`` says which count if it is there. Nothing is downloaded, and the
+``transformers`` package is not needed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ from megacore.parallel.params import ShardPosition, shard
 from megacore.parallel.process_groups import ProcessGroups
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen3", "qwen3_moe")
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,9 @@ def import_hf(
     """Build a model from a folder and fill it.
 
     Args:
-        folder: Holds ``config.json`` and ``*.safetensors``.
+        folder: Holds ``config.json`` and the weights: the files that
+            ``model.safetensors.index.json`` names, else ``model.safetensors``, else all
+            ``*.safetensors``.
         seq_length: Tokens per sequence. Default: the longest the model was made for.
         groups: Process groups of this rank, which gets its shard of every layer; there is no
             pipeline. Default: one process.
@@ -59,8 +66,8 @@ def import_hf(
         device: Where they go.
 
     Raises:
-        MegacoreError: If a file is missing or unreadable, or the model has a part that megacore
-            lacks.
+        MegacoreError: If a file is missing, unreadable or contradicts another one, or the model
+            has a part that megacore lacks.
     """
     folder = Path(folder)
     model, moe = sections_from_hf(_read_config(folder), seq_length=seq_length)
@@ -85,22 +92,23 @@ def sections_from_hf(
     """The ``[model]`` and ``[moe]`` sections that describe a ``config.json``.
 
     Raises:
-        MegacoreError: If the model has a part that megacore lacks.
+        MegacoreError: If the model has a part that megacore lacks, or a size is missing or no
+            positive whole number.
     """
     _check_supported(config)
-    num_heads = config["num_attention_heads"]
-    rope = config.get("rope_parameters") or {}
+    hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    bases = [source.get("rope_theta") for source in (*_rotations(config), config)]
     model = ModelConfig(
-        hidden_size=config["hidden_size"],
-        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden_size,
+        num_layers=_size(config, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
-        ffn_hidden_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        seq_length=seq_length or config["max_position_embeddings"],
+        num_kv_heads=_size(config, "num_key_value_heads", default=num_heads),
+        head_dim=_size(config, "head_dim", default=hidden_size // num_heads),
+        ffn_hidden_size=_size(config, "intermediate_size"),
+        vocab_size=_size(config, "vocab_size"),
+        seq_length=seq_length or _size(config, "max_position_embeddings"),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_base=float(next(filter(None, bases), 10000.0)),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         qk_norm=config["model_type"].startswith("qwen3"),
         init_std=config.get("initializer_range", 0.02),
@@ -122,16 +130,19 @@ def weights_from_hf(
         moe: Likewise.
 
     Raises:
-        MegacoreError: If a tensor is missing or one is left over.
+        MegacoreError: If a tensor is missing or one is left over, or the head is tied to the
+            embedding and differs from it.
     """
     source = _Source(tensors)
+    embedding = source.take(EMBEDDING)
     result = {
-        "embedding": _padded(source.take("model.embed_tokens.weight"), model),
+        "embedding": _padded(embedding, model),
         "final_norm": source.take("model.norm.weight"),
     }
     if not model.tie_embeddings:
-        result["head"] = _padded(source.take("lm_head.weight"), model)
-    source.drop("lm_head.weight")
+        result["head"] = _padded(source.take(HEAD), model)
+    elif source.has(HEAD):
+        _check_tied(embedding, source.take(HEAD))
     for layer in range(model.num_layers):
         result |= _layer(source, layer, model, moe)
     source.check_empty()
@@ -168,33 +179,62 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         raise MegacoreError(
             f"model_type {kind!r} cannot be imported; there are {', '.join(MODEL_TYPES)}"
         )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # The key was `type` before it was `rope_type`; `transformers` reads both.
+    rotations = [rope.get("rope_type", rope.get("type", "default")) for rope in _rotations(config)]
     lacking = {
         "attention_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
         "sliding_window": config.get("sliding_window") is not None
         and config.get("use_sliding_window", True),
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
-        f"rope_type {rope.get('rope_type')!r}": rope.get("rope_type", "default") != "default",
+        **{f"rope_type {rotation!r}": rotation != "default" for rotation in rotations},
     }
     found = [name for name, is_used in lacking.items() if is_used]
     if found:
         raise MegacoreError(f"the model uses {', '.join(found)}, which megacore does not have")
 
 
+def _rotations(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What describes the rotation: the older entry, which goes first, and the newer one."""
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise MegacoreError(f"{name} = {value!r} in config.json is no object; use one or null")
+        yield value
+
+
+def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The first of these entries that is set."""
+    name = next((name for name in names if config.get(name) is not None), None)
+    if name is None and default is not None:
+        return default
+    if name is None:
+        raise MegacoreError(
+            f"config.json has no {' or '.join(names)}, which a {config['model_type']} model needs"
+        )
+    value = config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise MegacoreError(
+            f"{name} = {value!r} in config.json is no positive whole number; the least is 1"
+        )
+    return value
+
+
 def _moe_section(config: Mapping[str, Any]) -> MoEConfig:
     if config["model_type"] not in ("mixtral", "qwen3_moe"):
-        return MoEConfig(ffn_hidden_size=config["intermediate_size"])
+        return MoEConfig(ffn_hidden_size=_size(config, "intermediate_size"))
     is_mixtral = config["model_type"] == "mixtral"
-    num_experts = config.get("num_local_experts") or config["num_experts"]
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    num_layers = config["num_hidden_layers"]
+    num_experts = _size(config, "num_local_experts", "num_experts")
+    step = _size(config, "decoder_sparse_step", default=1)
+    dense = config.get("mlp_only_layers") or []
+    num_layers = _size(config, "num_hidden_layers")
+    ffn_hidden_size = _size(config, "intermediate_size" if is_mixtral else "moe_intermediate_size")
     wanted = [i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense]
     for first in range(num_layers):
         section = MoEConfig(
             num_experts=num_experts,
-            top_k=config["num_experts_per_tok"],
-            ffn_hidden_size=config["intermediate_size" if is_mixtral else "moe_intermediate_size"],
+            top_k=_size(config, "num_experts_per_tok"),
+            ffn_hidden_size=ffn_hidden_size,
             normalize=is_mixtral or bool(config.get("norm_topk_prob")),
             first_dense_layers=first,
             layer_interval=step,
@@ -255,6 +295,16 @@ def _experts(source: _Source, layer: str, ours: str, moe: MoEConfig) -> dict[str
     return {f"{ours}.router": router, f"{ours}.experts.fc1": fc1, f"{ours}.experts.fc2": fc2}
 
 
+def _check_tied(embedding: Tensor, head: Tensor) -> None:
+    # Folders often hold both although they are the same; `transformers` unties those that differ.
+    common = torch.promote_types(embedding.dtype, head.dtype)
+    if not torch.equal(embedding.to(common), head.to(common)):
+        raise MegacoreError(
+            f"tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}; to keep both, set "
+            f"it to false in config.json, else remove {HEAD} from the files"
+        )
+
+
 def _padded(weight: Tensor, model: ModelConfig) -> Tensor:
     """Rows of the padded vocabulary are zero."""
     missing = model.padded_vocab_size - weight.shape[0]
@@ -270,9 +320,6 @@ class _Source:
 
     def has(self, name: str) -> bool:
         return name in self._left
-
-    def drop(self, name: str) -> None:
-        self._left.discard(name)
 
     def take(self, name: str) -> Tensor:
         if name not in self._left:
@@ -293,26 +340,71 @@ class _Source:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+    return _read_object(folder / "config.json")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise MegacoreError(f"cannot read {path}: {error}") from error
-    return config
+    if not isinstance(content, dict):
+        raise MegacoreError(f"{path} holds a {type(content).__name__}; expected an object, {{...}}")
+    return content
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
+    """All tensors of the files that belong to the model.
+
+    Other files may lie beside them: an older version of the weights, or the same ones in the format
+    of their maker.
+    """
+    if (folder / INDEX_NAME).is_file():
+        return _read_indexed(folder / INDEX_NAME)
+    single = folder / WEIGHTS_NAME
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise MegacoreError(f"{folder} holds no *.safetensors file; save the model in that format")
-    return dict(_tensors_of(files))
+    return {name: tensor for name, (tensor, _) in _placed_tensors(files).items()}
 
 
-def _tensors_of(files: Iterable[Path]) -> Iterable[tuple[str, Tensor]]:
+def _read_indexed(index: Path) -> dict[str, Tensor]:
+    """The tensors of all files that an index names."""
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MegacoreError(f"{index} has no weight_map, from tensors to files; copy it again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise MegacoreError(
+                f"{index} places {name} in {file!r}, which is no name of a file beside it"
+            )
+        if not (index.parent / file).is_file():
+            raise MegacoreError(
+                f"{index} places {name} in {file}, which does not exist; copy that file too, or "
+                "remove the index if it belongs to other files"
+            )
+    placed = _placed_tensors(index.parent / file for file in sorted(set(weight_map.values())))
+    for name, file in weight_map.items():
+        if name not in placed or placed[name][1].name != file:
+            raise MegacoreError(
+                f"{index} places {name} in {file}, which does not hold it; copy both again"
+            )
+    return {name: tensor for name, (tensor, _) in placed.items()}
+
+
+def _placed_tensors(files: Iterable[Path]) -> dict[str, tuple[Tensor, Path]]:
+    """The tensors of files by name, with the file of each."""
+    placed: dict[str, tuple[Tensor, Path]] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    yield name, opened.get_tensor(name)
+                    if name in placed:
+                        raise MegacoreError(
+                            f"{name} is in both {placed[name][1]} and {path.name}; keep the files "
+                            "of one model only"
+                        )
+                    placed[name] = opened.get_tensor(name), path
         except (OSError, SafetensorError) as error:
             raise MegacoreError(f"cannot read {path}: {error}") from error
+    return placed

@@ -62,6 +62,14 @@ def test_tokens_outside_the_vocabulary_are_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "x.bin").exists()
 
 
+def test_a_vocabulary_wider_than_the_ids_on_disk_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"vocab_size = 2147483649 .* the largest is 2147483648"):
+        write_indexed(tmp_path / "x", [[2**31]], vocab_size=2**31 + 1)
+    assert not list(tmp_path.iterdir())
+    write_indexed(tmp_path / "x", [[2**31 - 1]], vocab_size=2**31)
+    assert read_indexed(tmp_path / "x").tokens.tolist() == [2**31 - 1]
+
+
 def _damage(prefix: Path, how: str) -> None:
     index, data = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
     raw = bytearray(index.read_bytes())
@@ -79,6 +87,12 @@ def _damage(prefix: Path, how: str) -> None:
         raw[-8] = 7
     elif how == "tokens cut":
         data.write_bytes(data.read_bytes()[:-1])
+    elif how == "odd byte":
+        data.write_bytes(data.read_bytes() + b"x")
+    elif how == "odd start":
+        raw[50:58] = struct.pack("<q", 5)
+    elif how == "huge start":
+        raw[50:58] = struct.pack("<q", 2**63 - 2)
     index.write_bytes(raw)
 
 
@@ -92,6 +106,9 @@ def _damage(prefix: Path, how: str) -> None:
         ("index cut", r"has 74 bytes; .* take 82"),
         ("borders", r"borders must rise from 0 to 2"),
         ("tokens cut", r"has 7 bytes, but x.idx describes 8"),
+        ("odd byte", r"x\.bin has 9 bytes, which is no multiple of 2, .* x\.idx, .* describes 8"),
+        ("odd start", r"x\.idx is damaged: sequence 1 of 2 starts at byte 5, .* multiple of 2"),
+        ("huge start", r"has 8 bytes, but x.idx describes 9,223,372,036,854,775,808"),
     ],
 )
 def test_damage_is_reported_with_the_file_and_numbers(

@@ -31,6 +31,16 @@ def test_the_byte_tokenizer_refuses_an_id_that_is_no_byte(token: int) -> None:
         ByteTokenizer().decode([65, token])
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
+def test_bytes_decode_arrays_of_any_integer_type(dtype: type) -> None:
+    assert ByteTokenizer().decode(np.array([104, 105], dtype=dtype)) == "hi"
+
+
+def test_the_byte_tokenizer_refuses_numbers_that_are_no_integers() -> None:
+    with pytest.raises(TypeError, match="float"):
+        ByteTokenizer().decode(np.array([104.5]))
+
+
 @pytest.fixture
 def tokenizer_json(tmp_path: Path) -> Path:
     library = pytest.importorskip("tokenizers")
@@ -49,6 +59,21 @@ def test_a_tokenizer_json_encodes_and_counts_up_to_its_largest_id(tokenizer_json
     assert ids.tolist() == [1, 7, 1, 0]
     assert ids.dtype == np.uint16
     assert tokenizer.decode([1, 7]) == "the cat"
+
+
+def test_truncation_and_padding_of_the_file_do_not_touch_documents(tokenizer_json: Path) -> None:
+    library = pytest.importorskip("tokenizers")
+    other = library.Tokenizer.from_file(str(tokenizer_json))
+    other.enable_truncation(4)
+    other.enable_padding(length=6, pad_id=7, pad_token="cat")
+    other.save(str(tokenizer_json))
+    tokenizer = load_tokenizer(str(tokenizer_json))
+    assert tokenizer.encode("the " * 10).tolist() == [1] * 10
+    assert tokenizer.encode("the").tolist() == [1]
+
+
+def test_a_tokenizer_json_decodes_an_array(tokenizer_json: Path) -> None:
+    assert load_tokenizer(str(tokenizer_json)).decode(np.array([1, 7])) == "the cat"
 
 
 def test_the_folder_of_a_tokenizer_json_is_enough(tokenizer_json: Path) -> None:

@@ -13,6 +13,7 @@ from megacore.errors import MegacoreError
 from megacore.models.import_hf import import_hf, sections_from_hf, weights_from_hf
 from megacore.parallel.batch import Microbatch
 
+safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
 
 COMMON = {
@@ -114,6 +115,10 @@ def test_experts_may_be_one_tensor_each() -> None:
         ({"model_type": "gpt2"}, "'gpt2' cannot be imported; there are llama"),
         ({"sliding_window": 128}, "uses sliding_window, which megacore does not have"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type 'linear'"),
+        ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": {}}, "rope_type 'dynamic'"),
+        ({"rope_parameters": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         ({"attention_bias": True}, "attention_bias"),
     ],
 )
@@ -133,3 +138,131 @@ def test_tensors_without_a_place_are_refused() -> None:
     del tensors["model.norm.weight"]
     with pytest.raises(MegacoreError, match=r"no tensor model.norm.weight"):
         weights_from_hf(tensors, *sections)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_both_descriptions_of_the_rotation_count(name: str) -> None:
+    config = make_theirs("llama").config.to_dict()
+    del config["rope_parameters"]
+    for kind in ("type", "rope_type"):
+        described = {**config, name: {kind: "default", "rope_theta": 500.0}, "rope_theta": 70.0}
+        assert sections_from_hf(described)[0].rope_base == 500.0
+    assert sections_from_hf({**config, name: None, "rope_theta": 70.0})[0].rope_base == 70.0
+    with pytest.raises(MegacoreError, match=rf"{name} = \['linear'\] in config.json is no object"):
+        sections_from_hf({**config, name: ["linear"]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": None}, r"config\.json has no vocab_size, which a qwen3_moe model needs"),
+        ({"num_attention_heads": ...}, r"config\.json has no num_attention_heads"),
+        ({"moe_intermediate_size": ...}, r"config\.json has no moe_intermediate_size"),
+        (
+            {"num_experts": ..., "num_local_experts": ...},
+            r"config\.json has no num_local_experts or num_experts",
+        ),
+        ({"hidden_size": "32"}, r"hidden_size = '32' in config\.json is no positive whole number"),
+        ({"num_attention_heads": 0}, r"num_attention_heads = 0 .* the least is 1"),
+        ({"decoder_sparse_step": 0}, r"decoder_sparse_step = 0 .* the least is 1"),
+    ],
+)
+def test_a_size_that_is_missing_or_no_size_is_named(changes: dict[str, Any], message: str) -> None:
+    config = {**make_theirs("qwen3-moe").config.to_dict(), **changes}
+    config = {key: value for key, value in config.items() if value is not ...}
+    with pytest.raises(MegacoreError, match=message):
+        sections_from_hf(config)
+
+
+def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(MegacoreError, match=r"config\.json holds a list; expected an object"):
+        import_hf(tmp_path)
+
+
+def test_a_tied_head_must_be_the_embedding() -> None:
+    theirs = make_theirs("llama")
+    config = {**theirs.config.to_dict(), "tie_word_embeddings": True}
+    sections, tensors = sections_from_hf(config), theirs.state_dict()
+    with pytest.raises(
+        MegacoreError, match=r"is true, but lm_head\.weight differs from model\.emb"
+    ):
+        weights_from_hf(tensors, *sections)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    assert "head" not in weights_from_hf(tensors, *sections)
+
+
+# ---- which files count -------------------------------------------------------------------------
+
+
+def save_sharded(folder: Path) -> torch.Tensor:
+    """A model in two files with an index; its last norm."""
+    theirs = make_theirs("llama")
+    theirs.save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    norm: torch.Tensor = theirs.model.norm.weight.detach()
+    return norm
+
+
+def imported_norm(folder: Path) -> torch.Tensor:
+    named = {info.name: weight for info, weight in import_hf(folder).chunk.param_infos()}
+    return named["final_norm"].detach()
+
+
+def edit_index(folder: Path, changes: dict[str, Any]) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"].update(changes)
+    path.write_text(json.dumps(index))
+
+
+def test_the_files_of_the_index_win_over_others_beside_them(tmp_path: Path) -> None:
+    norm = save_sharded(tmp_path)
+    stale = {name: weight + 1.0 for name, weight in make_theirs("llama").state_dict().items()}
+    safetensors.save_file(stale, tmp_path / "model.safetensors")
+    assert torch.equal(imported_norm(tmp_path), norm)
+    safetensors.save_file({"norm": norm}, tmp_path / "consolidated.safetensors")
+    assert torch.equal(imported_norm(tmp_path), norm)
+
+
+def test_one_file_of_the_usual_name_wins_over_others_beside_it(tmp_path: Path) -> None:
+    theirs = make_theirs("llama")
+    theirs.save_pretrained(tmp_path)
+    safetensors.save_file({"norm": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    assert torch.equal(imported_norm(tmp_path), theirs.model.norm.weight)
+
+
+def test_files_without_an_index_are_joined_if_no_tensor_occurs_twice(tmp_path: Path) -> None:
+    norm = save_sharded(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert torch.equal(imported_norm(tmp_path), norm)
+    safetensors.save_file({"model.norm.weight": norm + 1.0}, tmp_path / "new.safetensors")
+    with pytest.raises(MegacoreError, match=r"model\.norm\.weight is in both .* and new\.saf"):
+        import_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("../x.safetensors", r"'\.\./x\.safetensors', which is no name of a file beside it"),
+        (7, r"in 7, which is no name of a file beside it"),
+        ("gone.safetensors", r"in gone\.safetensors, which does not exist"),
+        ("other.safetensors", r"in other\.safetensors, which does not hold it"),
+    ],
+)
+def test_an_index_that_names_wrong_files_is_refused(
+    file: Any, message: str, tmp_path: Path
+) -> None:
+    save_sharded(tmp_path)
+    safetensors.save_file({"other": torch.ones(2)}, tmp_path / "other.safetensors")
+    edit_index(tmp_path, {"model.norm.weight": file})
+    with pytest.raises(MegacoreError, match=message):
+        import_hf(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
+def test_an_index_without_a_map_is_refused(text: str, tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(MegacoreError, match="has no weight_map"):
+        import_hf(tmp_path)
