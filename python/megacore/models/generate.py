@@ -69,12 +69,24 @@ def _choose(
 ) -> Tensor:
     if temperature == 0.0:
         return logits_BV.argmax(-1)
-    probs_BV = nucleus((logits_BV / temperature).softmax(-1), top_p).cpu()
+    probs_BV = nucleus(_divided(logits_BV, temperature).softmax(-1), top_p).cpu()
     rows = [
         torch.multinomial(probs_V, 1, generator=generator)
         for probs_V, generator in zip(probs_BV, generators, strict=True)
     ]
     return torch.cat(rows).to(logits_BV.device)
+
+
+def _divided(logits_BV: Tensor, temperature: float) -> Tensor:
+    """``logits_BV / temperature``; rows that overflow are first shifted so that their maximum is 0.
+
+    The shift does not change the probabilities, but their last bits, so other rows go without it.
+    """
+    divided_BV = logits_BV / temperature
+    from_max_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+    # The smallest normal number: smaller ones may be taken as 0, and 0 / 0 is no number.
+    shifted_BV = from_max_BV / max(temperature, torch.finfo(torch.float32).tiny)
+    return torch.where(divided_BV.amax(-1, keepdim=True).isfinite(), divided_BV, shifted_BV)
 
 
 def nucleus(probs_BV: Tensor, top_p: float) -> Tensor:

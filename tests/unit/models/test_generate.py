@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.models.generate import generate, nucleus
+from megacore.models.generate import _divided, generate, nucleus
 from megacore.parallel.process_groups import ProcessGroups
 from tests.support.models import params_by_name, plain_logits, tiny_config, whole_model
 
@@ -39,6 +39,24 @@ def test_a_low_temperature_approaches_the_greedy_choice() -> None:
     greedy = generate(model, tokens, max_new_tokens=6, temperature=0.0)
     assert torch.equal(generate(model, tokens, max_new_tokens=6, temperature=1e-4), greedy)
     assert torch.equal(generate(model, tokens, max_new_tokens=6, top_p=1e-6), greedy)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-310])
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_the_lowest_temperatures_take_the_greedy_choice(temperature: float, top_p: float) -> None:
+    model, tokens = whole_model(CONFIG), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    greedy = generate(model, tokens, max_new_tokens=6, temperature=0.0)
+    drawn = generate(model, tokens, max_new_tokens=6, temperature=temperature, top_p=top_p)
+    assert torch.equal(drawn, greedy)
+
+
+def test_only_rows_that_overflow_are_shifted() -> None:
+    logits_BV = torch.tensor([[1.0, 3.0, 3.0], [1e-20, 0.0, -2e-20], [-5.0, -7.0, -9.0]])
+    divided_BV = _divided(logits_BV, 1e-38)
+    assert divided_BV.softmax(-1)[0].tolist() == [0.0, 0.5, 0.5]
+    assert torch.equal(divided_BV[1], logits_BV[1] / 1e-38)
+    assert divided_BV.softmax(-1)[2].tolist() == [1.0, 0.0, 0.0]
+    assert torch.equal(_divided(logits_BV, 0.7), logits_BV / 0.7)
 
 
 @pytest.mark.parametrize(

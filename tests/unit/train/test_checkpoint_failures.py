@@ -261,6 +261,28 @@ def test_a_run_and_its_checkpoint_folder_mean_the_latest(tmp_path: Path) -> None
     assert resolve_checkpoint(directory).name == "step_00000001"
 
 
+@pytest.mark.parametrize("name", ["/etc", ".", "..", "../other", "step_00000001/.", "notes"])
+def test_a_latest_that_names_no_checkpoint_folder_is_refused(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / "checkpoints"
+    saved = save_small(directory, step=1)
+    (tmp_path / "other").mkdir()
+    (directory / "notes").mkdir()
+    (directory / "latest").write_text(name + "\n")
+    for path in (tmp_path, directory, directory / "latest"):
+        with pytest.raises(CheckpointError, match=r"latest names .*, which is no checkpoint fold"):
+            resolve_checkpoint(path)
+    assert resolve_checkpoint(saved) == saved
+    assert find_checkpoint("auto", directory, groups=GROUPS).path == saved
+
+
+def test_an_unfinished_latest_counts_only_if_it_names_a_checkpoint(tmp_path: Path) -> None:
+    first, second = save_small(tmp_path, step=1, keep=5), save_small(tmp_path, step=2, keep=5)
+    (tmp_path / "latest").write_text(first.name)
+    for name, expected in ((second.name, second), ("step_0", first), (".", first)):
+        (tmp_path / "latest.partial").write_text(name)
+        assert resolve_checkpoint(tmp_path) == expected
+
+
 # ---- choosing and keeping ----------------------------------------------------------------------
 
 

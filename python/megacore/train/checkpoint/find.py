@@ -17,6 +17,7 @@ from megacore.train.checkpoint.format import (
     REPLACED_SUFFIX,
     CheckpointIndex,
     check_files,
+    is_step_folder,
     read_index,
     step_folders,
     without_advice,
@@ -72,7 +73,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
         path: A checkpoint folder, a folder of checkpoints, its ``latest`` file, or a run's folder.
 
     Raises:
-        CheckpointError: If there is none, with what there is instead.
+        CheckpointError: If there is none, with what there is instead, or if ``latest`` names
+            something else than a checkpoint folder beside it.
     """
     path = Path(path)
     if path.name == LATEST_NAME and path.is_file():
@@ -85,6 +87,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     if (path / INDEX_NAME).is_file():
         return path
     for directory in (path, path / "checkpoints"):
+        _check_latest(directory / LATEST_NAME)
         latest = _read_latest(directory)
         if latest is not None:
             return latest
@@ -146,12 +149,21 @@ def verify_files(folder: Path, groups: ProcessGroups) -> CheckpointIndex:
     return on_every_rank(verify_share, groups)
 
 
+def _check_latest(file: Path) -> None:
+    name = _first_line(file)
+    if name and not is_step_folder(name):
+        raise CheckpointError(
+            f"{file} names {name!r}, which is no checkpoint folder beside it; write the name of "
+            f"one into it, such as step_00000001, or remove it to use the newest"
+        )
+
+
 def _read_latest(directory: Path) -> Path | None:
     # A run killed right after a checkpoint got its name has left the new `latest` unfinished.
     names = [_first_line(directory / name) for name in (LATEST_NAME + PARTIAL_SUFFIX, LATEST_NAME)]
-    folders = [directory / name for name in names if name]
     if names[1]:
-        folders.append(directory / (names[1] + REPLACED_SUFFIX))
+        names.append(names[1] + REPLACED_SUFFIX)
+    folders = [directory / name for name in names if is_step_folder(name)]
     return next((folder for folder in folders if folder.is_dir()), None)
 
 

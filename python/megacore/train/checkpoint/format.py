@@ -81,6 +81,16 @@ def step_folder(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def is_step_folder(name: str) -> bool:
+    """Whether a folder of this name is a finished checkpoint.
+
+    Example:
+        >>> is_step_folder("step_00000100"), is_step_folder("../step_00000100")
+        (True, False)
+    """
+    return _STEP_FOLDER.fullmatch(name) is not None
+
+
 def step_folders(directory: Path) -> list[tuple[int, Path]]:
     """Finished checkpoint folders of a directory with their steps, oldest step first."""
     if not directory.is_dir():
