@@ -23,7 +23,7 @@ class RunInfo:
     Attributes:
         name: Name of the run.
         started_at: When it started, for people.
-        wall_time_s: Wall time in seconds.
+        wall_time_s: Wall time in seconds; ``None`` until the run ends.
         layout: Settings of the :class:`~megacore.parallel.Topology`: ``world_size``, ``tp``, ...
         model: The model in words.
         num_parameters: Parameters of the whole model, each counted once.
@@ -39,7 +39,7 @@ class RunInfo:
 
     name: str
     started_at: str
-    wall_time_s: float
+    wall_time_s: float | None
     layout: Mapping[str, Any]
     model: str
     num_parameters: int

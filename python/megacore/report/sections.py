@@ -242,6 +242,8 @@ def _tile(name: str, value: str, sub: str, *, unit: str = "") -> str:
 
 def _wall_time_tile(run: RunFiles) -> str:
     """The time of this start; a resumed run has recorded steps of earlier ones, too."""
+    if run.info.wall_time_s is None:
+        return _tile("Wall time", "none", "the run has not ended")
     if run.info.resumed_from is None:
         sub = f"this run, {len(run.metrics):,} steps"
     else:

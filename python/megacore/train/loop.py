@@ -13,6 +13,7 @@ from megacore.errors import CheckpointError, DiskFullError
 from megacore.models.size import count_parameters
 from megacore.parallel.collectives import barrier
 from megacore.pipeline import ActionRecorder
+from megacore.report import RunInfo, write_info
 from megacore.train.checkpoint import (
     CheckpointSaver,
     FoundCheckpoint,
@@ -33,8 +34,8 @@ from megacore.train.trainer import Trainer, build_trainer
 def train(config: Config, context: RankContext) -> int:
     """Train as ``config`` says: the whole life of one rank.
 
-    Rank 0 writes ``config.toml``, ``metrics.jsonl``, ``timeline.json`` and ``report.html`` into
-    ``run.dir``; every rank writes its pieces of the checkpoints.
+    Rank 0 writes ``config.toml``, ``run.json``, ``metrics.jsonl``, ``timeline.json`` and
+    ``report.html`` into ``run.dir``; every rank writes its pieces of the checkpoints.
 
     Args:
         config: Resolved configuration, the same on every rank.
@@ -156,6 +157,8 @@ class _Run:
             self._dir.mkdir(parents=True, exist_ok=True)
             (self._dir / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
             self._metrics = MetricsWriter(self._dir / "metrics.jsonl", resume_step=first_step)
+            # A run that is stopped leaves what a report needs.
+            write_info(self._dir, self._info(wall_time_s=None))
         self._console.start(self._start_info(found, notes))
 
     def loop(self) -> None:
@@ -184,12 +187,7 @@ class _Run:
             self._save(self._config.train.steps)
         if self._saver is not None:
             self._note_failure(self._saver.finish())
-        info = run_info(
-            self._trainer,
-            started_at=self._started_at,
-            wall_time_s=wall_time_s,
-            resumed_from=self._resumed_from,
-        )
+        info = self._info(wall_time_s=wall_time_s)
         files = write_results(self._trainer, self._recorder, step=self._traced_step, info=info)
         if self._last is None:
             self._console.note(
@@ -289,6 +287,14 @@ class _Run:
             run_dir=self._dir,
             resumed_from=found.path,
             notes=found.skipped + notes,
+        )
+
+    def _info(self, *, wall_time_s: float | None) -> RunInfo:
+        return run_info(
+            self._trainer,
+            started_at=self._started_at,
+            wall_time_s=wall_time_s,
+            resumed_from=self._resumed_from,
         )
 
     def _summary(self, last: StepRecord, wall_time_s: float, files: dict[str, Path]) -> RunSummary:

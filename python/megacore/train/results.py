@@ -134,9 +134,16 @@ def measured_costs(schedule: Schedule, events: Sequence[TimedAction]) -> Costs:
 
 
 def run_info(
-    trainer: Trainer, *, started_at: datetime, wall_time_s: float, resumed_from: Path | None
+    trainer: Trainer,
+    *,
+    started_at: datetime,
+    wall_time_s: float | None,
+    resumed_from: Path | None,
 ) -> RunInfo:
-    """What the report says about the run besides metrics and settings."""
+    """What the report says about the run besides metrics and settings.
+
+    ``wall_time_s`` is ``None`` for a run that has not ended.
+    """
     config, data, topology = trainer.config, trainer.data, trainer.groups.topology
     return RunInfo(
         name=config.run.name,

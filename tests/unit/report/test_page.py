@@ -19,6 +19,7 @@ from megacore.report import (
     TimelineEvent,
     collect_environment,
     read_run,
+    write_info,
     write_report,
     write_timeline,
 )
@@ -305,6 +306,13 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     records = [_record(step, loss=2.0 + (step * 7919 % 100) / 100) for step in range(20_000)]
     run_dir = _run_dir(tmp_path / "run", records)
     assert write_report(run_dir, info=INFO).stat().st_size < 800_000
+
+
+def test_a_run_that_was_stopped_has_a_page_without_a_time(run_dir: Path) -> None:
+    write_info(run_dir, replace(INFO, wall_time_s=None))
+    visible = Page(write_report(run_dir).read_text(encoding="utf-8")).visible
+    assert "Wall time none the run has not ended" in visible
+    assert "Speed 12.3k tokens/s" in visible
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megacore.config import Config, resolve
+from megacore.report import read_run, write_report
 from megacore.train import trainer as trainer_module
 from megacore.train.checkpoint import read_index
 from megacore.train.loop import train
@@ -55,3 +56,21 @@ def test_with_another_batch_size_the_data_go_on_where_they_were(
     assert [json.loads(line)["samples"] for line in lines] == [6, 12, 16, 20, 28]
     newest = tmp_path / "run" / "checkpoints" / "step_00000005"
     assert read_index(newest).state.samples == 28
+
+
+def test_a_run_that_fails_leaves_what_a_report_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "train_step", fail)
+        with pytest.raises(KeyboardInterrupt):
+            _train(tmp_path, steps=2, batch_size=6)
+    assert write_report(tmp_path / "run").is_file()
+    assert read_run(tmp_path / "run").info.wall_time_s is None
+    _train(tmp_path, steps=2, batch_size=6)
+    assert read_run(tmp_path / "run").info.wall_time_s is not None
