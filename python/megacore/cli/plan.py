@@ -184,15 +184,31 @@ def _memory_text(plan: RunPlan, config: Config) -> str:
     from megacore.train.plan import memory_row_of
 
     row, optimizer = memory_row_of(config), config.optimizer
-    holders = plan.topology.dp * plan.topology.cp * config.pipeline.copies
-    shards = holders // optimizer.num_instances if optimizer.distributed else 1
     largest = max(max(rank.bucket_numels) for rank in plan.ranks)
-    each = "" if shards == 1 else f" = {float(row.per_rank(shards)):.4g} with d = {shards}"
     formula = row.formula() if optimizer.distributed else str(row.whole)
+    shards = _shards_of_state(plan, config)
+    told = [
+        f"{float(row.per_rank(count)):.4g} with d = {count}"
+        + (f" ({kind})" if len(shards) > 1 else "")
+        for kind, count in shards.items()
+    ]
+    each = f" = {', '.join(told)}" if max(shards.values()) > 1 else ""
     return (
         f"buckets: units of one reduce-scatter and one all-gather, up to {largest:,} elements\n"
         f"bytes per parameter: {formula}{each}; padding comes on top"
     )
+
+
+def _shards_of_state(plan: RunPlan, config: Config) -> dict[str, int]:
+    """Ranks that share the optimizer's state of a parameter; by kind where kinds differ."""
+    if not config.optimizer.distributed:
+        return {"dense": 1}
+    topology, copies = plan.topology, config.pipeline.copies
+    dense = topology.dp * topology.cp * copies // config.optimizer.num_instances
+    experts = topology.expert_dp * copies // config.optimizer.num_instances
+    if config.moe.num_experts == 0 or dense == experts:
+        return {"dense": dense}
+    return {"dense": dense, "experts": experts}
 
 
 def _rank_table(plan: RunPlan, config: Config, world_size: int) -> Any:

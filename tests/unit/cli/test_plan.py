@@ -180,6 +180,20 @@ def test_plan_shows_buckets_and_bytes_per_parameter(
     assert "bytes per parameter: 6 + 12/d = 9 with d = 4" in capsys.readouterr().out
 
 
+def test_plan_tells_bytes_of_dense_and_expert_parameters_apart(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(TOML + "[moe]\nnum_experts = 8\n")
+    assert main(["plan", str(config), "--world-size=16", "--parallel.ep=4"]) == 0
+    text = "bytes per parameter: 8 + 8/d = 10 with d = 4 (dense), 16 with d = 1 (experts); padding"
+    assert text in capsys.readouterr().out
+    whole = ("--world-size=16", "--parallel.ep=4", "--optimizer.distributed=false")
+    assert main(["plan", str(config), *whole]) == 0
+    assert "bytes per parameter: 16; padding" in capsys.readouterr().out
+    assert main(["plan", str(config), "--world-size=16", "--parallel.etp=2"]) == 0
+    assert "bytes per parameter: 8 + 8/d = 10 with d = 4; padding" in capsys.readouterr().out
+
+
 def test_plan_shows_where_each_parameter_lies(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
