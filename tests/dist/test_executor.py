@@ -369,3 +369,28 @@ def test_memory_is_bounded_by_what_the_schedule_holds(name: str) -> None:
         # An output lives until its receiver is known to have it: a round trip, not a backward.
         assert (rank < 2) <= outputs <= schedule.num_ranks - rank + 1
         assert left == 0
+
+
+def evaluate_with_one_output(rank: int, num_microbatches: int) -> list[float]:
+    """The first stage writes every output into the same memory; the second is slow to read it."""
+    groups = ProcessGroups.create(Topology(world_size=2, pp=2), host_memory=False)
+    size = 1 << 16  # more than a message that gloo sends at once
+    held = torch.zeros(size)
+
+    def step(_chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> Tensor:
+        if hidden is not None:
+            time.sleep(0.02)
+            return hidden.mean()
+        return held.fill_(microbatch)
+
+    executor = PipelineExecutor(
+        build_schedule("1f1b", num_ranks=2, num_microbatches=num_microbatches).program(rank),
+        [nn.Identity()],
+        group=groups.pp,
+        activation=ActivationSpec(shape=(size,), dtype=torch.float32, device="cpu"),
+    )
+    return [loss.item() for loss in executor.run(step, forward_only=True)]
+
+
+def test_in_evaluation_a_module_may_write_its_output_over_the_one_before() -> None:
+    assert run_ranks(2, evaluate_with_one_output, 6)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -467,6 +467,22 @@ def _lost_text(name: str, param: nn.Parameter) -> str:
     )
 
 
+def _check_names_and_shape(info: ParamInfo, param: nn.Parameter, names: Collection[str]) -> None:
+    if info.name in names and info.shared is None:
+        raise ValueError(f"two parameters are called {info.name}; names are global, one for each")
+    cut = {info.tp_dim, info.ep_dim}
+    shape = tuple(param.shape)
+    fits = len(shape) == len(info.full_shape) and all(
+        own == whole or (dim in cut and own > 0 and whole % own == 0)
+        for dim, (own, whole) in enumerate(zip(shape, info.full_shape, strict=True))
+    )
+    if not fits:
+        raise ValueError(
+            f"{info.name} is {shape}, but its full_shape is {info.full_shape}; they may differ in "
+            f"tp_dim ({info.tp_dim}) and ep_dim ({info.ep_dim}), where the part divides the whole"
+        )
+
+
 def _check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:
     if not params:
         raise ValueError("a buffer needs at least one parameter")
@@ -479,6 +495,7 @@ def _check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:
         )
     seen: dict[int, str] = {}
     for info, param in params:
+        _check_names_and_shape(info, param, seen.values())
         if not param.requires_grad:
             raise ValueError(f"{info.name} needs no gradient; leave it out of the buffer")
         if id(param) in seen:

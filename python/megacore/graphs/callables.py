@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from megacore.graphs.capturing import Capturing
 from megacore.graphs.describe import Kwargs, describe_layers, plan_layers
 from megacore.graphs.layer import CapturedLayer
 from megacore.graphs.options import CaptureOptions
+from megacore.graphs.replay import GraphedCallable
 from megacore.graphs.transformer_engine import TransformerEngineBackend
 
 
@@ -72,23 +74,52 @@ def make_graphed_callables(
     chosen = CaptureOptions(**options)
     is_single = isinstance(callables, nn.Module)
     modules = [callables] if isinstance(callables, nn.Module) else list(callables)
-    args = [tuple(sample_args)] if is_single else [tuple(one) for one in sample_args]
+    args = [_as_args(one) for one in ([sample_args] if is_single else sample_args)]
     named = [sample_kwargs] if isinstance(sample_kwargs, Mapping) else sample_kwargs
-    layers = describe_layers(modules, args, named, run_pre_hooks=chosen.run_pre_hooks)
-    chosen.check(len(modules))
-    if order is not None:
-        return tuple(_capture(modules, layers, args, named, order, num_layers_per_chunk, chosen))
-    if num_layers_per_chunk is not None:
-        raise ValueError(
-            "num_layers_per_chunk belongs to an order list; give order, or leave it out"
-        )
-    for layer in layers:
-        layer.hooked = layer.hooked[1:]  # a call of the module runs its own hooks
-    calls = _capture(modules, layers, args, named, None, None, chosen)
+    with _eager(modules):
+        layers = describe_layers(modules, args, named, run_pre_hooks=chosen.run_pre_hooks)
+        chosen.check(len(modules))
+        if order is not None:
+            calls = _capture(modules, layers, args, named, order, num_layers_per_chunk, chosen)
+            return tuple(calls)
+        if num_layers_per_chunk is not None:
+            raise ValueError(
+                "num_layers_per_chunk belongs to an order list; give order, or leave it out"
+            )
+        for layer in layers:
+            layer.hooked = layer.hooked[1:]  # a call of the module runs its own hooks
+        calls = _capture(modules, layers, args, named, None, None, chosen)
     for module, call in zip(modules, calls, strict=True):
         module.forward = call
         module.reset_graphs = call.reset
     return modules[0] if is_single else tuple(modules)
+
+
+def _as_args(given: Any) -> tuple[Any, ...]:
+    """The positional arguments of one module."""
+    if isinstance(given, (tuple, list)):
+        return tuple(given)
+    raise TypeError(
+        f"sample_args of a module are a {type(given).__name__}; give a tuple of its positional "
+        "arguments, (x,) for one"
+    )
+
+
+@contextmanager
+def _eager(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let modules that were captured before run their own forward passes here."""
+    captured = {
+        module: call
+        for module in modules
+        if isinstance(call := getattr(module, "forward", None), GraphedCallable)
+    }
+    for module, call in captured.items():
+        module.forward = call.eager
+    try:
+        yield
+    finally:
+        for module, call in captured.items():
+            module.forward = call
 
 
 def _capture(

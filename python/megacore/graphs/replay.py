@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,6 +70,33 @@ class ReplayState:
                     distinct_elements(tensor).fill_(torch.nan)
 
 
+@dataclass(frozen=True)
+class _HeldTensor:
+    """A parameter or buffer of a captured module, where the graph reads it."""
+
+    kind: str
+    name: str
+    table: Mapping[str, Tensor | None]
+    tensor: Tensor
+    address: int
+
+    def is_in_place(self) -> bool:
+        """Whether the module still has this tensor, and the tensor this memory."""
+        return self.table.get(self.name) is self.tensor and self.tensor.data_ptr() == self.address
+
+
+def _held_tensors(module: nn.Module) -> list[_HeldTensor]:
+    tables: list[tuple[str, Mapping[str, Tensor | None]]] = []
+    for part in module.modules():
+        tables += [("parameter", part._parameters), ("buffer", part._buffers)]
+    return [
+        _HeldTensor(kind, name, table, tensor, tensor.data_ptr())
+        for kind, table in tables
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+
+
 class GraphedCallable:
     """One captured module, for one microbatch of a step.
 
@@ -96,7 +125,7 @@ class GraphedCallable:
         self._is_first_of_chunk = is_first_of_chunk
         self._clones_param_grads = clones_param_grads
         self._defers = defers_weight_grads and site.splits_backward
-        self._param_addresses = [param.data_ptr() for param in site.layer.params]
+        self._read = _held_tensors(module)
 
     def __call__(
         self, *args: Any, cuda_graph_stream: Any = None, cuda_graph_event: Any = None, **kwargs: Any
@@ -134,17 +163,23 @@ class GraphedCallable:
         """Give up the graphs; later calls are errors."""
         self._site.reset()
 
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """The module's own forward pass."""
+        return self._site.layer.forward
+
     # ---- what autograd calls ---------------------------------------------------------------------
 
     def run_forward(self, inputs: tuple[Tensor, ...], where: Where) -> tuple[Maybe, ...]:
         """Copy inputs, replay, return the static results."""
         site = self._site
         graph = self._require(site.forward)
-        for param, address in zip(site.layer.params, self._param_addresses, strict=True):
-            if param.data_ptr() != address:
+        for held in self._read:
+            if not held.is_in_place():
                 raise ReplayError(
-                    f"a parameter of {site.layer.name}, {list(param.shape)}, has moved since the "
-                    "capture; a graph reads fixed addresses, so capture again"
+                    f"the {held.kind} {held.name!r} of {site.layer.name}, "
+                    f"{list(held.tensor.shape)}, has moved or was replaced since the capture; a "
+                    "graph reads fixed addresses, so capture again"
                 )
         with torch.no_grad():
             for static, given in zip(site.inputs, inputs, strict=True):

@@ -432,7 +432,8 @@ def _weights(logits: Tensor, scores: Tensor, expert_ids: Tensor, config: RouterC
 
 def _only_best_groups(ranked: Tensor, config: RouterConfig) -> Tensor:
     """Scores with those of other groups replaced by minus infinity."""
-    grouped = ranked.view(ranked.shape[0], config.num_groups, -1)
+    per_group = config.num_experts // config.num_groups
+    grouped = ranked.view(ranked.shape[0], config.num_groups, per_group)
     num_best = min(config.group_score_top, grouped.shape[2])
     group_scores = grouped.topk(num_best, dim=-1).values.sum(-1)
     closed = torch.ones_like(group_scores, dtype=torch.bool)

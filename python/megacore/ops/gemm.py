@@ -303,8 +303,8 @@ def _goes_to_float32(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return True
     if dtype == torch.bfloat16:
-        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        return not bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return not bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def _forward_cpu(

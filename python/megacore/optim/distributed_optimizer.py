@@ -311,10 +311,10 @@ class DistributedOptimizer:
             Reading the result waits.
 
         Raises:
-            ValueError: If ``lr`` is a number that is not finite.
+            ValueError: If ``lr`` is negative or not finite.
         """
-        if isinstance(lr, (int, float)) and not math.isfinite(lr):
-            raise ValueError(f"lr is {lr}; it must be a finite number")
+        if isinstance(lr, (int, float)) and not 0.0 <= lr < math.inf:
+            raise ValueError(f"lr is {lr}; it must be a number of at least 0")
         self.reduce_grads()
         self._is_reduced = False
         sums = self._reduce_over_world(extra, num_tokens, veto)

@@ -186,11 +186,18 @@ class Step:
         is_last = self._track.is_last(action.stage)
         output = self._take_loss(result, action.microbatch) if is_last else _require_tensor(result)
         if self._trains:
+            if is_last and not output.requires_grad:
+                _require_no_gradient(hidden, self._chunks[action.stage])
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._saved[key] = _Saved(hidden=hidden, output=edge)
         if not is_last:
             self._activations.of_output(action.stage).require(output, "the output")
-            self._hand_over(ActionKind.SEND_FORWARD, action, output.detach().contiguous())
+            message = output.detach().contiguous()
+            if not self._trains:
+                # Without a backward pass, a module may write its next output over this one before
+                # it has been sent or read: a captured one does.
+                message = message.clone()
+            self._hand_over(ActionKind.SEND_FORWARD, action, message)
 
     def _backward(self, action: Action) -> None:
         saved, output_grad = self._take_backward(action)
@@ -240,7 +247,7 @@ class Step:
         _require_loss(loss)
         self._losses[microbatch] = loss.detach()
         if num_tokens is not None:
-            count = torch.as_tensor(num_tokens, device=loss.device).detach().reshape(())
+            count = token_count(num_tokens, device=loss.device)
             self._num_tokens = count if self._num_tokens is None else self._num_tokens + count
         return loss
 
@@ -316,6 +323,22 @@ def _require_tensor(result: StageOutput) -> Tensor:
             "forward_step must return the output as one tensor"
         )
     return result
+
+
+def token_count(num_tokens: Tensor | float, *, device: torch.device) -> Tensor:
+    """A number of tokens in a dtype that sums over microbatches fit into, 0-d."""
+    count = torch.as_tensor(num_tokens, device=device).detach().reshape(())
+    return count.to(torch.float64 if count.is_floating_point() else torch.int64)
+
+
+def _require_no_gradient(hidden: Tensor | None, chunk: nn.Module) -> None:
+    """Check a last stage whose loss needs no gradient: there must be nothing to train before it."""
+    if hidden is not None or any(param.requires_grad for param in chunk.parameters()):
+        raise ValueError(
+            "the loss of the last stage has no gradient, so nothing would be trained; return it "
+            "attached to its graph (no .detach(), no .item()), and do not train inside "
+            "torch.inference_mode()"
+        )
 
 
 def _require_loss(loss: Tensor) -> None:

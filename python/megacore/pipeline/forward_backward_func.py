@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megacore.parallel.process_groups import Group
 from megacore.pipeline.activation import ActivationSpec, receives_for
 from megacore.pipeline.build import build_schedule
-from megacore.pipeline.execution import BeforeBackward, StageOutput
+from megacore.pipeline.execution import BeforeBackward, StageOutput, token_count
 from megacore.pipeline.executor import PipelineExecutor
 from megacore.pipeline.schedule import Schedule
 
@@ -94,13 +94,14 @@ class ForwardBackwardFunc:
             output, loss_func = forward_step_func(by_chunk[id(chunk)], chunk)
             if not stages[id(chunk)]:
                 return output
-            loss, *num_tokens, reports[microbatch] = loss_func(output)
+            loss, *num_tokens, reports[microbatch] = _require_parts(loss_func(output))
             if not num_tokens:
                 return loss / num_microbatches
+            tokens = token_count(num_tokens[0], device=loss.device)
             if self._per_token:
-                return loss, num_tokens[0]
-            mean = loss / num_tokens[0].clamp(min=1)
-            return mean / num_microbatches, num_tokens[0]
+                return loss, tokens
+            mean = loss / tokens.clamp(min=1).float()
+            return mean / num_microbatches, tokens
 
         losses = executor.run(
             forward_step, forward_only=forward_only, before_backward=before_backward
@@ -150,6 +151,22 @@ class ForwardBackwardFunc:
         return self._schedules[key]
 
 
+def _require_parts(returned: Any) -> Sequence[Any]:
+    """What a loss function returned, if it is what `LossFunc` says."""
+    if isinstance(returned, (tuple, list)) and len(returned) in (2, 3):
+        if isinstance(returned[0], Tensor):
+            return returned
+        shown = f"{type(returned[0]).__name__} first"
+    elif isinstance(returned, (tuple, list)):
+        shown = f"{len(returned)} values"
+    else:
+        shown = f"a {type(returned).__name__}"
+    raise ValueError(
+        f"the loss function returned {shown}; it must return (loss, report), or (sum of token "
+        "losses, number of tokens, report), with a tensor as the loss"
+    )
+
+
 def _data_by_chunk(data_iterator: Any, chunks: list[nn.Module]) -> dict[int, Any]:
     """Each chunk's data, by the chunk's id."""
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
@@ -181,8 +198,9 @@ def get_forward_backward_func(
 ) -> ForwardBackwardFunc:
     """Return a function that runs the forward and backward passes of a step.
 
-    It is called as in Megatron-LM, with the same forward step and loss functions; what is global
-    there (process groups, shapes, settings) is given here. Gradients add up in the parameters'
+    It is called as in Megatron-LM, with the same forward step and loss functions. What is global
+    there (process groups, settings) or given with every call (``seq_length``,
+    ``micro_batch_size``: the shapes) is given here, once. Gradients add up in the parameters'
     ``grad``, or wherever hooks put them.
 
     Args:

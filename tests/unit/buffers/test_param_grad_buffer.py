@@ -160,3 +160,18 @@ def test_unfit_parameters_are_refused_by_name() -> None:
         ParamGradBuffer([w, (info(other, "e", expert=True), other)], dp_group=group)
     with pytest.raises(ValueError, match=r"grad_dtype is torch.bfloat16"):
         ParamGradBuffer([w], dp_group=group, grad_dtype=torch.bfloat16)
+
+
+def test_names_and_shapes_must_be_those_of_the_parameters() -> None:
+    weights = [nn.Parameter(torch.ones(2, 4)) for _ in range(2)]
+
+    def make(*infos: ParamInfo) -> None:
+        ParamGradBuffer(list(zip(infos, weights, strict=False)), dp_group=Group.solo())
+
+    whole = ParamInfo(name="w", full_shape=(2, 4), tp_dim=None)
+    with pytest.raises(ValueError, match="two parameters are called w"):
+        make(whole, whole)
+    for full_shape, tp_dim in (((8,), None), ((2, 8), None), ((4, 8), 1), ((2, 6), 1)):
+        with pytest.raises(ValueError, match=r"w is \(2, 4\), but its full_shape is"):
+            make(ParamInfo(name="w", full_shape=full_shape, tp_dim=tp_dim))
+    make(ParamInfo(name="w", full_shape=(2, 8), tp_dim=1))

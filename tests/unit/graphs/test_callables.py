@@ -248,8 +248,49 @@ def test_a_moved_parameter_is_noticed() -> None:
     blocks = make_blocks()
     calls = capture(blocks, order=[1, -1])
     blocks[0].up.weight.data = blocks[0].up.weight.data.clone()
-    with pytest.raises(ReplayError, match=r"a parameter of module 0 \(Block\), \[16, 8\], has mov"):
+    text = r"the parameter 'weight' of module 0 \(Block\), \[16, 8\], has moved"
+    with pytest.raises(ReplayError, match=text):
         calls[0](torch.zeros(4, 8, requires_grad=True), scale=torch.ones(8))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_tensor_in_the_place_of_a_captured_one_is_noticed(kind: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    graphed = make_graphed_callables(module, (torch.ones(2, 3),), backend="emulated")
+    before = graphed(torch.ones(2, 3)).clone()
+    if kind == "parameter":
+        module[0].bias = nn.Parameter(torch.full((3,), 5.0))
+    else:
+        module[1].running_mean = torch.full((3,), 7.0)
+    name = "bias" if kind == "parameter" else "running_mean"
+    with pytest.raises(ReplayError, match=f"the {kind} '{name}' of module 0 .* was replaced"):
+        graphed(torch.ones(2, 3))
+    again = make_graphed_callables(module, (torch.ones(2, 3),), backend="emulated")
+    assert torch.equal(again(torch.ones(2, 3)), nn.Sequential.forward(module, torch.ones(2, 3)))
+    assert not torch.equal(again(torch.ones(2, 3)), before)
+
+
+def test_a_captured_module_can_be_captured_again() -> None:
+    module = nn.Linear(3, 3)
+    for reset in (False, True, True):
+        make_graphed_callables(module, (torch.ones(2, 3),), backend="emulated")
+        x = torch.randn(2, 3)
+        assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
+        if reset:
+            module.reset_graphs()
+            with pytest.raises(ReplayError, match="were reset; capture again"):
+                module(x)
+    kept = module.forward
+    with pytest.raises(ValueError, match="num_layers_per_chunk"):
+        make_graphed_callables(
+            module, (torch.ones(2, 3),), num_layers_per_chunk=1, backend="emulated"
+        )
+    assert module.forward is kept
+
+
+def test_arguments_of_a_module_are_a_tuple() -> None:
+    with pytest.raises(TypeError, match=r"are a Tensor; give a tuple .*\(x,\) for one"):
+        make_graphed_callables(nn.Linear(2, 2), torch.ones(1, 2), backend="emulated")
 
 
 class Broken(nn.Module):

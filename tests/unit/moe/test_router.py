@@ -412,3 +412,9 @@ def test_experts_equal_a_loop_over_tokens(
         assert found is not None
         limit = 1e-5 * float(expected.detach().abs().max()) + 1e-6
         assert torch.allclose(found, expected, rtol=0.0, atol=limit)
+
+
+def test_groups_take_no_tokens_at_all() -> None:
+    config = RouterConfig(num_experts=4, top_k=2, num_groups=2, groups_top_k=1)
+    router = TopKRouter(config, nn.Parameter(torch.randn(4, 8)))
+    assert router(torch.zeros(0, 1, 8)).expert_ids.shape == (0, 2)

@@ -389,8 +389,9 @@ def test_numbers_that_no_run_has_are_refused(name: str, value: float) -> None:
     optimizer, _ = make_optimizer(make_model(torch.float16))
     with pytest.raises(ValueError, match=f"{name} is {value}; it must be a number of at least"):
         optimizer.load_scalars({name: value})
-    with pytest.raises(ValueError, match="lr is nan"):
-        optimizer.step(lr=math.nan)
+    for lr in (math.nan, -1.0):
+        with pytest.raises(ValueError, match=f"lr is {lr}; it must be a number of at least 0"):
+            optimizer.step(lr=lr)
 
 
 def test_sparse_gradients_train_like_dense_ones() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,8 +61,14 @@ def test_each_parameter_counts_on_one_of_its_holders(
 
 
 def make_buffer(numels: list[int], infos: list[ParamInfo], **options: int) -> ParamGradBuffer:
-    params = [nn.Parameter(torch.zeros(numel)) for numel in numels]
-    return ParamGradBuffer(list(zip(infos, params, strict=True)), dp_group=Group.solo(), **options)
+    params = [
+        (
+            replace(info, full_shape=(numel * (1 if info.tp_dim is None else 2),)),
+            nn.Parameter(torch.zeros(numel)),
+        )
+        for numel, info in zip(numels, infos, strict=True)
+    ]
+    return ParamGradBuffer(params, dp_group=Group.solo(), **options)
 
 
 def test_neighbours_merge_across_padding_but_not_across_buckets_or_flags() -> None:

@@ -155,3 +155,51 @@ def test_mistakes_are_named() -> None:
             model=make_chunks(1),
             num_microbatches=2,
         )
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (lambda loss: loss, "a Tensor"),
+        (lambda loss: torch.stack([loss, loss]), "a Tensor"),
+        (lambda loss: (loss, torch.tensor(3), "report", "more"), "4 values"),
+        (lambda loss: (loss.item(), "report"), "float first"),
+        (lambda loss: None, "a NoneType"),
+    ],
+)
+def test_a_loss_function_returns_a_pair_or_a_triple(
+    returned: Callable[[Tensor], Any], shown: str
+) -> None:
+    with pytest.raises(ValueError, match=f"the loss function returned {shown}; it must return"):
+        run(lambda output, _: returned(output.square().mean()))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.bool, torch.float32, int])
+def test_numbers_of_tokens_of_any_dtype_are_summed_exactly(dtype: Any) -> None:
+    def loss(output: Tensor, _count: int) -> tuple[Tensor, Any, None]:
+        count = 201 if dtype is int else torch.tensor(201).to(dtype)
+        return output.sum(), count, None
+
+    step = get_forward_backward_func(group=Group.solo(), activation=SPEC)
+    reports = step(
+        forward_step_func=lambda _, chunk: (chunk(torch.ones(2, 4)), lambda out: loss(out, 201)),
+        data_iterator=None,
+        model=make_chunks(1),
+        num_microbatches=16,
+    )
+    each = 201 if dtype is int else int(torch.tensor(201).to(dtype))
+    assert reports.num_tokens is not None
+    assert reports.num_tokens.item() == 16 * each
+
+
+def test_a_loss_without_gradient_is_refused() -> None:
+    def detached(output: Tensor, _count: int) -> tuple[Tensor, None]:
+        return output.square().mean().detach(), None
+
+    with pytest.raises(ValueError, match="the loss of the last stage has no gradient"):
+        run(detached)
+    with (
+        torch.inference_mode(),
+        pytest.raises(ValueError, match=r"do not train inside\s+torch.inference_mode"),
+    ):
+        run(mean_loss)

@@ -227,7 +227,7 @@ def test_files_are_written_and_read_back(
         (["--compare", "--memory-limit=3"], "--memory-limit is about one; leave one of them out"),
         (["--compare", "--program=data"], "--program is about one; leave one of them out"),
         (["1f1b", "--pp=99999999999999"], "99999999999999 is out of range"),
-        (["1f1b", "--pp=two"], "--pp: invalid whole_number value: 'two'"),
+        (["1f1b", "--pp=two"], "--pp: expected a whole number, but got 'two'"),
         (["1f1b", "--keep=0"], "--keep is for --program LEVEL; add that, or leave it out"),
         (["1f1b", "--receives=in_order"], "--receives is for --program LEVEL"),
         (["1f1b", "--program=data", "--json"], "--json is about times; leave one of them out"),
