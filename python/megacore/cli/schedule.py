@@ -20,6 +20,7 @@ from megacore.cli.schedule_auto import (
     add_auto_options,
     auto_options,
     certificate_json,
+    with_cost_flags,
     with_stage_costs,
 )
 from megacore.cli.schedule_compare import run_compare
@@ -129,6 +130,13 @@ def run(args: argparse.Namespace) -> int:
     args.microbatches = 8 if args.microbatches is None else args.microbatches
     if args.compare:
         return run_compare(args, costs)
+    try:
+        return _show(args, costs)
+    except ValueError as error:
+        raise ConfigError(with_cost_flags(str(error))) from error
+
+
+def _show(args: argparse.Namespace, costs: Costs) -> int:
     schedule = _schedule(args, costs)
     if args.program is not None:
         print_programs(schedule, args)
@@ -171,10 +179,15 @@ def _costs(args: argparse.Namespace) -> Costs:
 def _schedule(args: argparse.Namespace, costs: Costs) -> Schedule:
     from megacore.pipeline import SCHEDULE_NAMES, Schedule, build_schedule
 
+    known = (*SCHEDULE_NAMES, "auto")
     if (args.name is None) == (args.from_csv is None):
         raise ConfigError(
-            f"name a schedule ({', '.join(SCHEDULE_NAMES)}) or give --from-csv FILE, one of the two"
+            f"name a schedule ({', '.join(known)}) or give --from-csv FILE, one of the two"
         )
+    if args.name is not None and args.name not in known:
+        plain = args.name.lower().replace("-", "_")
+        if plain in known:
+            raise ConfigError(f"unknown schedule {args.name!r}; did you mean {plain!r}?")
     if args.from_csv is None:
         return build_schedule(
             args.name,

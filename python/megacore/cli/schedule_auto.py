@@ -84,6 +84,18 @@ def with_stage_costs(costs: Costs, items: list[str] | None) -> Costs:
     return dataclasses.replace(costs, **changes)
 
 
+def with_cost_flags(message: str) -> str:
+    """A message about costs in the words of ``--costs``.
+
+    Example:
+        >>> with_cost_flags("cost 'forward' has 2 entries; give one for all stages or 4")
+        '--costs F has 2 entries; give one for all stages or 4'
+    """
+    for key, field in _COST_FIELDS.items():
+        message = message.replace(f"cost '{field}'", f"--costs {key}")
+    return message
+
+
 def certificate_json(certificate: Certificate) -> dict[str, Any]:
     """Return a certificate as plain values."""
     values = {

@@ -17,7 +17,11 @@ _LARGEST = 2**31 - 1
 
 def whole_number(text: str) -> int:
     """Read a number that a schedule can count to, for ``argparse``."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        message = f"expected a whole number, but got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
     if abs(number) > _LARGEST:
         raise argparse.ArgumentTypeError(f"{text} is out of range; the largest is {_LARGEST}")
     return number

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from megacore.config.base import filled, nearest_divisors, nearest_multiples
+import math
+
+from megacore.config.base import (
+    divisors,
+    filled,
+    nearest_divisors,
+    nearest_multiples,
+    nearest_of,
+)
 from megacore.config.parallel import AXES
 from megacore.config.problems import Problems, count_of
 from megacore.config.sections import Config
@@ -36,8 +44,8 @@ def _nearest_layouts(config: Config, world: int) -> list[str]:
     stages_per_rank = config.pipeline.stages_per_rank
     fitting = [
         (new_tp, new_pp)
-        for new_tp in _divisors(world)
-        for new_pp in _divisors(world // new_tp)
+        for new_tp in divisors(world)
+        for new_pp in divisors(world // new_tp)
         if filled(model.num_kv_heads) % new_tp == 0 and new_pp * stages_per_rank <= model.num_layers
     ]
 
@@ -47,10 +55,6 @@ def _nearest_layouts(config: Config, world: int) -> list[str]:
 
     best = sorted(fitting, key=distance)[:2]
     return [f"tp={new_tp} pp={new_pp}" for new_tp, new_pp in best]
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _check_model_fits_tp(problems: Problems, config: Config) -> None:
@@ -176,18 +180,18 @@ def _check_instances(problems: Problems, config: Config) -> None:
     edp = problems.world_size // (filled(parallel.etp) * parallel.ep * parallel.pp)
     of_copies = f" x {copies} copies of the model" if copies > 1 else ""
     of_cp = f" x cp {cp}" if cp > 1 else ""
-    _check_instances_of(problems, config, dp * cp * copies, f"dp {dp}{of_cp}{of_copies}")
+    holders = {f"dp {dp}{of_cp}{of_copies}": dp * cp * copies}
     if config.moe.num_experts > 0:
-        _check_instances_of(problems, config, edp * copies, f"edp {edp}{of_copies}")
-
-
-def _check_instances_of(problems: Problems, config: Config, holders: int, text: str) -> None:
-    count = config.optimizer.num_instances
-    if holders % count:
-        problems.add(
-            f"{problems.shown('optimizer.num_instances')} does not divide {holders}, the number of "
-            f"ranks that hold the same parameters ({text}); nearest: {nearest_divisors(count, holders)}"
-        )
+        holders[f"edp {edp}{of_copies}"] = edp * copies
+    # One number of instances must divide both.
+    legal, count = divisors(math.gcd(*holders.values())), config.optimizer.num_instances
+    for text, number in holders.items():
+        if number % count:
+            problems.add(
+                f"{problems.shown('optimizer.num_instances')} does not divide {number}, the number "
+                f"of ranks that hold the same parameters ({text}); nearest: "
+                f"{nearest_of(legal, count)}"
+            )
 
 
 LAYOUT_RULES = (

@@ -200,7 +200,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark in front
     except OSError as error:
         raise ConfigError(_explain_unreadable(path, error)) from None
     except UnicodeDecodeError:

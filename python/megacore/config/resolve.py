@@ -152,10 +152,22 @@ def _check_decay(problems: Problems, config: Config) -> None:
             )
 
 
+def _check_trace_step(problems: Problems, config: Config) -> None:
+    steps, traced = config.train.steps, filled(config.run.trace_step)
+    if traced >= steps:
+        legal = f"0 to {steps - 1}" if steps > 1 else "0"
+        problems.add(
+            f"{problems.shown('run.trace_step', traced)} is not below "
+            f"{problems.shown('train.steps')}, and steps count from 0; use {legal}, or -1 for no "
+            "timeline"
+        )
+
+
 _CHECKS: tuple[Callable[[Problems, Config], None], ...] = (
     *LAYOUT_RULES,
     check_pipeline,
     _check_recompute,
     _check_graphs,
     _check_decay,
+    _check_trace_step,
 )

@@ -54,7 +54,8 @@ class RunConfig(Section):
     trace_step: int | None = Field(
         default=None,
         ge=-1,
-        description="Step (from 0) whose timeline is recorded; -1 for none. Default: `steps` / 2.",
+        description="Step (from 0, below `steps`) whose timeline is recorded; -1 for none. "
+        "Default: `steps` / 2.",
     )
     plain: bool = Field(
         default=False, description="Print plain lines instead of a live progress bar."

@@ -186,6 +186,13 @@ def test_binary_file_is_refused(tmp_path: Path) -> None:
     assert "not text in UTF-8" in message_of(path)
 
 
+def test_a_byte_order_mark_in_front_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "demo.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\nsteps = 3\n")
+    config = load_config(path)
+    assert (config.train.steps, config.origin("train.steps")) == (3, f"{path}:2")
+
+
 def test_overrides_are_taken_out_of_a_command_line() -> None:
     line = (
         "--run.plain x.toml --parallel.sequence-parallel --train.steps 20 "

@@ -125,7 +125,14 @@ def test_suggested_layouts_do_fit() -> None:
             },
             4,
             "optimizer.num_instances = 3 (--optimizer.num_instances=3) does not divide 4, the "
-            "number of ranks that hold the same parameters (dp 2 x 2 copies of the model); nearest: 2 or 4",
+            "number of ranks that hold the same parameters (dp 2 x 2 copies of the model); "
+            "nearest: 2 or 4",
+        ),
+        (
+            {"run__trace_step": "50", "train__steps": "2"},
+            1,
+            "run.trace_step = 50 (--run.trace_step=50) is not below train.steps = 2 "
+            "(--train.steps=2), and steps count from 0; use 0 to 1, or -1 for no timeline",
         ),
         (
             {"moe__num_experts": "4", "moe__first_dense_layers": "9"},
@@ -255,6 +262,18 @@ def test_a_broken_rule_shows_values_origins_and_the_nearest_fix(
     settings: dict[str, str], world: int, expected: str
 ) -> None:
     assert expected in message_of(make(**settings), world)
+
+
+def test_suggested_instances_divide_the_holders_of_dense_and_expert_parameters() -> None:
+    settings = {"moe__num_experts": "4", "parallel__ep": "2"}
+    batch = {"train__global_batch_size": "48"}
+    message = message_of(make(**settings, **batch, optimizer__num_instances="5"), 12)
+    lines = message.splitlines()[1:]
+    assert ["(dp 12)" in lines[0], "(edp 6)" in lines[1]] == [True, True]
+    for line in lines:
+        assert line.endswith("; nearest: 3 or 6")
+    for count in ("3", "6"):
+        resolve(make(**settings, **batch, optimizer__num_instances=count), 12, cuda=False)
 
 
 @pytest.mark.parametrize("settings", [("5", "2", "1"), ("14", "4", "2"), ("7", "3", "1")])
