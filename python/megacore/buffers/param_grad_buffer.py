@@ -462,8 +462,8 @@ def _lost_text(name: str, param: nn.Parameter) -> str:
         )
     return (
         f"{name} has left its buffer: another one was made of it, or it was given other memory (by "
-        "module.to(), param.data = ... or load_state_dict(assign=True)); make buffers and optimizer "
-        "after that, and copy into weights that have them"
+        "module.to(), param.data = ... or load_state_dict(assign=True)); make buffers and "
+        "optimizer after that, and copy into weights that have them"
     )
 
 

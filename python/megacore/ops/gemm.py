@@ -300,7 +300,7 @@ def _goes_to_float32(dtype: torch.dtype) -> bool:
     """Whether torch would multiply numbers of this dtype one by one."""
     if dtype.itemsize != 2:
         return False
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return True
     if dtype == torch.bfloat16:
         return not bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -94,6 +94,7 @@ class ForwardBackwardFunc:
             output, loss_func = forward_step_func(by_chunk[id(chunk)], chunk)
             if not stages[id(chunk)]:
                 return output
+            loss: Tensor
             loss, *num_tokens, reports[microbatch] = _require_parts(loss_func(output))
             if not num_tokens:
                 return loss / num_microbatches

@@ -164,7 +164,7 @@ def test_mistakes_are_named() -> None:
         (lambda loss: torch.stack([loss, loss]), "a Tensor"),
         (lambda loss: (loss, torch.tensor(3), "report", "more"), "4 values"),
         (lambda loss: (loss.item(), "report"), "float first"),
-        (lambda loss: None, "a NoneType"),
+        (lambda _: None, "a NoneType"),
     ],
 )
 def test_a_loss_function_returns_a_pair_or_a_triple(
