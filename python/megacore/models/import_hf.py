@@ -359,9 +359,14 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     Other files may lie beside them: an older version of the weights, or the same ones in the format
     of their maker.
     """
-    if (folder / INDEX_NAME).is_file():
-        return _read_indexed(folder / INDEX_NAME)
     single = folder / WEIGHTS_NAME
+    if (folder / INDEX_NAME).is_file():
+        if single.is_file():
+            raise MegacoreError(
+                f"{folder} holds both {WEIGHTS_NAME} and {INDEX_NAME}, so two sets of weights; "
+                "remove the one that does not count"
+            )
+        return _read_indexed(folder / INDEX_NAME)
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise MegacoreError(f"{folder} holds no *.safetensors file; save the model in that format")

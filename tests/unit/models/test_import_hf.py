@@ -218,11 +218,18 @@ def edit_index(folder: Path, changes: dict[str, Any]) -> None:
 
 def test_the_files_of_the_index_win_over_others_beside_them(tmp_path: Path) -> None:
     norm = save_sharded(tmp_path)
-    stale = {name: weight + 1.0 for name, weight in make_theirs("llama").state_dict().items()}
-    safetensors.save_file(stale, tmp_path / "model.safetensors")
-    assert torch.equal(imported_norm(tmp_path), norm)
     safetensors.save_file({"norm": norm}, tmp_path / "consolidated.safetensors")
     assert torch.equal(imported_norm(tmp_path), norm)
+
+
+def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    stale = {name: weight + 1.0 for name, weight in make_theirs("llama").state_dict().items()}
+    safetensors.save_file(stale, tmp_path / "model.safetensors")
+    with pytest.raises(
+        MegacoreError, match=r"holds both model\.safetensors and"
+    ):
+        import_hf(tmp_path)
 
 
 def test_one_file_of_the_usual_name_wins_over_others_beside_it(tmp_path: Path) -> None:
