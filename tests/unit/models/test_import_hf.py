@@ -226,9 +226,7 @@ def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
     save_sharded(tmp_path)
     stale = {name: weight + 1.0 for name, weight in make_theirs("llama").state_dict().items()}
     safetensors.save_file(stale, tmp_path / "model.safetensors")
-    with pytest.raises(
-        MegacoreError, match=r"holds both model\.safetensors and"
-    ):
+    with pytest.raises(MegacoreError, match=r"holds both model\.safetensors and"):
         import_hf(tmp_path)
 
 
