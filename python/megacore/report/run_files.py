@@ -141,6 +141,11 @@ def read_run(directory: str | Path) -> RunFiles:
     """
     directory = Path(directory)
     if not (directory / INFO_NAME).is_file():
+        if (directory / METRICS_NAME).is_file():
+            raise MegacoreError(
+                f"the run in {directory} has no {INFO_NAME}, which it writes with its first step; "
+                "train at least one step before the report"
+            )
         raise MegacoreError(
             f"{directory} is not the folder of a run: it has no {INFO_NAME}; "
             f"give the folder that `megacore train` names as run.dir"

@@ -157,8 +157,6 @@ class _Run:
             self._dir.mkdir(parents=True, exist_ok=True)
             (self._dir / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
             self._metrics = MetricsWriter(self._dir / "metrics.jsonl", resume_step=first_step)
-            # A run that is stopped leaves what a report needs.
-            write_info(self._dir, self._info(wall_time_s=None))
         self._console.start(self._start_info(found, notes))
 
     def loop(self) -> None:
@@ -244,6 +242,9 @@ class _Run:
         )
 
     def _write(self, record: StepRecord) -> None:
+        if self._last is None and self._is_main:
+            # A run that is stopped leaves what a report needs, one without a step leaves nothing.
+            write_info(self._dir, self._info(wall_time_s=None))
         self._last = record
         self._seconds += record.step_time_s
         self._tokens += record.tokens_per_s * record.step_time_s

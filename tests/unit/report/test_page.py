@@ -320,6 +320,11 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
+def test_a_run_without_a_step_is_told_from_a_folder_that_is_none(run_dir: Path) -> None:
+    with pytest.raises(MegacoreError, match=r"the run in .* writes with its first step; train"):
+        write_report(run_dir)
+
+
 def test_a_damaged_file_is_named(run_dir: Path) -> None:
     write_report(run_dir, info=INFO)
     (run_dir / "run.json").write_text('{"name": ')

@@ -63,13 +63,23 @@ def test_a_run_that_fails_leaves_what_a_report_needs(
 ) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+    real = trainer_module.Trainer.train_step
 
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.Trainer, "train_step", fail)
-        with pytest.raises(KeyboardInterrupt):
-            _train(tmp_path, steps=2, batch_size=6)
+    def fail_in(last: int) -> None:
+        def train_step(self: Any, step: int, **options: Any) -> Any:
+            if step == last:
+                raise KeyboardInterrupt
+            return real(self, step, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer_module.Trainer, "train_step", train_step)
+            with pytest.raises(KeyboardInterrupt):
+                _train(tmp_path, steps=2, batch_size=6)
+
+    fail_in(0)
+    assert not (tmp_path / "run" / "run.json").exists()
+    fail_in(1)
+    assert not (tmp_path / "run" / "previous-1").exists(), "the first run left nothing to keep"
     assert write_report(tmp_path / "run").is_file()
     assert read_run(tmp_path / "run").info.wall_time_s is None
     _train(tmp_path, steps=2, batch_size=6)
