@@ -119,7 +119,7 @@ def _open_tokenizer(path: Path) -> _LibraryTokenizer:
     except ImportError as error:
         raise DataError(
             f"data.tokenizer = {str(path)!r} needs the tokenizers package: "
-            f"pip install 'megacore[tokenizers]' (or set data.tokenizer = \"bytes\")"
+            f"pip install '.[tokenizers]' (or set data.tokenizer = \"bytes\")"
         ) from error
     try:
         tokenizer = LibraryTokenizer.from_file(str(path))
