@@ -97,7 +97,7 @@ def test_a_missing_package_names_the_line_that_installs_it(
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_tokenizers)
-    with pytest.raises(DataError, match=r"pip install 'megacore\[tokenizers\]'"):
+    with pytest.raises(DataError, match=r"pip install '\.\[tokenizers\]'"):
         load_tokenizer(str(tokenizer_json))
 
 
