@@ -361,11 +361,6 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """
     single = folder / WEIGHTS_NAME
     if (folder / INDEX_NAME).is_file():
-        if single.is_file():
-            raise MegacoreError(
-                f"{folder} holds both {WEIGHTS_NAME} and {INDEX_NAME}, so two sets of weights; "
-                "remove the one that does not count"
-            )
         return _read_indexed(folder / INDEX_NAME)
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
@@ -388,6 +383,12 @@ def _read_indexed(index: Path) -> dict[str, Tensor]:
                 f"{index} places {name} in {file}, which does not exist; copy that file too, or "
                 "remove the index if it belongs to other files"
             )
+    single = index.parent / WEIGHTS_NAME
+    if single.is_file() and WEIGHTS_NAME not in weight_map.values():
+        raise MegacoreError(
+            f"{index.parent} holds both {WEIGHTS_NAME} and {INDEX_NAME}, which names other files; "
+            "remove the one that does not count"
+        )
     placed = _placed_tensors(index.parent / file for file in sorted(set(weight_map.values())))
     for name, file in weight_map.items():
         if name not in placed or placed[name][1].name != file:

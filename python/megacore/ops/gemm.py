@@ -292,7 +292,7 @@ def _weight_grad_cuda_(
     )
 
 
-# On the CPU, what benchmarks/results/moe_cpu.txt justifies: float32 goes to the native kernels at
+# On the CPU, what benchmarks/results/moe_cpu*.txt justify: float32 goes to the native kernels at
 # every group size. Products of two bfloat16 stay with torch where the processor has instructions
 # for them; elsewhere torch takes 5 to 80 times as long as in float32, so they go there and back. A
 # weight gradient in float32 is a float32 product in all cases.

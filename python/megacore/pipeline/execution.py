@@ -192,11 +192,14 @@ class Step:
             self._saved[key] = _Saved(hidden=hidden, output=edge)
         if not is_last:
             self._activations.of_output(action.stage).require(output, "the output")
-            message = output.detach().contiguous()
-            if not self._trains:
-                # Without a backward pass, a module may write its next output over this one before
-                # it has been sent or read: a captured one does.
-                message = message.clone()
+            message = output.detach()
+            # Without a backward pass, a module may write its next output over this one before it
+            # has been sent or read: a captured one does.
+            message = (
+                message.contiguous()
+                if self._trains
+                else message.clone(memory_format=torch.contiguous_format)
+            )
             self._hand_over(ActionKind.SEND_FORWARD, action, message)
 
     def _backward(self, action: Action) -> None:

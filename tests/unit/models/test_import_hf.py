@@ -230,6 +230,16 @@ def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
         import_hf(tmp_path)
 
 
+def test_an_index_may_name_the_file_of_the_usual_name(tmp_path: Path) -> None:
+    theirs = make_theirs("llama")
+    theirs.save_pretrained(tmp_path)
+    with safetensors.safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
+        weight_map = dict.fromkeys(opened.keys(), "model.safetensors")
+    index = {"weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(imported_norm(tmp_path), theirs.model.norm.weight)
+
+
 def test_one_file_of_the_usual_name_wins_over_others_beside_it(tmp_path: Path) -> None:
     theirs = make_theirs("llama")
     theirs.save_pretrained(tmp_path)
