@@ -85,10 +85,11 @@ def test_a_step_that_hangs_is_stopped(gpu_check: ModuleType, tmp_path: Path) -> 
 def test_what_a_step_started_ends_with_it(gpu_check: ModuleType, tmp_path: Path) -> None:
     record = gpu_check.Record(tmp_path, ABOUT)
     runner = gpu_check.Runner(record, 1000.0)
-    # It does not listen to a polite word, and neither does its child.
+    # It does not listen to a polite word, and neither does its child. Each line is one write: two
+    # processes that write at once do not mix theirs.
     code = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        "child = os.fork(); print('child', child or os.getpid(), flush=True); time.sleep(600)"
+        "child = os.fork(); os.write(1, b'child %d\\n' % (child or os.getpid())); time.sleep(600)"
     )
     thread = threading.Thread(target=runner.run, args=[step(gpu_check, code)])
     thread.start()
