@@ -184,10 +184,6 @@ def _schedule(args: argparse.Namespace, costs: Costs) -> Schedule:
         raise ConfigError(
             f"name a schedule ({', '.join(known)}) or give --from-csv FILE, one of the two"
         )
-    if args.name is not None and args.name not in known:
-        plain = args.name.lower().replace("-", "_")
-        if plain in known:
-            raise ConfigError(f"unknown schedule {args.name!r}; did you mean {plain!r}?")
     if args.from_csv is None:
         return build_schedule(
             args.name,

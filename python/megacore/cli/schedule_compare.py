@@ -24,11 +24,10 @@ _SHORT = {"chunks": "v", "group_size": "G", "warmup_multiplier": "k", "copies": 
 
 def run_compare(args: argparse.Namespace, costs: Costs) -> int:
     """Print the table, or everything in it as JSON."""
-    from megacore.pipeline import SCHEDULE_NAMES
     from megacore.pipeline.compare import compare_schedules
 
-    if args.name is not None and args.name not in SCHEDULE_NAMES:
-        raise ConfigError(f"there is no schedule {args.name!r} to mark in the comparison")
+    if args.name is not None:
+        _require_comparable(args.name)
     comparison = compare_schedules(
         num_ranks=args.pp,
         num_microbatches=args.microbatches,
@@ -42,6 +41,19 @@ def run_compare(args: argparse.Namespace, costs: Costs) -> int:
     else:
         _print_text(args, costs, comparison)
     return 0
+
+
+def _require_comparable(name: str) -> None:
+    """Refuse a name that the table does not have."""
+    from megacore.pipeline.auto import AUTO
+    from megacore.pipeline.build import require_schedule_name
+
+    require_schedule_name(name)
+    if name == AUTO:
+        raise ConfigError(
+            f"--compare shows the schedules with a generator, {name!r} searches for one; leave "
+            "one of them out"
+        )
 
 
 def _print_json(comparison: Comparison) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -122,12 +121,26 @@ def _check_options(name: str, own: Mapping[str, Any], search: Mapping[str, Any])
             raise ValueError(f"{option} is {value}, but 'auto' finds its own; leave it out")
         if value is not None:
             raise ValueError(f"{option} is for schedule 'auto' only; leave it out with {name!r}")
-    if name not in (*SCHEDULE_NAMES, AUTO):
-        known = (*SCHEDULE_NAMES, AUTO)
-        close = difflib.get_close_matches(name, known, n=1)
-        names = ", ".join(known)
-        hint = f"did you mean {close[0]!r}? There are" if close else "choose one of"
-        raise ValueError(f"unknown schedule {name!r}; {hint} {names}")
+    require_schedule_name(name)
+
+
+def require_schedule_name(name: str) -> None:
+    """Refuse what names no schedule.
+
+    Raises:
+        ValueError: If it is none of ``SCHEDULE_NAMES`` and not ``"auto"``; names the nearest one.
+
+    Example:
+        >>> require_schedule_name("zb_v")
+    """
+    from megacore.config import close_words
+
+    known = (*SCHEDULE_NAMES, AUTO)
+    if name in known:
+        return
+    close = close_words(name, known, count=1)
+    hint = f"did you mean {close[0]!r}? There are" if close else "choose one of"
+    raise ValueError(f"unknown schedule {name!r}; {hint} {', '.join(known)}")
 
 
 def best_group_size(*, num_ranks: int, num_chunks: int, num_microbatches: int) -> int:

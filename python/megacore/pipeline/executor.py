@@ -49,7 +49,8 @@ class PipelineExecutor:
 
     Args:
         program: This rank's program.
-        chunks: Its model chunks, in the order of ``program.stages``.
+        chunks: Its model chunks, in the order of ``program.stages``; ``None`` if every ``run``
+            brings them: the executor then keeps no model alive.
         group: The pipeline's ranks; positions in it are the program's ranks.
         activation: What stages send to each other; where that differs, by the stage that sends it
             forward: one entry for each stage but the last one.
@@ -71,7 +72,7 @@ class PipelineExecutor:
     def __init__(
         self,
         program: Program,
-        chunks: Sequence[nn.Module],
+        chunks: Sequence[nn.Module] | None,
         *,
         group: Group,
         activation: ActivationSpec | Mapping[int, ActivationSpec],
@@ -85,11 +86,7 @@ class PipelineExecutor:
                 f"the program is that of rank {program.rank} of {program.num_ranks}, but this is "
                 f"position {group.position} of {group.size} in group {group.name}"
             )
-        if len(chunks) != len(program.stages):
-            raise ValueError(
-                f"the program of rank {program.rank} runs the {len(program.stages)} stages "
-                f"{program.stages}, but {len(chunks)} model chunks were given; give one per stage"
-            )
+        self._chunks = None if chunks is None else _by_stage(program, chunks)
         unknown = [action for action in program.actions if action.kind not in KIND_WORDS]
         if unknown:
             raise ValueError(f"the program holds {unknown[0]}, which the executor does not run")
@@ -115,7 +112,6 @@ class PipelineExecutor:
         self._forward_track = self._track
         if not program.is_forward_only:
             self._forward_track = Track(program.forward_only())
-        self._chunks = dict(zip(program.stages, chunks, strict=True))
         self._recorder = recorder
         self._turns = Turns() if overlap_pairs else None
         connect(self._transport, {peer for peer in program.peers if peer >= 0})
@@ -127,6 +123,7 @@ class PipelineExecutor:
         forward_only: bool = False,
         before_backward: BeforeBackward | None = None,
         recorder: ActionRecorder | None = None,
+        chunks: Sequence[nn.Module] | None = None,
     ) -> StepLosses:
         """Run one step over all microbatches.
 
@@ -142,14 +139,15 @@ class PipelineExecutor:
             before_backward: Called as ``before_backward(stage, microbatch)`` before every action
                 that adds to the gradients of parameters: a whole backward pass, or a W.
             recorder: For this step, in place of the executor's own.
+            chunks: Likewise the model chunks.
 
         Returns:
             On a rank with a last stage, its losses in microbatch order, detached, on their device,
             and in ``num_tokens`` the sum of the numbers of tokens; else an empty list.
 
         Raises:
-            ValueError: If an output has another shape, dtype or device than announced, or the
-                program has no backward passes and ``forward_only`` is false.
+            ValueError: If an output has another shape, dtype or device than announced, the program
+                has no backward passes and ``forward_only`` is false, or there are no chunks.
 
         Errors of ``forward_step`` and of the backend are raised as they are, with a note that names
         the action. Messages of the step may still be under way then, and on gloo their channels
@@ -164,9 +162,12 @@ class PipelineExecutor:
                 "the program has no backward passes; pass forward_only=True, or give the executor "
                 "the program of a training schedule"
             )
+        by_stage = self._chunks if chunks is None else _by_stage(track.program, chunks)
+        if by_stage is None:
+            raise ValueError("the executor was made without model chunks; give them to run")
         step = Step(
             track,
-            self._chunks,
+            by_stage,
             forward_step,
             transport=self._transport,
             recorder=self._recorder if recorder is None else recorder,
@@ -174,6 +175,15 @@ class PipelineExecutor:
             turns=self._turns,
         )
         return step.run()
+
+
+def _by_stage(program: Program, chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    if len(chunks) != len(program.stages):
+        raise ValueError(
+            f"the program of rank {program.rank} runs the {len(program.stages)} stages "
+            f"{program.stages}, but {len(chunks)} model chunks were given; give one per stage"
+        )
+    return dict(zip(program.stages, chunks, strict=True))
 
 
 def forward_backward(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megacore.parallel.process_groups import Group
 from megacore.pipeline.activation import ActivationSpec, receives_for
-from megacore.pipeline.build import build_schedule
+from megacore.pipeline.build import build_schedule, require_schedule_name
 from megacore.pipeline.execution import BeforeBackward, StageOutput, token_count
 from megacore.pipeline.executor import PipelineExecutor
 from megacore.pipeline.schedule import Schedule
@@ -42,14 +42,18 @@ class ForwardBackwardFunc:
         group_size: int | None,
         per_token: bool,
     ) -> None:
+        if isinstance(schedule, str):
+            require_schedule_name(schedule)
         self._given = schedule
         self._group = group
         self._activation = activation
         self._group_size = group_size
         self._per_token = per_token
         self._receives: Literal["ahead", "in_order"] = receives_for(group, activation)
+        # By numbers of chunks and microbatches, as all ranks count them. Executors know no model:
+        # each step brings its own, so none is kept alive.
         self._schedules: dict[tuple[int, int], Schedule] = {}
-        self._executors: dict[tuple[int, tuple[int, ...]], PipelineExecutor] = {}
+        self._executors: dict[tuple[int, int], PipelineExecutor] = {}
 
     def __call__(
         self,
@@ -86,13 +90,15 @@ class ForwardBackwardFunc:
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
         by_chunk = _data_by_chunk(data_iterator, chunks)
-        executor, stages = self._executor(chunks, num_microbatches)
+        schedule = self._schedule(len(chunks), num_microbatches)
+        executor = self._executor(schedule, len(chunks))
+        is_last = self._last_stages(schedule, chunks)
         reports: dict[int, Any] = {}
 
         def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> StageOutput:
             _set_input(chunk, hidden)
             output, loss_func = forward_step_func(by_chunk[id(chunk)], chunk)
-            if not stages[id(chunk)]:
+            if not is_last[id(chunk)]:
                 return output
             loss: Tensor
             loss, *num_tokens, reports[microbatch] = _require_parts(loss_func(output))
@@ -105,30 +111,33 @@ class ForwardBackwardFunc:
             return mean / num_microbatches, tokens
 
         losses = executor.run(
-            forward_step, forward_only=forward_only, before_backward=before_backward
+            forward_step,
+            forward_only=forward_only,
+            before_backward=before_backward,
+            chunks=chunks,
         )
         result = StepReports(report for _, report in sorted(reports.items()))
         result.num_tokens = losses.num_tokens
         return result
 
-    def _executor(
-        self, chunks: list[nn.Module], num_microbatches: int
-    ) -> tuple[PipelineExecutor, dict[int, bool]]:
-        """The executor of these chunks, and which of them are last stages."""
-        schedule = self._schedule(len(chunks), num_microbatches)
-        key = (num_microbatches, tuple(map(id, chunks)))
+    def _executor(self, schedule: Schedule, num_chunks: int) -> PipelineExecutor:
+        key = (num_chunks, schedule.num_microbatches)
         if key not in self._executors:
             self._executors[key] = PipelineExecutor(
                 schedule.program(self._group.position, receives=self._receives),
-                chunks,
+                None,
                 group=self._group,
                 activation=self._activation,
             )
+        return self._executors[key]
+
+    def _last_stages(self, schedule: Schedule, chunks: list[nn.Module]) -> dict[int, bool]:
+        """By a chunk's id, whether it is a last stage."""
         length = schedule.num_stages // schedule.num_chains
         stages = schedule.stages(self._group.position)
-        return self._executors[key], {
+        return {
             id(chunk): (stage + 1) % length == 0
-            for chunk, stage in zip(chunks, stages, strict=True)
+            for chunk, stage in zip(chunks, stages, strict=False)  # the executor compares numbers
         }
 
     def _schedule(self, num_chunks: int, num_microbatches: int) -> Schedule:
@@ -205,13 +214,16 @@ def get_forward_backward_func(
     ``grad``, or wherever hooks put them.
 
     Args:
-        schedule: Name, or a schedule for one number of microbatches.
+        schedule: Name, as of ``build_schedule``, or a schedule for one number of microbatches.
         group: The pipeline's ranks, ``ProcessGroups.pp``.
         activation: What stages send to each other.
         group_size: See ``build_schedule``.
         per_token: Sums of token losses go into the backward pass as they are; divide the gradients
             by the total of ``num_tokens`` (``DistributedOptimizer.step(num_tokens=...)`` does,
             without waiting for the device). Otherwise every microbatch counts by its mean.
+
+    Raises:
+        ValueError: If ``schedule`` names none.
 
     Example:
         >>> import torch

@@ -12,6 +12,8 @@ from megacore.cli import main
     [
         (["1F1B"], "unknown schedule '1F1B'; did you mean '1f1b'?"),
         (["Interleaved-1F1B"], "did you mean 'interleaved_1f1b'?"),
+        (["--compare", "zbv"], "unknown schedule 'zbv'; did you mean 'zb_v'?"),
+        (["--compare", "auto"], "--compare shows the schedules with a generator, 'auto' searches"),
         ([], "dualpipe, auto) or give --from-csv FILE"),
         (["1f1b", "--pp", "x"], "argument --pp: expected a whole number, but got 'x'; see"),
         (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -130,6 +133,42 @@ def test_a_schedule_is_made_once_for_each_number_of_microbatches(
     assert made == [2, 3]
 
 
+def test_models_of_earlier_steps_are_not_kept() -> None:
+    step = get_forward_backward_func(group=Group.solo(), activation=SPEC)
+
+    def run_once() -> tuple[weakref.ref[Chunk], float]:
+        [model] = make_chunks(1)
+        reports = step(
+            forward_step_func=forward_step(mean_loss),
+            data_iterator=data(),
+            model=model,
+            num_microbatches=3,
+        )
+        return weakref.ref(model), reports[0]["loss"]
+
+    first, second = run_once(), run_once()
+    gc.collect()
+    assert (first[0](), second[0]()) == (None, None)
+    assert first[1] == second[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("1f1", "did you mean '1f1b'?"),
+        ("ZB-V", "did you mean 'zb_v'?"),
+        ("atuo", "did you mean 'auto'?"),
+        ("dual_pipe", "did you mean 'dualpipe'?"),
+        ("nothing", "choose one of no_pipelining, gpipe, 1f1b"),
+    ],
+)
+def test_a_schedule_that_does_not_exist_is_refused_before_the_first_step(
+    name: str, hint: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"unknown schedule {name!r}; {hint}")):
+        get_forward_backward_func(name, group=Group.solo(), activation=SPEC)
+
+
 def test_mistakes_are_named() -> None:
     step = get_forward_backward_func(group=Group.solo(), activation=SPEC)
     with pytest.raises(ValueError, match="Linear has no set_input_tensor"):
@@ -147,6 +186,13 @@ def test_mistakes_are_named() -> None:
             data_iterator=data(),
             model=make_chunks(1),
             num_microbatches=3,
+        )
+    with pytest.raises(ValueError, match="but 2 model chunks were given; give one per stage"):
+        step(
+            forward_step_func=forward_step(mean_loss),
+            data_iterator=data(),
+            model=make_chunks(2),
+            num_microbatches=2,
         )
     with pytest.raises(ValueError, match="1 model chunks, but 2 data iterators"):
         step(
