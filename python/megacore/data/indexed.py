@@ -23,6 +23,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +117,8 @@ def write_indexed(
         vocab_size: Decides the width on disk: u16 below 65,500, else i32; at most 2^31.
 
     Raises:
-        DataError: If a token id is not in ``[0, vocab_size)``, or ``vocab_size`` is too large.
+        DataError: If a document is not 1-D or holds no integers, a token id is not in
+            ``[0, vocab_size)``, or ``vocab_size`` is too large.
     """
     if vocab_size > MAX_VOCAB:
         raise DataError(
@@ -132,11 +134,7 @@ def write_indexed(
     with data_part.open("wb") as file:
         for number, document in enumerate(documents):
             ids = np.asarray(document)
-            if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
-                raise DataError(
-                    f"document {number} holds token ids from {ids.min()} to {ids.max()}; "
-                    f"with vocab_size = {vocab_size} they must be in [0, {vocab_size})"
-                )
+            _check_ids(number, ids, vocab_size)
             file.write(ids.astype(dtype).tobytes())
             lengths.append(ids.size)
     sizes = np.asarray(lengths, dtype="<i4")
@@ -147,6 +145,26 @@ def write_indexed(
     index_part.write_bytes(header + sizes.tobytes() + starts.tobytes() + borders.tobytes())
     data_part.replace(_file(prefix, ".bin"))
     index_part.replace(_file(prefix, ".idx"))
+
+
+def _check_ids(number: int, ids: NDArray[Any], vocab_size: int) -> None:
+    if ids.ndim != 1:
+        raise DataError(
+            f"document {number} has shape {ids.shape}; a document is a 1-D array or a list of "
+            "token ids"
+        )
+    if ids.size == 0:  # of no particular type
+        return
+    if ids.dtype.kind not in "iu":
+        raise DataError(
+            f"document {number} holds {ids.dtype.name} values, the first is {ids[0]}; token ids "
+            "must be integers"
+        )
+    if not (ids.min() >= 0 and ids.max() < vocab_size):
+        raise DataError(
+            f"document {number} holds token ids from {ids.min()} to {ids.max()}; "
+            f"with vocab_size = {vocab_size} they must be in [0, {vocab_size})"
+        )
 
 
 def _file(prefix: Path, suffix: str) -> Path:

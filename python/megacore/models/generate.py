@@ -34,7 +34,7 @@ def generate(
     Args:
         model: A chunk with the embedding, all layers and the head, on one rank. Its training mode
             is restored afterwards.
-        tokens_BS: The prompts, ``(B, S)``, int64, ``S >= 1``.
+        tokens_BS: The prompts, ``(B, S)``, integers of the vocabulary, ``B >= 1``, ``S >= 1``.
         max_new_tokens: Tokens to append to each prompt.
         temperature: Logits are divided by it; 0 always takes the most likely token.
         top_p: Only the most likely tokens that together reach this probability are drawn from.
@@ -46,8 +46,12 @@ def generate(
 
     Raises:
         ValueError: If an argument is out of range or the model is not whole.
+
+    Sync:
+        Waits for the device once, to check the prompts; for each token where it draws.
     """
-    _check(model, tokens_BS, max_new_tokens, temperature, top_p)
+    _check(model, max_new_tokens, temperature, top_p)
+    tokens_BS = _checked_prompts(tokens_BS, model.shape.vocab)
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed = {seed} is not in 0..{MAX_SEED}")
     generators = [torch.Generator().manual_seed(seed + row) for row in range(tokens_BS.shape[0])]
@@ -115,16 +119,30 @@ def _batch(tokens_BS: Tensor) -> Microbatch:
     return Microbatch(tokens=tokens_BS, labels=None, sample_ids=sample_ids_B, step=0)
 
 
-def _check(
-    model: GPTChunk, tokens_BS: Tensor, max_new_tokens: int, temperature: float, top_p: float
-) -> None:
-    if model.embedding is None or model.head is None or model.region.group.size > 1:
-        raise ValueError("generate needs the whole model in one process: embedding, layers, head")
-    if tokens_BS.dim() != 2 or tokens_BS.shape[1] == 0:
+def _checked_prompts(tokens_BS: Tensor, vocab: int) -> Tensor:
+    """The prompts as int64, if they are ids of the vocabulary."""
+    if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
         raise ValueError(
             f"the prompt has shape {tuple(tokens_BS.shape)}; expected (batch, sequence) with at "
-            "least one token"
+            "least one prompt and at least one token in each, so (1, 1) or more"
         )
+    if tokens_BS.is_floating_point() or tokens_BS.is_complex() or tokens_BS.dtype == torch.bool:
+        raise ValueError(
+            f"the prompt has dtype {tokens_BS.dtype}; token ids are integers, as torch.int64"
+        )
+    lowest, highest = (int(extreme) for extreme in torch.aminmax(tokens_BS))
+    if lowest < 0 or highest >= vocab:
+        wrong, nearest = (lowest, 0) if lowest < 0 else (highest, vocab - 1)
+        raise ValueError(
+            f"the prompt holds token id {wrong}; the model's ids are 0 to {vocab - 1}, the nearest "
+            f"is {nearest}; was it encoded with another tokenizer?"
+        )
+    return tokens_BS.long()
+
+
+def _check(model: GPTChunk, max_new_tokens: int, temperature: float, top_p: float) -> None:
+    if model.embedding is None or model.head is None or model.region.group.size > 1:
+        raise ValueError("generate needs the whole model in one process: embedding, layers, head")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {max_new_tokens} is negative; use 0 or more")
     if not (math.isfinite(temperature) and temperature >= 0.0):

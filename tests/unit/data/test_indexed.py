@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +60,26 @@ def test_a_prefix_or_either_file_names_the_dataset(tmp_path: Path) -> None:
 def test_tokens_outside_the_vocabulary_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="document 1 holds token ids from 3 to 10"):
         write_indexed(tmp_path / "x", [[1], [3, 10]], vocab_size=10)
+    assert not (tmp_path / "x.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([1.0, 2.5], "document 1 holds float64 values, the first is 1.0; token ids must be integ"),
+        (np.array([3.9], np.float32), "document 1 holds float32 values"),
+        ([True, False], "document 1 holds bool values"),
+        ([2**70], "document 1 holds object values"),
+        (["a"], "document 1 holds str"),
+        (7, r"document 1 has shape \(\); a document is a 1-D array or a list of token ids"),
+        ([[1, 2]], r"document 1 has shape \(1, 2\); a document is a 1-D array"),
+        ([-1, 3], r"token ids from -1 to 3; with vocab_size = 10 they must be in \[0, 10\)"),
+        (np.array([2**16 + 3]), "token ids from 65539 to 65539; with vocab_size = 10"),
+    ],
+)
+def test_what_is_no_token_id_is_not_written(tmp_path: Path, document: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        write_indexed(tmp_path / "x", [[1], document], vocab_size=10)
     assert not (tmp_path / "x.bin").exists()
 
 

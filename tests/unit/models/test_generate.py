@@ -100,6 +100,34 @@ def test_arguments_out_of_range_are_refused(changes: dict[str, Any], message: st
         generate(whole_model(CONFIG), torch.tensor([[1]]), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(0, 3, dtype=torch.int64), r"shape \(0, 3\); expected .* least one prompt"),
+        (torch.zeros(1, 0, dtype=torch.int64), r"shape \(1, 0\); expected .* at least one token"),
+        (torch.tensor([1, 2]), r"shape \(2,\); expected \(batch, sequence\)"),
+        (torch.tensor([[1.5]]), r"dtype torch.float32; token ids are integers"),
+        (torch.tensor([[True]]), r"dtype torch.bool; token ids are integers"),
+        (torch.tensor([[3, 50]]), "token id 50; the model's ids are 0 to 49, the nearest is 49"),
+        (torch.tensor([[3], [200]]), "token id 200; the model's ids are 0 to 49"),
+        (torch.tensor([[-2, 3]]), "token id -2; the model's ids are 0 to 49, the nearest is 0"),
+    ],
+)
+def test_prompts_that_are_no_token_ids_are_refused(tokens: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(whole_model(CONFIG), tokens, max_new_tokens=1)
+
+
+def test_prompts_may_have_any_integer_type() -> None:
+    model = whole_model(CONFIG)
+    expected = generate(model, torch.tensor([[1, 49]]), max_new_tokens=2, temperature=0.0)
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        tokens = torch.tensor([[1, 49]], dtype=dtype)
+        result = generate(model, tokens, max_new_tokens=2, temperature=0.0)
+        assert result.dtype == torch.int64
+        assert torch.equal(result, expected)
+
+
 def test_an_empty_prompt_and_a_part_of_a_model_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         generate(whole_model(CONFIG), torch.zeros(1, 0, dtype=torch.int64), max_new_tokens=1)

@@ -121,6 +121,18 @@ def test_killed_twice_in_a_row_the_newest_complete_checkpoint_is_found(
     assert number > 5
 
 
+@pytest.mark.parametrize("name", [".", "..", "notes", "step_1", ""])
+def test_an_unfinished_latest_that_names_no_checkpoint_does_not_replace_the_finished_one(
+    tmp_path: Path, name: str
+) -> None:
+    _save(tmp_path, 1, run=0)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "latest.partial").write_text(name + "\n")
+    publish_module.prepare(tmp_path / "step_00000002.partial", num_bytes=0)
+    assert (tmp_path / "latest").read_text() == "step_00000001\n"
+
+
 def test_an_old_checkpoint_that_was_moved_away_behind_a_link_is_only_unlinked(
     tmp_path: Path,
 ) -> None:

@@ -14,6 +14,7 @@ from megacore.train.checkpoint.format import (
     REPLACED_SUFFIX,
     CheckpointIndex,
     check_files,
+    is_step_folder,
     step_folders,
 )
 
@@ -100,7 +101,7 @@ def _settle_latest(directory: Path) -> None:
         name = partial.read_text(encoding="utf-8").strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return
-    if name and (directory / name).is_dir():
+    if is_step_folder(name) and (directory / name).is_dir():
         partial.replace(directory / LATEST_NAME)
 
 
