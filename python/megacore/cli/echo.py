@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megacore.cli.values import number, require_at_least, seed_number, whole_number
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,19 +40,20 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    count = functools.partial(add, type=whole_number)
     add("action", choices=["simulate"], help="what to do")
-    add("--ep", type=int, default=32, metavar="R", help="expert-parallel ranks (32)")
-    add("--experts", type=int, metavar="E", help="experts of the layer (256)")
-    add("--top-k", type=int, metavar="K", help="experts per token (8)")
+    count("--ep", default=32, metavar="R", help="expert-parallel ranks (32)")
+    count("--experts", metavar="E", help="experts of the layer (256)")
+    count("--top-k", metavar="K", help="experts per token (8)")
     add("--model", choices=MODELS, help="take --experts and --top-k from a public model")
-    add("--tokens", type=int, default=4096, metavar="N", help="tokens per rank and step (4096)")
-    add("--spare-slots", type=int, default=2, metavar="S", help="slots for clones per rank (2)")
-    add("--tolerance", type=float, default=0.01, help="load above the mean to accept (0.01)")
-    add("--domain", type=int, metavar="R", help="ranks of a fast (NVLink) domain (all)")
+    count("--tokens", default=4096, metavar="N", help="tokens per rank and step (4096)")
+    count("--spare-slots", default=2, metavar="S", help="slots for clones per rank (2)")
+    add("--tolerance", type=number, default=0.01, help="load above the mean to accept (0.01)")
+    count("--domain", metavar="R", help="ranks of a fast (NVLink) domain (all)")
     add("--workload", choices=[*WORKLOADS, "all"], default="all", help="popularity of experts")
-    add("--skew", type=float, default=0.6, help="0.25 mild, 0.6 medium, 1.2 severe; not for zipf")
-    add("--steps", type=int, default=4, metavar="N", help="steps per workload (4)")
-    add("--seed", type=int, default=1234, help="of the synthetic routing (1234)")
+    add("--skew", type=number, default=0.6, help="0.25 mild, 0.6 medium, 1.2 severe; not for zipf")
+    count("--steps", default=4, metavar="N", help="steps per workload (4)")
+    add("--seed", type=seed_number, default=1234, help="of the synthetic routing (1234)")
     add(
         "--counts",
         type=Path,
@@ -70,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
     from megacore.moe.simulate import SimulationOptions, simulate, table
 
+    require_at_least(args, ep=1, experts=1, top_k=1, tokens=1, domain=1, steps=1, seed=0)
     options = SimulationOptions(
         num_spare_slots=args.spare_slots, tolerance=args.tolerance, domain_size=args.domain
     )
@@ -105,11 +109,8 @@ def _synthetic(args: argparse.Namespace) -> tuple[str, Workloads]:
         top_k=top_k if args.top_k is None else args.top_k,
         num_tokens=args.tokens,
     )
-    if args.steps < 1 or args.seed < 0 or not 0.0 <= args.skew <= 10.0:
-        raise ConfigError(
-            f"--steps {args.steps}, --seed {args.seed}, --skew {args.skew}: steps must be at least "
-            "1, the seed at least 0, the skew in [0, 10]"
-        )
+    if not 0.0 <= args.skew <= 10.0:
+        raise ConfigError(f"--skew is {args.skew:g}; it must be from 0 to 10")
     names = WORKLOADS if args.workload == "all" else (args.workload,)
     title = (
         f"{shape.num_ranks} ranks, {shape.num_experts} experts, top-{shape.top_k}, "

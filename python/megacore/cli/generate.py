@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megacore.cli.values import number, seed_number, whole_number
 from megacore.errors import ConfigError
 
 
@@ -33,19 +34,21 @@ def add_parser(subparsers: Any) -> None:
         help="text to continue",
     )
     parser.add_argument(
-        "--max-new-tokens", metavar="N", type=int, default=200, help="tokens to append"
+        "--max-new-tokens", metavar="N", type=whole_number, default=200, help="tokens to append"
     )
     parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token"
+        "--temperature", metavar="T", type=number, default=0.8, help="0 takes the likeliest token"
     )
     parser.add_argument(
         "--top-p",
         metavar="P",
-        type=float,
+        type=number,
         default=0.95,
         help="draw from the likeliest tokens that together reach this probability",
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the draws")
+    parser.add_argument(
+        "--seed", metavar="N", type=seed_number, default=0, help="seed of the draws"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,9 +57,16 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from megacore.models.generate import generate
+    from megacore.models.generate import check_sampling, generate
     from megacore.train.restore import restore_model
 
+    sampling = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "seed": args.seed,
+    }
+    check_sampling(**sampling)  # before a large model is read
     device = "cuda" if torch.cuda.is_available() else "cpu"
     restored = restore_model(args.checkpoint, device=device)
     ids = restored.tokenizer.encode(args.prompt)
@@ -65,10 +75,7 @@ def run(args: argparse.Namespace) -> int:
     tokens = generate(
         restored.model,
         torch.tensor(ids, dtype=torch.int64, device=device)[None],
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
+        **sampling,
     )
     print(restored.tokenizer.decode(tokens[0].tolist()))
     return 0

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megacore.errors import ConfigError
+from megacore.cli.values import require_at_least, whole_number
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,15 +31,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--seq-length",
         metavar="N",
-        type=int,
+        type=whole_number,
         help="tokens per sequence (default: the longest the model was made for)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Import in this process, and say how to go on."""
-    if args.seq_length is not None and args.seq_length < 1:
-        raise ConfigError(f"--seq-length is {args.seq_length}; it must be at least 1")
+    require_at_least(args, seq_length=1)
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
     from megacore.train.import_checkpoint import import_checkpoint

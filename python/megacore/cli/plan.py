@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megacore.cli.values import whole_number
 from megacore.config import Config, stages_of_ranks
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--shard",
         metavar="D",
-        type=int,
+        type=whole_number,
         help="print which ranges of the buffers the data parallel rank D owns",
     )
     parser.add_argument(

@@ -7,9 +7,10 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megacore.cli.outputs import require_folder, write_output
+from megacore.cli.values import require_at_least, whole_number
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,9 +48,11 @@ def add_parser(subparsers: Any) -> None:
         ("--ep", 1, "expert parallel ranks"),
         ("--etp", None, "tensor parallel ranks of expert layers (default: tp)"),
     )
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="all ranks")
+    parser.add_argument(
+        "--world-size", type=whole_number, required=True, metavar="N", help="all ranks"
+    )
     for flag, default, text in sizes:
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+        parser.add_argument(flag, type=whole_number, default=default, metavar="N", help=text)
     parser.add_argument(
         "--order",
         default="tp-cp-ep-dp-pp",
@@ -62,10 +65,18 @@ def add_parser(subparsers: Any) -> None:
         help='only these axes, joined by dashes: "tp-pp", "etp-ep"; may be repeated',
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, default=8, metavar="N", help="ranks per node (default: 8)"
+        "--gpus-per-node",
+        type=whole_number,
+        default=8,
+        metavar="N",
+        help="ranks per node (default: 8)",
     )
     parser.add_argument(
-        "--lines", type=int, default=4, metavar="N", help="lines per axis; 0: all (default: 4)"
+        "--lines",
+        type=whole_number,
+        default=4,
+        metavar="N",
+        help="lines per axis; 0: all (default: 4)",
     )
     parser.add_argument("--json", action="store_true", help="print all groups as JSON")
     parser.add_argument("--svg", metavar="FILE", help="write a picture of nodes and ranks")
@@ -75,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the groups of a layout."""
     from megacore.parallel.topology import Topology
 
+    require_at_least(args, world_size=1, tp=1, cp=1, pp=1, ep=1, etp=1, gpus_per_node=1, lines=0)
+    require_folder(args.svg)
     topology = Topology(
         world_size=args.world_size,
         tp=args.tp,
@@ -84,9 +97,6 @@ def run(args: argparse.Namespace) -> int:
         etp=args.etp,
         order=args.order,
     )
-    for flag, value, least in (("gpus-per-node", args.gpus_per_node, 1), ("lines", args.lines, 0)):
-        if value < least:
-            raise ConfigError(f"--{flag} is {value}; it must be at least {least}")
     tokens = _tokens(topology, args.token)
     if args.json:
         _print_json(topology, tokens)
@@ -95,8 +105,7 @@ def run(args: argparse.Namespace) -> int:
         if not (args.token or shows_expert):
             tokens["expert"] = ()
         _print_tables(topology, tokens, args)
-    if args.svg is not None:
-        _write_svg(topology, args)
+    write_output(args.svg, lambda path: topology.to_svg(path, gpus_per_node=args.gpus_per_node))
     return 0
 
 
@@ -214,12 +223,3 @@ def _group_lines(groups: npt.NDArray[np.int32], *, width: int, max_lines: int) -
     if shown < num_groups:
         lines.append(f"... {num_groups - shown:,} more")
     return lines
-
-
-def _write_svg(topology: Topology, args: argparse.Namespace) -> None:
-    path = Path(args.svg)
-    try:
-        topology.to_svg(path, gpus_per_node=args.gpus_per_node)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-    print(f"wrote {path}", file=sys.stderr)

@@ -7,8 +7,6 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -16,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megacore.cli.outputs import require_folder, write_output
 from megacore.cli.schedule_auto import (
     add_auto_options,
     auto_options,
@@ -24,8 +23,9 @@ from megacore.cli.schedule_auto import (
     with_stage_costs,
 )
 from megacore.cli.schedule_compare import run_compare
-from megacore.cli.schedule_options import require_options_fit, whole_number
+from megacore.cli.schedule_options import require_options_fit
 from megacore.cli.schedule_program import add_program_options, print_programs
+from megacore.cli.values import number, whole_number
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,10 +113,10 @@ def _add_cost_options(parser: argparse.ArgumentParser) -> None:
         ("--overlap", 0.0, "share of its shorter half that a pair hides (default: 0)"),
     )
     for flag, cost, text in costs:
-        parser.add_argument(flag, type=float, default=cost, metavar="T", help=text)
+        parser.add_argument(flag, type=number, default=cost, metavar="T", help=text)
     parser.add_argument(
         "--backward-weight",
-        type=float,
+        type=number,
         metavar="T",
         help="part of --backward for the weights, which a split backward delays (default: half)",
     )
@@ -126,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
     """Print a schedule, its bubble and what its ranks hold; or all schedules side by side."""
     costs = _costs(args)
     require_options_fit(args)
+    for file in (args.svg, args.csv, args.trace):
+        require_folder(file)
     args.pp = 4 if args.pp is None else args.pp
     args.microbatches = 8 if args.microbatches is None else args.microbatches
     if args.compare:
@@ -146,9 +148,9 @@ def _show(args: argparse.Namespace, costs: Costs) -> int:
         _print_json(schedule, timeline)
     else:
         _print_text(schedule, timeline, costs)
-    _write(args.svg, lambda path: schedule.to_svg(path, costs=costs))
-    _write(args.csv, schedule.to_csv)
-    _write(args.trace, lambda path: schedule.to_chrome_trace(path, costs=costs))
+    write_output(args.svg, lambda path: schedule.to_svg(path, costs=costs))
+    write_output(args.csv, schedule.to_csv)
+    write_output(args.trace, lambda path: schedule.to_chrome_trace(path, costs=costs))
     return 0
 
 
@@ -201,16 +203,6 @@ def _schedule(args: argparse.Namespace, costs: Costs) -> Schedule:
     except OSError as error:
         raise ConfigError(f"cannot read {args.from_csv}: {error.strerror}") from None
     return schedule.forward_only() if args.forward_only else schedule
-
-
-def _write(file: str | None, write: Callable[[Path], None]) -> None:
-    if file is None:
-        return
-    try:
-        write(Path(file))
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
-    print(f"wrote {file}", file=sys.stderr)
 
 
 def _print_json(schedule: Schedule, timeline: Timeline) -> None:

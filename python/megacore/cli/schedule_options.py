@@ -12,20 +12,6 @@ _SIZES = ("pp", "chunks", "microbatches", "group_size", "warmup_multiplier")
 _SEARCH = ("placement", "memory_limit", "activation_size", "whole_backward", "effort")
 _PROGRAM = ("receives", "keep")
 
-_LARGEST = 2**31 - 1
-
-
-def whole_number(text: str) -> int:
-    """Read a number that a schedule can count to, for ``argparse``."""
-    try:
-        number = int(text)
-    except ValueError:
-        message = f"expected a whole number, but got {text!r}"
-        raise argparse.ArgumentTypeError(message) from None
-    if abs(number) > _LARGEST:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; the largest is {_LARGEST}")
-    return number
-
 
 def require_options_fit(args: argparse.Namespace) -> None:
     """Refuse options that would do nothing.

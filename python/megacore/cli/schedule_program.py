@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from megacore.errors import ConfigError
+from megacore.cli.values import require_at_least, whole_number
 
 if TYPE_CHECKING:
     from megacore.pipeline import Lowering, Schedule
@@ -33,7 +33,7 @@ def add_program_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--keep",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="recompute activations, except for N of as many microbatches as a rank holds",
     )
@@ -47,8 +47,7 @@ def lowering_of(args: argparse.Namespace) -> Lowering:
     """
     from megacore.pipeline import Lowering, Recompute
 
-    if args.keep is not None and args.keep < 0:
-        raise ConfigError(f"--keep is {args.keep}; it must be at least 0")
+    require_at_least(args, keep=0)
     recompute = None if args.keep is None else Recompute(keep=args.keep)
     return Lowering(receives=args.receives or "ahead", recompute=recompute)
 

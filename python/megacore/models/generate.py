@@ -50,10 +50,10 @@ def generate(
     Sync:
         Waits for the device once, to check the prompts; for each token where it draws.
     """
-    _check(model, max_new_tokens, temperature, top_p)
+    if model.embedding is None or model.head is None or model.region.group.size > 1:
+        raise ValueError("generate needs the whole model in one process: embedding, layers, head")
+    check_sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     tokens_BS = _checked_prompts(tokens_BS, model.shape.vocab)
-    if not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"seed = {seed} is not in 0..{MAX_SEED}")
     generators = [torch.Generator().manual_seed(seed + row) for row in range(tokens_BS.shape[0])]
     was_training = model.training
     model.eval()
@@ -140,9 +140,12 @@ def _checked_prompts(tokens_BS: Tensor, vocab: int) -> Tensor:
     return tokens_BS.long()
 
 
-def _check(model: GPTChunk, max_new_tokens: int, temperature: float, top_p: float) -> None:
-    if model.embedding is None or model.head is None or model.region.group.size > 1:
-        raise ValueError("generate needs the whole model in one process: embedding, layers, head")
+def check_sampling(*, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
+    """Check what :func:`generate` is asked for, apart from model and prompts.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {max_new_tokens} is negative; use 0 or more")
     if not (math.isfinite(temperature) and temperature >= 0.0):
@@ -152,3 +155,5 @@ def _check(model: GPTChunk, max_new_tokens: int, temperature: float, top_p: floa
         )
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p = {top_p} is not in (0, 1]; 1 draws from all tokens")
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed = {seed} is not in 0..{MAX_SEED}")

@@ -213,11 +213,18 @@ def test_files_are_written_and_read_back(
         (["1f1b", "--backward=-1"], "--backward is -1"),
         (["1f1b", "--send=nan"], "--send is nan"),
         (["--from-csv", "/nowhere/x.csv"], "cannot read /nowhere/x.csv"),
-        (["1f1b", "--svg", "/nowhere/x.svg"], "cannot write /nowhere/x.svg"),
+        (
+            ["1f1b", "--svg", "/nowhere/x.svg"],
+            "cannot write /nowhere/x.svg: there is no folder /nowhere; make it",
+        ),
+        (["1f1b", "--csv", "/nowhere/x.csv"], "cannot write /nowhere/x.csv: there is no folder"),
+        (["1f1b", "--trace", "/"], "cannot write /: it is a folder; name a file in it"),
+        (["1f1b", "--send=often"], "--send: expected a number, but got 'often'"),
+        (["1f1b", "--program=data", "--keep=x"], "--keep: expected a whole number, but got 'x'"),
         (["1f1b", "--microbatchs=3"], "--microbatches"),
         (["1f1b", "--overlap=2"], "--overlap is 2; it is a share, from 0 to 1"),
         (["1f1b", "--backward-weight=3"], "--backward-weight is 3, but it is a part of --backward"),
-        (["1fb1", "--compare"], "there is no schedule '1fb1'"),
+        (["1fb1", "--compare"], "unknown schedule '1fb1'; did you mean '1f1b'?"),
         (["--compare", "--svg=x.svg"], "--svg is about one; leave one of them out"),
         (["--compare", "--pp=0"], "num_ranks is 0; it must be at least 1"),
         (["--compare", "--chunks=0"], "num_chunks is 0; it must be at least 1"),
@@ -240,8 +247,8 @@ def test_files_are_written_and_read_back(
 def test_mistakes_are_one_sentence_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
 ) -> None:
-    code, _, err = run(capsys, *arguments)
-    assert code == 2
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
     assert sentence in err
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) == 1

@@ -1,0 +1,66 @@
+"""Values of options: numbers that are read with a clear mistake, and their least values."""
+
+from __future__ import annotations
+
+import argparse
+
+from megacore.errors import ConfigError
+
+LARGEST = 2**31 - 1
+LARGEST_SEED = 2**63 - 1
+
+
+def whole_number(text: str) -> int:
+    """Read a number that the planners can count to, for ``argparse``.
+
+    Example:
+        >>> whole_number("12")
+        12
+    """
+    return _bounded(text, LARGEST)
+
+
+def seed_number(text: str) -> int:
+    """Read a seed, for ``argparse``."""
+    return _bounded(text, LARGEST_SEED)
+
+
+def number(text: str) -> float:
+    """Read a number, for ``argparse``.
+
+    Example:
+        >>> number("1e-3")
+        0.001
+    """
+    try:
+        return float(text)
+    except ValueError:
+        message = f"expected a number, but got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def require_at_least(args: argparse.Namespace, **least: int) -> None:
+    """Refuse options below their least value; one that was not given is None and legal.
+
+    Raises:
+        ConfigError: Naming the option, its value and the least one.
+
+    Example:
+        >>> require_at_least(argparse.Namespace(top_k=2), top_k=1)
+    """
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and value < smallest:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is {value}; it must be at least {smallest}")
+
+
+def _bounded(text: str, largest: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        message = f"expected a whole number, but got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+    if abs(value) > largest:
+        raise argparse.ArgumentTypeError(f"{text} is out of range; the largest is {largest}")
+    return value
