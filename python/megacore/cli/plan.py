@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megacore.parallel import Topology
+    from megacore.train.echo_plan import EchoPlanned
     from megacore.train.plan import RankPlan, RunPlan
 
 
@@ -73,13 +74,13 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(dataclasses.asdict(echo), indent=2) if args.json else echo.text)
         return 0
     if args.json:
-        print(json.dumps(_as_json(plan, world_size), indent=2))
+        print(json.dumps(_as_json(plan, config, world_size), indent=2))
     else:
         _print(plan, config, world_size)
     return 0
 
 
-def _as_json(plan: RunPlan, world_size: int) -> dict[str, Any]:
+def _as_json(plan: RunPlan, config: Config, world_size: int) -> dict[str, Any]:
     ranks = []
     for rank in plan.ranks:
         entry = dataclasses.asdict(rank)
@@ -87,6 +88,7 @@ def _as_json(plan: RunPlan, world_size: int) -> dict[str, Any]:
             entry[name] = [[layers.start, layers.stop] for layers in chunks]
         entry["total_bytes"] = rank.total_bytes
         ranks.append(entry)
+    echo = _echo_of(plan, config)
     return {
         "world_size": world_size,
         "dp": plan.topology.dp,
@@ -94,6 +96,7 @@ def _as_json(plan: RunPlan, world_size: int) -> dict[str, Any]:
         "num_active_params": plan.num_active_params,
         "num_microbatches": plan.num_microbatches,
         "bubble_fraction": plan.bubble_fraction,
+        "clones": None if echo is None else dataclasses.asdict(echo),
         "ranks": ranks,
     }
 
@@ -138,11 +141,10 @@ def _facts_table(plan: RunPlan, config: Config, world_size: int) -> Table:
     )
     if config.moe.num_experts > 0:
         facts.add_row("[bold]experts[/]", _experts_text(plan, config))
-    if config.moe.echo.spare_slots > 0 and config.parallel.ep > 1:
-        from megacore.train.echo_plan import plan_echo
-
-        text = plan_echo(config, plan.topology).text
-        facts.add_row("[bold]clones[/]", f"{text.splitlines()[0]}; more with --echo")
+    if echo := _echo_of(plan, config):
+        slots, memory = echo.text.splitlines()[:2]
+        facts.add_row("[bold]clones[/]", slots)
+        facts.add_row("", f"{memory}, not in the sums below; more with --echo")
     active = f", {plan.num_active_params:,} per token" if config.moe.num_experts > 0 else ""
     facts.add_row("[bold]model[/]", f"{plan.num_params:,} parameters{active}, {train.dtype}")
     facts.add_row(
@@ -155,6 +157,15 @@ def _facts_table(plan: RunPlan, config: Config, world_size: int) -> Table:
         f"{pipeline.schedule}{chunks}, bubble {plan.bubble_fraction:.1%} (backward = 2 forwards)",
     )
     return facts
+
+
+def _echo_of(plan: RunPlan, config: Config) -> EchoPlanned | None:
+    """What clones of experts take, if there are any."""
+    if config.moe.echo.spare_slots == 0 or config.parallel.ep == 1:
+        return None
+    from megacore.train.echo_plan import plan_echo
+
+    return plan_echo(config, plan.topology)
 
 
 def _experts_text(plan: RunPlan, config: Config) -> str:

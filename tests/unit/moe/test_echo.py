@@ -115,6 +115,22 @@ def test_plan_echo_prints_memory_and_bound(
     assert "no other rank to clone experts to" in capsys.readouterr().err
 
 
+def test_a_plan_gives_the_bytes_of_the_slots_for_clones(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slot_bytes = 200 * 3 * 16 * 32 * 4
+    many = ("--moe.echo.spare_slots=200", "--world-size=2")
+    assert main(["plan", str(config), *many, "--json"]) == 0
+    clones = json.loads(capsys.readouterr().out)["clones"]
+    assert clones["slot_weight_bytes"] == clones["slot_grad_bytes"] == slot_bytes
+    assert main(["plan", str(config), *many]) == 0
+    mib = f"{slot_bytes / (1 << 20):.2f} MiB"
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"all layers: {mib} of weights and {mib} of gradients, not in the sums below" in printed
+    assert main(["plan", str(config), "--world-size=2", "--moe.echo.spare_slots=0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["clones"] is None
+
+
 def test_microbatches_in_turns_need_a_second_set_of_weights(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

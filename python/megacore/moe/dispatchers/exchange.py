@@ -172,6 +172,11 @@ class StaticDispatcher(_ExchangeDispatcher):
     the caller to decide. With ``capacity.pad`` the buffers have exactly the capacity's rows for
     each expert, and nothing can run over them.
 
+    All members must have equally many tokens in a call, as the sizes follow from them: ranks do not
+    tell each other sizes, and a comparison on the device would have to be read by the host. Where
+    they differ, gloo ends processes without a word and NCCL waits for rows that never come; pad to
+    the largest number, or use ``alltoall``.
+
     Args:
         placement: Where the experts are.
         budget: Size of the buffers.

@@ -37,6 +37,7 @@ class PeerDispatcher(Dispatcher):
     arrives from all, so it runs over only if too much comes in all; then the copies for its last
     experts are not sent, and among these those of the last members (``plan.num_over_budget`` counts
     those of this rank). What becomes of the step then is for the caller to decide.
+    As for ``StaticDispatcher``, all members must have equally many tokens in a call.
 
     Args:
         placement: Where the experts are.
