@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megacore.buffers.param_grad_buffer import NamedParams, ParamGradBuffer
+from megacore.buffers.param_checks import NamedParams
+from megacore.buffers.param_grad_buffer import ParamGradBuffer
 from megacore.config import OptimizerConfig
 from megacore.parallel.instances import InstanceGroups
 from megacore.parallel.params import ParamInfo

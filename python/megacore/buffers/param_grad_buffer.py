@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from megacore.buffers.bucket_plan import ShardPiece, plan_buckets
+from megacore.buffers.param_checks import NamedParams, check_params, lost_text
 from megacore.parallel.async_collectives import (
     PendingCollective,
     all_gather_async,
@@ -18,12 +19,7 @@ from megacore.parallel.async_collectives import (
 )
 from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatter
 from megacore.parallel.host_window import WindowTensor
-from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import Group
-
-NamedParams = Sequence[tuple[ParamInfo, nn.Parameter]]
-
-_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +83,7 @@ class ParamGradBuffer:
         ValueError: If a parameter is listed twice, needs no gradient, or does not fit the others.
 
     Example:
+        >>> from megacore.parallel import ParamInfo
         >>> weight = nn.Parameter(torch.ones(2, 3))
         >>> info = ParamInfo(name="w", full_shape=(2, 3), tp_dim=None)
         >>> buffer = ParamGradBuffer([(info, weight)], dp_group=Group.solo())
@@ -110,7 +107,7 @@ class ParamGradBuffer:
         average_in_collective: bool = True,
         positions: Sequence[int] | None = None,
     ) -> None:
-        _check_params(params, grad_dtype)
+        check_params(params, grad_dtype)
         self.params = tuple(params)
         self.positions = tuple(range(len(params)) if positions is None else positions)
         self.dp_group = dp_group
@@ -182,7 +179,7 @@ class ParamGradBuffer:
         """
         for (info, param), address in zip(self.params, self._addresses, strict=True):
             if param.data_ptr() != address or not param.requires_grad:
-                raise ValueError(_lost_text(info.name, param))
+                raise ValueError(lost_text(info.name, param))
         if self._writes_directly:
             self._grads.zero_()
         else:
@@ -452,62 +449,3 @@ def _remove_hook(param: nn.Parameter) -> None:
     hooks = param._post_accumulate_grad_hooks or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, _Accumulate)]:
         del hooks[key]
-
-
-def _lost_text(name: str, param: nn.Parameter) -> str:
-    if not param.requires_grad:
-        return (
-            f"{name} needs no gradient any more, but its buffer was made with it; freeze "
-            "parameters before the buffers and the optimizer are made, or make these anew"
-        )
-    return (
-        f"{name} has left its buffer: another one was made of it, or it was given other memory (by "
-        "module.to(), param.data = ... or load_state_dict(assign=True)); make buffers and "
-        "optimizer after that, and copy into weights that have them"
-    )
-
-
-def _check_names_and_shape(info: ParamInfo, param: nn.Parameter, names: Collection[str]) -> None:
-    if info.name in names and info.shared is None:
-        raise ValueError(f"two parameters are called {info.name}; names are global, one for each")
-    cut = {info.tp_dim, info.ep_dim}
-    shape = tuple(param.shape)
-    fits = len(shape) == len(info.full_shape) and all(
-        own == whole or (dim in cut and own > 0 and whole % own == 0)
-        for dim, (own, whole) in enumerate(zip(shape, info.full_shape, strict=True))
-    )
-    if not fits:
-        raise ValueError(
-            f"{info.name} is {shape}, but its full_shape is {info.full_shape}; they may differ in "
-            f"tp_dim ({info.tp_dim}) and ep_dim ({info.ep_dim}), where the part divides the whole"
-        )
-
-
-def _check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:
-    if not params:
-        raise ValueError("a buffer needs at least one parameter")
-    first_info, first = params[0]
-    if first.dtype not in _PARAM_DTYPES:
-        raise ValueError(f"{first_info.name} is {first.dtype}; use float32, bfloat16 or float16")
-    if grad_dtype not in (torch.float32, first.dtype):
-        raise ValueError(
-            f"grad_dtype is {grad_dtype}; use torch.float32 or the parameters' {first.dtype}"
-        )
-    seen: dict[int, str] = {}
-    for info, param in params:
-        _check_names_and_shape(info, param, seen.values())
-        if not param.requires_grad:
-            raise ValueError(f"{info.name} needs no gradient; leave it out of the buffer")
-        if id(param) in seen:
-            raise ValueError(f"{info.name} is the same tensor as {seen[id(param)]}; list it once")
-        seen[id(param)] = info.name
-        if (param.dtype, param.device, info.expert) != (
-            first.dtype,
-            first.device,
-            first_info.expert,
-        ):
-            raise ValueError(
-                f"{info.name} ({param.dtype}, {param.device}, expert={info.expert}) cannot share a "
-                f"buffer with {first_info.name} ({first.dtype}, {first.device}, "
-                f"expert={first_info.expert}); use one buffer per kind, see make_buffers"
-            )
