@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.config import Config, config_to_toml, load_config, resolve, split_overrides
-from megacore.config.load import key_lines
 from megacore.config.pipeline import SCHEDULES
 from megacore.config.sections import section_classes
+from megacore.config.toml_file import key_lines
 from megacore.errors import ConfigError
 
 

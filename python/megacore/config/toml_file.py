@@ -1,0 +1,83 @@
+"""Reads a TOML file, and where each of its keys stands."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from megacore.config.words import close_words
+from megacore.errors import ConfigError
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a TOML file holds, and the file and line of every key.
+
+    Raises:
+        ConfigError: If it is missing (with what there is instead), unreadable or no TOML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark in front
+    except OSError as error:
+        raise ConfigError(_explain_unreadable(path, error)) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text in UTF-8; expected a TOML file") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return data, {key: f"{path}:{line}" for key, line in key_lines(text).items()}
+
+
+def _explain_unreadable(path: Path, error: OSError) -> str:
+    if path.is_dir():
+        return f"{path} is a folder, not a TOML file{_list_toml(path)}"
+    if isinstance(error, FileNotFoundError):
+        parent = path.parent
+        if not parent.is_dir():
+            return f"there is no configuration file {path}: the folder {parent} does not exist"
+        names = [entry.name for entry in parent.iterdir() if entry.is_file()]
+        close = close_words(path.name, names, count=3)
+        if close:
+            best = " or ".join(str(parent / name) for name in close)
+            return f"there is no configuration file {path}; did you mean {best}?"
+        return f"there is no configuration file {path}{_list_toml(parent)}"
+    return f"cannot read {path}: {error.strerror}"
+
+
+def _list_toml(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.glob("*.toml"))
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"; {folder} holds {shown}" if names else f"; {folder} holds no .toml file"
+
+
+def key_lines(text: str) -> dict[str, int]:
+    r"""Line number (from 1) of every ``section.key`` and ``section`` of a valid TOML text.
+
+    Example:
+        >>> key_lines("[parallel]\ntp = 2\n")
+        {'parallel': 1, 'parallel.tp': 2}
+    """
+    lines: dict[str, int] = {}
+    section = ""
+    open_quote = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if open_quote:
+            if open_quote in line:
+                open_quote = ""
+            continue
+        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
+            section = _plain_key(header[1])
+            lines.setdefault(section, number)
+        elif pair := re.match(r"\s*([\w\"'. -]+?)\s*=(.*)", line):
+            key = _plain_key(pair[1])
+            lines.setdefault(f"{section}.{key}" if section else key, number)
+            for quote in ('"""', "'''"):
+                if pair[2].count(quote) == 1:
+                    open_quote = quote
+    return lines
+
+
+def _plain_key(text: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in text.split("."))
