@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.cli.values import whole_number
 from megacore.config import Config, stages_of_ranks
+from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
     from megacore.cli.train import default_nproc, load_with_nproc, resolve_for_training
 
+    _require_one_form(args)
     config = load_with_nproc(args, option="--world-size")
     world_size = config.run.nproc or default_nproc(config)
     config = resolve_for_training(config, world_size, launcher="--world-size")
@@ -78,6 +80,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(plan, config, world_size)
     return 0
+
+
+def _require_one_form(args: argparse.Namespace) -> None:
+    """Refuse options of which all but one would do nothing."""
+    buffers = "--buffers" if args.buffers else None if args.shard is None else "--shard"
+    other = "--echo" if args.echo else "--json" if args.json else None
+    if buffers and other:
+        raise ConfigError(f"{buffers} prints buffers as text, {other} other things; leave one out")
 
 
 def _as_json(plan: RunPlan, config: Config, world_size: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -113,7 +114,8 @@ def divisors(whole: int) -> list[int]:
         >>> divisors(6)
         [1, 2, 3, 6]
     """
-    return [number for number in range(1, whole + 1) if whole % number == 0]
+    small = [number for number in range(1, math.isqrt(whole) + 1) if whole % number == 0]
+    return sorted({*small, *(whole // number for number in small)})
 
 
 def nearest_of(legal: Sequence[int], value: int) -> str:

@@ -20,7 +20,7 @@ class ModelConfig(Section):
     """``[model]``: the shape of the GPT."""
 
     hidden_size: int = Field(default=128, ge=1, description="Width of the residual stream.")
-    num_layers: int = Field(default=4, ge=1, description="Number of transformer layers.")
+    num_layers: int = Field(default=4, ge=1, le=16384, description="Number of transformer layers.")
     num_heads: int = Field(
         default=4,
         ge=1,

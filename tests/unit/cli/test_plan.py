@@ -59,6 +59,37 @@ def test_plan_names_the_fix_for_an_impossible_layout(
     assert "does not fit 6 processes (--world-size)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--buffers", "--json"), "--buffers prints buffers as text, --json"),
+        (("--shard=0", "--json"), "--shard prints buffers as text, --json"),
+        (("--buffers", "--echo", "--json"), "--buffers prints buffers as text, --echo"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], named: str
+) -> None:
+    assert main(["plan", str(config), *options]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, named in printed.err) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("--world-size=99999999998", "world_size is 99999999998; it must be between 1 and 2147483"),
+        ("--model.num_layers=1000000", "model.num_layers = 1000000: must be at most 16384"),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused_at_once(
+    config: Path, capsys: pytest.CaptureFixture[str], setting: str, reason: str
+) -> None:
+    always = ("--parallel.pp=1", "--train.global_batch_size=399999999992")
+    assert main(["plan", str(config), *always, setting]) == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_plan_prints_a_table_that_no_narrow_terminal_cuts(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
