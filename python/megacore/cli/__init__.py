@@ -69,6 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output left, as in `megacore ranks ... | head`.
         sys.stderr.close()
         return 0
+    except MemoryError as error:
+        reason = f" ({error})" if str(error) else ""
+        sentence = f"there is not enough memory for these sizes{reason}; choose smaller ones"
+        return _complain(sentence, 1, debug=debug)
+    except OSError as error:  # a disk that is full, a file that vanished
+        place = f"{error.filename}: " if error.filename else "reading or writing failed: "
+        return _complain(f"{place}{error.strerror or error}", 1, debug=debug)
     except ImportError as error:
         sentence = f"the installation is incomplete: {error}; install again, or see megacore doctor"
         return _complain(sentence, 1, debug=debug)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
     }
     check_sampling(**sampling)  # before a large model is read
+    _require_text(args.prompt)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     restored = restore_model(args.checkpoint, device=device)
     ids = restored.tokenizer.encode(args.prompt)
@@ -77,5 +79,21 @@ def run(args: argparse.Namespace) -> int:
         torch.tensor(ids, dtype=torch.int64, device=device)[None],
         **sampling,
     )
-    print(restored.tokenizer.decode(tokens[0].tolist()))
+    _print_text(restored.tokenizer.decode(tokens[0].tolist()))
     return 0
+
+
+def _require_text(prompt: str) -> None:
+    """Refuse bytes of the command line that were no text."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"--prompt is no text in UTF-8: character {error.start + 1} is {prompt[error.start]!r}"
+        ) from None
+
+
+def _print_text(text: str) -> None:
+    """Print what a model made up; a terminal of few characters gets question marks for others."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding))

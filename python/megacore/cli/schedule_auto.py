@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from megacore.cli.values import LARGEST_INT64
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -125,4 +126,7 @@ def _integers(flag: str, text: str | None) -> int | list[int] | None:
         raise ConfigError(
             f"{flag} is {text!r}; write a whole number, or several with commas between"
         ) from None
+    largest = max(numbers, key=abs)
+    if abs(largest) > LARGEST_INT64:
+        raise ConfigError(f"{flag} has {largest}; the largest is {LARGEST_INT64}")
     return numbers if len(numbers) > 1 else numbers[0]

@@ -7,7 +7,7 @@ import argparse
 from megacore.errors import ConfigError
 
 LARGEST = 2**31 - 1
-LARGEST_SEED = 2**63 - 1
+LARGEST_INT64 = 2**63 - 1
 
 
 def whole_number(text: str) -> int:
@@ -22,7 +22,7 @@ def whole_number(text: str) -> int:
 
 def seed_number(text: str) -> int:
     """Read a seed, for ``argparse``."""
-    return _bounded(text, LARGEST_SEED)
+    return _bounded(text, LARGEST_INT64)
 
 
 def number(text: str) -> float:

@@ -22,13 +22,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         MegacoreError: If it is missing, unreadable or no object.
     """
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise MegacoreError(f"{folder} {found}; name the folder that holds config.json")
     return _read_object(folder / "config.json")
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise MegacoreError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise MegacoreError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise MegacoreError(f"{path} holds a {type(content).__name__}; expected an object, {{...}}")

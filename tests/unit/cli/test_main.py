@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 import megacore.cli
 from megacore import __version__
-from megacore.cli import COMMANDS, doctor, main
+from megacore.cli import COMMANDS, doctor, generate, main
 
 DEMO = "[parallel]\ntp = 2\npp = 2\n"
 
@@ -89,6 +90,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--prompt=x", "--seed=y"], "--seed: expected a whole number, but got"),
         (["generate", "x", "--prompt=x", "--top-p=y"], "--top-p: expected a number, but got 'y'"),
         (["generate", "x", "--prompt=x", "--top-p=0"], "top_p = 0.0 is not in (0, 1]"),
+        (["generate", "x", "--prompt=\udcff"], "--prompt is no text in UTF-8: character 1 is"),
+        (["import-hf", "nowhere", "out"], "nowhere does not exist; name the folder that holds con"),
         (["import-hf", "x", "y", "--seq-length=z"], "--seq-length: expected a whole number, but"),
         (["plan", "x.toml", "--shard=first"], "--shard: expected a whole number, but got 'first'"),
         (["helpp"], "unknown command 'helpp'; the commands are"),
@@ -163,6 +166,41 @@ def test_interrupt_ends_with_130(
     monkeypatch.setattr("megacore.cli.doctor.run", interrupt)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "megacore: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (MemoryError(), "there is not enough memory for these sizes; choose smaller ones"),
+        (MemoryError("1 TiB"), "there is not enough memory for these sizes (1 TiB); choose"),
+        (OSError(28, "No space left on device"), "reading or writing failed: No space left on"),
+        (OSError(13, "Permission denied", "x.json"), "x.json: Permission denied"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    sentence: str,
+) -> None:
+    def fail(_args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("megacore.cli.doctor.run", fail)
+    assert main(["doctor"]) == 1
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(f"megacore: {sentence}")
+    assert complaint.count("\n") == 1
+
+
+def test_generated_text_is_printed_on_a_terminal_of_few_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    generate._print_text("a\ufffdé")
+    narrow.flush()
+    assert narrow.buffer.getvalue() == b"a??\n"  # type: ignore[attr-defined]
 
 
 def test_module_runs_as_a_command() -> None:

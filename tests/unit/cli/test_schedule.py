@@ -20,6 +20,7 @@ from megacore.cli import main
             ["1f1b", "--costs", "F=1,2"],
             "--costs F has 2 entries; give one for all stages or 4, one per stage",
         ),
+        (["auto", "--memory-limit=1" + 25 * "0"], "the largest is 9223372036854775807"),
         (["auto", "--costs", "I=1,2"], "--costs I has 2 entries; give one for all stages or 4"),
     ],
 )
