@@ -135,8 +135,12 @@ def _recorded(path: Path) -> tuple[str, Workloads]:
 
     try:
         counts = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"cannot read {path} as a .npy file of counts: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, EOFError) as error:  # numpy takes every other file for a pickle
+        raise ConfigError(
+            f"cannot read {path} as a .npy file of counts: numpy.save wrote no such file"
+        ) from error
     if (
         not isinstance(counts, np.ndarray)
         or counts.ndim not in {2, 3}

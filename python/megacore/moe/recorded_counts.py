@@ -30,7 +30,12 @@ def recorded_counts(folder: Path, *, num_ranks: int) -> tuple[int, Iterator[Coun
         MegacoreError: If the folder holds no recording or a file cannot be read.
         ValueError: If the experts do not divide over the ranks.
     """
-    num_experts = int(read_recorded(folder).settings["moe.num_experts"])
+    num_experts = read_recorded(folder).settings.get("moe.num_experts")
+    if not isinstance(num_experts, int) or num_experts < 1:
+        raise MegacoreError(
+            f"the recording {folder} says moe.num_experts = {num_experts!r}; it must be a whole "
+            "number of at least 1: the file is damaged, record again"
+        )
     if num_ranks < 1 or num_experts % num_ranks:
         raise ValueError(
             f"{num_experts} recorded experts do not divide over {num_ranks} ranks; choose a divisor"

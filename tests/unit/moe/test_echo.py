@@ -18,7 +18,7 @@ from torch import Tensor
 from megacore.cli import main
 from megacore.config import load_config
 from megacore.config.load import config_to_toml, split_overrides
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, MegacoreError
 from megacore.moe import clone_memory, plan_offload
 from megacore.moe.clone_memory import DeviceCloneMemory
 from megacore.moe.clone_messages import CloneRoutes, SlotBuffers
@@ -195,6 +195,16 @@ def write_recording(folder: Path) -> None:
         save_file(first, folder / f"step_{step:08d}.rank_0.safetensors")
         second = {f"{step}.1.1": torch.cat([missing, ids[2:]])}
         save_file(second, folder / f"step_{step:08d}.rank_1.safetensors")
+
+
+@pytest.mark.parametrize("settings", [{}, {"moe.num_experts": 0}, {"moe.num_experts": "4"}])
+def test_a_recording_that_does_not_say_how_many_experts_is_refused(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    about = {"format": "megacore-routing", "format_version": 1, "settings": settings}
+    (tmp_path / "routing.json").write_text(json.dumps(about))
+    with pytest.raises(MegacoreError, match=r"says moe.num_experts = .* at least 1"):
+        recorded_counts(tmp_path, num_ranks=2)
 
 
 def test_a_recording_becomes_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
