@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "auto_admission.h"
 #include "megacore/base/check.h"
 
 namespace megacore::pipeline {
@@ -136,31 +137,10 @@ void ListScheduler::consider(Candidate& best,
   if (!filler.exists() || is_before(candidate, filler)) filler = candidate;
 }
 
-// Whether the next F of a stage leaves room for every microbatch that is not yet forward through
-// the stages of this rank, after all older ones have gone.
 bool ListScheduler::is_admissible(int rank, int stage) const {
-  const auto s = static_cast<size_t>(stage);
-  const int microbatch = done(stage, Part::kForward);
-  if (!policy_->caps.empty() && microbatch - done(stage, release_) >= policy_->caps[s])
-    return false;
-  const int64_t limit = instance_.limit[static_cast<size_t>(rank)];
-  if (held_[static_cast<size_t>(rank)] + instance_.size[s] > limit) return false;
-  const auto stages = instance_.placement.stages_of(rank);
-  for (const int32_t later : stages) {
-    const int oldest = done(later, Part::kForward);
-    if (later <= stage || oldest >= microbatch) continue;
-    // Room for microbatch `oldest`, when all before it are gone: what it and later ones hold now,
-    // this F, and its own forwards to come.
-    int64_t room = instance_.size[s];
-    for (const int32_t other : stages) {
-      const int forwards = done(other, Part::kForward);
-      const int64_t size = instance_.size[static_cast<size_t>(other)];
-      room += size * std::max(forwards - std::max(done(other, release_), oldest), 0);
-      if (forwards <= oldest) room += size;
-    }
-    if (room > limit) return false;
-  }
-  return true;
+  const int held = done(stage, Part::kForward) - done(stage, release_);
+  if (!policy_->caps.empty() && held >= policy_->caps[static_cast<size_t>(stage)]) return false;
+  return leaves_room(instance_, counts_, held_[static_cast<size_t>(rank)], stage);
 }
 
 // The stage of the W that comes first in the order of microbatches, deeper stages first.

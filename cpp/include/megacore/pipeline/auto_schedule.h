@@ -9,7 +9,7 @@
 // Several methods work on the problem and the fastest schedule wins: every named schedule of the
 // same placement that fits (the result is never slower than those), a list scheduler under many
 // rules, a search for rules on a small number of microbatches whose steady state is then repeated,
-// local improvement, and for small problems a search that leaves nothing out.
+// a beam search, local improvement, and for small problems a search that leaves nothing out.
 //
 // The result is a pure function of its arguments: effort is counted in actions scheduled, not in
 // seconds.

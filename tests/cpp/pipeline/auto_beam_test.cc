@@ -1,0 +1,88 @@
+// Loops of two chunks with messages and room for p microbatches, where no short pattern is good
+// and the beam search pays.
+
+#include <gtest/gtest.h>
+
+#include "megacore/pipeline/auto_schedule.h"
+#include "schedule_checks.h"
+
+namespace megacore::pipeline {
+namespace {
+
+Placement two_chunks(int p) { return Placement::loop({.num_ranks = p, .num_chunks = 2}); }
+
+void expect_sound(const AutoSchedule& result, const BoundProblem& problem) {
+  const Certificate& certificate = result.certificate;
+  const Timeline timeline = checked(result.schedule, problem.costs);
+  EXPECT_NEAR(timeline.makespan, certificate.makespan, 1e-9);
+  EXPECT_GE(certificate.makespan, certificate.bound.value - 1e-9);
+  for (const NamedResult& named : certificate.named) {
+    EXPECT_LE(certificate.makespan, named.makespan + 1e-9) << named.name;
+  }
+  for (size_t rank = 0; rank < certificate.peak_memory.size(); ++rank) {
+    const size_t at = problem.memory_limit.size() == 1 ? 0 : rank;
+    EXPECT_LE(certificate.peak_memory[rank], problem.memory_limit[at]) << rank;
+  }
+}
+
+TEST(AutoBeam, FillsLoopsInTheMemoryOf1F1B) {
+  struct Cell {
+    int p, m;
+    double send, bound, makespan;
+  };
+  for (const Cell& i : {Cell{4, 16, 0.1, 107.0, 108.8},
+                        Cell{4, 32, 0.1, 203.0, 207.2},
+                        Cell{8, 16, 0.1, 121.6, 123.0}}) {
+    SCOPED_TRACE(testing::Message() << "p " << i.p << " m " << i.m << " send " << i.send);
+    const BoundProblem problem{.placement = two_chunks(i.p),
+                               .num_microbatches = i.m,
+                               .costs = {.send = i.send},
+                               .split_backward = false,
+                               .memory_limit = {2 * i.p}};
+    const AutoSchedule result = auto_schedule(problem, Effort::kThorough);
+    expect_sound(result, problem);
+    EXPECT_NEAR(result.certificate.bound.value, i.bound, 0.01);
+    EXPECT_NEAR(result.certificate.makespan, i.makespan, 1e-9);
+    EXPECT_TRUE(result.certificate.winner.starts_with("beam")) << result.certificate.winner;
+  }
+}
+
+// Too large for the exact search, far from their bounds: the beam runs on all of them.
+TEST(AutoBeam, TakesEveryKindOfProblemAndRepeatsItself) {
+  const std::vector<BoundProblem> problems = {
+      {.placement = two_chunks(3),
+       .num_microbatches = 20,
+       .costs = {.forward = {1.0, 0.5, 0.0, 2.0, 1.0, 1.5}, .send = 0.3},
+       .split_backward = false,
+       .memory_limit = {12, 10, 9},
+       .activation_size = {1, 2, 1, 3, 1, 2}},
+      {.placement = Placement::v({.num_ranks = 4}),
+       .num_microbatches = 12,
+       .costs = {.send = 0.2},
+       .split_backward = true,
+       .memory_limit = {5}},
+      {.placement = Placement::v({.num_ranks = 3}),
+       .num_microbatches = 24,
+       .costs = {.backward_weight = {0.0}, .send = 0.7},
+       .split_backward = true,
+       .memory_limit = {2}},
+      {.placement = Placement::loop({.num_ranks = 3, .num_chunks = 3}),
+       .num_microbatches = 14,
+       .costs = {.send = 0.4},
+       .split_backward = false,
+       .memory_limit = {7}}};
+  for (size_t i = 0; i < problems.size(); ++i) {
+    SCOPED_TRACE(i);
+    const AutoSchedule result = auto_schedule(problems[i], Effort::kThorough);
+    expect_sound(result, problems[i]);
+    const AutoSchedule again = auto_schedule(problems[i], Effort::kThorough);
+    EXPECT_EQ(again.schedule, result.schedule);
+    EXPECT_EQ(again.certificate.winner, result.certificate.winner);
+    EXPECT_EQ(again.certificate.num_scheduled, result.certificate.num_scheduled);
+    const AutoSchedule fast = auto_schedule(problems[i], Effort::kFast);
+    EXPECT_LE(result.certificate.makespan, fast.certificate.makespan + 1e-9);
+  }
+}
+
+}  // namespace
+}  // namespace megacore::pipeline
