@@ -51,6 +51,13 @@ class BeamModel {
   int count(const BeamState& state, int stage, Part part) const {
     return state.counts[static_cast<size_t>(stage) * 3 + static_cast<size_t>(part)];
   }
+  // When the F or B (I) of a microbatch ended that waits for its next stage.
+  double& end_of(BeamState& state, int stage, Part part, int microbatch) const {
+    return state.ends[place(stage, part, microbatch)];
+  }
+  double end_of(const BeamState& state, int stage, Part part, int microbatch) const {
+    return state.ends[place(stage, part, microbatch)];
+  }
   // What must pass after the last action of a rank.
   double tail(size_t rank) const { return tails_[rank]; }
 

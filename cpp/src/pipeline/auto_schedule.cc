@@ -8,6 +8,7 @@
 #include "auto_contest.h"
 #include "auto_exact_search.h"
 #include "auto_justify.h"
+#include "auto_layer_search.h"
 #include "auto_list_scheduler.h"
 #include "auto_policies.h"
 #include "auto_reverse.h"
@@ -33,6 +34,13 @@ constexpr double kPullForward = 0.1;
 constexpr double kPullFromEnd = 0.4;
 // What is slower than the best by less can become the best by local improvement.
 constexpr double kWorthImproving = 1.01;
+// Partial schedules that a search by layers looks at, before and after all others have tried, and
+// those of equally many actions, by stage: a state of more stages is larger.
+constexpr int64_t kFirstLayerStates = 50'000;
+constexpr int64_t kLayerStates = 900'000;
+constexpr size_t kLayerWidth = 24'000;
+// A schedule that ends earlier by less is no better.
+constexpr double kShorter = 1e-8;
 // Windows to narrow for rules.
 constexpr int64_t kDeadlineSteps = 200'000;
 // Partial solutions that an exact search looks at, before and after all others have tried.
@@ -90,6 +98,7 @@ class Portfolio {
     if (!is_optimal()) add_standard_rules();
     if (!is_optimal()) tighten();
     if (!is_optimal()) exhaust(kFirstNodes);
+    if (!is_optimal() && thorough) search_by_layers(kFirstLayerStates);
     if (!is_optimal() && thorough) add_rules_like_named();
     if (!is_optimal() && thorough) search_rules();
     if (!is_optimal() && thorough) add_rules_within_deadlines();
@@ -97,6 +106,7 @@ class Portfolio {
     if (!is_optimal() && thorough) improve();
     if (!is_optimal() && thorough) tighten();
     if (!is_optimal() && thorough) exhaust(kNodes);
+    if (!is_optimal() && thorough) search_by_layers(kLayerStates);
     return std::move(*this).result();
   }
 
@@ -302,11 +312,37 @@ class Portfolio {
                                         .max_nodes = max_nodes});
     certificate_.num_scheduled += found.num_nodes;
     if (found.orders) offer(std::move(*found.orders), found.makespan, "exact_search");
-    if (!found.is_complete || is_optimal()) return;
-    certificate_.bound.value = certificate_.makespan;
+    if (found.is_complete && !is_optimal()) raise_bound(certificate_.makespan);
+  }
+
+  // Looks at all orders that end by a time, later and later ones up to the best known.
+  void search_by_layers(int64_t max_states) {
+    if (!can_search_layers(instance_)) return;
+    const size_t width = kLayerWidth / static_cast<size_t>(instance_.num_stages());
+    int64_t left = max_states;
+    const double from = certificate_.bound.value;
+    const double gap = certificate_.makespan - from;
+    for (const double share : {0.25, 0.5, 0.75, 1.0}) {
+      const double end = std::min(from + gap * share, certificate_.makespan - kShorter);
+      if (is_optimal() || end <= from) return;
+      LayerResult found =
+          search_layers(problem_, instance_, {.end = end, .max_states = left, .max_width = width});
+      left -= found.num_states;
+      certificate_.num_scheduled += found.num_states;
+      if (!found.is_complete) return;
+      if (found.orders) {
+        const double makespan = timer_.makespan(*found.orders);
+        offer(std::move(*found.orders), makespan, "layer_search");
+      }
+      raise_bound(found.orders || share == 1.0 ? certificate_.makespan : end);
+      if (left < found.num_states) return;  // a later end takes more
+    }
+  }
+
+  void raise_bound(double value) {
+    certificate_.bound.value = value;
     certificate_.bound.reason = BoundReason::kExhaustion;
-    certificate_.bound.by_reason[static_cast<size_t>(BoundReason::kExhaustion)] =
-        certificate_.makespan;
+    certificate_.bound.by_reason[static_cast<size_t>(BoundReason::kExhaustion)] = value;
   }
 
   AutoSchedule result() && {
