@@ -57,10 +57,6 @@ class Beam {
     double start;
     double end;
   };
-  struct Done {
-    int32_t before;
-    Token token;
-  };
 
   // What a rank can run next. Of the W that it can only the oldest.
   void list_choices(const BeamState& state, int rank) {
@@ -178,8 +174,7 @@ class Beam {
       state.outlook[static_cast<size_t>(near)] = outlooks_[outlook++];
     }
     state.key = step.key;
-    done_.push_back({state.last, step.token});
-    state.last = static_cast<int32_t>(done_.size()) - 1;
+    state.last = history_.add(state.last, step.token);
   }
 
   void finish(size_t size) {
@@ -192,17 +187,7 @@ class Beam {
       best = &states_[i];
     }
     if (best == nullptr) return;
-    std::vector<std::vector<Token>> rows(static_cast<size_t>(instance_.num_ranks()));
-    for (int32_t i = best->last; i >= 0; i = done_[static_cast<size_t>(i)].before) {
-      const Token& token = done_[static_cast<size_t>(i)].token;
-      rows[static_cast<size_t>(instance_.placement.rank_of(token.stage))].push_back(token);
-    }
-    Orders orders;
-    for (const auto& row : rows) {
-      orders.tokens.insert(orders.tokens.end(), row.rbegin(), row.rend());
-      orders.offsets.push_back(orders.tokens.size());
-    }
-    result_.orders = std::move(orders);
+    result_.orders = history_.orders(best->last, instance_);
   }
 
   const Instance& instance_;
@@ -212,7 +197,7 @@ class Beam {
   double quantum_;
   std::vector<BeamState> states_;
   std::vector<BeamState> next_states_;
-  std::vector<Done> done_;
+  History history_;
   std::vector<Step> steps_;
   std::vector<RankOutlook> outlooks_;  // of the steps
   std::vector<Choice> choices_;        // of one rank

@@ -58,6 +58,25 @@ uint64_t scrambled(uint64_t value) {
 
 }  // namespace
 
+int32_t History::add(int32_t before, const Token& token) {
+  entries_.push_back({before, token});
+  return static_cast<int32_t>(entries_.size()) - 1;
+}
+
+Orders History::orders(int32_t last, const Instance& instance) const {
+  std::vector<std::vector<Token>> rows(static_cast<size_t>(instance.num_ranks()));
+  for (int32_t i = last; i >= 0; i = entries_[static_cast<size_t>(i)].before) {
+    const Token& token = entries_[static_cast<size_t>(i)].token;
+    rows[static_cast<size_t>(instance.placement.rank_of(token.stage))].push_back(token);
+  }
+  Orders orders;
+  for (const auto& row : rows) {
+    orders.tokens.insert(orders.tokens.end(), row.rbegin(), row.rend());
+    orders.offsets.push_back(orders.tokens.size());
+  }
+  return orders;
+}
+
 BeamModel::BeamModel(const Instance& instance, const DueTimes& due)
     : instance_(instance),
       due_(due),

@@ -26,7 +26,23 @@ struct BeamState {
   std::vector<int64_t> held;         // [rank]
   std::vector<RankOutlook> outlook;  // [rank]
   uint64_t key = 0;                  // of `counts`
-  int32_t last = -1;                 // its last action, in a list that the search keeps
+  int32_t last = -1;                 // its last action, in the History of the search
+};
+
+// What the partial schedules of a search have run; they share what they have in common.
+class History {
+ public:
+  // Returns the place of an action that follows the one at `before`, -1 for the first.
+  int32_t add(int32_t before, const Token& token);
+  // All actions up to the one at `last`.
+  Orders orders(int32_t last, const Instance& instance) const;
+
+ private:
+  struct Entry {
+    int32_t before;
+    Token token;
+  };
+  std::vector<Entry> entries_;
 };
 
 // Knows how partial schedules of an instance grow. Time and memory of a state do not depend on what

@@ -70,10 +70,6 @@ class Layers {
     double start;
     double end;
   };
-  struct Done {
-    int32_t before;
-    Token token;
-  };
 
   // The next actions of a rank that are known to be able to run.
   void list_choices(const Node& node, int rank) {
@@ -129,8 +125,7 @@ class Layers {
     scratch_.deferred = limits_.still_deferred(scratch_.state, node.deferred, rank);
     if (!limits_.tighten(scratch_.state, scratch_.deferred, &node.state)) return;
     if (is_dominated(scratch_, next_, false)) return;
-    done_.push_back({node.state.last, choice.token});
-    scratch_.state.last = static_cast<int32_t>(done_.size()) - 1;
+    scratch_.state.last = history_.add(node.state.last, choice.token);
     add(scratch_, next_);
   }
 
@@ -193,17 +188,7 @@ class Layers {
       best = &node.state;
     }
     if (best == nullptr) return;
-    std::vector<std::vector<Token>> rows(static_cast<size_t>(instance_.num_ranks()));
-    for (int32_t i = best->last; i >= 0; i = done_[static_cast<size_t>(i)].before) {
-      const Token& token = done_[static_cast<size_t>(i)].token;
-      rows[static_cast<size_t>(instance_.placement.rank_of(token.stage))].push_back(token);
-    }
-    Orders orders;
-    for (const auto& row : rows) {
-      orders.tokens.insert(orders.tokens.end(), row.rbegin(), row.rend());
-      orders.offsets.push_back(orders.tokens.size());
-    }
-    result_.orders = std::move(orders);
+    result_.orders = history_.orders(best->last, instance_);
   }
 
   const Instance& instance_;
@@ -215,7 +200,7 @@ class Layers {
   Node empty_;
   Layer layer_;
   Layer next_;
-  std::vector<Done> done_;
+  History history_;
   std::vector<Choice> choices_;
   Choice first_{};
   LayerResult result_;
