@@ -35,10 +35,10 @@ constexpr double kPullFromEnd = 0.4;
 // What is slower than the best by less can become the best by local improvement.
 constexpr double kWorthImproving = 1.01;
 // Partial schedules that a search by layers looks at, before and after all others have tried, and
-// those of equally many actions, by stage: a state of more stages is larger.
-constexpr int64_t kFirstLayerStates = 50'000;
-constexpr int64_t kLayerStates = 900'000;
-constexpr size_t kLayerWidth = 24'000;
+// those of equally many actions; all times stages, as one of more stages is larger.
+constexpr int64_t kFirstLayerStates = 400'000;
+constexpr int64_t kLayerStates = 7'200'000;
+constexpr int64_t kLayerWidth = 24'000;
 // A schedule that ends earlier by less is no better.
 constexpr double kShorter = 1e-8;
 // Windows to narrow for rules.
@@ -318,8 +318,9 @@ class Portfolio {
   // Looks at all orders that end by a time, later and later ones up to the best known.
   void search_by_layers(int64_t max_states) {
     if (!can_search_layers(instance_)) return;
-    const size_t width = kLayerWidth / static_cast<size_t>(instance_.num_stages());
-    int64_t left = max_states;
+    const int64_t num_stages = instance_.num_stages();
+    const auto width = static_cast<size_t>(kLayerWidth / num_stages);
+    int64_t left = max_states / num_stages;
     const double from = certificate_.bound.value;
     const double gap = certificate_.makespan - from;
     for (const double share : {0.25, 0.5, 0.75, 1.0}) {
