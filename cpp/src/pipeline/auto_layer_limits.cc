@@ -32,14 +32,6 @@ LayerLimits::LayerLimits(const Instance& instance, const BeamModel& model, const
   }
 }
 
-namespace {
-
-bool is_deferred(uint64_t deferred, int stage) {
-  return (deferred >> static_cast<unsigned>(stage) & 1U) != 0;
-}
-
-}  // namespace
-
 bool LayerLimits::tighten(BeamState& state, uint64_t deferred, const BeamState* parent) {
   if (!can_become_full(state, deferred)) return false;
   constexpr int kRounds = 2;

@@ -11,6 +11,11 @@
 
 namespace megacore::pipeline {
 
+// Whether the next F of a stage is among those deferred, a bit for each stage.
+inline bool is_deferred(uint64_t deferred, int stage) {
+  return (deferred >> static_cast<unsigned>(stage) & 1U) != 0;
+}
+
 class LayerLimits {
  public:
   // `latest` are the latest starts of a schedule that ends in time.

@@ -80,7 +80,8 @@ class Layers {
         const Token token{stage, part};
         const double arrival = model_.arrival(node.state, token);
         if (arrival == kNever) continue;
-        if (part == Part::kForward && (is_deferred(node, stage) || is_full(node.state, stage))) {
+        if (part == Part::kForward &&
+            (is_deferred(node.deferred, stage) || is_full(node.state, stage))) {
           continue;
         }
         const double start = std::max(arrival, node.state.free_at[r]);
@@ -93,28 +94,23 @@ class Layers {
     const auto rank = static_cast<size_t>(instance_.placement.rank_of(stage));
     return state.held[rank] + instance_.size[static_cast<size_t>(stage)] > instance_.limit[rank];
   }
-  static bool is_deferred(const Node& node, int stage) {
-    return (node.deferred >> static_cast<unsigned>(stage) & 1U) != 0;
-  }
 
   // The rank that can end something first runs it, or what it can start before that end. All that
   // could arrive before is known, as no other rank ends anything earlier.
   void extend(size_t at) {
-    const Choice* first = nullptr;
+    Choice first{.token = {}, .start = kNever, .end = kNever};
     for (int rank = 0; rank < instance_.num_ranks(); ++rank) {
       list_choices(layer_.nodes[at], rank);
       for (const Choice& choice : choices_) {
-        if (first != nullptr && choice.end >= first->end) continue;
-        first_ = choice;
-        first = &first_;
+        if (choice.end < first.end) first = choice;
       }
     }
-    if (first == nullptr) return;  // no rank has room to go on
-    list_choices(layer_.nodes[at], instance_.placement.rank_of(first->token.stage));
+    if (first.end == kNever) return;  // no rank has room to go on
+    list_choices(layer_.nodes[at], instance_.placement.rank_of(first.token.stage));
     for (const Choice& choice : choices_) {
-      if (choice.start < first->end - kRounding) run_choice(layer_.nodes[at], choice);
+      if (choice.start < first.end - kRounding) run_choice(layer_.nodes[at], choice);
     }
-    if (first->token.part == Part::kForward) defer(layer_.nodes[at], *first);
+    if (first.token.part == Part::kForward) defer(layer_.nodes[at], first);
   }
 
   void run_choice(const Node& node, const Choice& choice) {
@@ -202,7 +198,6 @@ class Layers {
   Layer next_;
   History history_;
   std::vector<Choice> choices_;
-  Choice first_{};
   LayerResult result_;
 };
 
