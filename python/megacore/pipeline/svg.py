@@ -273,11 +273,11 @@ def _draw_boxes(boxes: Sequence[_Box], frame: _Frame) -> list[str]:
 def _axis(frame: _Frame, unit: str) -> list[str]:
     makespan = frame.width / frame.scale
     step = _nice_step(makespan / max(frame.width / 90, 2))
-    parts, tick, y = [], 0.0, frame.bottom + 20
-    while tick <= makespan * 1.0001:
+    parts, y = [], frame.bottom + 20
+    for number in range(math.floor(makespan / step * 1.0001) + 1):
+        tick = number * step
         x = frame.x(tick)
         parts.append(_text(x, y, f"{tick:g}", size=11.5, css="mct-muted", anchor="middle"))
-        tick = round(tick + step, 9)
     label = f"time, {unit}" if unit else "time"
     # Beyond the last tick, which may stand at the very end.
     parts.append(_text(frame.left + frame.width + 26, y, label, size=11.5, css="mct-muted"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,9 @@ from megacore._core import Action
 
 # Durations that share a unit at least this fraction of the shortest one are drawn exactly.
 _FINEST_UNIT = 1 / 8
+# No picture has more columns than the first number and the second one for every action of a rank.
+_MAX_COLUMNS = 10_000
+_MAX_COLUMNS_PER_ACTION = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +175,12 @@ class Grid:
             makespan: Where the columns end at the least, if other ranks are busy for longer.
         """
         events = list(events)
-        unit = _time_unit(events)
+        end = max([makespan, *(event.end for event in events)])
+        longest_row = max(Counter(event.rank for event in events).values(), default=0)
+        unit = max(
+            _time_unit(events, end),
+            end / (_MAX_COLUMNS + _MAX_COLUMNS_PER_ACTION * longest_row),
+        )
         cells = [
             GridCell(rank, action, math.floor(start / unit + 0.5), math.floor(end / unit + 0.5))
             for rank, action, start, end in events
@@ -179,7 +188,7 @@ class Grid:
         return Grid(
             cells=cells,
             num_ranks=max((cell.rank for cell in cells), default=-1) + 1,
-            num_columns=max([math.floor(makespan / unit + 0.5), *(cell.end for cell in cells)]),
+            num_columns=math.floor(end / unit + 0.5),
             unit=unit,
         )
 
@@ -215,9 +224,13 @@ class Grid:
         return [(label.ljust(self.label_width) + row).rstrip() for label, row in labelled]
 
 
-def _time_unit(events: Iterable[Event]) -> float:
-    """Return the greatest common divisor of all durations, or the shortest if that is far below."""
-    durations = {round(end - start, 9) for *_, start, end in events if end > start}
+def _time_unit(events: Iterable[Event], makespan: float) -> float:
+    """Return the greatest common divisor of all durations, or the shortest if that is far below.
+
+    Durations are differences of times up to the makespan: 12 of its digits are trusted.
+    """
+    digits = 12 - math.ceil(math.log10(makespan)) if makespan > 0 else 0
+    durations = {round(end - start, digits) for *_, start, end in events} - {0.0}
     if not durations:
         return 1.0
     shortest = min(durations)

@@ -366,6 +366,20 @@ def test_the_grid_shows_fractional_costs_exactly_where_they_share_a_unit() -> No
     )
 
 
+@pytest.mark.parametrize("unit", [1e-300, 1e-12, 1e300])
+def test_the_grid_shows_costs_in_any_unit(unit: float) -> None:
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    costs = Costs(forward=unit, backward_input=unit, backward_weight=unit)
+    row = schedule.to_text(grid=True, costs=costs).splitlines()[2]
+    assert [cell.rstrip("-") for cell in row.split()] == ["rank", "1", "1F0", "1B0", "1F1", "1B1"]
+
+
+@pytest.mark.parametrize("costs", [Costs(forward=1e-9, backward_input=1e9), Costs(send=1e12)])
+def test_the_grid_stays_small_where_times_differ_by_orders_of_magnitude(costs: Costs) -> None:
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    assert len(schedule.to_text(grid=True, costs=costs)) < 500_000
+
+
 def test_large_schedules_are_made_in_milliseconds() -> None:
     import time
 

@@ -103,6 +103,15 @@ def test_a_common_makespan_makes_two_pictures_comparable() -> None:
     assert ratio == pytest.approx(2.0, rel=0.1)
 
 
+@pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
+def test_the_axis_has_as_many_ticks_in_any_unit_of_time(unit: float) -> None:
+    costs = Costs(forward=unit, backward_input=unit, backward_weight=unit)
+    events = build_schedule("1f1b", num_ranks=2, num_microbatches=4).simulate(costs).events
+    root = parse(timeline_svg(events, width=900))
+    ticks = [t.text for t in root.iter(f"{NS}text") if t.get("text-anchor") == "middle"]
+    assert [float(tick) / unit for tick in ticks] == pytest.approx([0, 2, 4, 6, 8, 10, 12, 14])
+
+
 def test_large_pictures_stay_small_and_drop_numbers_that_do_not_fit() -> None:
     schedule = build_schedule("interleaved_1f1b", num_ranks=8, num_chunks=4, num_microbatches=128)
     svg = timeline_svg(schedule.simulate().events)
