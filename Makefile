@@ -4,6 +4,8 @@
 #
 # PIP_ARGS is passed to every pip call, e.g. to take torch's small CPU build on Linux:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# WERROR=ON makes compiler warnings of the extension errors, as continuous integration does. The build
+# folder remembers it, and a change compiles everything again.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -12,6 +14,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_ARGS ?=
 JOBS ?= 2
+WERROR ?=
+# For all installs alike: with other settings one would compile again what another has compiled.
+INSTALL := $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt --no-build-isolation \
+    $(if $(WERROR),--config-settings=cmake.define.MEGACORE_WERROR=$(WERROR))
 
 SOURCES := $(shell find cpp cuda cmake third_party python -type f \
     -not -path '*/__pycache__/*' 2>/dev/null) CMakeLists.txt pyproject.toml VERSION
@@ -20,7 +26,7 @@ CPP_FILES := $(shell find cpp cuda tests/cpp -name '*.h' -o -name '*.cc' -o -nam
 .PHONY: demo test build install test-cpp test-python lint fmt bench clean help
 
 help:
-	@sed -n '1,8p' Makefile
+	@sed -n '1,/^$$/p' Makefile
 
 # ---- environment --------------------------------------------------------------------------------
 $(VENV)/.base: constraints.txt
@@ -36,14 +42,13 @@ $(VENV)/.tools: $(VENV)/.base
 
 # The build directory is kept between installs, so only what changed is compiled again.
 $(VENV)/.installed: $(VENV)/.base $(SOURCES)
-	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt --no-build-isolation .
+	$(INSTALL) .
 	touch $@
 
 install: $(VENV)/.installed
 
 build: $(VENV)/.tools
-	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt --no-build-isolation \
-	    --config-settings=cmake.define.MEGACORE_WERROR=ON -e .
+	$(INSTALL) -e .
 	touch $(VENV)/.installed
 
 # ---- what people run ----------------------------------------------------------------------------

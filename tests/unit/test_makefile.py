@@ -1,0 +1,50 @@
+"""The commands of the Makefile, as ``make -n`` prints them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+def install_commands(*arguments: str) -> list[list[str]]:
+    """What ``make install build`` runs to install the package, were everything out of date."""
+    # What a make that runs this test was given is not meant for this one.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MAKE") and k != "WERROR"}
+    done = subprocess.run(
+        ["make", "-n", "-B", "install", "build", *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line) for line in lines]
+    return [words for words in commands if "install" in words and words[-1] == "."]
+
+
+@pytest.mark.parametrize("arguments", [(), ("WERROR=ON",)])
+def test_all_installs_compile_with_the_same_settings(arguments: tuple[str, ...]) -> None:
+    commands = install_commands(*arguments)
+    assert len(commands) == 2
+    plain, editable = commands
+    assert [word for word in editable if word != "-e"] == plain
+
+
+def test_warnings_are_errors_where_that_is_asked_for() -> None:
+    setting = "--config-settings=cmake.define.MEGACORE_WERROR=ON"
+    assert all(setting in command for command in install_commands("WERROR=ON"))
+    assert not any(setting in command for command in install_commands())
+
+
+def test_continuous_integration_asks_for_it() -> None:
+    assert "export WERROR=ON" in (ROOT / ".ci" / "run").read_text()
