@@ -22,6 +22,22 @@ DueTimes due_times_of(const Orders& orders,
   return due;
 }
 
+DueTimes drawn_out(const DueTimes& due, const Instance& few, const Instance& more, double longer) {
+  const int half = few.num_microbatches / 2;
+  const int extra = more.num_microbatches - few.num_microbatches;
+  const auto draw_out = [&](const std::vector<double>& from) {
+    std::vector<double> to;
+    for (int stage = 0; stage < more.num_stages(); ++stage) {
+      for (int k = 0; k < more.num_microbatches; ++k) {
+        const int passed = std::clamp(k - half, 0, extra);  // of the extra ones
+        to.push_back(from[few.at(stage, k - passed)] + longer * passed / extra);
+      }
+    }
+    return to;
+  };
+  return {.forward = draw_out(due.forward), .backward = draw_out(due.backward)};
+}
+
 Instance reversed(const Instance& instance) {
   Instance other = instance;
   std::swap(other.forward, other.backward);

@@ -14,6 +14,11 @@ DueTimes due_times_of(const Orders& orders,
                       const std::vector<double>& starts,
                       const Instance& instance);
 
+// Of a schedule for fewer microbatches, which then ends `longer` later: its first half as it is,
+// its last half later by that, and the microbatches between evenly spread.
+// REQUIRES: `more` is `few` with more microbatches.
+DueTimes drawn_out(const DueTimes& due, const Instance& few, const Instance& more, double longer);
+
 // The same problem with time running backwards: what was F is B, and B is F. It needs as much
 // memory: an activation lives as long. REQUIRES: !instance.split.
 Instance reversed(const Instance& instance);

@@ -4,14 +4,13 @@
 #include <optional>
 #include <utility>
 
-#include "auto_beam.h"
+#include "auto_beam_rounds.h"
 #include "auto_contest.h"
 #include "auto_exact_search.h"
 #include "auto_justify.h"
 #include "auto_layer_search.h"
 #include "auto_list_scheduler.h"
 #include "auto_policies.h"
-#include "auto_reverse.h"
 #include "auto_rule_search.h"
 #include "auto_seeds.h"
 #include "auto_unroll.h"
@@ -27,13 +26,6 @@ constexpr int64_t kRuleActions = 3'000'000;
 constexpr int64_t kDeadlineActions = 2'000'000;
 constexpr int64_t kJustifiedPasses = 10;
 constexpr int64_t kOrderActions = 20'000'000;
-constexpr int64_t kBeamActions = 1'000'000;
-// Beams are guided by the deadlines for an end so far above the bound.
-constexpr double kBeamEnd = 1.005;
-constexpr double kPullForward = 0.1;
-constexpr double kPullFromEnd = 0.4;
-// What is slower than the best by less can become the best by local improvement.
-constexpr double kWorthImproving = 1.01;
 // Partial schedules that a search by layers looks at, before and after all others have tried, and
 // those of equally many actions; all times stages, as one of more stages is larger.
 constexpr int64_t kFirstLayerStates = 400'000;
@@ -102,7 +94,7 @@ class Portfolio {
     if (!is_optimal() && thorough) add_rules_like_named();
     if (!is_optimal() && thorough) search_rules();
     if (!is_optimal() && thorough) add_rules_within_deadlines();
-    if (!is_optimal() && thorough) search_beams();
+    if (!is_optimal() && thorough) add_beams();
     if (!is_optimal() && thorough) improve();
     if (!is_optimal() && thorough) tighten();
     if (!is_optimal() && thorough) exhaust(kNodes);
@@ -243,53 +235,15 @@ class Portfolio {
     }
   }
 
-  // Beams from both ends: guided by the deadlines, then by the best schedule as long as that helps.
-  void search_beams() {
-    const int64_t most = certificate_.num_scheduled + kBeamActions;
-    const double end = certificate_.bound.value * kBeamEnd;
-    if (const auto windows = start_windows(problem_, end, kDeadlineSteps)) {
-      add_beam({windows->latest_forward, windows->latest_backward}, kPullForward);
-      add_beam_from_end({windows->earliest_forward, windows->earliest_backward}, end, kPullFromEnd);
+  void add_beams() {
+    BeamRounds rounds(problem_,
+                      instance_,
+                      certificate_.bound.value,
+                      {.orders = best_, .makespan = certificate_.makespan, .num_scheduled = 0});
+    for (FoundOrders& found : rounds.run()) {
+      offer(std::move(found.orders), found.makespan, "beam");
     }
-    double before = kNever;
-    while (certificate_.makespan < before - kSameTime && certificate_.num_scheduled < most) {
-      before = certificate_.makespan;
-      timer_.makespan(best_);
-      const DueTimes due = due_times_of(best_, timer_.starts(), instance_);
-      add_beam(due, 1.0);
-      add_beam_from_end(due, before, 1.0);
-    }
-  }
-
-  void add_beam(const DueTimes& due, double pull) {
-    if (is_optimal()) return;
-    BeamResult found = search_beam(instance_, due, beam(pull));
-    certificate_.num_scheduled += found.num_scheduled;
-    if (found.orders) offer_beam(std::move(*found.orders));
-  }
-
-  // With times for a schedule that ends at `end`.
-  void add_beam_from_end(const DueTimes& due, double end, double pull) {
-    if (is_optimal() || instance_.split) return;
-    const BeamResult found =
-        search_beam(reversed(instance_), reversed(due, instance_, end), beam(pull));
-    certificate_.num_scheduled += found.num_scheduled;
-    if (found.orders) offer_beam(reversed(*found.orders));
-  }
-
-  void offer_beam(Orders orders) {
-    const double makespan = timer_.makespan(orders);
-    offer(std::move(orders), makespan, "beam");
-  }
-
-  // As wide as the effort allows for a few rounds.
-  BeamSearch beam(double pull) const {
-    constexpr int64_t kRounds = 7;
-    constexpr int64_t kWidest = 100;
-    const int64_t width = kBeamActions / kRounds / static_cast<int64_t>(instance_.num_actions());
-    return {.width = static_cast<size_t>(std::clamp<int64_t>(width, 1, kWidest)),
-            .pull = pull,
-            .give_up = certificate_.makespan * kWorthImproving};
+    certificate_.num_scheduled += rounds.num_scheduled();
   }
 
   void improve() {

@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
+#include "auto_beam_rounds.h"
+#include "auto_reverse.h"
 #include "megacore/pipeline/auto_schedule.h"
 #include "schedule_checks.h"
 
@@ -36,6 +40,49 @@ TEST(AutoBeam, FillsLoopsInTheMemoryOf1F1B) {
   EXPECT_NEAR(result.certificate.bound.value, 121.6, 0.01);
   EXPECT_NEAR(result.certificate.makespan, 123.0, 1e-9);
   EXPECT_TRUE(result.certificate.winner.starts_with("beam")) << result.certificate.winner;
+}
+
+TEST(AutoBeam, LearnsFromHalfAsManyMicrobatches) {
+  const BoundProblem problem{.placement = two_chunks(6),
+                             .num_microbatches = 24,
+                             .costs = {.send = 0.1},
+                             .split_backward = false,
+                             .memory_limit = {12}};
+  const Instance instance = make_instance(problem);
+  const double bound = lower_bound(problem).value;
+  const FoundOrders none{.orders = {}, .makespan = kNever, .num_scheduled = 0};
+  BeamRounds rounds(problem, instance, bound, none);
+  const std::vector<FoundOrders> found = rounds.run();
+  ASSERT_FALSE(found.empty());
+  double best = kNever;
+  OrderTimer timer(instance);
+  for (const FoundOrders& orders : found) {
+    EXPECT_TRUE(fits_memory(orders.orders, instance));
+    EXPECT_EQ(timer.makespan(orders.orders), orders.makespan);
+    best = std::min(best, orders.makespan);
+  }
+  EXPECT_NEAR(best, 165.0, 1e-9);  // deadlines and their best alone: 165.2
+  EXPECT_GT(rounds.num_scheduled(), 0);
+}
+
+TEST(AutoBeam, DrawsOutTheMiddle) {
+  const BoundProblem problem{
+      .placement = two_chunks(2), .num_microbatches = 4, .split_backward = false};
+  const Instance few = make_instance(problem);
+  const Instance more = few.with_microbatches(7);
+  DueTimes due;
+  for (int i = 0; i < 16; ++i) {
+    due.forward.push_back(10.0 * i);
+    due.backward.push_back(10.0 * i + 1.0);
+  }
+  const DueTimes longer = drawn_out(due, few, more, 60.0);
+  ASSERT_EQ(longer.forward.size(), 28U);
+  const std::vector<double> expected = {40, 50, 60, 80, 100, 120, 130};  // of the second stage
+  for (int k = 0; k < 7; ++k) {
+    const size_t at = more.at(1, k);
+    EXPECT_EQ(longer.forward[at], expected[static_cast<size_t>(k)]) << k;
+    EXPECT_EQ(longer.backward[at], expected[static_cast<size_t>(k)] + 1.0) << k;
+  }
 }
 
 // Too large for the exact search, far from their bounds: the beam runs on all of them.

@@ -110,6 +110,28 @@ TEST(AutoLayerSearch, ClosesLoopsInTheMemoryOf1F1B) {
   }
 }
 
+// What such loops lose by messages of 0.1 does not pass with more microbatches: 2 ranks pay one
+// message each, 3 ranks 4/3, where the other bounds grow by the work alone, 6.
+TEST(AutoLayerSearch, ProvesWhatLoopsInTheMemoryOf1F1BLose) {
+  struct Optimum {
+    int num_ranks;
+    int num_microbatches;
+    double makespan;
+  };
+  for (const auto& [p, m, makespan] : {Optimum{2, 12, 76.6},
+                                       Optimum{2, 24, 149.8},
+                                       Optimum{2, 36, 223.0},
+                                       Optimum{3, 12, 80.4},
+                                       Optimum{3, 24, 153.9}}) {
+    const BoundProblem problem{.placement = Placement::loop({.num_ranks = p, .num_chunks = 2}),
+                               .num_microbatches = m,
+                               .costs = {.send = 0.1},
+                               .split_backward = false,
+                               .memory_limit = {2 * p}};
+    expect_exact(problem, makespan);
+  }
+}
+
 TEST(AutoLayerSearch, StopsAtItsLimitsAndSaysSo) {
   const BoundProblem problem{.placement = Placement::loop({.num_ranks = 4, .num_chunks = 2}),
                              .num_microbatches = 16,
