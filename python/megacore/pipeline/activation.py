@@ -27,6 +27,10 @@ class ActivationSpec:
     dtype: torch.dtype
     device: torch.device | str
 
+    def __post_init__(self) -> None:
+        """Take any sequence of sizes."""
+        object.__setattr__(self, "shape", tuple(self.shape))
+
     def empty(self) -> Tensor:
         """Return an uninitialised tensor to receive into."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -88,6 +92,11 @@ class StageActivations:
             )
         self.device = devices.pop() if devices else torch.device("cpu")
         self._by_stage = dict(activation)
+
+    @property
+    def specs(self) -> list[ActivationSpec]:
+        """What is sent on, by ascending stage."""
+        return list(self._by_stage.values())
 
     def of_output(self, stage: int) -> ActivationSpec:
         """Return what a stage gives to the next one."""

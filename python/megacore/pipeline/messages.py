@@ -32,12 +32,25 @@ class Transport:
         to_lower: Group for messages to a rank of lower position; may be the same.
         activations: What each stage sends on.
         debug: Let a header travel ahead of each message, and check it.
+
+    Raises:
+        ValueError: If a header cannot describe the messages.
     """
 
     to_higher: Group
     to_lower: Group
     activations: StageActivations
     debug: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what the receiver of a header could not read."""
+        for spec in self.activations.specs if self.debug else ():
+            if len(spec.shape) > _MAX_DIMS or spec.dtype not in _DTYPES:
+                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+                raise ValueError(
+                    f"stages exchange {list(spec.shape)} {spec.dtype}, but checked messages have "
+                    f"up to {_MAX_DIMS} dimensions and one of the dtypes {names}; leave debug out"
+                )
 
     def group(self, *, sender: int, receiver: int) -> Group:
         """Return the group in which one rank sends to another."""

@@ -174,6 +174,22 @@ def test_an_activation_must_be_as_announced(output: Tensor) -> None:
         executor.run(lambda _chunk, _hidden, _mb: output, forward_only=True)
 
 
+def test_the_shape_of_an_activation_may_be_a_list() -> None:
+    spec = ActivationSpec(shape=[2, 3], dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
+    spec.require(torch.zeros(2, 3), "the output")
+    assert spec == ActivationSpec(shape=(2, 3), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((1,) * 9, torch.float32), ((2, 3), torch.complex64)])
+def test_messages_that_no_header_describes_are_refused_before_a_rank_dies(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    schedule = build_schedule("interleaved_1f1b", num_ranks=1, num_chunks=2, num_microbatches=1)
+    spec = ActivationSpec(shape=shape, dtype=dtype, device="cpu")
+    with pytest.raises(ValueError, match="checked messages have up to 8 dimensions"):
+        PipelineExecutor(schedule.program(0), None, group=Group.solo(), activation=spec, debug=True)
+
+
 def test_programs_chunks_and_groups_must_belong_together() -> None:
     with pytest.raises(ValueError, match=r"runs the 2 stages \[0, 1\], but 1 model chunks"):
         make_executor(one_rank(2), make_chunks(1))
