@@ -328,9 +328,16 @@ def _require_tensor(result: StageOutput) -> Tensor:
     return result
 
 
-def token_count(num_tokens: Tensor | float, *, device: torch.device) -> Tensor:
+def token_count(num_tokens: Tensor | float | None, *, device: torch.device) -> Tensor:
     """A number of tokens in a dtype that sums over microbatches fit into, 0-d."""
-    count = torch.as_tensor(num_tokens, device=device).detach().reshape(())
+    count = None if num_tokens is None else torch.as_tensor(num_tokens, device=device).detach()
+    if count is None or count.numel() != 1:
+        shown = "None" if count is None else f"a tensor of shape {list(count.shape)}"
+        raise ValueError(
+            f"the number of tokens of a microbatch is {shown}; it must be a number, or a tensor "
+            "with one entry"
+        )
+    count = count.reshape(())
     return count.to(torch.float64 if count.is_floating_point() else torch.int64)
 
 

@@ -44,6 +44,11 @@ class ForwardBackwardFunc:
     ) -> None:
         if isinstance(schedule, str):
             require_schedule_name(schedule)
+        elif schedule.num_ranks != group.size:
+            raise ValueError(
+                f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, but group "
+                f"{group.name} has {group.size}"
+            )
         self._given = schedule
         self._group = group
         self._activation = activation
@@ -74,7 +79,8 @@ class ForwardBackwardFunc:
                 stage. On the last stage ``loss_func(output)`` returns ``(loss, report)``, with the
                 mean loss of the microbatch; or ``(sum of token losses, number of tokens, report)``.
             data_iterator: Handed on; with several chunks a list, one per chunk. Every chunk sees
-                the microbatches in ascending order.
+                the microbatches in ascending order, but chunks take turns in the order of the
+                schedule: those that read data must not share an iterator.
             model: This rank's chunks, in the order of their stages.
             num_microbatches: Microbatches of this step.
             forward_only: Run the forward passes only, without autograd.
@@ -85,10 +91,10 @@ class ForwardBackwardFunc:
             empty list.
 
         Raises:
-            ValueError: If the schedule cannot run these sizes, or a chunk has no
-                ``set_input_tensor``.
+            ValueError: If the schedule cannot run these sizes, a chunk has no
+                ``set_input_tensor``, a function returns something else, or the data ends too early.
         """
-        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        chunks = _chunks_of(model)
         by_chunk = _data_by_chunk(data_iterator, chunks)
         schedule = self._schedule(len(chunks), num_microbatches)
         executor = self._executor(schedule, len(chunks))
@@ -97,7 +103,16 @@ class ForwardBackwardFunc:
 
         def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> StageOutput:
             _set_input(chunk, hidden)
-            output, loss_func = forward_step_func(by_chunk[id(chunk)], chunk)
+            try:
+                returned = forward_step_func(by_chunk[id(chunk)], chunk)
+            except StopIteration as error:
+                # As it is, it would end a loop or a generator around the step without a word.
+                raise ValueError(
+                    f"the data iterator ended before microbatch {microbatch} (of "
+                    f"{num_microbatches}, from 0); every chunk that reads data needs one of its "
+                    "own, with that many entries per step"
+                ) from error
+            output, loss_func = _require_pair(returned)
             if not is_last[id(chunk)]:
                 return output
             loss: Tensor
@@ -159,6 +174,29 @@ class ForwardBackwardFunc:
                 group_size=self._group_size,
             )
         return self._schedules[key]
+
+
+def _chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The chunks of a rank, one module each."""
+    is_one = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
+    chunks: list[nn.Module] = [model] if is_one else list(model)  # type: ignore[arg-type, list-item]
+    if len({id(chunk) for chunk in chunks}) < len(chunks):
+        raise ValueError(
+            "one module stands for several model chunks; give each stage a module of its own "
+            "(they may share parameters)"
+        )
+    return chunks
+
+
+def _require_pair(returned: Any) -> tuple[Tensor, LossFunc]:
+    """What a forward step function returned, if it is what `ForwardStepFunc` says."""
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        return returned[0], returned[1]
+    many = isinstance(returned, (tuple, list))
+    shown = f"{len(returned)} values" if many else f"a {type(returned).__name__}"
+    raise ValueError(
+        f"the forward step function returned {shown}; it must return (output, loss function)"
+    )
 
 
 def _require_parts(returned: Any) -> Sequence[Any]:
@@ -223,7 +261,7 @@ def get_forward_backward_func(
             without waiting for the device). Otherwise every microbatch counts by its mean.
 
     Raises:
-        ValueError: If ``schedule`` names none.
+        ValueError: If ``schedule`` names none, or is for another number of ranks.
 
     Example:
         >>> import torch

@@ -220,6 +220,66 @@ def test_a_loss_function_returns_a_pair_or_a_triple(
         run(lambda output, _: returned(output.square().mean()))
 
 
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [(torch.ones(2, 3), "a Tensor"), ((1, 2, 3), "3 values"), (None, "a NoneType")],
+)
+def test_a_forward_step_function_returns_a_pair(returned: Any, shown: str) -> None:
+    step = get_forward_backward_func(group=Group.solo(), activation=SPEC)
+    with pytest.raises(ValueError, match=f"function returned {shown}; it must return"):
+        step(
+            forward_step_func=lambda _, __: returned,
+            data_iterator=data(),
+            model=make_chunks(1),
+            num_microbatches=1,
+        )
+
+
+def test_data_that_ends_too_early_is_an_error_that_no_loop_takes_for_its_end() -> None:
+    step = get_forward_backward_func(group=Group.solo(), activation=SPEC)
+    with pytest.raises(ValueError, match=r"ended before microbatch 3 \(of 4, from 0\)"):
+        step(
+            forward_step_func=forward_step(mean_loss),
+            data_iterator=data(),
+            model=make_chunks(1),
+            num_microbatches=4,
+        )
+
+
+def test_chunks_are_modules_of_their_own_in_any_sequence() -> None:
+    step = get_forward_backward_func("interleaved_1f1b", group=Group.solo(), activation=SPEC)
+    first, second = make_chunks(2)
+    for model, problem in (
+        (nn.ModuleList([first, second]), None),
+        ([first, first], "one module stands for several model chunks"),
+    ):
+        arguments: dict[str, Any] = {
+            "forward_step_func": forward_step(mean_loss),
+            "data_iterator": [data(), data()],
+            "model": model,
+            "num_microbatches": 3,
+        }
+        if problem is None:
+            assert len(step(**arguments)) == 3
+        else:
+            with pytest.raises(ValueError, match=problem):
+                step(**arguments)
+
+
+def test_a_schedule_for_another_number_of_ranks_is_refused() -> None:
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    with pytest.raises(ValueError, match=r"schedule 1f1b is for 2 ranks, but group .* has 1"):
+        get_forward_backward_func(schedule, group=Group.solo(), activation=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(None, "None"), (torch.tensor([3, 1]), r"a tensor of shape \[2\]")]
+)
+def test_a_number_of_tokens_is_one_number(count: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match=f"the number of tokens of a microbatch is {shown}; it"):
+        run(lambda output, _: (output.sum(), count, None))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.bool, torch.float32, int])
 def test_numbers_of_tokens_of_any_dtype_are_summed_exactly(dtype: Any) -> None:
     def loss(output: Tensor, _count: int) -> tuple[Tensor, Any, None]:
