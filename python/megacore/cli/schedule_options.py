@@ -27,6 +27,9 @@ def require_options_fit(args: argparse.Namespace) -> None:
         _refuse(
             args, (*_SIZES, "pairs", *_SEARCH), "--from-csv reads a schedule, {} is to make one"
         )
+    elif args.name is not None and args.name != "auto":
+        # The others are refused by the names of their arguments, which are like those of options.
+        _refuse(args, ("whole_backward",), f"{{}} is for auto only, not for {args.name}")
     if args.program is None:
         _refuse(args, _PROGRAM, "{} is for --program LEVEL", "add that, or leave it out")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,10 @@ AUTO = "auto"
 
 # Up to this many actions a thorough search is worth its time: a second or less on one core.
 _THOROUGH_ACTIONS = 12_288
+# A fast search of as many actions takes about 20 s, and so does one of as many stages, with whose
+# square its time grows.
+_MAX_ACTIONS = 2**24
+_MAX_STAGES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +82,8 @@ def build_auto(
     if num_chunks is None:
         num_chunks = 2 if placement == "v" else 1
     costs = costs or Costs()
+    _require_searchable(num_ranks, num_chunks, num_microbatches)
+    _require_sum(costs, num_ranks * num_chunks, num_microbatches)
     if effort is None:
         num_actions = 3 * num_ranks * num_chunks * num_microbatches
         effort = "thorough" if num_actions <= _THOROUGH_ACTIONS else "fast"
@@ -108,6 +115,34 @@ def build_auto(
         num_scheduled=certificate.num_scheduled,
         effort=effort,
     )
+
+
+def _require_searchable(num_ranks: int, num_chunks: int, num_microbatches: int) -> None:
+    """Refuse sizes that would keep the search busy for minutes; those below 1 are refused later."""
+    if min(num_ranks, num_chunks, num_microbatches) < 1:
+        return
+    num_stages = num_ranks * num_chunks
+    if num_stages > _MAX_STAGES:
+        raise ValueError(
+            f"{num_ranks} ranks x {num_chunks} chunks are {num_stages} stages; 'auto' searches "
+            f"with up to {_MAX_STAGES}: choose fewer, or a schedule by name"
+        )
+    if 3 * num_stages * num_microbatches > _MAX_ACTIONS:
+        raise ValueError(
+            f"num_microbatches is {num_microbatches}; with {num_stages} stages 'auto' searches "
+            f"with up to {_MAX_ACTIONS // (3 * num_stages)}: choose fewer, or a schedule by name"
+        )
+
+
+def _require_sum(costs: Costs, num_stages: int, num_microbatches: int) -> None:
+    """Refuse costs of which no makespan can be told, as a simulation does."""
+    stages = [_times(cost) for cost in (costs.forward, costs.backward_input, costs.backward_weight)]
+    times = [costs.send, *(time for per_stage in stages for time in per_stage)]
+    most = 5.0 * max(num_stages, 1) * max(num_microbatches, 1) * max(times, default=0.0)
+    if all(map(math.isfinite, times)) and math.isinf(most):
+        raise ValueError(
+            "the costs add up to more than a number can hold; choose a larger unit of time"
+        )
 
 
 def _numbers(name: str, values: int | Sequence[int] | None, each: str) -> list[int]:

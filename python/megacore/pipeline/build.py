@@ -74,7 +74,8 @@ def build_schedule(
         costs: Times of the actions; by default F = I = W = 1 and free messages. ``overlap`` must
             be 0.
         effort: ``"fast"`` takes less than a second for 64 ranks and 1024 microbatches,
-            ``"thorough"`` up to some seconds. By default thorough for small problems.
+            ``"thorough"`` up to some seconds. By default thorough for small problems; those of more
+            than 4096 stages or 2^24 actions are refused.
 
     Returns:
         The schedule of all ranks. Of ``"auto"`` it has a ``certificate``.

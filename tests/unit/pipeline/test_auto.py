@@ -173,6 +173,10 @@ def test_a_limit_below_one_microbatch_is_refused_with_the_smallest_that_works() 
         ({"costs": Costs(overlap=0.5)}, "cost 'overlap' is 0.5"),
         ({"group_size": 4}, "group_size is 4, but 'auto' finds its own; leave it out"),
         ({"num_microbatches": 0}, "num_microbatches is 0; it must be at least 1"),
+        ({"num_microbatches": 2**31 - 1}, "with 4 stages 'auto' searches with up to 1398101: choo"),
+        ({"num_chunks": 2**31 - 1}, "4 ranks x 2147483647 chunks are 8589934588 stages; 'auto' "),
+        ({"costs": Costs(forward=1e308)}, "the costs add up to more than a number can hold"),
+        ({"costs": Costs(send=1e308)}, "the costs add up to more than a number can hold"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

@@ -52,6 +52,7 @@ def test_costs_per_stage_work_with_any_schedule(capsys: pytest.CaptureFixture[st
         ("auto --costs X=1", "--costs has 'X=1'; write KEY=TIME with KEY one of F, I, W, send"),
         ("auto --costs send=1,2", "--costs has 'send=1,2'; send is one number"),
         ("auto --costs F=1,2,3", "--costs F has 3 entries"),
+        ("1f1b --whole-backward", "--whole-backward is for auto only, not for 1f1b; leave one of"),
         ("1f1b --memory-limit 4", "memory_limit is for schedule 'auto' only"),
         ("auto --group-size 4", "group_size is 4, but 'auto' finds its own"),
     ],
