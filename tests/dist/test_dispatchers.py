@@ -258,6 +258,35 @@ def test_a_static_buffer_counts_what_it_has_no_room_for(budget: float, missing: 
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+def unequal(rank: int, host_memory: bool) -> tuple[str, list[bool]]:
+    groups = ProcessGroups.create(Topology(world_size=2, ep=2), host_memory=host_memory)
+    placement = ExpertPlacement.of(groups, 4)
+    dispatcher = make_dispatcher("static", placement)
+    mine = make_choice("random", rank, num_tokens=4 + rank, num_experts=4, top_k=2)
+    with pytest.raises(ValueError, match="unequal numbers of tokens") as error:
+        dispatcher.preprocess(mine)
+    equal = make_choice("random", rank, num_tokens=5, num_experts=4, top_k=2)
+    results = [
+        forward_backward(d, tokens_of(rank, 5), equal, groups)
+        for d in (dispatcher, make_dispatcher("alltoall", placement))
+    ]
+    same = [torch.equal(results[0][key], results[1][key]) for key in ("output", "x", "w1")]
+    return str(error.value), same
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("host_memory", [True, False])
+def test_unequal_numbers_of_tokens_are_an_error_on_all_ranks(host_memory: bool) -> None:
+    """Of ``static``, before any row travels; afterwards the group works on."""
+    for text, same in run_ranks(2, unequal, host_memory):
+        assert text == (
+            "group etp_ep: unequal numbers of tokens in one call: 4 on rank 0; 5 on rank 1. The "
+            "static dispatcher needs equally many on all ranks that share experts: pad to 5, or "
+            "use alltoall"
+        )
+        assert same == [True, True, True]
+
+
 def test_a_plan_has_the_fields_that_its_dispatcher_declares() -> None:
     placement = ExpertPlacement.of(ProcessGroups.single(), 4)
     choice = make_choice("random", 0, num_tokens=5, num_experts=4, top_k=2)

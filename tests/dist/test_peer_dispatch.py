@@ -236,22 +236,35 @@ def test_a_rank_that_stops_in_between_is_named_in_bounded_time(how: str, said: s
     assert re.search(r"rank 1 \(position 1", text)
 
 
-def uneven(rank: int) -> str:
+def uneven(rank: int, first: int) -> tuple[str, list[str]]:
+    """A call with other sizes than before, after one with ``first`` tokens, and what comes then."""
     groups = ProcessGroups.create(Topology(world_size=2, ep=2))
     peers = HostPeers(groups.etp_ep)
     placement = ExpertPlacement.of(groups, 4)
-    big = make_choice("random", rank, num_tokens=9, num_experts=4, top_k=2)
-    peer_dispatcher(placement, peers=peers).preprocess(big)
-    choice = make_choice("random", rank, num_tokens=4 + rank, num_experts=4, top_k=2)
+
+    def choices(num_tokens: int) -> Choice:
+        return make_choice("random", rank, num_tokens=num_tokens, num_experts=4, top_k=2)
+
+    def results(num_tokens: int) -> list[dict[str, Any]]:
+        return [
+            forward_backward(d, tokens_of(rank, num_tokens), choices(num_tokens), groups)
+            for d in (AllToAllDispatcher(placement), peer_dispatcher(placement, peers=peers))
+        ]
+
+    if first > 0:
+        results(first)
     with pytest.raises(ValueError, match="all need equally many tokens") as error:
-        peer_dispatcher(placement, peers=peers).preprocess(choice)
-    return str(error.value)
+        peer_dispatcher(placement, peers=peers).preprocess(choices(4 + rank))
+    return str(error.value), same_bits(*results(5))
 
 
-def test_ranks_with_unequal_buffers_are_told_so() -> None:
-    texts = run_ranks(2, uneven)
-    assert texts[0].startswith("rank 1 keeps 20 rows for its experts, but rank 0 16;")
-    assert texts[1].startswith("rank 0 keeps 16 rows for its experts, but rank 1 20;")
+# Room for the rows need not grow, must grow on one rank, or is made for the first time.
+@pytest.mark.parametrize("first", [9, 4, 0])
+def test_ranks_with_unequal_buffers_are_told_so(first: int) -> None:
+    (one, after_one), (other, after_other) = run_ranks(2, uneven, first)
+    assert one.startswith("rank 1 keeps 20 rows for its experts, but rank 0 16;")
+    assert other.startswith("rank 0 keeps 16 rows for its experts, but rank 1 20;")
+    assert after_one == after_other == []
 
 
 def too_many(rank: int) -> str:

@@ -9,6 +9,7 @@ the group that shares the experts, H hidden.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
@@ -235,13 +236,52 @@ class Dispatcher(ABC):
         return collect_rows(rows, plan.row_map)
 
 
-def gather_counts(counts_E: Tensor, placement: ExpertPlacement) -> Tensor:
-    """Copies that each member sends to each local expert, ``(G, L)``, from its own ``(E,)``."""
+def gather_counts(
+    counts_E: Tensor, placement: ExpertPlacement, *, equal_tokens: int | None = None
+) -> Tensor:
+    """Copies that each member sends to each local expert, ``(G, L)``, from its own ``(E,)``.
+
+    Args:
+        counts_E: Copies of this rank's tokens for each expert, int64.
+        placement: Where the experts are.
+        equal_tokens: This rank's T, if it must be that of all members. On the CPU it travels with
+            the counts and is compared; on a GPU the host would have to wait for that.
+
+    Raises:
+        ValueError: On every member, if ``equal_tokens`` differ.
+    """
     group = placement.group
+    if group.size == 1 or counts_E.device.type != "cpu":
+        equal_tokens = None
+    if equal_tokens is not None:
+        counts_E = torch.cat((counts_E, counts_E.new_full((1,), equal_tokens)))
     counts_GE = counts_E.new_empty(group.size * counts_E.shape[0])
     all_gather(counts_GE, counts_E, group)
     local = counts_GE.view(group.size, -1)
+    if equal_tokens is not None:
+        _require_equal_tokens(local[:, -1].contiguous(), group)
     return local[:, placement.first_local : placement.first_local + placement.num_local]
+
+
+def _require_equal_tokens(tokens_G: Tensor, group: Group) -> None:
+    # Read as a kernel reads it: not by an operation, which a graph could not record.
+    numbers = (ctypes.c_int64 * group.size).from_address(tokens_G.data_ptr())
+    ranks_of: dict[int, list[int]] = {}
+    for rank, number in zip(group.ranks, numbers, strict=True):
+        ranks_of.setdefault(number, []).append(rank)
+    if len(ranks_of) == 1:
+        return
+    found = "; ".join(f"{number} on {_ranks(ranks_of[number])}" for number in sorted(ranks_of))
+    raise ValueError(
+        f"group {group.name}: unequal numbers of tokens in one call: {found}. The static "
+        "dispatcher needs equally many on all ranks that share experts: pad to "
+        f"{max(ranks_of)}, or use alltoall"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 @cache

@@ -172,10 +172,10 @@ class StaticDispatcher(_ExchangeDispatcher):
     the caller to decide. With ``capacity.pad`` the buffers have exactly the capacity's rows for
     each expert, and nothing can run over them.
 
-    All members must have equally many tokens in a call, as the sizes follow from them: ranks do not
-    tell each other sizes, and a comparison on the device would have to be read by the host. Where
-    they differ, gloo ends processes without a word and NCCL waits for rows that never come; pad to
-    the largest number, or use ``alltoall``.
+    All members must have equally many tokens in a call, as the sizes follow from them; pad to the
+    largest number, or use ``alltoall``. On the CPU their numbers travel with the counts, and where
+    they differ ``preprocess`` is a ``ValueError`` on every member. On GPUs the host would have to
+    wait for the device to compare them, so nothing does: NCCL waits for rows that never come.
 
     Args:
         placement: Where the experts are.
@@ -216,7 +216,7 @@ class StaticDispatcher(_ExchangeDispatcher):
             probs=routing.probs,
             row_map=rows_of_copies(row_Tk, ids_Tk, first_row_G, placement),
             tokens_per_expert=counts_E,
-            arriving=gather_counts(counts_E, placement),
+            arriving=gather_counts(counts_E, placement, equal_tokens=ids_Tk.shape[0]),
             rows_per_member=None,
             num_dropped=num_wanted - num_sent,
             num_over_budget=num_limited - num_sent,

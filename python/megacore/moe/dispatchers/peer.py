@@ -37,7 +37,10 @@ class PeerDispatcher(Dispatcher):
     arrives from all, so it runs over only if too much comes in all; then the copies for its last
     experts are not sent, and among these those of the last members (``plan.num_over_budget`` counts
     those of this rank). What becomes of the step then is for the caller to decide.
-    As for ``StaticDispatcher``, all members must have equally many tokens in a call.
+    As for ``StaticDispatcher``, all members must have equally many tokens in a call. Where their
+    buffers differ, ``preprocess`` is a ``ValueError`` on every member on the CPU. On GPUs kernels
+    compare them, and the next :meth:`Peers.check` is a ``PeerLostError``; but where memory must be
+    made first, and not on all, a member waits for the others in vain.
 
     Args:
         placement: Where the experts are.

@@ -220,9 +220,14 @@ class HostPeers(Peers):
     def exchange_counts(
         self, counts_E: Tensor, placement: ExpertPlacement, capacity: int
     ) -> PeerCounts:
-        """Through the memory of all; waits for them. See `Peers`."""
+        """Through the memory of all; waits for them. See `Peers`.
+
+        Raises:
+            ValueError: On every member, if they have room for unequal numbers of rows. It is found
+                before room is made for the rows, for which all members must meet.
+        """
         num_experts, num_local = placement.num_experts, placement.num_local
-        exchange = self._reserve(num_experts, capacity, self._row_bytes).exchange
+        exchange = self._reserve(num_experts, 0, self._row_bytes).exchange
         shape = PeerShape(
             num_members=self.group.size,
             position=self.group.position,
