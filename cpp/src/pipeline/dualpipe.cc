@@ -118,21 +118,25 @@ Schedule build(std::string name, Placement placement, int num_microbatches, cons
   return schedule;
 }
 
+constexpr int kPerRank = 2;  // microbatches at least
+
 void require_enough(const char* name, int num_ranks, int num_microbatches) {
-  MC_REQUIRE(num_microbatches >= 2 * int64_t{num_ranks},
+  MC_REQUIRE(num_microbatches >= kPerRank * int64_t{num_ranks},
              "num_microbatches is ",
              num_microbatches,
              "; ",
              name,
-             " needs at least 2 per rank: ",
-             2 * int64_t{num_ranks});
+             " needs at least ",
+             kPerRank,
+             " per rank: ",
+             kPerRank * int64_t{num_ranks});
 }
 
 }  // namespace
 
 Schedule dualpipe_v(const PipelineShape& shape) {
   const auto [p, m] = shape;
-  require_sizes(p, 2, m, 3);
+  require_sizes(p, 2, m, 3, kPerRank);
   require_enough("dualpipe_v", p, m);
   return build("dualpipe_v", Placement::v({.num_ranks = p}), m, [&](int rank) {
     return DualRank{.depth = shape.num_ranks,
@@ -145,7 +149,7 @@ Schedule dualpipe_v(const PipelineShape& shape) {
 
 Schedule dualpipe(const PipelineShape& shape) {
   const auto [p, m] = shape;
-  require_sizes(p, 2, m, 3);
+  require_sizes(p, 2, m, 3, kPerRank);
   MC_REQUIRE(p % 2 == 0,
              "num_ranks is ",
              p,

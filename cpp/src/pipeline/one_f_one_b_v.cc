@@ -187,8 +187,8 @@ class Grid {
 }  // namespace
 
 Schedule one_f_one_b_v(const PipelineShape& shape) {
-  require_sizes(shape.num_ranks, 2, shape.num_microbatches, 3);
   require_v_ranks(shape.num_ranks);
+  require_sizes(shape.num_ranks, 2, shape.num_microbatches, 3);
   Grid grid(shape);
   grid.squeeze();
   return make_schedule(

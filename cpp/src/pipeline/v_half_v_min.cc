@@ -242,14 +242,14 @@ Schedule from_block(std::string name, const PipelineShape& shape, BuildingBlock 
 }  // namespace
 
 Schedule v_half(const PipelineShape& shape) {
-  require_sizes(shape.num_ranks, 2, shape.num_microbatches, 3);
   require_v_ranks(shape.num_ranks);
+  require_sizes(shape.num_ranks, 2, shape.num_microbatches, 3);
   return from_block("v_half", shape, v_half_block(shape.num_ranks));
 }
 
 Schedule v_min(const PipelineShape& shape) {
-  require_sizes(shape.num_ranks, 2, shape.num_microbatches, 3);
   require_v_ranks(shape.num_ranks);
+  require_sizes(shape.num_ranks, 2, shape.num_microbatches, 3);
   return from_block("v_min", shape, v_min_block(shape.num_ranks));
 }
 

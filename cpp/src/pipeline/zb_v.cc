@@ -44,10 +44,10 @@ class VRank {
 
 Schedule zb_v(const PipelineShape& shape) {
   const int p = shape.num_ranks;
+  require_v_ranks(p);
   require_sizes(p, 2, shape.num_microbatches, 3);
   // As many microbatches as fill the pipeline; surplus ones are left out.
   const int m = std::max(shape.num_microbatches, 2 * p - 1);
-  require_v_ranks(p);
   return make_schedule("zb_v",
                        Placement::v({.num_ranks = p}),
                        shape.num_microbatches,

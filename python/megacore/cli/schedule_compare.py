@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from megacore.pipeline import Costs
     from megacore.pipeline.compare import ComparedSchedule, Comparison
 
+# What takes about ten seconds: the time of simulations grows with the actions, that of bounds with
+# the square of the stages.
+_MOST_ACTIONS = 1 << 24
+_MOST_STAGES = 2048
+
 _WIDE = 104  # characters that all columns need
 _SHORT = {"chunks": "v", "group_size": "G", "warmup_multiplier": "k", "copies": "copies"}
 
@@ -28,6 +33,7 @@ def run_compare(args: argparse.Namespace, costs: Costs) -> int:
 
     if args.name is not None:
         _require_comparable(args.name)
+    _require_size(args)
     comparison = compare_schedules(
         num_ranks=args.pp,
         num_microbatches=args.microbatches,
@@ -54,6 +60,37 @@ def _require_comparable(name: str) -> None:
             f"--compare shows the schedules with a generator, {name!r} searches for one; leave "
             "one of them out"
         )
+
+
+def _require_size(args: argparse.Namespace) -> None:
+    """Refuse sizes that would take minutes, with the largest that do not."""
+    from megacore.pipeline.compare import compared_actions
+
+    chunks = 2 if args.chunks is None else args.chunks
+    if min(args.pp, args.microbatches, chunks) < 1:
+        return  # refused by the comparison itself
+    alone = "or look at one schedule alone (megacore schedule NAME)"
+    chunks = max(chunks, 2)  # schedules in V placement always have two
+    if args.pp * chunks > _MOST_STAGES:
+        raise ConfigError(
+            f"--compare is for up to {_MOST_STAGES} stages, but {args.pp} ranks x {chunks} chunks "
+            f"are {args.pp * chunks}; use at most {_fewer_stages(args.pp, chunks)}, {alone}"
+        )
+    each = compared_actions(num_ranks=args.pp, num_microbatches=1, num_chunks=args.chunks)
+    if each * args.microbatches > _MOST_ACTIONS:
+        raise ConfigError(
+            f"--compare is for up to {_MOST_ACTIONS:,} actions, but {args.pp} ranks x "
+            f"{args.microbatches} microbatches are {each * args.microbatches:,} in all schedules; "
+            f"use at most --microbatches {_MOST_ACTIONS // each}, {alone}"
+        )
+
+
+def _fewer_stages(num_ranks: int, num_chunks: int) -> str:
+    if num_chunks <= _MOST_STAGES:
+        return f"--pp {_MOST_STAGES // num_chunks}"
+    if 2 * num_ranks <= _MOST_STAGES:
+        return f"--chunks {_MOST_STAGES // num_ranks}"
+    return f"--pp {_MOST_STAGES // 2} with --chunks 2"
 
 
 def _print_json(comparison: Comparison) -> None:

@@ -89,7 +89,7 @@ def compare_schedules(
         >>> [(row.schedule.name, row.timeline.makespan, row.in_flight) for row in rows[:3]]
         [('interleaved_zb', 25.5, 4.0), ('zb_v', 25.5, 4.0), ('dualpipe', 26.0, 5.0)]
     """
-    chunks = num_chunks if num_chunks is not None else 2 if num_ranks > 1 else 1
+    chunks = compared_chunks(num_ranks, num_chunks)
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": chunks}
     for name, value in sizes.items():
         if value < 1:
@@ -114,6 +114,30 @@ def compare_schedules(
             rows.append(_compared(schedule, costs, parameters))
     rows.sort(key=lambda row: (round(row.timeline.makespan, 9), row.in_flight))
     return Comparison(rows=_with_best_marked(rows), refused=refused)
+
+
+def compared_chunks(num_ranks: int, num_chunks: int | None) -> int:
+    """Chunks per rank of schedules that can have any number, if that many were asked for."""
+    if num_chunks is not None:
+        return num_chunks
+    return 2 if num_ranks > 1 else 1
+
+
+def compared_actions(*, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> int:
+    """Actions of all schedules of a comparison together, which its time grows with.
+
+    Schedules that these sizes do not allow count as well.
+
+    Example:
+        >>> compared_actions(num_ranks=4, num_microbatches=8, num_chunks=None)
+        2176
+    """
+    chunks = compared_chunks(num_ranks, num_chunks)
+    per_microbatch = sum(
+        (info.num_chunks or chunks) * (3 if info.splits_backward else 2)
+        for info in schedule_catalog()
+    )
+    return num_ranks * num_microbatches * per_microbatch
 
 
 def _compared(schedule: Schedule, costs: Costs, parameters: dict[str, int]) -> ComparedSchedule:

@@ -14,6 +14,24 @@ from megacore.cli import main
         (["Interleaved-1F1B"], "did you mean 'interleaved_1f1b'?"),
         (["--compare", "zbv"], "unknown schedule 'zbv'; did you mean 'zb_v'?"),
         (["--compare", "auto"], "--compare shows the schedules with a generator, 'auto' searches"),
+        (
+            ["--compare", "--pp", "500", "--microbatches", "4000"],
+            "500 ranks x 4000 microbatches are 136,000,000 in all schedules; use at most "
+            "--microbatches 493, or look at one schedule alone",
+        ),
+        (["--compare", "--pp", "10000000"], "20000000; use at most --pp 1024, or look at one"),
+        (["--compare", "--pp", "1500", "--chunks", "1"], "use at most --pp 1024, or look at one"),
+        (["--compare", "--chunks", "3000"], "use at most --chunks 512, or look at one"),
+        (
+            ["--compare", "--pp", "5000", "--chunks", "3000"],
+            "use at most --pp 1024 with --chunks 2, or look at one",
+        ),
+        (["--compare", "--pp", "0", "--microbatches", "9999999"], "num_ranks is 0; it must be"),
+        (
+            ["gpipe", "--pp", "200000000"],
+            "200000000 ranks x 1 chunks x 8 microbatches need more than 268435456 actions; use "
+            "fewer ranks (at most 16777216)",
+        ),
         ([], "dualpipe, auto) or give --from-csv FILE"),
         (["1f1b", "--pp", "x"], "argument --pp: expected a whole number, but got 'x'; see"),
         (

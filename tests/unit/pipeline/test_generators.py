@@ -353,7 +353,21 @@ def test_the_catalog_describes_every_schedule() -> None:
         (("group_interleaved", 8, 16, {"group_size": 3}), "at least half of the 8 ranks: 4"),
         (("interleaved_1f1b", 2, 4, {"warmup_multiplier": 3}), "it must be 1 or 2"),
         (("v_half", 0, 4, {}), "num_ranks is 0"),
-        (("v_min", 100_000, 100_000, {}), "use fewer microbatches"),
+        (("gpipe", 100_000, 100_000, {}), "use fewer microbatches (at most 1342)"),
+        (("gpipe", 200_000_000, 8, {}), "use fewer ranks (at most 16777216)"),
+        (
+            ("looped_bfs", 1, 8, {"num_chunks": 200_000_000}),
+            "use fewer chunks (at most 16777216)",
+        ),
+        (
+            ("looped_bfs", 1, 200_000_000, {"num_chunks": 200_000_000}),
+            "the three sizes may multiply to at most 134217728",
+        ),
+        (("v_min", 100_000, 100_000, {}), "made for up to 4096 ranks"),
+        (("v_min", 4_096, 100_000, {}), "use fewer microbatches (at most 10922)"),
+        # With as few microbatches as there is room for, these ranks would be too many.
+        (("dualpipe_v", 20_000, 40_000, {}), "use fewer ranks (at most 1118)"),
+        (("dualpipe_v", 10_000_000, 8, {}), "use fewer ranks (at most 4)"),
         (("zbv", 2, 4, {}), "did you mean 'zb_v'"),
     ],
 )
