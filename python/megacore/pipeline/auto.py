@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megacore import _core
-from megacore.pipeline.timeline import Costs
+from megacore.pipeline.timeline import Costs, entries
 
 AUTO = "auto"
 
@@ -81,7 +81,7 @@ def build_auto(
     placement = "loop" if placement is None else placement
     if num_chunks is None:
         num_chunks = 2 if placement == "v" else 1
-    costs = costs or Costs()
+    costs = Costs() if costs is None else costs
     _require_searchable(num_ranks, num_chunks, num_microbatches)
     _require_sum(costs, num_ranks * num_chunks, num_microbatches)
     if effort is None:
@@ -97,9 +97,9 @@ def build_auto(
         split_backward=split_backward is not False,
         memory_limit=_numbers("memory_limit", memory_limit, "rank"),
         activation_size=_numbers("activation_size", activation_size, "stage"),
-        forward=_times(costs.forward),
-        backward_input=_times(costs.backward_input),
-        backward_weight=_times(costs.backward_weight),
+        forward=entries(costs.forward),
+        backward_input=entries(costs.backward_input),
+        backward_weight=entries(costs.backward_weight),
         send=costs.send,
         overlap=costs.overlap,
         effort=_core.Effort.FAST if effort == "fast" else _core.Effort.THOROUGH,
@@ -136,7 +136,9 @@ def _require_searchable(num_ranks: int, num_chunks: int, num_microbatches: int) 
 
 def _require_sum(costs: Costs, num_stages: int, num_microbatches: int) -> None:
     """Refuse costs of which no makespan can be told, as a simulation does."""
-    stages = [_times(cost) for cost in (costs.forward, costs.backward_input, costs.backward_weight)]
+    stages = [
+        entries(cost) for cost in (costs.forward, costs.backward_input, costs.backward_weight)
+    ]
     times = [costs.send, *(time for per_stage in stages for time in per_stage)]
     most = 5.0 * max(num_stages, 1) * max(num_microbatches, 1) * max(times, default=0.0)
     if all(map(math.isfinite, times)) and math.isinf(most):
@@ -148,11 +150,7 @@ def _require_sum(costs: Costs, num_stages: int, num_microbatches: int) -> None:
 def _numbers(name: str, values: int | Sequence[int] | None, each: str) -> list[int]:
     if values is None:
         return []
-    numbers = list(values) if isinstance(values, Sequence) else [values]
+    numbers = entries(values)
     if not numbers:
         raise ValueError(f"{name} has no entries; give one, or one per {each}, or leave it out")
     return numbers
-
-
-def _times(cost: float | Sequence[float]) -> list[float]:
-    return list(cost) if isinstance(cost, Sequence) else [cost]

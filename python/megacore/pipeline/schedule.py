@@ -13,7 +13,7 @@ from megacore._core import Action, LowerBound, Program
 from megacore.pipeline.auto import Certificate
 from megacore.pipeline.passes import Lowering, Receives, lower
 from megacore.pipeline.svg import timeline_svg
-from megacore.pipeline.timeline import Costs, Timeline
+from megacore.pipeline.timeline import Costs, Timeline, entries
 from megacore.pipeline.trace import simulated_trace
 
 _DEFAULT_COSTS = Costs()
@@ -39,7 +39,7 @@ class Schedule:
 
     @property
     def certificate(self) -> Certificate | None:
-        """How good an ``auto`` schedule is, proved; None for all others."""
+        """How good an ``auto`` schedule is, proved; None for all others and for pickled copies."""
         return self._certificate
 
     @property
@@ -113,8 +113,7 @@ class Schedule:
         """
         self._native.validate()
         if memory_limit is not None:
-            limits = [memory_limit] if isinstance(memory_limit, int) else memory_limit
-            self._native.validate_memory(limits)
+            self._native.validate_memory(entries(memory_limit))
 
     def forward_only(self) -> Schedule:
         """Return all forwards without backwards, in an order of their own, for evaluation.
@@ -256,9 +255,9 @@ class Schedule:
             ValueError: If a cost is negative or their number does not fit the stages.
         """
         times = self._native.simulate(
-            forward=_as_list(costs.forward),
-            backward_input=_as_list(costs.backward_input),
-            backward_weight=_as_list(costs.backward_weight),
+            forward=entries(costs.forward),
+            backward_input=entries(costs.backward_input),
+            backward_weight=entries(costs.backward_weight),
             send=costs.send,
             overlap=costs.overlap,
         )
@@ -293,14 +292,14 @@ class Schedule:
             >>> schedule.simulate().makespan, schedule.lower_bound().value
             (51.0, 51.0)
         """
-        limits = [memory_limit] if isinstance(memory_limit, int) else memory_limit
+        limits = None if memory_limit is None else entries(memory_limit)
         if costs.overlap != 0:
             raise ValueError(f"overlap is {costs.overlap}; the bounds hold without overlap only")
         return _core.lower_bound(
             self._native,
-            forward=_as_list(costs.forward),
-            backward_input=_as_list(costs.backward_input),
-            backward_weight=_as_list(costs.backward_weight),
+            forward=entries(costs.forward),
+            backward_input=entries(costs.backward_input),
+            backward_weight=entries(costs.backward_weight),
             send=costs.send,
             memory_limit=limits,
         )
@@ -389,7 +388,3 @@ class Schedule:
             f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
             f"{self.num_microbatches} microbatches>"
         )
-
-
-def _as_list(cost: float | Sequence[float]) -> list[float]:
-    return list(cost) if isinstance(cost, Sequence) else [cost]

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from megacore import _core
 from megacore._core import Action
+
+_Number = TypeVar("_Number", int, float)
 
 # Durations that share a unit at least this fraction of the shortest one are drawn exactly.
 _FINEST_UNIT = 1 / 8
@@ -40,6 +42,18 @@ class Costs:
     backward_weight: float | Sequence[float] = 1.0
     send: float = 0.0
     overlap: float = 0.0
+
+
+def entries(value: _Number | Sequence[_Number]) -> list[_Number]:
+    """One number as a list, or the numbers of a sequence or an array.
+
+    Example:
+        >>> entries(2.0), entries((1.0, 2.0))
+        ([2.0], [1.0, 2.0])
+    """
+    # Arrays are no sequences to Python; those without a dimension are one number.
+    is_one = not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
+    return [cast(_Number, value)] if is_one else list(cast(Sequence[_Number], value))
 
 
 class Event(NamedTuple):

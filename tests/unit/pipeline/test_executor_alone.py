@@ -175,7 +175,7 @@ def test_an_activation_must_be_as_announced(output: Tensor) -> None:
 
 
 def test_the_shape_of_an_activation_may_be_a_list() -> None:
-    spec = ActivationSpec(shape=[2, 3], dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
+    spec = ActivationSpec(shape=[2, 3], dtype=torch.float32, device="cpu")
     spec.require(torch.zeros(2, 3), "the output")
     assert spec == ActivationSpec(shape=(2, 3), dtype=torch.float32, device="cpu")
 

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -378,6 +379,25 @@ def test_the_grid_shows_costs_in_any_unit(unit: float) -> None:
 def test_the_grid_stays_small_where_times_differ_by_orders_of_magnitude(costs: Costs) -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     assert len(schedule.to_text(grid=True, costs=costs)) < 500_000
+
+
+def test_costs_and_limits_may_be_arrays() -> None:
+    times, limits = torch.tensor([1.0, 2.0]), torch.tensor([2, 1])
+    costs = Costs(forward=times.numpy(), backward_input=times, backward_weight=times[0])
+    same = Costs(forward=[1.0, 2.0], backward_input=[1.0, 2.0], backward_weight=1.0)
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=3)
+    assert schedule.simulate(costs).makespan == schedule.simulate(same).makespan
+    for limit in (limits, limits.numpy()):
+        schedule.validate(memory_limit=limit)
+        assert schedule.lower_bound(costs, memory_limit=limit).value == (
+            schedule.lower_bound(same, memory_limit=[2, 1]).value
+        )
+        found, expected = (
+            build_schedule("auto", num_ranks=2, num_microbatches=3, memory_limit=m, costs=c)
+            for m, c in ((limit, costs), ([2, 1], same))
+        )
+        assert found == expected
+    schedule.validate(memory_limit=limits.numpy()[0])
 
 
 def test_large_schedules_are_made_in_milliseconds() -> None:
