@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -233,6 +235,24 @@ def test_an_error_in_forward_step_names_the_action() -> None:
     assert (
         "in pipeline action 1F2 (forward, stage 1, microbatch 2) on pipeline rank 1, step" in text
     )
+
+
+def connect_to_a_dead_rank(rank: int, schedule: Schedule) -> list[str]:
+    group = pipeline_group(rank, 2)
+    dist.all_reduce(torch.zeros(1), group=group.handle)  # the ranks are connected
+    if rank == 1:
+        os._exit(1)
+    try:
+        PipelineExecutor(schedule.program(rank), None, group=group, activation=SPEC)
+    except RuntimeError as error:
+        return error.__notes__
+    return []
+
+
+def test_a_rank_that_is_gone_before_the_first_step_is_named() -> None:
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    notes = run_ranks(2, connect_to_a_dead_rank, schedule, may_die={1})[0]
+    assert notes == ["while opening the channel to pipeline rank 1 (rank 1)"]
 
 
 def send_wrong_shape(rank: int, schedule: Schedule) -> str:

@@ -205,14 +205,26 @@ def connect(transport: Transport, peers: set[int]) -> None:
         peers: Positions that this rank exchanges messages with.
     """
     mine = transport.to_higher.position
-    word = torch.zeros(1, device=transport.activations.device)
     for low, high in sorted((min(mine, peer), max(mine, peer)) for peer in peers):
         for sender, receiver in ((low, high), (high, low)):
-            group = transport.group(sender=sender, receiver=receiver)
-            if sender == mine:
-                isend(word, group, to_position=receiver, tag=0).wait()
-            else:
-                irecv(word, group, from_position=sender, tag=0).wait()
+            try:
+                _exchange_word(transport, sender, receiver)
+            except Exception as error:
+                peer = sender + receiver - mine
+                group = transport.group(sender=sender, receiver=receiver)
+                error.add_note(
+                    f"while opening the channel to pipeline rank {peer} (rank {group.ranks[peer]})"
+                )
+                raise
+
+
+def _exchange_word(transport: Transport, sender: int, receiver: int) -> None:
+    group = transport.group(sender=sender, receiver=receiver)
+    word = torch.zeros(1, device=transport.activations.device)
+    if sender == transport.to_higher.position:
+        isend(word, group, to_position=receiver, tag=0).wait()
+    else:
+        irecv(word, group, from_position=sender, tag=0).wait()
 
 
 def _tags(receiver: int, *, forward: bool, debug: bool) -> tuple[int, ...]:
