@@ -1,6 +1,7 @@
 #include "auto_beam_rounds.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "auto_reverse.h"
@@ -9,18 +10,35 @@
 namespace megacore::pipeline {
 namespace {
 
-// Actions to schedule. Beams are as wide as that allows for a few of them.
-constexpr int64_t kActions = 1'000'000;
-constexpr int64_t kBeams = 7;
-constexpr int64_t kWidest = 100;
-// Deadlines are those for an end so far above the bound.
-constexpr double kEnd = 1.005;
+// Beams for a makespan this far above the bound, with its deadlines.
+struct Start {
+  double end;
+  double pull;
+  bool from_end;
+};
+
+constexpr Start kFirst{.end = 1.005, .pull = 0.1, .from_end = false};
+constexpr Start kFirstFromEnd{.end = 1.005, .pull = 0.4, .from_end = true};
+constexpr std::array<Start, 8> kMore = {{{.end = 1.002, .pull = 0.2, .from_end = true},
+                                         {.end = 1.01, .pull = 0.2, .from_end = false},
+                                         {.end = 1.01, .pull = 0.2, .from_end = true},
+                                         {.end = 1.002, .pull = 0.4, .from_end = false},
+                                         {.end = 1.002, .pull = 0.1, .from_end = true},
+                                         {.end = 1.002, .pull = 0.1, .from_end = false},
+                                         {.end = 1.01, .pull = 0.1, .from_end = true},
+                                         {.end = 1.02, .pull = 0.2, .from_end = true}}};
 constexpr int64_t kDeadlineSteps = 200'000;
-constexpr double kPullForward = 0.1;
-constexpr double kPullFromEnd = 0.4;
-// So far above the bound a schedule for fewer microbatches is asked for, if these are a few times
-// the ranks. Its middle is drawn out, a little slower than the bound grows.
+
+// Actions that beams may schedule while they follow each other, and those with more starts. Beams
+// are as wide as the first allow for a few of them.
+constexpr size_t kActions = 1'000'000;
+constexpr int64_t kActionsOfMore = 1'500'000;
+constexpr int64_t kBeams = 7;
+constexpr size_t kWidest = 100;
+// So far above the bound it is worth going on.
 constexpr double kFar = 1.005;
+// A schedule for fewer microbatches is asked for if these are a few times the ranks. Its middle is
+// drawn out, a little slower than the bound grows.
 constexpr int kFewest = 2;
 constexpr double kSlower = 1.03;
 // What is slower than the best by less can become the best by local improvement.
@@ -42,36 +60,63 @@ BeamRounds::BeamRounds(const BoundProblem& problem,
       timer_(instance) {}
 
 std::vector<FoundOrders> BeamRounds::run() {
-  add_within_deadlines();
-  const FoundOrders first = best_;
-  if (known_.makespan < best_.makespan) best_ = known_;
-  follow_best();
-  if (best_.makespan > bound_ * kFar) {
-    best_ = first;
-    add_drawn_out();
-    follow_best();
-  }
+  run_few();
+  run_more();
   return std::move(found_);
 }
 
-void BeamRounds::add_within_deadlines() {
-  const double end = bound_ * kEnd;
-  const auto windows = start_windows(problem_, end, kDeadlineSteps);
-  if (!windows) return;
-  add({windows->latest_forward, windows->latest_backward}, kPullForward);
-  add_from_end({windows->earliest_forward, windows->earliest_backward}, end, kPullFromEnd);
+void BeamRounds::run_few() {
+  start_at(kFirst.end, kFirst.pull, kFirst.from_end);
+  start_at(kFirstFromEnd.end, kFirstFromEnd.pull, kFirstFromEnd.from_end);
+  const FoundOrders first = best_;
+  if (known_.makespan < best_.makespan) best_ = known_;
+  follow_best({1.0});
+  const int few = instance_.num_microbatches / 2;
+  if (!is_far() || few < kFewest * instance_.num_ranks()) return;
+  best_ = first;
+  add_drawn_out(few);
+  follow_best({1.0});
 }
 
-void BeamRounds::add_drawn_out() {
-  const int few = instance_.num_microbatches / 2;
-  if (few < kFewest * instance_.num_ranks()) return;
+// Each start for itself, which narrow beams do not reward.
+void BeamRounds::run_more() {
+  if (beam(0.0).width < kWidest) return;
+  const int64_t most = num_scheduled_ + kActionsOfMore;
+  for (const Start& start : kMore) {
+    if (!is_far() || num_scheduled_ >= most) return;
+    best_ = kNone;
+    start_at(start.end, start.pull, start.from_end);
+    follow_best({1.0, 0.3});
+  }
+}
+
+bool BeamRounds::is_far() const {
+  double best = known_.makespan;
+  for (const FoundOrders& found : found_) best = std::min(best, found.makespan);
+  return best > bound_ * kFar;
+}
+
+// Guided by deadlines for an end `longer` times the bound.
+void BeamRounds::start_at(double longer, double pull, bool from_end) {
+  const double end = bound_ * longer;
+  const auto windows = start_windows(problem_, end, kDeadlineSteps);
+  if (!windows) return;
+  if (from_end) {
+    add_from_end({windows->earliest_forward, windows->earliest_backward}, end, pull);
+  } else {
+    add({windows->latest_forward, windows->latest_backward}, pull);
+  }
+}
+
+void BeamRounds::add_drawn_out(int few) {
   BoundProblem problem = problem_;
   problem.num_microbatches = few;
   const Instance instance = instance_.with_microbatches(few);
   const double bound = lower_bound(problem).value;
   BeamRounds rounds(problem, instance, bound, kNone);
-  const std::vector<FoundOrders> found = rounds.run();
+  rounds.run_few();
   num_scheduled_ += rounds.num_scheduled();
+  const std::vector<FoundOrders>& found = rounds.found_;
   if (found.empty()) return;
   const FoundOrders& best =
       *std::min_element(found.begin(), found.end(), [](const FoundOrders& a, const FoundOrders& b) {
@@ -82,19 +127,21 @@ void BeamRounds::add_drawn_out() {
   const DueTimes due = due_times_of(best.orders, timer.starts(), instance);
   const double longer = (bound_ - bound) * kSlower;
   const DueTimes drawn_out_due = drawn_out(due, instance, instance_, longer);
-  add(drawn_out_due, kPullForward);
-  add_from_end(drawn_out_due, best.makespan + longer, kPullFromEnd);
+  add(drawn_out_due, kFirst.pull);
+  add_from_end(drawn_out_due, best.makespan + longer, kFirstFromEnd.pull);
 }
 
-void BeamRounds::follow_best() {
-  const int64_t most = num_scheduled_ + kActions;
+void BeamRounds::follow_best(std::initializer_list<double> pulls) {
+  const int64_t most = num_scheduled_ + static_cast<int64_t>(kActions);
   double before = kNever;
   while (best_.makespan < before - kSameTime && num_scheduled_ < most) {
     before = best_.makespan;
     timer_.makespan(best_.orders);
     const DueTimes due = due_times_of(best_.orders, timer_.starts(), instance_);
-    add(due, 1.0);
-    add_from_end(due, before, 1.0);
+    for (const double pull : pulls) {
+      add(due, pull);
+      add_from_end(due, before, pull);
+    }
   }
 }
 
@@ -121,8 +168,8 @@ void BeamRounds::offer(Orders orders) {
 }
 
 BeamSearch BeamRounds::beam(double pull) const {
-  const int64_t width = kActions / kBeams / static_cast<int64_t>(instance_.num_actions());
-  return {.width = static_cast<size_t>(std::clamp<int64_t>(width, 1, kWidest)),
+  const size_t width = kActions / kBeams / instance_.num_actions();
+  return {.width = std::clamp<size_t>(width, 1, kWidest),
           .pull = pull,
           .give_up = std::min(known_.makespan, best_.makespan) * kWorthImproving};
 }

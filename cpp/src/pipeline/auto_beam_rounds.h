@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "auto_beam.h"
@@ -11,15 +12,19 @@
 
 namespace megacore::pipeline {
 
-// Beams guided by the deadlines for an end near a bound; where the best stays far above it, by a
-// schedule for half as many microbatches, found in the same way, whose middle is drawn out; then by
-// the best of all, as long as that helps. With a fused backward each also from the end of time.
+// Beams guided by the deadlines for an end near a bound, then by the best of all orders known, as
+// long as that helps; where these stay far above the bound, by a schedule for half as many
+// microbatches, found in the same way, whose middle is drawn out, and on from that; in a small
+// problem also on from deadlines for other ends. With a fused backward also from the end of time.
 class BeamRounds {
  public:
-  // `bound` is a lower bound of the problem, `best` the fastest orders known: without tokens and
-  // with the makespan kNever if none are.
+  // `bound` is a lower bound of the problem, `known` the fastest orders: without tokens and with
+  // the makespan kNever if none are.
   // REQUIRES: `instance` is that of `problem`; both outlive this.
-  BeamRounds(const BoundProblem& problem, const Instance& instance, double bound, FoundOrders best);
+  BeamRounds(const BoundProblem& problem,
+             const Instance& instance,
+             double bound,
+             FoundOrders known);
 
   // All that the beams find, in that order; stops when some orders reach the bound. To call once.
   std::vector<FoundOrders> run();
@@ -29,9 +34,12 @@ class BeamRounds {
 
  private:
   bool is_optimal() const { return best_.makespan <= bound_ + kSameTime; }
-  void add_within_deadlines();
-  void add_drawn_out();
-  void follow_best();
+  bool is_far() const;
+  void run_few();
+  void run_more();
+  void start_at(double longer, double pull, bool from_end);
+  void add_drawn_out(int few);
+  void follow_best(std::initializer_list<double> pulls);
   void add(const DueTimes& due, double pull);
   void add_from_end(const DueTimes& due, double end, double pull);
   void offer(Orders orders);

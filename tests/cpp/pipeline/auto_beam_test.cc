@@ -38,16 +38,16 @@ TEST(AutoBeam, FillsLoopsInTheMemoryOf1F1B) {
   const AutoSchedule result = auto_schedule(problem, Effort::kThorough);
   expect_sound(result, problem);
   EXPECT_NEAR(result.certificate.bound.value, 121.6, 0.01);
-  EXPECT_NEAR(result.certificate.makespan, 123.0, 1e-9);
+  EXPECT_NEAR(result.certificate.makespan, 122.8, 1e-9);
   EXPECT_TRUE(result.certificate.winner.starts_with("beam")) << result.certificate.winner;
 }
 
 TEST(AutoBeam, LearnsFromHalfAsManyMicrobatches) {
-  const BoundProblem problem{.placement = two_chunks(6),
-                             .num_microbatches = 24,
+  const BoundProblem problem{.placement = two_chunks(8),
+                             .num_microbatches = 48,
                              .costs = {.send = 0.1},
                              .split_backward = false,
-                             .memory_limit = {12}};
+                             .memory_limit = {16}};
   const Instance instance = make_instance(problem);
   const double bound = lower_bound(problem).value;
   const FoundOrders none{.orders = {}, .makespan = kNever, .num_scheduled = 0};
@@ -61,7 +61,7 @@ TEST(AutoBeam, LearnsFromHalfAsManyMicrobatches) {
     EXPECT_EQ(timer.makespan(orders.orders), orders.makespan);
     best = std::min(best, orders.makespan);
   }
-  EXPECT_NEAR(best, 165.0, 1e-9);  // deadlines and their best alone: 165.2
+  EXPECT_NEAR(best, 321.0, 1e-9);  // from deadlines alone: 322
   EXPECT_GT(rounds.num_scheduled(), 0);
 }
 
