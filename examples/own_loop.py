@@ -92,6 +92,7 @@ class Loop:
             [self.chunk],
             group=groups.pp,
             activation=activation,
+            schedule=schedule,  # compared between the ranks, once
         )
 
     def step(self, step: int, *, lr: float) -> float:

@@ -22,6 +22,7 @@ from megacore.pipeline.activation import (
     receives_for,
     uses_nccl,
 )
+from megacore.pipeline.agreement import require_same_schedule
 from megacore.pipeline.execution import (
     KIND_WORDS,
     BeforeBackward,
@@ -61,12 +62,16 @@ class PipelineExecutor:
             expected. Costs a small message each, and transfers no longer run beside compute.
         overlap_pairs: Run forwards and backwards that the schedule pairs (``Program.overlaps``) in
             turns: where one waits for rows that travel to experts, the other computes.
+        schedule: What the program is a part of. Given on all ranks, it is compared between them
+            before the channels are opened: one small all-gather, here only.
 
     Raises:
         ValueError: If program, chunks and groups do not belong together.
+        ConfigError: On all ranks, if their schedules differ.
 
     Sync:
-        Connects the channels, so all ranks of the pipeline make their executors together.
+        Connects the channels, so all ranks of the pipeline make their executors together, several
+        of them in one order.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class PipelineExecutor:
         channels: tuple[Group, Group] | None = None,
         debug: bool = False,
         overlap_pairs: bool = False,
+        schedule: Schedule | None = None,
     ) -> None:
         if (program.rank, program.num_ranks) != (group.position, group.size):
             raise ValueError(
@@ -114,6 +120,8 @@ class PipelineExecutor:
             self._forward_track = Track(program.forward_only())
         self._recorder = recorder
         self._turns = Turns() if overlap_pairs else None
+        if schedule is not None:
+            require_same_schedule(schedule, group, device=activations.device)
         connect(self._transport, {peer for peer in program.peers if peer >= 0})
 
     def run(
@@ -198,7 +206,8 @@ def forward_backward(
 ) -> StepLosses:
     """Run one step of a schedule; see ``PipelineExecutor`` and its ``run``.
 
-    Keep a ``PipelineExecutor`` for more than one step: this makes a new one each time.
+    Keep a ``PipelineExecutor`` for more than one step: this makes a new one each time. It does not
+    compare the schedules of the ranks.
     """
     executor = PipelineExecutor(
         schedule.program(group.position, receives=receives_for(group, activation)),

@@ -93,6 +93,8 @@ class ForwardBackwardFunc:
         Raises:
             ValueError: If the schedule cannot run these sizes, a chunk has no
                 ``set_input_tensor``, a function returns something else, or the data ends too early.
+            ConfigError: On all ranks, if a call with new numbers of chunks and microbatches meets
+                another schedule on another rank.
         """
         chunks = _chunks_of(model)
         by_chunk = _data_by_chunk(data_iterator, chunks)
@@ -143,6 +145,7 @@ class ForwardBackwardFunc:
                 None,
                 group=self._group,
                 activation=self._activation,
+                schedule=schedule,
             )
         return self._executors[key]
 

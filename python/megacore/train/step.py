@@ -20,7 +20,7 @@ from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
-from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program
+from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program, Schedule
 from megacore.pipeline.execution import StageOutput, StepLosses
 from megacore.pipeline.executor import ActivationSpec
 from megacore.train.experts import ExpertMetrics, ExpertWatch
@@ -59,7 +59,8 @@ class TrainStep:
         chunks: Model chunks of this pipeline rank, in stage order.
         optimizer: The optimizer over all parameters of ``chunks``.
         groups: Process groups of this rank.
-        program: This rank's actions of one training step; validation runs its forward passes.
+        schedule: The schedule of one training step, compared between the ranks of the pipeline.
+        program: This rank's actions of it; validation runs its forward passes.
         activation: Shape, dtype and device of what stages send on, by the stage that sends.
         num_microbatches: Microbatches per data-parallel rank and step.
         experts: Watches the MoE layers of ``chunks``.
@@ -77,6 +78,7 @@ class TrainStep:
         optimizer: DistributedOptimizer,
         groups: ProcessGroups,
         *,
+        schedule: Schedule,
         program: Program,
         activation: Mapping[int, ActivationSpec],
         num_microbatches: int,
@@ -116,6 +118,7 @@ class TrainStep:
             channels=groups.pp_channels,
             debug=debug_messages,
             overlap_pairs=overlap_pairs,
+            schedule=schedule,
         )
 
     def train(

@@ -193,6 +193,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         chunks,
         optimizer,
         groups,
+        schedule=schedule,
         program=program,
         activation=activation,
         num_microbatches=config.num_microbatches(world_size),
