@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from megacore.config import filled
 from megacore.models.size import count_parameters
 from megacore.parallel.collectives import gather_objects
-from megacore.pipeline import Action, ActionKind, ActionRecorder, Costs, Schedule, TimedAction
+from megacore.pipeline import ActionRecorder, Schedule, TimedAction
 from megacore.pipeline.trace import measured_trace
 from megacore.report import (
     RunInfo,
@@ -21,6 +20,7 @@ from megacore.report import (
     write_report,
     write_timeline,
 )
+from megacore.train.prediction import mean_times, predict
 from megacore.train.trainer import Trainer
 
 TRACE_NAME = "trace.json"
@@ -61,8 +61,9 @@ def write_results(
 def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: int) -> RunTimeline:
     """Put a measured step beside what the schedule predicts for its own action times.
 
-    The prediction takes, for each stage, the mean time of its passes; what differs then is what a
-    schedule does not know: transfers, waiting for a core, passes that take longer than others.
+    The prediction takes, for each stage, the mean time of its F, B, I and W; what differs then is
+    what a schedule does not know: transfers, waiting for a core, passes that take longer than
+    others.
 
     Args:
         schedule: The schedule that ran.
@@ -80,12 +81,11 @@ def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: in
         )
         for event in events
     ]
-    timeline = schedule.simulate(measured_costs(schedule, events))
     predicted = [
         TimelineEvent(
             rank=event.rank, action=str(event.action), start_us=event.start, end_us=event.end
         )
-        for event in timeline.events
+        for event in predict(schedule, mean_times(events))
     ]
     return RunTimeline(step=step, predicted=predicted, measured=measured)
 
@@ -107,30 +107,6 @@ def _one_after_another(schedule: Schedule, events: Sequence[TimedAction]) -> lis
         found[event.rank, event.action] = event._replace(start_us=start, end_us=cut)
         found[event.rank, partner.action] = partner._replace(start_us=cut, end_us=end)
     return list(found.values())
-
-
-def measured_costs(schedule: Schedule, events: Sequence[TimedAction]) -> Costs:
-    """Mean time of each stage's F, and of its I and W or its B, in microseconds."""
-    times: dict[tuple[int, ActionKind], list[float]] = {}
-    for event in events:
-        action = Action.parse(event.action)
-        times.setdefault((action.stage, action.kind), []).append(event.end_us - event.start_us)
-
-    def mean(stage: int, kind: ActionKind) -> float:
-        measured = times.get((stage, kind))
-        return statistics.fmean(measured) if measured else 0.0
-
-    def is_split(stage: int) -> bool:
-        return (stage, ActionKind.BACKWARD_INPUT) in times
-
-    stages = range(schedule.num_stages)
-    # Of a stage that ran both kinds, as in DualPipe, the halves say more.
-    kinds = [ActionKind.BACKWARD_INPUT if is_split(s) else ActionKind.BACKWARD for s in stages]
-    return Costs(
-        forward=[mean(stage, ActionKind.FORWARD) for stage in stages],
-        backward_input=[mean(stage, kind) for stage, kind in zip(stages, kinds, strict=True)],
-        backward_weight=[mean(stage, ActionKind.BACKWARD_WEIGHT) for stage in stages],
-    )
 
 
 def run_info(
