@@ -258,12 +258,12 @@ def test_a_static_buffer_counts_what_it_has_no_room_for(budget: float, missing: 
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
-def unequal(rank: int, host_memory: bool) -> tuple[str, list[bool]]:
+def unequal(rank: int, name: str, host_memory: bool) -> tuple[str, list[bool]]:
     groups = ProcessGroups.create(Topology(world_size=2, ep=2), host_memory=host_memory)
     placement = ExpertPlacement.of(groups, 4)
-    dispatcher = make_dispatcher("static", placement)
+    dispatcher = make_dispatcher(name, placement)
     mine = make_choice("random", rank, num_tokens=4 + rank, num_experts=4, top_k=2)
-    with pytest.raises(ValueError, match="unequal numbers of tokens") as error:
+    with pytest.raises((ValueError, RuntimeError)) as error:
         dispatcher.preprocess(mine)
     equal = make_choice("random", rank, num_tokens=5, num_experts=4, top_k=2)
     results = [
@@ -271,18 +271,36 @@ def unequal(rank: int, host_memory: bool) -> tuple[str, list[bool]]:
         for d in (dispatcher, make_dispatcher("alltoall", placement))
     ]
     same = [torch.equal(results[0][key], results[1][key]) for key in ("output", "x", "w1")]
-    return str(error.value), same
+    text = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+    return f"{error.type.__name__}: {text}", same
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("host_memory", [True, False])
-def test_unequal_numbers_of_tokens_are_an_error_on_all_ranks(host_memory: bool) -> None:
-    """Of ``static``, before any row travels; afterwards the group works on."""
-    for text, same in run_ranks(2, unequal, host_memory):
+@pytest.mark.parametrize(
+    ("name", "host_memory"), [("static", True), ("static", False), ("allgather", False)]
+)
+def test_unequal_numbers_of_tokens_are_an_error_on_all_ranks(name: str, host_memory: bool) -> None:
+    """Before any row travels; afterwards the group works on."""
+    for text, same in run_ranks(2, unequal, name, host_memory):
         assert text == (
-            "group etp_ep: unequal numbers of tokens in one call: 4 on rank 0; 5 on rank 1. The "
-            "static dispatcher needs equally many on all ranks that share experts: pad to 5, or "
-            "use alltoall"
+            "ValueError: group etp_ep: unequal numbers of tokens in one call: 4 on rank 0; 5 on "
+            f"rank 1. The {name} dispatcher needs equally many on all ranks that share experts: "
+            "pad to 5, or use alltoall"
+        )
+        assert same == [True, True, True]
+
+
+@pytest.mark.dist
+def test_shared_memory_compares_the_numbers_of_tokens_of_allgather() -> None:
+    for rank, (text, same) in enumerate(run_ranks(2, unequal, "allgather", True)):
+        error, note = text.split("\n")
+        assert error.startswith("RuntimeError: the ranks of a group are in different calls: rank 0")
+        assert "all_gather of 8 int64 per member" in error
+        assert "all_gather of 10 int64 per member" in error
+        assert note == (
+            f"while gathering the choices of {4 + rank} tokens, 2 each; the allgather dispatcher "
+            "needs equally many tokens on all ranks that share experts: pad to the largest number, "
+            "or use alltoall"
         )
         assert same == [True, True, True]
 

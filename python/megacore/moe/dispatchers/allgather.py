@@ -14,18 +14,24 @@ from megacore.moe.dispatchers.base import (
     ExpertRows,
     PendingDispatch,
     Routing,
+    require_equal_tokens,
 )
 from megacore.ops.permutation import collect_rows, permute_probs, sort_by_expert, spread_rows
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.exchange import RowSplits, gather_rows, reduce_scatter_rows
+from megacore.parallel.process_groups import Group
 
 
 class AllGatherDispatcher(Dispatcher):
     """Gathers all tokens, then adds up what all ranks made of them.
 
     Traffic does not depend on the routing: ``G - 1`` times the tokens each way. That is less than
-    an all-to-all where a token has about as many experts as the group has ranks. All members must
-    have equally many tokens.
+    an all-to-all where a token has about as many experts as the group has ranks.
+
+    All members must have equally many tokens in a call; pad to the largest number, or use
+    ``alltoall``. On the CPU ``preprocess`` is an error on every member where they differ: through
+    shared memory a ``RuntimeError``, as the sizes of a collective are compared anyway; on gloo a
+    ``ValueError``, for one more all-gather of a number each. On GPUs nothing compares them.
     """
 
     captured_fields = (
@@ -44,8 +50,7 @@ class AllGatherDispatcher(Dispatcher):
         if self.capacity is not None:
             ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
         _, counts_E = sort_by_expert(ids_Tk, placement.num_experts)
-        all_ids = ids_Tk.new_empty(placement.group.size * ids_Tk.shape[0], ids_Tk.shape[1])
-        all_gather(all_ids, ids_Tk.contiguous(), placement.group)
+        all_ids = _gather_choices(ids_Tk.contiguous(), placement.group)
         local_ids = all_ids - placement.first_local
         is_mine = (local_ids >= 0) & (local_ids < placement.num_local)
         row_map, arriving_L = sort_by_expert(
@@ -83,6 +88,28 @@ class AllGatherDispatcher(Dispatcher):
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Add up the results of each token over all ranks. See `Dispatcher`."""
         return reduce_scatter_rows(collect_rows(rows, plan.row_map), self.placement.group)
+
+
+def _gather_choices(ids_Tk: Tensor, group: Group) -> Tensor:
+    """The choices of all members, ``(G * T, k)``, if all have equally many tokens."""
+    num_tokens, top_k = ids_Tk.shape
+    on_cpu = ids_Tk.device.type == "cpu"
+    if on_cpu and group.host is None and group.size > 1:
+        # Unequal sizes would end processes on gloo, and nothing of equal size travels before them.
+        tokens_G = ids_Tk.new_empty(group.size)
+        all_gather(tokens_G, ids_Tk.new_full((1,), num_tokens), group)
+        require_equal_tokens(tokens_G, group, dispatcher="allgather")
+    all_ids = ids_Tk.new_empty(group.size * num_tokens, top_k)
+    try:
+        all_gather(all_ids, ids_Tk, group)
+    except RuntimeError as error:
+        error.add_note(
+            f"while gathering the choices of {num_tokens} tokens, {top_k} each; the allgather "
+            "dispatcher needs equally many tokens on all ranks that share experts: pad to the "
+            "largest number, or use alltoall"
+        )
+        raise
+    return all_ids
 
 
 class _Arrived(PendingDispatch):

@@ -259,11 +259,21 @@ def gather_counts(
     all_gather(counts_GE, counts_E, group)
     local = counts_GE.view(group.size, -1)
     if equal_tokens is not None:
-        _require_equal_tokens(local[:, -1].contiguous(), group)
+        require_equal_tokens(local[:, -1].contiguous(), group, dispatcher="static")
     return local[:, placement.first_local : placement.first_local + placement.num_local]
 
 
-def _require_equal_tokens(tokens_G: Tensor, group: Group) -> None:
+def require_equal_tokens(tokens_G: Tensor, group: Group, *, dispatcher: str) -> None:
+    """Refuse unequal numbers of tokens.
+
+    Args:
+        tokens_G: How many each member has, ``(G,)`` int64, contiguous, on the CPU.
+        group: The members.
+        dispatcher: The one that needs equal numbers.
+
+    Raises:
+        ValueError: If they differ, with the ranks.
+    """
     # Read as a kernel reads it: not by an operation, which a graph could not record.
     numbers = (ctypes.c_int64 * group.size).from_address(tokens_G.data_ptr())
     ranks_of: dict[int, list[int]] = {}
@@ -273,7 +283,7 @@ def _require_equal_tokens(tokens_G: Tensor, group: Group) -> None:
         return
     found = "; ".join(f"{number} on {_ranks(ranks_of[number])}" for number in sorted(ranks_of))
     raise ValueError(
-        f"group {group.name}: unequal numbers of tokens in one call: {found}. The static "
+        f"group {group.name}: unequal numbers of tokens in one call: {found}. The {dispatcher} "
         "dispatcher needs equally many on all ranks that share experts: pad to "
         f"{max(ranks_of)}, or use alltoall"
     )
