@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 
 #include "auto_reverse.h"
@@ -10,23 +11,24 @@
 namespace megacore::pipeline {
 namespace {
 
-// Beams for a makespan this far above the bound, with its deadlines.
+// Beams with the deadlines for an end this far above the bound, from one end of time or both.
 struct Start {
   double end;
-  double pull;
-  bool from_end;
+  std::optional<double> pull = {};
+  std::optional<double> pull_from_end = {};
 };
 
-constexpr Start kFirst{.end = 1.005, .pull = 0.1, .from_end = false};
-constexpr Start kFirstFromEnd{.end = 1.005, .pull = 0.4, .from_end = true};
-constexpr std::array<Start, 8> kMore = {{{.end = 1.002, .pull = 0.2, .from_end = true},
-                                         {.end = 1.01, .pull = 0.2, .from_end = false},
-                                         {.end = 1.01, .pull = 0.2, .from_end = true},
-                                         {.end = 1.002, .pull = 0.4, .from_end = false},
-                                         {.end = 1.002, .pull = 0.1, .from_end = true},
-                                         {.end = 1.002, .pull = 0.1, .from_end = false},
-                                         {.end = 1.01, .pull = 0.1, .from_end = true},
-                                         {.end = 1.02, .pull = 0.2, .from_end = true}}};
+constexpr double kPull = 0.1;
+constexpr double kPullFromEnd = 0.4;
+constexpr Start kFirst{.end = 1.005, .pull = kPull, .pull_from_end = kPullFromEnd};
+constexpr std::array<Start, 8> kMore = {{{.end = 1.002, .pull = {}, .pull_from_end = 0.2},
+                                         {.end = 1.01, .pull = 0.2, .pull_from_end = {}},
+                                         {.end = 1.01, .pull = {}, .pull_from_end = 0.2},
+                                         {.end = 1.002, .pull = 0.4, .pull_from_end = {}},
+                                         {.end = 1.002, .pull = {}, .pull_from_end = 0.1},
+                                         {.end = 1.002, .pull = 0.1, .pull_from_end = {}},
+                                         {.end = 1.01, .pull = {}, .pull_from_end = 0.1},
+                                         {.end = 1.02, .pull = {}, .pull_from_end = 0.2}}};
 constexpr int64_t kDeadlineSteps = 200'000;
 
 // Actions that beams may schedule while they follow each other, and those with more starts. Beams
@@ -66,8 +68,7 @@ std::vector<FoundOrders> BeamRounds::run() {
 }
 
 void BeamRounds::run_few() {
-  start_at(kFirst.end, kFirst.pull, kFirst.from_end);
-  start_at(kFirstFromEnd.end, kFirstFromEnd.pull, kFirstFromEnd.from_end);
+  start_at(kFirst.end, kFirst.pull, kFirst.pull_from_end);
   const FoundOrders first = best_;
   if (known_.makespan < best_.makespan) best_ = known_;
   follow_best({1.0});
@@ -85,7 +86,7 @@ void BeamRounds::run_more() {
   for (const Start& start : kMore) {
     if (!is_far() || num_scheduled_ >= most) return;
     best_ = kNone;
-    start_at(start.end, start.pull, start.from_end);
+    start_at(start.end, start.pull, start.pull_from_end);
     follow_best({1.0, 0.3});
   }
 }
@@ -97,14 +98,16 @@ bool BeamRounds::is_far() const {
 }
 
 // Guided by deadlines for an end `longer` times the bound.
-void BeamRounds::start_at(double longer, double pull, bool from_end) {
+void BeamRounds::start_at(double longer,
+                          std::optional<double> pull,
+                          std::optional<double> pull_from_end) {
+  if (!pull && instance_.split) return;
   const double end = bound_ * longer;
   const auto windows = start_windows(problem_, end, kDeadlineSteps);
   if (!windows) return;
-  if (from_end) {
-    add_from_end({windows->earliest_forward, windows->earliest_backward}, end, pull);
-  } else {
-    add({windows->latest_forward, windows->latest_backward}, pull);
+  if (pull) add({windows->latest_forward, windows->latest_backward}, *pull);
+  if (pull_from_end) {
+    add_from_end({windows->earliest_forward, windows->earliest_backward}, end, *pull_from_end);
   }
 }
 
@@ -127,8 +130,8 @@ void BeamRounds::add_drawn_out(int few) {
   const DueTimes due = due_times_of(best.orders, timer.starts(), instance);
   const double longer = (bound_ - bound) * kSlower;
   const DueTimes drawn_out_due = drawn_out(due, instance, instance_, longer);
-  add(drawn_out_due, kFirst.pull);
-  add_from_end(drawn_out_due, best.makespan + longer, kFirstFromEnd.pull);
+  add(drawn_out_due, kPull);
+  add_from_end(drawn_out_due, best.makespan + longer, kPullFromEnd);
 }
 
 void BeamRounds::follow_best(std::initializer_list<double> pulls) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <vector>
 
 #include "auto_beam.h"
@@ -37,7 +38,7 @@ class BeamRounds {
   bool is_far() const;
   void run_few();
   void run_more();
-  void start_at(double longer, double pull, bool from_end);
+  void start_at(double longer, std::optional<double> pull, std::optional<double> pull_from_end);
   void add_drawn_out(int few);
   void follow_best(std::initializer_list<double> pulls);
   void add(const DueTimes& due, double pull);
