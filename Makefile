@@ -1,11 +1,14 @@
-# make demo    sets everything up and trains a small GPT with experts on four processes of this machine
-# make test    sets everything up and runs all tests (GPU tests are skipped where there is no GPU)
-# make build   editable install for development     make lint / fmt / bench / test-cpp / clean
+# make demo      sets everything up and trains a small GPT with experts on four processes of this machine
+# make test      sets everything up and runs the tests (GPU tests are skipped where there is no GPU)
+# make test-all  the same, then the campaigns: C++ under sanitizers, long matrices, kills, random searches
+# make build     editable install for development
+# make cuda      installs with the CUDA kernels, GPU or not, and tests what can be tested without a GPU
+# make lint / fmt / bench / clean
 #
 # PIP_ARGS is passed to every pip call, e.g. to take torch's small CPU build on Linux:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
-# WERROR=ON makes compiler warnings of the extension errors, as continuous integration does. The build
-# folder remembers it, and a change compiles everything again.
+# MEGACORE_CUDA=ON|OFF|AUTO and MEGACORE_CUDA_ARCHS=90a,100a choose the device code; AUTO: for the GPUs at hand.
+# WERROR=ON makes compiler warnings of the extension errors, as continuous integration does.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -13,43 +16,56 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_ARGS ?=
-JOBS ?= 2
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 WERROR ?=
+export MEGACORE_CUDA ?= AUTO
+export MEGACORE_CUDA_ARCHS ?=
+PROGRESS := $(PYTHON) scripts/progress.py
 # For all installs alike: with other settings one would compile again what another has compiled.
-INSTALL := $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt --no-build-isolation \
+INSTALL := $(PROGRESS) "Compiling and installing megacore" build/install.log \
+    $(PIP) install --verbose $(PIP_ARGS) -c constraints.txt --no-build-isolation \
     $(if $(WERROR),--config-settings=cmake.define.MEGACORE_WERROR=$(WERROR))
 
 SOURCES := $(shell find cpp cuda cmake third_party python -type f \
     -not -path '*/__pycache__/*' 2>/dev/null) CMakeLists.txt pyproject.toml VERSION
 CPP_FILES := $(shell find cpp cuda tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test build install test-cpp test-python lint fmt bench clean help
+.PHONY: demo test test-all test-cpp test-python test-asan test-campaigns build install cuda lint fmt bench clean help
 
 help:
 	@sed -n '1,/^$$/p' Makefile
 
 # ---- environment --------------------------------------------------------------------------------
 $(VENV)/.base: constraints.txt
-	scripts/system_packages.sh
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt scikit-build-core pybind11 ninja cmake torch
-	touch $@
+	@scripts/system_packages.sh
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PROGRESS) "Installing torch and the build tools" build/base.log \
+	    $(PIP) install $(PIP_ARGS) -c constraints.txt scikit-build-core pybind11 ninja cmake torch
+	@touch $@
 
 $(VENV)/.tools: $(VENV)/.base
-	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt pytest pytest-xdist hypothesis tokenizers transformers ruff mypy \
-	    clang-format codespell pre-commit
-	touch $@
+	@$(PROGRESS) "Installing the tools for tests" build/tools.log \
+	    $(PIP) install $(PIP_ARGS) -c constraints.txt pytest pytest-xdist hypothesis tokenizers \
+	    transformers ruff mypy clang-format codespell pre-commit
+	@touch $@
+
+# What the last install was asked to build: another wish is another install.
+$(VENV)/.settings: FORCE
+	@mkdir -p $(VENV)
+	@echo "$(MEGACORE_CUDA) $(MEGACORE_CUDA_ARCHS) $(WERROR)" | cmp -s - $@ || \
+	    echo "$(MEGACORE_CUDA) $(MEGACORE_CUDA_ARCHS) $(WERROR)" > $@
+FORCE:
 
 # The build directory is kept between installs, so only what changed is compiled again.
-$(VENV)/.installed: $(VENV)/.base $(SOURCES)
-	$(INSTALL) .
-	touch $@
+$(VENV)/.installed: $(VENV)/.base $(VENV)/.settings $(SOURCES)
+	@$(INSTALL) .
+	@touch $@
 
 install: $(VENV)/.installed
 
-build: $(VENV)/.tools
-	$(INSTALL) -e .
-	touch $(VENV)/.installed
+build: $(VENV)/.tools $(VENV)/.settings
+	@$(INSTALL) -e .
+	@touch $(VENV)/.installed
 
 # ---- what people run ----------------------------------------------------------------------------
 demo: install
@@ -61,15 +77,31 @@ demo: install
 
 test: test-cpp test-python
 
+test-all: test test-asan test-campaigns
+
 test-cpp: $(VENV)/.tools
-	mkdir -p build
-	$(BIN)/cmake --preset asan -Wno-dev > build/cmake-asan.log 2>&1 || { cat build/cmake-asan.log; exit 1; }
-	$(BIN)/cmake --build --preset asan --parallel $(JOBS)
-	$(BIN)/ctest --preset asan --parallel $(JOBS)
+	$(call run-cpp-tests,cpu,C++ tests)
+
+test-asan: $(VENV)/.tools
+	$(call run-cpp-tests,asan,C++ tests under sanitizers)
+
+define run-cpp-tests
+@$(PROGRESS) "Configuring the $(2)" build/cmake-$(1).log $(BIN)/cmake --preset $(1) -Wno-dev
+@$(PROGRESS) "Compiling the $(2)" build/compile-$(1).log $(BIN)/cmake --build --preset $(1) --parallel $(JOBS)
+@$(BIN)/ctest --preset $(1) --parallel $(JOBS) --progress
+endef
 
 test-python: $(VENV)/.tools install
 	$(BIN)/python -m pytest -n $(JOBS) tests/unit
 	$(BIN)/python -m pytest tests/gpu tests/dist
+
+test-campaigns: $(VENV)/.tools install
+	$(BIN)/python -m pytest -m campaign $(CAMPAIGNS)
+
+cuda:
+	$(MAKE) install MEGACORE_CUDA=ON
+	$(MAKE) $(VENV)/.tools
+	$(BIN)/python -m pytest tests/unit/test_stubs.py tests/unit/test_native_modules.py tests/unit/ops
 
 lint: $(VENV)/.tools install
 	$(BIN)/ruff check .

@@ -1,21 +1,63 @@
-# Decides whether the CUDA module is built; sets MEGACORE_HAS_NVCC to yes or no.
+# Decides whether the CUDA module is built and for which architectures: sets MEGACORE_HAS_NVCC to yes or no
+# and, where none are named, MEGACORE_CUDA_ARCHS. Most machines that compile this have no GPU to run device code on, and
+# it is most of the compile time, so AUTO builds it only where a GPU is found or architectures are named.
 include(CheckLanguage)
 set(MEGACORE_HAS_NVCC no)
 if(NOT MEGACORE_CUDA MATCHES "^(AUTO|ON|OFF)$")
-  message(FATAL_ERROR "MEGACORE_CUDA is '${MEGACORE_CUDA}'; it must be AUTO, ON or OFF")
+  message(FATAL_ERROR "MEGACORE_CUDA must be AUTO, ON or OFF, got '${MEGACORE_CUDA}'")
 endif()
-if(NOT MEGACORE_CUDA STREQUAL "OFF")
+
+# Compute capabilities of the GPUs at hand, "9.0" as "90a": from 90 on, an architecture has instructions
+# of its own (wgmma, TMA) that the plain target leaves out.
+function(megacore_local_archs result)
+  set(archs "")
+  find_program(MEGACORE_NVIDIA_SMI nvidia-smi)
+  if(MEGACORE_NVIDIA_SMI)
+    execute_process(
+      COMMAND "${MEGACORE_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
+      OUTPUT_VARIABLE text ERROR_QUIET RESULT_VARIABLE status TIMEOUT 30)
+    if(status EQUAL 0)
+      string(REGEX MATCHALL "[0-9]+\\.[0-9]" capabilities "${text}")
+      foreach(capability IN LISTS capabilities)
+        string(REPLACE "." "" arch "${capability}")
+        if(arch GREATER_EQUAL 90)
+          string(APPEND arch "a")
+        endif()
+        list(APPEND archs "${arch}")
+      endforeach()
+      list(REMOVE_DUPLICATES archs)
+    endif()
+  endif()
+  set(${result} "${archs}" PARENT_SCOPE)
+endfunction()
+
+string(REGEX REPLACE "[, ]+" ";" MEGACORE_CUDA_ARCHS "${MEGACORE_CUDA_ARCHS}")
+if(MEGACORE_CUDA_ARCHS STREQUAL "" AND DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(MEGACORE_CUDA_ARCHS "${CMAKE_CUDA_ARCHITECTURES}")
+endif()
+set(wanted "${MEGACORE_CUDA}")
+if(wanted STREQUAL "AUTO")
+  if(MEGACORE_CUDA_ARCHS STREQUAL "")
+    megacore_local_archs(MEGACORE_CUDA_ARCHS)
+  endif()
+  if(MEGACORE_CUDA_ARCHS STREQUAL "")
+    set(wanted "OFF")
+    message(STATUS
+      "CUDA kernels left out: no GPU on this machine. MEGACORE_CUDA=ON pip install . builds them for "
+      "sm_90a and sm_100a, MEGACORE_CUDA_ARCHS=90a for one architecture")
+  endif()
+endif()
+if(NOT wanted STREQUAL "OFF")
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     set(MEGACORE_HAS_NVCC yes)
   elseif(MEGACORE_CUDA STREQUAL "ON")
     message(FATAL_ERROR
       "MEGACORE_CUDA=ON, but no CUDA compiler works here. Put nvcc on PATH or set CUDACXX to it; "
-      "or use MEGACORE_CUDA=AUTO (CUDA only when nvcc is found) or OFF.")
-  elseif(DEFINED ENV{CUDACXX} OR DEFINED ENV{CUDA_HOME})
-    # A silent CPU build here would surprise: the user pointed at a toolkit that does not work.
+      "or use MEGACORE_CUDA=AUTO (CUDA only where a GPU and nvcc are found) or OFF.")
+  else()
     message(WARNING
-      "CUDACXX or CUDA_HOME is set, but no CUDA compiler works: building without CUDA. "
-      "MEGACORE_CUDA=OFF silences this, MEGACORE_CUDA=ON makes it an error.")
+      "CUDA kernels left out: a GPU or MEGACORE_CUDA_ARCHS asks for them, but no CUDA compiler works here. Put nvcc "
+      "on PATH or set CUDACXX to it. MEGACORE_CUDA=OFF silences this, MEGACORE_CUDA=ON makes it an error.")
   endif()
 endif()

@@ -17,7 +17,7 @@ namespace py = pybind11;
 namespace megacore::bindings {
 namespace {
 
-void bind_values(py::module_& module) {
+void bind_buffer_values(py::module_& module) {
   py::class_<buffer::Bucket>(module, "Bucket")
       .def_readonly("start", &buffer::Bucket::start)
       .def_readonly("end", &buffer::Bucket::end)
@@ -227,7 +227,7 @@ void bind_adamw(py::module_& module) {
 }  // namespace
 
 void bind_buffer(py::module_& module) {
-  bind_values(module);
+  bind_buffer_values(module);
   bind_plan(module);
   bind_tracker(module);
   bind_adamw(module);

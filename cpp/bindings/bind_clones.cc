@@ -14,7 +14,7 @@ using moe::CloneTable;
 
 uintptr_t address(const std::byte* memory) { return reinterpret_cast<uintptr_t>(memory); }
 
-void bind_values(py::module_& module) {
+void bind_clones_values(py::module_& module) {
   py::class_<CloneLayout>(module, "CloneLayout")
       .def(py::init(
                [](int64_t num_slots, int64_t fc1, int64_t fc2, int64_t fc1_grad, int64_t fc2_grad) {
@@ -58,7 +58,7 @@ void bind_values(py::module_& module) {
 
 void bind_clones(py::module_& module) {
   using no_gil = py::call_guard<py::gil_scoped_release>;
-  bind_values(module);
+  bind_clones_values(module);
   module.attr("CLONE_WINDOW_PARTS") = CloneExchange::kWindowParts;
   py::class_<CloneExchange>(module, "CloneExchange")
       .def(py::init<parallel::HostWindow&, const CloneLayout&>(),

@@ -20,7 +20,7 @@ using graph::CapturePlan;
 using graph::Role;
 using graph::StepKind;
 
-void bind_values(py::module_& module) {
+void bind_graph_values(py::module_& module) {
   py::native_enum<StepKind>(module, "StepKind", "enum.IntEnum")
       .value("FORWARD", StepKind::kForward)
       .value("BACKWARD", StepKind::kBackward)
@@ -67,7 +67,7 @@ std::vector<int64_t> replays(const CapturePlan& plan, int64_t position) {
 }  // namespace
 
 void bind_graph(py::module_& module) {
-  bind_values(module);
+  bind_graph_values(module);
   py::class_<CapturePlan>(module, "CapturePlan")
       .def_property_readonly("num_chunks", [](const CapturePlan& p) { return p.order.num_chunks; })
       .def_property_readonly("num_microbatches",

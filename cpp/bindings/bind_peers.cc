@@ -26,7 +26,7 @@ PeerRows rows_of(uintptr_t rows, uintptr_t probs, int64_t width, HostDtype dtype
           .dtype = dtype};
 }
 
-void bind_values(py::module_& module) {
+void bind_peers_values(py::module_& module) {
   using parallel::PeerFault;
   py::native_enum<PeerFault>(module, "PeerFault", "enum.IntEnum")
       .value("NONE", PeerFault::kNone)
@@ -202,7 +202,7 @@ void bind_exchange(py::module_& module) {
 }  // namespace
 
 void bind_peers(py::module_& module) {
-  bind_values(module);
+  bind_peers_values(module);
   bind_exchange(module);
 }
 

@@ -25,6 +25,13 @@ inline void pause_processor() {
 #endif
 }
 
+// How often a waiting member looks whether the others still live, in seconds.
+constexpr double kLookEveryS = 0.1;
+
+inline double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 // Whether `is_over` becomes true before it pays to sleep. A member that waits looks a few times,
 // then offers its core to others for a while. Offering lets peers run that have no core of their
 // own, and spares a core without other work the way into sleep and back, which takes longer than

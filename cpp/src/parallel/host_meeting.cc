@@ -18,19 +18,12 @@ namespace {
 using base::concat;
 using Clock = std::chrono::steady_clock;
 
-// How often a waiting member looks whether the others still live.
-constexpr double kLookEveryS = 0.1;
-
 constexpr uint32_t kNoFailure = 0;
 constexpr uint32_t kFailureInWork = 1;
 constexpr uint32_t kFailureWritten = 2;
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 std::string_view name_of(HostOp op) {
   constexpr std::array<std::string_view, 5> names = {

@@ -29,9 +29,6 @@ namespace {
 using base::concat;
 using Clock = std::chrono::steady_clock;
 
-// How often a waiting member looks whether the others still live.
-constexpr double kLookEveryS = 0.1;
-
 int64_t flags_bytes(int64_t num_parts) {
   return base::align_up(num_parts * static_cast<int64_t>(sizeof(std::atomic<uint32_t>)),
                         int64_t{64});
@@ -40,10 +37,6 @@ int64_t flags_bytes(int64_t num_parts) {
 int64_t front_bytes(int64_t num_parts) {
   return base::align_up(static_cast<int64_t>(sizeof(WindowMember)) + 2 * flags_bytes(num_parts),
                         int64_t{4096});
-}
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 void set(std::atomic<uint32_t>& flag, uint32_t round, WindowMember& owner) {

@@ -4,11 +4,13 @@
 #include <optional>
 
 #include "megacore/base/check.h"
+#include "megacore/base/text.h"
 
 namespace megacore::pipeline {
 namespace {
 
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
+using base::append_number;
+using base::is_digit;
 
 std::optional<ActionKind> find_kind(std::string_view text) {
   for (size_t i = 0; i < kKindText.size(); ++i) {
@@ -22,12 +24,6 @@ std::optional<int32_t> parse_number(std::string_view digits) {
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
   if (error != std::errc() || end != digits.data() + digits.size()) return std::nullopt;
   return value;
-}
-
-void append_number(int32_t value, std::string& text) {
-  char digits[12];
-  const auto result = std::to_chars(digits, digits + sizeof(digits), value);
-  text.append(digits, result.ptr);
 }
 
 }  // namespace

@@ -29,7 +29,6 @@ constexpr std::array<Start, 8> kMore = {{{.end = 1.002, .pull = {}, .pull_from_e
                                          {.end = 1.002, .pull = 0.1, .pull_from_end = {}},
                                          {.end = 1.01, .pull = {}, .pull_from_end = 0.1},
                                          {.end = 1.02, .pull = {}, .pull_from_end = 0.2}}};
-constexpr int64_t kDeadlineSteps = 200'000;
 
 // Actions that beams may schedule while they follow each other, and those with more starts. Beams
 // are as wide as the first allow for a few of them.
@@ -46,7 +45,7 @@ constexpr double kSlower = 1.03;
 // What is slower than the best by less can become the best by local improvement.
 constexpr double kWorthImproving = 1.01;
 
-const FoundOrders kNone{.orders = {}, .makespan = kNever, .num_scheduled = 0};
+const FoundOrders kNoOrders{.orders = {}, .makespan = kNever, .num_scheduled = 0};
 
 }  // namespace
 
@@ -58,7 +57,7 @@ BeamRounds::BeamRounds(const BoundProblem& problem,
       instance_(instance),
       bound_(bound),
       known_(std::move(known)),
-      best_(kNone),
+      best_(kNoOrders),
       timer_(instance) {}
 
 std::vector<FoundOrders> BeamRounds::run() {
@@ -85,7 +84,7 @@ void BeamRounds::run_more() {
   const int64_t most = num_scheduled_ + kActionsOfMore;
   for (const Start& start : kMore) {
     if (!is_far() || num_scheduled_ >= most) return;
-    best_ = kNone;
+    best_ = kNoOrders;
     start_at(start.end, start.pull, start.pull_from_end);
     follow_best({1.0, 0.3});
   }
@@ -116,7 +115,7 @@ void BeamRounds::add_drawn_out(int few) {
   problem.num_microbatches = few;
   const Instance instance = instance_.with_microbatches(few);
   const double bound = lower_bound(problem).value;
-  BeamRounds rounds(problem, instance, bound, kNone);
+  BeamRounds rounds(problem, instance, bound, kNoOrders);
   rounds.run_few();
   num_scheduled_ += rounds.num_scheduled();
   const std::vector<FoundOrders>& found = rounds.found_;

@@ -9,10 +9,6 @@
 namespace megacore::pipeline {
 namespace {
 
-size_t slot_of(const Token& token) {
-  return static_cast<size_t>(token.stage) * 3 + static_cast<size_t>(token.part);
-}
-
 // Activations of one stage that can wait at once.
 size_t capacity_of(const Instance& instance) {
   int64_t most = 1;

@@ -14,8 +14,9 @@ namespace {
 double unit_of(const Instance& instance) {
   double unit = 0.0;
   const auto join = [&](double value) {
-    constexpr double kRounding = 1e-7;
-    while (value > kRounding) unit = std::exchange(value, std::fmod(unit + kRounding / 2, value));
+    constexpr double kSmallestUnit = 1e-7;
+    while (value > kSmallestUnit)
+      unit = std::exchange(value, std::fmod(unit + kSmallestUnit / 2, value));
   };
   for (const auto* times :
        {&instance.forward, &instance.backward, &instance.weight, &instance.hop}) {

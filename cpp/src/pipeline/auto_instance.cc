@@ -18,10 +18,6 @@ std::vector<T> one_per(const std::vector<T>& values, int count, T otherwise) {
   return values;
 }
 
-size_t slot_of(const Token& token) {
-  return static_cast<size_t>(token.stage) * 3 + static_cast<size_t>(token.part);
-}
-
 }  // namespace
 
 double Instance::work(int rank) const {

@@ -30,6 +30,11 @@ struct Token {
   friend bool operator==(const Token&, const Token&) = default;
 };
 
+// Index of a kind of action in lists with three entries per stage.
+inline size_t slot_of(const Token& token) {
+  return static_cast<size_t>(token.stage) * 3 + static_cast<size_t>(token.part);
+}
+
 // What every rank runs, rank after rank; rank r owns tokens [offsets[r], offsets[r+1]).
 struct Orders {
   std::vector<Token> tokens = {};

@@ -13,7 +13,7 @@ namespace megacore::pipeline {
 namespace {
 
 // What is later by less is not later; all actions of a schedule together by less than kSameTime.
-constexpr double kRounding = 1e-12;
+constexpr double kEarlier = 1e-12;
 
 // A partial schedule, and the forwards that wait although they could run.
 struct Node {
@@ -108,7 +108,7 @@ class Layers {
     if (first.end == kNever) return;  // no rank has room to go on
     list_choices(layer_.nodes[at], instance_.placement.rank_of(first.token.stage));
     for (const Choice& choice : choices_) {
-      if (choice.start < first.end - kRounding) run_choice(layer_.nodes[at], choice);
+      if (choice.start < first.end - kEarlier) run_choice(layer_.nodes[at], choice);
     }
     if (first.token.part == Part::kForward) defer(layer_.nodes[at], first);
   }
@@ -155,9 +155,9 @@ class Layers {
   bool dominates(const Node& one, const Node& other) const {
     if ((one.deferred & ~other.deferred) != 0) return false;
     for (size_t rank = 0; rank < one.state.free_at.size(); ++rank) {
-      if (one.state.free_at[rank] > other.state.free_at[rank] + kRounding) return false;
+      if (one.state.free_at[rank] > other.state.free_at[rank] + kEarlier) return false;
     }
-    return limits_.waits_no_longer(one.state, other.state, kRounding);
+    return limits_.waits_no_longer(one.state, other.state, kEarlier);
   }
 
   void add(const Node& node, Layer& layer) {

@@ -34,7 +34,6 @@ constexpr int64_t kLayerWidth = 24'000;
 // A schedule that ends earlier by less is no better.
 constexpr double kShorter = 1e-8;
 // Windows to narrow for rules.
-constexpr int64_t kDeadlineSteps = 200'000;
 // Partial solutions that an exact search looks at, before and after all others have tried.
 constexpr int64_t kFirstNodes = 5'000;
 constexpr int64_t kNodes = 300'000;

@@ -14,7 +14,6 @@
 namespace megacore::pipeline {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;
 
 // The actions of one kind of one stage, which can be taken to run in the order of the microbatches:

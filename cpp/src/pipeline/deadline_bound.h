@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -31,6 +32,9 @@ struct StartWindows {
   std::vector<double> earliest_backward = {};
   std::vector<double> latest_backward = {};
 };
+
+// Steps that a search spends on windows before it starts.
+constexpr int64_t kDeadlineSteps = 200'000;
 
 // As narrow as they get in about `max_steps` steps; empty if no schedule ends by `end`.
 // REQUIRES: one chain; require_sound(problem).

@@ -3,11 +3,13 @@
 #include <string>
 
 #include "megacore/base/check.h"
+#include "megacore/base/text.h"
 
 namespace megacore::pipeline {
 namespace {
 
 using base::concat;
+using base::is_digit;
 
 constexpr size_t kMaxSymbols = 1 << 16;  // after repetition
 constexpr int kMaxDepth = 64;            // of groups in groups
@@ -19,8 +21,6 @@ struct Symbol {
 };
 
 using Symbols = std::vector<Symbol>;
-
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
 // Recursive descent: sequence = { item [ '*' number ] }, item = symbol | '(' sequence ')'.
 class Parser {

@@ -12,8 +12,6 @@
 namespace megacore::pipeline {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 // What is known of one rank. Lists over all its stages ascend; entry k of a list of heads belongs
 // to the action with k others of its kind before it, of tails, after it. A release is what frees an
 // activation: W, or a fused B.

@@ -15,20 +15,20 @@
 namespace megacore::pipeline {
 namespace {
 
-constexpr int kPeriod = 6;
+constexpr int kSlotsPerMicrobatch = 6;
 
 // The four actions of a rank on one microbatch.
-enum Part : int32_t { kF0, kF1, kB1, kB0 };
+enum BlockPart : int32_t { kF0, kF1, kB1, kB0 };
 constexpr int kNumParts = 4;
 
-constexpr bool is_forward(Part part) { return part == kF0 || part == kF1; }
-constexpr int length_of(Part part) { return is_forward(part) ? 1 : 2; }
+constexpr bool is_forward(BlockPart part) { return part == kF0 || part == kF1; }
+constexpr int length_of(BlockPart part) { return is_forward(part) ? 1 : 2; }
 
 // First slot of each part on microbatch 0.
-using BlockSlots = std::array<int, kNumParts>;
+using PartSlots = std::array<int, kNumParts>;
 
-std::vector<BlockSlots> building_block(int p) {
-  std::vector<BlockSlots> block(static_cast<size_t>(p));
+std::vector<PartSlots> building_block(int p) {
+  std::vector<PartSlots> block(static_cast<size_t>(p));
   for (int r = 0; r < p; ++r) {
     block[static_cast<size_t>(r)][kF0] = r;
     block[static_cast<size_t>(r)][kF1] = 2 * p - 1 - r;
@@ -58,7 +58,7 @@ class Grid {
         m_(shape.num_microbatches),
         limit_(2 * ((2 * p_ + 3) / 3)),
         block_(building_block(p_)),
-        num_slots_(kPeriod * m_ + block_.front()[kB0] + 2),
+        num_slots_(kSlotsPerMicrobatch * m_ + block_.front()[kB0] + 2),
         cells_(static_cast<size_t>(p_) * static_cast<size_t>(num_slots_)),
         forward_end_(2 * static_cast<size_t>(p_) * static_cast<size_t>(m_)),
         backward_end_(forward_end_) {
@@ -80,7 +80,7 @@ class Grid {
     for (int slot = 0; slot < num_slots_; ++slot) {
       const Cell& at = cell(rank, slot);
       if (!at.holds_start()) continue;
-      const Part part = at.part();
+      const BlockPart part = at.part();
       const ActionKind kind = is_forward(part) ? ActionKind::kForward : ActionKind::kBackward;
       actions.push_back({stage_of(rank, part), kind, at.microbatch()});
     }
@@ -95,7 +95,7 @@ class Grid {
     int32_t held = 0;      // activations of the rank in this slot
 
     bool holds_start() const { return code >= 0; }
-    Part part() const { return static_cast<Part>(code % kNumParts); }
+    BlockPart part() const { return static_cast<BlockPart>(code % kNumParts); }
     int microbatch() const { return code / kNumParts; }
   };
 
@@ -104,7 +104,7 @@ class Grid {
   size_t index_of(int rank, int slot) const {
     return static_cast<size_t>(rank) * static_cast<size_t>(num_slots_) + static_cast<size_t>(slot);
   }
-  int stage_of(int rank, Part part) const {
+  int stage_of(int rank, BlockPart part) const {
     return part == kF0 || part == kB0 ? rank : 2 * p_ - 1 - rank;
   }
   size_t value_of(int stage, int microbatch) const {
@@ -112,10 +112,10 @@ class Grid {
   }
 
   void place_block(int rank) {
-    for (const Part part : {kF0, kF1, kB1, kB0}) {
+    for (const BlockPart part : {kF0, kF1, kB1, kB0}) {
       for (int microbatch = 0; microbatch < m_; ++microbatch) {
-        const int slot =
-            block_[static_cast<size_t>(rank)][static_cast<size_t>(part)] + kPeriod * microbatch;
+        const int slot = block_[static_cast<size_t>(rank)][static_cast<size_t>(part)] +
+                         kSlotsPerMicrobatch * microbatch;
         cell(rank, slot).code = microbatch * kNumParts + part;
         if (!is_forward(part)) cell(rank, slot + 1).code = kContinued;
       }
@@ -142,7 +142,7 @@ class Grid {
   }
 
   int earliest_slot(int rank, int slot) const {
-    const Part part = cell(rank, slot).part();
+    const BlockPart part = cell(rank, slot).part();
     const bool forward = is_forward(part);
     int earliest = inputs_end(stage_of(rank, part), forward, cell(rank, slot).microbatch());
     if (forward) {
@@ -160,7 +160,7 @@ class Grid {
 
   void move(int rank, int from, int to) {
     const int32_t code = cell(rank, from).code;
-    const Part part = cell(rank, from).part();
+    const BlockPart part = cell(rank, from).part();
     const int microbatch = cell(rank, from).microbatch();
     const int length = length_of(part);
     for (int i = 0; i < length; ++i) cell(rank, from + i).code = kFree;
@@ -177,7 +177,7 @@ class Grid {
   int p_;
   int m_;
   int limit_;
-  std::vector<BlockSlots> block_;
+  std::vector<PartSlots> block_;
   int num_slots_;
   std::vector<Cell> cells_;       // [rank * num_slots + slot]
   std::vector<int> forward_end_;  // [stage * m + microbatch], of the actions moved so far

@@ -2,10 +2,13 @@
 
 #pragma once
 
+#include <limits>
 #include <span>
 #include <vector>
 
 namespace megacore::pipeline {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Jobs of one kind, which are served in order. Job j cannot start before heads[j] and leaves
 // tails[size - 1 - j] to do after its end; both lists ascend, so the first job has the longest

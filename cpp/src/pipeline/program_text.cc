@@ -1,16 +1,12 @@
-#include <charconv>
-
+#include "megacore/base/text.h"
 #include "megacore/pipeline/lowering.h"
 
 namespace megacore::pipeline {
 namespace {
 
-constexpr std::string_view kOverlap = "OVERLAP_F_B";
+using base::append_number;
 
-void append_number(int32_t value, std::string& text) {
-  char digits[12];
-  text.append(digits, std::to_chars(digits, digits + sizeof(digits), value).ptr);
-}
+constexpr std::string_view kOverlap = "OVERLAP_F_B";
 
 // What is noted on a step, behind its action.
 void append_notes(const ProgramStep& step, std::string& text) {

@@ -14,7 +14,7 @@ namespace {
 using base::concat;
 
 constexpr std::string_view kHeader = "#megacore v1";
-constexpr std::string_view kOverlap = ")OVERLAP_F_B";
+constexpr std::string_view kPairEnd = ")OVERLAP_F_B";
 
 std::string_view strip(std::string_view text) {
   const size_t begin = text.find_first_not_of(" \t\r");
@@ -40,8 +40,8 @@ class RowReader {
   void add(std::string_view cell, const Where& where) {
     if (!cell.starts_with('(')) return add_action(cell, where);
     std::string_view inner = cell.substr(1);
-    const bool ends_well = inner.ends_with(kOverlap);
-    if (ends_well) inner.remove_suffix(kOverlap.size());
+    const bool ends_well = inner.ends_with(kPairEnd);
+    if (ends_well) inner.remove_suffix(kPairEnd.size());
     const auto index = static_cast<int64_t>(actions_.size());
     const std::string_view forward = take_until(';', inner);
     MC_REQUIRE(ends_well && !inner.empty() && inner.find(';') == std::string_view::npos,
@@ -220,7 +220,7 @@ void append_cells(const Schedule& schedule,
     if (!pair) continue;
     text += ';';
     append_text(actions[++i], text);
-    text += kOverlap;
+    text += kPairEnd;
     ++overlap;
   }
 }

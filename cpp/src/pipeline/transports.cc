@@ -10,25 +10,25 @@ namespace {
 
 using base::concat;
 
-constexpr size_t kMaxReasons = 16;
-constexpr int32_t kNone = -1;
+constexpr size_t kMaxTransportReasons = 16;
+constexpr int32_t kNoTransfer = -1;
 
 // One send or receive in its queue.
-struct Transfer {
+struct QueuedTransfer {
   int32_t rank;
-  int32_t position;         // in the steps of its rank
-  int32_t partner = kNone;  // the other end
-  int32_t queue = kNone;
-  int32_t next = kNone;  // behind it in its queue
+  int32_t position;               // in the steps of its rank
+  int32_t partner = kNoTransfer;  // the other end
+  int32_t queue = kNoTransfer;
+  int32_t next = kNoTransfer;  // behind it in its queue
   bool is_posted = false;
   bool is_at_head = false;
   bool is_done = false;
 };
 
 struct Queue {
-  int32_t head = kNone;        // the first transfer that is not done
-  int32_t window_end = kNone;  // the first one that is not at the head
-  int32_t num_waiting = 0;     // at the head and not done
+  int32_t head = kNoTransfer;        // the first transfer that is not done
+  int32_t window_end = kNoTransfer;  // the first one that is not at the head
+  int32_t num_waiting = 0;           // at the head and not done
 };
 
 // Runs the programs of all ranks over the queues of a transport.
@@ -39,7 +39,7 @@ class TransportRun {
         placement_(programs.front().placement),
         transport_(transport),
         position_(programs.size(), 0),
-        waits_for_(programs.size(), kNone),
+        waits_for_(programs.size(), kNoTransfer),
         batch_left_(programs.size()),
         num_posted_(programs.size(), 0) {
     find_transfers();
@@ -59,7 +59,7 @@ class TransportRun {
   }
 
  private:
-  const ProgramStep& step_of(const Transfer& transfer) const {
+  const ProgramStep& step_of(const QueuedTransfer& transfer) const {
     return programs_[static_cast<size_t>(transfer.rank)]
         .steps[static_cast<size_t>(transfer.position)];
   }
@@ -89,7 +89,7 @@ class TransportRun {
   void find_transfers() {
     first_transfer_.push_back(0);
     queues_.resize(programs_.size() * queues_per_rank());
-    std::vector<int32_t> last(queues_.size(), kNone);
+    std::vector<int32_t> last(queues_.size(), kNoTransfer);
     for (size_t rank = 0; rank < programs_.size(); ++rank) {
       const auto& steps = programs_[rank].steps;
       for (size_t position = 0; position < steps.size(); ++position) {
@@ -100,7 +100,7 @@ class TransportRun {
         transfers_.push_back({.rank = static_cast<int32_t>(rank),
                               .position = static_cast<int32_t>(position),
                               .queue = static_cast<int32_t>(queue)});
-        if (last[queue] == kNone) {
+        if (last[queue] == kNoTransfer) {
           queues_[queue].head = queues_[queue].window_end = id;
         } else {
           transfers_[static_cast<size_t>(last[queue])].next = id;
@@ -121,8 +121,8 @@ class TransportRun {
   // Finds the other end of every transfer, and the receive that every compute action reads.
   void connect() {
     const ValueIndex index(placement_.num_stages(), programs_.front().num_microbatches);
-    std::vector<int32_t> sends(index.size(), kNone);
-    receive_of_reader_.assign(index.size(), kNone);
+    std::vector<int32_t> sends(index.size(), kNoTransfer);
+    receive_of_reader_.assign(index.size(), kNoTransfer);
     const auto reader = [&](const Action& receive) { return index.of(reader_of(receive)); };
     for (size_t id = 0; id < transfers_.size(); ++id) {
       const Action& action = step_of(transfers_[id]).action;
@@ -133,7 +133,7 @@ class TransportRun {
     for (size_t value = 0; value < sends.size(); ++value) {
       const int32_t send = sends[value];
       const int32_t receive = receive_of_reader_[value];
-      if (send == kNone) continue;
+      if (send == kNoTransfer) continue;
       transfers_[static_cast<size_t>(send)].partner = receive;
       transfers_[static_cast<size_t>(receive)].partner = send;
     }
@@ -142,11 +142,11 @@ class TransportRun {
   // Moves the next transfer of a queue to its head; of a batch, all that are in this queue.
   void open_window(size_t queue_id) {
     Queue& queue = queues_[queue_id];
-    if (queue.window_end == kNone) return;
+    if (queue.window_end == kNoTransfer) return;
     const int32_t batch = step_of(transfers_[static_cast<size_t>(queue.window_end)]).batch;
     queue.head = queue.window_end;
-    while (queue.window_end != kNone) {
-      Transfer& transfer = transfers_[static_cast<size_t>(queue.window_end)];
+    while (queue.window_end != kNoTransfer) {
+      QueuedTransfer& transfer = transfers_[static_cast<size_t>(queue.window_end)];
       if (queue.num_waiting > 0 && (batch < 0 || step_of(transfer).batch != batch)) break;
       transfer.is_at_head = true;
       ++queue.num_waiting;
@@ -176,19 +176,19 @@ class TransportRun {
   }
 
   bool can_happen(int32_t id) const {
-    const Transfer& transfer = transfers_[static_cast<size_t>(id)];
+    const QueuedTransfer& transfer = transfers_[static_cast<size_t>(id)];
     return transfer.is_posted && transfer.is_at_head && !transfer.is_done;
   }
 
   void finish(int32_t id) {
-    Transfer& transfer = transfers_[static_cast<size_t>(id)];
+    QueuedTransfer& transfer = transfers_[static_cast<size_t>(id)];
     transfer.is_done = true;
     ++num_done_;
     const auto rank = static_cast<size_t>(transfer.rank);
     const int32_t batch = step_of(transfer).batch;
     if (batch >= 0) --batch_left_[rank][static_cast<size_t>(batch)];
-    if (waits_for_[rank] != kNone && has_arrived(waits_for_[rank])) {
-      waits_for_[rank] = kNone;
+    if (waits_for_[rank] != kNoTransfer && has_arrived(waits_for_[rank])) {
+      waits_for_[rank] = kNoTransfer;
       ready_.push_back(transfer.rank);
     }
     Queue& queue = queues_[static_cast<size_t>(transfer.queue)];
@@ -196,7 +196,7 @@ class TransportRun {
   }
 
   bool has_arrived(int32_t id) const {
-    const Transfer& transfer = transfers_[static_cast<size_t>(id)];
+    const QueuedTransfer& transfer = transfers_[static_cast<size_t>(id)];
     const int32_t batch = step_of(transfer).batch;
     return transfer.is_done &&
            (batch < 0 ||
@@ -216,7 +216,7 @@ class TransportRun {
         meet();
       } else if (is_compute(action.kind) && action.kind != ActionKind::kBackwardWeight) {
         const int32_t receive = receive_of_reader_[index.of(action)];
-        if (receive == kNone || has_arrived(receive)) continue;
+        if (receive == kNoTransfer || has_arrived(receive)) continue;
         waits_for_[rank] = receive;
         return;
       }
@@ -235,7 +235,7 @@ class TransportRun {
     size_t num_stuck = 0;
     for (size_t rank = 0; rank < programs_.size(); ++rank) {
       const std::string reason = reason_of(rank, marks);
-      if (!reason.empty() && num_stuck++ < kMaxReasons) reasons += reason;
+      if (!reason.empty() && num_stuck++ < kMaxTransportReasons) reasons += reason;
     }
     return program_report(programs_,
                           marks,
@@ -270,7 +270,7 @@ class TransportRun {
     const auto here = static_cast<int64_t>(position_[rank]);
     std::string text;
     int32_t wanted = waits_for_[rank];
-    if (wanted != kNone) {
+    if (wanted != kNoTransfer) {
       const ProgramStep& step = step_of(transfers_[static_cast<size_t>(wanted)]);
       mark(here);
       text = concat("\n  rank ",
@@ -285,11 +285,11 @@ class TransportRun {
                     step.peer);
     } else {
       wanted = first_undone(rank);
-      if (wanted == kNone) return {};
+      if (wanted == kNoTransfer) return {};
       text = concat("\n  rank ", rank, " is at its end, but not its transfers");
     }
     const int32_t blocked = blocked_before(wanted);
-    if (blocked == kNone) return text;
+    if (blocked == kNoTransfer) return text;
     mark(transfers_[static_cast<size_t>(blocked)].position);
     return text + concat(";", blocked_text(blocked));
   }
@@ -298,32 +298,32 @@ class TransportRun {
     for (int32_t id = first_transfer_[rank]; id < first_transfer_[rank + 1]; ++id) {
       if (!transfers_[static_cast<size_t>(id)].is_done) return id;
     }
-    return kNone;
+    return kNoTransfer;
   }
 
   // The transfer at the head of the queue that `wanted` is in; of a batch that has arrived in part,
   // one that has not.
   int32_t blocked_before(int32_t wanted) const {
-    const Transfer& transfer = transfers_[static_cast<size_t>(wanted)];
+    const QueuedTransfer& transfer = transfers_[static_cast<size_t>(wanted)];
     if (!transfer.is_done) {
       int32_t id = queues_[static_cast<size_t>(transfer.queue)].head;
-      while (id != kNone && transfers_[static_cast<size_t>(id)].is_done) {
+      while (id != kNoTransfer && transfers_[static_cast<size_t>(id)].is_done) {
         id = transfers_[static_cast<size_t>(id)].next;
       }
       return id;
     }
     const auto rank = static_cast<size_t>(transfer.rank);
     for (int32_t id = first_transfer_[rank]; id < first_transfer_[rank + 1]; ++id) {
-      const Transfer& other = transfers_[static_cast<size_t>(id)];
+      const QueuedTransfer& other = transfers_[static_cast<size_t>(id)];
       if (!other.is_done && step_of(other).batch == step_of(transfer).batch) return id;
     }
-    return kNone;
+    return kNoTransfer;
   }
 
   std::string blocked_text(int32_t id) const {
-    const Transfer& transfer = transfers_[static_cast<size_t>(id)];
-    const Transfer& partner = transfers_[static_cast<size_t>(transfer.partner)];
-    const auto name = [&](const Transfer& end) {
+    const QueuedTransfer& transfer = transfers_[static_cast<size_t>(id)];
+    const QueuedTransfer& partner = transfers_[static_cast<size_t>(transfer.partner)];
+    const auto name = [&](const QueuedTransfer& end) {
       return concat(
           to_text(step_of(end).action), " (rank ", end.rank, ", position ", end.position, ")");
     };
@@ -331,14 +331,14 @@ class TransportRun {
         concat(" its queue stands at ", name(transfer), ", which needs ", name(partner));
     if (!partner.is_posted) return text + ", not posted yet";
     const int32_t before = blocked_before(transfer.partner);
-    if (before == kNone || before == transfer.partner) return text;
+    if (before == kNoTransfer || before == transfer.partner) return text;
     return text + concat(", behind ", name(transfers_[static_cast<size_t>(before)]));
   }
 
   Programs programs_;
   const Placement& placement_;
   Transport transport_;
-  std::vector<Transfer> transfers_;         // rank after rank, in program order
+  std::vector<QueuedTransfer> transfers_;   // rank after rank, in program order
   std::vector<int32_t> first_transfer_;     // [num_ranks + 1]
   std::vector<Queue> queues_;               // [num_ranks * queues_per_rank()]
   std::vector<int32_t> receive_of_reader_;  // by value of the reader

@@ -63,7 +63,10 @@ def _installation() -> dict[str, str]:
         facts["CUDA kernels"] = "built for " + ", ".join(cuda_kernels().compiled_archs())
         facts["grouped products"] = _grouped_products(cuda_kernels().grouped_gemm_archs())
     else:
-        facts["CUDA kernels"] = "not built (needs nvcc on PATH when megacore is installed)"
+        facts["CUDA kernels"] = (
+            "left out when megacore was installed; with nvcc on PATH, "
+            "MEGACORE_CUDA=ON pip install . builds them"
+        )
     return facts
 
 

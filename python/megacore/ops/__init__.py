@@ -32,8 +32,8 @@ def cuda_kernels() -> ModuleType:
     """
     if _CUDA is None:
         raise RuntimeError(
-            "this megacore was built without CUDA kernels; install it again on a machine with nvcc "
-            "on PATH (MEGACORE_CUDA=ON turns a missing compiler into an error)"
+            "this megacore was installed without CUDA kernels; with nvcc on PATH, "
+            "MEGACORE_CUDA=ON pip install . builds them"
         )
     return _CUDA
 

@@ -46,7 +46,7 @@ def _obstacle(
     device: torch.device, num_experts: int, out_features: int, in_features: int
 ) -> str | None:
     if not has_cuda_kernels():
-        return "megacore was built without CUDA kernels"
+        return "megacore was installed without CUDA kernels"
     archs = cuda_kernels().grouped_gemm_archs()
     if not archs:
         return "megacore was built without CUTLASS's headers; set CUTLASS_ROOT and install it again"

@@ -22,15 +22,15 @@ using cuda::FloatType;
 using cuda::PeerView;
 
 constexpr int64_t kMembers = 3;
-constexpr int64_t kExperts = 6;  // two of each member
+constexpr int64_t kPeerExperts = 6;  // two of each member
 constexpr int64_t kTokens = 9;
 constexpr int64_t kChoices = 2;
 constexpr float kPoison = std::numeric_limits<float>::quiet_NaN();
 
-uint16_t narrowed(float value, uint16_t) { return base::bfloat16_bits(value); }
-float narrowed(float value, float) { return value; }
-float widened(uint16_t bits) { return base::float_of_bfloat16(bits); }
-float widened(float value) { return value; }
+uint16_t stored_as(float value, uint16_t) { return base::bfloat16_bits(value); }
+float stored_as(float value, float) { return value; }
+float float_of(uint16_t bits) { return base::float_of_bfloat16(bits); }
+float float_of(float value) { return value; }
 
 template <typename Float>
 struct Member {
@@ -47,7 +47,7 @@ class Group {
   Group(int64_t capacity, int64_t max_row_bytes, double timeout_s = 60.0)
       : capacity_(capacity),
         layout_{.num_members = kMembers,
-                .max_experts = kExperts,
+                .max_experts = kPeerExperts,
                 .max_capacity = capacity,
                 .max_row_bytes = max_row_bytes},
         timeout_ns_(static_cast<int64_t>(timeout_s * 1e9)),
@@ -71,7 +71,7 @@ class Group {
   moe::PeerShape shape(int64_t position) const {
     return {.num_members = kMembers,
             .position = position,
-            .num_experts = kExperts,
+            .num_experts = kPeerExperts,
             .num_parts = kMembers,
             .part = position,
             .capacity = capacity_};
@@ -94,10 +94,10 @@ class Group {
 template <typename Float>
 std::vector<Member<Float>> random_members(int64_t width, int64_t capacity, std::mt19937& random) {
   std::vector<Member<Float>> members(kMembers);
-  std::uniform_int_distribution<int64_t> any(-1, kExperts - 1);
+  std::uniform_int_distribution<int64_t> any(-1, kPeerExperts - 1);
   std::normal_distribution<float> normal;
   for (Member<Float>& member : members) {
-    member.counts.assign(kExperts, 0);
+    member.counts.assign(kPeerExperts, 0);
     for (int64_t copy = 0; copy < kTokens * kChoices; ++copy) {
       member.experts.push_back(any(random));
       if (member.experts.back() >= 0) {
@@ -106,13 +106,13 @@ std::vector<Member<Float>> random_members(int64_t width, int64_t capacity, std::
       member.probs.push_back(normal(random));
     }
     for (int64_t i = 0; i < kTokens * width; ++i) {
-      member.tokens.push_back(narrowed(normal(random), Float{}));
+      member.tokens.push_back(stored_as(normal(random), Float{}));
     }
-    member.shift.assign(kExperts, -99);
-    member.kept.assign(kExperts, -99);
-    member.arriving.assign(kMembers * kExperts / kMembers, -99);
-    member.rows.assign(static_cast<size_t>(capacity * width), narrowed(kPoison, Float{}));
-    member.sums.assign(member.tokens.size(), narrowed(kPoison, Float{}));
+    member.shift.assign(kPeerExperts, -99);
+    member.kept.assign(kPeerExperts, -99);
+    member.arriving.assign(kMembers * kPeerExperts / kMembers, -99);
+    member.rows.assign(static_cast<size_t>(capacity * width), stored_as(kPoison, Float{}));
+    member.sums.assign(member.tokens.size(), stored_as(kPoison, Float{}));
     member.row_probs.assign(static_cast<size_t>(capacity), kPoison);
     member.prob_sums.assign(member.probs.size(), kPoison);
   }
@@ -138,8 +138,8 @@ void plan(Group& group, std::vector<Member<Float>>& members) {
     for (const int64_t count : member.arriving) {
       member.num_arrived += count;
     }
-    std::vector<int64_t> next(kExperts, 0);
-    for (size_t e = 1; e < kExperts; ++e) {
+    std::vector<int64_t> next(kPeerExperts, 0);
+    for (size_t e = 1; e < kPeerExperts; ++e) {
       next[e] = next[e - 1] + member.counts[e - 1];
     }
     for (const int64_t expert : member.experts) {
@@ -159,7 +159,7 @@ template <typename Float>
 std::vector<std::vector<std::pair<int64_t, int64_t>>> by_list(
     const std::vector<Member<Float>>& members, int64_t capacity) {
   std::vector<std::vector<std::pair<int64_t, int64_t>>> rows(kMembers);
-  for (int64_t expert = 0; expert < kExperts; ++expert) {
+  for (int64_t expert = 0; expert < kPeerExperts; ++expert) {
     for (int64_t sender = 0; sender < kMembers; ++sender) {
       for (int64_t copy = 0; copy < kTokens * kChoices; ++copy) {
         auto& buffer = rows[static_cast<size_t>(expert / 2)];
@@ -242,8 +242,8 @@ void check(const std::vector<Member<Float>>& members, int64_t capacity, int64_t 
       EXPECT_EQ(members[p].row_probs[static_cast<size_t>(row)], is_filled ? prob : 0.0F);
       for (int64_t i = 0; i < width; ++i) {
         const Float value = from.tokens[static_cast<size_t>(copy / kChoices * width + i)];
-        ASSERT_EQ(widened(members[p].rows[static_cast<size_t>(row * width + i)]),
-                  is_filled ? widened(value) : 0.0F);
+        ASSERT_EQ(float_of(members[p].rows[static_cast<size_t>(row * width + i)]),
+                  is_filled ? float_of(value) : 0.0F);
       }
       if (is_filled) {
         is_kept[static_cast<size_t>(sender)][static_cast<size_t>(copy)] = true;
@@ -261,7 +261,7 @@ void check(const std::vector<Member<Float>>& members, int64_t capacity, int64_t 
       for (int64_t i = token * width; i < (token + 1) * width; ++i) {
         const auto at = static_cast<size_t>(i);
         // Twice a value is exact in any of the types.
-        ASSERT_EQ(widened(members[p].sums[at]), times * widened(members[p].tokens[at]));
+        ASSERT_EQ(float_of(members[p].sums[at]), times * float_of(members[p].tokens[at]));
       }
     }
   }
@@ -321,8 +321,8 @@ TEST(PeerKernels, GiveUpOnAMemberThatDoesNotComeAndNameIt) {
       nullptr);
   EXPECT_EQ(group.failure(0).fault, parallel::PeerFault::kNoRows);
   EXPECT_EQ(first.kept, first.counts);
-  EXPECT_EQ(first.shift, std::vector<int64_t>(kExperts, 20));
-  EXPECT_EQ(first.arriving, std::vector<int64_t>(kExperts, 0));
+  EXPECT_EQ(first.shift, std::vector<int64_t>(kPeerExperts, 20));
+  EXPECT_EQ(first.arriving, std::vector<int64_t>(kPeerExperts, 0));
 }
 
 TEST(PeerKernels, RefuseAnotherCapacity) {

@@ -46,7 +46,7 @@ std::vector<Case> cases() {
 TEST(GroupedGemm, EqualsLoopsToTheBit) {
   for (const Case& c : cases()) {
     const auto& [rows, experts, n, k] = c.shape;
-    SCOPED_TRACE(testing::Message() << rows << " rows, N " << n << ", K " << k);
+    SCOPED_TRACE(::testing::Message() << rows << " rows, N " << n << ", K " << k);
     const auto x = eighths(rows * k, 1);
     const auto w = eighths(experts * n * k, 2);
     const auto grad = eighths(rows * n, 3);

@@ -158,7 +158,7 @@ TEST(PeerExchange, PlansAreThoseOfAListOfAllCopies) {
       rounds.push_back(random_counts(group, random));
     }
     for (const int64_t capacity : {0, 1, 7, 100}) {
-      SCOPED_TRACE(testing::Message() << group.num_members << " members, capacity " << capacity);
+      SCOPED_TRACE(::testing::Message() << group.num_members << " members, capacity " << capacity);
       group.capacity = capacity;
       const auto errors = run_members(layout_of(group, 4), [&](PeerExchange& peers, int64_t me) {
         for (const Counts& counts : rounds) {

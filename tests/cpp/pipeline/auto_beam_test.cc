@@ -13,8 +13,6 @@
 namespace megacore::pipeline {
 namespace {
 
-Placement two_chunks(int p) { return Placement::loop({.num_ranks = p, .num_chunks = 2}); }
-
 void expect_sound(const AutoSchedule& result, const BoundProblem& problem) {
   const Certificate& certificate = result.certificate;
   const Timeline timeline = checked(result.schedule, problem.costs);

@@ -7,10 +7,6 @@
 namespace megacore::pipeline {
 namespace {
 
-Placement chain(int p) { return Placement::loop({.num_ranks = p, .num_chunks = 1}); }
-Placement two_chunks(int p) { return Placement::loop({.num_ranks = p, .num_chunks = 2}); }
-Placement v(int p) { return Placement::v({.num_ranks = p}); }
-
 // Small instances whose optimum a constraint solver proved elsewhere.
 TEST(AutoSchedule, ReachesAndProvesKnownOptima) {
   struct Instance {

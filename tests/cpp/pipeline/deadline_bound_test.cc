@@ -17,8 +17,6 @@
 namespace megacore::pipeline {
 namespace {
 
-Placement chain(int p) { return Placement::loop({.num_ranks = p, .num_chunks = 1}); }
-
 double tight_bound(const BoundProblem& problem, double makespan) {
   return tightened(lower_bound(problem), problem, makespan).value;
 }

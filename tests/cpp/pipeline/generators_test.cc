@@ -11,6 +11,7 @@
 #include "megacore/pipeline/schedule_table.h"
 #include "megacore/pipeline/simulate.h"
 #include "megacore/pipeline/validate.h"
+#include "schedule_checks.h"
 
 namespace megacore::pipeline {
 namespace {
@@ -20,24 +21,6 @@ using Order = std::vector<int32_t>;
 Schedule interleaved(int p, int v, int m, std::optional<int> group_size = std::nullopt) {
   return interleaved_one_f_one_b(
       {.num_ranks = p, .num_chunks = v, .num_microbatches = m, .group_size = group_size});
-}
-
-std::string row(const Schedule& schedule, int rank) {
-  std::string text;
-  for (const Action& action : schedule.rank_actions(rank)) {
-    if (!text.empty()) text += ' ';
-    text += to_text(action);
-  }
-  return text;
-}
-
-std::string message_of(const auto& call) {
-  try {
-    call();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(Gpipe, RunsAllForwardsThenAllBackwardsInOneOrder) {

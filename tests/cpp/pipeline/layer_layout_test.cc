@@ -8,19 +8,15 @@
 #include <vector>
 
 #include "megacore/pipeline/partition.h"
+#include "schedule_checks.h"
 
 namespace megacore::pipeline {
 namespace {
 
 using Layers = std::vector<int>;
 
-std::string error_of(const std::string& text) {
-  try {
-    layers_of_layout(text);
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "no error";
+std::string layout_error(const std::string& text) {
+  return message_of([&] { layers_of_layout(text); });
 }
 
 TEST(LayerLayout, CountsLayersPerStage) {
@@ -43,21 +39,22 @@ TEST(LayerLayout, ReadsTheLayoutOfA61LayerModel) {
 }
 
 TEST(LayerLayout, MarksTheOffendingCharacter) {
-  EXPECT_EQ(error_of("Ett|xL"),
+  EXPECT_EQ(layout_error("Ett|xL"),
             "layout \"Ett|>x<L\": unknown; use E (embedding), t (layer), m (layer for multi-token "
             "prediction), L (loss), | (next stage), x*3 and ( )");
-  EXPECT_EQ(error_of("Et*|L"), "layout \"Et>*<|L\": a number must follow '*'");
-  EXPECT_EQ(error_of("E*2tL"), "layout \">E<*2tL\": E may stand at the very start only, once");
-  EXPECT_EQ(error_of("Et*0L"), "layout \"Et>*<0L\": repeat at least once");
-  EXPECT_EQ(error_of("*3EtL"), "layout \">*<3EtL\": '*' must follow what it repeats");
-  EXPECT_EQ(error_of("E(tt|L"), "layout \"E>(<tt|L\": this '(' is not closed");
-  EXPECT_EQ(error_of("Et)|L"), "layout \"Et>)<|L\": this ')' closes no '('");
-  EXPECT_EQ(error_of("tt|tL"), "layout \">t<t|tL\": a layout begins with E, the embedding");
-  EXPECT_EQ(error_of("Et|tL|"),
+  EXPECT_EQ(layout_error("Et*|L"), "layout \"Et>*<|L\": a number must follow '*'");
+  EXPECT_EQ(layout_error("E*2tL"), "layout \">E<*2tL\": E may stand at the very start only, once");
+  EXPECT_EQ(layout_error("Et*0L"), "layout \"Et>*<0L\": repeat at least once");
+  EXPECT_EQ(layout_error("*3EtL"), "layout \">*<3EtL\": '*' must follow what it repeats");
+  EXPECT_EQ(layout_error("E(tt|L"), "layout \"E>(<tt|L\": this '(' is not closed");
+  EXPECT_EQ(layout_error("Et)|L"), "layout \"Et>)<|L\": this ')' closes no '('");
+  EXPECT_EQ(layout_error("tt|tL"), "layout \">t<t|tL\": a layout begins with E, the embedding");
+  EXPECT_EQ(layout_error("Et|tL|"),
             "layout \"Et|tL>|<\": a layout ends with L, the output layer and loss");
-  EXPECT_EQ(error_of("EtL|tL"), "layout \"Et>L<|tL\": L may stand at the very end only, once");
-  EXPECT_EQ(error_of("Et|EtL"), "layout \"Et|>E<tL\": E may stand at the very start only, once");
-  EXPECT_EQ(error_of(""), "layout \"><\": it is empty; the shortest is \"EtL\"");
+  EXPECT_EQ(layout_error("EtL|tL"), "layout \"Et>L<|tL\": L may stand at the very end only, once");
+  EXPECT_EQ(layout_error("Et|EtL"),
+            "layout \"Et|>E<tL\": E may stand at the very start only, once");
+  EXPECT_EQ(layout_error(""), "layout \"><\": it is empty; the shortest is \"EtL\"");
 }
 
 TEST(LayerLayout, LayersThatPredictFurtherStandBehindAllOthersOnOneStage) {
@@ -68,17 +65,17 @@ TEST(LayerLayout, LayersThatPredictFurtherStandBehindAllOthersOnOneStage) {
   EXPECT_EQ(layers_of_layout("Et|tm*2L"), (Layers{1, 1}));
   EXPECT_EQ(predictions_of_layout("Et|tm*2L"), (Layers{0, 2}));
   EXPECT_EQ(predictions_of_layout("Et|t|L"), (Layers{0, 0, 0}));
-  EXPECT_EQ(error_of("Etm|tL"),
+  EXPECT_EQ(layout_error("Etm|tL"),
             "layout \"Etm|>t<L\": t may not stand behind m, which predicts from the last layer");
-  EXPECT_EQ(error_of("Et|m|mL"), "layout \"Et|m|>m<L\": all m must be on one stage");
-  EXPECT_EQ(error_of("mEtL"), "layout \">m<EtL\": a layout begins with E, the embedding");
+  EXPECT_EQ(layout_error("Et|m|mL"), "layout \"Et|m|>m<L\": all m must be on one stage");
+  EXPECT_EQ(layout_error("mEtL"), "layout \">m<EtL\": a layout begins with E, the embedding");
 }
 
 TEST(LayerLayout, BoundsWhatATextCanGrowTo) {
-  EXPECT_NE(error_of("Et*99999999999999999999L").find("repeat at most"), std::string::npos);
-  EXPECT_NE(error_of("E(((t*1000)*1000)*1000)L").find("more than"), std::string::npos);
-  EXPECT_NE(error_of("Et*60000t*60000L").find("more than"), std::string::npos);
-  EXPECT_NE(error_of("E" + std::string(100000, '(') + "t").find("nested"), std::string::npos);
+  EXPECT_NE(layout_error("Et*99999999999999999999L").find("repeat at most"), std::string::npos);
+  EXPECT_NE(layout_error("E(((t*1000)*1000)*1000)L").find("more than"), std::string::npos);
+  EXPECT_NE(layout_error("Et*60000t*60000L").find("more than"), std::string::npos);
+  EXPECT_NE(layout_error("E" + std::string(100000, '(') + "t").find("nested"), std::string::npos);
 }
 
 std::string partition_error(const PartitionShape& shape) {

@@ -16,10 +16,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-Placement chain(int p) { return Placement::loop({.num_ranks = p, .num_chunks = 1}); }
-Placement two_chunks(int p) { return Placement::loop({.num_ranks = p, .num_chunks = 2}); }
-Placement v(int p) { return Placement::v({.num_ranks = p}); }
-
 double bound_of(Placement placement, int m, bool split, int64_t limit, double send = 0.0) {
   return lower_bound({.placement = std::move(placement),
                       .num_microbatches = m,

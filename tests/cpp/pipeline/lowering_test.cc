@@ -11,22 +11,13 @@
 #include "megacore/pipeline/generators.h"
 #include "megacore/pipeline/state_machine.h"
 #include "megacore/pipeline/validate_programs.h"
+#include "schedule_checks.h"
 
 namespace megacore::pipeline {
 namespace {
 
-std::string error_of(const std::vector<Program>& programs) {
-  try {
-    validate_programs(programs);
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "valid";
-}
-
-testing::AssertionResult mentions(const std::string& text, const std::string& part) {
-  if (text.find(part) != std::string::npos) return testing::AssertionSuccess();
-  return testing::AssertionFailure() << "'" << part << "' is not in:\n" << text;
+std::string programs_error(const std::vector<Program>& programs) {
+  return message_of([&] { validate_programs(programs); });
 }
 
 size_t position_of(const Program& program, const std::string& action) {
@@ -51,7 +42,7 @@ TEST(Lower, NeighbouringStagesOnOneRankNeedNoMessage) {
       lower(schedule_from_text("rank 0: 0F0 3F0 3B0 0B0\n"
                                "rank 1: 1F0 2F0 2B0 1B0\n"));
   EXPECT_EQ(to_text(programs[1]), "1RECV_F0 1F0 2RECV_B0 2F0 2SEND_F0 2B0 1B0 1SEND_B0");
-  EXPECT_EQ(error_of(programs), "valid");
+  EXPECT_EQ(programs_error(programs), "no error");
   EXPECT_EQ(to_text(lower(gpipe({.num_ranks = 1, .num_microbatches = 1}))[0]), "0F0 0B0");
 }
 
@@ -80,10 +71,10 @@ TEST(Lower, KeepsEveryChannelInTheOrderOfSending) {
         interleaved_one_f_one_b({.num_ranks = p, .num_chunks = v, .num_microbatches = m});
     for (const Receives receives : {Receives::kAhead, Receives::kInOrder}) {
       const auto programs = lower(schedule, receives);
-      ASSERT_EQ(error_of(programs), "valid");
+      ASSERT_EQ(programs_error(programs), "no error");
       std::vector<Program> evaluation;
       for (const Program& program : programs) evaluation.push_back(forward_only(program));
-      ASSERT_EQ(error_of(evaluation), "valid");
+      ASSERT_EQ(programs_error(evaluation), "no error");
       const auto direct = lower(forward_only(schedule), receives);
       for (size_t rank = 0; rank < direct.size(); ++rank) {
         EXPECT_EQ(to_text(evaluation[rank]), to_text(direct[rank]));
@@ -127,13 +118,13 @@ TEST(ValidatePrograms, FindsAMessageWithoutItsOtherEnd) {
   auto programs = two_ranks();
   auto& steps = programs[0].steps;
   steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(position_of(programs[0], "0SEND_F1")));
-  EXPECT_TRUE(mentions(error_of(programs), "1RECV_F1 has no send: rank 0 never sends"));
+  EXPECT_TRUE(mentions(programs_error(programs), "1RECV_F1 has no send: rank 0 never sends"));
 
   programs = two_ranks();
   auto& others = programs[1].steps;
   others.erase(others.begin() + static_cast<std::ptrdiff_t>(position_of(programs[1], "1RECV_F1")));
   EXPECT_TRUE(
-      mentions(error_of(programs), "1F1 reads a message, but no 1RECV_F1 stands before it"));
+      mentions(programs_error(programs), "1F1 reads a message, but no 1RECV_F1 stands before it"));
 }
 
 TEST(ValidatePrograms, FindsMessagesReceivedInAnotherOrder) {
@@ -141,7 +132,7 @@ TEST(ValidatePrograms, FindsMessagesReceivedInAnotherOrder) {
   auto& steps = programs[1].steps;
   std::swap(steps[position_of(programs[1], "1RECV_F0")],
             steps[position_of(programs[1], "1RECV_F1")]);
-  EXPECT_TRUE(mentions(error_of(programs),
+  EXPECT_TRUE(mentions(programs_error(programs),
                        "from rank 0 to rank 1, message 0 is sent as 0SEND_F0 but received as "
                        "1RECV_F1"));
 }
@@ -149,23 +140,24 @@ TEST(ValidatePrograms, FindsMessagesReceivedInAnotherOrder) {
 TEST(ValidatePrograms, FindsLateReceivesEarlySendsAndWrongPeers) {
   auto programs = two_ranks();
   std::swap(programs[1].steps[0], programs[1].steps[1]);
-  EXPECT_TRUE(mentions(error_of(programs), "rank 1, position 0: 1F0 reads a message"));
+  EXPECT_TRUE(mentions(programs_error(programs), "rank 1, position 0: 1F0 reads a message"));
 
   programs = two_ranks();
   std::swap(programs[0].steps[0], programs[0].steps[1]);
-  EXPECT_TRUE(mentions(error_of(programs), "stands before the action that makes its message"));
+  EXPECT_TRUE(
+      mentions(programs_error(programs), "stands before the action that makes its message"));
 
   programs = two_ranks();
   programs[0].steps[1].peer = 0;
-  EXPECT_TRUE(mentions(error_of(programs), "names rank 0 as its other end; it is rank 1"));
+  EXPECT_TRUE(mentions(programs_error(programs), "names rank 0 as its other end; it is rank 1"));
 
   programs = two_ranks();
   programs[0].steps[1].action.stage = 7;
-  EXPECT_TRUE(mentions(error_of(programs), "7SEND_F0 does not belong to this rank"));
+  EXPECT_TRUE(mentions(programs_error(programs), "7SEND_F0 does not belong to this rank"));
 
   programs = two_ranks();
   programs[0].steps.push_back(programs[0].steps[1]);
-  EXPECT_TRUE(mentions(error_of(programs), "0SEND_F0 is repeated"));
+  EXPECT_TRUE(mentions(programs_error(programs), "0SEND_F0 is repeated"));
 }
 
 TEST(ValidatePrograms, FindsASendThatComesTooLateForEveryone) {
@@ -180,7 +172,7 @@ TEST(ValidatePrograms, FindsASendThatComesTooLateForEveryone) {
   const ProgramStep other = steps[second];
   steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(second));
   steps.push_back(other);
-  const std::string text = error_of(programs);
+  const std::string text = programs_error(programs);
   EXPECT_TRUE(mentions(text, "they deadlock"));
   EXPECT_TRUE(mentions(text, "0B0 waits for 0RECV_B0 from rank 1"));
   EXPECT_TRUE(mentions(text, "1F0 waits for 1RECV_F0 from rank 0"));
@@ -190,25 +182,27 @@ TEST(ValidatePrograms, FindsASendThatComesTooLateForEveryone) {
 // Posting ahead is what one queue per pair of ranks cannot take.
 TEST(ValidatePrograms, FindsProgramsThatNeedMoreThanOneQueue) {
   auto programs = lower(one_f_one_b({.num_ranks = 2, .num_microbatches = 4}));
-  EXPECT_EQ(error_of(programs), "valid");
+  EXPECT_EQ(programs_error(programs), "no error");
   for (Program& program : programs) program.receives = Receives::kInOrder;
-  EXPECT_TRUE(mentions(error_of(programs), "their sends and receives do not follow one order"));
+  EXPECT_TRUE(
+      mentions(programs_error(programs), "their sends and receives do not follow one order"));
 }
 
 TEST(ValidatePrograms, FindsAPrematureAcknowledgement) {
   auto programs = two_ranks();
   programs[0].steps[position_of(programs[0], "0RECV_B0")].acknowledged = 2;
-  EXPECT_TRUE(mentions(error_of(programs), "0RECV_B0 acknowledges 2 sends, but when it is sent"));
+  EXPECT_TRUE(
+      mentions(programs_error(programs), "0RECV_B0 acknowledges 2 sends, but when it is sent"));
 }
 
 TEST(ValidatePrograms, FindsProgramsThatDoNotBelongTogether) {
   auto programs = two_ranks();
   programs.pop_back();
-  EXPECT_TRUE(mentions(error_of(programs), "there are 1 programs for 2 ranks"));
+  EXPECT_TRUE(mentions(programs_error(programs), "there are 1 programs for 2 ranks"));
   programs = two_ranks();
   std::swap(programs[0], programs[1]);
-  EXPECT_TRUE(mentions(error_of(programs), "program 0 is that of rank 1"));
-  EXPECT_TRUE(mentions(error_of({}), "there are no programs"));
+  EXPECT_TRUE(mentions(programs_error(programs), "program 0 is that of rank 1"));
+  EXPECT_TRUE(mentions(programs_error({}), "there are no programs"));
 }
 
 // Any dropped, repeated or exchanged communication step is found.
@@ -231,11 +225,11 @@ TEST(ValidatePrograms, FindsSeededFaults) {
 
     auto dropped = good;
     dropped[rank].steps.erase(dropped[rank].steps.begin() + static_cast<std::ptrdiff_t>(a));
-    EXPECT_NE(error_of(dropped), "valid");
+    EXPECT_NE(programs_error(dropped), "no error");
 
     auto repeated = good;
     repeated[rank].steps.push_back(repeated[rank].steps[a]);
-    EXPECT_NE(error_of(repeated), "valid");
+    EXPECT_NE(programs_error(repeated), "no error");
 
     const size_t b = messages[below(messages.size())];
     const ProgramStep& first = good[rank].steps[a];
@@ -245,7 +239,7 @@ TEST(ValidatePrograms, FindsSeededFaults) {
     if (!same_channel) continue;
     auto swapped = good;
     std::swap(swapped[rank].steps[a], swapped[rank].steps[b]);
-    EXPECT_NE(error_of(swapped), "valid");
+    EXPECT_NE(programs_error(swapped), "no error");
   }
 }
 

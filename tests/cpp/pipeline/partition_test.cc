@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "schedule_checks.h"
+
 namespace megacore::pipeline {
 namespace {
 
@@ -14,13 +16,8 @@ std::vector<int> counts(const PartitionShape& shape) {
   return sizes;
 }
 
-std::string error_of(const PartitionShape& shape) {
-  try {
-    partition_layers(shape);
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "no error";
+std::string refusal(const PartitionShape& shape) {
+  return message_of([&] { partition_layers(shape); });
 }
 
 TEST(Partition, SpreadsEvenlyInStageOrder) {
@@ -56,31 +53,31 @@ TEST(Partition, EmbeddingAndLossCountAsLayers) {
 }
 
 TEST(Partition, EveryErrorNamesTheRuleAndTheNearestLegalValues) {
-  EXPECT_EQ(error_of({.num_layers = 30, .num_ranks = 4}),
+  EXPECT_EQ(refusal({.num_layers = 30, .num_ranks = 4}),
             "num_layers 30 cannot be spread evenly over 4 stages (4 ranks). Nearest legal values, "
             "changing one setting: num_layers 28 or 32; num_ranks 3 or 5");
-  EXPECT_EQ(error_of({.num_layers = 3, .num_ranks = 4}),
+  EXPECT_EQ(refusal({.num_layers = 3, .num_ranks = 4}),
             "num_layers 3 cannot be spread evenly over 4 stages (4 ranks). Nearest legal values, "
             "changing one setting: num_layers 4; num_ranks 3");
-  EXPECT_EQ(error_of({.num_layers = 14, .num_ranks = 4, .first = 4, .last = 1}),
+  EXPECT_EQ(refusal({.num_layers = 14, .num_ranks = 4, .first = 4, .last = 1}),
             "of num_layers 14, first and last take 5; the other 9 cannot be spread evenly over 2 "
             "stages (2 ranks). Nearest legal values, changing one setting: num_layers 13 or 15; "
             "num_ranks 3 or 5; first 3 or 5; last 2");
-  EXPECT_NE(error_of({.num_layers = 12, .num_ranks = 3, .num_chunks = 2, .first = 3})
+  EXPECT_NE(refusal({.num_layers = 12, .num_ranks = 3, .num_chunks = 2, .first = 3})
                 .find("first is 3, which its 2 chunks cannot share evenly"),
             std::string::npos);
-  EXPECT_NE(error_of({.num_layers = 4, .num_ranks = 2, .first = 2, .last = 3})
+  EXPECT_NE(refusal({.num_layers = 4, .num_ranks = 2, .first = 2, .last = 3})
                 .find("first and last make 5 and no other rank is left"),
             std::string::npos);
-  EXPECT_NE(error_of({.num_layers = 4, .num_ranks = 1, .first = 2, .last = 2})
+  EXPECT_NE(refusal({.num_layers = 4, .num_ranks = 1, .first = 2, .last = 2})
                 .find("leave one of them out"),
             std::string::npos);
-  EXPECT_NE(error_of({.num_layers = 8, .num_ranks = 2, .first = 0}).find("at least 1 layer"),
+  EXPECT_NE(refusal({.num_layers = 8, .num_ranks = 2, .first = 0}).find("at least 1 layer"),
             std::string::npos);
-  EXPECT_NE(error_of({.num_layers = 8, .num_ranks = 2, .first = 2, .account_for_loss = true})
+  EXPECT_NE(refusal({.num_layers = 8, .num_ranks = 2, .first = 2, .account_for_loss = true})
                 .find("cannot be combined"),
             std::string::npos);
-  EXPECT_NE(error_of({.num_layers = 0, .num_ranks = 2}).find("must be in 1.."), std::string::npos);
+  EXPECT_NE(refusal({.num_layers = 0, .num_ranks = 2}).find("must be in 1.."), std::string::npos);
 }
 
 TEST(Partition, NoLayerIsEverLost) {

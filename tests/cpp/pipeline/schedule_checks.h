@@ -16,6 +16,10 @@
 
 namespace megacore::pipeline {
 
+inline Placement chain(int p) { return Placement::loop({.num_ranks = p, .num_chunks = 1}); }
+inline Placement two_chunks(int p) { return Placement::loop({.num_ranks = p, .num_chunks = 2}); }
+inline Placement v(int p) { return Placement::v({.num_ranks = p}); }
+
 inline std::string row(const Schedule& schedule, int rank) {
   std::string text;
   for (const Action& action : schedule.rank_actions(rank)) {
@@ -32,6 +36,11 @@ inline std::string message_of(const auto& call) {
     return error.what();
   }
   return "no error";
+}
+
+inline testing::AssertionResult mentions(const std::string& text, const std::string& part) {
+  if (text.find(part) != std::string::npos) return testing::AssertionSuccess();
+  return testing::AssertionFailure() << "'" << part << "' is not in:\n" << text;
 }
 
 inline int64_t peak_of(const Timeline& timeline) {

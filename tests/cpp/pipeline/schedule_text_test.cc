@@ -5,18 +5,10 @@
 
 #include "megacore/pipeline/generators.h"
 #include "megacore/pipeline/schedule.h"
+#include "schedule_checks.h"
 
 namespace megacore::pipeline {
 namespace {
-
-std::string error_of(const auto& call) {
-  try {
-    call();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 TEST(ScheduleText, HasOneLinePerRank) {
   EXPECT_EQ(to_text(one_f_one_b({.num_ranks = 2, .num_microbatches = 3})),
@@ -47,8 +39,9 @@ TEST(ScheduleText, HeaderTellsWhatMissingRowsCannot) {
   EXPECT_FALSE(schedule.forward_only);
   const Schedule evaluation = forward_only(gpipe({.num_ranks = 2, .num_microbatches = 1}));
   EXPECT_EQ(schedule_from_text(to_text(evaluation)), evaluation);
-  EXPECT_EQ(error_of([] { schedule_from_text("#megacore v1 num_microbatches=x\nrank 0: 0F0\n"); }),
-            "line 1: 'num_microbatches=x' should be a number");
+  EXPECT_EQ(
+      message_of([] { schedule_from_text("#megacore v1 num_microbatches=x\nrank 0: 0F0\n"); }),
+      "line 1: 'num_microbatches=x' should be a number");
 }
 
 TEST(ScheduleCsv, IsPyTorchsDialect) {
@@ -65,29 +58,29 @@ TEST(ScheduleCsv, EmptyCellsAreIdleAndThePlacementFollowsFromTheRows) {
 }
 
 TEST(ScheduleCsv, ErrorsNameRowAndColumn) {
-  EXPECT_EQ(error_of([] { schedule_from_csv("0F0,0B0\n1F0,1F0garbage\n", "x"); }).substr(0, 16),
+  EXPECT_EQ(message_of([] { schedule_from_csv("0F0,0B0\n1F0,1F0garbage\n", "x"); }).substr(0, 16),
             "row 2, column 2:");
-  EXPECT_NE(error_of([] {
+  EXPECT_NE(message_of([] {
               schedule_from_csv("0F0\n0F1\n", "x");
             }).find("stage 0 runs on rank 0 and on rank 1"),
             std::string::npos);
-  EXPECT_NE(error_of([] { schedule_from_csv("0F0\n2F0\n", "x"); }).find("no row runs stage 1"),
+  EXPECT_NE(message_of([] { schedule_from_csv("0F0\n2F0\n", "x"); }).find("no row runs stage 1"),
             std::string::npos);
-  EXPECT_NE(error_of([] { schedule_from_csv("0F0,0SEND_F0\n", "x"); }).find("is communication"),
+  EXPECT_NE(message_of([] { schedule_from_csv("0F0,0SEND_F0\n", "x"); }).find("is communication"),
             std::string::npos);
-  EXPECT_NE(error_of([] { schedule_from_csv("", "x"); }).find("is empty"), std::string::npos);
-  EXPECT_NE(error_of([] { schedule_from_csv("0F0\n,\n", "x"); }).find("runs no stage"),
+  EXPECT_NE(message_of([] { schedule_from_csv("", "x"); }).find("is empty"), std::string::npos);
+  EXPECT_NE(message_of([] { schedule_from_csv("0F0\n,\n", "x"); }).find("runs no stage"),
             std::string::npos);
-  EXPECT_NE(error_of([] { schedule_from_csv("2000000000F0\n", "x"); }).find("above the limit"),
+  EXPECT_NE(message_of([] { schedule_from_csv("2000000000F0\n", "x"); }).find("above the limit"),
             std::string::npos);
-  EXPECT_NE(error_of([] { schedule_from_csv("0F2147483647\n", "x"); }).find("above the limit"),
+  EXPECT_NE(message_of([] { schedule_from_csv("0F2147483647\n", "x"); }).find("above the limit"),
             std::string::npos);
 }
 
 TEST(ScheduleText, ErrorsNameTheLine) {
-  EXPECT_EQ(error_of([] { schedule_from_text("rank 0: 0F0\nrank 2: 1F0\n"); }),
+  EXPECT_EQ(message_of([] { schedule_from_text("rank 0: 0F0\nrank 2: 1F0\n"); }),
             "line 2: 'rank 2: 1F0' should start with 'rank 1:'");
-  EXPECT_NE(error_of([] { schedule_from_text("rank 0: 0F0 x\n"); }).find("line 1: 'x' is not"),
+  EXPECT_NE(message_of([] { schedule_from_text("rank 0: 0F0 x\n"); }).find("line 1: 'x' is not"),
             std::string::npos);
 }
 

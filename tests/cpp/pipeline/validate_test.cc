@@ -7,22 +7,13 @@
 #include <string>
 
 #include "megacore/pipeline/generators.h"
+#include "schedule_checks.h"
 
 namespace megacore::pipeline {
 namespace {
 
-std::string error_of(const Schedule& schedule) {
-  try {
-    validate(schedule);
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "valid";
-}
-
-testing::AssertionResult mentions(const std::string& text, const std::string& part) {
-  if (text.find(part) != std::string::npos) return testing::AssertionSuccess();
-  return testing::AssertionFailure() << "'" << part << "' is not in:\n" << text;
+std::string schedule_error(const Schedule& schedule) {
+  return message_of([&] { validate(schedule); });
 }
 
 void remove_action(Schedule& schedule, size_t index) {
@@ -33,9 +24,9 @@ void remove_action(Schedule& schedule, size_t index) {
 }
 
 TEST(Validate, AcceptsSplitBackwardsAndAnyPlacement) {
-  EXPECT_EQ(error_of(schedule_from_text("rank 0: 0F0 3F0 3I0 3W0 0I0 0W0\n"
-                                        "rank 1: 1F0 2F0 2B0 1B0\n")),
-            "valid");
+  EXPECT_EQ(schedule_error(schedule_from_text("rank 0: 0F0 3F0 3I0 3W0 0I0 0W0\n"
+                                              "rank 1: 1F0 2F0 2B0 1B0\n")),
+            "no error");
 }
 
 TEST(Validate, ListsMissingRepeatedAndMisplacedActions) {
@@ -43,7 +34,7 @@ TEST(Validate, ListsMissingRepeatedAndMisplacedActions) {
   schedule.actions[1] = {0, ActionKind::kForward, 0};   // repeats 0F0, drops 0F1
   schedule.actions[6] = {0, ActionKind::kForward, 2};   // on the wrong rank
   schedule.actions[7] = {1, ActionKind::kBackward, 9};  // no such microbatch
-  const std::string text = error_of(schedule);
+  const std::string text = schedule_error(schedule);
   EXPECT_TRUE(mentions(text, "rank 0, position 1: 0F0 is repeated"));
   EXPECT_TRUE(mentions(text, "rank 0: 0F1 is missing"));
   EXPECT_TRUE(mentions(text, "rank 1, position 0: 0F2 belongs to rank 0, which holds stage 0"));
@@ -52,19 +43,19 @@ TEST(Validate, ListsMissingRepeatedAndMisplacedActions) {
 }
 
 TEST(Validate, ChecksThatASplitBackwardIsWhole) {
-  EXPECT_TRUE(
-      mentions(error_of(schedule_from_text("rank 0: 0F0 0I0\n")), "0W0 is missing beside its I"));
-  EXPECT_TRUE(
-      mentions(error_of(schedule_from_text("rank 0: 0F0 0B0 0W0\n")), "0B0 stands beside I or W"));
-  EXPECT_TRUE(mentions(error_of(schedule_from_text("rank 0: 0F0 0W0 0I0\n")),
+  EXPECT_TRUE(mentions(schedule_error(schedule_from_text("rank 0: 0F0 0I0\n")),
+                       "0W0 is missing beside its I"));
+  EXPECT_TRUE(mentions(schedule_error(schedule_from_text("rank 0: 0F0 0B0 0W0\n")),
+                       "0B0 stands beside I or W"));
+  EXPECT_TRUE(mentions(schedule_error(schedule_from_text("rank 0: 0F0 0W0 0I0\n")),
                        "0W0 waits for 0I0 (rank 0, position 2)"));
 }
 
 TEST(Validate, DeadlockNamesEveryStuckRankAndMarksItInTheTable) {
   const std::string text =
-      error_of(schedule_from_text("rank 0: 0F0 0F1 0B1 0B0\n"
-                                  "rank 1: 1F0 1B0 1F1 1B1\n"
-                                  "rank 2: 2F1 2F0 2B0 2B1\n"));
+      schedule_error(schedule_from_text("rank 0: 0F0 0F1 0B1 0B0\n"
+                                        "rank 1: 1F0 1B0 1F1 1B1\n"
+                                        "rank 2: 2F1 2F0 2B0 2B1\n"));
   EXPECT_TRUE(mentions(text, "3 of 3 ranks"));
   EXPECT_TRUE(mentions(text, "rank 0 stops at position 2: 0B1 waits for 1B1 (rank 1, position 3)"));
   EXPECT_TRUE(mentions(text, "rank 1 stops at position 1: 1B0 waits for 2B0 (rank 2, position 2)"));
@@ -76,7 +67,7 @@ TEST(Validate, DeadlockNamesEveryStuckRankAndMarksItInTheTable) {
 TEST(Validate, LongRowsAreCutAroundTheStuckAction) {
   Schedule schedule = one_f_one_b({.num_ranks = 2, .num_microbatches = 100});
   std::swap(schedule.actions[119], schedule.actions[122]);  // 0F60 and 0B60
-  const std::string text = error_of(schedule);
+  const std::string text = schedule_error(schedule);
   EXPECT_TRUE(mentions(text, "more)"));
   EXPECT_LT(text.size(), 1500U);
 }
@@ -84,17 +75,18 @@ TEST(Validate, LongRowsAreCutAroundTheStuckAction) {
 TEST(Validate, RefusesShapesThatDoNotCoverTheirActions) {
   Schedule schedule = gpipe({.num_ranks = 2, .num_microbatches = 2});
   schedule.offsets.back() -= 1;
-  EXPECT_TRUE(mentions(error_of(schedule), "do not cover"));
+  EXPECT_TRUE(mentions(schedule_error(schedule), "do not cover"));
   schedule = gpipe({.num_ranks = 2, .num_microbatches = 2});
   schedule.num_microbatches = 1 << 30;
-  EXPECT_TRUE(mentions(error_of(schedule), "need 2147483648 forwards at least"));
+  EXPECT_TRUE(mentions(schedule_error(schedule), "need 2147483648 forwards at least"));
 }
 
 TEST(Validate, AForwardOnlyScheduleHoldsNoBackward) {
   Schedule schedule = forward_only(gpipe({.num_ranks = 2, .num_microbatches = 2}));
-  EXPECT_EQ(error_of(schedule), "valid");
+  EXPECT_EQ(schedule_error(schedule), "no error");
   schedule.actions[1] = {0, ActionKind::kBackward, 0};
-  EXPECT_TRUE(mentions(error_of(schedule), "is a backward, but the schedule is forward-only"));
+  EXPECT_TRUE(
+      mentions(schedule_error(schedule), "is a backward, but the schedule is forward-only"));
 }
 
 // A dropped or duplicated action always shows. A swap of two neighbours of one rank is either still
@@ -110,18 +102,18 @@ TEST(Validate, FindsSeededFaults) {
     const int m = 1 + static_cast<int>(below(9));
     const Schedule good =
         interleaved_one_f_one_b({.num_ranks = p, .num_chunks = v, .num_microbatches = m});
-    ASSERT_EQ(error_of(good), "valid");
+    ASSERT_EQ(schedule_error(good), "no error");
 
     Schedule dropped = good;
     remove_action(dropped, below(dropped.actions.size()));
-    EXPECT_TRUE(mentions(error_of(dropped), "is missing"));
+    EXPECT_TRUE(mentions(schedule_error(dropped), "is missing"));
 
     Schedule duplicated = good;
     const size_t from = below(good.actions.size());
     const size_t to = below(good.actions.size());
     duplicated.actions[to] = duplicated.actions[from];
     if (from != to) {
-      EXPECT_NE(error_of(duplicated), "valid");
+      EXPECT_NE(schedule_error(duplicated), "no error");
     }
 
     // A backward ahead of its own forward can never run.
@@ -132,7 +124,7 @@ TEST(Validate, FindsSeededFaults) {
       if (swapped.actions[b] ==
           Action{swapped.actions[f].stage, ActionKind::kBackward, swapped.actions[f].microbatch}) {
         std::swap(swapped.actions[f], swapped.actions[b]);
-        EXPECT_TRUE(mentions(error_of(swapped), "deadlocks"));
+        EXPECT_TRUE(mentions(schedule_error(swapped), "deadlocks"));
         break;
       }
     }

@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Run a command of the build quietly: one line of progress, its output in a log, the log's end if it fails.
+
+    scripts/progress.py TITLE LOG COMMAND...
+
+Counts the files that Ninja has compiled and repeats lines of CMake that say what was left out. Needs
+only the standard library: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+COMPILED = re.compile(r"\[(\d+)/(\d+)\] ")
+NOTICE = re.compile(r"(CUDA kernels left out.*)")
+LINES_OF_FAILURE = 60
+
+
+def main() -> int:
+    """Return the command's exit status."""
+    title, log, *command = sys.argv[1:]
+    path = Path(log)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    live = sys.stdout.isatty()
+    start = time.monotonic()
+    print(f"{title} ...", end="" if live else "\n", flush=True)
+    count, notices = "", []
+    with path.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            file.flush()
+            if match := NOTICE.search(line):
+                notices.append(match[1])
+            if match := COMPILED.search(line):
+                done, total = int(match[1]), int(match[2])
+                count = f", {total} steps of the build"
+                if live:
+                    print(f"\r{title} ... {done} of {total}", end="", flush=True)
+                elif done % 10 == 0 and done < total:
+                    print(f"  {done} of {total} compiled", flush=True)
+    status = process.wait()
+    seconds = time.monotonic() - start
+    if status != 0:
+        tail = path.read_text(errors="replace").splitlines()[-LINES_OF_FAILURE:]
+        print(f"\n{title}: failed with status {status}; the end of {path}:", *tail, sep="\n")
+        return status
+    print(("\r" if live else "") + f"{title}: {seconds:.0f} s{count}")
+    for notice in notices:
+        print(f"  {notice}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
