@@ -93,10 +93,10 @@ endef
 
 test-python: $(VENV)/.tools install
 	$(BIN)/python -m pytest -n $(JOBS) tests/unit
-	$(BIN)/python -m pytest tests/gpu tests/dist
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/gpu tests/dist
 
 test-campaigns: $(VENV)/.tools install
-	$(BIN)/python -m pytest -m campaign $(CAMPAIGNS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m campaign $(CAMPAIGNS)
 
 cuda:
 	$(MAKE) install MEGACORE_CUDA=ON

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Run a command of the build quietly: one line of progress, its output in a log, the log's end if it fails.
+"""Run a command of the build with one line of progress and its output in a log.
 
     scripts/progress.py TITLE LOG COMMAND...
 
-Counts the files that Ninja has compiled and repeats lines of CMake that say what was left out. Needs
-only the standard library: it runs before anything is installed.
+Counts what Ninja has compiled, repeats what CMake left out, and prints the end of the log if the
+command fails. Needs only the standard library: it runs before anything is installed.
 """
 
 from __future__ import annotations

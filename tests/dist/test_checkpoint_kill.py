@@ -109,7 +109,13 @@ def _kill_once(rng: random.Random, store: Path, directory: Path, in_background: 
     return max(acks)
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["in the step", "in the background"])
+@pytest.mark.parametrize(
+    "in_background",
+    [
+        pytest.param(False, id="in the step"),
+        pytest.param(True, id="in the background", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint_and_loses_none(
     tmp_path: Path, in_background: bool
 ) -> None:

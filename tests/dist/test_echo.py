@@ -16,6 +16,7 @@ from megacore.moe import OffloadPlan
 from megacore.parallel.params import ParamInfo, ShardPosition, unshard
 from megacore.train.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import Trainer, build_trainer
+from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
 
@@ -102,17 +103,6 @@ def train(_rank: int, world_size: int, changes: dict[str, Any], steps: int = STE
                 values = piece.tensors["exp_avg"].float() / (1.0 - beta1)
                 result.gradients.append((piece.info, at, piece.start, values))
     return result
-
-
-def train_all(rank: int, world_size: int, cases: dict[str, dict[str, Any]]) -> dict[str, Trained]:
-    found: dict[str, Trained] = {}
-    for name, changes in cases.items():
-        try:
-            found[name] = train(rank, world_size, changes)
-        except Exception as error:
-            error.add_note(f"in case {name}")
-            raise
-    return found
 
 
 def whole_gradients(by_rank: list[Trained]) -> dict[str, Tensor]:
@@ -212,16 +202,30 @@ def single() -> Trained:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", CASES)
-def test_training_with_clones_is_training_without(world_size: int, single: Trained) -> None:
-    cases = CASES[world_size]
-    by_rank = run_ranks(world_size, train_all, world_size, cases, timeout_s=240)
-    for name, changes in cases.items():
-        found = [results[name] for results in by_rank]
-        assert_same(name, found, single)
-        # Two slots and one (ep 8), two (ep 4) or four (ep 2) experts per rank.
-        documented = changes.get("moe.echo.planner") == "echo"
-        assert_balanced(name, found, 1.5 if documented else 1.05)
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    representatives(
+        [(world_size, name) for world_size, cases in CASES.items() for name in cases],
+        [
+            (2, "ep2"),
+            (2, "ep2, documented planner, allgather"),
+            (2, "ep2, experts recomputed"),
+            (4, "ep4"),
+            (4, "ep2 etp2, static"),
+            (4, "pp2 ep2, 1f1b"),
+            (4, "pp2 ep2, zero bubble"),
+        ],
+    ),
+)
+def test_training_with_clones_is_training_without(
+    world_size: int, name: str, single: Trained
+) -> None:
+    changes = CASES[world_size][name]
+    found = run_ranks(world_size, train, world_size, changes, timeout_s=120)
+    assert_same(name, found, single)
+    # Two slots and one (ep 8), two (ep 4) or four (ep 2) experts per rank.
+    documented = changes.get("moe.echo.planner") == "echo"
+    assert_balanced(name, found, 1.5 if documented else 1.05)
     assert single.losses[-1] < single.losses[0] - 0.3, "the model must have learnt something"
 
 

@@ -15,6 +15,7 @@ from megacore.moe.memory_clones import MemoryClones
 from megacore.parallel.turns import Turns, running_place
 from megacore.train.echo_plan import plan_echo
 from megacore.train.trainer import Trainer
+from tests.support.campaigns import representatives
 from tests.dist.test_echo import ECHO, skewed_trainer
 from tests.support.distributed import run_ranks
 
@@ -66,6 +67,8 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]] = {
         ),
     },
 }
+
+KEPT = [(2, "one stage"), (2, "one stage, messages"), (4, "1f1b"), (4, "two copies, peers")]
 
 
 class Log:
@@ -150,15 +153,9 @@ def train(world_size: int, changes: dict[str, Any]) -> Trained:
     return Trained(numbers, gradients, pieces_of(trainer, "main_param"), clones, log.num_beside())
 
 
-def train_all(_rank: int, world_size: int) -> dict[str, list[Trained]]:
-    found = {}
-    for name, (changes, ways) in CASES[world_size].items():
-        try:
-            found[name] = [train(world_size, {**changes, **way}) for way in ({}, *ways)]
-        except Exception as error:
-            error.add_note(f"in case {name}")
-            raise
-    return found
+def train_all_ways(_rank: int, world_size: int, name: str) -> list[Trained]:
+    changes, ways = CASES[world_size][name]
+    return [train(world_size, {**changes, **way}) for way in ({}, *ways)]
 
 
 def assert_equal(name: str, found: Trained, expected: Trained) -> None:
@@ -174,21 +171,27 @@ def assert_equal(name: str, found: Trained, expected: Trained) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", CASES)
-def test_passes_in_turns_with_clones_change_no_bit(world_size: int) -> None:
-    for results in run_ranks(world_size, train_all, world_size, timeout_s=120):
-        for name, (plain, *overlapped) in results.items():
-            assert plain.num_beside == 0
-            for each in overlapped:
-                assert_equal(name, each, plain)
-                assert each.clones == plain.clones, "plans and loads"
-                assert len(each.clones) == STEPS
-                for layers in each.clones:
-                    assert layers
-                    for num_clones, before, after in layers:
-                        assert num_clones >= 1, f"{name}: no clone, so nothing is tested"
-                        assert after < before, name
-                assert each.num_beside >= 4 * STEPS, f"{name}: clones of two at a time"
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    representatives(
+        [(world_size, name) for world_size, cases in CASES.items() for name in cases], KEPT
+    ),
+)
+def test_passes_in_turns_with_clones_change_no_bit(world_size: int, name: str) -> None:
+    for plain, *overlapped in run_ranks(
+        world_size, train_all_ways, world_size, name, timeout_s=120
+    ):
+        assert plain.num_beside == 0
+        for each in overlapped:
+            assert_equal(name, each, plain)
+            assert each.clones == plain.clones, "plans and loads"
+            assert len(each.clones) == STEPS
+            for layers in each.clones:
+                assert layers
+                for num_clones, before, after in layers:
+                    assert num_clones >= 1, f"{name}: no clone, so nothing is tested"
+                    assert after < before, name
+            assert each.num_beside >= 4 * STEPS, f"{name}: clones of two at a time"
 
 
 def memory_of_slots(_rank: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import torch
 
 from megacore.config import Config
 from megacore.train.trainer import build_trainer
+from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
 
@@ -123,9 +124,26 @@ LAYOUTS = {
     "pp2 dp2, pp before dp": (4, {"parallel.pp": 2, "parallel.order": "tp-pp-dp"}),
 }
 
+# One of every axis and pair of axes, kind of schedule and way to reduce.
+REPRESENTATIVES = (
+    "tp2 sequence parallel",
+    "pp2 gpipe",
+    "pp2 with 2 chunks",
+    "one rank with 2 chunks, split backwards",
+    "dp2",
+    "dp2 without ZeRO-1",
+    "dp4 small buckets",
+    "tp2 pp2",
+    "cp2",
+    "pp4 zb_h1",
+    "pp2 dp2 zb_v, overlapped",
+    "pp2 v_half, checked messages",
+    "pp2 auto",
+)
+
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", representatives(LAYOUTS, REPRESENTATIVES))
 def test_layout_gives_the_losses_of_one_process(
     layout: str, single: tuple[list[float], list[float]]
 ) -> None:
@@ -152,7 +170,7 @@ def test_zero1_changes_no_bit() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("tie", representatives([True, False], [True]))
 def test_dropout_and_untied_embeddings_do_not_depend_on_the_layout(tie: bool) -> None:
     changes: dict[str, Any] = {"model.dropout": 0.2, "model.tie_embeddings": tie}
     whole = train(0, 1, changes)

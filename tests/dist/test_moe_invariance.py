@@ -17,6 +17,7 @@ from megacore.parallel import ProcessGroups
 from megacore.parallel.params import ParamInfo, ShardPosition, unshard
 from megacore.train.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import Trainer, build_trainer
+from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
 
@@ -193,6 +194,23 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "other router, cp2 dp2 ep4": ("sigmoid", 4, {"parallel.cp": 2, "parallel.ep": 4}),
 }
 
+# One of every axis, dispatcher, kind of schedule and router.
+REPRESENTATIVES = (
+    "ep2 allgather",
+    "ep2 static",
+    "ep2 static, collective",
+    "tp2 sp",
+    "tp2 etp1 ep2",
+    "etp2",
+    "cp2 ep2",
+    "ep2, gradients reduced early",
+    "dp4 ep2",
+    "pp2 ep2, 2 chunks",
+    "pp2 ep2, weight gradients apart",
+    "pp2, a V",
+    "other router, ep2",
+)
+
 
 @pytest.fixture(scope="module")
 def singles() -> dict[str, Result]:
@@ -204,7 +222,7 @@ def singles() -> dict[str, Result]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", representatives(LAYOUTS, REPRESENTATIVES))
 def test_layout_gives_losses_and_gradients_of_one_process(
     layout: str, singles: dict[str, Result]
 ) -> None:

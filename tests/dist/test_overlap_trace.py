@@ -101,12 +101,14 @@ def check_gathers(trace: Trace, during: list[float]) -> None:
         assert any(first < product < second for product in trace.forwards)
 
 
+@pytest.mark.campaign
 def test_without_overlap_nothing_is_issued_during_the_passes(tmp_path: Path) -> None:
     for trace in trace_step(tmp_path, "off", "gloo"):
         assert trace.reduces == trace.gathers == []
         assert all(start > trace.grads[-1] for start in trace.transfers)
 
 
+@pytest.mark.campaign
 def test_without_overlap_shared_memory_works_after_the_passes(tmp_path: Path) -> None:
     for trace in trace_step(tmp_path, "off", "shared"):
         assert len(trace.reduces) == len(trace.gathers) >= 4

@@ -10,6 +10,7 @@ import torch
 
 from megacore.train.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import build_trainer
+from tests.support.campaigns import representatives
 from tests.dist.test_moe_invariance import (
     EP2,
     ETP1,
@@ -62,6 +63,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "cp2 dp2": ("untied", 4, {"parallel.cp": 2}),
 }
+REPRESENTATIVES = (
+    "cp2 ep2, mean over tokens",
+    "pp2",
+    "pp4, three copies of the embedding",
+    "pp2, a V",
+)
 MODELS = {"tied": MTP, "untied": UNTIED}
 
 
@@ -83,7 +90,7 @@ def singles() -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", representatives(LAYOUTS, REPRESENTATIVES))
 def test_layout_gives_losses_and_gradients_of_one_process(
     layout: str, singles: dict[str, Any]
 ) -> None:
