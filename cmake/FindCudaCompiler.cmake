@@ -11,7 +11,7 @@ endif()
 # of its own (wgmma, TMA) that the plain target leaves out.
 function(megacore_local_archs result)
   set(archs "")
-  find_program(MEGACORE_NVIDIA_SMI nvidia-smi)
+  find_program(MEGACORE_NVIDIA_SMI nvidia-smi NO_CACHE)
   if(MEGACORE_NVIDIA_SMI)
     execute_process(
       COMMAND "${MEGACORE_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
@@ -39,6 +39,9 @@ set(wanted "${MEGACORE_CUDA}")
 if(wanted STREQUAL "AUTO")
   if(MEGACORE_CUDA_ARCHS STREQUAL "")
     megacore_local_archs(MEGACORE_CUDA_ARCHS)
+    if(NOT MEGACORE_CUDA_ARCHS STREQUAL "")
+      message(STATUS "CUDA kernels wanted for ${MEGACORE_CUDA_ARCHS}: the GPUs of this machine")
+    endif()
   endif()
   if(MEGACORE_CUDA_ARCHS STREQUAL "")
     set(wanted "OFF")

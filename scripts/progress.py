@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-COMPILED = re.compile(r"\[(\d+)/(\d+)\] ")
+COMPILED = re.compile(r"\[(\d+)/(\d+)\] (?:Building|Linking)")
 NOTICE = re.compile(r"(CUDA kernels left out.*)")
 LINES_OF_FAILURE = 60
 

@@ -1,0 +1,94 @@
+"""When device code is built: the CMake configuration with compilers and GPUs that are not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+
+
+class Machine:
+    """A machine with an nvcc that only notes that it was started, and perhaps GPUs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started = folder / "nvcc_was_started"
+        self._add("nvcc", f"touch {self.started}; exit 1")
+        self._add("nvidia-smi", "exit 9")
+
+    def _add(self, name: str, script: str) -> None:
+        path = self.folder / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    def add_gpus(self, *capabilities: str) -> None:
+        self._add("nvidia-smi", "printf '" + "".join(c + "\\n" for c in capabilities) + "'")
+
+    def configure(self, *settings: str) -> subprocess.CompletedProcess[str]:
+        env = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "CUDA_HOME")}
+        return subprocess.run(
+            [
+                "cmake",
+                *("-S", str(ROOT), "-B", str(self.folder / "build")),
+                *("-DMEGACORE_PYTHON=OFF", *(f"-D{setting}" for setting in settings)),
+            ],
+            env={**env, "PATH": f"{self.folder}:{env['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_without_a_gpu_no_device_code_is_built_though_nvcc_is_there(machine: Machine) -> None:
+    done = machine.configure("MEGACORE_CUDA=AUTO")
+    assert done.returncode == 0, done.stderr
+    assert not machine.started.exists()
+    (line,) = [line for line in done.stdout.splitlines() if "CUDA kernels left out" in line]
+    assert "no GPU on this machine" in line
+    assert "MEGACORE_CUDA=ON pip install ." in line
+
+
+def test_off_is_silent(machine: Machine) -> None:
+    machine.add_gpus("9.0")
+    done = machine.configure("MEGACORE_CUDA=OFF")
+    assert done.returncode == 0
+    assert not machine.started.exists()
+    assert "left out" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("setting", ["MEGACORE_CUDA=ON", "MEGACORE_CUDA_ARCHS=90a"])
+def test_device_code_is_built_where_that_is_asked_for(machine: Machine, setting: str) -> None:
+    machine.configure(setting)
+    assert machine.started.exists()
+
+
+def test_an_nvcc_that_does_not_work_is_an_error_if_asked_for(machine: Machine) -> None:
+    done = machine.configure("MEGACORE_CUDA=ON")
+    assert done.returncode != 0
+    assert "no CUDA compiler works here" in done.stderr
+
+
+def test_gpus_at_hand_choose_the_architectures(machine: Machine) -> None:
+    machine.add_gpus("9.0", "8.0", "9.0")
+    done = machine.configure("MEGACORE_CUDA=AUTO")
+    assert machine.started.exists()
+    assert "CUDA kernels wanted for 90a;80" in done.stdout
+    assert "CUDA kernels left out" in done.stderr  # this nvcc does not work
+
+
+def test_a_setting_that_is_none_is_refused(machine: Machine) -> None:
+    done = machine.configure("MEGACORE_CUDA=yes")
+    assert done.returncode != 0
+    assert "must be AUTO, ON or OFF, got 'yes'" in " ".join(done.stderr.split())
