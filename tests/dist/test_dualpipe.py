@@ -207,7 +207,7 @@ def in_halves(trainer: Trainer, rank: int) -> Callable[[int, int], Microbatch]:
         return microbatch(
             trainer.data.train,
             step=step,
-            microbatch=number + rank * trainer.step._num_microbatches,
+            microbatch=number + rank * trainer.config.num_microbatches(2),
             dp_position=0,
             dp_size=1,
             microbatch_size=config.microbatch_size,

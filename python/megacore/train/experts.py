@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,13 +104,11 @@ class ExpertWatch:
         echo = moe.echo.spare_slots > 0 and groups.ep.size > 1
         self._row_size = moe.num_experts + 4 + (len(EchoCounts().as_list()) if echo else 0)
 
-    def start_step(self) -> None:
-        """Forget what was counted, before the first forward pass of a step."""
-        self._num_reruns = 0
-        self._reset()
+    def attempts(self, what: str) -> Iterator[None]:
+        """Yield once, and again for each time that a step must be run again. Collective.
 
-    def must_rerun(self, what: str) -> bool:
-        """Tell whether the step must be run again; if so, budgets have grown. Collective.
+        A step is run again with larger budgets if tokens found no room and the policy is
+        ``"rerun"``.
 
         Args:
             what: The step in words, for the message.
@@ -120,9 +118,16 @@ class ExpertWatch:
             PeerLostError: If a peer did not come while rows travelled between GPUs.
 
         Sync:
-            Waits for the device if the dispatcher is ``static`` and the policy not ``"drop"``;
-            otherwise returns at once.
+            Waits for the device after each attempt if the dispatcher is ``static`` and the policy
+            not ``"drop"``.
         """
+        self._num_reruns = 0
+        yield
+        while self._must_rerun(what):
+            yield
+
+    def _must_rerun(self, what: str) -> bool:
+        """Whether tokens found no room on any rank; if so, budgets have grown. Collective."""
         if not self._has_policy:
             return False
         total = self.num_to_rerun()
@@ -140,7 +145,6 @@ class ExpertWatch:
         for budget in self._budgets:
             budget.grow()
         self._num_reruns += 1
-        self._reset()
         return True
 
     def num_to_rerun(self) -> Tensor:
@@ -225,6 +229,7 @@ class ExpertWatch:
         for slots in {layer.echo.slots for layer in self._layers.values() if layer.echo}:
             slots.check()
 
-    def _reset(self) -> None:
+    def reset_counts(self) -> None:
+        """Zero the counts of all layers; call it before the passes of every attempt."""
         for layer in self._layers.values():
             layer.reset_counts()

@@ -27,34 +27,26 @@ from megacore.graphs import (
     graph_backend,
 )
 from megacore.models.captured import CapturedPart, captured_parts, random_uses, transformer_layers
-from megacore.models.gpt import GPTChunk
 from megacore.ops.counter_random import StepKeys
-from megacore.optim import DistributedOptimizer
+from megacore.optim import StepResult
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.process_groups import ProcessGroups
-from megacore.pipeline import Program
+from megacore.pipeline import ActionRecorder, Program
 from megacore.pipeline.executor import ActivationSpec
 from megacore.train.graph_memory import DeviceMemory, measured_bytes, measured_text
 from megacore.train.graph_plan import GraphBytes, predict_graphs
-
-# A microbatch of the step by its number, on the device of the model.
-MicrobatchOf = Callable[[int], Microbatch]
-# All passes of a step: from its microbatches to (sum of losses, number of steps or tokens).
-Passes = Callable[[MicrobatchOf], Tensor]
-# What follows the passes of a training step: from these sums, the learning rate, and a number that
-# is not 0 if nothing may change, to the numbers of the step.
-Update = Callable[[Tensor, Tensor, Tensor], Tensor]
+from megacore.train.step import EagerStep
 
 
 class StepGraphs:
-    """The graphs of one rank: captures after some steps, and checks that later steps fit.
+    """A ``StepRunner`` that captures an eager step after some steps and replays it.
+
+    Each step is compared with the captured one first. Graphs of parts of layers are installed in
+    the layers, so the eager passes replay them.
 
     Args:
         config: A resolved configuration with ``graphs.mode`` not ``"off"``.
-        chunks: Model chunks of this rank, in stage order.
-        optimizer: The optimizer over their parameters.
-        groups: Process groups of this rank.
+        eager: Passes and update to capture.
         program: This rank's actions of one step.
         hidden: What layers take and return.
 
@@ -68,18 +60,17 @@ class StepGraphs:
     def __init__(
         self,
         config: Config,
-        chunks: Sequence[GPTChunk],
-        optimizer: DistributedOptimizer,
-        groups: ProcessGroups,
+        eager: EagerStep,
         *,
         program: Program,
         hidden: ActivationSpec,
     ) -> None:
         self._config = config
         self._settings = config.graphs
-        self._chunks = list(chunks)
-        self._optimizer = optimizer
-        self._groups = groups
+        self._eager = eager
+        self._chunks = eager.chunks
+        self._optimizer = eager.optimizer
+        self._groups = eager.groups
         self._program = program
         self._hidden = hidden
         self._device = torch.device(hidden.device)
@@ -92,7 +83,7 @@ class StepGraphs:
         self._before = DeviceMemory()
         self._validation_budgets: tuple[float, ...] = ()
         self._marks: Any = None
-        self._factors: dict[float, Tensor] = {}
+        self._is_updated = False
         self.keys = StepKeys(random_uses(self._chunks), device=self._device)
         self.notes: list[str] = []
         self.predicted: GraphBytes | None = None
@@ -103,28 +94,14 @@ class StepGraphs:
         """The graphs of parts of layers; ``None`` before their capture."""
         return self._partial
 
-    def prepared(self, batch: Microbatch, number: int) -> Microbatch:
-        """A microbatch as captured code takes it: what changes from step to step as tensors."""
-        factor = batch.loss_factor
-        if not isinstance(factor, Tensor):
-            if factor not in self._factors:
-                self._factors[factor] = torch.full((), factor, device=self._device)
-            factor = self._factors[factor]
-        captured = number if self._partial is not None else None
-        return replace(batch, number=captured, keys=self.keys, loss_factor=factor)
-
     # ---- training --------------------------------------------------------------------------------
 
-    def start_step(
-        self, step: int, microbatch_of: MicrobatchOf, passes: Passes, update: Update
-    ) -> None:
+    def start(self, step: int, batches: Sequence[Microbatch]) -> None:
         """Set the step's random numbers; capture if it is time to. Collective.
 
         Args:
             step: Number of the step.
-            microbatch_of: Its microbatches.
-            passes: All passes of a training step; a full capture records it.
-            update: What follows them; recorded too with ``include_optimizer``.
+            batches: Its microbatches.
 
         Raises:
             CaptureError: If something cannot be captured and ``on_failure`` is ``"error"``.
@@ -134,7 +111,7 @@ class StepGraphs:
         self._num_steps += 1
         if self._gave_up or self._num_steps <= self._settings.warmup_steps:
             return
-        signature = self._signature(microbatch_of(0))
+        signature = self._signature(batches[0])
         if self._captured is not None:
             difference = signature.difference(self._captured)
             if not difference:
@@ -146,32 +123,39 @@ class StepGraphs:
                 )
             self.notes.append(f"captured again at step {step + 1:,}: {difference}")
             self.reset()
-        self._capture(signature, microbatch_of, passes, update)
+        self._capture(signature, batches)
 
     @property
     def includes_update(self) -> bool:
-        """Whether what was captured as a whole ends with the optimizer's step."""
+        """Whether the graph of the whole step ends with the optimizer's step."""
         return "training" in self._full and self._settings.include_optimizer
 
-    def train_passes(self, microbatch_of: MicrobatchOf, passes: Passes, *, lr: float) -> Tensor:
-        """All passes of a training step: replayed if they were captured as a whole.
+    def passes(
+        self, batches: Sequence[Microbatch], *, lr: float, recorder: ActionRecorder | None = None
+    ) -> Tensor:
+        """Replay the captured step, with the update if :attr:`includes_update`.
 
-        Returns:
-            What ``passes`` returns, or ``update`` if :attr:`includes_update`.
+        Runs the eager passes before the capture, with graphs of parts of layers, and for a
+        recorder, which a graph cannot serve.
         """
-        graph = self._full.get("training")
+        graph = self._full.get("training") if recorder is None else None
+        self._is_updated = graph is not None and self.includes_update
         if graph is None:
-            return passes(microbatch_of)
-        (numbers,) = graph(self._inputs(microbatch_of, lr=lr, veto=0.0))
-        self._optimizer.note_replay(self._marks, updated=self.includes_update)
+            return self._eager.passes(self._prepared(batches), recorder=recorder)
+        (numbers,) = graph(self._inputs(batches, lr=lr, veto=0.0))
+        self._optimizer.note_replay(self._marks, updated=self._is_updated)
         assert numbers is not None
         return numbers
 
-    def validation_passes(self, microbatch_of: MicrobatchOf, passes: Passes) -> Tensor:
-        """The same for a validation, which is captured at its first time after training was."""
+    def update(self, sums: Tensor, *, lr: float) -> StepResult:
+        """Run the optimizer's step, unless the replayed graph has run it."""
+        return StepResult(sums) if self._is_updated else self._eager.update(sums, lr=lr)
+
+    def validate(self, batches: Sequence[Microbatch]) -> Tensor:
+        """Replay a validation; the first one after the capture of training is captured."""
         if "training" not in self._full or self._gave_up_validation:
-            return passes(microbatch_of)
-        inputs = _inputs_of(self._num_microbatches, microbatch_of)
+            return self._eager.validate(self._prepared(batches))
+        inputs = _inputs_of(batches)
         budgets = self._budgets()
         if "validation" in self._full and self._validation_budgets != budgets:
             self._full.pop("validation").reset()
@@ -180,7 +164,7 @@ class StepGraphs:
             def capture() -> None:
                 self._full["validation"] = FullIterationGraph(
                     "the validation",
-                    lambda static: [passes(lambda number: _microbatch_of(static, number))],
+                    lambda static: [self._eager.validate(self._static(static))],
                     inputs,
                     backend=self._backend(),
                 )
@@ -189,7 +173,7 @@ class StepGraphs:
                 self._full.pop("validation", None)
                 self._gave_up_validation = True
                 self.notes.append(f"validations go on without graphs: {failure}")
-                return passes(microbatch_of)
+                return self._eager.validate(self._prepared(batches))
             self._validation_budgets = budgets
             self.notes.append(self._measured_text(self._before))
         (sums,) = self._full["validation"](inputs)
@@ -216,13 +200,7 @@ class StepGraphs:
 
     # ---- capture ---------------------------------------------------------------------------------
 
-    def _capture(
-        self,
-        signature: CaptureSignature,
-        microbatch_of: MicrobatchOf,
-        passes: Passes,
-        update: Update,
-    ) -> None:
+    def _capture(self, signature: CaptureSignature, batches: Sequence[Microbatch]) -> None:
         # What cannot run without storage cannot be captured either, but the capture says it better.
         with suppress(RuntimeError):
             self.predicted = predict_graphs(self._config, self._program)
@@ -233,9 +211,9 @@ class StepGraphs:
 
         def capture() -> None:
             if self._settings.mode == "partial":
-                self._capture_parts(microbatch_of(0))
+                self._capture_parts(batches[0])
             else:
-                self._capture_step(microbatch_of, passes, update)
+                self._capture_step(batches)
 
         failure = self._attempt(capture)
         if failure is None:
@@ -284,27 +262,51 @@ class StepGraphs:
             return failure.is_abrupt and topology.world_size > 1
         return failure.is_abrupt and max(topology.tp, topology.cp, topology.ep, topology.etp) > 1
 
-    def _capture_step(self, microbatch_of: MicrobatchOf, passes: Passes, update: Update) -> None:
-        optimizer, includes_update = self._optimizer, self._settings.include_optimizer
+    def _capture_step(self, batches: Sequence[Microbatch]) -> None:
+        eager, optimizer = self._eager, self._optimizer
 
         def function(static: Sequence[Tensor]) -> list[Tensor]:
             with optimizer.captured():
-                sums = passes(lambda number: _microbatch_of(static, number))
+                sums = eager.passes(self._static(static))
                 optimizer.reduce_grads()
-                return [update(sums, *static[-2:]) if includes_update else sums]
+                if not self._settings.include_optimizer:
+                    return [sums]
+                lr, veto = static[-2:]
+                # A graph cannot run the passes again: a step to repeat changes nothing.
+                veto = veto + eager.experts.num_to_rerun()
+                return [eager.update(sums, lr=lr, veto=veto).numbers]
 
         # What the update starts, only a graph of its own could wait for.
         optimizer.gathers_at_once = False
         # No warmup and no capture changes weights, wherever it runs in earnest.
-        inputs = self._inputs(microbatch_of, lr=0.0, veto=1.0)
+        inputs = self._inputs(batches, lr=0.0, veto=1.0)
         self._full["training"] = FullIterationGraph(
             "the training step", function, inputs, backend=self._backend()
         )
         self._marks = optimizer.grad_marks()
 
-    def _inputs(self, microbatch_of: MicrobatchOf, *, lr: float, veto: float) -> list[Tensor]:
-        """All that a captured training step reads: microbatches, and numbers for its update."""
-        inputs = _inputs_of(self._num_microbatches, microbatch_of)
+    def _prepared(self, batches: Sequence[Microbatch]) -> list[Microbatch]:
+        """Microbatches as captured code takes them: with keys, and numbers for parts of layers."""
+        return [
+            replace(batch, number=number if self._partial is not None else None, keys=self.keys)
+            for number, batch in enumerate(batches)
+        ]
+
+    def _static(self, static: Sequence[Tensor]) -> list[Microbatch]:
+        """Microbatches of the static inputs of a graph."""
+        num = self._eager.num_microbatches
+        batched = [static[3 * number : 3 * number + 3] for number in range(num)]
+        return self._prepared(
+            [
+                # The keys hold what depends on the step.
+                Microbatch(tokens=tokens, labels=labels, sample_ids=sample_ids, step=-1)
+                for tokens, labels, sample_ids in batched
+            ]
+        )
+
+    def _inputs(self, batches: Sequence[Microbatch], *, lr: float, veto: float) -> list[Tensor]:
+        """All inputs of a captured training step: microbatches, and numbers for its update."""
+        inputs = _inputs_of(batches)
         if self._settings.include_optimizer:
             double = torch.float64
             inputs += [torch.full((), n, dtype=double, device=self._device) for n in (lr, veto)]
@@ -354,15 +356,11 @@ class StepGraphs:
             return TransformerEngineBackend()
         return graph_backend(None if name == "auto" else name, device=self._device)
 
-    @property
-    def _num_microbatches(self) -> int:
-        return len({action.microbatch for action in self._program.actions})
-
     def _signature(self, batch: Microbatch) -> CaptureSignature:
         topology = self._groups.topology
         return CaptureSignature(
             facts={
-                "microbatches": self._num_microbatches,
+                "microbatches": self._eager.num_microbatches,
                 "order of passes": " ".join(map(str, self._program.actions)),
                 "batch shape": batch.shape,
                 "layer inputs": (self._hidden.shape, self._hidden.dtype, str(self._device)),
@@ -398,21 +396,14 @@ def _install(part: CapturedPart, calls: dict[int, Any]) -> None:
     part.layer.captured = part
 
 
-def _inputs_of(num_microbatches: int, microbatch_of: MicrobatchOf) -> list[Tensor]:
+def _inputs_of(batches: Sequence[Microbatch]) -> list[Tensor]:
     """The tensors of all microbatches of a step in a row."""
     inputs: list[Tensor] = []
-    for number in range(num_microbatches):
-        batch = microbatch_of(number)
+    for batch in batches:
         if batch.labels is None:
             raise ValueError("a captured step computes losses, but its batch has no labels")
         inputs += [batch.tokens, batch.labels, batch.sample_ids]
     return inputs
-
-
-def _microbatch_of(static: Sequence[Tensor], number: int) -> Microbatch:
-    tokens, labels, sample_ids = static[3 * number : 3 * number + 3]
-    # The keys say what depends on the step.
-    return Microbatch(tokens=tokens, labels=labels, sample_ids=sample_ids, step=-1)
 
 
 def _digest(config: Config) -> str:

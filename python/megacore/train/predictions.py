@@ -34,8 +34,8 @@ class PredictionWatch:
         self._sums = [chunk.mtp_sums for chunk in chunks if chunk.head is not None and counts]
         self._zeros = torch.zeros(2, num_depths, dtype=torch.float64, device=device)
 
-    def start_step(self) -> None:
-        """Forget what was added up."""
+    def reset(self) -> None:
+        """Zero the sums."""
         for sums in self._sums:
             sums.zero_()
 

@@ -1,16 +1,18 @@
 """One optimizer step and one validation pass, in any layout.
 
-``TrainStep`` joins the three independent machines of a step: the pipeline executor (which runs
-forward and backward passes), the gradient buffers (which reduce them) and the optimizer. It knows
-no schedule and no layout; those are in the program, the groups and the buffers it is given.
+``TrainStep.train`` is a step from top to bottom. It joins the machines of a step: the pipeline
+executor (forward and backward passes), the gradient buffers (which reduce) and the optimizer; it
+knows no schedule and no layout, which are in the program, the groups and the buffers. Passes and
+update are run by a ``StepRunner``: ``EagerStep`` here, or ``StepGraphs``, which wraps it.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +22,9 @@ from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
-from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program, Schedule
+from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program
 from megacore.pipeline.execution import StageOutput, StepLosses
-from megacore.pipeline.executor import ActivationSpec
 from megacore.train.experts import ExpertMetrics, ExpertWatch
-from megacore.train.graphs import MicrobatchOf, StepGraphs
 from megacore.train.predictions import PredictionWatch
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
@@ -33,14 +33,14 @@ BatchSource = Callable[[int, int], Microbatch]
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one step reports; equal on every rank except the time.
+    """Results of one step; equal on every rank except the time.
 
     Attributes:
         loss: Mean loss over the global batch, nats per token.
         grad_norm: Norm of the averaged gradient before clipping.
         skipped: Whether a non-finite gradient made every rank skip the update.
         step_time_s: Wall time of the step on this rank, seconds.
-        experts: What became of tokens in MoE layers; ``None`` for a model without.
+        experts: Loads, drops and losses of MoE layers; ``None`` for a model without.
         mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token.
     """
 
@@ -52,83 +52,49 @@ class StepMetrics:
     mtp_losses: tuple[float, ...] = ()
 
 
+class StepRunner(Protocol):
+    """Runs the passes and the update of a step, eagerly or as graphs."""
+
+    def start(self, step: int, batches: Sequence[Microbatch]) -> None:
+        """Prepare for the passes of a step. Collective."""
+
+    def passes(
+        self, batches: Sequence[Microbatch], *, lr: float, recorder: ActionRecorder | None = None
+    ) -> Tensor:
+        """Run all forward and backward passes; gradients are reduced as buckets fill.
+
+        Returns:
+            Sums for :meth:`update`.
+        """
+
+    def update(self, sums: Tensor, *, lr: float) -> StepResult:
+        """Finish the reduction, clip, update the parameters and start to gather them."""
+
+    def validate(self, batches: Sequence[Microbatch]) -> Tensor:
+        """Run all forward passes; return ``(sum of losses, number of steps or tokens)``."""
+
+
 class TrainStep:
     """Runs training steps and validations of one rank.
 
     Args:
-        chunks: Model chunks of this pipeline rank, in stage order.
-        optimizer: The optimizer over all parameters of ``chunks``.
-        groups: Process groups of this rank.
-        schedule: The schedule of one training step, compared between the ranks of the pipeline.
-        program: This rank's actions of it; validation runs its forward passes.
-        activation: Shape, dtype and device of what stages send on, by the stage that sends.
-        num_microbatches: Microbatches per data-parallel rank and step.
-        experts: Watches the MoE layers of ``chunks``.
-        predictions: Adds up the losses of multi-token prediction.
-        debug_messages: Check every message between stages; see ``PipelineExecutor``.
-        overlap_pairs: Run pairs of the schedule in turns; see ``PipelineExecutor``.
-        per_token: The loss is the mean over all tokens of the global batch, instead of the mean
-            over microbatches of their means.
-        graphs: CUDA graphs of the passes, or of parts of them.
+        eager: Passes and update of this rank.
+        runner: What runs them instead, such as graphs of them.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[GPTChunk],
-        optimizer: DistributedOptimizer,
-        groups: ProcessGroups,
-        *,
-        schedule: Schedule,
-        program: Program,
-        activation: Mapping[int, ActivationSpec],
-        num_microbatches: int,
-        experts: ExpertWatch,
-        predictions: PredictionWatch,
-        debug_messages: bool = False,
-        overlap_pairs: bool = False,
-        per_token: bool = False,
-        graphs: StepGraphs | None = None,
-    ) -> None:
-        self._chunks = list(chunks)
-        self._optimizer = optimizer
-        self._groups = groups
-        self._device = self._chunks[0].cos.device
-        self._num_microbatches = num_microbatches
-        self._experts = experts
-        self._predictions = predictions
-        self._per_token = per_token
-        self._graphs = graphs
-        self._last_backwards = {
-            action.stage: action.microbatch
-            for action in program.actions
-            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-        }
-        self._stages = dict(zip(self._chunks, program.stages, strict=True))
-        self._recomputed = {
-            (action.stage, action.microbatch)
-            for action in program.actions
-            if action.kind == ActionKind.RECOMPUTE
-        }
+    def __init__(self, eager: EagerStep, *, runner: StepRunner | None = None) -> None:
+        self._eager = eager
+        self._runner: StepRunner = eager if runner is None else runner
         self._reported_missing: tuple[str, ...] = ()
-        self._executor = PipelineExecutor(
-            program,
-            self._chunks,
-            group=groups.pp,
-            activation=activation,
-            channels=groups.pp_channels,
-            debug=debug_messages,
-            overlap_pairs=overlap_pairs,
-            schedule=schedule,
-        )
 
     def train(
-        self, step: int, batches: BatchSource, *, lr: float, recorder: ActionRecorder | None = None
+        self, step: int, source: BatchSource, *, lr: float, recorder: ActionRecorder | None = None
     ) -> StepMetrics:
         """Run one step: forward, backward, gradient reduction, update.
 
         Args:
             step: Number of the step, from 0.
-            batches: Where microbatches come from.
+            source: Where microbatches come from.
             lr: Learning rate of this step.
             recorder: Gets the start and end of every pipeline action when given.
 
@@ -143,100 +109,47 @@ class TrainStep:
             Waits for the device: the metrics are numbers.
         """
         start = time.perf_counter()
-
-        def microbatch_of(number: int) -> Microbatch:
-            return batches(step, number)
-
-        graphs = self._graphs
-        if graphs is not None:
-            graphs.start_step(step, microbatch_of, self._train_passes, self._vetoed_update)
-        self._experts.start_step()
-        while True:
-            self._predictions.start_step()
-            if graphs is None or recorder is not None:
-                sums = self._train_passes(microbatch_of, recorder=recorder)
-            else:
-                sums = graphs.train_passes(microbatch_of, self._train_passes, lr=lr)
-            is_updated = graphs is not None and graphs.includes_update and recorder is None
-            if not self._experts.must_rerun(f"step {step + 1:,}"):
-                break
+        eager, runner = self._eager, self._runner
+        batches = eager.fetch(source, step)
+        for _ in eager.experts.attempts(f"step {step + 1:,}"):
+            runner.start(step, batches)
+            eager.reset_counts()
             if recorder is not None:
                 recorder.clear()
-            if graphs is not None:
-                graphs.start_step(step, microbatch_of, self._train_passes, self._vetoed_update)
+            sums = runner.passes(batches, lr=lr, recorder=recorder)
         self._warn_of_missing_grads()
-        result = StepResult(sums) if is_updated else self._update(sums, lr)
-        num_further = self._predictions.extra().numel()
-        of_further, of_experts = result.extra[2:].tensor_split([num_further])
+        result = runner.update(sums, lr=lr)
+        losses, mtp, experts = eager.split_extra(result.extra)
         return StepMetrics(
-            loss=_mean(result.extra[:2]),
+            loss=_mean(losses),
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             step_time_s=time.perf_counter() - start,
-            experts=self._experts.finish_step(of_experts, skipped=result.skipped),
-            mtp_losses=self._predictions.losses(of_further),
+            experts=eager.experts.finish_step(experts, skipped=result.skipped),
+            mtp_losses=eager.predictions.losses(mtp),
         )
 
     @torch.no_grad()
-    def evaluate(self, batches: BatchSource, *, num_steps: int) -> float:
+    def evaluate(self, source: BatchSource, *, num_steps: int) -> float:
         """Mean loss over ``num_steps`` global batches, without dropout. Equal on every rank."""
-        self._optimizer.finish_param_gather()
-        for chunk in self._chunks:
+        eager = self._eager
+        eager.optimizer.finish_param_gather()
+        for chunk in eager.chunks:
             chunk.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(2, dtype=torch.float64, device=eager.device)
         for step in range(num_steps):
-
-            def microbatch_of(number: int) -> Microbatch:
-                return batches(step, number)  # noqa: B023
-
-            self._experts.start_step()
-            while True:
-                if self._graphs is None:
-                    own = self._validation_passes(microbatch_of)
-                else:
-                    own = self._graphs.validation_passes(microbatch_of, self._validation_passes)
-                if not self._experts.must_rerun(f"validation batch {step + 1:,}"):
-                    break
+            batches = eager.fetch(source, step)
+            for _ in eager.experts.attempts(f"validation batch {step + 1:,}"):
+                eager.reset_counts()
+                own = self._runner.validate(batches)
             sums += own
-        for chunk in self._chunks:
+        for chunk in eager.chunks:
             chunk.train()
-        all_reduce_(sums, self._groups.world)
+        all_reduce_(sums, eager.groups.world)
         return _mean(sums)
 
-    def _train_passes(
-        self, microbatch_of: MicrobatchOf, *, recorder: ActionRecorder | None = None
-    ) -> Tensor:
-        """All forward and backward passes of a step; what `_loss_sums` returns."""
-        scale = self._optimizer.loss_scale_on_device()
-        self._optimizer.zero_grads()
-        losses = self._executor.run(
-            self._forward_step(microbatch_of, loss_scale=scale),
-            before_backward=self._before_backward,
-            recorder=recorder,
-        )
-        return self._loss_sums(losses, loss_scale=scale)
-
-    def _update(self, sums: Tensor, lr: float | Tensor, veto: Tensor | None = None) -> StepResult:
-        """The optimizer's step; the losses of the passes and what else was counted ride along."""
-        extra = torch.cat((sums, self._predictions.extra(), self._experts.extra()))
-        num_tokens = sums[1] if self._per_token else None
-        return self._optimizer.step(lr=lr, extra=extra, num_tokens=num_tokens, veto=veto)
-
-    def _vetoed_update(self, sums: Tensor, lr: Tensor, veto: Tensor) -> Tensor:
-        """The same in a graph, where nobody can look whether the passes have to be run again."""
-        return self._update(sums, lr, veto + self._experts.num_to_rerun()).numbers
-
-    def _validation_passes(self, microbatch_of: MicrobatchOf) -> Tensor:
-        losses = self._executor.run(self._forward_step(microbatch_of), forward_only=True)
-        return self._loss_sums(losses)
-
-    def _before_backward(self, stage: int, microbatch: int) -> None:
-        # Gradients are final with the last action of the stage that adds to them.
-        is_last = self._last_backwards[stage] == microbatch
-        self._optimizer.before_backward(is_last=is_last)
-
     def _warn_of_missing_grads(self) -> None:
-        missing = tuple(self._optimizer.missing_grads())
+        missing = tuple(self._eager.optimizer.missing_grads())
         if missing and missing != self._reported_missing:
             self._reported_missing = missing
             names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
@@ -246,36 +159,154 @@ class TrainStep:
                 stacklevel=2,
             )
 
-    def _forward_step(
-        self, microbatch_of: MicrobatchOf, *, loss_scale: Tensor | float = 1.0
-    ) -> Callable[[nn.Module, Tensor | None, int], StageOutput]:
-        cache: dict[int, Microbatch] = {}
 
-        def forward_step(chunk: nn.Module, hidden: Tensor | None, microbatch: int) -> StageOutput:
-            if microbatch not in cache:
-                batch = microbatch_of(microbatch)
-                # A scalar output is the mean loss of the tokens that count. It goes into the step's
-                # loss as it is: the loss is the mean over microbatches; or as a sum over tokens.
-                if self._per_token:
-                    factor = _num_tokens(chunk, batch) * loss_scale
-                    samples = self._sample_factors(batch) * loss_scale
-                    batch = replace(batch, loss_factor=factor, sample_factors=samples)
-                else:
-                    batch = replace(batch, loss_factor=loss_scale / self._num_microbatches)
-                if self._graphs is not None:
-                    batch = self._graphs.prepared(batch, microbatch)
-                cache[microbatch] = batch
-            batch = cache[microbatch]
+class EagerStep:
+    """Passes and update of one rank, run operation by operation.
+
+    Args:
+        chunks: Model chunks of this pipeline rank, in stage order.
+        optimizer: The optimizer over all parameters of ``chunks``.
+        groups: Process groups of this rank.
+        executor: Runs ``program`` on ``chunks``.
+        program: This rank's actions of a training step; validation runs its forward passes.
+        num_microbatches: Microbatches per data-parallel rank and step.
+        experts: Counts of the MoE layers of ``chunks``.
+        predictions: Sums of the losses of multi-token prediction.
+        per_token: The loss is the mean over all tokens of the global batch, instead of the mean
+            over microbatches of their means.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[GPTChunk],
+        optimizer: DistributedOptimizer,
+        groups: ProcessGroups,
+        executor: PipelineExecutor,
+        *,
+        program: Program,
+        num_microbatches: int,
+        experts: ExpertWatch,
+        predictions: PredictionWatch,
+        per_token: bool = False,
+    ) -> None:
+        self.chunks = list(chunks)
+        self.optimizer = optimizer
+        self.groups = groups
+        self.experts = experts
+        self.predictions = predictions
+        self.num_microbatches = num_microbatches
+        self.device = self.chunks[0].cos.device
+        self._executor = executor
+        self._per_token = per_token
+        self._constants: dict[float, Tensor] = {}
+        self._last_backwards = {
+            action.stage: action.microbatch
+            for action in program.actions
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+        }
+        self._stages = dict(zip(self.chunks, program.stages, strict=True))
+        self._recomputed = {
+            (action.stage, action.microbatch)
+            for action in program.actions
+            if action.kind == ActionKind.RECOMPUTE
+        }
+
+    def fetch(self, source: BatchSource, step: int) -> list[Microbatch]:
+        """All microbatches of a step, in order."""
+        return [source(step, number) for number in range(self.num_microbatches)]
+
+    def reset_counts(self) -> None:
+        """Zero the counts of experts and the sums of multi-token losses."""
+        self.experts.reset_counts()
+        self.predictions.reset()
+
+    def start(self, step: int, batches: Sequence[Microbatch]) -> None:
+        """Prepare for the passes of a step: eager passes need nothing."""
+
+    def passes(
+        self,
+        batches: Sequence[Microbatch],
+        *,
+        lr: float = 0.0,
+        recorder: ActionRecorder | None = None,
+    ) -> Tensor:
+        """Zero the gradients and run all forward and backward passes; see ``StepRunner``."""
+        del lr  # of graphs that include the update
+        scale = self.optimizer.loss_scale_on_device()
+        self.optimizer.zero_grads()
+        losses = self._executor.run(
+            self._forward_step(batches, loss_scale=scale),
+            before_backward=self._before_backward,
+            recorder=recorder,
+        )
+        return self._loss_sums(losses, loss_scale=scale)
+
+    def update(self, sums: Tensor, *, lr: float | Tensor, veto: Tensor | None = None) -> StepResult:
+        """Run the optimizer's step; the losses and the counts of experts are summed with its norm.
+
+        Args:
+            sums: From :meth:`passes`.
+            lr: Learning rate.
+            veto: Not 0 if nothing may change, on the device.
+        """
+        extra = torch.cat((sums, self.predictions.extra(), self.experts.extra()))
+        num_tokens = sums[1] if self._per_token else None
+        return self.optimizer.step(lr=lr, extra=extra, num_tokens=num_tokens, veto=veto)
+
+    def split_extra(self, extra: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The parts of ``StepResult.extra``: losses, multi-token losses, counts of experts."""
+        num_mtp = self.predictions.extra().numel()
+        return extra[:2], extra[2 : 2 + num_mtp], extra[2 + num_mtp :]
+
+    def validate(self, batches: Sequence[Microbatch]) -> Tensor:
+        """Run all forward passes; see ``StepRunner``."""
+        losses = self._executor.run(self._forward_step(batches), forward_only=True)
+        return self._loss_sums(losses)
+
+    def _before_backward(self, stage: int, microbatch: int) -> None:
+        # Gradients are final with the last action of the stage that adds to them.
+        is_last = self._last_backwards[stage] == microbatch
+        self.optimizer.before_backward(is_last=is_last)
+
+    def _forward_step(
+        self, batches: Sequence[Microbatch], *, loss_scale: Tensor | float = 1.0
+    ) -> Callable[[nn.Module, Tensor | None, int], StageOutput]:
+        weighted = [self._weighted(batch, loss_scale) for batch in batches]
+
+        def forward_step(chunk: nn.Module, hidden: Tensor | None, number: int) -> StageOutput:
             assert isinstance(chunk, GPTChunk)
-            keep = (self._stages[chunk], microbatch) not in self._recomputed
+            batch = weighted[number]
+            keep = (self._stages[chunk], number) not in self._recomputed
             output: Tensor = chunk(hidden, batch, keep_activations=keep)
             if output.dim() > 0:
                 return output
+            # The mean loss of the tokens that count, as it goes into the loss of the step.
             if self._per_token:
-                return output * batch.loss_factor, _num_tokens(chunk, batch)
-            return output / self._num_microbatches * loss_scale
+                return output * batch.loss_factor, self._num_tokens(batch)
+            return output / self.num_microbatches * loss_scale
 
         return forward_step
+
+    def _weighted(self, batch: Microbatch, loss_scale: Tensor | float) -> Microbatch:
+        """The microbatch with the factors of its loss: by tokens, or one share of the mean."""
+        if not self._per_token:
+            factor = loss_scale / self.num_microbatches
+            # Captured code reads it from a tensor, which must outlive the capture.
+            if batch.keys is not None and not isinstance(factor, Tensor):
+                factor = self._constants.setdefault(
+                    factor, torch.full((), factor, device=self.device)
+                )
+            return replace(batch, loss_factor=factor)
+        return replace(
+            batch,
+            loss_factor=self._num_tokens(batch) * loss_scale,
+            sample_factors=self._sample_factors(batch) * loss_scale,
+        )
+
+    def _num_tokens(self, batch: Microbatch) -> Tensor:
+        """Tokens of this rank's share of a microbatch that count in the loss."""
+        assert batch.labels is not None
+        return (self.chunks[0].region.share(batch.labels) >= 0).sum()
 
     def _sample_factors(self, batch: Microbatch) -> Tensor:
         """Factors for losses in the middle: a sample counts as often as its tokens do.
@@ -285,26 +316,19 @@ class TrainStep:
         """
         assert batch.labels is not None
         num_tokens_B = (batch.labels >= 0).sum(1)
-        return num_tokens_B.float() * (batch.shape[0] / self._groups.cp.size)
+        return num_tokens_B.float() * (batch.shape[0] / self.groups.cp.size)
 
     def _loss_sums(self, losses: StepLosses, *, loss_scale: Tensor | float = 1.0) -> Tensor:
         """``(sum of losses, number of steps or tokens)``, of one rank per data-parallel replica.
 
         With two copies of the model each last stage has a part of the step's microbatches.
         """
-        if not losses or self._groups.tp.position != 0:
-            return torch.zeros(2, dtype=torch.float64, device=self._device)
+        if not losses or self.groups.tp.position != 0:
+            return torch.zeros(2, dtype=torch.float64, device=self.device)
         total = torch.stack([loss / loss_scale for loss in losses]).double().sum()
-        part = torch.full_like(total, len(losses) / self._num_microbatches)
+        part = torch.full_like(total, len(losses) / self.num_microbatches)
         count = part if losses.num_tokens is None else losses.num_tokens
         return torch.stack([total, count.double()])
-
-
-def _num_tokens(chunk: nn.Module, batch: Microbatch) -> Tensor:
-    """How many tokens of this rank's share of a microbatch count in the loss."""
-    assert isinstance(chunk, GPTChunk)
-    assert batch.labels is not None
-    return (chunk.region.share(batch.labels) >= 0).sum()
 
 
 def _mean(sums: Tensor) -> float:

@@ -25,6 +25,7 @@ from megacore.parallel.instances import InstanceGroups
 from megacore.pipeline import (
     ActionRecorder,
     Lowering,
+    PipelineExecutor,
     Program,
     Recompute,
     Schedule,
@@ -36,7 +37,7 @@ from megacore.train.experts import ExpertWatch
 from megacore.train.graphs import StepGraphs
 from megacore.train.predictions import PredictionWatch
 from megacore.train.routing import attach_tape
-from megacore.train.step import BatchSource, StepMetrics, TrainStep
+from megacore.train.step import BatchSource, EagerStep, StepMetrics, TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,27 +186,33 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     schedule = train_schedule(config, world_size)
     activation = activation_specs(config, device)
     program = _own_program(config, schedule, groups, activation)
-    graphs = None
-    if config.graphs.mode != "off":
-        hidden = _activation_spec(config, device)
-        graphs = StepGraphs(config, chunks, optimizer, groups, program=program, hidden=hidden)
-    step = TrainStep(
+    executor = PipelineExecutor(
+        program,
+        chunks,
+        group=groups.pp,
+        activation=activation,
+        channels=groups.pp_channels,
+        debug=config.pipeline.debug_messages,
+        overlap_pairs=config.pipeline.overlap_moe,
+        schedule=schedule,
+    )
+    eager = EagerStep(
         chunks,
         optimizer,
         groups,
-        schedule=schedule,
+        executor,
         program=program,
-        activation=activation,
         num_microbatches=config.num_microbatches(world_size),
         experts=_watch_experts(config, chunks, groups, device=device),
         predictions=PredictionWatch(
             chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
         ),
-        debug_messages=config.pipeline.debug_messages,
-        overlap_pairs=config.pipeline.overlap_moe,
         per_token=config.train.loss_normalization == "token",
-        graphs=graphs,
     )
+    graphs = None
+    if config.graphs.mode != "off":
+        hidden = _activation_spec(config, device)
+        graphs = StepGraphs(config, eager, program=program, hidden=hidden)
     return Trainer(
         config=config,
         groups=groups,
@@ -213,7 +220,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         schedule=schedule,
         chunks=chunks,
         optimizer=optimizer,
-        step=step,
+        step=TrainStep(eager, runner=graphs),
         graphs=graphs,
         device=device,
         routing=attach_tape(config, chunks, rank=groups.rank),
