@@ -88,7 +88,7 @@ test-asan: $(VENV)/.tools
 define run-cpp-tests
 @$(PROGRESS) "Configuring the $(2)" build/cmake-$(1).log $(BIN)/cmake --preset $(1) -Wno-dev
 @$(PROGRESS) "Compiling the $(2)" build/compile-$(1).log $(BIN)/cmake --build --preset $(1) --parallel $(JOBS)
-@$(BIN)/ctest --preset $(1) --parallel $(JOBS) --progress
+@$(PROGRESS) "Running the $(2)" build/ctest-$(1).log $(BIN)/ctest --preset $(1) --parallel $(JOBS)
 endef
 
 test-python: $(VENV)/.tools install

@@ -3,8 +3,8 @@
 
     scripts/progress.py TITLE LOG COMMAND...
 
-Counts what Ninja has compiled, repeats what CMake left out, and prints the end of the log if the
-command fails. Needs only the standard library: it runs before anything is installed.
+Counts the steps of Ninja and CTest, repeats what CMake left out, and prints the end of the log if
+the command fails. Needs only the standard library: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-COMPILED = re.compile(r"\[(\d+)/(\d+)\] (?:Building|Linking)")
+STEP = re.compile(r"(\d+)/(\d+)\]? (?:Building|Linking|Test )")
 NOTICE = re.compile(r"(CUDA kernels left out.*)")
 LINES_OF_FAILURE = 60
 
@@ -39,13 +39,13 @@ def main() -> int:
             file.flush()
             if match := NOTICE.search(line):
                 notices.append(match[1])
-            if match := COMPILED.search(line):
+            if match := STEP.search(line):
                 done, total = int(match[1]), int(match[2])
-                count = f", {total} steps of the build"
+                count = f", {total} steps"
                 if live:
                     print(f"\r{title} ... {done} of {total}", end="", flush=True)
-                elif done % 10 == 0 and done < total:
-                    print(f"  {done} of {total} compiled", flush=True)
+                elif done % max(1, total // 5) == 0 and done < total:
+                    print(f"  {done} of {total}", flush=True)
     status = process.wait()
     seconds = time.monotonic() - start
     if status != 0:
