@@ -28,6 +28,9 @@ function(megacore_local_archs result)
       list(REMOVE_DUPLICATES archs)
     endif()
   endif()
+  if(archs STREQUAL "" AND EXISTS /dev/nvidia0)
+    set(archs "90a;100a")  # a GPU of unknown architecture
+  endif()
   set(${result} "${archs}" PARENT_SCOPE)
 endfunction()
 
