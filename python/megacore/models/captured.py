@@ -113,21 +113,21 @@ class CapturedPart(nn.Module):
         """The whole layer: what comes before eagerly, the captured part, then what is left."""
         assert batch.number is not None
         if "attn" not in self.scopes:
-            x_SBH = layer.attend(x_SBH, rotary, batch, again)
+            x_SBH = layer.attention_block(x_SBH, rotary, batch, again)
         args, named = self.sample(x_SBH, batch)
         found: Results = self.calls[batch.number](*args, **named)
         if self.scopes & {"mlp", "moe"}:
             return found["x"]
         if "moe_router" not in self.scopes:
-            return layer.feed(found["x"], batch, again)
+            return layer.mlp_block(found["x"], batch, again, memo=Memo())
         return self._finish_experts(found, found.get("x", x_SBH), batch)
 
     def _run(self, x_SBH: Tensor, batch: Microbatch) -> Results:
         layer, again = self.layer, self._again
         if "attn" in self.scopes:
-            x_SBH = layer.attend(x_SBH, self._rotary, batch, again)
+            x_SBH = layer.attention_block(x_SBH, self._rotary, batch, again)
         if self.scopes & {"mlp", "moe"}:
-            x_SBH = layer.feed(x_SBH, batch, again)
+            x_SBH = layer.mlp_block(x_SBH, batch, again, memo=Memo())
         if "moe_router" not in self.scopes:
             return {"x": x_SBH}
         block = _moe_block(layer)
@@ -154,7 +154,8 @@ class CapturedPart(nn.Module):
         normed_SBH = found["normed"]
         tokens_SBH = found.get("tokens", normed_SBH)
         inner_SBH = block.moe.finish(normed_SBH, tokens_SBH, plan, memo=memo)
-        return self.layer.end(x_SBH, inner_SBH, batch)
+        added_SBH: Tensor = x_SBH + self.layer.mlp_dropout(inner_SBH, batch)
+        return added_SBH
 
     @property
     def _reads_samples(self) -> bool:

@@ -83,61 +83,47 @@ class TransformerLayer(nn.Module):
             return self.captured.run(self, x_SBH, batch, rotary, again)
         memo = Memo()
 
-        def whole(x_SBH: Tensor) -> Tensor:
-            return self._run(x_SBH, rotary, batch, again, memo)
+        def blocks(x_SBH: Tensor) -> Tensor:
+            x_SBH = self.attention_block(x_SBH, rotary, batch, again)
+            return self.mlp_block(x_SBH, batch, again, memo=memo)
 
-        return recompute(whole, x_SBH, memo=memo) if "layer" in again else whole(x_SBH)
+        return recompute(blocks, x_SBH, memo=memo) if "layer" in again else blocks(x_SBH)
 
-    def _run(
-        self,
-        x_SBH: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        batch: Microbatch,
-        again: frozenset[str],
-        memo: Memo,
-    ) -> Tensor:
-        x_SBH = self.attend(x_SBH, rotary, batch, again)
-        return self.end(x_SBH, self._inner(x_SBH, batch, again, memo), batch)
-
-    def attend(
+    def attention_block(
         self,
         x_SBH: Tensor,
         rotary: tuple[Tensor, Tensor],
         batch: Microbatch,
         again: frozenset[str],
     ) -> Tensor:
-        """Attention with its norm and dropout, on the residual stream."""
+        """Add attention, with its norm and dropout, to the residual stream ``(S[/tp], B, H)``."""
         qkv_SBX = recompute_if(
             "norm" in again, lambda x: self.attention.qkv(self.attention_norm(x)), x_SBH
         )
         mixed_SBH = recompute_if(
             "attention" in again, lambda qkv: self.attention(qkv, rotary), qkv_SBX
         )
-        attended_SBH: Tensor = x_SBH + self.attention_dropout(mixed_SBH, batch)
-        return attended_SBH
+        added_SBH: Tensor = x_SBH + self.attention_dropout(mixed_SBH, batch)
+        return added_SBH
 
-    def feed(self, x_SBH: Tensor, batch: Microbatch, again: frozenset[str]) -> Tensor:
-        """MLP or experts with norm and dropout, on the residual stream."""
-        return self.end(x_SBH, self._inner(x_SBH, batch, again, Memo()), batch)
-
-    def end(self, x_SBH: Tensor, inner_SBH: Tensor, batch: Microbatch) -> Tensor:
-        """What the MLP or the experts made joins the residual stream."""
-        dropped_SBH: Tensor = self.mlp_dropout(inner_SBH, batch)
-        return x_SBH + dropped_SBH
-
-    def _inner(self, x_SBH: Tensor, batch: Microbatch, again: frozenset[str], memo: Memo) -> Tensor:
-        """MLP or experts, with their norm."""
+    def mlp_block(
+        self, x_SBH: Tensor, batch: Microbatch, again: frozenset[str], *, memo: Memo
+    ) -> Tensor:
+        """Add the MLP or the experts, with norm and dropout, to the stream ``(S[/tp], B, H)``."""
         mlp = self.mlp
         if isinstance(mlp, MoEBlock):
 
             def experts(x: Tensor) -> Tensor:
                 return mlp(self.mlp_norm(x), batch, memo=memo)  # type: ignore[no-any-return]
 
-            return recompute(experts, x_SBH, memo=memo) if "moe" in again else experts(x_SBH)
-        if "mlp" in again:
-            return recompute(lambda x: mlp(self.mlp_norm(x)), x_SBH)
-        inner_SBF = recompute_if("norm" in again, lambda x: mlp.gate_up(self.mlp_norm(x)), x_SBH)
-        return recompute_if("activation" in again, mlp.finish, inner_SBF)
+            inner_SBH = recompute(experts, x_SBH, memo=memo) if "moe" in again else experts(x_SBH)
+        elif "mlp" in again:
+            inner_SBH = recompute(lambda x: mlp(self.mlp_norm(x)), x_SBH)
+        else:
+            wide_SBF = recompute_if("norm" in again, lambda x: mlp.gate_up(self.mlp_norm(x)), x_SBH)
+            inner_SBH = recompute_if("activation" in again, mlp.finish, wide_SBF)
+        added_SBH: Tensor = x_SBH + self.mlp_dropout(inner_SBH, batch)
+        return added_SBH
 
 
 def _shared_expert(name: str, context: ModelContext) -> nn.Module | None:
