@@ -22,6 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Context parallelism imports it on first use; here once, instead of in every forked rank.
+import torch.nn.attention.bias
+
 
 class RankFailed(AssertionError):
     """A rank raised, died or did not finish in time."""

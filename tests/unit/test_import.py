@@ -12,7 +12,7 @@ import pytest
 def modules_after(code: str) -> set[str]:
     """Names of all modules that a fresh interpreter holds after ``code``."""
     result = subprocess.run(
-        [sys.executable, "-c", f"{code}; import sys, json; print(json.dumps(list(sys.modules)))"],
+        [sys.executable, "-c", f"{code}\nimport sys, json; print(json.dumps(list(sys.modules)))"],
         capture_output=True,
         text=True,
         check=True,
@@ -37,6 +37,17 @@ def test_importing_the_package_loads_next_to_nothing(bare: set[str]) -> None:
 def test_help_and_mistakes_of_the_command_line_do_not_load_torch() -> None:
     code = "from megacore.cli import main; main(['train', 'nowhere.toml'])"
     assert not {"torch", "numpy", "rich"} & modules_after(code)
+
+
+def test_training_does_not_load_the_compiler_of_torch() -> None:
+    code = """
+import torch
+from megacore.config import Config, resolve
+from megacore.train.trainer import build_trainer
+config = resolve(Config(train={"steps": 1, "eval_interval": 0}), 1, vocab_size=256)
+build_trainer(config, world_size=1, device=torch.device("cpu")).train_step(0)
+"""
+    assert "torch._dynamo" not in modules_after(code)
 
 
 def test_submodules_load_on_first_use(bare: set[str]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from megacore.models.mappings import all_gather_sequence
@@ -35,6 +34,9 @@ class LowerRightMasks:
 
     def of(self, num_queries: int, num_keys: int) -> Tensor:
         """The mask of a size."""
+        # Imports torch's compiler, which takes longer than torch: not for models without cp.
+        from torch.nn.attention.bias import causal_lower_right
+
         size = num_queries, num_keys
         if size not in self._made:
             self._made[size] = causal_lower_right(num_queries, num_keys)
