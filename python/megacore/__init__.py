@@ -21,6 +21,7 @@ _SUBMODULES = (
     "pipeline",
     "report",
     "train",
+    "view",
 )
 
 __all__ = ["__version__", *_SUBMODULES]

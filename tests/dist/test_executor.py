@@ -26,8 +26,8 @@ from megacore.pipeline import (
     TimedAction,
     build_schedule,
     forward_backward,
-    timeline_svg,
 )
+from megacore.view import timeline_svg
 from tests.support.distributed import RankFailed, run_ranks
 
 pytestmark = pytest.mark.dist

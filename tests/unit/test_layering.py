@@ -25,7 +25,7 @@ PYTHON_LAYERS = [
     {"errors", "ops", "config"},
     {"parallel"},
     {"pipeline", "buffers", "graphs"},
-    {"optim", "moe"},
+    {"optim", "moe", "view"},
     {"models"},
     {"data", "report"},
     {"train"},

@@ -27,7 +27,7 @@ def require_folder(file: str | None) -> None:
         raise ConfigError(f"cannot write {file}: it is a folder; name a file in it")
 
 
-def write_output(file: str | None, write: Callable[[Path], None]) -> None:
+def write_output(file: str | None, write: Callable[[Path], object]) -> None:
     """Let ``write`` make the file, if there is one to make, and say so.
 
     Raises:

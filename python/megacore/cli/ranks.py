@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.cli.outputs import require_folder, write_output
@@ -105,8 +106,14 @@ def run(args: argparse.Namespace) -> int:
         if not (args.token or shows_expert):
             tokens["expert"] = ()
         _print_tables(topology, tokens, args)
-    write_output(args.svg, lambda path: topology.to_svg(path, gpus_per_node=args.gpus_per_node))
+    write_output(args.svg, lambda path: _draw(path, topology, args.gpus_per_node))
     return 0
+
+
+def _draw(path: Path, topology: Topology, gpus_per_node: int) -> None:
+    from megacore.view import topology_svg
+
+    path.write_text(topology_svg(topology, gpus_per_node=gpus_per_node), encoding="utf-8")
 
 
 def _tokens(topology: Topology, asked: Sequence[str] | None) -> dict[str, tuple[str, ...]]:

@@ -30,8 +30,8 @@ from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
     from megacore.pipeline import Costs, Schedule, Timeline
-    from megacore.pipeline.palette import KindColour
     from megacore.pipeline.timeline import Grid
+    from megacore.view.palette import KindColour
 
 MAX_PANELS = 8  # of the grid, before the rest is left to --svg
 MAX_ROWS = 32
@@ -139,6 +139,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, costs: Costs) -> int:
+    from megacore.view import schedule_svg, simulated_trace
+
     schedule = _schedule(args, costs)
     if args.program is not None:
         print_programs(schedule, args)
@@ -148,9 +150,11 @@ def _show(args: argparse.Namespace, costs: Costs) -> int:
         _print_json(schedule, timeline)
     else:
         _print_text(schedule, timeline, costs)
-    write_output(args.svg, lambda path: schedule.to_svg(path, costs=costs))
+    write_output(args.svg, lambda path: path.write_text(schedule_svg(schedule, costs=costs)))
     write_output(args.csv, schedule.to_csv)
-    write_output(args.trace, lambda path: schedule.to_chrome_trace(path, costs=costs))
+    write_output(
+        args.trace, lambda path: path.write_text(json.dumps(simulated_trace(schedule, costs=costs)))
+    )
     return 0
 
 
@@ -300,7 +304,7 @@ def _coloured_lines(
     grid: Grid, schedule: Schedule, begin: int, end: int, cell_width: int
 ) -> list[Text]:
     """Return a line of times and a line per rank; a block per action shows its microbatch."""
-    from megacore.pipeline.palette import kind_colours
+    from megacore.view.palette import kind_colours
 
     colours = kind_colours()
     chunks = {
@@ -340,7 +344,7 @@ def _style(colour: KindColour, chunk: int, num_chunks: int) -> str:
 
 
 def _legend(schedule: Schedule) -> Text:
-    from megacore.pipeline.palette import kind_colours
+    from megacore.view.palette import kind_colours
 
     ranks = range(min(schedule.num_ranks, MAX_ROWS))
     used = {action.kind for rank in ranks for action in schedule.actions(rank)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -335,20 +334,6 @@ class Topology:
                 groups = groups_text(view.groups(axis), max_groups=4)
                 lines.append(f"  {axis:<4}  {size:>4}  {view.stride(axis):>6}  {' '.join(groups)}")
         return "\n".join(lines)
-
-    def to_svg(self, path: str | Path, *, gpus_per_node: int = 8) -> None:
-        """Write a picture of nodes and GPUs with one colour per group, one panel per axis.
-
-        Args:
-            path: File to write.
-            gpus_per_node: Ranks that share a node.
-
-        Raises:
-            ConfigError: If ``gpus_per_node`` is below 1.
-        """
-        from megacore.parallel.svg import topology_svg
-
-        Path(path).write_text(topology_svg(self, gpus_per_node=gpus_per_node), encoding="utf-8")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Topology):

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: built, proved, simulated, drawn, and run by one executor.
+"""Pipeline schedules as data: built, proved, simulated, and run by one executor.
 
 A ``Schedule`` says what every pipeline rank computes and in which order; ``Schedule.program`` adds
 the sends and receives of one rank; ``PipelineExecutor`` runs that program.
@@ -40,7 +40,6 @@ from megacore.pipeline.partition import partition_layers
 from megacore.pipeline.passes import Lowering, Recompute
 from megacore.pipeline.recorder import ActionRecorder, TimedAction
 from megacore.pipeline.schedule import Schedule
-from megacore.pipeline.svg import timeline_svg
 from megacore.pipeline.timeline import Costs, Event, Timeline
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ __all__ = [
     "receives_for",
     "schedule_catalog",
     "schedule_table",
-    "timeline_svg",
     "validate_programs",
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +11,7 @@ from megacore import _core
 from megacore._core import Action, LowerBound, Program
 from megacore.pipeline.auto import Certificate
 from megacore.pipeline.passes import Lowering, Receives, lower
-from megacore.pipeline.svg import timeline_svg
 from megacore.pipeline.timeline import Costs, Timeline, entries
-from megacore.pipeline.trace import simulated_trace
 
 _DEFAULT_COSTS = Costs()
 _DEFAULT_LOWERING = Lowering()
@@ -355,22 +352,6 @@ class Schedule:
             return Schedule(_core.Schedule.from_csv(text, name="_".join(path.stem.split())))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-
-    def to_chrome_trace(self, path: str | Path, *, costs: Costs = _DEFAULT_COSTS) -> None:
-        """Write the simulated timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
-
-        Per rank a row of what it computes, one of what it sends and one of what it receives, with
-        an arrow per message, and a counter of the activations it holds. A unit of cost is shown as
-        one millisecond.
-        """
-        trace = simulated_trace(self, self.simulate(costs), send=costs.send)
-        Path(path).write_text(json.dumps(trace))
-
-    def to_svg(self, path: str | Path, *, costs: Costs = _DEFAULT_COSTS) -> None:
-        """Write a picture: ranks as rows, time to the right; see ``timeline_svg``."""
-        chunks = f", {self.num_chunks} chunks each" if self.num_chunks > 1 else ""
-        title = f"{self.name}: {self.num_ranks} ranks{chunks}, {self.num_microbatches} microbatches"
-        Path(path).write_text(timeline_svg(self.simulate(costs).events, title=title))
 
     def __eq__(self, other: object) -> bool:
         """Compare what the ranks run; names do not matter."""

@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 
 from megacore.parallel import Topology
-from megacore.parallel.svg import topology_svg
-from megacore.pipeline import timeline_svg
 from megacore.report.run_files import RunTimeline, TimelineEvent
 from megacore.report.timeline_table import length_ms
+from megacore.view import timeline_svg, topology_svg
 
 WIDTH = 1120
 MAX_ROWS = 32

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from html import escape
 
 from megacore.pipeline import Action, ActionKind
-from megacore.pipeline.palette import kind_colours
 from megacore.report.run_files import RunTimeline, TimelineEvent
+from megacore.view.palette import kind_colours
 
 MAX_STAGES = 32
 

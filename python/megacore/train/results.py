@@ -11,7 +11,6 @@ from megacore.config import filled
 from megacore.models.size import count_parameters
 from megacore.parallel.collectives import gather_objects
 from megacore.pipeline import ActionRecorder, Schedule, TimedAction
-from megacore.pipeline.trace import measured_trace
 from megacore.report import (
     RunInfo,
     RunTimeline,
@@ -22,6 +21,7 @@ from megacore.report import (
 )
 from megacore.train.prediction import mean_times, predict
 from megacore.train.trainer import Trainer
+from megacore.view import measured_trace
 
 TRACE_NAME = "trace.json"
 

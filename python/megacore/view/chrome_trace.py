@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megacore._core import Action, ActionKind
+from megacore.pipeline import Costs, Schedule
 
-if TYPE_CHECKING:
-    from megacore.pipeline.schedule import Schedule
-    from megacore.pipeline.timeline import Timeline
-
+_DEFAULT_COSTS = Costs()
 _SHORTEST_US = 1.0  # of a message; viewers tie no arrow to a slice without length
 _STREAMS = ("compute", "send", "receive")
 _LANES = 1000  # thread numbers per stream, for messages of one stream that overlap in time
@@ -182,19 +180,25 @@ class _Trace:
 
 
 def simulated_trace(
-    schedule: Schedule, timeline: Timeline, *, send: float, unit_us: float = 1000.0
+    schedule: Schedule, *, costs: Costs = _DEFAULT_COSTS, unit_us: float = 1000.0
 ) -> dict[str, Any]:
     """Return the trace of a simulated schedule.
 
     Args:
         schedule: The schedule.
-        timeline: Its simulation.
-        send: What a message costs there.
+        costs: Times of the actions.
         unit_us: Microseconds that stand for a unit of cost.
+
+    Example:
+        >>> from megacore.pipeline import build_schedule
+        >>> schedule = build_schedule("gpipe", num_ranks=1, num_microbatches=1)
+        >>> events = simulated_trace(schedule)["traceEvents"]
+        >>> [(event["name"], event["dur"]) for event in events if event["ph"] == "X"]
+        [('0F0', 1000.0), ('0B0', 2000.0)]
     """
     actions = [
         TracedAction(rank, action, start * unit_us, end * unit_us)
-        for rank, action, start, end in timeline.events
+        for rank, action, start, end in schedule.simulate(costs).events
     ]
     made_us = {(action.rank, action.action): action.end_us for action in actions}
     for rank in range(schedule.num_ranks):
@@ -204,7 +208,7 @@ def simulated_trace(
     messages = []
     for sender, receiver, sent, received in _channels(schedule):
         start_us = made_us[sender, _maker(sent, made_us, sender)]
-        end_us = start_us + send * unit_us
+        end_us = start_us + costs.send * unit_us
         messages.append(TracedMessage(sender, receiver, sent, received, start_us, end_us))
     return trace_document(actions, messages, about={"schedule": schedule.name, "kind": "simulated"})
 

@@ -10,8 +10,10 @@ from html import escape
 from typing import Any
 
 from megacore._core import Action
-from megacore.pipeline.palette import KindColour, kind_colours
+from megacore.pipeline import Costs, Schedule
+from megacore.view.palette import KindColour, kind_colours
 
+_DEFAULT_COSTS = Costs()
 _MARGIN, _LABEL_W, _BUSY_W = 28, 76, 92
 _TITLE_H, _LEGEND_H, _AXIS_H = 62, 34, 34
 _ROW_H, _ROW_GAP = 34, 8
@@ -70,6 +72,18 @@ class _Frame:
     @property
     def bottom(self) -> float:
         return self.y(self.num_rows) - _ROW_GAP
+
+
+def schedule_svg(schedule: Schedule, *, costs: Costs = _DEFAULT_COSTS) -> str:
+    """Return a picture of a simulated schedule; see :func:`timeline_svg`.
+
+    Args:
+        schedule: The schedule.
+        costs: Times of the actions.
+    """
+    chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
+    sizes = f"{schedule.num_ranks} ranks{chunks}, {schedule.num_microbatches} microbatches"
+    return timeline_svg(schedule.simulate(costs).events, title=f"{schedule.name}: {sizes}")
 
 
 def timeline_svg(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megacore.pipeline import Costs, Schedule, TimedAction, build_schedule, schedule_catalog
-from megacore.pipeline.trace import measured_trace
+from megacore.view import measured_trace, simulated_trace
 
 Trace = dict[str, Any]
 
@@ -61,12 +60,6 @@ def check_arrows(
             assert any(start <= event["ts"] < stop for start, stop in row)
 
 
-def trace_of(schedule: Schedule, path: Path, costs: Costs) -> Trace:
-    schedule.to_chrome_trace(path, costs=costs)
-    trace: Trace = json.loads(path.read_text())
-    return trace
-
-
 def any_schedule(name: str) -> Schedule:
     return build_schedule(
         name, num_ranks=1 if name == "no_pipelining" else 4, num_microbatches=8, num_chunks=None
@@ -75,12 +68,10 @@ def any_schedule(name: str) -> Schedule:
 
 @pytest.mark.parametrize("name", [info.name for info in schedule_catalog()])
 @pytest.mark.parametrize("send", [0.0, 0.3, 2.5])
-def test_every_schedule_gives_a_trace_that_viewers_accept(
-    name: str, send: float, tmp_path: Path
-) -> None:
+def test_every_schedule_gives_a_trace_that_viewers_accept(name: str, send: float) -> None:
     schedule = any_schedule(name)
     costs = Costs(send=send, backward_weight=0.5, overlap=0.5 if "dualpipe" in name else 0.0)
-    trace = trace_of(schedule, tmp_path / "trace", costs)
+    trace = simulated_trace(schedule, costs=costs)
     check_trace(trace)
     timeline = schedule.simulate(costs)
     events = trace["traceEvents"]
@@ -95,9 +86,9 @@ def test_every_schedule_gives_a_trace_that_viewers_accept(
         assert max(held) == timeline.peak_in_flight[rank]
 
 
-def test_messages_stand_in_the_rows_of_their_streams(tmp_path: Path) -> None:
+def test_messages_stand_in_the_rows_of_their_streams() -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=1)
-    events = trace_of(schedule, tmp_path / "trace", Costs(send=0.5))["traceEvents"]
+    events = simulated_trace(schedule, costs=Costs(send=0.5))["traceEvents"]
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices = [
         (e["pid"], rows[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"])
@@ -116,9 +107,9 @@ def test_messages_stand_in_the_rows_of_their_streams(tmp_path: Path) -> None:
     ]
 
 
-def test_messages_that_overlap_get_a_row_each(tmp_path: Path) -> None:
+def test_messages_that_overlap_get_a_row_each() -> None:
     schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=4)
-    trace = trace_of(schedule, tmp_path / "trace", Costs(send=2.5))
+    trace = simulated_trace(schedule, costs=Costs(send=2.5))
     check_trace(trace)
     rows = {
         e["args"]["name"]
@@ -128,9 +119,9 @@ def test_messages_that_overlap_get_a_row_each(tmp_path: Path) -> None:
     assert rows == {"compute", "send", "send 2", "send 3", "receive", "receive 2"}
 
 
-def test_forward_only_frees_at_once(tmp_path: Path) -> None:
+def test_forward_only_frees_at_once() -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=3, forward_only=True)
-    check_trace(trace_of(schedule, tmp_path / "trace", Costs()))
+    check_trace(simulated_trace(schedule))
 
 
 def test_a_measured_step_of_two_pipelines() -> None:

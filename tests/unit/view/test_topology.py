@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 
 from megacore.errors import ConfigError
 from megacore.parallel import Topology
-from megacore.parallel.svg import topology_svg
+from megacore.view import topology_svg
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
@@ -77,11 +76,6 @@ def test_a_world_of_one_says_that_nobody_talks() -> None:
 def test_a_partly_used_last_node_has_only_its_ranks() -> None:
     drawn = cells(topology_svg(Topology(world_size=12, tp=4), gpus_per_node=8))
     assert [rank for rank, axis, _, _ in drawn if axis == "tp"] == list(range(12))
-
-
-def test_to_svg_writes_a_file(tmp_path: Path) -> None:
-    Topology(world_size=4, tp=2).to_svg(tmp_path / "ranks.svg")
-    assert (tmp_path / "ranks.svg").read_text(encoding="utf-8").startswith("<svg ")
 
 
 def test_a_node_without_gpus_is_refused() -> None:
