@@ -10,15 +10,18 @@ from typing import Any
 
 _SUBMODULES = (
     "buffers",
+    "checkpoint",
     "cli",
     "config",
     "data",
     "errors",
+    "launch",
     "models",
     "ops",
     "optim",
     "parallel",
     "pipeline",
+    "plan",
     "report",
     "train",
     "view",

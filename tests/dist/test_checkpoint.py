@@ -17,7 +17,7 @@ from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.parallel.topology import Topology
-from megacore.train.checkpoint import (
+from megacore.checkpoint import (
     CheckpointSaver,
     TrainState,
     find_checkpoint,
@@ -25,7 +25,7 @@ from megacore.train.checkpoint import (
     load_full_weights,
     save_checkpoint,
 )
-from megacore.train.checkpoint import save as save_module
+from megacore.checkpoint import save as save_module
 from tests.support.checkpoints import assert_equal_pieces, full_values, make_pieces
 from tests.support.distributed import RankFailed, run_ranks
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.parallel.topology import Topology
-from megacore.train.checkpoint import (
+from megacore.checkpoint import (
     CheckpointSaver,
     TrainState,
     find_checkpoint,

@@ -15,7 +15,7 @@ import pytest
 from megacore.cli import main
 from megacore.config import load_config
 from megacore.errors import CheckpointError
-from megacore.train.checkpoint import publish
+from megacore.checkpoint import publish
 from tests.support.jobs import Ended, Job, assert_gone, start_function
 
 pytestmark = pytest.mark.dist

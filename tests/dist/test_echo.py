@@ -14,7 +14,7 @@ from megacore.config import Config
 from megacore.errors import MegacoreError
 from megacore.moe import OffloadPlan
 from megacore.parallel.params import ParamInfo, ShardPosition, unshard
-from megacore.train.checkpoint import CheckpointSaver, TrainState, load_checkpoint
+from megacore.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import Trainer, build_trainer
 from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config

@@ -13,7 +13,7 @@ from megacore.moe.clone_messages import MessageClones, SlotBuffers
 from megacore.moe.clone_weights import CloneExchange, set_of_turn
 from megacore.moe.memory_clones import MemoryClones
 from megacore.parallel.turns import Turns, running_place
-from megacore.train.echo_plan import plan_echo
+from megacore.plan.echo_plan import plan_echo
 from megacore.train.trainer import Trainer
 from tests.support.campaigns import representatives
 from tests.dist.test_echo import ECHO, skewed_trainer

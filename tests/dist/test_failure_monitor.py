@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from megacore.train.context import RankContext, StoreAddress, free_listener
-from megacore.train.failure import Failure, FailureMonitor, record_failure
-from megacore.train.peers import Identity
+from megacore.launch.context import RankContext, StoreAddress, free_listener
+from megacore.launch.failure import Failure, FailureMonitor, record_failure
+from megacore.launch.peers import Identity
 from tests.support.jobs import Job, start_function
 
 pytestmark = pytest.mark.dist

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore
 
-from megacore.train.context import StoreAddress, free_listener
+from megacore.launch.context import StoreAddress, free_listener
 from tests.support.jobs import (
     Ended,
     Job,

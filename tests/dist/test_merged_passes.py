@@ -14,7 +14,8 @@ from megacore._core import Action, ActionKind
 from megacore.parallel import exchange
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.pipeline.execution import Step
-from megacore.train.trainer import Trainer, build_trainer, train_schedule
+from megacore.plan.from_config import train_schedule
+from megacore.train.trainer import Trainer, build_trainer
 from tests.support.campaigns import representatives
 from tests.dist.test_moe_invariance import EP2, PP2, make_config
 from tests.support.distributed import run_ranks

@@ -15,7 +15,7 @@ from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
 from megacore.parallel import ProcessGroups
 from megacore.parallel.params import ParamInfo, ShardPosition, unshard
-from megacore.train.checkpoint import CheckpointSaver, TrainState, load_checkpoint
+from megacore.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import Trainer, build_trainer
 from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.train.checkpoint import CheckpointSaver, TrainState, load_checkpoint
+from megacore.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import build_trainer
 from tests.support.campaigns import representatives
 from tests.dist.test_moe_invariance import (

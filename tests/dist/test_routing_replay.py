@@ -10,7 +10,7 @@ import torch
 
 from megacore.config import Config
 from megacore.errors import MegacoreError
-from megacore.train.plan import check_plan
+from megacore.plan.run_plan import check_plan
 from megacore.train.trainer import build_trainer
 from tests.dist.test_moe_invariance import make_config
 from tests.support.distributed import run_ranks

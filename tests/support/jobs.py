@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacore.train.peers import process_state
+from megacore.launch.peers import process_state
 
 
 @dataclass(frozen=True, kw_only=True)

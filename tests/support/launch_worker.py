@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megacore.errors import ConfigError, DataError
-from megacore.train.launch import (
+from megacore.launch.start import (
     LaunchOptions,
     RankContext,
     run_ranks_local,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megacore.train.launch import RankContext
+    from megacore.launch.start import RankContext
 
 GIB = 1 << 30
 
@@ -132,7 +132,7 @@ def _meminfo() -> dict[str, int]:
 
 def _try_two_processes() -> dict[str, str]:
     """Start two ranks and let them add up their numbers."""
-    from megacore.train.launch import LaunchOptions, run_ranks_local
+    from megacore.launch.start import LaunchOptions, run_ranks_local
 
     start = time.monotonic()
     complaint = io.StringIO()

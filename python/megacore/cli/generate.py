@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
+    from megacore.checkpoint.restore import restore_model
     from megacore.models.generate import check_sampling, generate
-    from megacore.train.restore import restore_model
 
     sampling = {
         "max_new_tokens": args.max_new_tokens,

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     require_at_least(args, seq_length=1)
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
-    from megacore.train.import_checkpoint import import_checkpoint
+    from megacore.checkpoint.import_checkpoint import import_checkpoint
 
     done = import_checkpoint(args.folder, args.out, seq_length=args.seq_length)
     model = done.config.model

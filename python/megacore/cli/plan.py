@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megacore.parallel import Topology
-    from megacore.train.echo_plan import EchoPlanned
-    from megacore.train.plan import RankPlan, RunPlan
+    from megacore.plan.echo_plan import EchoPlanned
+    from megacore.plan.run_plan import RankPlan, RunPlan
 
 
 def add_parser(subparsers: Any) -> None:
@@ -63,14 +63,14 @@ def run(args: argparse.Namespace) -> int:
     world_size = config.run.nproc or default_nproc(config)
     config = resolve_for_training(config, world_size, launcher="--world-size")
 
-    from megacore.train.plan import buffer_layouts, plan_run
+    from megacore.plan.run_plan import buffer_layouts, plan_run
 
     if args.buffers or args.shard is not None:
         print("\n\n".join(buffer_layouts(config, world_size, shard=args.shard)))
         return 0
     plan = plan_run(config, world_size)
     if args.echo:
-        from megacore.train.echo_plan import plan_echo
+        from megacore.plan.echo_plan import plan_echo
 
         echo = plan_echo(config, plan.topology)
         print(json.dumps(dataclasses.asdict(echo), indent=2) if args.json else echo.text)
@@ -173,7 +173,7 @@ def _echo_of(plan: RunPlan, config: Config) -> EchoPlanned | None:
     """What clones of experts take, if there are any."""
     if config.moe.echo.spare_slots == 0 or config.parallel.ep == 1:
         return None
-    from megacore.train.echo_plan import plan_echo
+    from megacore.plan.echo_plan import plan_echo
 
     return plan_echo(config, plan.topology)
 
@@ -203,7 +203,7 @@ def _graphs_text(plan: RunPlan, config: Config) -> str:
 
 def _memory_text(plan: RunPlan, config: Config) -> str:
     """Bytes per parameter by formula, and what the buckets hold."""
-    from megacore.train.plan import memory_row_of
+    from megacore.plan.run_plan import memory_row_of
 
     row, optimizer = memory_row_of(config), config.optimizer
     largest = max(max(rank.bucket_numels) for rank in plan.ranks)

@@ -15,7 +15,7 @@ from megacore.config import Config, filled, load_config, resolve
 from megacore.errors import ConfigError, MegacoreError
 
 if TYPE_CHECKING:
-    from megacore.train.launch import LaunchOptions, RankContext
+    from megacore.launch.start import LaunchOptions, RankContext
 
 EPILOG = """\
 Every setting of the file can be changed: --train.steps=20 --parallel.pp 2 --run.plain
@@ -65,7 +65,7 @@ def _start(args: argparse.Namespace) -> int:
     config = resolve_for_training(config, world_size, launcher="--nproc")
     _check_backend(config)
 
-    from megacore.train.launch import run_ranks_local
+    from megacore.launch.start import run_ranks_local
 
     _import_loop()
     options = _options(config, threads=threads, debug=args.debug)
@@ -88,7 +88,7 @@ def _join(args: argparse.Namespace) -> int:
             os._exit(2)
         raise
 
-    from megacore.train.launch import run_under_torchrun
+    from megacore.launch.start import run_under_torchrun
 
     options = _options(config, threads=threads, debug=args.debug)
     return run_under_torchrun(partial(train_rank, config), options=options)
@@ -117,7 +117,7 @@ def _check_backend(config: Config) -> None:
 
 def train_rank(config: Config, context: RankContext) -> int:
     """The work of one rank."""
-    from megacore.train.context import agree
+    from megacore.launch.context import agree
     from megacore.train.loop import train
 
     digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
@@ -142,7 +142,7 @@ def resolve_for_training(config: Config, world_size: int, *, launcher: str) -> C
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     config = resolve(config, world_size, vocab_size=vocab_size, launcher=launcher)
 
-    from megacore.train.plan import check_plan
+    from megacore.plan.run_plan import check_plan
 
     check_plan(config, world_size)
     return config
@@ -176,7 +176,7 @@ def _import_loop() -> None:
 
 
 def _options(config: Config, *, threads: int | None, debug: bool) -> LaunchOptions:
-    from megacore.train.launch import LaunchOptions
+    from megacore.launch.start import LaunchOptions
 
     return LaunchOptions(
         backend=filled(config.run.backend),

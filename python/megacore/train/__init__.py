@@ -1,1 +1,1 @@
-"""Launching, watching, stepping, saving: a training run."""
+"""The training loop: steps, graphs, metrics, console and results of a run."""

@@ -33,8 +33,13 @@ from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather_objects
 from megacore.pipeline import ActionRecorder, Program
 from megacore.pipeline.executor import ActivationSpec
-from megacore.train.graph_memory import DeviceMemory, measured_bytes, measured_text
-from megacore.train.graph_plan import GraphBytes, predict_graphs
+from megacore.plan.graph_memory import (
+    DeviceMemory,
+    GraphBytes,
+    measured_bytes,
+    measured_text,
+    predict_graphs,
+)
 from megacore.train.step import EagerStep
 
 

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megacore.config import Config, config_to_toml, filled
-from megacore.errors import CheckpointError, DiskFullError
-from megacore.models.size import count_parameters
-from megacore.parallel.collectives import barrier
-from megacore.pipeline import ActionRecorder
-from megacore.report import RunInfo, write_info
-from megacore.train.checkpoint import (
+from megacore.checkpoint import (
     CheckpointSaver,
     FoundCheckpoint,
     TrainState,
@@ -22,10 +16,16 @@ from megacore.train.checkpoint import (
     find_checkpoint,
     load_checkpoint,
 )
+from megacore.checkpoint.run_folder import changed_settings, hold_folders, make_place
+from megacore.config import Config, config_to_toml, filled
+from megacore.errors import CheckpointError, DiskFullError
+from megacore.launch.context import RankContext
+from megacore.models.size import count_parameters
+from megacore.parallel.collectives import barrier
+from megacore.pipeline import ActionRecorder
+from megacore.report import RunInfo, write_info
 from megacore.train.console import Console, RunSummary, StartInfo
-from megacore.train.context import RankContext
 from megacore.train.metrics import MetricsWriter, StepRecord
-from megacore.train.occupancy import changed_settings, hold_folders, make_place
 from megacore.train.results import run_info, write_results
 from megacore.train.step import StepMetrics
 from megacore.train.trainer import Trainer, build_trainer

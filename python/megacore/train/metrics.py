@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from megacore.report import read_metrics
-from megacore.train.experts import ExpertMetrics
+from megacore.train.meters import ExpertMetrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from megacore.config import filled
 from megacore.models.size import count_parameters
 from megacore.parallel.collectives import gather_objects
 from megacore.pipeline import ActionRecorder, Schedule, TimedAction
+from megacore.pipeline.prediction import mean_times, predict
 from megacore.report import (
     RunInfo,
     RunTimeline,
@@ -19,7 +20,6 @@ from megacore.report import (
     write_report,
     write_timeline,
 )
-from megacore.train.prediction import mean_times, predict
 from megacore.train.trainer import Trainer
 from megacore.view import measured_trace
 

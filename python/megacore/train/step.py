@@ -24,8 +24,7 @@ from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program
 from megacore.pipeline.execution import StageOutput, StepLosses
-from megacore.train.experts import ExpertMetrics, ExpertWatch
-from megacore.train.predictions import PredictionWatch
+from megacore.train.meters import ExpertMetrics, ExpertWatch, PredictionWatch
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
 BatchSource = Callable[[int, int], Microbatch]

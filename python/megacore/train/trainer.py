@@ -6,20 +6,21 @@ function of the configuration, so no rank ever has to ask another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megacore.buffers import make_buffers
-from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.config import Config
 from megacore.data import Dataset, TrainingData, load_data, microbatch
-from megacore.errors import ConfigError, DataError
-from megacore.models.build import build_chunks, in_model_order, torch_dtype
+from megacore.errors import DataError
+from megacore.models.build import build_chunks, in_model_order
 from megacore.models.gpt import GPTChunk
-from megacore.moe.recording import RoutingTape
+from megacore.moe.recording import RoutingRecorder, RoutingReplay, RoutingTape
 from megacore.optim import DistributedOptimizer, ParamPiece, learning_rate
-from megacore.parallel import ProcessGroups, Topology
+from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.instances import InstanceGroups
 from megacore.pipeline import (
@@ -27,16 +28,21 @@ from megacore.pipeline import (
     Lowering,
     PipelineExecutor,
     Program,
-    Recompute,
     Schedule,
-    build_schedule,
     receives_for,
 )
 from megacore.pipeline.executor import ActivationSpec
-from megacore.train.experts import ExpertWatch
+from megacore.plan.from_config import (
+    activation_spec,
+    activation_specs,
+    embedding_ranks,
+    make_topology,
+    train_recompute,
+    train_schedule,
+)
+from megacore.plan.routing import recorded_settings
 from megacore.train.graphs import StepGraphs
-from megacore.train.predictions import PredictionWatch
-from megacore.train.routing import attach_tape
+from megacore.train.meters import ExpertWatch, PredictionWatch
 from megacore.train.step import BatchSource, EagerStep, StepMetrics, TrainStep
 
 
@@ -211,7 +217,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     )
     graphs = None
     if config.graphs.mode != "off":
-        hidden = _activation_spec(config, device)
+        hidden = activation_spec(config, device)
         graphs = StepGraphs(config, eager, program=program, hidden=hidden)
     return Trainer(
         config=config,
@@ -223,7 +229,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         step=TrainStep(eager, runner=graphs),
         graphs=graphs,
         device=device,
-        routing=attach_tape(config, chunks, rank=groups.rank),
+        routing=_attach_tape(config, chunks, rank=groups.rank),
     )
 
 
@@ -274,101 +280,23 @@ def _make_groups(config: Config, world_size: int) -> ProcessGroups:
     )
 
 
-def embedding_ranks(config: Config) -> tuple[int, ...]:
-    """Positions in the pipeline of all stages that use the embedding.
+def _attach_tape(config: Config, chunks: Sequence[GPTChunk], *, rank: int) -> RoutingTape:
+    """Give the routers of this rank what records and replays, as the settings say.
 
-    Example:
-        >>> embedding_ranks(Config(parallel={"pp": 4}))
-        (0, 3)
-        >>> untied = {"tie_embeddings": False, "num_mtp_layers": 1}
-        >>> layout = {"layout": "Et|t|tt,m|L"}
-        >>> embedding_ranks(Config(model=untied, parallel={"pp": 4}, pipeline=layout))
-        (0, 2)
+    Args:
+        config: Resolved configuration.
+        chunks: Model chunks of this rank.
+        rank: Of this process.
     """
-    by_rank, further = stages_of_ranks(config), mtp_stage(config)
-    stages = [0]
-    if config.model.tie_embeddings or further is None:
-        stages.append(config.parallel.pp * config.pipeline.stages_per_rank - 1)
-    if further is not None:
-        stages.append(further)
-    return tuple(
-        next(rank for rank, mine in enumerate(by_rank) if stage in mine) for stage in stages
+    moe = config.moe
+    tape = RoutingTape(
+        recorder=None
+        if moe.record_routing is None
+        else RoutingRecorder(Path(moe.record_routing), recorded_settings(config), rank=rank),
+        replay=None if moe.replay_routing is None else RoutingReplay(Path(moe.replay_routing)),
     )
-
-
-def make_topology(config: Config, world_size: int) -> Topology:
-    """The layout that the ``[parallel]`` section describes."""
-    parallel = config.parallel
-    return Topology(
-        world_size=world_size,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        ep=parallel.ep,
-        etp=parallel.etp,
-        order=parallel.order,
-    )
-
-
-def train_schedule(config: Config, world_size: int) -> Schedule:
-    """The schedule of one training step.
-
-    Raises:
-        ConfigError: If it cannot be built; the message names the nearest sizes that can.
-    """
-    pipeline, num_microbatches = config.pipeline, config.num_microbatches(world_size)
-    options: dict[str, Any] = {}
-    if pipeline.schedule_info is None:
-        options = {"placement": pipeline.placement, "memory_limit": pipeline.memory_limit}
-    elif pipeline.overlap_moe and pipeline.schedule_info.takes_pairs:
-        options = {"pairs": "split" if pipeline.split_weight_grads else "whole"}
-    try:
-        return build_schedule(
-            pipeline.schedule,
-            num_ranks=config.parallel.pp,
-            num_microbatches=num_microbatches,
-            num_chunks=pipeline.chunks,
-            group_size=pipeline.group_size,
-            **options,
-        )
-    except ValueError as error:
-        train, dp = config.train, config.dp(world_size)
-        raise ConfigError(
-            f"pipeline.schedule = {pipeline.schedule} with {num_microbatches} microbatches per step"
-            f" (train.global_batch_size {train.global_batch_size} / (train.microbatch_size "
-            f"{train.microbatch_size} x dp {dp})): {error}"
-        ) from error
-
-
-def train_recompute(config: Config) -> Recompute | None:
-    """Which microbatches of a training step are recomputed; ``None`` for none."""
-    train = config.train
-    return None if train.recompute == "none" else Recompute(keep=train.recompute_keep)
-
-
-def activation_specs(config: Config, device: torch.device) -> dict[int, ActivationSpec]:
-    """What each stage but the last sends on; with two copies of the model, each stage of both.
-
-    ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``; behind layers for multi-token
-    prediction the outputs of all depths, one behind another.
-    """
-    num_stages, further = len(layers_of_stages(config)), mtp_stage(config)
-    plain = _activation_spec(config, device)
-    length, *others = plain.shape
-    all_depths = replace(plain, shape=((1 + config.model.num_mtp_layers) * length, *others))
-    return {
-        copy * num_stages + stage: plain if further is None or stage < further else all_depths
-        for copy in range(config.pipeline.copies)
-        for stage in range(num_stages - 1)
-    }
-
-
-def _activation_spec(config: Config, device: torch.device) -> ActivationSpec:
-    model, parallel = config.model, config.parallel
-    slices = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
-    sequence = model.seq_length // slices
-    return ActivationSpec(
-        shape=(sequence, config.train.microbatch_size, model.hidden_size),
-        dtype=torch_dtype(config.train.dtype),
-        device=device,
-    )
+    if tape != RoutingTape():
+        for chunk in chunks:
+            for layer in chunk.moe_layers().values():
+                layer.router.tape = tape
+    return tape

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.checkpoint.restore import restore_model
 from megacore.cli import main
 from megacore.config import load_config, resolve
 from megacore.models.import_hf import import_hf
 from megacore.parallel.batch import Microbatch
-from megacore.train.restore import restore_model
 from megacore.train.trainer import build_trainer
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from megacore.config import load_config, resolve
 from megacore.models.build import build_chunks
 from megacore.models.size import count_parameters
 from megacore.parallel import ProcessGroups
-from megacore.train.plan import plan_run
+from megacore.plan.run_plan import plan_run
 
 TOML = """\
 [model]

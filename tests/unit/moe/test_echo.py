@@ -29,7 +29,7 @@ from megacore.moe.echo import EchoCounts, EchoOptions
 from megacore.moe.recorded_counts import recorded_counts
 from megacore.parallel.process_groups import Group
 from megacore.report.echo_load import echo_sentence, echo_series
-from megacore.train.experts import ExpertMetrics
+from megacore.train.meters import ExpertMetrics
 
 TOML = """\
 [model]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megacore.report import read_metrics
-from megacore.train.experts import ExpertMetrics
+from megacore.train.meters import ExpertMetrics
 from megacore.train.metrics import MetricsWriter, StepRecord
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megacore.pipeline import Action, ActionKind, Costs, Schedule, TimedAction, build_schedule
+from megacore.pipeline.prediction import mean_times, predict
 from megacore.pipeline.timeline import Event
-from megacore.train.prediction import mean_times, predict
 from megacore.train.results import make_timeline
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.checkpoint import read_index
 from megacore.config import Config, resolve
 from megacore.report import read_run, write_report
 from megacore.train import trainer as trainer_module
-from megacore.train.checkpoint import read_index
 from megacore.train.loop import train
 
 

@@ -1,0 +1,190 @@
+"""Folders of checkpoints and the index of one, without any communication.
+
+A checkpoint is a folder ``step_00000100`` as `torch.distributed.checkpoint` writes it, with our
+``index.json`` beside its ``.metadata``. See ``docs/checkpoints.md`` for the fields.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megacore.checkpoint.checked_files import ADVICE, FileSum, check_content, check_size
+from megacore.errors import CheckpointError
+
+FORMAT = "megacore-checkpoint"
+FORMAT_VERSION = 2
+INDEX_NAME = "index.json"
+METADATA_NAME = ".metadata"
+LATEST_NAME = "latest"
+PARTIAL_SUFFIX = ".partial"
+# A checkpoint that is about to be replaced by one of the same step; it counts until that is there.
+REPLACED_SUFFIX = ".replaced"
+
+_STEP_FOLDER = re.compile(rf"step_(\d{{8,}})({re.escape(REPLACED_SUFFIX)})?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Where a run stands, apart from its tensors: counters that no layout changes.
+
+    The order of data, the learning rate and dropout follow from these numbers.
+
+    Attributes:
+        step: Steps finished, skipped ones included; the next step has this number, from 0.
+        samples: Samples consumed.
+        optimizer: Numbers of the optimizer, see `DistributedOptimizer.scalars`.
+    """
+
+    step: int
+    samples: int
+    optimizer: Mapping[str, float | int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointIndex:
+    """The content of ``index.json``.
+
+    Attributes:
+        state: Where the run stood.
+        config: The resolved configuration of the run, as plain values.
+        topology: Sizes of the layout that wrote the checkpoint; for people, loading ignores it.
+        files: What each other file of the checkpoint must hold.
+    """
+
+    state: TrainState
+    config: dict[str, Any]
+    topology: dict[str, Any]
+    files: dict[str, FileSum]
+
+    def to_json(self) -> str:
+        """The text of ``index.json``."""
+        data = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        return _to_text({**data, "crc32": _checksum(data)})
+
+
+def step_folder(step: int) -> str:
+    """Name of the folder of a checkpoint.
+
+    Example:
+        >>> step_folder(100)
+        'step_00000100'
+    """
+    return f"step_{step:08d}"
+
+
+def is_step_folder(name: str) -> bool:
+    """Whether a folder of this name is a finished checkpoint.
+
+    Example:
+        >>> is_step_folder("step_00000100"), is_step_folder("../step_00000100")
+        (True, False)
+    """
+    return _STEP_FOLDER.fullmatch(name) is not None
+
+
+def step_folders(directory: Path) -> list[tuple[int, Path]]:
+    """Finished checkpoint folders of a directory with their steps, oldest step first."""
+    if not directory.is_dir():
+        return []
+    found: dict[int, Path] = {}
+    for path in sorted(directory.iterdir(), reverse=True):  # a replaced one before its successor
+        match = _STEP_FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            found[int(match[1])] = path
+    return sorted(found.items())
+
+
+def read_index(folder: Path) -> CheckpointIndex:
+    """Read and check ``index.json`` of one checkpoint folder.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, or of another format version.
+    """
+    path = folder / INDEX_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no checkpoint: it has no {INDEX_NAME}") from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: neither JSON nor UTF-8
+        raise CheckpointError(f"cannot read {path}: {error}; {ADVICE}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise CheckpointError(f"{path} does not describe a checkpoint of megacore")
+    version = data.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}, this megacore reads version {FORMAT_VERSION}; "
+            f"load it with the megacore that wrote it"
+        )
+    if not _is_intact(text, data):
+        raise CheckpointError(
+            f"{path} is damaged: its content does not match its checksum; {ADVICE}"
+        )
+    try:
+        return CheckpointIndex(
+            state=TrainState(**data["state"]),
+            config=data["config"],
+            topology=data["topology"],
+            files={name: FileSum(**file) for name, file in data["files"].items()},
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error!r}); {ADVICE}") from error
+
+
+def check_files(folder: Path, index: CheckpointIndex) -> None:
+    """Check that every file of a checkpoint is there in full length.
+
+    Raises:
+        CheckpointError: Naming the first file that is not.
+    """
+    for name, expected in index.files.items():
+        check_size(folder / name, expected)
+
+
+def read_metadata(folder: Path, index: CheckpointIndex) -> Metadata:
+    """The description of all tensors that `torch.distributed.checkpoint` left.
+
+    Raises:
+        CheckpointError: If it is missing, damaged or unreadable.
+    """
+    path = folder / METADATA_NAME
+    if METADATA_NAME not in index.files:
+        raise CheckpointError(f"{folder / INDEX_NAME} does not list {METADATA_NAME}; {ADVICE}")
+    check_content(path, index.files[METADATA_NAME])
+    try:
+        metadata: Metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:  # a pickle of another version of torch fails in many ways
+        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    return metadata
+
+
+def without_advice(error: CheckpointError) -> str:
+    """What is wrong, without the advice to take another checkpoint."""
+    return str(error).removesuffix(ADVICE).removesuffix("otherwise ").rstrip(";, ")
+
+
+def _is_intact(text: str, data: Mapping[str, Any]) -> bool:
+    """Whether a text is, to the bit, what `CheckpointIndex.to_json` writes."""
+    summed = {name: value for name, value in data.items() if name != "crc32"}
+    try:
+        # The texts too: 1e-05 and 1E-05 are the same number.
+        return data.get("crc32") == _checksum(summed) and text == _to_text(data)
+    except ValueError:  # a number that is not finite, which is never written
+        return False
+
+
+def _checksum(data: Mapping[str, Any]) -> int:
+    return zlib.crc32(_to_text(data).encode())
+
+
+def _to_text(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"

@@ -1,0 +1,134 @@
+"""A checkpoint and a configuration from a model in the folder format of Hugging Face."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+
+from megacore.checkpoint import TrainState, save_checkpoint
+from megacore.config import Config, resolve
+from megacore.data import load_tokenizer
+from megacore.errors import MegacoreError
+from megacore.files import describe_os_error
+from megacore.models.gpt import GPTChunk
+from megacore.models.import_hf import ImportedModel, import_hf
+from megacore.optim import ParamPiece
+from megacore.parallel import ProcessGroups
+
+TOKENIZER_NAME = "tokenizer.json"
+CONFIG_NAME = "config.toml"
+
+# Moments of nothing are zero; a step count of zero starts the learning rate anew.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Far below that of a training from scratch, which would undo the weights.
+_LEARNING_RATE = 2e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportedRun:
+    """What an import wrote.
+
+    Attributes:
+        config_path: Settings that train the model further.
+        checkpoint: The checkpoint's folder.
+        config: The settings, resolved for one process.
+        num_params: Parameters of the model.
+    """
+
+    config_path: Path
+    checkpoint: Path
+    config: Config
+    num_params: int
+
+
+def import_checkpoint(
+    folder: str | Path, out: str | Path, *, seq_length: int | None = None
+) -> ImportedRun:
+    """Read a model and write it as a checkpoint of step 0, in this process.
+
+    The tokenizer is copied if there is one. Nothing is written before the model was read.
+
+    Args:
+        folder: Holds ``config.json`` and ``*.safetensors``, perhaps ``tokenizer.json``.
+        out: Gets ``config.toml``, ``checkpoints`` and the tokenizer. It must be new or empty.
+        seq_length: Tokens per sequence. Default: the longest the model was made for.
+
+    Raises:
+        MegacoreError: If the model cannot be imported, or ``out`` holds something or cannot be
+            written.
+    """
+    folder, out = Path(folder), Path(out)
+    _check_free(out)
+    imported = import_hf(folder, seq_length=seq_length)
+    tokenizer = folder / TOKENIZER_NAME
+    has_tokenizer = tokenizer.is_file()
+    if has_tokenizer:
+        load_tokenizer(str(tokenizer))
+    name = out.absolute().name
+    settings = _settings(imported, out, tokenizer=has_tokenizer, name=name)
+    config = resolve(Config.model_validate(settings), 1, cuda=False)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if has_tokenizer:
+            shutil.copyfile(tokenizer, out / TOKENIZER_NAME)
+        header = f"# Imported from {folder.absolute()}; trains it further.\n\n"
+        (out / CONFIG_NAME).write_text(header + tomli_w.dumps(settings), encoding="utf-8")
+    except OSError as error:
+        raise MegacoreError(f"cannot write to {out}: {describe_os_error(error)}") from error
+    pieces = _pieces(imported.chunk)
+    checkpoint = save_checkpoint(
+        out / "checkpoints",
+        pieces,
+        state=TrainState(step=0, samples=0, optimizer={}),
+        config=config.model_dump(),
+        groups=ProcessGroups.single(),
+    )
+    return ImportedRun(
+        config_path=out / CONFIG_NAME,
+        checkpoint=checkpoint,
+        config=config,
+        num_params=sum(piece.end for piece in pieces),
+    )
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "holds files already" if out.is_dir() else "is a file"
+        raise MegacoreError(f"{out} {what}; name a new folder to import into")
+
+
+def _settings(
+    imported: ImportedModel, out: Path, *, tokenizer: bool, name: str
+) -> dict[str, dict[str, Any]]:
+    """What the file says: all of the model, little else."""
+    settings: dict[str, dict[str, Any]] = {
+        "model": imported.model.model_dump(exclude_none=True),
+        "moe": imported.moe.model_dump(exclude_none=True, exclude_defaults=True),
+        "optimizer": {"lr": _LEARNING_RATE},
+        "data": {"tokenizer": str((out / TOKENIZER_NAME).absolute())} if tokenizer else {},
+        "checkpoint": {"resume": str(out.absolute())},
+        "run": {"name": name},
+    }
+    return {section: values for section, values in settings.items() if values}
+
+
+def _pieces(chunk: GPTChunk) -> list[ParamPiece]:
+    infos = chunk.param_infos()
+    zeros = torch.zeros(max(parameter.numel() for _, parameter in infos))
+    return [
+        ParamPiece(
+            info=info,
+            start=0,
+            end=parameter.numel(),
+            tensors={
+                "main_param": parameter.detach().view(-1),
+                **{kind: zeros[: parameter.numel()] for kind in _MOMENTS},
+            },
+        )
+        for info, parameter in infos
+    ]

@@ -1,0 +1,177 @@
+"""Reading a checkpoint into any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megacore.checkpoint.agreement import gather_results, on_every_rank
+from megacore.checkpoint.checked_files import ADVICE
+from megacore.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of, tensor_key, whole
+from megacore.checkpoint.find import resolve_checkpoint, verify_files
+from megacore.checkpoint.format import CheckpointIndex, TrainState, read_index, read_metadata
+from megacore.checkpoint.planner import ChunkLoadPlanner
+from megacore.errors import CheckpointError
+from megacore.optim import ParamPiece
+from megacore.parallel.process_groups import ProcessGroups
+
+
+def load_checkpoint(
+    path: str | Path,
+    pieces: Sequence[ParamPiece],
+    *,
+    groups: ProcessGroups,
+    config: Mapping[str, Any] | None = None,
+    verified: bool = False,
+) -> TrainState:
+    """Fill the tensors of ``pieces`` from a checkpoint of any layout. Collective.
+
+    On the layout that wrote the checkpoint this restores every bit; on another one too, since
+    nothing is computed, only cut differently.
+
+    Args:
+        path: A checkpoint folder, the folder of all checkpoints, or a run's folder.
+        pieces: What this rank holds; their tensors are overwritten.
+        groups: Process groups of this rank.
+        config: The present configuration as plain values; used to explain a misfit.
+        verified: `find_checkpoint` has compared the files with their checksums just now.
+
+    Returns:
+        Where the run stood.
+
+    Raises:
+        CheckpointError: On every rank, if the checkpoint is missing, damaged, of another format, or
+            of another model. The pieces may be partly filled then.
+
+    Sync:
+        Waits for all ranks.
+    """
+    folder = on_every_rank(lambda: resolve_checkpoint(path), groups)
+    if verified:
+        index = on_every_rank(lambda: read_index(folder), groups)
+    else:
+        index = verify_files(folder, groups)
+    metadata = on_every_rank(lambda: read_metadata(folder, index), groups)
+    fit = _Fit(folder, index, metadata, config or {})
+    names = gather_results(lambda: fit.check(pieces), groups)
+    fit.check_left_over(set().union(*names))
+    # Boxes need no limit here: it is what is stored that must fit into memory.
+    chunks = chunks_of(pieces, groups, max_numel=1 << 62)
+    on_every_rank(lambda: _fill(folder, metadata, chunks), groups)
+    return index.state
+
+
+def load_full_weights(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the weights of a checkpoint as whole tensors, in one process.
+
+    Args:
+        path: A checkpoint folder, the folder of all checkpoints, or a run's folder.
+
+    Returns:
+        The run's configuration as plain values; each parameter by name, full shape, float32.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing, damaged or of another format.
+    """
+    folder = resolve_checkpoint(path)
+    index = verify_files(folder, ProcessGroups.single())
+    metadata = read_metadata(folder, index)
+    chunks = {
+        name: whole(tensor_key(MAIN_PARAM, name), stored.size, stored.properties.dtype)
+        for name, stored in sorted(_stored_tensors(metadata, MAIN_PARAM).items())
+    }
+    _fill(folder, metadata, list(chunks.values()))
+    return index.config, {name: chunk.tensor for name, chunk in chunks.items()}
+
+
+class _Fit:
+    """Whether a model can be filled from a checkpoint."""
+
+    def __init__(
+        self,
+        folder: Path,
+        index: CheckpointIndex,
+        metadata: Metadata,
+        config: Mapping[str, Any],
+    ) -> None:
+        self._folder = folder
+        self._metadata = metadata
+        self._params = _stored_tensors(metadata, MAIN_PARAM)
+        self._differences = _differences(index.config, config)
+
+    def check(self, pieces: Sequence[ParamPiece]) -> set[str]:
+        """Check that every piece can be filled; return the names of the parameters."""
+        for piece in pieces:
+            info = piece.info
+            stored = self._params.get(info.name)
+            if stored is None:
+                raise CheckpointError(
+                    f"checkpoint {self._folder} has no parameter {info.name}{self._differences}"
+                )
+            if tuple(stored.size) != info.full_shape:
+                raise CheckpointError(
+                    f"parameter {info.name} has shape {list(stored.size)} in checkpoint "
+                    f"{self._folder}, but {list(info.full_shape)} in this model{self._differences}"
+                )
+            for kind in piece.tensors:
+                if tensor_key(kind, info.name) not in self._metadata.state_dict_metadata:
+                    raise CheckpointError(
+                        f"checkpoint {self._folder} holds no {kind} of parameter {info.name}, "
+                        f"which is needed to continue training"
+                    )
+        return {piece.info.name for piece in pieces}
+
+    def check_left_over(self, used: set[str]) -> None:
+        """Check that no parameter of the checkpoint is without a place."""
+        left_over = sorted(set(self._params) - used)
+        if left_over:
+            raise CheckpointError(
+                f"checkpoint {self._folder} has parameters this model does not use, such as "
+                f"{left_over[0]} ({len(left_over)} in all){self._differences}"
+            )
+
+
+def _stored_tensors(metadata: Metadata, kind: str) -> dict[str, TensorStorageMetadata]:
+    """The logical tensors of one kind by name of their parameters."""
+    prefix = tensor_key(kind, "")
+    return {
+        key.removeprefix(prefix): stored
+        for key, stored in metadata.state_dict_metadata.items()
+        if key.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
+    }
+
+
+@torch.no_grad()
+def _fill(folder: Path, metadata: Metadata, chunks: Sequence[Chunk]) -> None:
+    """Read what the chunks need; every rank for itself, there is nothing to agree upon."""
+    reader = FileSystemReader(folder)
+    planner = ChunkLoadPlanner(chunks)
+    planner.set_up_planner({}, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    try:
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    except Exception as error:  # the files are as they were written: it is their content
+        raise CheckpointError(
+            f"cannot read checkpoint {folder}: {type(error).__name__}: {error}; {ADVICE}"
+        ) from error
+
+
+def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Settings of the model that differ, as the end of a sentence."""
+    found = []
+    for section in ("model", "moe"):
+        theirs, ours = stored.get(section, {}), present.get(section, {})
+        found += [
+            f"{section}.{key} is {theirs[key]} there and {ours[key]} here"
+            for key in sorted(set(theirs) & set(ours))
+            if theirs[key] != ours[key]
+        ]
+    if found:
+        return "; " + ", ".join(found)
+    return "; it belongs to another model: compare the [model] settings with those of that run"

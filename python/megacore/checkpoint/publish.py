@@ -1,0 +1,183 @@
+"""The folder of checkpoints: checked before the first step, filled and emptied by renames.
+
+At any moment a checkpoint is there as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from pathlib import Path
+
+from megacore.checkpoint.agreement import on_every_rank, on_rank_0
+from megacore.checkpoint.checked_files import flush_folder, write_durably
+from megacore.checkpoint.format import (
+    INDEX_NAME,
+    LATEST_NAME,
+    PARTIAL_SUFFIX,
+    REPLACED_SUFFIX,
+    CheckpointIndex,
+    check_files,
+    is_step_folder,
+    step_folders,
+)
+from megacore.errors import CheckpointError, DiskFullError
+from megacore.files import describe_os_error, probe_folder
+from megacore.parallel.process_groups import ProcessGroups
+
+
+def check_checkpoint_folder(
+    directory: str | Path, *, num_bytes: int, groups: ProcessGroups
+) -> None:
+    """Make the folder of checkpoints and prove that they can be written there. Collective.
+
+    Every rank writes a small file, rank 0 looks whether it sees all of them, and whether there is
+    room for one checkpoint. The small files go away again.
+
+    Args:
+        directory: Folder of all checkpoints of the run, on a file system that all ranks share.
+        num_bytes: Size of the tensors of one checkpoint.
+        groups: Process groups of this rank.
+
+    Raises:
+        DiskFullError: On every rank, if the disk is too full.
+        CheckpointError: On every rank, if a rank cannot write or the folder is not shared.
+    """
+    directory = Path(directory)
+    mine = _probe_file(directory, groups.rank)
+    try:
+        on_every_rank(lambda: _write_probe(mine), groups)
+        on_rank_0(lambda: _check_probes(directory, groups.world.size), groups)
+        on_rank_0(lambda: check_room(directory, num_bytes=num_bytes), groups)
+    finally:
+        with contextlib.suppress(OSError):
+            mine.unlink(missing_ok=True)
+
+
+def _probe_file(directory: Path, rank: int) -> Path:
+    return directory / f".probe_rank_{rank:05d}"
+
+
+def _write_probe(file: Path) -> None:
+    try:
+        probe_folder(file.parent)
+        file.write_bytes(b"x")
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (DiskFullError if is_full else CheckpointError)(
+            f"cannot write checkpoints to {file.parent} (checkpoint.dir): "
+            f"{describe_os_error(error)}; choose another folder, or set checkpoint.interval = -1 "
+            f"for a run without checkpoints"
+        ) from error
+
+
+def _check_probes(directory: Path, world_size: int) -> None:
+    unseen = [rank for rank in range(world_size) if not _probe_file(directory, rank).exists()]
+    if unseen:
+        raise CheckpointError(
+            f"rank 0 does not see what rank {unseen[0]} writes to {directory}; checkpoint.dir must "
+            f"be on a file system that all ranks share"
+        )
+
+
+def prepare(partial: Path, *, num_bytes: int) -> None:
+    """Clear what interrupted saves left behind and make the folder to write into.
+
+    Raises:
+        DiskFullError: If there is no room for ``num_bytes`` of tensors.
+    """
+    directory = partial.parent
+    directory.mkdir(parents=True, exist_ok=True)
+    for leftover in directory.glob(f"step_*{PARTIAL_SUFFIX}"):
+        _delete(leftover)
+    for replaced in directory.glob(f"step_*{REPLACED_SUFFIX}"):
+        if replaced.with_suffix("").exists():
+            _remove(replaced)
+    _settle_latest(directory)
+    check_room(directory, num_bytes=num_bytes)
+    partial.mkdir()
+
+
+def check_room(directory: Path, *, num_bytes: int) -> None:
+    """Check that a checkpoint with ``num_bytes`` of tensors fits on the disk of ``directory``.
+
+    Raises:
+        DiskFullError: If it does not.
+    """
+    free = shutil.disk_usage(directory).free
+    # Headers and the index come on top of the tensors.
+    needed = num_bytes + num_bytes // 50 + (1 << 20)
+    if free < needed:
+        raise DiskFullError(
+            f"no room for a checkpoint: it takes {needed / 1e6:,.1f} MB, but {directory} has "
+            f"{free / 1e6:,.1f} MB left; free some space, lower checkpoint.keep, or set "
+            f"checkpoint.dir to another disk"
+        )
+
+
+def publish(partial: Path, index: CheckpointIndex, *, keep: int) -> None:
+    """Make the written folder the newest checkpoint and remove old ones.
+
+    Args:
+        partial: Folder with all files in it.
+        index: What they are.
+        keep: Of the checkpoints up to this step only the newest ``keep`` stay.
+
+    Raises:
+        CheckpointError: If rank 0 does not see every file in full length.
+    """
+    directory = partial.parent
+    try:
+        check_files(partial, index)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; checkpoint.dir must be on a file system that all ranks share"
+        ) from None
+    write_durably(partial / INDEX_NAME, index.to_json())
+    flush_folder(partial)
+    final = partial.with_suffix("")
+    replaced = final.with_name(final.name + REPLACED_SUFFIX)
+    if final.exists():  # the same step once more, after resuming from an earlier one
+        final.rename(replaced)
+    # Written before the folder has its name: it counts from the moment when the folder is there.
+    latest = directory / (LATEST_NAME + PARTIAL_SUFFIX)
+    write_durably(latest, final.name + "\n")
+    flush_folder(directory)
+    partial.rename(final)
+    flush_folder(directory)
+    latest.replace(directory / LATEST_NAME)
+    flush_folder(directory)
+    if replaced.exists():
+        _remove(replaced)
+    # Later steps belong to a continuation that was abandoned; they are the user's to delete.
+    so_far = [path for step, path in step_folders(directory) if step <= index.state.step]
+    for old in so_far[: -max(1, keep)]:
+        _remove(old)
+
+
+def _settle_latest(directory: Path) -> None:
+    """Finish what a run killed right after its last rename has left, before it is overwritten."""
+    partial = directory / (LATEST_NAME + PARTIAL_SUFFIX)
+    try:
+        name = partial.read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return
+    if is_step_folder(name) and (directory / name).is_dir():
+        partial.replace(directory / LATEST_NAME)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint so that no moment shows half of it under its name."""
+    doomed = folder.with_name(f"{folder.name}.old{PARTIAL_SUFFIX}")
+    _delete(doomed)
+    folder.rename(doomed)
+    _delete(doomed)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder; of a symbolic link, which somebody made on purpose, only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)

@@ -1,0 +1,1 @@
+"""Starting ranks, watching them, and saying why a run ended."""

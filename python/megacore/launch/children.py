@@ -1,0 +1,279 @@
+"""The ranks of one machine as child processes: started together, watched, and never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from megacore.errors import ConfigError
+from megacore.launch.context import LaunchOptions, RankContext, StoreAddress, rank_device
+from megacore.launch.failure import Failure, record_failure
+from megacore.launch.messages import complain, leave, print_outcome, stopped_too
+from megacore.launch.peers import describe_exit
+from megacore.launch.worker import Outcome, Reporter, Worker, run_rank, use_threads
+
+SETTLE_S = 1.0  # after a first failure: time for its cause to show up, if this was a victim
+GRACE_S = 2.5  # after a first failure: time for survivors to end by themselves
+KILL_S = 2.0  # after SIGTERM: time before SIGKILL
+PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass
+class Rank:
+    """One child process and what is known of its end."""
+
+    number: int
+    process: BaseProcess
+    pipe: Connection
+    outcome: Outcome | None = None
+    ended_s: float | None = None  # time.monotonic
+
+    @property
+    def identity(self) -> str:
+        """The rank and its process, for people."""
+        return f"rank {self.number} (pid {self.process.pid} on host {socket.gethostname()})"
+
+
+class Ranks:
+    """The children of `run_ranks_local`."""
+
+    def __init__(
+        self,
+        nproc: int,
+        worker: Worker,
+        options: LaunchOptions,
+        address: StoreAddress,
+        listener: socket.socket,
+    ) -> None:
+        self._nproc = nproc
+        self._worker = worker
+        self._options = options
+        self._address = address
+        self._listener = listener
+        self._ranks: list[Rank] = []
+        self._signal = 0
+
+    def start(self) -> None:
+        """Start all children; signals are held back until each has its own handlers."""
+        forks = self._options.forks
+        context: ForkContext | SpawnContext = (
+            multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with _blocked_signals():
+            for number in range(self._nproc):
+                receiver, sender = context.Pipe(duplex=False)
+                child = _Child(
+                    rank=number,
+                    nproc=self._nproc,
+                    parent_pid=os.getpid(),
+                    worker=self._worker,
+                    options=self._options,
+                    address=self._address,
+                )
+                inherited = self._listener if forks else None
+                process = context.Process(
+                    target=_child_main, args=(child, sender, inherited), name=f"rank {number}"
+                )
+                process.start()
+                sender.close()
+                self._ranks.append(Rank(number=number, process=process, pipe=receiver))
+
+    def watch(self, store: Store, signals: socket.socket) -> int:
+        """Wait for the children; on a first failure or signal end all. Returns the exit code."""
+        deadline = float("inf")
+        settled = float("inf")
+        told = False
+        while running := [rank for rank in self._ranks if rank.ended_s is None]:
+            self._wait(running, signals)
+            now = time.monotonic()
+            if self._signal and deadline == float("inf"):
+                self.terminate()
+                deadline = now + KILL_S
+            if self._failed() and settled == float("inf"):
+                settled, deadline = now + SETTLE_S, min(deadline, now + GRACE_S)
+                self._record(store)
+            if now > settled and not told:
+                told = self._tell()
+            if now > deadline:
+                self.kill()
+        if self._failed() and not told:
+            self._tell()
+        return self._exit_code()
+
+    def terminate(self) -> None:
+        """Ask all running children to end."""
+        for rank in self._ranks:
+            if rank.process.is_alive():
+                rank.process.terminate()
+
+    def kill(self) -> None:
+        """End all running children, also suspended ones, and reap them."""
+        for rank in self._ranks:
+            if rank.process.is_alive():
+                rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+
+    def _wait(self, running: Sequence[Rank], signals: socket.socket) -> None:
+        pipes = [rank.pipe for rank in running if rank.outcome is None and not rank.pipe.closed]
+        sentinels = [rank.process.sentinel for rank in running]
+        # The timeout also covers a grandchild that keeps a sentinel open.
+        ready = wait([*pipes, *sentinels, signals], timeout=0.2)
+        if signals in ready:
+            self._on_signal(max(signals.recv(64)))
+        for rank in running:
+            self._receive(rank)
+            if rank.process.exitcode is not None:
+                self._receive(rank)
+                rank.ended_s = time.monotonic()
+
+    def _receive(self, rank: Rank) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            if not rank.pipe.closed and rank.pipe.poll():
+                try:
+                    rank.outcome = rank.pipe.recv()
+                except EOFError:
+                    rank.pipe.close()
+
+    def _on_signal(self, number: int) -> None:
+        if self._signal:
+            self.kill()  # The user insists.
+        self._signal = number
+
+    def _failed(self) -> list[Rank]:
+        """Ranks that ended badly and not because we asked them to."""
+        if self._signal:
+            return []
+        return [
+            rank
+            for rank in self._ranks
+            if (rank.outcome is not None and rank.outcome.kind != "done")
+            or (rank.ended_s is not None and rank.outcome is None)
+        ]
+
+    def _record(self, store: Store) -> None:
+        """Tell the survivors which child died without a word, and how."""
+        for rank in self._failed():
+            code = rank.process.exitcode
+            if rank.outcome is None and code is not None:
+                failure = Failure(rank=rank.number, who=rank.identity, reason=describe_exit(code))
+                with contextlib.suppress(RuntimeError):
+                    record_failure(store, failure)
+                return
+
+    def _tell(self) -> bool:
+        """Print the story of the rank that failed first."""
+        first = first_failure(self._failed())
+        others = self._nproc - 1
+        if first.outcome is None:
+            code = first.process.exitcode
+            how = describe_exit(code) if code is not None else "no answer"
+            complain(f"{first.identity} went away: {how}{stopped_too(others)}")
+        else:
+            # Told once, here, even if another rank was the first to report the same mistake.
+            outcome = dataclasses.replace(first.outcome, first=True)
+            print_outcome(outcome, options=self._options, num_others=others)
+        return True
+
+    def _exit_code(self) -> int:
+        if self._signal:
+            complain("interrupted; all ranks were stopped")
+            return 128 + self._signal
+        failed = self._failed()
+        if failed:
+            outcome = first_failure(failed).outcome
+            return outcome.exit_code if outcome is not None else 1
+        return max(rank.outcome.exit_code for rank in self._ranks if rank.outcome is not None)
+
+
+def first_failure(failed: Sequence[Rank]) -> Rank:
+    """The rank to blame: one with a reason of its own before victims, then the earliest."""
+
+    def order(rank: Rank) -> tuple[bool, float]:
+        if rank.outcome is None:
+            return (False, rank.ended_s or 0.0)
+        return (rank.outcome.kind not in ("mistake", "error"), rank.outcome.time_s)
+
+    return min(failed, key=order)
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    held = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---- in the child --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Child:
+    """What a child needs to know; picklable."""
+
+    rank: int
+    nproc: int
+    parent_pid: int
+    worker: Worker
+    options: LaunchOptions
+    address: StoreAddress
+
+
+def _child_main(child: _Child, pipe: Connection, inherited: socket.socket | None) -> None:
+    """Body of a child process. Never returns: the parent's exit handlers are not ours to run."""
+    _die_with_parent(child.parent_pid)
+    signal.set_wakeup_fd(-1)
+    # The terminal sends Ctrl-C to all processes; the parent alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    use_threads(child.options.threads, num_processes=child.nproc)
+    if inherited is not None:
+        inherited.close()
+    options = child.options
+    report = Reporter(child.rank, pipe.send, options.error_dir)
+    try:
+        store = child.address.connect(timeout_s=30.0)
+        store.set_timeout(options.timeout)
+        context = RankContext(
+            rank=child.rank,
+            world_size=child.nproc,
+            local_rank=child.rank,
+            local_world_size=child.nproc,
+            device=rank_device(options.backend, child.rank),
+            backend=options.backend,
+            address=child.address,
+            store=PrefixStore(f"{child.address.prefix}/shared", store),
+            launched_by="megacore",
+        )
+        code = run_rank(context, child.worker, options, report)
+    except ConfigError as error:
+        code = report(Outcome(rank=child.rank, kind="mistake", exit_code=2, sentence=str(error)))
+    pipe.close()
+    leave(code)
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Ask Linux to kill this process when its parent ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # The parent was faster.

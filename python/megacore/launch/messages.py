@@ -1,0 +1,68 @@
+"""What a launcher prints about the end of its ranks, and how a process leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from megacore.launch.context import LaunchOptions
+from megacore.launch.worker import Outcome, error_file
+
+CLEAR_LINE = "\r\x1b[K"
+SHOW_CURSOR = "\x1b[?25h"
+
+
+def print_outcome(
+    outcome: Outcome, *, options: LaunchOptions, num_others: int = 0, all_ranks: bool = False
+) -> None:
+    """Show how a rank ended, on standard error.
+
+    Args:
+        outcome: How it ended.
+        options: Say whether and where tracebacks go.
+        num_others: Ranks that were stopped because of it.
+        all_ranks: Every rank prints for itself, so a survivor says which one it is.
+    """
+    if not outcome.first or not outcome.sentence:
+        return
+    sentence = outcome.sentence
+    if all_ranks and outcome.kind == "victim":
+        sentence = f"[rank {outcome.rank}] {sentence}"
+    if outcome.kind in ("error", "victim"):
+        sentence += stopped_too(num_others)
+    if outcome.traceback and options.debug:
+        sentence += f"\n{outcome.traceback.rstrip()}"
+    elif outcome.kind == "error":
+        sentence += f"\n{_where_traceback_is(outcome, options.error_dir)}"
+    complain(sentence)
+
+
+def _where_traceback_is(outcome: Outcome, error_dir: Path | None) -> str:
+    if error_dir is None:
+        return outcome.traceback.rstrip()
+    return f"  full traceback: {error_file(error_dir, outcome.rank)}"
+
+
+def stopped_too(num_others: int) -> str:
+    """What became of the other ranks, as the end of a sentence."""
+    if num_others < 1:
+        return ""
+    others = "rank was" if num_others == 1 else f"{num_others} ranks were"
+    return f"; the other {others} stopped"
+
+
+def complain(sentence: str) -> None:
+    """Print a sentence to standard error."""
+    # A rank that died while it showed a progress bar left the cursor hidden, in the bar's line.
+    tidy = CLEAR_LINE + SHOW_CURSOR if sys.stderr.isatty() else ""
+    print(f"{tidy}megacore: {sentence}", file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> None:
+    """End the process at once: lost connections would block an orderly exit."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,243 @@
+"""What a rank does around its work: join the others, be watched, and explain how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from megacore.errors import MegacoreError, PeerLostError
+from megacore.launch.context import LaunchOptions, RankContext, agree, first_line
+from megacore.launch.failure import FailureMonitor, failure_monitor
+
+Worker = Callable[[RankContext], int]
+
+# Words of gloo, NCCL and the store when the other end of a connection is gone or silent.
+CONNECTION_WORDS = (
+    "connection",
+    "socket",
+    "peer",
+    "pair",
+    "timed out",
+    "timeout",
+    "remote",
+    "pipe",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a rank ended.
+
+    Attributes:
+        rank: Global rank.
+        kind: ``done``; ``mistake`` of the user (its sentence says all); ``error``, an unexpected
+            one; ``victim`` of another rank; ``stopped`` by a signal.
+        exit_code: Exit code of the rank.
+        sentence: What to tell the user; empty when there is nothing to say.
+        traceback: Full traceback of an error, for a file.
+        first: Whether this rank was the first to fail; the others repeat its story.
+        time_s: `time.monotonic` of the end, comparable among processes of one machine.
+    """
+
+    rank: int
+    kind: Literal["done", "mistake", "error", "victim", "stopped"]
+    exit_code: int
+    sentence: str = ""
+    traceback: str = ""
+    first: bool = True
+    time_s: float = 0.0
+
+
+class Reporter:
+    """Passes on a rank's outcome once, whichever thread is first, and writes ``rank_XX.err``.
+
+    Args:
+        rank: Global rank.
+        deliver: Where the outcome goes: a pipe to the launcher, or standard error.
+        error_dir: Folder of the ``.err`` file; ``None`` for no file.
+    """
+
+    def __init__(
+        self, rank: int, deliver: Callable[[Outcome], None], error_dir: Path | None
+    ) -> None:
+        self._rank = rank
+        self._deliver = deliver
+        self._error_dir = error_dir
+        self._once = threading.Lock()
+
+    def __call__(self, outcome: Outcome) -> int:
+        """Deliver ``outcome``, whatever signals come meanwhile; returns its exit code."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            if self._once.acquire(blocking=False):
+                self._write(outcome)
+                self._deliver(replace(outcome, time_s=time.monotonic()))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return outcome.exit_code
+
+    def _write(self, outcome: Outcome) -> None:
+        if self._error_dir is None or outcome.kind not in ("error", "victim"):
+            return
+        # The file is a courtesy: a full disk must not hide the error itself.
+        with contextlib.suppress(OSError):
+            self._error_dir.mkdir(parents=True, exist_ok=True)
+            text = f"{outcome.sentence}\n\n{outcome.traceback}".strip() + "\n"
+            error_file(self._error_dir, self._rank).write_text(text)
+
+
+def error_file(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its traceback.
+
+    Example:
+        >>> str(error_file(Path("runs/x"), 3))
+        'runs/x/rank_03.err'
+    """
+    return folder / f"rank_{rank:02d}.err"
+
+
+def run_rank(context: RankContext, worker: Worker, options: LaunchOptions, report: Reporter) -> int:
+    """Join the process group, run ``worker`` under watch, and report how it ended.
+
+    Returns:
+        The exit code: the worker's, 2 for a mistake of the user, 1 for an error or a lost peer.
+    """
+
+    def end_from_monitor(sentence: str, exit_code: int) -> None:
+        kind: Literal["victim", "stopped"] = "victim" if sentence else "stopped"
+        report(Outcome(rank=context.rank, kind=kind, exit_code=exit_code, sentence=sentence))
+
+    try:
+        agree(context, "the number of processes", str(context.world_size))
+        with failure_monitor(
+            context, peer_timeout_s=options.peer_timeout_s, on_end=end_from_monitor
+        ) as monitor:
+            outcome = _work_and_explain(context, worker, options, monitor)
+            report(outcome)
+    except MegacoreError as error:
+        return report(Outcome(rank=context.rank, kind="mistake", exit_code=2, sentence=str(error)))
+    if outcome.kind == "done":
+        dist.destroy_process_group()
+    return outcome.exit_code
+
+
+def _work_and_explain(
+    context: RankContext, worker: Worker, options: LaunchOptions, monitor: FailureMonitor
+) -> Outcome:
+    try:
+        try:
+            exit_code = _work(context, worker, options)
+            monitor.announce_end("done")
+        except Exception as error:
+            return _explain(error, context, monitor, options)
+    except (SystemExit, KeyboardInterrupt) as stop:
+        # The signal may also have come while an error was being explained.
+        return _explain_stop(stop, context, monitor)
+    return Outcome(rank=context.rank, kind="done", exit_code=exit_code)
+
+
+def _work(context: RankContext, worker: Worker, options: LaunchOptions) -> int:
+    init_process_group(context, options)
+    exit_code = worker(context)
+    # A rank that leaves early resets connections that others may still read from.
+    dist.barrier()
+    return exit_code
+
+
+def init_process_group(context: RankContext, options: LaunchOptions) -> None:
+    """Make the default process group of ``context``'s world."""
+    # Connections are made on first use: most pairs of ranks never talk to each other.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    dist.init_process_group(
+        context.backend,
+        store=PrefixStore("group", context.store),
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=options.timeout,
+        device_id=context.device if context.device.type == "cuda" else None,
+    )
+
+
+def _explain(
+    error: Exception, context: RankContext, monitor: FailureMonitor, options: LaunchOptions
+) -> Outcome:
+    """Why the worker ended: its own mistake, its own error, or another rank."""
+    trace = "".join(traceback.format_exception(error))
+    rank = context.rank
+    if isinstance(error, RuntimeError) and not isinstance(error, MegacoreError):
+        patience_s = options.peer_timeout_s + 5.0 if _is_about_connection(error) else 0.0
+        culprit = monitor.culprit(patience_s=patience_s)
+        if culprit is not None and culprit.rank != rank:
+            return Outcome(
+                rank=rank, kind="victim", exit_code=1, sentence=str(culprit), traceback=trace
+            )
+    if isinstance(error, PeerLostError):
+        return Outcome(rank=rank, kind="victim", exit_code=1, sentence=str(error), traceback=trace)
+    if isinstance(error, MegacoreError):
+        first = monitor.report(str(error))
+        return Outcome(
+            rank=rank,
+            kind="mistake",
+            exit_code=2,
+            sentence=str(error),
+            traceback=trace,
+            first=first.rank == rank or first.reason != str(error),
+        )
+    name = f"{type(error).__name__}: {first_line(error)}"
+    monitor.report(f"it failed with {name}")
+    return Outcome(
+        rank=rank,
+        kind="error",
+        exit_code=1,
+        sentence=f"rank {rank} failed: {name}{_last_frame(error)}",
+        traceback=trace,
+    )
+
+
+def _explain_stop(
+    error: SystemExit | KeyboardInterrupt, context: RankContext, monitor: FailureMonitor
+) -> Outcome:
+    """A signal: torchrun ends the survivors of a lost rank with SIGTERM; they too name it."""
+    patience_s = 1.5 if context.launched_by == "torchrun" else 0.0
+    culprit = monitor.culprit(patience_s=patience_s, blame_stopped=False)
+    if culprit is not None:
+        return Outcome(rank=context.rank, kind="victim", exit_code=1, sentence=str(culprit))
+    monitor.announce_end("stopped")
+    code = error.code if isinstance(error, SystemExit) else 130
+    return Outcome(
+        rank=context.rank, kind="stopped", exit_code=code if isinstance(code, int) else 1
+    )
+
+
+def _is_about_connection(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in text for word in CONNECTION_WORDS)
+
+
+def _last_frame(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f" (at {last.filename}:{last.lineno} in {last.name})"
+
+
+def use_threads(threads: int | None, *, num_processes: int) -> None:
+    """Set the number of threads, or share this machine's cores. Must come first after a fork."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, (cores or 1) // num_processes))

@@ -1,0 +1,116 @@
+"""Layout, schedule and messages of a run, as pure functions of its resolved configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.errors import ConfigError
+from megacore.models.build import torch_dtype
+from megacore.parallel import Topology
+from megacore.pipeline import Recompute, Schedule, build_schedule
+from megacore.pipeline.executor import ActivationSpec
+
+
+def embedding_ranks(config: Config) -> tuple[int, ...]:
+    """Positions in the pipeline of all stages that use the embedding.
+
+    Example:
+        >>> embedding_ranks(Config(parallel={"pp": 4}))
+        (0, 3)
+        >>> untied = {"tie_embeddings": False, "num_mtp_layers": 1}
+        >>> layout = {"layout": "Et|t|tt,m|L"}
+        >>> embedding_ranks(Config(model=untied, parallel={"pp": 4}, pipeline=layout))
+        (0, 2)
+    """
+    by_rank, further = stages_of_ranks(config), mtp_stage(config)
+    stages = [0]
+    if config.model.tie_embeddings or further is None:
+        stages.append(config.parallel.pp * config.pipeline.stages_per_rank - 1)
+    if further is not None:
+        stages.append(further)
+    return tuple(
+        next(rank for rank, mine in enumerate(by_rank) if stage in mine) for stage in stages
+    )
+
+
+def make_topology(config: Config, world_size: int) -> Topology:
+    """The layout that the ``[parallel]`` section describes."""
+    parallel = config.parallel
+    return Topology(
+        world_size=world_size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        order=parallel.order,
+    )
+
+
+def train_schedule(config: Config, world_size: int) -> Schedule:
+    """The schedule of one training step.
+
+    Raises:
+        ConfigError: If it cannot be built; the message names the nearest sizes that can.
+    """
+    pipeline, num_microbatches = config.pipeline, config.num_microbatches(world_size)
+    options: dict[str, Any] = {}
+    if pipeline.schedule_info is None:
+        options = {"placement": pipeline.placement, "memory_limit": pipeline.memory_limit}
+    elif pipeline.overlap_moe and pipeline.schedule_info.takes_pairs:
+        options = {"pairs": "split" if pipeline.split_weight_grads else "whole"}
+    try:
+        return build_schedule(
+            pipeline.schedule,
+            num_ranks=config.parallel.pp,
+            num_microbatches=num_microbatches,
+            num_chunks=pipeline.chunks,
+            group_size=pipeline.group_size,
+            **options,
+        )
+    except ValueError as error:
+        train, dp = config.train, config.dp(world_size)
+        raise ConfigError(
+            f"pipeline.schedule = {pipeline.schedule} with {num_microbatches} microbatches per step"
+            f" (train.global_batch_size {train.global_batch_size} / (train.microbatch_size "
+            f"{train.microbatch_size} x dp {dp})): {error}"
+        ) from error
+
+
+def train_recompute(config: Config) -> Recompute | None:
+    """Which microbatches of a training step are recomputed; ``None`` for none."""
+    train = config.train
+    return None if train.recompute == "none" else Recompute(keep=train.recompute_keep)
+
+
+def activation_specs(config: Config, device: torch.device) -> dict[int, ActivationSpec]:
+    """What each stage but the last sends on; with two copies of the model, each stage of both.
+
+    ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``; behind layers for multi-token
+    prediction the outputs of all depths, one behind another.
+    """
+    num_stages, further = len(layers_of_stages(config)), mtp_stage(config)
+    plain = activation_spec(config, device)
+    length, *others = plain.shape
+    all_depths = replace(plain, shape=((1 + config.model.num_mtp_layers) * length, *others))
+    return {
+        copy * num_stages + stage: plain if further is None or stage < further else all_depths
+        for copy in range(config.pipeline.copies)
+        for stage in range(num_stages - 1)
+    }
+
+
+def activation_spec(config: Config, device: torch.device) -> ActivationSpec:
+    """What a stage sends on: ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``."""
+    model, parallel = config.model, config.parallel
+    slices = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    sequence = model.seq_length // slices
+    return ActivationSpec(
+        shape=(sequence, config.train.microbatch_size, model.hidden_size),
+        dtype=torch_dtype(config.train.dtype),
+        device=device,
+    )

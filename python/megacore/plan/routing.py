@@ -1,0 +1,53 @@
+"""Whether a run can record and replay routing decisions: ``moe.record_routing`` and so on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megacore.config import Config
+from megacore.errors import MegacoreError
+from megacore.moe.recording import Recorded, check_recording_folder, check_replay
+
+# What names tokens and what they mean, and what names experts.
+_KEYS = (
+    "moe.num_experts",
+    "moe.top_k",
+    "moe.first_dense_layers",
+    "moe.layer_interval",
+    "model.num_layers",
+    "model.seq_length",
+    "train.global_batch_size",
+    "train.seed",
+    "data.source",
+    "data.tokenizer",
+    "data.split",
+)
+
+
+def check_routing(config: Config) -> None:
+    """Check the folders of both settings, without making or reading any decisions.
+
+    Raises:
+        MegacoreError: If a recording does not fit the run, or there is no place for one.
+    """
+    moe = config.moe
+    wanted = [
+        name for name in ("record_routing", "replay_routing") if getattr(moe, name) is not None
+    ]
+    if wanted and config.graphs.mode != "off":
+        raise MegacoreError(
+            f"moe.{wanted[0]} needs the host in every layer, which graphs.mode = "
+            f"{config.graphs.mode} leaves out; set graphs.mode = off"
+        )
+    if moe.record_routing is not None:
+        check_recording_folder(Path(moe.record_routing))
+    if moe.replay_routing is not None:
+        check_replay(Path(moe.replay_routing), recorded_settings(config), steps=config.train.steps)
+
+
+def recorded_settings(config: Config) -> Recorded:
+    """What a recording keeps of a run, to tell whether it fits another one."""
+    values = config.model_dump()
+    return Recorded(
+        settings={key: values[section][name] for key in _KEYS for section, name in [key.split(".")]}
+    )

@@ -1,0 +1,307 @@
+"""What a run will look like on every rank, computed without starting one.
+
+The numbers are not estimates: layers, parameters, buffers and schedule come from the same planners
+that the ranks ask. Parameters are counted on a model without storage (torch's meta device).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megacore.buffers import BufferPlan, buffer_kind, plan_buckets
+from megacore.config import Config, filled, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.errors import ConfigError
+from megacore.models.build import build_stages
+from megacore.models.size import count_parameters
+from megacore.moe.settings import router_config
+from megacore.optim import MemoryRow, memory_row
+from megacore.parallel import ProcessGroups, Topology
+from megacore.parallel.params import ParamInfo
+from megacore.pipeline import ActionKind, Lowering, Program
+from megacore.plan.from_config import make_topology, train_recompute, train_schedule
+from megacore.plan.graph_memory import GraphBytes, predict_graphs
+from megacore.plan.routing import check_routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """One rank; all ranks of a pipeline position are alike, up to the padding of a shard.
+
+    Attributes:
+        pp_rank: Position on the pipeline axis.
+        layers: Layers of each of its model chunks, half open.
+        mtp_layers: Likewise those for multi-token prediction.
+        num_params: Parameters it holds (after tensor parallelism).
+        param_bytes: Parameter buffer, with padding.
+        grad_bytes: Gradient buffer, float32, with padding.
+        optimizer_bytes: Moments, and main parameters unless those are float32 anyway, of the rank's
+            shard.
+        bucket_numels: Elements of each gradient bucket, with padding, in the order of the backward
+            pass.
+        peak_in_flight: Largest number of microbatches, counted per chunk, whose activations it
+            holds at once.
+        peak_kept: Likewise of those that keep all activations; the others are recomputed.
+        busy_fraction: Part of a step's makespan in which it computes.
+        graphs: What its CUDA graphs take; ``None`` without.
+    """
+
+    pp_rank: int
+    layers: tuple[range, ...]
+    mtp_layers: tuple[range, ...]
+    num_params: int
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+    bucket_numels: tuple[int, ...]
+    peak_in_flight: int
+    peak_kept: int
+    busy_fraction: float
+    graphs: GraphBytes | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.param_bytes + self.grad_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A whole run.
+
+    Attributes:
+        topology: Layout of the ranks.
+        num_params: Parameters of the model, each counted once.
+        num_active_params: Those that one token meets; fewer where a token sees few experts.
+        num_microbatches: Microbatches per data-parallel rank and step.
+        bubble_fraction: Part of the pipeline ranks' time that is idle, if a backward pass takes
+            twice as long as a forward pass and messages take no time.
+        ranks: One entry per pipeline position.
+    """
+
+    topology: Topology
+    num_params: int
+    num_active_params: int
+    num_microbatches: int
+    bubble_fraction: float
+    ranks: tuple[RankPlan, ...]
+
+
+def plan_run(config: Config, world_size: int) -> RunPlan:
+    """Plan a run of a resolved configuration.
+
+    Raises:
+        ValueError: If the layout, the layers or the schedule do not work out.
+    """
+    topology = make_topology(config, world_size)
+    schedule = train_schedule(config, world_size)
+    timeline = schedule.simulate()
+    programs = schedule.lower(
+        Lowering.communication(receives="ahead", recompute=train_recompute(config))
+    )
+    stages, further = layers_of_stages(config), mtp_stage(config)
+    pp = config.parallel.pp
+    ranks, num_params = [], 0
+    for pp_rank in range(pp):
+        mine = stages_of_ranks(config)[pp_rank]
+        infos = _param_infos(config, mine)
+        if pp_rank < pp // config.pipeline.copies:  # the other ranks hold the same
+            num_params += sum(
+                math.prod(info.full_shape) for info in infos if not info.is_shared_copy
+            )
+        sizes = _buffer_sizes(config, infos, topology)
+        ranks.append(
+            RankPlan(
+                pp_rank=pp_rank,
+                layers=tuple(stages[stage] for stage in mine),
+                mtp_layers=tuple(
+                    config.model.mtp_layers if stage == further else range(0) for stage in mine
+                ),
+                num_params=sum(_local_numels(config, infos)),
+                param_bytes=sizes.param_bytes,
+                grad_bytes=sizes.grad_bytes,
+                optimizer_bytes=sizes.optimizer_bytes,
+                bucket_numels=sizes.bucket_numels,
+                peak_in_flight=timeline.peak_in_flight[pp_rank],
+                peak_kept=_peak_kept(programs[pp_rank]),
+                graphs=(
+                    None
+                    if config.graphs.mode == "off"
+                    else predict_graphs(config, programs[pp_rank])
+                ),
+                busy_fraction=timeline.busy[pp_rank] / timeline.makespan,
+            )
+        )
+    return RunPlan(
+        topology=topology,
+        num_params=num_params,
+        num_active_params=count_parameters(config.model, config.moe).active,
+        num_microbatches=config.num_microbatches(world_size),
+        bubble_fraction=timeline.bubble_fraction,
+        ranks=tuple(ranks),
+    )
+
+
+def _peak_kept(program: Program) -> int:
+    """Most forwards whose activations are all there at once."""
+    dropped = {
+        (action.stage, action.microbatch)
+        for action in program.actions
+        if action.kind == ActionKind.RECOMPUTE
+    }
+    held = most = 0
+    for action in program.actions:
+        if (action.stage, action.microbatch) in dropped:
+            continue
+        if action.kind == ActionKind.FORWARD:
+            held += 1
+            most = max(most, held)
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            held -= 1
+    return most
+
+
+def buffer_layouts(config: Config, world_size: int, *, shard: int | None = None) -> list[str]:
+    """Say which parameter lies where in the buffers of each pipeline position, as text.
+
+    Args:
+        config: Resolved configuration.
+        world_size: Number of ranks.
+        shard: Instead of all parameters list the ranges that one of the ranks that share a buffer
+            owns, the one at this position among them.
+
+    Raises:
+        ConfigError: If no buffer has so many shards.
+        ValueError: If the layout or the layers do not work out.
+    """
+    topology = make_topology(config, world_size)
+    texts, most = [], 0
+    for pp_rank, mine in enumerate(stages_of_ranks(config)):
+        infos = _param_infos(config, mine)
+        for members, plan in _buffer_plans(config, infos, topology):
+            kind = "expert" if members[0].expert else "dense"
+            partial = ", partial over tp" if members[0].sequence_parallel else ""
+            head = (
+                f"pp {pp_rank}, {kind} parameters{partial}: {plan.numel:,} elements, "
+                f"{plan.shard_numel:,} on each of {plan.dp_size} ranks"
+            )
+            lines = _bucket_lines(members, plan)
+            if shard is not None:
+                lines = _shard_lines(members, plan, shard)
+            texts.append("\n".join([head, *lines]))
+            most = max(most, plan.dp_size)
+    if shard is not None and not 0 <= shard < most:
+        raise ConfigError(f"--shard {shard}: {most} ranks share a buffer, 0 to {most - 1}")
+    return texts
+
+
+def _bucket_lines(members: list[ParamInfo], plan: BufferPlan) -> list[str]:
+    lines = []
+    for number, bucket in enumerate(plan.buckets):
+        used = sum(end - start for start, end in map(plan.param_range, bucket.param_indices))
+        lines.append(
+            f"  bucket {number} [{bucket.start:,}, {bucket.end:,}), "
+            f"{bucket.numel - used:,} of {bucket.numel:,} padding"
+        )
+        for index in bucket.param_indices:
+            start, end = plan.param_range(index)
+            lines.append(f"    [{start:,}, {end:,}) {members[index].name}")
+    return lines
+
+
+def _shard_lines(members: list[ParamInfo], plan: BufferPlan, shard: int) -> list[str]:
+    pieces = plan.shard(shard) if 0 <= shard < plan.dp_size else []
+    return [
+        f"  rank {shard}: world [{piece.world_start:,}, {piece.world_end:,}) "
+        f"bucket {piece.bucket} [{piece.bucket_start:,}, {piece.bucket_end:,}) "
+        f"local [{piece.local_start:,}, {piece.local_end:,}) "
+        f"param [{piece.param_start:,}, {piece.param_end:,}) {members[piece.param_index].name}"
+        for piece in pieces
+    ] or [f"  rank {shard} owns nothing but padding"]
+
+
+def check_plan(config: Config, world_size: int) -> None:
+    """Make layout, layer partition and schedule once, as every rank will, to find mistakes early.
+
+    Raises:
+        ConfigError: With the sentence of the planner that refuses.
+    """
+    try:
+        make_topology(config, world_size)
+        layers_of_stages(config)
+        train_schedule(config, world_size)
+        if config.moe.num_experts > 0:
+            router_config(config.moe)
+            check_routing(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _param_infos(config: Config, mine: list[int]) -> list[ParamInfo]:
+    """Descriptions of the parameters of one pipeline rank, in order, without making them."""
+    chunks = build_stages(config, sorted(mine), ProcessGroups.single(), device="meta")
+    return [info for chunk in chunks for info, _ in chunk.param_infos()]
+
+
+def _local_numels(config: Config, infos: list[ParamInfo]) -> list[int]:
+    parallel = config.parallel
+    return [
+        math.prod(
+            info.local_shape(
+                filled(parallel.etp) if info.expert else parallel.tp, ep_size=parallel.ep
+            )
+        )
+        for info in infos
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BufferSizes:
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+    bucket_numels: tuple[int, ...]
+
+
+def _buffer_sizes(config: Config, infos: list[ParamInfo], topology: Topology) -> _BufferSizes:
+    plans = [plan for _, plan in _buffer_plans(config, infos, topology)]
+    numel = sum(plan.numel for plan in plans)
+    owned = sum(plan.shard_numel for plan in plans) if config.optimizer.distributed else numel
+    row = memory_row_of(config)
+    return _BufferSizes(
+        param_bytes=numel * row.param_bytes,
+        grad_bytes=numel * row.grad_bytes,
+        optimizer_bytes=owned * row.sharded,
+        bucket_numels=tuple(bucket.numel for plan in plans for bucket in plan.buckets),
+    )
+
+
+def memory_row_of(config: Config) -> MemoryRow:
+    """Bytes per parameter in a run of this configuration."""
+    optimizer = config.optimizer
+    grads = config.train.dtype if optimizer.grad_dtype == "param" else "float32"
+    return memory_row(params=config.train.dtype, grads=grads, moments=optimizer.moments_dtype)
+
+
+def _buffer_plans(
+    config: Config, infos: list[ParamInfo], topology: Topology
+) -> list[tuple[list[ParamInfo], BufferPlan]]:
+    """What ``make_buffers`` will lay out, and of which parameters; all have one dtype."""
+    by_kind: dict[tuple[bool, bool], list[ParamInfo]] = {}
+    for info in infos:
+        by_kind.setdefault(buffer_kind(info), []).append(info)
+    return [
+        (
+            members,
+            plan_buckets(
+                _local_numels(config, members),
+                dp_size=(topology.expert_dp if members[0].expert else topology.dp * topology.cp)
+                * config.pipeline.copies
+                // config.optimizer.num_instances,
+                bucket_numel=config.optimizer.bucket_numel,
+                shared=[info.shared is not None for info in members],
+                pad_for_ring=config.optimizer.pad_buckets,
+            ),
+        )
+        for members in by_kind.values()
+    ]
