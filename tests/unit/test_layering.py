@@ -1,9 +1,11 @@
-"""Includes and imports point down only (docs/architecture: base <- parallel <- ... <- cli)."""
+"""Includes and imports point down only (docs/architecture: base <- ... <- cli), without circles."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,34 @@ def python_violations(package: str, text: str) -> list[str]:
     return found
 
 
+def imports_of(texts: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which of the modules each one imports, also inside functions and for annotations only.
+
+    Args:
+        texts: Source by name of the module; a package is its ``__init__``.
+    """
+    graph: dict[str, set[str]] = {}
+    for module, text in texts.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                full_names = [f"{node.module}.{alias.name}" for alias in node.names]
+                names |= {name if name in texts else node.module for name in full_names}
+            elif isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+        graph[module] = {name for name in names if name in texts}
+    return graph
+
+
+def circle(texts: Mapping[str, str]) -> list[str]:
+    """Modules that import one another in this order, the first again at the end; or none."""
+    try:
+        TopologicalSorter(imports_of(texts)).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def test_cpp_includes_point_down() -> None:
     for path in sorted((ROOT / "cpp").rglob("*")):
         area = path.parent.name
@@ -77,6 +107,26 @@ def test_python_imports_point_down() -> None:
             assert not python_violations(parts[0], path.read_text()), path
         else:
             assert parts[0] in {"__init__", "__main__"}, f"{path} belongs to no layer"
+
+
+def test_no_modules_import_one_another() -> None:
+    package_root = ROOT / "python" / "megacore"
+    texts = {
+        ".".join(("megacore", *path.relative_to(package_root).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): path.read_text()
+        for path in package_root.rglob("*.py")
+    }
+    assert len(texts) > 100
+    assert not circle(texts)
+
+
+def test_planted_circles_are_found() -> None:
+    late = "def f():\n    from megacore.a.y import g\n"
+    typed = "if TYPE_CHECKING:\n    from megacore.a import x\n"
+    assert circle({"megacore.a.x": late, "megacore.a.y": typed})
+    assert circle({"megacore.a": "import megacore.a.x", "megacore.a.x": "from megacore.a import f"})
+    assert not circle({"megacore.a.x": late, "megacore.a.y": "from megacore.a import z"})
 
 
 @pytest.mark.parametrize("area", ["pipeline", "buffer"])

@@ -8,7 +8,7 @@ Shapes: S sequence, B batch, H hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -20,8 +20,19 @@ from megacore.models.moe_block import GatedExpert, MoEBlock
 from megacore.ops.recompute import Memo, recompute, recompute_if
 from megacore.parallel.batch import Microbatch
 
-if TYPE_CHECKING:
-    from megacore.models.captured import CapturedPart
+
+class LayerGraphs(Protocol):
+    """Graphs of a part of a layer, which run the whole of it (``models/captured.py``)."""
+
+    def run(
+        self,
+        layer: TransformerLayer,
+        x_SBH: Tensor,
+        batch: Microbatch,
+        rotary: tuple[Tensor, Tensor],
+        again: frozenset[str],
+    ) -> Tensor:
+        """``(S[/tp], B, H)`` to the same shape."""
 
 
 class MLP(nn.Module):
@@ -67,7 +78,7 @@ class TransformerLayer(nn.Module):
             self.mlp = MLP(f"{name}.mlp", context, width=context.shape.ffn)
         self.mlp_dropout = ResidualDropout(layer=index, site=Site.MLP, context=context)
         # Set while graphs of a part of the layer exist.
-        self.captured: CapturedPart | None = None
+        self.captured: LayerGraphs | None = None
 
     def forward(
         self,

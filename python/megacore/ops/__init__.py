@@ -1,47 +1,14 @@
 """Kernels on tensors: a CPU tensor takes the native CPU code, a CUDA tensor the CUDA kernel.
 
-Every operation has a reference in plain torch of the same signature beside it. This is the only
-file that imports the optional CUDA module.
+Every operation has a reference in plain torch of the same signature beside it.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
-try:
-    from megacore import _cuda
-
-    _CUDA: ModuleType | None = _cuda
-except ImportError:  # built without nvcc
-    _CUDA = None
-
-
-def has_cuda_kernels() -> bool:
-    """Tell whether this installation was built with the CUDA kernels.
-
-    Says nothing about a device: asking the driver would keep this process from forking ranks.
-    """
-    return _CUDA is not None
-
-
-def cuda_kernels() -> ModuleType:
-    """Return the CUDA extension module.
-
-    Raises:
-        RuntimeError: If megacore was built without it.
-    """
-    if _CUDA is None:
-        raise RuntimeError(
-            "this megacore was installed without CUDA kernels; with nvcc on PATH, "
-            "MEGACORE_CUDA=ON pip install . builds them"
-        )
-    return _CUDA
-
-
-# Last: the modules below take the functions above from here.
-from megacore.ops.activations import gelu, swiglu  # noqa: E402
-from megacore.ops.gemm import grouped_gemm, main_grad_of  # noqa: E402
-from megacore.ops.permutation import (  # noqa: E402
+from megacore.ops.activations import gelu, swiglu
+from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
+from megacore.ops.gemm import grouped_gemm, main_grad_of
+from megacore.ops.permutation import (
     Permuted,
     collect_rows,
     permute_probs,
@@ -50,7 +17,7 @@ from megacore.ops.permutation import (  # noqa: E402
     spread_rows,
     unpermute_tokens,
 )
-from megacore.ops.topk import top_k  # noqa: E402
+from megacore.ops.topk import top_k
 
 __all__ = [
     "Permuted",

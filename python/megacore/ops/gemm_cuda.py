@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacore.ops import cuda_kernels, has_cuda_kernels
+from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
 
 Product = Literal["forward", "input_grad", "weight_grad"]
 

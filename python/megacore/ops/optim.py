@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megacore import _core
-from megacore.ops import cuda_kernels, has_cuda_kernels, token_kernels
+from megacore.ops import token_kernels
+from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
 from megacore.ops.token_kernels import takes_float
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops import cuda_kernels, has_cuda_kernels
+from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

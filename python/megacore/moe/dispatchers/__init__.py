@@ -25,8 +25,9 @@ from megacore.moe.dispatchers.exchange import (
     StaticDispatcher,
     static_receive_rows,
 )
+from megacore.moe.dispatchers.make import make_peers
 from megacore.moe.dispatchers.peer import PeerDispatcher
-from megacore.moe.dispatchers.peers import HostPeers, Peers, make_peers
+from megacore.moe.dispatchers.peers import HostPeers, Peers
 
 __all__ = [
     "AllGatherDispatcher",

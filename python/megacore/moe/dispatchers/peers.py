@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,8 +31,6 @@ from megacore.errors import ConfigError, MegacoreError
 from megacore.moe.dispatchers.base import ExpertPlacement
 from megacore.parallel.host_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
-
-Transport = Literal["auto", "collective", "peer"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -339,45 +336,6 @@ class HostPeers(Peers):
             )
         self._memory = _HostMemory(PeerExchange(window, layout), layout)
         return self._memory
-
-
-def make_peers(
-    group: Group, device: torch.device, *, transport: Transport, row_bytes: int
-) -> Peers | None:
-    """The memory through which the members of ``group`` exchange rows, if they do it that way.
-
-    Args:
-        group: The ranks that hold all experts once.
-        device: Where their rows are.
-        transport: ``moe.static_transport``.
-        row_bytes: Size of a row.
-
-    Returns:
-        ``None`` for a group of one, and where rows travel by collectives.
-
-    Raises:
-        ConfigError: If ``transport`` is ``"peer"`` and the members cannot reach each other's
-            memory.
-
-    Sync:
-        On CUDA all members find out together whether they can; collective.
-    """
-    if transport == "collective" or group.size == 1 or device.type not in ("cpu", "cuda"):
-        return None
-    if device.type == "cuda":
-        # Here, because that module builds on this one.
-        from megacore.moe.dispatchers.symmetric_peers import SymmetricPeers, reason_against
-
-        note = reason_against(group, device)
-        if not note:
-            return SymmetricPeers(group, device, row_bytes=row_bytes)
-    elif group.host is not None:
-        return HostPeers(group, row_bytes=row_bytes)
-    else:
-        note = group.describe()
-    if transport == "peer":
-        raise ConfigError(no_peers(note))
-    return None
 
 
 def no_peers(note: str) -> str:
