@@ -33,11 +33,11 @@ import numpy as np
 import torch
 
 from _common import finish, header, on_gloo_ranks, options, take_turns
+from megacore.echo_study.baselines import place_by_load
+from megacore.echo_study.simulate import remote_fraction
+from megacore.echo_study.workloads import MODEL_SHAPES, WORKLOADS, RoutingShape, routing_steps
 from megacore.moe import OffloadPlan, plan_offload, plan_offload_on_device
-from megacore.moe.baselines import place_by_load
-from megacore.moe.reroute import SourceRow, reroute
-from megacore.moe.simulate import remote_fraction
-from megacore.moe.workloads import MODEL_SHAPES, WORKLOADS, RoutingShape, routing_steps
+from megacore.moe.echo.reroute import SourceRow, reroute
 
 Counts = np.ndarray
 SKEWS = (0.25, 0.6, 1.2)

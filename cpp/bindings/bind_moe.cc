@@ -89,7 +89,7 @@ void bind_offload_plan(py::module_& module) {
       py::arg("domain_size"));
 }
 
-// The documented planner's steps, for `megacore.moe.documented`.
+// The documented planner's steps, for `megacore.echo_study.documented`.
 void bind_documented_steps(py::module_& module) {
   using Values = std::vector<int64_t>;
   module.def(

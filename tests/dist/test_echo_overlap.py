@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.moe.clone_messages import MessageClones, SlotBuffers
-from megacore.moe.clone_weights import CloneExchange, set_of_turn
-from megacore.moe.memory_clones import MemoryClones
+from megacore.moe.echo.message_exchange import MessageClones, SlotBuffers
+from megacore.moe.echo.exchange import CloneExchange, set_of_turn
+from megacore.moe.echo.memory_exchange import MemoryClones
 from megacore.parallel.turns import Turns, running_place
 from megacore.plan.echo_plan import plan_echo
 from megacore.train.trainer import Trainer

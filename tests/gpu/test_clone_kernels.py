@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megacore.errors import PeerLostError
-from megacore.moe.clone_memory import DeviceCloneMemory
-from megacore.moe.clone_weights import FC1, FC2
-from megacore.moe.device_plan import DevicePlan, plan_offload_on_device
 from megacore.moe.dispatchers import symmetric_peers
+from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
+from megacore.moe.echo.exchange import FC1, FC2
+from megacore.moe.echo.memory import DeviceCloneMemory
 from megacore.ops import has_cuda_kernels
 from megacore.parallel.process_groups import Group
 from tests.support.gpu import capture, synchronising_is_an_error

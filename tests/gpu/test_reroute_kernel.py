@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.moe.reroute import SourceRow, reroute
+from megacore.moe.echo.reroute import SourceRow, reroute
 from megacore.ops import has_cuda_kernels
 from megacore.ops.permutation import sort_by_expert
 from tests.gpu.test_plan_kernel import random_counts

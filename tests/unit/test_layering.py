@@ -32,7 +32,7 @@ PYTHON_LAYERS = [
     {"models"},
     {"data", "report"},
     {"checkpoint", "plan"},
-    {"train"},
+    {"train", "echo_study"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in names}

@@ -14,8 +14,8 @@ from megacore.cli.values import number, require_at_least, seed_number, whole_num
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megacore.moe.offload_plan import Counts
-    from megacore.moe.simulate import PlannerSummary
+    from megacore.echo_study.simulate import PlannerSummary
+    from megacore.moe.echo.plan import Counts
 
 EPILOG = """\
 Columns: the highest load of a rank over the mean (1 is perfect), its mean and its worst over the
@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
-    from megacore.moe.simulate import SimulationOptions, simulate, table
+    from megacore.echo_study.simulate import SimulationOptions, simulate, table
 
     require_at_least(args, ep=1, experts=1, top_k=1, tokens=1, domain=1, steps=1, seed=0)
     options = SimulationOptions(
@@ -100,7 +100,7 @@ Workloads = list[tuple[str, Iterator["Counts"]]]
 
 
 def _synthetic(args: argparse.Namespace) -> tuple[str, Workloads]:
-    from megacore.moe.workloads import MODEL_SHAPES, RoutingShape, routing_steps
+    from megacore.echo_study.workloads import MODEL_SHAPES, RoutingShape, routing_steps
 
     experts, top_k = MODEL_SHAPES[args.model or "deepseek-v3"]
     shape = RoutingShape(
@@ -123,7 +123,7 @@ def _synthetic(args: argparse.Namespace) -> tuple[str, Workloads]:
 
 
 def _routing(folder: Path, num_ranks: int) -> tuple[str, Workloads]:
-    from megacore.moe.recorded_counts import recorded_counts
+    from megacore.echo_study.recorded_counts import recorded_counts
 
     num_experts, steps = recorded_counts(folder, num_ranks=num_ranks)
     title = f"{folder.name}: {num_ranks} ranks, {num_experts} experts, every step and layer"

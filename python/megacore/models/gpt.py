@@ -24,8 +24,8 @@ from megacore.models.predictions import NO_LABEL, Predictions, ahead
 from megacore.models.shape import GPTShape
 from megacore.models.transformer import TransformerLayer
 from megacore.moe.balance import inject_gradient
-from megacore.moe.clone_messages import SlotBuffers
 from megacore.moe.dispatchers import Peers, StaticBudget
+from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.moe.layer import MoELayer
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather

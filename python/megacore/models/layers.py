@@ -18,8 +18,8 @@ from megacore.models.functional import rms_norm
 from megacore.models.init import ParamFactory
 from megacore.models.mappings import Region
 from megacore.models.shape import GPTShape
-from megacore.moe.clone_messages import SlotBuffers
 from megacore.moe.dispatchers import Peers, StaticBudget
+from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups

@@ -25,7 +25,7 @@ from megacore.moe.dispatchers import (
     make_peers,
     static_receive_rows,
 )
-from megacore.moe.echo import Echo, ReceiveBudget
+from megacore.moe.echo.layer import Echo, ReceiveBudget
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter

@@ -8,11 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megacore.moe.offload_plan import OffloadPlan, plan_offload
+from megacore.moe.echo.plan import OffloadPlan, plan_offload
 
 if TYPE_CHECKING:
     from megacore.moe.balance import RouterGroups
-    from megacore.moe.device_plan import DevicePlan, plan_offload_on_device
     from megacore.moe.dispatchers import (
         AllGatherDispatcher,
         AllToAllDispatcher,
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
         ExpertPlacement,
         StaticDispatcher,
     )
+    from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
+    from megacore.moe.echo.reroute import reroute_tokens
     from megacore.moe.experts import GroupedExperts
     from megacore.moe.layer import MoELayer
-    from megacore.moe.replay import RoutingLog
-    from megacore.moe.reroute import reroute_tokens
     from megacore.moe.router import (
         RouterConfig,
         RoutingResult,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
         TopKRouter,
         update_expert_biases,
     )
+    from megacore.moe.routing_trace import RoutingLog
 
 __all__ = [
     "AllGatherDispatcher",
@@ -57,20 +57,20 @@ __all__ = [
 _MODULES = {
     "AllGatherDispatcher": "dispatchers",
     "AllToAllDispatcher": "dispatchers",
-    "DevicePlan": "device_plan",
+    "DevicePlan": "echo.device_plan",
     "Dispatcher": "dispatchers",
     "ExpertPlacement": "dispatchers",
     "GroupedExperts": "experts",
     "MoELayer": "layer",
     "RouterConfig": "router",
     "RouterGroups": "balance",
-    "RoutingLog": "replay",
+    "RoutingLog": "routing_trace",
     "RoutingResult": "router",
     "StaticDispatcher": "dispatchers",
     "TokenNames": "router",
     "TopKRouter": "router",
-    "plan_offload_on_device": "device_plan",
-    "reroute_tokens": "reroute",
+    "plan_offload_on_device": "echo.device_plan",
+    "reroute_tokens": "echo.reroute",
     "update_expert_biases": "router",
 }
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from megacore.moe.clone_weights import FC1, FC2, CloneExchange
 from megacore.moe.dispatchers import ExpertRows
+from megacore.moe.echo.exchange import FC1, FC2, CloneExchange
 from megacore.ops.activations import gelu, swiglu
 from megacore.ops.gemm import grouped_gemm, main_grad_of
 

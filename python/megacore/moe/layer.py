@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.moe.dispatchers import Dispatcher, DispatchPlan
-from megacore.moe.echo import Echo, EchoPlan
+from megacore.moe.echo.layer import Echo, EchoPlan
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.recompute import Memo

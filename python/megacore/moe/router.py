@@ -146,7 +146,7 @@ class RoutingResult:
 
 
 class Tape(Protocol):
-    """Keeps decisions, or makes them as they were; see `megacore.moe.recording.RoutingTape`."""
+    """Keeps decisions, or makes them as they were; see `megacore.moe.routing_trace.RoutingTape`."""
 
     def choose(self, layer: int, names: TokenNames, decide: Callable[[], Tensor]) -> Tensor:
         """The experts of some tokens, ``(T, k)`` int64; ``decide`` takes the best ones."""
@@ -234,7 +234,7 @@ class TopKRouter(nn.Module):
                 over ranks (``aux_loss_type="batch"``) takes the mean of all their factors,
                 in the forward pass.
             expert_ids: Choices made before, ``(T, k)``, int64, to be used instead of the best ones
-                (see :class:`megacore.moe.replay.RoutingLog`).
+                (see :class:`megacore.moe.routing_trace.RoutingLog`).
             memo: That of a recomputed region around the router.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megacore.config import Config, MoEConfig
-from megacore.moe.echo import EchoOptions
+from megacore.moe.echo.layer import EchoOptions
 from megacore.moe.router import RouterConfig
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megacore.config import Config
 from megacore.errors import MegacoreError
-from megacore.moe.recording import Recorded, check_recording_folder, check_replay
+from megacore.moe.routing_trace import Recorded, check_recording_folder, check_replay
 
 # What names tokens and what they mean, and what names experts.
 _KEYS = (

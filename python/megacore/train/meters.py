@@ -12,7 +12,7 @@ from torch import Tensor
 from megacore.config import MoEConfig
 from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
-from megacore.moe.echo import EchoCounts
+from megacore.moe.echo.layer import EchoCounts
 from megacore.moe.router import update_expert_biases
 from megacore.moe.settings import echo_receive_factor
 from megacore.parallel.collectives import all_reduce_

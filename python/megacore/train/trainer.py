@@ -18,7 +18,7 @@ from megacore.data import Dataset, TrainingData, load_data, microbatch
 from megacore.errors import DataError
 from megacore.models.build import build_chunks, in_model_order
 from megacore.models.gpt import GPTChunk
-from megacore.moe.recording import RoutingRecorder, RoutingReplay, RoutingTape
+from megacore.moe.routing_trace import RoutingRecorder, RoutingReplay, RoutingTape
 from megacore.optim import DistributedOptimizer, ParamPiece, learning_rate
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megacore.moe.balance import RouterGroups, inject_gradient, load_balancing_loss
-from megacore.moe.replay import RoutingLog
 from megacore.moe.router import (
     RouterConfig,
     RoutingResult,
@@ -18,6 +17,7 @@ from megacore.moe.router import (
     TopKRouter,
     update_expert_biases,
 )
+from megacore.moe.routing_trace import RoutingLog
 from megacore.ops import (
     grouped_gemm,
     permute_probs,

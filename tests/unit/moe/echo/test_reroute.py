@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacore.moe import OffloadPlan, plan_offload, reroute_tokens
-from megacore.moe.reroute import SourceRow, num_places_of, reroute, reroute_ids_reference
+from megacore.moe.echo.reroute import SourceRow, num_places_of, reroute, reroute_ids_reference
 
 
 def random_choices(seed: int, ranks: int, num_experts: int, top_k: int) -> list[Tensor]:

@@ -18,9 +18,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacore.moe.clone_messages import CloneRoutes, MessageClones, SlotBuffers
-from megacore.moe.clone_weights import CloneExchange
-from megacore.moe.device_plan import DevicePlan, plan_offload_on_device
 from megacore.moe.dispatchers import (
     Capacity,
     Dispatcher,
@@ -30,9 +27,12 @@ from megacore.moe.dispatchers import (
     StaticBudget,
 )
 from megacore.moe.dispatchers.base import constant
+from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
+from megacore.moe.echo.exchange import CloneExchange
+from megacore.moe.echo.memory_exchange import MemoryClones
+from megacore.moe.echo.message_exchange import CloneRoutes, MessageClones, SlotBuffers
+from megacore.moe.echo.reroute import SourceRow, reroute
 from megacore.moe.experts import GroupedExperts
-from megacore.moe.memory_clones import MemoryClones
-from megacore.moe.reroute import SourceRow, reroute
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group

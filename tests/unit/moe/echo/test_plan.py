@@ -181,7 +181,7 @@ def test_text_shows_every_rank_and_clone() -> None:
     ]
 
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "offload_plan.txt"
+GOLDEN = Path(__file__).parents[3] / "golden" / "offload_plan.txt"
 
 
 def golden_plans() -> str:

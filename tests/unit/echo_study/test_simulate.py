@@ -11,18 +11,29 @@ import numpy as np
 import pytest
 
 from megacore.cli import main
+from megacore.echo_study.simulate import (
+    PLANNERS,
+    SimulationOptions,
+    remote_fraction,
+    simulate,
+    table,
+)
 from megacore.moe import plan_offload
-from megacore.moe.simulate import PLANNERS, SimulationOptions, remote_fraction, simulate, table
 
 SMALL = ["--ep", "4", "--experts", "16", "--top-k", "2", "--tokens", "64", "--steps", "2"]
 COUNTS = np.array([[30, 10], [50, 10]])
 
 
 @pytest.mark.parametrize(
-    "module", ["offload_plan", "documented", "baselines", "workloads", "simulate"]
+    "module",
+    [
+        "moe.echo.plan",
+        *("echo_study.documented", "echo_study.baselines", "echo_study.workloads"),
+        "echo_study.simulate",
+    ],
 )
 def test_examples_in_docstrings_are_right(module: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"megacore.moe.{module}")).failed == 0
+    assert doctest.testmod(importlib.import_module(f"megacore.{module}")).failed == 0
 
 
 def test_examples_in_the_documentation_are_right() -> None:
@@ -165,7 +176,7 @@ def test_recorded_files_that_hold_something_else_are_explained(
 
 def test_choices_of_the_command_are_those_of_the_library() -> None:
     from megacore.cli import echo
-    from megacore.moe import workloads
+    from megacore.echo_study import workloads
 
     assert echo.WORKLOADS == workloads.WORKLOADS
     assert set(echo.MODELS) == set(workloads.MODEL_SHAPES)

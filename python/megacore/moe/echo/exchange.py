@@ -6,8 +6,8 @@ into a buffer of the slot and brought home, where one writer adds it to the grad
 expert, in the order of (rank, slot). Only then does autograd get to see that the parameter's
 gradient is there.
 
-How they travel is for :mod:`megacore.moe.clone_memory` and :mod:`megacore.moe.clone_messages`; here
-is what autograd sees of it.
+How they travel is for :mod:`megacore.moe.echo.memory` and
+:mod:`megacore.moe.echo.message_exchange`; here is what autograd sees of it.
 
 Shapes: M rows of this rank's experts, L home experts, k slots, N output features, K input features.
 """

@@ -18,15 +18,16 @@ from torch import Tensor
 from megacore.cli import main
 from megacore.config import load_config
 from megacore.config.load import config_to_toml, split_overrides
+from megacore.echo_study.recorded_counts import recorded_counts
 from megacore.errors import ConfigError, MegacoreError
-from megacore.moe import clone_memory, plan_offload
-from megacore.moe.clone_memory import DeviceCloneMemory
-from megacore.moe.clone_messages import CloneRoutes, SlotBuffers
-from megacore.moe.clone_weights import FC1
-from megacore.moe.device_plan import plan_offload_on_device
+from megacore.moe import plan_offload
 from megacore.moe.dispatchers import symmetric_peers
-from megacore.moe.echo import EchoCounts, EchoOptions
-from megacore.moe.recorded_counts import recorded_counts
+from megacore.moe.echo import memory as clone_memory
+from megacore.moe.echo.device_plan import plan_offload_on_device
+from megacore.moe.echo.exchange import FC1
+from megacore.moe.echo.layer import EchoCounts, EchoOptions
+from megacore.moe.echo.memory import DeviceCloneMemory
+from megacore.moe.echo.message_exchange import CloneRoutes, SlotBuffers
 from megacore.parallel.process_groups import Group
 from megacore.report.echo_load import echo_sentence, echo_series
 from megacore.train.meters import ExpertMetrics
@@ -271,7 +272,7 @@ def test_gradients_under_way_survive_a_layer_without_clones(
     message = Message()
     under_way = [message]
     monkeypatch.setattr(
-        "megacore.moe.clone_messages._post", lambda sent, *_: (under_way if sent else [], [])
+        "megacore.moe.echo.message_exchange._post", lambda sent, *_: (under_way if sent else [], [])
     )
     slots, like = SlotBuffers(1), torch.zeros(1, 3, 2)
     idle = CloneRoutes(group=Group.solo(), num_used=0, incoming=(), outgoing=())

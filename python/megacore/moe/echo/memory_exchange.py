@@ -1,4 +1,4 @@
-"""Clones of a layer in memory that ranks reach; see :mod:`megacore.moe.clone_memory`.
+"""Clones of a layer in memory that ranks reach; see :mod:`megacore.moe.echo.memory`.
 
 Shapes: M rows of this rank's experts, L home experts, k slots, N output features, K input features.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megacore.moe.clone_memory import CloneMemory, bytes_of_expert
-from megacore.moe.clone_weights import FC1, CloneExchange, set_of_turn
-from megacore.moe.device_plan import DevicePlan
+from megacore.moe.echo.device_plan import DevicePlan
+from megacore.moe.echo.exchange import FC1, CloneExchange, set_of_turn
+from megacore.moe.echo.memory import CloneMemory, bytes_of_expert
 from megacore.ops.gemm_parts import part_input_grad_, part_product_, part_weight_grad_
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megacore.moe.baselines import place_by_load
-from megacore.moe.offload_plan import Counts, OffloadPlan, plan_offload
+from megacore.echo_study.baselines import place_by_load
+from megacore.moe.echo.plan import Counts, OffloadPlan, plan_offload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore import _core
-from megacore.moe.offload_plan import OffloadPlan, require_options
+from megacore.moe.echo.plan import OffloadPlan, require_options
 from megacore.ops import cuda_kernels, has_cuda_kernels
 from megacore.ops.library import define_op, describe
 

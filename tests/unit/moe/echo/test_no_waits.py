@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megacore.moe.balance import inject_gradient
-from megacore.moe.clone_memory import CloneMemory
-from megacore.moe.clone_messages import SlotBuffers
-from megacore.moe.device_plan import DevicePlan
 from megacore.moe.dispatchers import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -24,7 +21,10 @@ from megacore.moe.dispatchers import (
     StaticDispatcher,
 )
 from megacore.moe.dispatchers.base import constant
-from megacore.moe.echo import Echo, EchoOptions, ReceiveBudget
+from megacore.moe.echo.device_plan import DevicePlan
+from megacore.moe.echo.layer import Echo, EchoOptions, ReceiveBudget
+from megacore.moe.echo.memory import CloneMemory
+from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import RouterConfig, TokenNames, TopKRouter, update_expert_biases
@@ -220,7 +220,7 @@ def use_memory(monkeypatch: pytest.MonkeyPatch, kind: type[MetaCloneMemory]) -> 
         made.append(kind(*args))
         return (made[-1],)
 
-    monkeypatch.setattr("megacore.moe.clone_messages.make_clone_memory", make)
+    monkeypatch.setattr("megacore.moe.echo.message_exchange.make_clone_memory", make)
     return made
 
 

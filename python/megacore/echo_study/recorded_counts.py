@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from megacore.errors import MegacoreError
-from megacore.moe.offload_plan import Counts
-from megacore.moe.recording import read_recorded, step_files
+from megacore.moe.echo.plan import Counts
+from megacore.moe.routing_trace import read_recorded, step_files
 
 
 def recorded_counts(folder: Path, *, num_ranks: int) -> tuple[int, Iterator[Counts]]:

@@ -177,7 +177,7 @@ def plan_offload(
 
     Sync:
         Runs on the CPU. A CUDA tensor is copied to the host, which waits for the device;
-        :func:`~megacore.moe.device_plan.plan_offload_on_device` plans where it lies.
+        :func:`~megacore.moe.echo.device_plan.plan_offload_on_device` plans where it lies.
 
     Source:
         documented: Megatron-LM pull request 2368; both are specified in ``docs/echo.md`` and

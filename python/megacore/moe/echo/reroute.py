@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore import _core
-from megacore.moe.offload_plan import OffloadPlan
+from megacore.moe.echo.plan import OffloadPlan
 from megacore.ops import cuda_kernels
 from megacore.ops.library import define_gradient, define_op
 from megacore.ops.permutation import sort_by_expert

@@ -3,7 +3,7 @@
 Only slots in use travel. Both ends know the plan, so nobody asks and nobody who has nothing to send
 takes part. Messages between two ranks match by their order: all ranks of a group run their layers
 and backward passes in the same one. The host has to read the plan, which waits for the device;
-:mod:`megacore.moe.clone_memory` does without.
+:mod:`megacore.moe.echo.memory` does without.
 
 Shapes: L home experts, k slots, N output features, K input features.
 """
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacore.moe.clone_memory import CloneMemory, make_clone_memory
-from megacore.moe.clone_weights import CloneExchange, set_of_turn
-from megacore.moe.offload_plan import OffloadPlan
+from megacore.moe.echo.exchange import CloneExchange, set_of_turn
+from megacore.moe.echo.memory import CloneMemory, make_clone_memory
+from megacore.moe.echo.plan import OffloadPlan
 from megacore.parallel.process_groups import Group
 
 

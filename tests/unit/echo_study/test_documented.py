@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from megacore.moe import documented, plan_offload
+from megacore.echo_study import documented
+from megacore.moe import plan_offload
 from tests.support.offload_oracle import documented_plan, overlap_matrix
 
 

@@ -1,0 +1,4 @@
+"""ECHO: clones of hot experts in spare slots, planned from each microbatch's counts.
+
+Planning (``plan``) does without torch; what computes on tensors is imported from its module.
+"""
