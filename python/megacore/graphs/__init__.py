@@ -1,4 +1,4 @@
-"""CUDA-graph capture: what to capture, on which static buffers."""
+"""CUDA-graph capture: capture plans, static buffers, backends and graphed callables."""
 
 from megacore.graphs.backend import CudaBackend, EmulatedBackend, GraphBackend, graph_backend
 from megacore.graphs.callables import make_graphed_callables

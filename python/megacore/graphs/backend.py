@@ -1,10 +1,10 @@
-"""How a captured function is recorded and played again.
+"""Graph backends: recording and replay of a captured function.
 
-``cuda`` records real CUDA graphs. ``emulated`` runs anywhere: it calls the captured function again,
-on the static tensors, and writes the results to the addresses of the first ones. It also fills
-every static tensor that a plan has released with NaN, so that a reuse too early shows in the loss.
-An emulated replay runs Python again; to notice a Python number that a real capture would have
-frozen, it compares what the function does with what it did at its capture.
+``cuda`` records real CUDA graphs. ``emulated`` works on any device: a replay calls the captured
+function again on the static tensors and writes its results to the static output addresses. After
+their last use, static tensors are filled with NaN, so premature buffer reuse shows in the loss.
+An emulated replay executes Python again. It compares the operations with those of the capture, to
+detect Python numbers that a real graph would have frozen.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ class CapturedGraph(ABC):
     """A recorded function without arguments.
 
     Attributes:
-        results: Its results; each replay writes them to the same addresses.
+        results: Results of the function; each replay writes them to the same addresses.
     """
 
     results: tuple[Tensor | None, ...]
 
     @abstractmethod
     def replay(self) -> None:
-        """Run it again on what lies in its static inputs. Does not wait for the device."""
+        """Replay on the current contents of the static inputs. Does not wait for the device."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Give up the recording and its memory; it cannot be replayed any more."""
+        """Release the recording and its memory; the graph cannot be replayed afterwards."""
 
     def disown(self, first: int = 0) -> None:
-        """Results from ``first`` on are read no more when later graphs run: give up their memory.
+        """Release the memory of results from index ``first`` on, which later graphs may overwrite.
 
-        Later captures may take it. Replays must then come in the order of the captures. Where
-        every graph has memory of its own, nothing happens.
+        Later captures may reuse this memory. Replays must then follow the order of the captures. A
+        no-op where every graph has its own memory.
         """
         del first
 
 
 class GraphBackend(ABC):
-    """Records functions.
+    """Interface of graph backends.
 
     Attributes:
-        name: What users write.
-        poisons: Whether released static tensors are to be filled with NaN.
-        computes: Whether a capture runs what it records, messages to other ranks included.
+        name: Name in the configuration.
+        poisons: Whether released static tensors are filled with NaN.
+        computes: Whether a capture executes what it records, including messages to other ranks.
         generators: Random generators, besides the default one, that captured code draws from.
     """
 
@@ -70,32 +70,32 @@ class GraphBackend(ABC):
         """Run a function once and record it.
 
         Args:
-            function: What to record.
-            apart: Graphs of different values share no memory, so they may be replayed in any order.
-                Those of one value are replayed in the order of their captures.
+            function: The function to record.
+            apart: Graphs with different values share no memory, so they may be replayed in any
+                order. Graphs with the same value are replayed in the order of their captures.
         """
 
     @contextmanager
     def warmup(self) -> Iterator[None]:
-        """Surrounds the runs before a capture."""
+        """Context of the warmup runs before a capture."""
         yield
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Surrounds all captures of a plan."""
+        """Context of all captures of a plan."""
         yield
 
     @contextmanager
     def replaying(self, stream: Any = None, event: Any = None) -> Iterator[None]:
-        """Surrounds a replay.
+        """Context of a replay.
 
         Args:
-            stream: Where to replay. Default: the current stream.
-            event: An external event recorded inside the graph. The current stream waits for it
-                then, instead of for the whole replay.
+            stream: Stream of the replay. Default: the current stream.
+            event: An external event recorded inside the graph. The current stream waits for this
+                event instead of the whole replay.
 
         Raises:
-            ValueError: If there are no streams.
+            ValueError: If the backend has no streams.
         """
         if stream is not None or event is not None:
             raise ValueError(
@@ -112,16 +112,16 @@ def graph_backend(
     pool: Any = None,
     generators: Sequence[torch.Generator] = (),
 ) -> GraphBackend:
-    """The backend of a name, or the right one for a device: ``cuda`` on CUDA, else ``emulated``.
+    """Return a backend by name; default: ``cuda`` on CUDA devices, else ``emulated``.
 
     Args:
         name: ``"cuda"`` or ``"emulated"``.
-        device: Where the captured code computes.
+        device: Device of the captured code.
         pool: See :class:`CudaBackend`.
         generators: See :class:`CudaBackend`.
 
     Raises:
-        ValueError: If the name is unknown, or the device has no such graphs.
+        ValueError: If the name is unknown or the device does not support the backend.
     """
     device = torch.device(device)
     if name is None:
@@ -143,12 +143,12 @@ def graph_backend(
 
 
 class EmulatedBackend(GraphBackend):
-    """Calls the function again at each replay.
+    """Backend that calls the function again at each replay.
 
     Args:
-        poisons: Fill static tensors that the plan has released with NaN.
-        checks: Refuse what a real graph could not record, and compare each replay to the capture,
-            operation by operation.
+        poisons: Fill released static tensors with NaN.
+        checks: Raise on operations that a real graph cannot record, and compare the operations of
+            each replay with the capture.
     """
 
     name = "emulated"
@@ -159,8 +159,8 @@ class EmulatedBackend(GraphBackend):
         self._checks = checks
 
     def capture(self, function: Callable[[], Results], *, apart: Hashable = None) -> CapturedGraph:
-        """Run the function once and keep it."""
-        del apart  # temporary tensors of an emulated replay are its own
+        """Run the function once and keep it for replays."""
+        del apart  # an emulated replay allocates its own temporary tensors
         return _EmulatedGraph(function, Recording() if self._checks else None)
 
 
@@ -170,7 +170,7 @@ class _EmulatedGraph(CapturedGraph):
         self._recording = recording
         with nullcontext() if recording is None else recording.capture():
             found = function()
-        # Copies: the function may return one of its inputs, which has its own address.
+        # Copies, since the function may return an input, which already has a static address.
         self.results = tuple(None if r is None else copy_of(r) for r in found)
         self._addresses = [None if r is None else r.data_ptr() for r in self.results]
 
@@ -232,7 +232,7 @@ class CudaBackend(GraphBackend):
 
     @contextmanager
     def warmup(self) -> Iterator[None]:
-        """Run on the side stream; waits for the device before and after."""
+        """Run on the side stream. Sync: waits for the device before and after."""
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream):
             yield
@@ -240,12 +240,12 @@ class CudaBackend(GraphBackend):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Record on the side stream, without garbage collection."""
+        """Record on the side stream with garbage collection disabled."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         _clear_workspaces()
         torch.cuda.empty_cache()
-        # A graph that the collector destroys while another one is recorded breaks the recording.
+        # A graph that the collector destroys during another capture breaks that capture.
         was_enabled = gc.isenabled()
         gc.disable()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -260,7 +260,7 @@ class CudaBackend(GraphBackend):
 
     @contextmanager
     def replaying(self, stream: Any = None, event: Any = None) -> Iterator[None]:
-        """Replay on another stream, between what the current one has done and does next."""
+        """Replay on another stream, between earlier and later work of the current stream."""
         current = torch.cuda.current_stream(self._device)
         if stream is None or stream == current:
             yield
@@ -277,7 +277,7 @@ class CudaBackend(GraphBackend):
         """Record the function's kernels.
 
         Raises:
-            ValueError: If graphs that share no memory are to share the pool that was given.
+            ValueError: If one pool was given, but some graphs must not share memory.
         """
         pool = self._pools.setdefault(apart, self._given)
         if pool is None:
@@ -301,32 +301,33 @@ class CudaBackend(GraphBackend):
 
 
 def _weak(tensor: Tensor) -> Tensor:
-    with suppress(ValueError):  # dtypes that have no such form stay as they are
+    with suppress(ValueError):  # dtypes without a DLPack code keep their owning tensor
         return weak_tensor(tensor)
     return tensor
 
 
 def _clear_workspaces() -> None:
-    """Let go of cuBLAS's workspaces, of which it keeps one for each handle and stream.
+    """Release cuBLAS workspaces, of which cuBLAS keeps one per handle and stream.
 
-    Cleared before a capture, the side stream gets a new one at the first matrix product: in the
-    pool of that graph, since every tensor made on a capturing stream lies there. All graphs of the
-    capture use it. Cleared after the capture, torch forgets it; nobody else gets its memory as long
-    as the pool has graphs, and with the last of them it goes back (see `_Family`). Without the
-    second call torch would keep the workspace, and with it the pool, for each capture anew.
+    After a release before the capture, the first matrix product on the side stream allocates a new
+    workspace in the pool of the graph, since every allocation on a capturing stream is taken from
+    that pool. All graphs of the capture use this workspace. The release after the capture drops
+    torch's reference; the memory stays reserved while the pool has graphs, and is freed with the
+    last graph (see `_Family`). Without the second release, torch would keep one workspace, and
+    with it one pool, per capture.
     """
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """End a recording that failed; the error that is under way says why."""
+    """Discard a failed recording; the error in flight has the cause."""
     with suppress(RuntimeError):
         graph.capture_end()
     graph.reset()
 
 
 class _Family:
-    """The graphs of one backend, whose memory goes together: they share cuBLAS's workspace."""
+    """Graphs of one backend, freed together because they share the cuBLAS workspace."""
 
     def __init__(self) -> None:
         self._num_open = 0
@@ -358,7 +359,7 @@ class _CudaGraph(CapturedGraph):
         self._graph.replay()
 
     def disown(self, first: int = 0) -> None:
-        # The pool keeps the memory at its address; views of it must not keep it from other graphs.
+        # The pool keeps the memory reserved; strong views would keep it from other graphs.
         weak = [None if r is None else _weak(r) for r in self.results[first:]]
         self.results = (*self.results[:first], *weak)
 

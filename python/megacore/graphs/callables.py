@@ -1,4 +1,4 @@
-"""``make_graphed_callables``: modules in, callables that replay graphs out."""
+"""``make_graphed_callables``: capture of modules, replay by calls."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def make_graphed_callables(
 ) -> Any:
     """Capture modules in graphs that their calls replay.
 
-    Without ``order``, each module's ``forward`` is replaced in place by one that replays; call it,
-    and run its backward pass, once at a time. With ``order``, modules stay as they are, and there
-    is one callable for each microbatch of each of them; call them in the order of the list.
+    Without ``order``, the ``forward`` of each module is replaced in place by one that replays. Run
+    one call with its backward pass at a time. With ``order``, modules are unchanged and there is
+    one callable per module and microbatch; call them in the order of the list.
 
     A replay copies its arguments into static tensors and returns views of static tensors, which
-    hold until the backward pass of that call. Gradients are computed by a captured backward pass
-    when autograd reaches the call, so hooks on parameters run at every replay. Modules in
-    evaluation mode get graphs of their forward pass only, for calls in that mode.
+    are valid until the backward pass of that call. A captured backward pass computes the gradients
+    when autograd reaches the call, so parameter hooks run at every replay. Modules in evaluation
+    mode get graphs of their forward pass only, for calls in that mode.
 
     Args:
-        callables: A module, or the modules of all chunks in a row.
+        callables: A module, or the modules of all chunks in order.
         sample_args: For one module its positional arguments; for several a tuple of them for each.
-            Tensors, possibly nested; a call must bring the same shapes, strides and dtypes.
+            Tensors, possibly nested; every call must have the same shapes, strides and dtypes.
         sample_kwargs: The same for keyword arguments: a mapping, or one for each module.
         order: The order list of a schedule, see ``plan_capture``.
         num_layers_per_chunk: With ``order``: modules per chunk. Default: equally many.
@@ -54,7 +54,8 @@ def make_graphed_callables(
         TypeError: If something is not a module, a sample argument not a tensor, or an option
             unknown.
         ValueError: If modules, arguments, options and order list do not fit each other.
-        CaptureError: If a module cannot be captured; it names the line. All is as it was before.
+        CaptureError: If a module cannot be captured; the message has the line. Modules, buffers and
+            random states are then restored.
 
     Sync:
         Waits for the device before and after. A replay does not wait.
@@ -96,7 +97,7 @@ def make_graphed_callables(
 
 
 def _as_args(given: Any) -> tuple[Any, ...]:
-    """The positional arguments of one module."""
+    """Return the positional arguments of one module."""
     if isinstance(given, (tuple, list)):
         return tuple(given)
     raise TypeError(
@@ -107,7 +108,7 @@ def _as_args(given: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def _eager(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let modules that were captured before run their own forward passes here."""
+    """Restore the own forward passes of modules that were captured before."""
     captured = {
         module: call
         for module in modules

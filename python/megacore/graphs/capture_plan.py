@@ -1,4 +1,4 @@
-"""Which graphs a schedule needs, which static buffers they use, and how many bytes those are."""
+"""Capture plans of schedules: the graphs, their static buffers, and the bytes of these buffers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def plan_capture(
     """Plan the capture of one rank's layers for one step of a schedule.
 
     Every captured layer has a graph for its forward pass, one for its backward pass and, where the
-    schedule splits backward passes, one for the weight half. A buffer is given to another
-    microbatch only after the last pass that reads it; a weight half reads what its backward pass
-    read, so a late one keeps its buffers.
+    schedule splits backward passes, one for the weight half. A buffer passes to another microbatch
+    only after the last pass that reads it. A weight half reads the same tensors as its backward
+    pass, so a delayed weight half keeps its buffers allocated.
 
     Args:
         order: The rank's order list, as ``Schedule.order`` gives it: ``+c`` forward, ``-c``
@@ -49,13 +49,13 @@ def plan_capture(
             microbatches at its peak.
 
     Returns:
-        ``captures`` in the order in which to capture them; ``replays(position)``, indices of
-        captures for each entry of the order list; ``uses``, the life of every tensor;
-        ``slots_per_chunk`` and ``peak_per_chunk``; ``buffer_signatures(role)``, one per buffer.
+        ``captures`` in capture order; ``replays(position)``, the indices of captures for each entry
+        of the order list; ``uses``, the lifetime of every tensor; ``slots_per_chunk`` and
+        ``peak_per_chunk``; ``buffer_signatures(role)``, one per buffer.
 
     Raises:
-        ValueError: If the order list is not that of a legal step, with the position marked; or if
-            layers, signatures and order do not fit each other.
+        ValueError: If the order list is not a legal step (the message marks the position), or if
+            layers, signatures and order do not match.
 
     Source:
         The order list is Megatron-LM's; the roles of static buffers are those of Transformer
@@ -93,17 +93,17 @@ def static_bytes(
     output_bytes: Sequence[int],
     kept_bytes: Sequence[int] = (),
 ) -> dict[BufferRole, int]:
-    """Bytes of the static buffers of a plan, by role.
+    """Return the bytes of the static buffers of a plan, by role.
 
     Args:
         plan: The plan.
         input_bytes: Bytes of an input (and of its gradient) of each signature number.
         output_bytes: The same for outputs.
-        kept_bytes: For each layer what its backward pass keeps for its weight half, for plans with
-            weight halves.
+        kept_bytes: Bytes that the backward pass of each layer keeps for its weight half, for plans
+            with weight halves.
 
     Returns:
-        Bytes by role. What a graph keeps between its forward and backward pass is not in it.
+        Bytes by role, without the tensors a graph keeps between its forward and backward pass.
 
     Raises:
         ValueError: If a signature of the plan has no entry.

@@ -1,4 +1,4 @@
-"""One capture of modules: static tensors by plan, warmup, recording.
+"""Capture of modules: static tensors from the plan, warmup, recording.
 
 Source:
     The contract is that of Transformer Engine's ``make_graphed_callables``: order lists, layers per
@@ -34,14 +34,14 @@ from megacore.ops.gemm import main_grad_of
 
 
 class Capturing:
-    """One capture of all layers of a plan.
+    """Capture of all layers of a plan.
 
     Args:
         modules: The modules.
-        layers: What there is to capture of each.
-        plan: The plan of their captures.
-        options: See there.
-        backend: Who records.
+        layers: Capture description of each module.
+        plan: The capture plan.
+        options: Capture options.
+        backend: Backend that records the graphs.
         any_order: Modules are called one by one, in any order, so they share no memory.
     """
 
@@ -67,7 +67,7 @@ class Capturing:
         self._sites: dict[tuple[int, int], LayerSite] = {}
 
     def run(self, args: list[tuple[Any, ...]], kwargs: Sequence[Kwargs] | None) -> Capturing:
-        """Warm up and capture; on an error everything is as before, see `CaptureError`."""
+        """Warm up and capture; an error restores the previous state, see `CaptureError`."""
         at, computes = "the start", False
         generators = [*self._options.generators, *self._backend.generators]
         try:
@@ -91,7 +91,7 @@ class Capturing:
     def _steps(
         self, args: list[tuple[Any, ...]], kwargs: Sequence[Kwargs]
     ) -> Iterator[tuple[str, bool]]:
-        """Do everything; say before each step what it is, and whether it computes in earnest."""
+        """Run all steps; yield, before each one, its name and whether it executes kernels."""
         options = self._options
         with self._backend.warmup():
             if options.pre_warmup_hook is not None:
@@ -118,14 +118,14 @@ class Capturing:
                 except UnrecordableError as error:
                     if not error.went_on:
                         raise
-                    # Other ranks take part in what other captures compute.
+                    # Other captures may communicate: other ranks wait for this rank.
                     refused = refused or (at, error)
         if refused is not None:
             yield refused[0], self._backend.computes
             raise refused[1]
 
     def _warm_up(self, number: int, inputs: Sequence[Tensor], *, is_first: bool) -> None:
-        """Run a layer on its sample and learn which tensors get gradients."""
+        """Run a layer on its sample and record which tensors get gradients."""
         layer, module, options = self._layers[number], self._modules[number], self._options
         own = [one.detach().requires_grad_(one.requires_grad) for one in inputs]
         options.run_hooks("forward_pre_hooks", number, module)
@@ -145,7 +145,8 @@ class Capturing:
                 f"input {unused[0]} of {layer.name} requires grad but does not influence the "
                 "results; pass allow_unused_input=True to give it no gradient"
             )
-        # Some gradients go to main_grad instead of autograd, which still visits the parameter.
+        # Some gradients are written to main_grad, not to autograd, but autograd still visits
+        # the parameter.
         params = [p for p in layer.params if has_grad[id(p)] or main_grad_of(p) is not None]
         if not is_first and (len(params) != len(layer.params) or used != layer.used_inputs):
             raise CaptureError(
@@ -155,7 +156,7 @@ class Capturing:
         layer.params, layer.used_inputs = params, used
 
     def _allocate(self) -> None:
-        """Make static inputs and output gradients, one set per buffer of the plan."""
+        """Allocate static inputs and output gradients, one set per buffer of the plan."""
         inputs: dict[int, list[Tensor]] = {}
         grads: dict[int, list[Maybe]] = {}
         kept: dict[int, KeptTensors] = {}
@@ -184,8 +185,8 @@ class Capturing:
     def _capture(self, capture: Capture, *, keep: bool) -> None:
         site = self._sites[capture.layer, capture.slot]
         number, module, options = capture.layer, self._modules[capture.layer], self._options
-        # Microbatches that are alive at once replay each other's passes in many orders, so not even
-        # the temporary tensors of one may lie where another one keeps something.
+        # Replays of live microbatches interleave in many orders, so even the temporary tensors of
+        # one microbatch must not share memory with tensors that another one keeps.
         slot = (capture.chunk, capture.slot) if self._is_ring else None
         apart = capture.layer if self._any_order else slot
         if capture.kind == StepKind.FORWARD:
@@ -206,13 +207,13 @@ class Capturing:
 
     @property
     def plan(self) -> CapturePlan:
-        """Which graphs and buffers there are."""
+        """Plan of the graphs and buffers."""
         return self._plan
 
     def static_bytes(self) -> dict[str, int]:
-        """Bytes of what stays at its place.
+        """Return the bytes of static memory by use.
 
-        That is: static inputs, gradients given, results, and what is kept for weight halves.
+        Uses are static inputs, output gradients, results, and tensors kept for weight halves.
         """
         sites = list(self._sites.values())
         graphs = [graph for site in sites for graph in site.graphs()]
@@ -236,13 +237,13 @@ class Capturing:
         }
 
     def reset(self) -> None:
-        """Give up all graphs and static tensors."""
+        """Release all graphs and static tensors."""
         for site in self._sites.values():
             site.reset()
         self._sites.clear()
 
     def callables(self) -> list[GraphedCallable]:
-        """Chunk by chunk, microbatch by microbatch, layer by layer."""
+        """Return the callables ordered by chunk, then microbatch, then layer."""
         state = ReplayState(self._backend, in_order=not self._any_order)
         by_chunk: dict[int, set[int]] = {}
         for capture in self._plan.captures:
@@ -265,7 +266,7 @@ class Capturing:
 def _gets_gradient(
     layer: CapturedLayer, results: Sequence[Maybe], wanted: Sequence[Tensor]
 ) -> dict[int, bool]:
-    """Run a backward pass; tell for each tensor, by its id, whether it gets a gradient."""
+    """Run a backward pass; return, by tensor id, whether each tensor gets a gradient."""
     flowing = [r for r in results if r is not None and r.requires_grad]
     grads: Sequence[Maybe] = [None] * len(wanted)
     if flowing and wanted:
@@ -278,7 +279,7 @@ def _gets_gradient(
 
 @contextmanager
 def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Buffers of modules, such as running counts, are after ``with`` what they were before."""
+    """Restore module buffers, such as running counts, on exit."""
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
     kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:
@@ -291,7 +292,7 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _random_states_kept(generators: Iterable[torch.Generator]) -> Iterator[None]:
-    """Random numbers go on after ``with`` as if nothing had been drawn inside."""
+    """Restore random states on exit, as if nothing had been drawn inside."""
     everyone = [torch.default_generator, *generators]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         everyone.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -304,7 +305,7 @@ def _random_states_kept(generators: Iterable[torch.Generator]) -> Iterator[None]
 
 
 def _bytes_of(tensors: Iterable[Maybe]) -> int:
-    """Bytes of the memory behind some tensors, each counted once."""
+    """Return the bytes of the memory behind some tensors, each counted once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors

@@ -1,4 +1,4 @@
-"""What there is to capture of modules, and the plan of it."""
+"""Capture descriptions of modules, and their capture plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe_layers(
     *,
     run_pre_hooks: bool,
 ) -> list[CapturedLayer]:
-    """What there is to capture of each module; see `make_graphed_callables` for the errors."""
+    """Describe each module for capture; for errors, see `make_graphed_callables`."""
     if not modules:
         raise ValueError("there is no module to capture")
     for number, module in enumerate(modules):
@@ -76,14 +76,14 @@ def plan_layers(
     num_layers_per_chunk: int | Sequence[int] | None,
     reuse: Literal["none", "buffers", "graphs"],
 ) -> CapturePlan:
-    """The plan of a capture; see `make_graphed_callables` for the errors."""
+    """Return the capture plan; for errors, see `make_graphed_callables`."""
     numbers: dict[tuple[TensorSpec, ...], int] = {}
     signature = [numbers.setdefault(layer.input_specs, len(numbers)) for layer in layers]
     if order is None:
         order, per_chunk = [1, -1], [len(layers)]
     else:
         per_chunk = split_into_chunks(len(layers), order, num_layers_per_chunk)
-    # What a layer returns is known after warmup only; its gradient's buffers are its own.
+    # Output specs are known after warmup only, so output gradients share no buffers.
     return plan_capture(
         order,
         num_layers_per_chunk=per_chunk,
@@ -96,7 +96,7 @@ def plan_layers(
 def split_into_chunks(
     num_layers: int, order: Sequence[float], num_layers_per_chunk: int | Sequence[int] | None
 ) -> list[int]:
-    """Layers of each chunk of an order list; see `make_graphed_callables` for the errors."""
+    """Return the layers of each chunk of an order list; see `make_graphed_callables`."""
     num_chunks = max((int(abs(entry)) for entry in order), default=1)
     if num_layers_per_chunk is None:
         if num_layers % max(num_chunks, 1):

@@ -1,4 +1,4 @@
-"""What goes wrong in capture and replay."""
+"""Errors of capture and replay."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parent)
 
 
 class CaptureError(MegacoreError, RuntimeError):
-    """A module could not be captured; everything is as it was before.
+    """A failed capture of a module; the previous state is restored.
 
     Args:
-        message: What failed, and where.
-        is_abrupt: Whether the code stopped in the middle of what it really computes, as in warmup:
-            other ranks may wait for the messages that it would have sent.
+        message: The failure and its place.
+        is_abrupt: Whether the code stopped while it executed kernels, as in warmup: other ranks may
+            then wait for messages that were never sent.
     """
 
     def __init__(self, message: str, *, is_abrupt: bool = False) -> None:
@@ -30,22 +30,22 @@ class CaptureError(MegacoreError, RuntimeError):
 
 
 class FormError(TypeError):
-    """A module is called with, or returns, something else than tensors in a fixed structure."""
+    """Call or result of a module that does not have tensors in a fixed structure."""
 
 
 class ReplayError(MegacoreError, RuntimeError):
-    """A replay that would not do what the caller means: other shapes, another order."""
+    """Replay that would not match the call, for example by shapes or order."""
 
 
 class UnrecordableError(RuntimeError):
-    """Captured code has done what no graph can record.
+    """Operation in captured code that a graph cannot record.
 
     Args:
-        message: What it did.
-        line: Where, ``"file:line: source"``.
+        message: Description of the operation.
+        line: Source line, ``"file:line: source"``.
 
     Attributes:
-        went_on: Whether the code ran to its end in spite of that.
+        went_on: Whether the code still ran to its end.
     """
 
     def __init__(self, message: str, line: str) -> None:
@@ -55,17 +55,17 @@ class UnrecordableError(RuntimeError):
 
 
 def is_abrupt(error: Exception, *, computes: bool) -> bool:
-    """Whether an error has ended code that computes in earnest, before its end.
+    """Return whether an error interrupted code that was executing kernels.
 
     Args:
         error: The error.
-        computes: Whether the code was run, and not only recorded for later.
+        computes: Whether the code was executed, not only recorded.
     """
     return computes and not (isinstance(error, UnrecordableError) and error.went_on)
 
 
 def failing_line(error: BaseException) -> str:
-    """The place in the user's code that an error comes from, ``"file:line: source"``, or ``""``."""
+    """Return the innermost user line in a traceback, as ``"file:line: source"``, or ``""``."""
     if isinstance(error, UnrecordableError):
         return error.line
     frames = traceback.extract_tb(error.__traceback__)
@@ -76,7 +76,7 @@ def failing_line(error: BaseException) -> str:
 
 
 def calling_line() -> str:
-    """The innermost line of the user's code that is running, ``"file:line: source"``, or ``""``."""
+    """Return the innermost user line on the call stack, as ``"file:line: source"``, or ``""``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_the_users(frame.f_code.co_filename):

@@ -1,4 +1,4 @@
-"""One graph of all passes of a step."""
+"""One CUDA graph for all passes of a step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ StepFunction = Callable[[Sequence[Tensor]], Results]
 
 
 class FullIterationGraph:
-    """Records a function of a step's inputs once, and plays it again on new inputs.
+    """Graph of a function of a step's inputs, recorded once and replayed on new inputs.
 
-    The inputs are copied into static tensors, on a CUDA device by a stream of their own. What the
-    function does in Python happens at the capture only.
+    Inputs are copied into static tensors, on a CUDA device by a separate stream. Python code of
+    the function runs at the capture only.
 
     Args:
-        name: For messages.
-        function: From the static inputs to tensors, such as the sums of the losses.
-        sample: Tensors like the inputs of every call.
-        backend: Who records.
+        name: Name in messages.
+        function: Maps the static inputs to tensors, such as loss sums.
+        sample: Tensors with the form of the inputs of every call.
+        backend: Backend that records the graph.
 
     Raises:
-        CaptureError: If the function cannot be recorded; it names the line.
+        CaptureError: If the function cannot be recorded; the message has the line.
 
     Example:
         >>> from megacore.graphs import EmulatedBackend
@@ -77,7 +77,7 @@ class FullIterationGraph:
         """Replay on these inputs.
 
         Returns:
-            The results, at the same addresses each time: valid until the next call.
+            The results, at the same addresses for every call and valid until the next call.
 
         Raises:
             ReplayError: If an input differs in form from that of the capture.
@@ -92,7 +92,7 @@ class FullIterationGraph:
         return self._graph.results
 
     def static_bytes(self) -> dict[str, int]:
-        """Bytes of static tensors by their use."""
+        """Return the bytes of static tensors by their use."""
         results = self._graph.results if self._graph is not None else ()
         return {
             "static_inputs": sum(spec.num_bytes for spec in self._specs),
@@ -101,7 +101,7 @@ class FullIterationGraph:
         }
 
     def reset(self) -> None:
-        """Give up the graph and its memory."""
+        """Release the graph and its memory."""
         if self._graph is not None:
             self._graph.reset()
         self._graph, self._inputs = None, []
@@ -124,7 +124,7 @@ class FullIterationGraph:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Run copies on the own stream: behind the last replay, before the next one."""
+        """Run copies on a separate stream, after the last replay and before the next one."""
         if self._stream is None:
             yield
             return
@@ -137,7 +137,7 @@ class FullIterationGraph:
 
 @torch.no_grad()
 def _poison(tensor: Tensor) -> None:
-    """Fill a static input that has been used with what nothing can compute with."""
+    """Fill a consumed static input with NaN, or with the smallest integer."""
     if tensor.is_floating_point():
         tensor.fill_(torch.nan)
     elif tensor.dtype != torch.bool:

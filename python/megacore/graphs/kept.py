@@ -1,4 +1,4 @@
-"""What the first half of a backward pass keeps for the weight half, at fixed addresses."""
+"""Static storage of the tensors that a backward pass keeps for its weight half."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megacore.ops.split_backward import DeferredWeightGrads
 
 
 class KeptTensors:
-    """One static buffer of the plan's role ``KEPT``.
+    """One static buffer of the role ``KEPT`` in a capture plan.
 
-    The first capture that uses it gives it the tensors that it keeps; they cost no copy. Every
-    further one, and every emulated replay, copies to their addresses.
+    The first capture that uses the buffer adopts its kept tensors without a copy. Later captures,
+    and every emulated replay, copy to these addresses.
 
     Args:
-        foreign: Tensors that are not to be overwritten: what lies in their memory is copied.
+        foreign: Tensors that must not be overwritten; kept tensors in their memory are copied.
 
     Attributes:
         tensors: The kept tensors; empty until the first capture.
@@ -31,10 +31,10 @@ class KeptTensors:
 
     @torch.no_grad()
     def hold(self, deferred: DeferredWeightGrads) -> None:
-        """Let a weight half read this buffer, with the values that it would read otherwise.
+        """Redirect a weight half to the tensors of this buffer, with the same values.
 
         Raises:
-            RuntimeError: If it keeps something else than at the first capture.
+            RuntimeError: If the kept tensors differ in number or form from the first capture.
         """
         is_new = not self.tensors
         found: list[Tensor] = []
@@ -43,7 +43,7 @@ class KeptTensors:
             found.append(self._own(tensor) if is_new else self._copied(tensor, len(found)))
             return found[-1]
 
-        # Emulated replays copy where real ones write; that is no operation of the captured code.
+        # Emulated replays copy here. These copies are not operations of the captured code.
         with _disable_current_modes():
             deferred.map_kept(place)
         if not is_new and len(found) != len(self.tensors):

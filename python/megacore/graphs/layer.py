@@ -1,4 +1,4 @@
-"""A captured module: what it takes and gives, and its sets of static tensors and graphs."""
+"""Captured layers: forms of arguments and results, static tensors and graphs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class CapturedLayer:
         name: For messages.
         forward: The module's own forward.
         kwarg_names: Keyword arguments, in the order of their static inputs.
-        input_tree: How positional and keyword arguments nest.
-        input_specs: Their tensors, flat.
-        params: Parameters that require grad; after warmup those that got one.
-        used_inputs: For each tensor whether it got a gradient in warmup.
-        trains: Whether the module was in training mode; if not, it has no backward pass.
-        hooked: Modules whose forward pre-hooks run before each replay instead of inside.
-        output_tree: How results nest; known after warmup.
-        output_specs: Their tensors, flat; ``None`` where the result is ``None``.
+        input_tree: Nesting of positional and keyword arguments.
+        input_specs: Flat specifications of the argument tensors.
+        params: Parameters that require grad; after warmup, those that got a gradient.
+        used_inputs: For each input tensor, whether it got a gradient in warmup.
+        trains: Whether the module was in training mode; otherwise there is no backward pass.
+        hooked: Modules whose forward pre-hooks run before each replay, not inside the graph.
+        output_tree: Nesting of results; known after warmup.
+        output_specs: Flat specifications of the results; ``None`` where the result is ``None``.
     """
 
     name: str
@@ -59,7 +59,7 @@ class CapturedLayer:
         """Describe a module from sample arguments.
 
         Raises:
-            TypeError: If an argument holds something else than tensors.
+            TypeError: If an argument contains a value that is not a tensor.
         """
         flat, tree = tree_flatten((args, dict(kwargs)))
         for value in flat:
@@ -80,12 +80,12 @@ class CapturedLayer:
         )
 
     def sample(self) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-        """New arguments of a call, filled with zeros."""
+        """Return arguments for a call, filled with zeros."""
         args, named = tree_unflatten([spec.zeros() for spec in self.input_specs], self.input_tree)
         return args, named
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors of a call in the order of the static inputs.
+        """Return the tensors of a call in the order of the static inputs.
 
         Raises:
             TypeError: If a keyword argument is missing or unknown.
@@ -121,7 +121,7 @@ class CapturedLayer:
     def run_hooks(self) -> None:
         """Run the forward pre-hooks of all modules inside, outside of any graph.
 
-        Hooks see their module and no arguments, as no module is called in a replay.
+        Hooks get their module and no arguments, since a replay calls no module.
         """
         for module in self.hooked:
             for hook in list(module._forward_pre_hooks.values()):
@@ -129,10 +129,11 @@ class CapturedLayer:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Inside ``with``, neither pre-hooks of modules run nor hooks on gradients of parameters.
+        """Disable module pre-hooks and parameter gradient hooks inside ``with``.
 
-        They run outside of the graphs: pre-hooks before a replay, those of parameters as autograd
-        takes the gradients that a replay returned.
+        These hooks run outside of the graphs: pre-hooks before a replay, parameter hooks when
+        autograd
+        accumulates the gradients that a replay returned.
         """
         taken = [(m, m._forward_pre_hooks) for m in self.hooked if m._forward_pre_hooks]
         on_grads = [(p, p._backward_hooks) for p in self.params if p._backward_hooks]
@@ -149,7 +150,7 @@ class CapturedLayer:
                 param._backward_hooks = grad_hooks
 
     def run(self, inputs: Sequence[Tensor]) -> list[Maybe]:
-        """Call the module on flat inputs and return its flat results, with their history."""
+        """Call the module on flat inputs and return its flat results, with autograd history."""
         args, kwargs = tree_unflatten(list(inputs), self.input_tree)
         with torch.set_grad_enabled(self.trains), self.without_hooks():
             results = self.forward(*args, **kwargs)
@@ -177,14 +178,14 @@ class LayerSite:
         layer: The layer.
         inputs: Static inputs.
         output_grads: Static gradients of the results; ``None`` where there is none.
-        kept: What the backward pass keeps for the weight half; ``None`` where it is whole.
+        kept: Tensors that the backward pass keeps for the weight half; ``None`` without a split.
         results: Results of the last run of the captured forward function, with history.
         deferred: The weight half of the last run of the captured backward function.
-        generation: Counts forward passes, so that a backward pass knows whether it is too late.
-        loaded: The forward pass whose output gradients lie in ``output_grads``.
+        generation: Count of forward passes, to detect a backward pass that is too late.
+        loaded: The forward pass whose output gradients are in ``output_grads``.
         backward_done: The forward pass whose backward pass was replayed last.
-        finished: The forward pass behind which the static tensors were released.
-        param_grads: Gradients that a whole backward graph computed and nobody has asked for yet.
+        finished: The forward pass after which the static tensors were released.
+        param_grads: Parameter gradients of an unsplit backward graph, not yet returned to autograd.
     """
 
     layer: CapturedLayer
@@ -204,21 +205,21 @@ class LayerSite:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of parameters have a graph of their own."""
+        """True if the gradients of parameters have a graph of their own."""
         return self.kept is not None
 
     def run_forward(self) -> list[Maybe]:
-        """The function to capture for a forward pass."""
+        """Run the forward pass on the static inputs; this function is captured."""
         self.results = self.layer.run(self.inputs)
         return [None if r is None else r.detach() for r in self.results]
 
     def run_backward(self, *, keep: bool) -> list[Maybe]:
-        """The function to capture for a backward pass: gradients of inputs, then of parameters.
+        """Compute gradients of inputs, then of parameters; this function is captured.
 
-        Where the backward pass is split, those of parameters are left to :meth:`run_weight`.
+        If the backward pass is split, :meth:`run_weight` computes those of parameters.
 
         Args:
-            keep: Do not free what the forward pass saved.
+            keep: Keep the tensors that the forward pass saved.
         """
         inputs = [self.inputs[index] for index in self.layer.grad_inputs]
         results, grads = self._flowing()
@@ -236,14 +237,14 @@ class LayerSite:
             )
 
     def run_weight(self) -> list[Maybe]:
-        """The function to capture for a weight half: gradients of the parameters."""
+        """Compute the gradients of the parameters for a weight half; this function is captured."""
         deferred, self.deferred = self.deferred, None
         assert deferred is not None
         with self.layer.without_hooks():
             return deferred.grads(self.layer.params)
 
     def _flowing(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The results through which gradients flow, and the static tensors of these gradients."""
+        """Return the results that require grad, with the static tensors of their gradients."""
         pairs = [
             (result, grad)
             for result, grad in zip(self.results or [], self.output_grads, strict=True)
@@ -252,16 +253,16 @@ class LayerSite:
         return [result for result, _ in pairs], [grad for _, grad in pairs]
 
     def static_tensors(self) -> list[Maybe]:
-        """All that a backward pass reads, and a next one may overwrite."""
+        """Return all static tensors that a backward pass reads and a later pass may overwrite."""
         results = self.forward.results if self.forward is not None else ()
         kept = self.kept.tensors if self.kept is not None else []
         return [*self.inputs, *results, *self.output_grads, *kept]
 
     def disown(self, *, param_grads: bool) -> None:
-        """All passes of a microbatch are captured: later ones may take memory of their results.
+        """Release the memory of results to later captures, once all passes are captured.
 
         Args:
-            param_grads: Gradients of parameters too, which are cloned as soon as they are there.
+            param_grads: Release parameter gradients too; replays clone them at once.
         """
         assert self.forward is not None
         assert self.backward is not None
@@ -273,11 +274,11 @@ class LayerSite:
             self.backward.disown(len(self.layer.grad_inputs))
 
     def graphs(self) -> list[CapturedGraph]:
-        """The graphs that exist."""
+        """Return the graphs that exist."""
         return [g for g in (self.forward, self.backward, self.weight) if g is not None]
 
     def reset(self) -> None:
-        """Give up the graphs."""
+        """Release the graphs."""
         for graph in self.graphs():
             graph.reset()
         self.forward = self.backward = self.weight = None

@@ -1,9 +1,9 @@
-"""What a captured function does, operation by operation, as far as a real graph would freeze it.
+"""Log of the operations of a captured function, with the values that a real graph would freeze.
 
-A real graph repeats the operations of its capture with the numbers they had then. Code that runs
-again in Python may do something else, and nothing would tell. So the emulated backend writes down
-the operations of a capture with their Python numbers, compares those of each replay, and refuses
-what cannot be recorded at all: operations that wait for the device or read from the host.
+A real graph repeats the operations of its capture with the numbers of that time. Python code
+that runs again may do something else without an error. The emulated backend therefore logs the
+operations of a capture with their Python numbers, compares each replay with the log, and rejects
+operations that cannot be recorded: those that wait for the device or read from the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Entry = tuple[str, tuple[Any, ...]]
 
 
 class Recording:
-    """The operations of one captured function."""
+    """Operation log of one captured function."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -46,12 +46,12 @@ class Recording:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Write down the operations inside ``with``.
+        """Log the operations inside ``with``.
 
         Raises:
-            UnrecordableError: At the end, for the first operation that no graph can record. Until
-                then the code runs on, so that it keeps up with the code of other ranks: recording a
-                real graph sends no message that another rank could wait for.
+            UnrecordableError: On exit, for the first operation that a graph cannot record. The code
+                runs to its end first, so that its collectives match those of other ranks; a real
+                capture sends no messages.
         """
         self._clear()
         try:
@@ -67,10 +67,10 @@ class Recording:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Compare the operations inside ``with`` to those of the capture.
+        """Compare the operations inside ``with`` with those of the capture.
 
         Raises:
-            ReplayError: At the first one that differs.
+            ReplayError: At the first difference.
         """
         position = 0
 
@@ -121,7 +121,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         name = f"{func.namespace}.{func._opname}"
-        # Communication is recorded as it is, and its arguments are no numbers of a computation.
+        # Collectives are logged without arguments, which do not enter the computation.
         numbers = () if func.namespace == "c10d" else tuple(_numbers(args))
         if name in ("aten.index", "aten.index_put") and _has_mask(args):
             name = "aten.nonzero"
@@ -130,7 +130,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NoReading(TorchFunctionMode):
-    """Refuses methods that read a CPU tensor without an operation, but a CUDA tensor with one."""
+    """Rejects methods that read a CPU tensor directly but need an operation on a CUDA tensor."""
 
     def __init__(self, refuse: Callable[[str], None]) -> None:
         super().__init__()

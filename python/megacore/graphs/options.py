@@ -1,4 +1,4 @@
-"""How modules are captured, for every backend."""
+"""Capture options, common to all backends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from megacore.graphs.backend import GraphBackend
 
-# By their kinds, and in a kind by any key.
+# Hooks by kind, then by an arbitrary key.
 CaptureTimeHooks = Mapping[str, Mapping[Any, Callable[[nn.Module], None]]]
 HOOK_KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -21,16 +21,16 @@ class CaptureOptions:
     """Options of :func:`megacore.graphs.make_graphed_callables`.
 
     Attributes:
-        reuse: With an order list: what microbatches share, see ``plan_capture``. Default:
-            ``"graphs"``, and ``"buffers"`` with the backend ``transformer_engine``.
+        reuse: With an order list: the reuse between microbatches, see ``plan_capture``. Default:
+            ``"graphs"``, or ``"buffers"`` with the backend ``transformer_engine``.
         num_warmup_iters: Passes of each module before its capture.
-        allow_unused_input: Accept inputs that require grad and get none.
-        retain_graph_in_backward: Do not free what forward passes saved after captured backward
-            passes, so that replays may come in another order than captures.
+        allow_unused_input: Accept inputs that require grad but get no gradient.
+        retain_graph_in_backward: Keep saved tensors after captured backward passes, so that replays
+            may use another order than captures.
         clone_param_grads_on_return: Return copies of parameter gradients, which ``.grad`` may keep.
-            Without, whatever reads ``.grad`` must have done so before the next replay.
-        defer_weight_grads: Where the order list has weight halves: leave parameter gradients to
-            ``backward_dw()`` of each callable. Without, autograd asks for them.
+                Otherwise ``.grad`` must be consumed before the next replay.
+            defer_weight_grads: If the order list has weight halves: compute parameter gradients in
+                ``backward_dw()`` of each callable. Otherwise autograd computes them.
         pre_warmup_hook: Runs once before the warmup.
         post_warmup_hook: Runs once after the warmup.
         capture_time_hooks: For each module ``None``, or for each of ``forward_pre_hooks``,
@@ -38,11 +38,11 @@ class CaptureOptions:
             the module. They run around each of its passes in warmup and capture, outside of the
             graphs, never at a replay, and return ``None``.
         run_pre_hooks: Accept modules with forward pre-hooks, and run those hooks before each replay
-            with the module and no arguments. Without, such modules are refused.
-        generators: Random generators, besides the default one, that captured code draws from. A
-            capture leaves their states, and that of the default one, as they were.
+                with the module and no arguments. Otherwise such modules raise an error.
+            generators: Random generators, besides the default one, used by captured code. A capture
+                restores the states of all generators.
         pool: Memory pool to share with other graphs, from ``torch.cuda.graph_pool_handle()``. All
-            that share it must be replayed in the order of their captures.
+            graphs that share it must be replayed in the order of their captures.
         backend: ``"cuda"``, ``"emulated"``, ``"transformer_engine"``, or a ``GraphBackend``.
             Default: ``cuda`` for tensors on a CUDA device, else ``emulated``.
     """
@@ -62,11 +62,11 @@ class CaptureOptions:
     backend: GraphBackend | str | None = None
 
     def check(self, num_modules: int) -> None:
-        """Refuse what does not fit a number of modules.
+        """Check the options for a number of modules.
 
         Raises:
-            ValueError: If capture-time hooks are not one mapping per module, or of unknown kinds;
-                or if the backend is an object that knows nothing of ``pool`` and ``generators``.
+            ValueError: If capture-time hooks are not one mapping per module, or have an unknown
+                kind; or if ``pool`` or ``generators`` accompany a backend object.
         """
         hooks = self.capture_time_hooks
         if hooks is not None and len(hooks) != num_modules:
@@ -91,7 +91,7 @@ class CaptureOptions:
         """Run the capture-time hooks of a kind.
 
         Raises:
-            RuntimeError: If one returns something.
+            RuntimeError: If a hook returns a value.
         """
         hooks = self.capture_time_hooks[number] if self.capture_time_hooks is not None else None
         for hook in ((hooks or {}).get(kind) or {}).values():

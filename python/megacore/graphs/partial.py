@@ -37,8 +37,8 @@ class StepOrder:
 
     Attributes:
         order: The order list, see ``plan_capture``; chunks without captured parts are left out.
-        chunks: The chunk behind each number of the list.
-        microbatches: For each of these chunks its microbatches, in the order of its passes.
+        chunks: The chunk of each number in the list.
+        microbatches: The microbatches of each of these chunks, in the order of its passes.
     """
 
     order: tuple[float, ...]
@@ -47,7 +47,7 @@ class StepOrder:
 
     @classmethod
     def of(cls, program: Program, *, has_parts: Sequence[bool]) -> StepOrder:
-        """The order of a rank's program.
+        """Return the order of a rank's program.
 
         Args:
             program: The program.
@@ -55,7 +55,7 @@ class StepOrder:
 
         Raises:
             ValueError: If a chunk runs its backward passes in another order than its forward
-                passes; its microbatches could not take turns on graphs.
+                passes, so that its microbatches cannot share graphs.
 
         Example:
             >>> from megacore.pipeline import build_schedule
@@ -74,7 +74,7 @@ class StepOrder:
             place = number[action.stage]
             entries = [_ENTRIES[action.kind]]
             if action.kind == ActionKind.BACKWARD and action.stage in split:
-                entries.append(-1.5)  # its parts have graphs of halves, which run in a row
+                entries.append(-1.5)  # split graphs; both halves run in a row
             for entry in entries:
                 order.append(place if entry > 0 else -place - (0.5 if entry == -1.5 else 0.0))
                 seen.setdefault((place, entry), []).append(action.microbatch)
@@ -95,20 +95,20 @@ class StepOrder:
 
 
 class PartialGraphs:
-    """The graphs of all captured parts of one rank.
+    """Graphs of all captured parts of one rank.
 
     Args:
-        parts: The parts, for each chunk in the order of its layers; chunks without parts are empty.
-            Modules with tensors in and out.
+        parts: The parts of each chunk in layer order, as modules with tensor inputs and outputs;
+            chunks without parts are empty.
         samples: Arguments of a call of each part: positional and keyword tensors.
         program: The rank's program of one step.
-        backend: Who records.
+        backend: Backend that records the graphs.
         num_warmup_iters: Passes of each part before its capture.
 
     Raises:
-        ValueError: If the program has no order in which graphs could take turns.
-        CaptureError: If a part cannot be captured; it names the line. All is as it was before,
-            except that gradients have been added to buffers that kernels write to themselves.
+        ValueError: If microbatches cannot share graphs in the order of the program.
+        CaptureError: If a part cannot be captured; the message has the line. The previous state is
+            restored, except for gradients that kernels added to buffers directly.
 
     Example:
         >>> import torch
@@ -140,7 +140,7 @@ class PartialGraphs:
         layers = describe_layers(modules, args, kwargs, run_pre_hooks=True)
         options = CaptureOptions(
             num_warmup_iters=num_warmup_iters,
-            # A buffer's hook adds a gradient up and lets go of it at once.
+            # The hook of a gradient buffer accumulates a gradient and releases it at once.
             clone_param_grads_on_return=False,
         )
         self._made: Capturing | Delegated
@@ -154,11 +154,11 @@ class PartialGraphs:
         self._calls = self._by_place(self._made.callables())
 
     def call(self, chunk: int, part: int, microbatch: int) -> PartCall:
-        """What to call instead of a part, for one microbatch."""
+        """Return the replacement callable of a part for one microbatch."""
         return self._calls[chunk, part, microbatch]
 
     def calls_of(self, chunk: int, part: int) -> dict[int, PartCall]:
-        """The same for all microbatches, by their numbers."""
+        """Return the callables of a part by microbatch."""
         return {
             microbatch: call
             for (c, p, microbatch), call in self._calls.items()
@@ -167,7 +167,7 @@ class PartialGraphs:
 
     @property
     def plan(self) -> CapturePlan:
-        """Which graphs and static tensors there are."""
+        """Plan of the graphs and static tensors."""
         return self._made.plan
 
     @property
@@ -176,11 +176,11 @@ class PartialGraphs:
         return len(self.plan.captures)
 
     def static_bytes(self) -> dict[str, int]:
-        """Bytes of static tensors by their use."""
+        """Return the bytes of static tensors by their use."""
         return self._made.static_bytes()
 
     def reset(self) -> None:
-        """Give up all graphs and their memory."""
+        """Release all graphs and their memory."""
         self._calls.clear()
         self._made.reset()
 

@@ -1,4 +1,4 @@
-"""A captured module for one microbatch: takes tensors, replays graphs, joins in autograd."""
+"""Captured module for one microbatch: tensor inputs, graph replay, autograd integration."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megacore.graphs.errors import ReplayError
 from megacore.graphs.layer import LayerSite, Maybe
 from megacore.graphs.tensors import distinct_elements
 
-# On which stream to replay, and for which event the current stream then waits.
+# Stream of a replay, and the event that the current stream waits for.
 Where = tuple[Any, Any]
 
 
 class ReplayState:
-    """What the graphed modules of one plan share.
+    """State shared by the graphed modules of one plan.
 
     Args:
-        backend: Who recorded the graphs.
-        in_order: Whether backward passes of modules follow each other as planned.
+        backend: Backend that recorded the graphs.
+        in_order: Whether backward passes of modules follow the order of the plan.
 
     Attributes:
-        backend: Who recorded the graphs.
+        backend: Backend that recorded the graphs.
     """
 
     def __init__(self, backend: GraphBackend, *, in_order: bool) -> None:
@@ -38,21 +38,22 @@ class ReplayState:
         self._is_complete = False
 
     def start_backward(self) -> None:
-        """A module's backward pass begins."""
+        """Record the start of a module's backward pass."""
         if self._is_complete:
             self.poison(self._handed_on)
             self._handed_on, self._is_complete = [], False
 
     def hand_on(self, grads: list[Maybe], *, copied: bool, is_last: bool) -> None:
-        """A module has given static gradients of its inputs.
+        """Record the static input gradients that a module returned.
 
-        Code between modules may hold them until the backward pass of the chunk is complete, and
-        whatever follows it until the next one.
+        Code between modules may read them until the backward pass of the chunk is complete, and
+        code
+        after the chunk until the next backward pass.
 
         Args:
-            grads: The tensors.
-            copied: What was given are copies, so nobody reads the static tensors.
-            is_last: It is the last module of its chunk's backward pass.
+            grads: The static tensors.
+            copied: Copies were returned, so the static tensors are no longer read.
+            is_last: Whether the module is the last one in the backward pass of its chunk.
         """
         self._is_complete = is_last
         if copied:
@@ -61,7 +62,7 @@ class ReplayState:
             self._handed_on += grads
 
     def poison(self, tensors: list[Maybe]) -> None:
-        """Fill tensors that nobody may read any more with NaN, if the backend wants that."""
+        """Fill tensors that must not be read any more with NaN, if the backend poisons."""
         if not self.backend.poisons:
             return
         with torch.no_grad():
@@ -72,7 +73,7 @@ class ReplayState:
 
 @dataclass(frozen=True)
 class _HeldTensor:
-    """A parameter or buffer of a captured module, where the graph reads it."""
+    """A parameter or buffer of a captured module, with its address at the capture."""
 
     kind: str
     name: str
@@ -81,7 +82,7 @@ class _HeldTensor:
     address: int
 
     def is_in_place(self) -> bool:
-        """Whether the module still has this tensor, and the tensor this memory."""
+        """Return whether the module still has this tensor, at the same address."""
         return self.table.get(self.name) is self.tensor and self.tensor.data_ptr() == self.address
 
 
@@ -100,13 +101,14 @@ def _held_tensors(module: nn.Module) -> list[_HeldTensor]:
 class GraphedCallable:
     """One captured module, for one microbatch of a step.
 
-    Called like the module. In the other of training and evaluation mode than at the capture, and
-    in training without autograd, it runs the module itself. Results are views of static tensors:
-    they hold until the backward pass of this call, or until the next call that shares the graph.
+    The call signature is that of the module. If the mode (training or evaluation) differs from
+    the capture, or in training without autograd, the module itself runs. Results are views of
+    static tensors: they are valid until the backward pass of this call, or until the next call
+    that shares the graph.
 
-    Two keyword arguments are not the module's: ``cuda_graph_stream``, the stream on which to
-    replay, and ``cuda_graph_event``, an external event recorded inside the graph for which the
-    current stream waits then, instead of for the whole replay.
+    There are two additional keyword arguments: ``cuda_graph_stream``, the stream of the replay,
+    and ``cuda_graph_event``, an external event recorded inside the graph. The current stream waits
+    for this event instead of the whole replay.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class GraphedCallable:
     def __call__(
         self, *args: Any, cuda_graph_stream: Any = None, cuda_graph_event: Any = None, **kwargs: Any
     ) -> Any:
-        """Replay the forward pass, or run the module where the capture was for another mode."""
+        """Replay the forward pass, or run the module if the capture was for another mode."""
         layer = self._site.layer
         trains = self._module.training
         if trains != layer.trains or (trains and not torch.is_grad_enabled()):
@@ -160,7 +162,7 @@ class GraphedCallable:
             torch.autograd.backward(root)
 
     def reset(self) -> None:
-        """Give up the graphs; later calls are errors."""
+        """Release the graphs; later calls raise an error."""
         self._site.reset()
 
     @property
@@ -168,7 +170,7 @@ class GraphedCallable:
         """The module's own forward pass."""
         return self._site.layer.forward
 
-    # ---- what autograd calls ---------------------------------------------------------------------
+    # ---- called by autograd ----------------------------------------------------------------------
 
     def run_forward(self, inputs: tuple[Tensor, ...], where: Where) -> tuple[Maybe, ...]:
         """Copy inputs, replay, return the static results."""
@@ -199,14 +201,14 @@ class GraphedCallable:
         inputs: bool,
         params: bool,
     ) -> tuple[list[Maybe], list[Maybe]]:
-        """Replay what is needed; return the gradients of all inputs and of all parameters.
+        """Replay the needed graphs; return the gradients of all inputs and of all parameters.
 
-        A pipeline may ask for the gradients of inputs first and for those of parameters later.
+        A pipeline may request the gradients of inputs first and those of parameters later.
         """
         site = self._site
         self._check_generation(generation)
         graph = self._require(site.backward)
-        # Where only parameters are left, the given gradients may have been overwritten.
+        # If only parameter gradients are left, the given gradients may have been overwritten.
         if inputs or site.loaded != generation:
             self._load_grads(grads)
             site.loaded = generation
@@ -219,8 +221,9 @@ class GraphedCallable:
             if not site.splits_backward:
                 site.param_grads = graph.results[num_wanted:]
         if inputs:
-            # The gradient that leaves a chunk may be on its way, and one that a weight half of code
-            # between graphs reads may be kept, for longer than until the next backward pass.
+            # Copies are needed where static gradients are read after the next backward pass
+            # starts: the gradient of a chunk may be in flight to another rank, and a weight half
+            # of code between graphs may keep its gradient.
             copies = self._is_first_of_chunk or site.splits_backward
             static = list(graph.results[:num_wanted])
             for index, grad in zip(site.layer.grad_inputs, static, strict=True):
@@ -259,7 +262,7 @@ class GraphedCallable:
         return taken
 
     def _release(self) -> None:
-        """Nothing reads the static tensors of this microbatch any more."""
+        """Mark the static tensors of this microbatch as free."""
         self._site.finished = self._site.generation
         self._state.poison(self._site.static_tensors())
 
@@ -270,7 +273,7 @@ class GraphedCallable:
     def _returned(self, grad: Maybe) -> Maybe:
         if grad is None:
             return None
-        # Autograd may keep the very tensor as a parameter's grad.
+        # Autograd may store the returned tensor itself as a parameter's grad.
         return grad.clone() if self._clones_param_grads else grad.detach()
 
     def _load_grads(self, grads: tuple[Maybe, ...]) -> None:
@@ -302,12 +305,12 @@ class GraphedCallable:
 
     @property
     def generation(self) -> int:
-        """Counts the forward passes of the graph behind this callable."""
+        """Count of forward passes of the underlying graph."""
         return self._site.generation
 
     @property
     def output_requires_grad(self) -> list[bool]:
-        """For each result whether a gradient flows through it."""
+        """For each result, whether it requires grad."""
         return [spec is not None and spec.requires_grad for spec in self._site.layer.output_specs]
 
 
@@ -344,7 +347,7 @@ class _Replay(torch.autograd.Function):
 
 
 class _DeferredGrads(torch.autograd.Function):
-    """Stands for a weight half in a backward pass of its own."""
+    """Weight half as an autograd node with its own backward pass."""
 
     @staticmethod
     def forward(ctx: Any, call: GraphedCallable, *params: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a capture depends on besides the tensors of each call."""
+"""Signature of a step: everything that a capture depends on besides the tensors of each call."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureSignature:
-    """Everything about a step that its graphs have frozen.
+    """Facts about a step that its graphs have frozen.
 
     Attributes:
-        facts: Values by a name for people, such as ``"microbatches"``.
+        facts: Values by readable name, such as ``"microbatches"``.
     """
 
     facts: Mapping[str, Any]
 
     def difference(self, captured: CaptureSignature) -> str:
-        """What differs from the signature of a capture, for a message; empty if nothing does.
+        """Describe the differences from the signature of a capture; empty if there are none.
 
         Example:
             >>> now = CaptureSignature(facts={"microbatches": 8, "dtype": "float32"})

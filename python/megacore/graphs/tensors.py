@@ -1,4 +1,4 @@
-"""What a capture knows of a tensor, and tensors that do not own their memory."""
+"""Tensor specifications for captures, and tensors that do not own their memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megacore import _core
 
-# DLPack's codes of dtype kinds and devices.
+# DLPack codes of dtype kinds and devices.
 _DTYPE_CODES = {
     torch.float16: 2,
     torch.float32: 2,
@@ -27,14 +27,14 @@ _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """Everything that must not change between a capture and its replays.
+    """Properties of a tensor that must be equal at a capture and at its replays.
 
     Attributes:
         shape: Shape.
         stride: Strides, in elements.
         dtype: Number format.
-        device: Where it lives.
-        requires_grad: Whether a gradient is asked for.
+        device: Device.
+        requires_grad: Whether the tensor requires a gradient.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The specification of a tensor."""
+        """Return the specification of a tensor."""
         return cls(
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
@@ -63,22 +63,22 @@ class TensorSpec:
         return (last + 1) * self.dtype.itemsize
 
     def empty(self) -> Tensor:
-        """A new tensor like that, not filled."""
+        """Return a new uninitialized tensor with this specification."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return made.requires_grad_(self.requires_grad)
 
     def zeros(self) -> Tensor:
-        """A new tensor like that, filled with zeros."""
+        """Return a new tensor with this specification, filled with zeros."""
         made = self.empty()
         with torch.no_grad():
             return made.zero_()
 
     def dense_zeros(self) -> Tensor:
-        """A new tensor of that shape without gaps, filled with zeros; it does not require grad."""
+        """Return a contiguous tensor of this shape, filled with zeros; it does not require grad."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def difference(self, other: TensorSpec) -> str:
-        """What differs, for a message; empty if nothing does.
+        """Describe the differences for a message; empty if there are none.
 
         Example:
             >>> a = TensorSpec.of(torch.zeros(2, 3))
@@ -93,7 +93,7 @@ class TensorSpec:
 
 
 def distinct_elements(tensor: Tensor) -> Tensor:
-    """A view without the repetitions that ``expand`` makes, which may be written to.
+    """Return a writable view without the repetitions of ``expand``.
 
     Example:
         >>> distinct_elements(torch.zeros(1, 2).expand(3, 2)).shape
@@ -112,7 +112,7 @@ def overwrite(target: Tensor, source: Tensor) -> None:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, repetitions included: what follows sums in the same order."""
+    """Copy a tensor with its strides and repetitions, so that later sums keep their order."""
     plain = tensor.detach()
     made = TensorSpec.of(plain).empty()
     overwrite(made, plain)
@@ -120,14 +120,13 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def weak_tensor(tensor: Tensor) -> Tensor:
-    """A tensor at the same address, with the same strides, that does not keep the memory alive.
+    """Return a tensor at the same address, with the same strides, that does not own the memory.
 
-    The memory may be given to something else at any time; use the result only where something
-    else, such as the pool of a captured graph, guarantees what lies there. It has no autograd
-    history.
+    The memory may be reused at any time. Use the result only where something else, such as the
+    pool of a captured graph, guarantees its contents. The result has no autograd history.
 
     Raises:
-        ValueError: If the dtype or device has no such form.
+        ValueError: If the dtype or device is not supported.
 
     Example:
         >>> owner = torch.arange(6.0).view(2, 3).t()

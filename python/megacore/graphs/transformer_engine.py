@@ -1,11 +1,11 @@
-"""The backend that leaves captures of modules to Transformer Engine, where it is installed.
+"""Backend that delegates captures of modules to Transformer Engine, where it is installed.
 
-Its function has one graph for each microbatch and records real graphs only. What it cannot do is
-refused here, with what to do instead, before it gets to see anything.
+Transformer Engine has one graph per microbatch and records real graphs only. Unsupported requests
+raise an error here, with an alternative, before Transformer Engine is called.
 
 Source:
     ``transformer_engine.pytorch.make_graphed_callables`` of version 2.20: names and meaning of its
-    arguments, the order of its results, and which orders it accepts.
+    arguments, the order of its results, and the orders it accepts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TransformerEngineBackend(GraphBackend):
     """Delegates captures of modules to Transformer Engine.
 
     Raises:
-        ValueError: If it is not installed.
+        ValueError: If Transformer Engine is not installed.
     """
 
     name = "transformer_engine"
@@ -51,7 +51,7 @@ class TransformerEngineBackend(GraphBackend):
             ) from error
 
     def capture(self, function: Callable[[], Results], *, apart: Hashable = None) -> CapturedGraph:
-        """Refuse: it captures modules, not functions."""
+        """Raise an error: Transformer Engine captures modules, not functions."""
         del function, apart
         raise ValueError(
             "Transformer Engine captures modules, and no whole steps; take the cuda backend"
@@ -66,11 +66,11 @@ class TransformerEngineBackend(GraphBackend):
         *,
         options: CaptureOptions,
     ) -> Delegated:
-        """Let Transformer Engine capture modules.
+        """Capture modules with Transformer Engine.
 
         Raises:
-            ValueError: If it cannot do what is asked for.
-            CaptureError: If it fails.
+            ValueError: If Transformer Engine does not support the request.
+            CaptureError: If the capture fails.
         """
         _check_options(options)
         plan = plan_layers(layers, order, num_layers_per_chunk, options.reuse or "buffers")
@@ -85,7 +85,7 @@ class TransformerEngineBackend(GraphBackend):
             if is_expanded:
                 _check_halves(modules, order, options)
             elif plan.peak_per_chunk == [1]:
-                order = [1, -1]  # one microbatch at a time: all of them share the graphs of one
+                order = [1, -1]  # one live microbatch at a time: one set of graphs
             num_microbatches = list(order).count(1)
             arguments |= {
                 "_order": _expanded(order, per_chunk) if is_expanded else [int(e) for e in order],
@@ -93,7 +93,7 @@ class TransformerEngineBackend(GraphBackend):
                 "_reuse_graph_input_output_buffers": reuses,
             }
         where = _where(per_chunk, num_microbatches)
-        # In the order of its results: where each layer is a chunk, layer by layer.
+        # The order of Transformer Engine's results: layer by layer if each layer is a chunk.
         its_order = sorted(where) if is_expanded else where
         samples = [layers[layer].sample() for layer, _ in its_order]
         arguments["sample_kwargs"] = tuple(named for _, named in samples)
@@ -123,7 +123,7 @@ class TransformerEngineBackend(GraphBackend):
                     stack.enter_context(layer.without_hooks())
                     stack.enter_context(_without_accumulation_hooks(layer.params))
                 found = self._make(tuple(modules), args, **arguments)
-                # Without an order list it puts all of them onto the modules.
+                # Without an order list, Transformer Engine sets them as attributes of the modules.
                 return [
                     _Replay(getattr(one, "forward", one), one.backward_dw, one.reset)
                     for one in found
@@ -131,7 +131,7 @@ class TransformerEngineBackend(GraphBackend):
         except Exception as error:
             raise CaptureError(
                 f"Transformer Engine could not capture: {type(error).__name__}: {error}",
-                is_abrupt=True,  # it may have been warming up
+                is_abrupt=True,  # the error may have occurred during warmup
             ) from error
 
 
@@ -144,7 +144,7 @@ class _Replay(NamedTuple):
 class DelegatedCallable:
     """One module that Transformer Engine captured, for one microbatch.
 
-    Called like a ``GraphedCallable``, with the same checks and the same hooks before a replay.
+    The call signature, checks and pre-hooks are those of ``GraphedCallable``.
     """
 
     def __init__(self, module: nn.Module, layer: CapturedLayer, replay: _Replay) -> None:
@@ -155,7 +155,7 @@ class DelegatedCallable:
     def __call__(
         self, *args: Any, cuda_graph_stream: Any = None, cuda_graph_event: Any = None, **kwargs: Any
     ) -> Any:
-        """Replay the forward pass, or run the module where the capture was for another mode."""
+        """Replay the forward pass, or run the module if the capture was for another mode."""
         layer, trains = self._layer, self._module.training
         if trains != layer.trains or (trains and not torch.is_grad_enabled()):
             return layer.forward(*args, **kwargs)
@@ -172,15 +172,15 @@ class DelegatedCallable:
         self._replay.backward_dw()
 
     def reset(self) -> None:
-        """Give up the graphs; later calls are errors."""
+        """Release the graphs; later calls raise an error."""
         self._replay.reset()
 
 
 class Delegated:
-    """A capture that Transformer Engine has made; has what ``Capturing`` has afterwards.
+    """A capture by Transformer Engine, with the interface of a finished ``Capturing``.
 
     Attributes:
-        plan: Which graphs there are, if every microbatch has its own.
+        plan: The plan, as if every microbatch had its own graphs.
     """
 
     def __init__(
@@ -191,11 +191,11 @@ class Delegated:
         self._calls = calls
 
     def callables(self) -> list[DelegatedCallable]:
-        """Chunk by chunk, microbatch by microbatch, layer by layer."""
+        """Return the callables ordered by chunk, then microbatch, then layer."""
         return self._calls
 
     def static_bytes(self) -> dict[str, int]:
-        """Bytes of static inputs; of the rest only Transformer Engine knows, so it counts 0."""
+        """Return the bytes of static inputs; other uses are unknown and count 0."""
         by_buffer: dict[int, int] = {}
         for use in self.plan.uses:
             if use.role == BufferRole.INPUT:
@@ -205,7 +205,7 @@ class Delegated:
         return {"static_inputs": inputs, "output_grads": 0, "results": 0, "kept": 0}
 
     def reset(self) -> None:
-        """Give up all graphs."""
+        """Release all graphs."""
         for call in dict.fromkeys(self._calls):
             call.reset()
 
@@ -224,7 +224,7 @@ def _check_options(options: CaptureOptions) -> None:
 
 
 def _check_reuse(layers: list[CapturedLayer], order: Sequence[float]) -> None:
-    """Refuse what its reuse of inputs, by shape and dtype alone, would mix up."""
+    """Reject layers whose inputs Transformer Engine would share although their specs differ."""
     strict: dict[Any, Any] = {}
     for layer in layers:
         specs = layer.input_specs
@@ -235,7 +235,7 @@ def _check_reuse(layers: list[CapturedLayer], order: Sequence[float]) -> None:
                 "strides or requires_grad; Transformer Engine would let them share memory, so set "
                 'reuse = "none"'
             )
-    since: dict[int, bool] = {}  # by chunk: a forward pass has come since its last backward pass
+    since: dict[int, bool] = {}  # by chunk: a forward pass followed its last backward pass
     for position, entry in enumerate(order):
         chunk = int(abs(entry))
         if entry > 0:
@@ -280,7 +280,7 @@ def _check_halves(
 
 
 def _expanded(order: Sequence[float], per_chunk: Sequence[int]) -> list[float]:
-    """The order list with every layer a chunk of its own, as weight halves need it there.
+    """Return the order list with one chunk per layer, as needed for weight halves.
 
     Example:
         >>> _expanded([1, 2, -2, -2.5, -1, -1.5], [1, 2])
@@ -300,7 +300,7 @@ def _expanded(order: Sequence[float], per_chunk: Sequence[int]) -> list[float]:
 
 
 def _where(per_chunk: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
-    """Layer and microbatch: chunk by chunk, microbatch by microbatch, layer by layer."""
+    """Return (layer, microbatch) pairs ordered by chunk, then microbatch, then layer."""
     found, first = [], 0
     for count in per_chunk:
         found += [(first + n, m) for m in range(num_microbatches) for n in range(count)]
@@ -309,7 +309,7 @@ def _where(per_chunk: Sequence[int], num_microbatches: int) -> list[tuple[int, i
 
 
 def _arguments(options: CaptureOptions) -> dict[str, Any]:
-    """What it calls the options; those that are at their defaults only where all versions agree."""
+    """Return Transformer Engine's arguments; defaults are omitted unless all versions have them."""
     hooks = options.capture_time_hooks
     given = {
         "retain_graph_in_backward": options.retain_graph_in_backward or None,
@@ -327,14 +327,14 @@ def _arguments(options: CaptureOptions) -> dict[str, Any]:
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Take away what a capture has put onto a module."""
+    """Remove the attributes that a capture has set on a module."""
     module.__dict__.clear()
     module.__dict__.update(attributes)
 
 
 @contextmanager
 def _without_accumulation_hooks(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Its captured backward passes add to ``grad``, which must start nobody's reduction."""
+    """Disable accumulation hooks, so that captured backward passes start no reduction."""
     hooks = [(p, p._post_accumulate_grad_hooks) for p in params]
     for param, _ in hooks:
         param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
