@@ -1,6 +1,6 @@
 """Typed configuration: frozen sections, a TOML file, ``--section.key=value`` overrides.
 
-All mistakes of a configuration are reported at once, each with its place and the nearest fix.
+All errors of a configuration are reported at once, each with its place and the nearest fix.
 """
 
 from __future__ import annotations

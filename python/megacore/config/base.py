@@ -1,4 +1,4 @@
-"""What every section shares: the strict base model, origins of values, words for messages."""
+"""Shared parts of the sections: strict base model, origins of values, wording of messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def filled(value: T | None) -> T:
-    """The value of a derived field of a resolved configuration.
+    """Return the value of a derived field of a resolved configuration.
 
     Raises:
         RuntimeError: If the field is still ``None``, that is, the configuration was never resolved.
@@ -38,9 +38,9 @@ class Section(BaseModel):
 
     @classmethod
     def by_key(cls) -> dict[str, FieldInfo]:
-        """Fields by the names users write: an alias where Python does not allow the name.
+        """Return the fields by their name in files: the alias, if there is one.
 
-        Sections inside of the section are not among them, see :meth:`inner_sections`.
+        Nested sections are excluded, see :meth:`inner_sections`.
         """
         inner = cls.inner_sections()
         return {
@@ -49,7 +49,7 @@ class Section(BaseModel):
 
     @classmethod
     def inner_sections(cls) -> dict[str, type[Section]]:
-        """The sections inside of this one by name."""
+        """Return the nested sections by name."""
         return {
             name: info.annotation
             for name, info in cls.model_fields.items()
@@ -58,7 +58,7 @@ class Section(BaseModel):
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """The section of a key, and the rest.
+    """Return the section of a key, and the rest.
 
     Example:
         >>> split_key("moe.echo.spare_slots"), split_key("train.steps"), split_key("train")
@@ -70,13 +70,13 @@ def split_key(key: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Origins:
-    """Where settings came from: ``"parallel.tp" -> "demo.toml:9"`` or ``"--parallel.tp=2"``.
+    """Origins of settings: ``"parallel.tp" -> "demo.toml:9"`` or ``"--parallel.tp=2"``.
 
-    Origins never make two configurations differ: all origins compare equal.
+    All origins compare equal, so they never make two configurations differ.
 
     Attributes:
-        where: Key to file and line, or to the override.
-        derived: Keys whose value nobody set: it was computed from other settings.
+        where: File and line, or override, by key.
+        derived: Keys without an explicit value, computed from other settings.
     """
 
     where: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
@@ -87,7 +87,7 @@ class Origins:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of ``unit`` around ``value``, for messages.
+    """Return the multiples of ``unit`` around ``value``, for messages.
 
     Example:
         >>> nearest_multiples(130, 4), nearest_multiples(2, 4)
@@ -98,7 +98,7 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def nearest_divisors(value: int, whole: int) -> str:
-    """The divisors of ``whole`` around ``value``, for messages.
+    """Return the divisors of ``whole`` around ``value``, for messages.
 
     Example:
         >>> nearest_divisors(3, 8), nearest_divisors(9, 8)
@@ -108,7 +108,7 @@ def nearest_divisors(value: int, whole: int) -> str:
 
 
 def divisors(whole: int) -> list[int]:
-    """All divisors of ``whole``, the smallest first.
+    """Return all divisors of ``whole``, the smallest first.
 
     Example:
         >>> divisors(6)
@@ -119,7 +119,7 @@ def divisors(whole: int) -> list[int]:
 
 
 def nearest_of(legal: Sequence[int], value: int) -> str:
-    """The ascending ``legal`` numbers around ``value``, for messages.
+    """Return the ascending ``legal`` numbers around ``value``, for messages.
 
     Example:
         >>> nearest_of([1, 2, 8], 3), nearest_of([1, 2, 8], 9)

@@ -1,4 +1,4 @@
-"""The ``[checkpoint]`` section: where and when to save, and what to start from."""
+"""The ``[checkpoint]`` section: location, interval and initial checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megacore.config.base import Section
 
 
 class CheckpointConfig(Section):
-    """``[checkpoint]``: where and when to save, and what to start from."""
+    """``[checkpoint]``: location, interval and initial checkpoint."""
 
     dir: str | None = Field(
         default=None,
@@ -26,11 +26,11 @@ class CheckpointConfig(Section):
     in_background: bool = Field(
         default=False,
         alias="async",
-        description="Copy the state to host memory and go on training while it is written.",
+        description="Copy the state to host memory and continue training while it is written.",
     )
     on_failure: Literal["stop", "continue"] = Field(
         default="stop",
-        description="What a checkpoint that cannot be written does to the run.",
+        description="Reaction to a checkpoint that cannot be written.",
     )
     resume: str | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""Which settings go together with ``[graphs]``, and which scopes a model has."""
+"""Rules between ``[graphs]`` and other settings, and the default scopes of a model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megacore.config.sections import Config
 
 Shown = Callable[[str], str]
 
-# Parts of a layer that a recomputed part contains, by the scopes that capture all of it.
+# Scopes that together capture a whole layer, by kind of layer.
 _WHOLE = {"dense": {"attn", "mlp"}, "moe": {"attn", "moe"}}
 
 
 def default_scopes(config: Config) -> str | None:
-    """What ``graphs.scopes`` is where none are set: all that never needs a word from the host."""
+    """Return the default of ``graphs.scopes``: all scopes that need no host sync."""
     if config.graphs.mode != "partial":
         return None
     kinds = _layer_kinds(config)
@@ -26,11 +26,11 @@ def default_scopes(config: Config) -> str | None:
 
 
 def graph_problems(config: Config, shown: Shown) -> Iterator[str]:
-    """One sentence for each rule that the settings break.
+    """Yield one sentence per violated rule.
 
     Args:
-        config: With all derived settings filled in.
-        shown: A setting with its value and place, by its key.
+        config: Configuration with all derived settings.
+        shown: Formats a setting, given by its key, with its value and place.
     """
     graphs = config.graphs
     if graphs.mode == "off":
@@ -63,12 +63,12 @@ def _routes_on_host(config: Config) -> bool:
 
 
 def _plans_on_device(config: Config) -> bool:
-    """Whether the host reads nothing of the plan of clones."""
+    """Return whether the host reads nothing of the clone plan."""
     return config.moe.dispatcher == "static" and config.moe.static_transport != "collective"
 
 
 def _host_problems(config: Config, shown: Shown, where: str, *, plans: bool) -> Iterator[str]:
-    """What the host does between the router and the experts, where that is captured."""
+    """Yield conflicts with host work between the router and the experts, where this is captured."""
     if plans and config.moe.echo.spare_slots > 0 and not _plans_on_device(config):
         yield (
             f"{where} captures where tokens go, but {shown('moe.echo.spare_slots')} lets the host "
@@ -111,7 +111,7 @@ def _scope_problems(config: Config, shown: Shown) -> Iterator[str]:
 
 
 def _recompute_problems(config: Config, shown: Shown) -> Iterator[str]:
-    """A recomputed part runs again inside of one backward pass: it is captured whole or not."""
+    """Yield conflicts with recomputed parts, which must be captured whole or not at all."""
     scopes, recomputed = set(config.graphs.scope_names), config.train.recomputed
     where = shown("graphs.scopes")
     if recomputed and config.train.recompute_keep > 0:

@@ -1,4 +1,4 @@
-"""The ``[graphs]`` section: which part of a step is recorded as CUDA graphs and played again."""
+"""The ``[graphs]`` section: the parts of a step that are captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ class GraphsConfig(Section):
 
     mode: Literal["off", "partial", "full"] = Field(
         default="off",
-        description="`partial` records parts of layers (`scopes`), `full` all forward and backward "
-        "passes of a step, and those of a validation. Changes no bit.",
+        description="`partial` captures parts of layers (`scopes`), `full` all forward and "
+        "backward passes of a step, and those of a validation. Results are bitwise equal to those "
+        "without.",
     )
     scopes: str | None = Field(
         default=None,
         min_length=1,
-        description="For `partial`, joined by commas: `attn` (attention with norm and dropout), "
-        "`mlp` (the same of dense MLPs), `moe` (whole MoE layers; needs the dispatcher `static`), "
-        "`moe_router` (MoE layers up to the choice of experts), `moe_preprocess` (up to the plan "
-        "of what goes where; with `moe_router`). Default: all that the model and its dispatcher "
+        description="For `partial`, comma-separated: `attn` (attention with norm and dropout), "
+        "`mlp` (dense MLPs with norm and dropout), `moe` (whole MoE layers; needs the dispatcher "
+        "`static`), `moe_router` (MoE layers up to the choice of experts), `moe_preprocess` (up "
+        "to the dispatch plan; with `moe_router`). Default: all that the model and its dispatcher "
         "allow.",
     )
     include_optimizer: bool = Field(
         default=False,
-        description="For `full`: the optimizer's step is part of the graph, with the collectives "
-        "before and behind it. Whether to skip, clipping and the loss scale are decided on the "
-        "device; the learning rate is an input.",
+        description="For `full`: include the optimizer step, with the collectives before and "
+        "after it. Skipping, clipping and the loss scale are decided on the device; the learning "
+        "rate is an input.",
     )
     warmup_steps: int = Field(
         default=3,
         ge=1,
-        description="Steps that run without graphs, after a start or a resume, before the capture.",
+        description="Steps without graphs, after a start or a resume, before the capture.",
     )
     backend: Literal["auto", "cuda", "emulated", "transformer_engine"] = Field(
         default="auto",
         description="`cuda` for real graphs; `emulated` runs the captured code again, on any "
-        "device, and checks what a real graph would do with it; `transformer_engine` leaves "
+        "device, and checks that a real graph would do the same; `transformer_engine` delegates "
         "captures of parts to that package. `auto`: `cuda` or `emulated`, by the device.",
     )
     on_change: Literal["error", "recapture"] = Field(
         default="error",
-        description="What to do with a step that differs from the capture, in the number of "
-        "microbatches or the shape of a batch, say.",
+        description="Reaction to a step that differs from the capture, for example in the number "
+        "of microbatches or the shape of a batch.",
     )
     on_failure: Literal["error", "eager"] = Field(
         default="error",
-        description="What a capture that fails does to the run: end it, or let it go on without "
-        "graphs.",
+        description="Reaction to a failed capture: end the run, or continue without graphs.",
     )
 
     @property
     def scope_names(self) -> tuple[str, ...]:
-        """The scopes one by one.
+        """The scopes as a tuple.
 
         Example:
             >>> GraphsConfig(mode="partial", scopes="attn,mlp").scope_names

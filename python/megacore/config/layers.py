@@ -1,4 +1,4 @@
-"""Whether the layers of a model can be dealt to pipeline stages, and which settings would do."""
+"""Partition of layers into pipeline stages, and the nearest settings that make it possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def layers_of_stages(config: Config) -> list[range]:
     """Return the layers of each pipeline stage.
 
     Raises:
-        ValueError: If the layers cannot be dealt like this; the message names what can.
+        ValueError: If the layers cannot be partitioned; the message has the legal values.
 
     Example:
         >>> layers_of_stages(Config())
@@ -38,7 +38,7 @@ def mtp_stage(config: Config) -> int | None:
     """Return the stage with the layers for multi-token prediction; ``None`` if there are none.
 
     Raises:
-        ValueError: If the layout has another number of them than the model.
+        ValueError: If the layout has another number of such layers than the model.
 
     Example:
         >>> config = Config(model={"num_mtp_layers": 1}, parallel={"pp": 2})
@@ -75,7 +75,7 @@ def stages_of_ranks(config: Config) -> list[list[int]]:
 
 
 def layers_fit(config: Config) -> bool:
-    """Whether the layers can be dealt to the stages.
+    """Return whether the layers can be partitioned into the stages.
 
     Example:
         >>> layers_fit(Config())
@@ -89,11 +89,11 @@ def layers_fit(config: Config) -> bool:
 
 
 def nearest_fits(config: Config, world_size: int) -> list[str]:
-    """Changes of one setting with which the layers can be dealt, as ``"num_layers=4 or 6"``.
+    """Return changes of one setting that make the layers fit, as ``"num_layers=4 or 6"``.
 
     Args:
-        config: Layers that do not fit.
-        world_size: Only pipeline sizes that divide these processes are named.
+        config: A configuration with layers that do not fit.
+        world_size: Number of processes; only pipeline sizes that divide it are considered.
     """
     pipeline, layers = config.pipeline, config.model.num_layers
     stages = config.parallel.pp * pipeline.stages_per_rank
@@ -111,7 +111,7 @@ def nearest_fits(config: Config, world_size: int) -> list[str]:
     even_share = layers // config.parallel.pp
     for key in ("first_layers", "last_layers"):
         value = getattr(pipeline, key)
-        # A second fixed end is only offered where there is none at all: one is enough.
+        # A second fixed end is only offered if there is none: one is enough.
         if value is not None or (ends == 0 and key == "first_layers"):
             ideal = even_share if value is None else value
             candidates = range(1, layers + 1)
@@ -122,7 +122,7 @@ def nearest_fits(config: Config, world_size: int) -> list[str]:
 def _nearest(
     config: Config, key: str, value: int, candidates: Iterable[int], *, max_count: int = 2
 ) -> str:
-    """``"num_layers=4 or 6"``: the closest candidates below and above that fit; empty if none."""
+    """Return ``"num_layers=4 or 6"``: the nearest candidates below and above, or ``""``."""
     section, _, name = key.partition(".")
 
     def fits(candidate: int) -> bool:

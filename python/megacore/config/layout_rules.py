@@ -1,4 +1,4 @@
-"""Rules of the layout: what tp, cp, ep, etp, pp and dp ask of the model, batch and processes."""
+"""Layout rules: constraints of tp, cp, ep, etp, pp and dp on the model, batch and processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _check_layout(problems: Problems, config: Config) -> None:
 
 
 def _nearest_layouts(config: Config, world: int) -> list[str]:
-    """Up to two settings of tp and pp that fit the world and the model, fewest changes first."""
+    """Return up to two fitting values of tp and pp, fewest changes first."""
     tp, pp, model = config.parallel.tp, config.parallel.pp, config.model
     stages_per_rank = config.pipeline.stages_per_rank
     fitting = [
@@ -73,7 +73,7 @@ def _check_model_fits_tp(problems: Problems, config: Config) -> None:
 
 
 def _check_sequence_fits_cp(problems: Problems, config: Config) -> None:
-    """Context parallelism cuts a sequence into two slices per rank, to balance causal attention."""
+    """Check the length: context parallelism needs two slices per rank, to balance load."""
     parallel, length = config.parallel, config.model.seq_length
     slices = parallel.tp if parallel.sequence_parallel else 1
     unit = 2 * parallel.cp * slices
@@ -127,11 +127,11 @@ def _check_experts(problems: Problems, config: Config) -> None:
 
 
 def _check_shares_of_tokens(problems: Problems, config: Config) -> None:
-    """Ranks of tp that hold the same tokens route equal shares of them."""
+    """Check the sequence length: tp ranks with the same tokens route equal shares of them."""
     parallel, length = config.parallel, config.model.seq_length
     slices = 2 * parallel.cp if parallel.cp > 1 else 1
     unit = parallel.tp * slices
-    # What the slices alone do not fit is the business of _check_sequence_fits_cp.
+    # _check_sequence_fits_cp reports lengths that the slices alone do not fit.
     if parallel.sequence_parallel or length % slices or length % unit == 0:
         return
     factors = problems.shown("parallel.tp") + (
@@ -161,7 +161,7 @@ def _check_expert_layout(problems: Problems, config: Config) -> None:
 def _check_batch(problems: Problems, config: Config) -> None:
     dp = config.dp(problems.world_size)
     if dp == 0 or problems.world_size % dp:
-        return  # The layout itself is wrong and already reported.
+        return  # The layout itself is invalid and already reported.
     unit = config.train.microbatch_size * dp
     batch = config.train.global_batch_size
     if batch % unit:
@@ -174,7 +174,7 @@ def _check_batch(problems: Problems, config: Config) -> None:
 
 
 def _check_instances(problems: Problems, config: Config) -> None:
-    """Instances are cut from all ranks that hold the same parameters."""
+    """Check that the instances divide the number of ranks that hold the same parameters."""
     parallel, copies = config.parallel, config.pipeline.copies
     dp, cp = config.dp(problems.world_size), parallel.cp
     edp = problems.world_size // (filled(parallel.etp) * parallel.ep * parallel.pp)
@@ -183,7 +183,7 @@ def _check_instances(problems: Problems, config: Config) -> None:
     holders = {f"dp {dp}{of_cp}{of_copies}": dp * cp * copies}
     if config.moe.num_experts > 0:
         holders[f"edp {edp}{of_copies}"] = edp * copies
-    # One number of instances must divide both.
+    # One number of instances must divide all of these counts.
     legal, count = divisors(math.gcd(*holders.values())), config.optimizer.num_instances
     for text, number in holders.items():
         if number % count:

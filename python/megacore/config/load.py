@@ -1,4 +1,4 @@
-"""From a TOML file and command line overrides to a `Config`, all mistakes reported at once."""
+"""Construction of a `Config` from a TOML file and overrides; all errors are reported at once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def load_config(
         path: The file; ``None`` starts from the defaults.
         overrides: Pairs such as ``("parallel.tp", "2")``; the text becomes the field's type,
             ``none`` empties an optional field. Later pairs win.
-        flags: For keys that another option set: what the user wrote, as
-            ``{"run.nproc": "--nproc=2"}``, for messages.
+        flags: Keys set by another option, with its text, as ``{"run.nproc": "--nproc=2"}``, for
+            messages.
 
     Raises:
         ConfigError: One error for all mistakes: unknown keys (with the closest known one), wrong
@@ -57,10 +57,10 @@ def load_config(
 
 
 def config_from_values(values: Mapping[str, Any], *, source: str) -> Config:
-    """A configuration from plain values, such as those a checkpoint keeps.
+    """Return a configuration from plain values, such as those stored in a checkpoint.
 
     Raises:
-        ConfigError: As `load_config`; ``source`` stands in for the file.
+        ConfigError: As in `load_config`, with ``source`` instead of the file.
 
     Example:
         >>> config_from_values({"train": {"steps": 3}}, source="checkpoint x").train.steps
@@ -70,7 +70,7 @@ def config_from_values(values: Mapping[str, Any], *, source: str) -> Config:
 
 
 def _validate(values: Mapping[str, Any], places: _Places, problems: list[str]) -> Config:
-    """Check ``values``; raise for what is wrong with them and for the ``problems`` known before."""
+    """Check ``values``; raise an error for their violations and for the given ``problems``."""
     try:
         config = Config.model_validate(values, strict=True)
     except ValidationError as error:
@@ -82,9 +82,9 @@ def _validate(values: Mapping[str, Any], places: _Places, problems: list[str]) -
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Take ``--section.key=value`` and ``--section.key value`` out of a command line.
+    """Split ``--section.key=value`` and ``--section.key value`` from a command line.
 
-    A switch without a value (``--run.plain``) means ``true``. ``-`` and ``_`` are the same in keys.
+    A switch without a value (``--run.plain``) means ``true``. Keys may use ``-`` or ``_``.
 
     Returns:
         The settings as pairs for `load_config`, and the other arguments.
@@ -122,11 +122,11 @@ def _next_value(key: str, rest: list[str]) -> str:
 
 
 def config_to_toml(config: Config) -> str:
-    r"""The configuration as TOML, for a file that trains the same run again.
+    r"""Return the configuration as TOML, for a file that starts the same run again.
 
-    Derived values are comments: people see them, and a start with other settings, say another
-    ``run.dir``, derives them anew. So is ``checkpoint.resume``, which belongs to one start, and so
-    are settings without a value, with what that means.
+    Derived values are written as comments: a start with other settings, for example another
+    ``run.dir``, derives them again. Other comments are ``checkpoint.resume``, which applies to one
+    start only, and settings without a value, with their default.
 
     Example:
         >>> from megacore.config import resolve
@@ -155,7 +155,7 @@ def config_to_toml(config: Config) -> str:
 
 
 def _table(data: dict[str, Any], section: str) -> Any:
-    """The table of a section in ``data``; made if it is missing."""
+    """Return the table of a section in ``data``; create missing tables."""
     table: Any = data
     for name in section.split("."):
         if not isinstance(table, dict):
@@ -172,12 +172,12 @@ def _saved_line(config: Config, key: str, value: Any) -> str:
 
 
 def _default_text(info: FieldInfo) -> str:
-    """What an empty setting means, from its description."""
+    """Return the meaning of an empty setting, from its description."""
     return (info.description or "").partition("Default: ")[2].rstrip(".").replace("`", "")
 
 
 def join_problems(problems: Sequence[str]) -> str:
-    """One sentence for one problem, a counted list for several."""
+    """Return one sentence for one problem, a counted list for several."""
     if len(problems) == 1:
         return problems[0]
     lines = "".join(f"\n  {problem}" for problem in problems)
@@ -185,7 +185,7 @@ def join_problems(problems: Sequence[str]) -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """``"; did you mean X?"`` if a known word is close, else nothing.
+    """Return ``"; did you mean X?"`` if a known word is close, else ``""``.
 
     Example:
         >>> did_you_mean("tarin", ["train", "plan"])
@@ -199,7 +199,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text: str) -> str | None:
-    """Put one override into ``data``; returns a problem instead if it has no section to go to."""
+    """Apply one override to ``data``; return an error message if the section is unknown."""
     flag = f"--{key}={text}"
     section, name = split_key(key)
     if not name or section not in section_classes():
@@ -212,7 +212,7 @@ def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text:
 
 
 def _typed(key: str, text: str) -> Any:
-    """``text`` as the type of field ``key``, or unchanged for validation to report."""
+    """Return ``text`` converted to the type of field ``key``, or unchanged if invalid."""
     annotation = _annotation(key)
     if annotation is None:
         return text
@@ -235,7 +235,7 @@ def _annotation(key: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Places:
-    """Where keys stand: file lines and overrides."""
+    """Places of keys: file lines and overrides."""
 
     where: Mapping[str, str]
     file: str | None
@@ -246,10 +246,10 @@ class _Places:
         return f"{place}: " if place else ""
 
     def prefix_of_rule(self, section: str, sentence: str) -> str:
-        """The place of a rule between settings of a section: what the user would change first.
+        """Return the place of a rule between settings of one section.
 
-        That are the overrides among the settings that ``sentence`` names, else the first of them
-        in the file.
+        This is the place of the overrides among the settings named in ``sentence``, else of the
+        first named setting in the file.
         """
         classes = section_classes()
         inner = [f"{name}." for name in classes[section].inner_sections()]
@@ -279,7 +279,7 @@ _TYPES = {
 
 
 def _describe(details: ErrorDetails, places: _Places) -> str:
-    """One line for one pydantic error: place, key and value, the rule, the nearest fix."""
+    """Return one line for one pydantic error: place, key and value, rule, nearest fix."""
     key = ".".join(str(part) for part in details["loc"])
     section, name = split_key(key) if key not in section_classes() else (key, "")
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
@@ -317,7 +317,7 @@ def _closest_literal(value: Any, context: Mapping[str, Any]) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Return a value in TOML syntax."""
     try:
         return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
     except TypeError:
@@ -325,7 +325,7 @@ def toml_value(value: Any) -> str:
 
 
 def _unknown_key(section: str, name: str) -> str:
-    """What to say about a section or key that does not exist."""
+    """Return the message for an unknown section or key."""
     classes = section_classes()
     if section not in classes:
         if homes := setting_homes(section):
@@ -344,7 +344,7 @@ def _unknown_key(section: str, name: str) -> str:
 
 
 def setting_homes(name: str) -> list[str]:
-    """The full keys of all fields called ``name``.
+    """Return the full keys of all fields called ``name``.
 
     Example:
         >>> setting_homes("lr")

@@ -47,12 +47,12 @@ class ModelConfig(Section):
     vocab_size: int | None = Field(
         default=None,
         ge=1,
-        description="Number of tokens in the vocabulary. Default: the tokenizer's.",
+        description="Number of tokens in the vocabulary. Default: that of the tokenizer.",
     )
     vocab_pad_multiple: int = Field(
         default=128,
         ge=1,
-        description="The embedding gets rows up to a multiple of this number; "
+        description="Embedding rows are padded to a multiple of this number; "
         "`parallel.tp` must divide it.",
     )
     seq_length: int = Field(default=128, ge=1, description="Tokens per sequence.")
@@ -60,7 +60,7 @@ class ModelConfig(Section):
         default=0,
         ge=0,
         description="Layers for multi-token prediction: the k-th predicts the token k places after "
-        "the next one. They help to train the model; generation leaves them out.",
+        "the next one. They are used in training only; generation omits them.",
     )
     mtp_loss_coef: float = Field(
         default=0.1, ge=0.0, description="Weight of the mean loss of multi-token prediction."
@@ -80,7 +80,7 @@ class ModelConfig(Section):
 
     @property
     def mtp_layers(self) -> range:
-        """Global indices of the layers for multi-token prediction, behind all others.
+        """Global indices of the layers for multi-token prediction, after all others.
 
         Example:
             >>> ModelConfig(num_layers=4, num_mtp_layers=2).mtp_layers
@@ -90,9 +90,9 @@ class ModelConfig(Section):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the full embedding: ``vocab_size`` up to a multiple of ``vocab_pad_multiple``.
+        """Rows of the full embedding: ``vocab_size`` rounded up to ``vocab_pad_multiple``.
 
-        It does not depend on ``parallel.tp``, so a checkpoint fits every layout.
+        The number does not depend on ``parallel.tp``, so a checkpoint fits every layout.
 
         Example:
             >>> ModelConfig(vocab_size=300).padded_vocab_size
@@ -126,7 +126,7 @@ class ModelConfig(Section):
             )
 
     def _nearest_heads(self) -> str:
-        """The nearest sizes with heads of an even width, changing one setting."""
+        """Return the nearest sizes with an even head width, changing one setting."""
         sizes = nearest_multiples(self.hidden_size, 2 * self.num_heads)
         unit = self.num_kv_heads or 1
         halves = divisors(self.hidden_size // 2) if self.hidden_size % 2 == 0 else []

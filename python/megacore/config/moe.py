@@ -1,4 +1,4 @@
-"""The ``[moe]`` section: which layers have experts, how tokens find them and what happens then."""
+"""The ``[moe]`` section: MoE layers, routing and dispatch of tokens, and ECHO."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megacore.config.router import check_router
 
 
 class EchoConfig(Section):
-    """``[moe.echo]``: clones of hot experts in spare slots, so that no rank is overloaded."""
+    """``[moe.echo]``: clones of hot experts in spare slots, to balance the load of ranks."""
 
     spare_slots: int = Field(
         default=0,
@@ -22,34 +22,34 @@ class EchoConfig(Section):
     )
     planner: Literal["balanced", "echo"] = Field(
         default="balanced",
-        description="How clones are chosen: ours, which reaches its goal whenever slots allow it; "
-        "or that of the ECHO documents, to compare with.",
+        description="Planner of clones: `balanced`, which reaches its goal whenever slots allow "
+        "it, or `echo`, that of the ECHO documents, for comparison.",
     )
     tolerance: float = Field(
         default=0.01,
         ge=0.0,
         le=1.0,
-        description="`balanced`: load above the mean that is not worth a clone, as a fraction of "
-        "the mean.",
+        description="`balanced`: excess load over the mean that is not worth a clone, as a "
+        "fraction of the mean.",
     )
     min_imbalance: float = Field(
         default=1.0,
         ge=1.0,
         le=1000.0,
-        description="Make no clones while the highest load of a rank over the mean is at most "
+        description="Make no clones while the max load of a rank over the mean load is at most "
         "this.",
     )
     domain: int | None = Field(
         default=None,
         ge=1,
-        description="`balanced`: so many consecutive ranks of ep are connected best, by NVLink for "
-        "instance; clones stay inside as far as they can. Default: all ranks are alike.",
+        description="`balanced`: number of consecutive ep ranks with the fastest links, for "
+        "example NVLink; clones stay inside where possible. Default: all ranks are alike.",
     )
     receive_budget: float | None = Field(
         default=None,
         ge=1.0,
-        description="`static`: rows of a rank for its experts, as a multiple of the mean load. "
-        "Default: what the planner guarantees.",
+        description="`static`: receive buffer rows of a rank for its experts, as a multiple of "
+        "the mean load. Default: the guarantee of the planner.",
     )
 
 
@@ -69,7 +69,7 @@ class MoEConfig(Section):
         default="swiglu", description="Activation of the experts."
     )
     first_dense_layers: int = Field(
-        default=0, ge=0, description="Layers at the start that are dense."
+        default=0, ge=0, description="Number of dense layers at the start."
     )
     layer_interval: int = Field(
         default=1,
@@ -79,7 +79,7 @@ class MoEConfig(Section):
     shared_ffn_hidden_size: int = Field(
         default=0,
         ge=0,
-        description="Inner width of the shared expert, which sees every token; 0 for none.",
+        description="Inner width of the shared expert, applied to every token; 0 for none.",
     )
     shared_gate: bool = Field(
         default=False,
@@ -87,28 +87,29 @@ class MoEConfig(Section):
     )
     shared_overlap: bool = Field(
         default=False,
-        description="Compute the shared expert while tokens travel to theirs.",
+        description="Compute the shared expert during the all-to-all of the dispatch.",
     )
     dispatcher: Literal["allgather", "alltoall", "static"] = Field(
         default="alltoall",
-        description="How tokens reach their experts: all to all ranks; each copy to its rank; the "
-        "same in buffers of fixed size, without a word to the host.",
+        description="Transport of tokens to experts: all-gather; all-to-all of each copy to its "
+        "rank; or all-to-all in buffers of fixed size, without host sync.",
     )
     static_budget: float = Field(
         default=2.0,
         gt=0.0,
         description="`static`: rows of each buffer, as a multiple of a rank's fair share of "
-        "copies; at most as many as can ever come.",
+        "copies; at most the largest number that can arrive.",
     )
     static_transport: Literal["auto", "collective", "peer"] = Field(
         default="auto",
-        description="`static`: how rows travel: by equal-split all-to-alls, or straight into the "
-        "memory of peers. Default: into memory where all ranks of the group reach each other's.",
+        description="`static`: transport of rows, by equal-split all-to-alls or by direct writes "
+        "to peer memory. Default: `peer` where all ranks of the group can access each other's "
+        "memory.",
     )
     over_budget: Literal["error", "drop", "rerun"] = Field(
         default="error",
-        description="`static`: what to do with copies that find no room: end the run; leave them "
-        "out and count them; or run the step again with twice the budget.",
+        description="`static`: reaction to copies that exceed a buffer: end the run; drop and "
+        "count them; or rerun the step with twice the budget.",
     )
     capacity_factor: float | None = Field(
         default=None,
@@ -118,16 +119,16 @@ class MoEConfig(Section):
     )
     drop_by: Literal["probs", "position"] = Field(
         default="probs",
-        description="Which copies keep their place under `capacity_factor`: those of the highest "
-        "weight, or the first ones.",
+        description="Copies that are kept under `capacity_factor`: those of the highest weight, "
+        "or the first ones.",
     )
     pad_to_capacity: bool = Field(
         default=False,
-        description="`static`: keep exactly the capacity's rows for each expert, so that nothing "
-        "can run over.",
+        description="`static`: reserve exactly the capacity's rows for each expert, so that "
+        "nothing can overflow.",
     )
     score_function: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="Turns the router's logits into scores."
+        default="softmax", description="Function that maps router logits to scores."
     )
     softmax_after_top_k: bool = Field(
         default=False, description="Take the softmax over the chosen experts only."
@@ -136,24 +137,24 @@ class MoEConfig(Section):
         default=True, description="Divide the scores of a token's experts by their sum."
     )
     scaling_factor: float = Field(
-        default=1.0, gt=0.0, description="Multiplies the weights of a token's experts."
+        default=1.0, gt=0.0, description="Factor on the weights of a token's experts."
     )
     num_groups: int = Field(
         default=1,
         ge=1,
         description="Groups of consecutive experts; only those of the best groups can be chosen.",
     )
-    groups_top_k: int = Field(default=1, ge=1, description="How many groups are the best ones.")
+    groups_top_k: int = Field(default=1, ge=1, description="Number of groups chosen per token.")
     group_score_top: int = Field(
-        default=2, ge=1, description="A group's score is the sum of this many best scores in it."
+        default=2, ge=1, description="A group's score is the sum of this many highest scores."
     )
     expert_bias: bool = Field(
         default=False,
-        description="Balance experts by a bias on their scores that follows the load, without a "
-        "loss.",
+        description="Balance experts by a bias on their scores, updated from the load, instead of "
+        "a loss.",
     )
     expert_bias_rate: float = Field(
-        default=1e-3, ge=0.0, description="How much the bias changes in a step."
+        default=1e-3, ge=0.0, description="Change of the bias per step."
     )
     aux_loss_coef: float = Field(
         default=0.0, ge=0.0, description="Weight of the load-balancing loss."
@@ -164,7 +165,7 @@ class MoEConfig(Section):
         "microbatch on all data parallel ranks.",
     )
     z_loss_coef: float = Field(
-        default=0.0, ge=0.0, description="Weight of the loss that keeps router logits small."
+        default=0.0, ge=0.0, description="Weight of the loss on the size of router logits."
     )
     jitter: float = Field(
         default=0.0,
@@ -174,34 +175,35 @@ class MoEConfig(Section):
     )
     force_balanced: bool = Field(
         default=False,
-        description="Give every expert equally many tokens whatever the scores; for benchmarks.",
+        description="Give all experts the same number of tokens, regardless of scores; for "
+        "benchmarks.",
     )
     router_fp32: bool = Field(
         default=True,
-        description="Compute the router's logits in float32 whatever `train.dtype` is.",
+        description="Compute router logits in float32, regardless of `train.dtype`.",
     )
     record_routing: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder for the experts that each token of each training step was given. "
-        "Default: they are not recorded.",
+        description="Folder for the chosen experts of each token in each training step. Default: "
+        "they are not recorded.",
     )
     replay_routing: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of such a recording: in training, tokens go to the experts that they "
-        "were given then, in any layout. Default: the router decides.",
+        description="Folder of such a recording: training dispatches tokens to the recorded "
+        "experts, in any layout. Default: the router decides.",
     )
     load_interval: int = Field(
         default=10,
         ge=0,
         description="Steps between two records of every expert's load in `metrics.jsonl`; 0 for "
-        "none. Imbalance and losses are there for each step.",
+        "none. Imbalance and losses are recorded in each step.",
     )
     echo: EchoConfig = EchoConfig()
 
     def is_moe_layer(self, index: int) -> bool:
-        """Whether the layer with this global index has experts.
+        """Return whether the layer with this global index has experts.
 
         Example:
             >>> moe = MoEConfig(num_experts=4, first_dense_layers=1, layer_interval=2)

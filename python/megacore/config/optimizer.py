@@ -11,7 +11,7 @@ from megacore.config.base import Section
 
 
 class OptimizerConfig(Section):
-    """``[optimizer]``: AdamW, the learning rate over time, gradient clipping, ZeRO-1."""
+    """``[optimizer]``: AdamW, learning rate schedule, gradient clipping, ZeRO-1."""
 
     lr: float = Field(default=3e-3, ge=0.0, description="Highest learning rate.")
     min_lr: float | None = Field(
@@ -45,23 +45,23 @@ class OptimizerConfig(Section):
     num_instances: int = Field(
         default=1,
         ge=1,
-        description="Hybrid sharding: this many copies of the sharded optimizer state, each on "
+        description="Hybrid sharding: number of copies of the sharded optimizer state, each on "
         "neighbouring data parallel ranks.",
     )
     average_in_collective: bool = Field(
         default=True,
-        description="Divide summed gradients by the number of ranks; `false` scales them before "
-        "they are summed.",
+        description="Average gradients by a division after the sum; `false` scales them before "
+        "the sum.",
     )
     grad_dtype: Literal["float32", "param"] = Field(
         default="float32",
         description="Number format in which gradients are accumulated and communicated: float32, "
-        "or that of the parameters (`train.dtype`), which takes half the memory in 16 bits.",
+        "or that of the parameters (`train.dtype`), which halves the memory in 16 bits.",
     )
     fp32_accumulation: bool = Field(
         default=False,
-        description="Add 16-bit gradients of different ranks in float32 on NCCL as well: slices "
-        "are exchanged in 16 bits and added locally. On the CPU they always are.",
+        description="On NCCL too, add 16-bit gradients of different ranks in float32: slices are "
+        "exchanged in 16 bits and added locally. On the CPU this is always the case.",
     )
     moments_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number format of AdamW's moments."
@@ -69,7 +69,7 @@ class OptimizerConfig(Section):
     loss_scale: float = Field(
         default=65536.0,
         ge=1.0,
-        description="First loss scale of float16 training; it adapts itself. A power of two.",
+        description="Initial loss scale of float16 training, adapted later. A power of two.",
     )
     loss_scale_interval: int = Field(
         default=1000,
@@ -83,16 +83,16 @@ class OptimizerConfig(Section):
     )
     pad_buckets: bool = Field(
         default=False,
-        description="Pad buckets to multiples of 2^16 elements, which rings of many ranks may "
-        "carry faster.",
+        description="Pad buckets to multiples of 2^16 elements, which can be faster in rings of "
+        "many ranks.",
     )
     overlap_grad_reduce: bool = Field(
         default=False,
-        description="Average the gradients of a bucket while the backward pass still runs.",
+        description="Reduce the gradients of a bucket during the backward pass.",
     )
     overlap_param_gather: bool = Field(
         default=False,
-        description="Collect updated parameters while the next forward pass runs.",
+        description="Gather updated parameters during the next forward pass.",
     )
 
     @field_validator("loss_scale")

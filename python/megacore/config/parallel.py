@@ -1,4 +1,4 @@
-"""The ``[parallel]`` section: how many ranks share what."""
+"""The ``[parallel]`` section: sizes and order of the parallel axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 
 
 class ParallelConfig(Section):
-    """``[parallel]``: how many ranks share what. ``dp`` follows from the number of processes."""
+    """``[parallel]``: sizes and order of parallel axes; ``dp`` follows from the process count."""
 
     tp: int = Field(
         default=1, ge=1, description="Tensor parallel size: ranks that share each layer."

@@ -1,4 +1,4 @@
-"""The ``[pipeline]`` section: the schedule and the way layers are dealt to stages."""
+"""The ``[pipeline]`` section: the schedule and the partition of layers into stages."""
 
 from __future__ import annotations
 
@@ -18,66 +18,67 @@ else:
 
 
 class PipelineConfig(Section):
-    """``[pipeline]``: the schedule and the way layers are dealt to stages."""
+    """``[pipeline]``: the schedule and the partition of layers into stages."""
 
     schedule: ScheduleName = Field(
         default="1f1b",
-        description="Order of forward and backward passes; `megacore schedule --compare` shows all "
-        "of them for given sizes. `auto` searches for the best one; `dualpipe` holds two copies of "
-        "the model in each pipeline.",
+        description="Order of forward and backward passes; `megacore schedule --compare` lists "
+        "all schedules for given sizes. `auto` searches for the best one; `dualpipe` holds two "
+        "copies of the model in each pipeline.",
     )
     num_chunks: int | None = Field(
         default=None,
         ge=1,
-        description="Model chunks per pipeline rank. Default: what the schedule has; 2 where it "
-        "can have any number, 1 for `no_pipelining` and `auto`.",
+        description="Model chunks per pipeline rank. Default: fixed by the schedule; otherwise 2, "
+        "or 1 for `no_pipelining` and `auto`.",
     )
     placement: Literal["loop", "v"] = Field(
         default="loop",
-        description="Where `auto` puts the stages: in a loop over the ranks, or down the ranks and "
-        "back up (needs 2 chunks). The other schedules have a placement of their own.",
+        description="Placement of stages for `auto`: in a loop over the ranks, or down the ranks "
+        "and back up (needs 2 chunks). The other schedules have a fixed placement.",
     )
     memory_limit: int | None = Field(
         default=None,
         ge=1,
-        description="For `auto`: stage activations that a rank may hold. Default: as many as it "
+        description="For `auto`: maximum number of stage activations on a rank. Default: as many as it "
         "takes.",
     )
     overlap_p2p: bool | None = Field(
         default=None,
-        description="Let messages between stages travel beside compute, with receives posted "
-        "ahead. On NCCL this makes two more process groups per pipeline. Default: on with gloo, "
+        description="Overlap messages between stages with compute, with receives posted in "
+        "advance. On NCCL this needs two more process groups per pipeline. Default: on with gloo, "
         "off with NCCL.",
     )
     overlap_moe: bool = Field(
         default=False,
-        description="Compute one microbatch while rows of another travel to and from experts. "
-        "For the schedules `1f1b`, `interleaved_1f1b`, `dualpipe_v` and `dualpipe`, which then run "
+        description="Overlap the expert all-to-all of one microbatch with compute of another. For "
+        "the schedules `1f1b`, `interleaved_1f1b`, `dualpipe_v` and `dualpipe`, which then run "
         "forwards in pairs with backwards, with `parallel.ep` > 1 and the dispatchers `alltoall` "
-        "and `static`. Changes no bit.",
+        "and `static`. Results are bitwise equal to those without.",
     )
     split_weight_grads: bool = Field(
         default=False,
-        description="With `overlap_moe` and `1f1b` or `interleaved_1f1b`: compute gradients of "
-        "weights by themselves, where gradients of rows travel, and what is left of them once the "
-        "gradient of the input has gone to the rank before. Changes no bit.",
+        description="With `overlap_moe` and `1f1b` or `interleaved_1f1b`: compute weight "
+        "gradients separately, during all-to-alls of row gradients, and the remaining ones after "
+        "the gradient of the input was sent to the previous rank. Results are bitwise equal to "
+        "those without.",
     )
     debug_messages: bool = Field(
         default=False,
-        description="Let a header travel ahead of each message between stages, and stop with both "
-        "names if a message is not the one expected. Slower.",
+        description="Send a header before each message between stages, and stop with both names "
+        "if a message is not the expected one. Slower.",
     )
     group_size: int | None = Field(
         default=None,
         ge=1,
         description="Microbatches that run through one chunk before the next (interleaved "
-        "schedules). Default: the smallest with which a step is shortest.",
+        "schedules). Default: the smallest with the shortest step.",
     )
     first_layers: int | None = Field(
         default=None,
         ge=1,
-        description="Layers of the first pipeline rank, over its chunks; the others share the rest "
-        "evenly, so it lets `num_layers` be uneven. Default: as many as the others.",
+        description="Layers of the first pipeline rank, over its chunks; the others share the "
+        "rest evenly, so `num_layers` can be uneven. Default: as many as the others.",
     )
     last_layers: int | None = Field(
         default=None,
@@ -86,40 +87,39 @@ class PipelineConfig(Section):
         "evenly. Default: as many as the others.",
     )
     account_for_embedding: bool = Field(
-        default=False, description="Count the embedding as one layer when layers are dealt out."
+        default=False, description="Count the embedding as one layer in the partition."
     )
     account_for_loss: bool = Field(
         default=False,
-        description="Count the output layer and loss as one layer when layers are dealt out.",
+        description="Count the output layer and loss as one layer in the partition.",
     )
     layout: str | None = Field(
         default=None,
-        description="All stages as a text, instead of the four settings before: `E` embedding, `t` "
-        "layer, `m` layer for multi-token prediction, `L` output layer and loss, `|` next stage, "
-        "`x*3`, `( )`; as in `Et|(tt|)*2tL`. "
-        "Default: layers are dealt evenly.",
+        description="All stages as a text, instead of the four previous settings: `E` embedding, "
+        "`t` layer, `m` layer for multi-token prediction, `L` output layer and loss, `|` next "
+        "stage, `x*3`, `( )`; as in `Et|(tt|)*2tL`. Default: layers are distributed evenly.",
     )
 
     @property
     def schedule_info(self) -> ScheduleInfo | None:
-        """What is known of the schedule; ``None`` for ``auto``."""
+        """Catalog entry of the schedule; ``None`` for ``auto``."""
         return next((info for info in schedule_catalog() if info.name == self.schedule), None)
 
     @property
     def is_v(self) -> bool:
-        """Whether the stages go down the ranks and back up, so that one rank holds both ends."""
+        """True if the stages go down the ranks and back up, so that one rank holds both ends."""
         info = self.schedule_info
         return self.placement == "v" if info is None else info.placement == "v"
 
     @property
     def copies(self) -> int:
-        """Copies of the model in a pipeline: 2 if stages go down the ranks and, again, up."""
+        """Copies of the model in a pipeline: 2 for bidirectional schedules, else 1."""
         info = self.schedule_info
         return 2 if info is not None and info.placement == "bidirectional" else 1
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages of the model over pipeline ranks: the chunks of a rank that are no second copy.
+        """Stages per pipeline rank: the chunks of a rank without those of a second copy.
 
         Example:
             >>> [PipelineConfig(schedule=name).stages_per_rank for name in ("zb_v", "dualpipe")]

@@ -1,4 +1,4 @@
-"""Rules of the pipeline: which settings a schedule takes, and which layers its stages get."""
+"""Pipeline rules: settings of each schedule, and the layers of its stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megacore.config.sections import Config
 
 
 def check_pipeline(problems: Problems, config: Config) -> None:
-    """Add what the ``[pipeline]`` section breaks."""
+    """Add the violated rules of the ``[pipeline]`` section."""
     _check_chunks(problems, config)
     _check_options(problems, config)
     if config.pipeline.overlap_moe:
@@ -28,7 +28,7 @@ def check_pipeline(problems: Problems, config: Config) -> None:
 
 
 def _own_chunks(config: Config) -> int:
-    """How many chunks of a rank the schedule has; 0 if any number."""
+    """Return the fixed number of chunks per rank of the schedule; 0 if any number is allowed."""
     info = config.pipeline.schedule_info
     return info.num_chunks if info is not None else 2 * config.pipeline.is_v
 
@@ -54,7 +54,7 @@ def _check_chunks(problems: Problems, config: Config) -> None:
 
 
 def _check_options(problems: Problems, config: Config) -> None:
-    """Options that not all schedules take."""
+    """Check options that not all schedules support."""
     pipeline, info = config.pipeline, config.pipeline.schedule_info
     schedule = problems.shown("pipeline.schedule")
     if pipeline.group_size is not None and (info is None or not info.takes_group_size):

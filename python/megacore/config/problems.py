@@ -1,4 +1,4 @@
-"""The rules that a configuration breaks, told with the places of the settings."""
+"""Collection of violated rules, with the places of the settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megacore.config.sections import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Problems:
-    """Collects broken rules; knows how to show a setting with its place."""
+    """Violated rules of a configuration, and the format of a setting with its place."""
 
     config: Config
     world_size: int
@@ -19,16 +19,16 @@ class Problems:
     found: list[str] = field(default_factory=list)
 
     def add(self, problem: str) -> None:
-        """Take down one sentence."""
+        """Add one sentence."""
         self.found.append(problem)
 
     def shown(self, key: str, value: Any = None) -> str:
-        """``"parallel.tp = 2 (demo.toml:9)"``; a derived value is given by the caller."""
+        """Return ``"parallel.tp = 2 (demo.toml:9)"``; ``value`` is the fallback if unset."""
         set_value = operator.attrgetter(key)(self.config)
         shown = set_value if set_value is not None else value
         return f"{key} = {shown} ({self.config.origin(key)})"
 
 
 def count_of(number: int, noun: str) -> str:
-    """Write ``"1 process"`` or ``"2 processes"``."""
+    """Return ``"1 process"`` or ``"2 processes"``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}es"

@@ -24,20 +24,20 @@ def resolve(
     cuda: bool | None = None,
     launcher: str = "--nproc",
 ) -> Config:
-    """Fill every derived setting and check the whole, for a run on ``world_size`` processes.
+    """Fill every derived setting and check the configuration for ``world_size`` processes.
 
     Resolving a resolved configuration changes nothing.
 
     Args:
-        config: As loaded.
+        config: The loaded configuration.
         world_size: Number of processes.
-        vocab_size: Tokens of the tokenizer; fills an empty ``model.vocab_size``, which stays empty
-            without it.
-        cuda: Whether ranks use GPUs; ``None`` asks torch.
-        launcher: What set the process count, for messages.
+        vocab_size: Tokens of the tokenizer; fills an empty ``model.vocab_size``, which otherwise
+            stays empty.
+        cuda: Whether ranks use GPUs; default: ``torch.cuda.is_available()``.
+        launcher: The option or environment that set the process count, for messages.
 
     Raises:
-        ConfigError: One error for all rules that are broken, each with values, their places and the
+        ConfigError: One error for all violated rules, each with values, their places and the
             nearest fix.
 
     Example:
@@ -106,7 +106,7 @@ def _filling(section: Any, **defaults: Any) -> Any:
 
 
 def default_backend(cuda: bool | None) -> str:
-    """``"nccl"`` where torch sees a GPU, else ``"gloo"``; ``cuda`` given saves the look."""
+    """Return ``"nccl"`` if torch has a GPU, else ``"gloo"``; a given ``cuda`` skips the query."""
     if cuda is None:
         import torch
 

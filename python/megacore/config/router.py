@@ -1,4 +1,4 @@
-"""What the settings of a router must keep to, in files and from Python alike."""
+"""Rules of router settings, for files and Python arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_router(
     """Check that the settings agree with each other.
 
     Raises:
-        ValueError: With the value, the rule, and what would be legal.
+        ValueError: With the value, the rule, and the legal values.
 
     Example:
         >>> check_router(num_experts=8, top_k=3, num_groups=4, groups_top_k=1,

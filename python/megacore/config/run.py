@@ -17,7 +17,7 @@ class RunConfig(Section):
     dir: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of all that the run writes. Default: `runs/<name>`.",
+        description="Folder of all files written by the run. Default: `runs/<name>`.",
     )
     name: str = Field(
         default="default",
@@ -27,8 +27,8 @@ class RunConfig(Section):
     nproc: int | None = Field(
         default=None,
         ge=1,
-        description="Processes to start (as `--nproc`). "
-        "Default: one per GPU; without GPUs as few as the layout allows.",
+        description="Number of processes (as `--nproc`). Default: one per GPU; without GPUs the "
+        "fewest that the layout allows.",
     )
     backend: Literal["gloo", "nccl"] | None = Field(
         default=None,
@@ -36,20 +36,21 @@ class RunConfig(Section):
     )
     host_memory: bool = Field(
         default=True,
-        description="Let `gloo` groups whose ranks share a host exchange tensors through shared "
+        description="Exchange tensors of `gloo` groups whose ranks share a host through shared "
         "memory.",
     )
     timeout_s: float = Field(
         default=300.0,
         gt=0.0,
         le=MAX_TIMEOUT_S,
-        description="Seconds after which a collective operation gives up; at most a week.",
+        description="Timeout of a collective operation in seconds; at most a week.",
     )
     peer_timeout_s: float = Field(
         default=20.0,
         ge=1.0,
         le=MAX_TIMEOUT_S,
-        description="Seconds of silence after which a rank counts as lost; at most a week.",
+        description="Seconds without a sign of life after which a rank counts as lost; at most a "
+        "week.",
     )
     trace_step: int | None = Field(
         default=None,

@@ -1,9 +1,9 @@
 """The whole configuration: one frozen model per section of the TOML file.
 
-The section ``[x]`` is defined in ``megacore.config.x``. Every field carries its default, its range
-and one sentence of meaning; ``docs/configuration.md`` is made from them. A rule that concerns one
-section is checked there; a rule between sections, or with the number of processes, lives in
-``megacore.config.resolve``. A default of ``None`` means "derived": ``resolve`` fills it in.
+The section ``[x]`` is defined in ``megacore.config.x``. Every field has a default, a range and a
+description of one sentence or more; ``docs/configuration.md`` is generated from them. Rules within
+one section are checked there; rules between sections, or with the number of processes, are in
+``megacore.config.resolve``. A default of ``None`` means "derived" and is filled by ``resolve``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megacore.config.train import TrainSectionConfig
 
 
 class Config(Section):
-    """A whole configuration. Made by `load_config`, completed by `resolve`."""
+    """A complete configuration, made by `load_config` and completed by `resolve`."""
 
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -43,37 +43,37 @@ class Config(Section):
     _origins: Origins = PrivateAttr(default_factory=Origins)
 
     def origin(self, key: str) -> str:
-        """Where ``"section.key"`` was set: ``file:line``, the override, or ``default``."""
+        """Return the origin of ``"section.key"``: ``file:line``, the override, or ``default``."""
         return self._origins.where.get(key, "default")
 
     def with_origins(self, where: Mapping[str, str]) -> Config:
-        """The same configuration with the places its values came from."""
+        """Return a copy with the places of the values."""
         copy = self.model_copy()
         copy._origins = Origins(MappingProxyType(dict(where)), self.derived)
         return copy
 
     @property
     def derived(self) -> frozenset[str]:
-        """The keys, as ``"parallel.etp"``, whose value `resolve` computed because none was set."""
+        """Keys, as ``"parallel.etp"``, whose value `resolve` computed because none was set."""
         return self._origins.derived
 
     def with_derived(self, keys: Iterable[str]) -> Config:
-        """The same configuration, which knows that the values of ``keys`` were computed."""
+        """Return a copy with ``keys`` added to the derived ones."""
         copy = self.model_copy()
         copy._origins = Origins(self._origins.where, self.derived | frozenset(keys))
         return copy
 
     def dp(self, world_size: int) -> int:
-        """Data parallel size in a world of ``world_size`` ranks that the layout divides."""
+        """Return the data parallel size for ``world_size`` ranks, which the layout must divide."""
         return world_size // (self.parallel.tp * self.parallel.cp * self.parallel.pp)
 
     def num_microbatches(self, world_size: int) -> int:
-        """Microbatches per data parallel rank and optimizer step."""
+        """Return the microbatches per data parallel rank and optimizer step."""
         return self.train.global_batch_size // (self.train.microbatch_size * self.dp(world_size))
 
 
 def section_classes() -> dict[str, type[Section]]:
-    """Section name to its class, in the order of the file; ``moe.echo`` is inside of ``moe``."""
+    """Return the section classes by name, in file order; ``moe.echo`` is nested in ``moe``."""
     classes: dict[str, type[Section]] = {}
     for name, outer in Config.inner_sections().items():
         classes[name] = outer

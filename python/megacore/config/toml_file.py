@@ -1,4 +1,4 @@
-"""Reads a TOML file, and where each of its keys stands."""
+"""TOML files with the line number of each key."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megacore.errors import ConfigError
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a TOML file holds, and the file and line of every key.
+    """Return the contents of a TOML file, and the file and line of every key.
 
     Raises:
-        ConfigError: If it is missing (with what there is instead), unreadable or no TOML.
+        ConfigError: If the file is missing (with close names), unreadable or not valid TOML.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark in front
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except OSError as error:
         raise ConfigError(_explain_unreadable(path, error)) from None
     except UnicodeDecodeError:
@@ -53,7 +53,7 @@ def _list_toml(folder: Path) -> str:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    r"""Line number (from 1) of every ``section.key`` and ``section`` of a valid TOML text.
+    r"""Return the line number (from 1) of each ``section.key`` and ``section`` of TOML text.
 
     Example:
         >>> key_lines("[parallel]\ntp = 2\n")

@@ -23,9 +23,9 @@ class TrainSectionConfig(Section):
     )
     loss_normalization: Literal["microbatch", "token"] = Field(
         default="microbatch",
-        description="How losses of tokens become one: the mean over each microbatch, then over "
-        "microbatches; or the mean over all tokens of the global batch. The same unless some "
-        "tokens do not count (labels below 0).",
+        description="Reduction of token losses: the mean over each microbatch, then over "
+        "microbatches; or the mean over all tokens of the global batch. Both are equal unless "
+        "some tokens are ignored (labels below 0).",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
@@ -33,21 +33,21 @@ class TrainSectionConfig(Section):
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="Activations that are not kept for the backward pass but made again in it: "
-        "none; those of `recompute_modules`; or all of a layer but its input. Changes no bit.",
+        description="Activations that are recomputed in the backward pass instead of kept: none; "
+        "those of `recompute_modules`; or all of a layer but its input. Results are bitwise equal.",
     )
     recompute_modules: str = Field(
         default="norm,attention,activation",
-        description="For `selective`, joined by commas: `norm` (those before matrix products), "
+        description="For `selective`, comma-separated: `norm` (those before matrix products), "
         "`attention` (all between its two products), `activation` (SwiGLU of dense MLPs), `mlp` "
-        "(whole dense MLPs), `moe` (whole MoE layers). The default is cheap: no product with a "
-        "weight is computed again.",
+        "(whole dense MLPs), `moe` (whole MoE layers). The default recomputes no product with a "
+        "weight.",
     )
     recompute_keep: int = Field(
         default=0,
         ge=0,
-        description="Of the microbatches that a pipeline rank holds at once, counted per chunk, "
-        "this many keep all activations; only the others are recomputed.",
+        description="Number of microbatches in flight, per chunk of a pipeline rank, that keep "
+        "all activations; only the others are recomputed.",
     )
     seed: int = Field(default=1234, ge=0, description="Seed of weights, data order and dropout.")
     eval_interval: int = Field(
@@ -57,7 +57,7 @@ class TrainSectionConfig(Section):
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """What is recomputed: ``{"layer"}``, or parts of layers.
+        """Recomputed parts: ``{"layer"}``, or parts of layers.
 
         Example:
             >>> sorted(TrainSectionConfig(recompute="selective").recomputed)

@@ -1,4 +1,4 @@
-"""Which known words a mistyped one may have meant."""
+"""Suggestions for misspelled words."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 
 def close_words(word: str, known: Sequence[str], *, count: int) -> list[str]:
-    """The known words that a few slips turn into ``word``, best first.
+    """Return the known words within a few edits of ``word``, best first.
 
-    One slip is allowed in three letters. Dashes in front and an ending such as ``.toml`` tell
-    nothing and do not count as letters. A word that is the larger part of a known one, as
-    ``layers`` of ``num_layers``, is close, too.
+    One edit is allowed per three letters. Leading dashes and an ending such as ``.toml`` do not
+    count as letters. A word that is the larger part of a known one, such as ``layers`` of
+    ``num_layers``, is close, too.
 
     Args:
-        word: What was typed.
-        known: What could have been meant.
-        count: Most words to return.
+        word: The misspelled word.
+        known: Candidates.
+        count: Maximum number of words to return.
 
     Example:
         >>> close_words("tarin", ["plan", "train"], count=1)
@@ -46,7 +46,7 @@ def _is_larger_part(word: str, candidate: str) -> bool:
 
 
 def slips(first: str, second: str) -> int:
-    """Letters inserted, lost, changed or swapped with their neighbour between two texts.
+    """Return the edit distance: insertions, deletions, changes and swaps of neighbours.
 
     Example:
         >>> slips("tarin", "train"), slips("nproc", "nprox"), slips("ab", "abcd")
