@@ -17,7 +17,8 @@ from megacore.config.load import toml_value
 HEAD = """\
 # Configuration
 
-A run is described by one TOML file. Every setting has a default, so a file lists only the settings that differ:
+A run is described by one TOML file. Every setting has a default, so a file lists only the settings
+that differ:
 
 ```toml
 [model]

@@ -40,8 +40,8 @@ class PipelineConfig(Section):
     memory_limit: int | None = Field(
         default=None,
         ge=1,
-        description="For `auto`: maximum number of stage activations on a rank. Default: as many as it "
-        "takes.",
+        description="For `auto`: maximum number of stage activations on a rank. Default: as many as "
+        "it takes.",
     )
     overlap_p2p: bool | None = Field(
         default=None,
