@@ -1,6 +1,6 @@
-"""Kernels on tensors: a CPU tensor takes the native CPU code, a CUDA tensor the CUDA kernel.
+"""Kernels on tensors: native code for CPU tensors, CUDA kernels for CUDA tensors.
 
-Every operation has a reference in plain torch of the same signature beside it.
+Each operation has a reference in plain torch with the same signature.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
 
 
 def gelu(x: Tensor, probs: Tensor | None = None) -> Tensor:
-    """The tanh form of GELU times the weight of each row: ``(M, F)`` to ``(M, F)``.
+    """Return the tanh form of GELU times the weight of each row: ``(M, F)`` to ``(M, F)``.
 
     Args:
         x: ``(M, F)``; computed in float32 if narrower, and rounded once.
@@ -68,13 +68,13 @@ def gelu(x: Tensor, probs: Tensor | None = None) -> Tensor:
 
 
 def swiglu_reference(x: Tensor, probs: Tensor | None = None) -> Tensor:
-    """Do what :func:`swiglu` does, with torch operations and their autograd, on any device."""
+    """Compute :func:`swiglu` with torch operations and their autograd, on any device."""
     gate, up = x.to(_wide_dtype(x.dtype)).chunk(2, dim=-1)
     return _weighted(torch.nn.functional.silu(gate) * up, probs).to(x.dtype)
 
 
 def gelu_reference(x: Tensor, probs: Tensor | None = None) -> Tensor:
-    """Do what :func:`gelu` does, with torch operations and their autograd, on any device."""
+    """Compute :func:`gelu` with torch operations and their autograd, on any device."""
     wide = x.to(_wide_dtype(x.dtype))
     return _weighted(torch.nn.functional.gelu(wide, approximate="tanh"), probs).to(x.dtype)
 
@@ -126,7 +126,7 @@ def _check(x: Tensor, probs: Tensor | None, *, factor: int) -> None:
         raise ValueError(f"probs {describe(probs)} must be ({x.shape[0]},), one per row of x")
 
 
-# dtypes that the native kernels know; others take the reference.
+# dtypes supported by the native kernels; others use the reference.
 _NATIVE = (torch.float32, torch.bfloat16)
 
 

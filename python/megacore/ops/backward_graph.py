@@ -1,7 +1,8 @@
-"""The autograd graph of a forward pass, sorted into what a split backward pass needs to tell apart.
+"""Classification of the nodes of an autograd graph for a split backward pass.
 
 The kinds of nodes are those of ``split_backward.py``: weight nodes, from which only parameters can
-be reached; activation nodes, all others; and border nodes, activation nodes with an edge to one.
+be reached; activation nodes, all others; and border nodes, activation nodes with an edge to a
+weight node.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from torch.autograd.graph import GradientEdge, Node
 
 
 class BackwardGraph:
-    """The autograd graph of one forward pass of a stage, sorted into the kinds of nodes.
+    """Autograd graph of one forward pass of a stage, with its nodes classified.
 
     Attributes:
         edges: The edges of each node, ``(None, 0)`` for an input without gradient.
         weight_nodes: Nodes from which only parameters can be reached, leaves included.
-        borders: Border nodes, each with the outputs whose gradients arrive at it.
-        reached: Those of the stage's inputs that have any influence.
-        owners: For nodes written in Python, what keeps them usable after the graph is let go of.
+        borders: Border nodes, each with the outputs that receive gradients.
+        reached: The inputs of the stage that influence its outputs.
+        owners: For nodes written in Python, the node that keeps them valid after the graph is
+        freed.
     """
 
     def __init__(self, outputs: Sequence[GradientEdge], targets: Sequence[Node]) -> None:
@@ -57,9 +59,9 @@ class BackwardGraph:
                     self.borders[child].add(nr)
 
     def groups(self) -> list[list[Node]]:
-        """Border and weight nodes that run together in W, since their gradients are added up."""
+        """Return groups of border and weight nodes that must run together in W."""
         groups = _Groups()
-        # The order of the graph, so that hooks on parameters run in the same order on every rank.
+        # Graph order, so that parameter hooks run in the same order on every rank.
         nodes = [node for node in self.edges if node in self.weight_nodes or node in self.borders]
         for node in nodes:
             for child, _ in self.edges[node]:
@@ -71,32 +73,32 @@ class BackwardGraph:
         return list(members.values())
 
     def asks(self, node: Node, *, weights: bool) -> list[bool]:
-        """For each edge of a node whether it belongs to I, or to W."""
+        """For each edge of a node, return whether it belongs to W (``weights``) or to I."""
         edges = self.edges[node]
         return [(child in self.weight_nodes) == weights for child, _ in edges if child is not None]
 
 
 def _is_branch_of_weights(children: list[Node], weight_nodes: set[Node]) -> bool:
-    """On the first stage: whether a node is on the way from one weight to where it meets others."""
+    """Return whether a first-stage node is on the branch of a single weight."""
     return len(children) == 1 and children[0] in weight_nodes
 
 
 def is_leaf(node: Node) -> bool:
-    """Whether a node adds to the gradient of a leaf tensor."""
+    """Return whether a node accumulates into the gradient of a leaf tensor."""
     return hasattr(node, "variable")
 
 
 def _owners(
     edges: dict[Any, list[tuple[Any, int]]], outputs: Sequence[GradientEdge]
 ) -> dict[Node, Node]:
-    """The nearest native node above each node written in Python, or the token of its output.
+    """Return the nearest native node above each Python node, or the ownership token of its output.
 
-    In torch 2.11 a Python object of such a node does not own it, so its saved tensors go with the
-    graph. In torch 2.13 it does, and nothing else needs to be held. Any held node holds all below
-    it, so this costs no more than what the native node above the highest of them has saved, and
-    nothing in stages of our GPT.
+    In torch 2.11, the Python object of a Python node does not own the node, so its saved tensors
+    are freed with the graph. In torch 2.13 it owns the node, and no other reference is needed. A
+    held node holds all nodes below it, so the cost is at most the saved tensors of the native node
+    above the highest Python node, and zero in stages of our GPT.
     """
-    if torch.__version__ >= "2.13":  # compared as versions, not as text
+    if torch.__version__ >= "2.13":  # TorchVersion compares versions, not text
         return {}
     owners: dict[Any, Node] = {
         o.node: o.ownership_token for o in outputs if o.ownership_token is not None
@@ -110,7 +112,7 @@ def _owners(
 
 
 def _edges(roots: list[Node]) -> dict[Node, list[tuple[Node | None, int]]]:
-    """The edges of all nodes of a graph, each node behind those it leads to. It may be deep."""
+    """Return the edges of all nodes, children first; iterative, as graphs may be deep."""
     done: dict[Node, list[tuple[Node | None, int]]] = {}
     path = roots[::-1]
     opened: dict[Node, list[tuple[Node | None, int]]] = {}
@@ -139,13 +141,13 @@ class _Groups:
         self._parent: dict[Node, Node] = {}
 
     def find(self, node: Node) -> Node:
-        """Return the node that stands for the set of a node."""
+        """Return the representative of the set of a node."""
         parent = self._parent
         while (above := parent.get(node, node)) is not node:
-            parent[node] = parent.get(above, above)  # shorter for the next one who asks
+            parent[node] = parent.get(above, above)  # path halving
             node = above
         return node
 
     def join(self, first: Node, second: Node) -> None:
-        """Unite two sets."""
+        """Merge two sets."""
         self._parent[self.find(first)] = self.find(second)

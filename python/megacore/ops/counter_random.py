@@ -1,11 +1,11 @@
-"""Random numbers that are a function of *what* they are for, not of where or when they are drawn.
+"""Counter-based random numbers: a function of their use, not of the place or time of the draw.
 
 One process, or any split over tp, cp, pp, dp or the sequence, draws the same numbers. There is no
 generator state to save in a checkpoint.
 
-The scheme: a use is named by a text, which gives a 64-bit key through SHA-256. Key, global sample
-id and position in the sequence give each token a starting point through the SplitMix64 mixer. The
-starting point begins a SplitMix64 stream, whose f-th number belongs to feature f of the token.
+A use is named by a text, whose SHA-256 gives a 64-bit key. The key, the global sample id and the
+position in the sequence are mixed by SplitMix64 into a starting point for each token. The f-th
+number of the SplitMix64 stream from this starting point belongs to feature f of the token.
 
 Source:
     SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014
@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 def key_of(text: str) -> int:
-    """The key of a use as a signed 64-bit integer.
+    """Return the key of a use as a signed 64-bit integer.
 
     Example:
         >>> key_of("dropout|1|0|0|2") == key_of("dropout|1|0|0|3")
@@ -35,14 +35,13 @@ def key_of(text: str) -> int:
 
 
 class StepKeys:
-    """The keys of all uses in a step, on the device.
+    """Keys of all uses in a step, in device memory.
 
-    Code that a CUDA graph has captured takes its keys from here: a number of the host would be
-    frozen at that of the capture.
+    Code captured by a CUDA graph reads its keys here: a host number would be frozen at the capture.
 
     Args:
         uses: Texts of the uses, each with ``{step}`` in it.
-        device: Where the keys live.
+        device: Device of the keys.
 
     Example:
         >>> keys = StepKeys(["dropout|1|{step}|0|2"], device="cpu")
@@ -60,13 +59,13 @@ class StepKeys:
         """Compute the keys of a step.
 
         Sync:
-            Copies them to the device, behind all that was launched before.
+            Copies the keys to the device, in stream order after all work launched before.
         """
         keys = [key_of(use.format(step=step)) for use in self._uses]
         self._keys.copy_(torch.tensor(keys, dtype=torch.int64))
 
     def of(self, use: str) -> Tensor:
-        """The key of a use, 0-d int64: a view of memory that never moves."""
+        """Return the key of a use, 0-d int64: a view at a fixed address."""
         return self._keys[self._places[use]]
 
 
@@ -93,7 +92,7 @@ def token_numbers(
         >>> torch.equal(whole[2:, 1:], part)
         True
     """
-    # Wrapped by hand: torch refuses a Python scalar outside of int64.
+    # Wrapped manually: torch rejects a Python scalar outside of int64.
     start_B = _mix(sample_ids_B * _GOLDEN + key)
     start_SB = _mix(start_B + positions_S[:, None] * _GOLDEN)
     counter_H = torch.arange(1, num_features + 1, device=sample_ids_B.device) * _GOLDEN
@@ -120,12 +119,12 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def _mix(z: Tensor) -> Tensor:
-    """The SplitMix64 finalizer on int64; changes ``z`` in place."""
+    """Return the SplitMix64 finalizer on int64; changes ``z`` in place."""
     z.bitwise_xor_(_shift_right(z, 30)).mul_(_MULTIPLIER_1)
     z.bitwise_xor_(_shift_right(z, 27)).mul_(_MULTIPLIER_2)
     return z.bitwise_xor_(_shift_right(z, 31))
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Logical shift; torch's own copies the sign."""
+    """Shift right logically; torch's operator copies the sign bit."""
     return (z >> bits).bitwise_and_(2 ** (64 - bits) - 1)

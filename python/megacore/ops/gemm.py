@@ -26,24 +26,23 @@ def grouped_gemm(
     """Multiply consecutive groups of rows by one weight each.
 
     ``y[rows of e] = x[rows of e] @ w[e].T``. The rows of expert 0 come first, then those of expert
-    1, and so on. Rows beyond ``sum(m_splits)`` belong to nobody: they are not read, and they are
-    zero in the result and in the gradient of ``x``. Sums are formed in float32 for narrower dtypes.
+    1, and so on. Rows beyond ``sum(m_splits)`` are padding: they are not read, and they are zero
+    in the result and in the gradient of ``x``. Sums are formed in float32 for narrower dtypes.
 
-    **Where the weight's gradient goes.** Without ``main_grad`` it is returned to autograd like any
-    other. With it, the backward pass adds the gradient to ``main_grad`` in float32, and autograd
-    gets none. Autograd still visits a leaf ``w`` when all its gradients are there and runs its
-    post-accumulate hooks, with ``w.grad`` as it was. A gradient buffer takes a visit without a
-    gradient as the report that ``main_grad`` is ready; :class:`megacore.buffers.ParamGradBuffer`
-    does so for parameters of experts, and gives them their ``main_grad``, see
-    :func:`main_grad_of`.
+    **Weight gradient.** Without ``main_grad``, it is returned to autograd. With ``main_grad``, the
+    backward pass adds the gradient to ``main_grad`` in float32, and autograd gets none. Autograd
+    still visits a leaf ``w`` when all its gradients are complete, and runs its post-accumulate
+    hooks with ``w.grad`` unchanged. A gradient buffer treats a visit without a gradient as the
+    signal that ``main_grad`` is ready. :class:`megacore.buffers.ParamGradBuffer` does so for
+    expert parameters and sets their ``main_grad``, see :func:`main_grad_of`.
 
     Args:
         x: Rows in expert order, ``(M, K)``.
         w: One weight per expert, ``(E, N, K)``, dtype and device of ``x``.
-        m_splits: Rows per expert, ``(E,)``, int64, same device. Zeros are fine.
-        main_grad: Where the gradient of ``w`` goes, ``(E, N, K)``, float32, contiguous.
+        m_splits: Rows per expert, ``(E,)``, int64, same device. Zeros are allowed.
+        main_grad: Buffer for the gradient of ``w``, ``(E, N, K)``, float32, contiguous.
         accumulate: Add to ``main_grad``; otherwise overwrite it. A bool tensor ``(E,)`` on the
-            same device says it for each expert.
+            same device decides per expert.
 
     Returns:
         ``(M, N)``, dtype of ``x``.
@@ -53,10 +52,10 @@ def grouped_gemm(
             negative entry or more than M rows in all.
 
     Sync:
-        None. On a GPU of compute capability 9.0 or 10.0, bf16 and fp16 with features that are
-        multiples of 8 take one kernel that reads ``m_splits`` on the device (there, counts that do
-        not fit the rows are cut). Elsewhere, and in float32, CUDA takes one ``torch.mm`` per
-        expert, for which ``m_splits`` is copied to the host; a warning says so for bf16 and fp16.
+        None on a GPU of compute capability 9.0 or 10.0 for bf16 and fp16 with features that are
+        multiples of 8: one kernel reads ``m_splits`` on the device and truncates counts that exceed
+        the rows. Other CUDA cases run one ``torch.mm`` per expert and copy ``m_splits`` to the
+        host, with a warning for bf16 and fp16.
 
     Source:
         MegaBlocks, arXiv:2211.15841.
@@ -79,7 +78,7 @@ def grouped_gemm_reference(
     main_grad: Tensor | None = None,
     accumulate: bool | Tensor = True,
 ) -> Tensor:
-    """Do what :func:`grouped_gemm` does, with one ``torch.mm`` per expert, on any device."""
+    """Compute :func:`grouped_gemm` with one ``torch.mm`` per expert, on any device."""
     _check(x, w, m_splits, main_grad)
     arguments = x, w, m_splits, main_grad, *_split(accumulate, w)
     result: Tensor = _Reference.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -87,7 +86,7 @@ def grouped_gemm_reference(
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The float32 gradient buffer behind a parameter, for :func:`grouped_gemm`; ``None`` without.
+    """Return the float32 gradient buffer of a parameter for :func:`grouped_gemm`, or ``None``.
 
     Example:
         >>> main_grad_of(torch.nn.Parameter(torch.ones(1))) is None
@@ -124,7 +123,7 @@ def _check(x: Tensor, w: Tensor, m_splits: Tensor, main_grad: Tensor | None) -> 
 
 
 def _split(accumulate: bool | Tensor, w: Tensor) -> tuple[bool, Tensor | None]:
-    """One bool for all experts, and one for each of them where that is wanted."""
+    """Split ``accumulate`` into a bool for all experts and an optional mask per expert."""
     if isinstance(accumulate, bool):
         return accumulate, None
     mask = accumulate
@@ -136,7 +135,7 @@ def _split(accumulate: bool | Tensor, w: Tensor) -> tuple[bool, Tensor | None]:
 
 
 def _groups(m_splits: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
-    """``(expert, first row, end)`` of every expert that has rows."""
+    """Return ``(expert, first row, end)`` of every expert that has rows."""
     counts = m_splits.tolist()
     if any(count < 0 for count in counts) or sum(counts) > num_rows:
         raise ValueError(
@@ -227,7 +226,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     x, w, m_splits, main_grad, accumulate, accumulate_mask = inputs
     ctx.save_for_backward(x, w, m_splits)
-    # Not saved like the others: other backward passes write to it in the meantime.
+    # Not saved by autograd: other backward passes write to it in the meantime.
     ctx.main_grad, ctx.accumulate, ctx.mask = main_grad, accumulate, accumulate_mask
 
 
@@ -238,7 +237,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_w = None
     if ctx.needs_input_grad[1]:
         if ctx.main_grad is None:
-            # GPUs and processors with instructions for it sum in float32 whatever they write.
+            # GPUs, and CPUs with such instructions, sum in float32 whatever the output dtype.
             narrow = w.is_cuda or not _goes_to_float32(w.dtype)
             dtype = w.dtype if narrow else _wide_dtype(w.dtype)
             grad_w = torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
@@ -281,7 +280,7 @@ def _weight_grad_cuda_(
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
 ) -> None:
-    # A result of 16 bits is only ever overwritten.
+    # A 16-bit result is always overwritten.
     fits = out.dtype == torch.float32 or (out.dtype == x.dtype and not accumulate)
     if not (fits and out.is_contiguous() and takes_kernel(x, *out.shape)):
         _weight_grad_reference_(grad, x, m_splits, out, accumulate, accumulate_mask)
@@ -292,12 +291,12 @@ def _weight_grad_cuda_(
     )
 
 
-# On the CPU, what benchmarks/results/moe_cpu*.txt justify: float32 goes to the native kernels at
-# every group size. Products of two bfloat16 stay with torch where the processor has instructions
-# for them; elsewhere torch takes 5 to 80 times as long as in float32, so they go there and back. A
+# The choice on the CPU follows benchmarks/results/moe_cpu*.txt: float32 uses the native kernels at
+# every group size. Products of two bfloat16 use torch where the CPU has instructions for them;
+# elsewhere torch takes 5 to 80 times as long as in float32, so the operands are cast to float32. A
 # weight gradient in float32 is a float32 product in all cases.
 def _goes_to_float32(dtype: torch.dtype) -> bool:
-    """Whether torch would multiply numbers of this dtype one by one."""
+    """Return whether torch has no fast path for products of this dtype."""
     if dtype.itemsize != 2:
         return False
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

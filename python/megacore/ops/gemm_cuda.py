@@ -1,4 +1,4 @@
-"""Grouped matrix products on the GPU: which calls the kernels take, and how they are launched."""
+"""Grouped GEMM on the GPU: eligibility of calls, and kernel launch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
 
 Product = Literal["forward", "input_grad", "weight_grad"]
 
-# The numbers of the enumerators in cuda/include/megacore/cuda/grouped_gemm.h.
+# Values of the enumerators in cuda/include/megacore/cuda/grouped_gemm.h.
 _PRODUCTS: dict[Product, int] = {"forward": 0, "input_grad": 1, "weight_grad": 2}
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _TILES = {"auto": 0, "wide": 1, "middle": 2, "narrow": 3}
-# Overrules the choice of tiles, for measurements: see the argument plan of launch_grouped.
+# Overrides the choice of tiles, for measurements: see the argument plan of launch_grouped.
 PLAN_VARIABLE = "MEGACORE_GROUPED_GEMM_PLAN"
 MAX_EXPERTS = 1024
 _ALIGNMENT = 16
 
 
 def takes_kernel(x: Tensor, num_experts: int, out_features: int, in_features: int) -> bool:
-    """Tell whether a product of CUDA tensors goes to the kernels; warn where only a pity keeps it.
+    """Return whether the kernels can run a product of CUDA tensors; warn if bf16 or fp16 cannot.
 
-    The reference copies the counts to the host and waits for the GPU, which a user who asked for
-    bf16 or fp16 should know of. float32 has no kernel, so there is nothing to warn of.
+    The reference copies the counts to the host and waits for the GPU, which is unexpected for bf16
+    and fp16. float32 has no kernel, so its fallback needs no warning.
     """
     if x.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -75,10 +75,10 @@ def launch_grouped(
     first_row: Tensor | None = None,
     plan: str | None = None,
 ) -> None:
-    """Queue a grouped product on the current stream; nothing waits, the counts are not looked at.
+    """Launch a grouped product on the current stream, without host sync or checks of the counts.
 
-    Counts that do not fit the rows are cut: negative ones are taken as zero, rows beyond the
-    matrix are left out.
+    Counts that do not fit the rows are truncated: negative counts are taken as zero, and rows
+    beyond the matrix are ignored.
 
     Args:
         product: ``"forward"``: ``out[rows of e] = a[rows of e] @ b[e].T``; ``"input_grad"``: the
@@ -90,11 +90,11 @@ def launch_grouped(
             gradient may be float32.
         accumulate: Add to ``out`` (float32 weight gradients only).
         accumulate_mask: Instead of ``accumulate``, one bool per expert, ``(E,)``.
-        first_row: Where the rows of the first expert begin, int64 scalar on the device; those
-            before it are neither read nor written. By default the first one.
-        clear_tail: Set rows of nobody to zero. Otherwise they are not written.
+        first_row: First row of the first expert, int64 scalar on the device; earlier rows
+            are neither read nor written. Default: row 0.
+        clear_tail: Zero the padding rows. Otherwise they are not written.
         plan: ``"auto"``, ``"wide"``, ``"middle"`` or ``"narrow"``, or one of the last three
-            followed by ``"-columns"``. By default the variable MEGACORE_GROUPED_GEMM_PLAN.
+            followed by ``"-columns"``. Default: the variable MEGACORE_GROUPED_GEMM_PLAN.
 
     Raises:
         ValueError: If a size, dtype or address does not fit, or the plan is unknown.
@@ -107,7 +107,7 @@ def launch_grouped(
     a, b, m_splits = _aligned(a), _aligned(b), m_splits.contiguous()
     tile, along_columns = _plan(plan)
     with torch.cuda.device(out.device):
-        # From torch's allocator: as long as this memory lives on this stream, nobody else has it.
+        # From torch's allocator, which reuses this memory in stream order only.
         workspace = torch.empty(
             _workspace_bytes(out.device, num_experts), dtype=torch.uint8, device=out.device
         )

@@ -1,7 +1,7 @@
-"""Grouped products of some of the rows: from a row on whose number lies on the device.
+"""Grouped products of a range of rows, whose first row is a number on the device.
 
-What comes before belongs to other groups, with weights elsewhere. Used for clones, whose rows lie
-behind those of the home experts.
+Earlier rows belong to other groups with other weights. Used for clones, whose rows follow those of
+the home experts.
 
 Shapes: M rows of all groups, E groups here, N output features, K input features.
 """
@@ -18,17 +18,17 @@ from megacore.ops.library import define_op
 
 
 def part_product_(x: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
-    """``out[rows of e] = x[rows of e] @ w[e].T``; other rows of ``out`` stay as they are.
+    """Compute ``out[rows of e] = x[rows of e] @ w[e].T``; other rows of ``out`` are unchanged.
 
     Args:
         x: ``(M, K)``.
         w: ``(E, N, K)``.
         m_splits: Rows of each group, ``(E,)``, int64.
-        first_row: Where the rows of the first group begin, int64 scalar.
+        first_row: First row of the first group, int64 scalar.
         out: ``(M, N)``, written.
 
     Sync:
-        None where the kernels of `grouped_gemm` compute it; elsewhere as there.
+        None where the kernels of `grouped_gemm` compute it; otherwise as in `grouped_gemm`.
 
     Example:
         >>> x, w, out = torch.eye(3), torch.ones(1, 1, 3), torch.zeros(3, 1)
@@ -42,27 +42,27 @@ def part_product_(x: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out
 def part_input_grad_(
     grad: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
 ) -> None:
-    """``out[rows of e] = grad[rows of e] @ w[e]``: ``(M, N)`` to ``(M, K)``, else the same."""
+    """Compute ``out[rows of e] = grad[rows of e] @ w[e]``: ``(M, N)`` to ``(M, K)``."""
     _part_input_grad_(grad, w, m_splits, first_row, out)
 
 
 def part_weight_grad_(
     grad: Tensor, x: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
 ) -> None:
-    """``out[e] = grad[rows of e].T @ x[rows of e]``, ``(E, N, K)``; zero for a group without rows.
+    """Compute ``out[e] = grad[rows of e].T @ x[rows of e]``, ``(E, N, K)``; zero for empty groups.
 
     Args:
         grad: ``(M, N)``.
         x: ``(M, K)``.
         m_splits: Rows of each group, ``(E,)``, int64.
-        first_row: Where the rows of the first group begin, int64 scalar.
+        first_row: First row of the first group, int64 scalar.
         out: Overwritten; float32 for 16-bit rows.
     """
     _part_weight_grad_(grad, x, m_splits, first_row, out)
 
 
 def _rows(product: Callable[..., Tensor]) -> Callable[..., None]:
-    """Slice and copy: the host reads ``first_row``."""
+    """Return an implementation that slices rows and copies results. Sync: reads ``first_row``."""
 
     def run(a: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
         first = int(first_row)
@@ -91,7 +91,7 @@ def _weight_grad_sliced_(
 
 
 def _rows_cuda(kind: Product, product: Callable[..., Tensor]) -> Callable[..., None]:
-    """By the kernel of this kind where it takes the tensors."""
+    """Return an implementation that launches the kernel ``kind`` if it supports the tensors."""
 
     def run(a: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
         if not takes_kernel(a, *w.shape):

@@ -1,8 +1,7 @@
-"""How an operation becomes known to torch: schema, one implementation per device, shapes.
+"""Registration of operations in torch: schema, one implementation per device, shapes.
 
-Registered this way an operation is visible to ``torch.compile``, to autograd and to fake tensors.
-The implementations are chosen by torch from the device of the tensors: a new kernel is one more
-argument here.
+Registered operations are visible to ``torch.compile``, autograd and fake tensors. torch chooses the
+implementation from the device of the tensors, so a new kernel is one more argument here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-# torch keeps operations in a registry of its own; this is the handle on our names in it.
+# torch has a process-wide registry of operations; this is the handle on our namespace in it.
 _LIBRARY = torch.library.Library("megacore", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -27,8 +26,8 @@ def define_op(
 
     Args:
         schema: Name, arguments and results in torch's schema language.
-        cpu: Computes it for CPU tensors.
-        cuda: Computes it for CUDA tensors.
+        cpu: Implementation for CPU tensors.
+        cuda: Implementation for CUDA tensors.
         fake: Returns empty results of the right shapes and dtypes.
     """
     name = schema.split("(", 1)[0]
@@ -43,12 +42,12 @@ def define_op(
 def define_gradient(
     name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> None:
-    """Give ``megacore::<name>`` a derivative.
+    """Register the derivative of ``megacore::<name>``.
 
     Args:
         name: An operation made by :func:`define_op`.
         backward: ``(ctx, *grads)`` to one gradient or ``None`` per argument.
-        setup_context: ``(ctx, inputs, output)``; keeps what the backward pass needs.
+        setup_context: ``(ctx, inputs, output)``; saves the tensors for the backward pass.
     """
     torch.library.register_autograd(
         f"megacore::{name}", backward, setup_context=setup_context, lib=_LIBRARY
@@ -56,6 +55,6 @@ def define_gradient(
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Shape, dtype and device for messages."""
+    """Return shape, dtype and device for messages."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{tuple(tensor.shape)} {dtype} on {tensor.device}"

@@ -18,7 +18,7 @@ from megacore.ops.token_kernels import takes_float
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings:
-    """The numbers of one AdamW step.
+    """Hyperparameters of one AdamW step.
 
     Attributes:
         step: Number of this step, counted from 1 (for the bias corrections).
@@ -27,7 +27,7 @@ class AdamWSettings:
         beta2: Decay of the second moment, in [0, 1).
         eps: Added to the root of the second moment.
         weight_decay: Decoupled decay: the parameter is scaled by ``1 - lr * weight_decay`` first.
-        grad_scale: Every gradient is multiplied by this first.
+        grad_scale: Factor on every gradient, applied first.
 
     Raises:
         ValueError: If the step or a beta is out of range.
@@ -50,12 +50,12 @@ class AdamWSettings:
 
     @property
     def bias_correction1(self) -> float:
-        """``1 - beta1^step``: how much of the first moment's weight is filled."""
+        """Bias correction of the first moment, ``1 - beta1^step``."""
         return 1.0 - self.beta1**self.step
 
     @property
     def bias_correction2(self) -> float:
-        """``1 - beta2^step``: how much of the second moment's weight is filled."""
+        """Bias correction of the second moment, ``1 - beta2^step``."""
         return 1.0 - self.beta2**self.step
 
 
@@ -71,20 +71,20 @@ def adamw_step_(
 ) -> None:
     """Take one AdamW step in place, as ``torch.optim.AdamW`` defines it.
 
-    The bits of the result do not depend on the device, the processor, the number of threads, or on
-    how a tensor is cut into several calls.
+    The result is bitwise independent of the device, the CPU, the number of threads, and of any
+    split of a tensor into several calls.
 
     Args:
         param: Parameters, ``(n,)``, fp32, contiguous; updated.
         grad: Their gradients, ``(n,)``, fp32, contiguous.
         exp_avg: First moment, ``(n,)``, fp32, contiguous; updated.
         exp_avg_sq: Second moment, ``(n,)``, fp32, contiguous; updated.
-        settings: The numbers of the step.
+        settings: Hyperparameters of the step.
         copy_out: Receives the new parameters as ``Tensor.to`` rounds them, ``(n,)``, bfloat16 or
             float16, contiguous.
-        control: What :func:`decide_step_` decided, on the device of ``param``: replaces the step
-            and ``grad_scale`` of ``settings``, and may call the step off. The learning rate then is
-            its sixth number times the one of ``settings``.
+        control: Decision of :func:`decide_step_`, on the device of ``param``: replaces the step
+            and ``grad_scale`` of ``settings``, and can skip the step. The learning rate is then
+            its sixth number times that of ``settings``.
 
     Raises:
         ValueError: If shapes, dtypes, devices or layouts do not fit.
@@ -138,7 +138,7 @@ def adamw_step_reference_(
     copy_out: Tensor | None = None,
     control: Tensor | None = None,
 ) -> None:
-    """Do what :func:`adamw_step_` does, with torch operations: any device, the same bits."""
+    """Compute :func:`adamw_step_` with torch operations on any device, bitwise equal."""
     _check_step(param, grad, exp_avg, exp_avg_sq, copy_out)
     _check_numbers("control", control, _CONTROL_SIZE, param)
     if control is None:
@@ -151,7 +151,7 @@ def adamw_step_reference_(
     next_avg = exp_avg + (scaled - exp_avg).mul_(1.0 - settings.beta1)
     next_avg_sq = exp_avg_sq * settings.beta2
     next_avg_sq.add_((scaled * scaled).mul_(1.0 - settings.beta2))
-    # torch.sqrt of fp32 may be off by one bit (it uses MKL where it can); through fp64 it is exact.
+    # torch.sqrt of fp32 may be off by one bit (with MKL); a square root in fp64 is exact.
     root = next_avg_sq.double().sqrt_().float()
     root.mul_((1.0 / control[2].sqrt()).float()).add_(settings.eps)
     update = (next_avg / root).mul_((lr / control[1]).float())
@@ -165,15 +165,15 @@ def adamw_step_reference_(
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules:
-    """How :func:`decide_step_` decides; the same in every step.
+    """Rules of :func:`decide_step_`; the same in every step.
 
     Attributes:
         beta1: For the bias corrections.
         beta2: For the bias corrections.
         clip_grad: Largest gradient norm; 0 turns clipping off.
-        loss_scale_interval: Steps without overflow after which the loss scale doubles; 0: it stays.
-        num_averaged: Gradients are sums over tokens, averaged over this many ranks: they are to be
-            multiplied by it and divided by the number of tokens. 0: they are means already.
+        loss_scale_interval: Steps without overflow after which the loss scale doubles; 0: constant.
+        num_averaged: Number of ranks that averaged the gradients, if these are sums over tokens.
+            They are multiplied by this number and divided by the tokens. 0: gradients are means.
     """
 
     beta1: float
@@ -189,8 +189,8 @@ _STATE_SIZE, _SUMS_SIZE, _CONTROL_SIZE = 4, 3, 6
 def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules) -> None:
     """Decide, on the device, what an optimizer step does; all tensors are fp64.
 
-    If a gradient is not finite anywhere, the step is skipped: the step count stands still, and the
-    loss scale is halved. Otherwise the step count rises, the loss scale doubles after
+    If any gradient is not finite, the step is skipped: the step count is unchanged, and the loss
+    scale is halved. Otherwise the step count is incremented, the loss scale doubles after
     ``loss_scale_interval`` such steps (up to 2^24), and gradients are clipped.
 
     Args:
@@ -200,8 +200,8 @@ def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules)
             ranks.
         control: ``(6,)``, filled with ``[gradient scale, bias correction 1, bias correction 2,
             applied or not (1 or 0), gradient norm before clipping]``, for :func:`adamw_step_`. The
-            norm is NaN in a skipped step. The sixth number, the learning rate, is the caller's.
-        rules: How to decide.
+            norm is NaN in a skipped step. The caller sets the sixth number, the learning rate.
+        rules: Rules of the decision.
 
     Raises:
         ValueError: If a tensor does not fit.
@@ -236,9 +236,9 @@ def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules)
 
 
 def decide_step_reference_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules) -> None:
-    """Do what :func:`decide_step_` does, with torch operations on any device.
+    """Compute :func:`decide_step_` with torch operations on any device.
 
-    Powers, hence bias corrections, may differ in the last bit of fp64.
+    Powers, and thus bias corrections, may differ in the last bit of fp64.
     """
     _check_decision(state, sums, control)
     is_good = sums[1] == 0.0
@@ -291,14 +291,15 @@ def sum_of_squares(values: Tensor) -> Tensor:
         return sum_of_squares_reference(values)
     values = values.float()
     total = torch.empty((), dtype=torch.float64)
-    # Written like the result of a kernel: what records operations is to see no number of the host.
+    # Written through a pointer, like a kernel result: recorders of operations must not see a
+    # host number.
     sum_ = _core.sum_of_squares(values=values.data_ptr(), numel=values.numel())
     ctypes.c_double.from_address(total.data_ptr()).value = sum_
     return total
 
 
 def sum_of_squares_reference(values: Tensor) -> Tensor:
-    """Do what :func:`sum_of_squares` does, with torch operations, in torch's order."""
+    """Compute :func:`sum_of_squares` with torch operations, in torch's order."""
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm.square()
 
@@ -333,7 +334,7 @@ def _check_decision(state: Tensor, sums: Tensor, control: Tensor) -> None:
 
 
 def _check_numbers(name: str, numbers: Tensor | None, size: int, like: Tensor) -> None:
-    """``sums`` may be longer than needed; the others have their size."""
+    """Check a vector of fp64 numbers; ``sums`` may be longer than ``size``."""
     if numbers is None:
         return
     fits = numbers.dim() == 1 and numbers.numel() >= size and numbers.device == like.device

@@ -1,15 +1,15 @@
-"""Exchanges of rows through memory of peer GPUs, as operations that torch knows.
+"""Registered operations that exchange rows through the memory of peer GPUs.
 
-A *start* writes into memory of peers and raises a flag, a *finish* waits on the device until the
-flags of all are up and reads; the host waits for nothing, and all can be captured in a graph. What
-lies where is told in ``cuda/include/megacore/cuda/peer_exchange.h``. They change ``state``, and
-memory that is no argument, so they have no derivatives of their own: see
-:mod:`megacore.moe.dispatchers.peer`, where push and pull are each other's.
+A *start* writes into peer memory and raises a flag. A *finish* waits on the device for the flags of
+all peers, then reads. There is no host sync, so all operations can be captured in a graph. For the
+memory layout, see ``cuda/include/megacore/cuda/peer_exchange.h``. The operations change ``state``
+and memory that is not an argument, so they have no derivatives of their own. In
+:mod:`megacore.moe.dispatchers.peer`, push and pull are each other's derivatives.
 
-All take, behind their tensors, what describes the members: ``memory``, the addresses of all
-members' memory ``(G,)`` int64; ``state``, this member's own counters; its ``position``; ``layout``,
-the largest number of experts, of rows, and of bytes of a row; and ``timeout_s``, how long to wait
-for a member.
+After their tensors, all operations take the description of the members: ``memory``, the addresses
+of all members' memory ``(G,)`` int64; ``state``, this member's counters; its ``position``;
+``layout``, the maximum number of experts, of rows, and of bytes per row; and ``timeout_s``, the
+timeout for a member.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Move tokens into expert order and back.
+"""Permutation of tokens into expert order and back.
 
-A *row map* ``(T, k)`` says where each copy of each token lies among the rows; ``-1`` is a copy that
-does not exist. Everything here follows from two operations that are each other's derivative:
-*spread* copies tokens to their rows, *collect* sums the rows of each token.
+A *row map* ``(T, k)`` has the row of each copy of each token; ``-1`` marks a copy that does not
+exist. All functions are based on two operations that are each other's derivative: *spread* copies
+tokens to their rows, *collect* sums the rows of each token.
 
 Shapes: T tokens, k choices per token, H features, R rows, E experts.
 """
@@ -43,7 +43,7 @@ def permute_tokens(
         tokens: ``(T, H)``, any float dtype.
         expert_of: Chosen experts, ``(T, k)``, int64, each in ``[0, E)``, or -1 for no copy.
         num_experts: E.
-        num_rows: R, if the caller knows that fewer than ``T * k`` rows are enough.
+        num_rows: R, if the caller has a bound below ``T * k``.
 
     Returns:
         The rows, the row map for :func:`unpermute_tokens`, and the copies per expert.
@@ -69,15 +69,15 @@ def permute_tokens(
 def unpermute_tokens(
     rows: Tensor, row_map: Tensor, probs: Tensor | None = None, num_tokens: int | None = None
 ) -> Tensor:
-    """Add up the rows of each token, each times its weight; the inverse of :func:`permute_tokens`.
+    """Sum the rows of each token, each times its weight; the inverse of :func:`permute_tokens`.
 
-    The copies of a token are added in the order of its choices, whatever the number of threads.
+    The copies of a token are added in the order of its choices, for any number of threads.
 
     Args:
         rows: ``(R, H)``.
         row_map: From :func:`permute_tokens`, ``(T, k)``.
         probs: Weights, ``(T, k)``, float32. Default: all one.
-        num_tokens: T, to be checked against ``row_map``.
+        num_tokens: T, checked against ``row_map``.
 
     Returns:
         ``(T, H)``, dtype of ``rows``; zero for a token without copies.
@@ -96,19 +96,19 @@ def unpermute_tokens(
 
 
 def permute_probs(probs: Tensor, row_map: Tensor, num_rows: int) -> Tensor:
-    """Bring one number per copy into row order: ``(T, k)`` to ``(R,)``; zero where no copy lies.
+    """Permute one number per copy into row order: ``(T, k)`` to ``(R,)``; else zero.
 
     Example:
         >>> row_map = torch.tensor([[2, 0], [1, -1]])
         >>> permute_probs(torch.tensor([[0.5, 0.25], [1.0, 9.0]]), row_map, 4).tolist()
         [0.25, 1.0, 0.5, 0.0]
     """
-    # Every copy is a token of its own, one number wide.
+    # Each copy is treated as a token of width 1.
     return spread_rows(probs.reshape(-1, 1), row_map.reshape(-1, 1), num_rows).flatten()
 
 
 def sort_by_expert(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Give every copy its row: by expert, then by token, then by choice.
+    """Assign a row to every copy: by expert, then by token, then by choice.
 
     Args:
         expert_of: ``(T, k)``, int64; -1 for no copy.
@@ -126,14 +126,14 @@ def sort_by_expert(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
 
 
 def sort_by_expert_reference(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Do what :func:`sort_by_expert` does, with torch operations, on any device."""
+    """Compute :func:`sort_by_expert` with torch operations, on any device."""
     flat = expert_of.flatten()
-    # Copies that do not exist sort behind the last expert.
+    # Missing copies sort after the last expert.
     key = torch.where(flat < 0, num_experts, flat)
     order = torch.argsort(key, stable=True)
     rows = torch.empty_like(flat)
     rows[order] = torch.arange(flat.numel(), device=flat.device)
-    # Not bincount: it would wait for the device.
+    # Not bincount, which needs a host sync.
     counts = flat.new_zeros(num_experts + 1).scatter_add(0, key, torch.ones_like(key))
     return torch.where(flat < 0, -1, rows).view_as(expert_of), counts[:num_experts].clone()
 
@@ -141,7 +141,7 @@ def sort_by_expert_reference(expert_of: Tensor, num_experts: int) -> tuple[Tenso
 def spread_rows(
     tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None = None
 ) -> Tensor:
-    """``rows[row_map[t, j]] = weights[t, j] * tokens[t]``, all other rows zero.
+    """Compute ``rows[row_map[t, j]] = weights[t, j] * tokens[t]``, all other rows zero.
 
     Args:
         tokens: ``(T, H)``.
@@ -161,7 +161,7 @@ def spread_rows(
 
 
 def collect_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
-    """``tokens[t] = sum over j of weights[t, j] * rows[row_map[t, j]]``, in the order of ``j``.
+    """Sum ``weights[t, j] * rows[row_map[t, j]]`` over ``j`` into ``tokens[t]``, in order of ``j``.
 
     Args:
         rows: ``(R, H)``.
@@ -182,7 +182,7 @@ def collect_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -
 def spread_rows_reference(
     tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None = None
 ) -> Tensor:
-    """Do what :func:`spread_rows` does, with torch operations, on any device."""
+    """Compute :func:`spread_rows` with torch operations, on any device."""
     copies = tokens[:, None, :].expand(-1, row_map.shape[1], -1)
     if weights is not None:
         copies = (copies.to(_wide_dtype(tokens.dtype)) * weights[..., None]).to(tokens.dtype)
@@ -192,7 +192,7 @@ def spread_rows_reference(
 
 
 def collect_rows_reference(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Do what :func:`collect_rows` does, with torch operations, on any device."""
+    """Compute :func:`collect_rows` with torch operations, on any device."""
     wide = _wide_dtype(rows.dtype)
     total = rows.new_zeros(row_map.shape[0], rows.shape[1], dtype=wide)
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
@@ -204,7 +204,7 @@ def collect_rows_reference(rows: Tensor, row_map: Tensor, weights: Tensor | None
 
 
 def _row_dots_reference(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
-    """``dots[t, j] = tokens[t] . rows[row_map[t, j]]``, zero where no copy lies, ``(T, k)``."""
+    """Compute ``dots[t, j] = tokens[t] . rows[row_map[t, j]]``, ``(T, k)``; else 0."""
     wide = _wide_dtype(rows.dtype)
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     index = torch.where(row_map < 0, rows.shape[0], row_map)
@@ -232,7 +232,7 @@ def _check_rows(tokens: Tensor | None, row_map: Tensor, weights: Tensor | None) 
         )
 
 
-# dtypes that the native kernels know; others take the reference.
+# dtypes supported by the native kernels; others use the reference.
 _NATIVE = (torch.float32, torch.bfloat16)
 
 

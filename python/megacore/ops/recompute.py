@@ -1,12 +1,12 @@
-"""Activations that are made again in the backward pass instead of being kept.
+"""Activation recomputation in the backward pass.
 
-:func:`recompute` runs a function and keeps its input only. When the backward pass asks for the
-first tensor that the function would have kept, the function runs again, and what it made is kept
-from then on like any other activation: each tensor goes when autograd lets go of it. A backward
-pass in two halves therefore runs the function once, for both of them.
+:func:`recompute` runs a function and saves its input only. When the backward pass unpacks the first
+saved tensor, the function runs again. The tensors it saves are then stored like other activations:
+each one is freed when autograd releases it. A backward pass in two halves therefore runs the
+function once for both halves.
 
-The second run ends with the last tensor that is needed. A matrix product at the end of a region is
-not computed again, as its result is not needed for its gradient.
+The second run stops after the last tensor that is needed. A matrix product at the end of a region
+is not recomputed, as its gradient does not need its result.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _T = TypeVar("_T")
 
 
 class Memo:
-    """What the second run of a function takes over from the first, such as decisions.
+    """Values that the second run of a function reuses from the first, such as decisions.
 
     Attributes:
-        is_replay: Whether this is the second run. What counts something does not count again.
+        is_replay: Whether this is the second run, in which counters must not count again.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Memo:
         self.is_replay = False
 
     def once(self, make: Callable[[], _T]) -> _T:
-        """Return ``make()``; in the second run what the first one returned in this place.
+        """Return ``make()``; in the second run, the value of the same call in the first run.
 
         The value must not depend on tensors that need a gradient.
 
@@ -60,21 +60,22 @@ class Memo:
 def recompute(
     function: Callable[[Tensor], Tensor], x: Tensor, *, memo: Memo | None = None
 ) -> Tensor:
-    """Compute ``function(x)``, and compute it again for its backward pass.
+    """Compute ``function(x)``, and recompute it in the backward pass.
 
     Args:
-        function: Must compute the same when it runs again, up to what ``memo`` keeps. Tensors other
+        function: Must compute the same when it runs again, apart from values in ``memo``. Tensors
+        other
             than ``x`` that it uses must be parameters or need no gradient. It may run collectives:
-            they run again, up to the last one before the last tensor that is kept. It must not use
+            they run again, up to the last one before the last saved tensor. It must not use
             ``recompute`` itself.
         x: Its input.
-        memo: Given to the function by its maker, for what must not be decided or counted twice.
+        memo: Memo shared with the function, for values that must not be decided or counted twice.
 
     Returns:
-        The result, with the same gradients, to the bit, as without recomputation.
+        The result; result and gradients are bitwise equal to those without recomputation.
 
     Raises:
-        RuntimeError: In the backward pass, if the second run keeps other tensors than the first.
+        RuntimeError: In the backward pass, if the second run saves other tensors than the first.
 
     Source:
         Chen et al., arXiv:1604.06174.
@@ -98,7 +99,7 @@ def recompute_if(condition: bool, function: Callable[[Tensor], Tensor], x: Tenso
 
 
 class _Kept:
-    """Stands in the autograd graph for a tensor that the first run did not keep."""
+    """Placeholder in the autograd graph for a tensor that the first run did not save."""
 
     __slots__ = ("__weakref__", "about", "region", "tensor")
 
@@ -117,13 +118,13 @@ class _Kept:
 
 
 class _Region:
-    """One call of a function: how to run it again, and who waits for what it keeps."""
+    """One call of a recomputed function, with the placeholders of its saved tensors."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, memo: Memo | None) -> None:
         self._function = function
         self._x, self._needs_grad = x.detach(), x.requires_grad
         self._memo = memo
-        # Weak: autograd alone decides how long a tensor lives.
+        # Weak references: autograd alone decides the lifetime of a tensor.
         self._kept: list[weakref.ref[_Kept]] = []
 
     def pack(self, tensor: Tensor) -> _Kept:
@@ -166,4 +167,4 @@ def _unpack(kept: _Kept) -> Tensor:
 
 
 class _Done(Exception):
-    """Ends a second run that has made all that is needed."""
+    """Stops a second run after its last needed tensor."""

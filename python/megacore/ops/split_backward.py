@@ -1,20 +1,20 @@
-"""A backward pass in two parts: the gradient of the input (I), later those of the weights (W).
+"""Split backward pass: the gradient of the input (I), later those of the weights (W).
 
-Any module can be split, since the split is made in its autograd graph. The nodes of the graph from
-which only parameters can be reached are *weight nodes*: a transposed view of a weight, say. All
+Any module can be split, since the split works on its autograd graph. Nodes of the graph from which
+only parameters can be reached are *weight nodes*, for example a transposed view of a weight. All
 others are *activation nodes*. A *border node*, such as a matrix product, is an activation node with
-an edge to a weight node. I runs the activation nodes, in which the border nodes compute the
-gradients of activations alone, and keeps what arrives at the border nodes. W lets the border nodes
-compute the gradients of weights alone, from what was kept, and then runs the weight nodes. So every
-gradient is computed once, every collective in a backward pass runs once, and parameters get their
-gradients in the same order as from a whole backward pass.
+an edge to a weight node. I runs the activation nodes, where border nodes compute the gradients of
+activations only, and saves the gradients that reach the border nodes. W runs the border nodes for
+the gradients of weights only, from the saved gradients, and then the weight nodes. Every gradient
+is computed once, every collective in a backward pass runs once, and parameters get their gradients
+in the same order as in a whole backward pass.
 
-Autograd lets a node leave out gradients that the running backward pass does not ask for. To have
-this in W, border nodes are called from inside of a small backward pass of their own
-(``_WeightGrads``), which asks for the weight nodes only.
+Autograd lets a node skip gradients that the running backward pass does not request. For this to
+work in W, border nodes are called inside a small backward pass of their own (``_WeightGrads``),
+which requests the weight nodes only.
 
-What I is done with before its end can already have its W (``EarlyWeights``): where I waits for an
-exchange of rows, say, gradients of weights then hide the way of gradients between ranks.
+Parts of W can run before the end of I, once I has finished their nodes (``EarlyWeights``). If I
+waits for an exchange of rows, for example, weight gradients then overlap this communication.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from megacore.ops.backward_graph import BackwardGraph, is_leaf
 
-# What arrives at a node: the gradient of each of its outputs that has one.
+# Gradients that reach a node: one for each of its outputs that has one.
 Arrived = dict[int, Tensor]
-# Takes a function that does the part of W that is due, and is entered while I runs. The function
-# may be called at any time until then, by the thread that runs I.
+# Receives a function that runs the due parts of W, and is entered while I runs. The function may be
+# called at any time until then, on the thread that runs I.
 EarlyWeights: TypeAlias = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
 class DeferredWeightGrads:
-    """The W that follows an I: holds what it needs, and lets go of it as it runs."""
+    """The W that follows an I: holds the saved gradients and nodes, and frees them as it runs."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
 
     def run(self) -> None:
-        """Add the gradients of the weights to the parameters' ``grad``; a second call does nothing.
+        """Add the gradients of the weights to the parameters' ``grad``; later calls are no-ops.
 
-        Hooks on parameters run as in any backward pass. Hooks on other tensors from which only
+        Parameter hooks run as in any backward pass. Hooks on other tensors from which only
         parameters can be reached do not run.
         """
         parts, self._parts = self._parts, []
         _run_parts(parts)
 
     def grads(self, params: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients that :meth:`run` would add, once; runs no hooks that wait for ``grad``.
+        """Return the gradients that :meth:`run` would add, once; no hooks on ``grad`` run.
 
         Args:
-            params: Leaves of the graph. Gradients of others are computed and dropped.
+            params: Leaves of the graph. Gradients of other leaves are computed and dropped.
 
         Example:
             >>> x, w = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2))
@@ -78,10 +78,10 @@ class DeferredWeightGrads:
         return [found.get(id(param)) for param in params]
 
     def map_kept(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Put other tensors of the same values and strides in the place of those kept for W.
+        """Replace the tensors kept for W by others of the same values and strides.
 
         Args:
-            change: Called with each tensor, in an order that depends on the graph alone.
+            change: Called with each tensor, in an order that depends on the graph only.
         """
         for part in self._parts:
             for grads in part.arrived.values():
@@ -99,18 +99,15 @@ def backward_input(
     """Compute the gradient of the input of a stage, and defer those of its weights.
 
     Args:
-        output: Of the stage's output, from ``torch.autograd.graph.get_gradient_edge``.
+        output: Edge of the stage's output, from ``torch.autograd.graph.get_gradient_edge``.
         output_grad: Gradient of the output; ``None`` for a scalar loss.
-        hidden: The stage's input, a leaf that requires grad, or ``None`` on the first stage. There,
-            a branch of the graph without any activation in it, as from the embedding's weight up to
-            the first sum, belongs to the weights.
-        early: Lets a part of W run before the end of I.
-
-    Returns:
-        The gradient of ``hidden``, or ``None`` if it has no influence; and what is left to do.
+        hidden: The stage's input, a leaf that requires grad, or ``None`` on the first stage. On
+            this stage, a branch of the graph without activations, such as from the embedding's
+            weight to the first sum, belongs to the weights.
+        early: Runs parts of W before the end of I.
 
     Raises:
-        ValueError: If the graph has a node that runs a backward pass of its own.
+        ValueError: If the graph has a node that runs a nested backward pass.
 
     Example:
         >>> x, w = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.tensor([2.0, 3.0]))
@@ -134,19 +131,16 @@ def backward_inputs(
     *,
     early: EarlyWeights | None = None,
 ) -> tuple[list[Tensor | None], DeferredWeightGrads]:
-    """Do the same for several outputs and inputs.
+    """Compute :func:`backward_input` for several outputs and inputs.
 
     Args:
         outputs: Edges of the outputs.
-        output_grads: Their gradients.
-        inputs: Leaves that require grad. Without any, it is a first stage.
-        early: Lets a part of W run before the end of I.
-
-    Returns:
-        The gradients of the inputs, ``None`` for those without influence; and what is left to do.
+        output_grads: Gradients of the outputs.
+        inputs: Leaves that require grad; empty on a first stage.
+        early: Runs parts of W before the end of I.
 
     Raises:
-        ValueError: If the graph has a node that runs a backward pass of its own.
+        ValueError: If the graph has a node that runs a nested backward pass.
     """
     targets = [get_gradient_edge(tensor) for tensor in inputs]
     graph = BackwardGraph(outputs, [target.node for target in targets])
@@ -198,14 +192,14 @@ def _grad_or_one(output: GradientEdge, output_grad: Tensor | None) -> Tensor:
 
 
 class _Watch:
-    """Watches border nodes during I, and lets Python functions leave out gradients of weights.
+    """Hooks on border nodes during I, which also disable weight gradients of Python functions.
 
-    Hooks see gradients as other hooks left them. A node that leads to no activation is not run, so
-    its hook is not called either; what arrives there is captured by autograd itself.
+    The hooks see gradients after other hooks. A node that leads to no activation does not run, and
+    neither does its hook; autograd itself captures its gradients.
 
     Attributes:
-        arrived: What arrived at the nodes that have begun.
-        done: Those of them that have ended, if ``ends`` are watched as well.
+        arrived: Gradients of the nodes that have started.
+        done: The nodes that have finished, if ``ends`` are observed as well.
     """
 
     def __init__(self, graph: BackwardGraph, *, ends: bool) -> None:
@@ -222,7 +216,7 @@ class _Watch:
                 _ask_for(node, graph.asks(node, weights=False))
 
     def _hook(self, node: Node) -> Callable[[Sequence[Tensor | None]], None]:
-        arrived = self.arrived  # not self, which would be a cycle from a node to itself
+        arrived = self.arrived  # not self, which would be a reference cycle through the node
 
         def on_run(grads: Sequence[Tensor | None]) -> None:
             arrived[node] = {nr: grad for nr, grad in enumerate(grads) if grad is not None}
@@ -238,7 +232,7 @@ class _Watch:
         return on_end
 
     def end_of(self, nodes: Sequence[Node]) -> None:
-        """Let nodes be as they were; I is done with them."""
+        """Restore nodes after I has finished with them."""
         for node in nodes:
             needs = self._needs.pop(node, None)
             if needs is not None:
@@ -251,21 +245,21 @@ class _Watch:
 
 
 def _ask_for(node: Any, wanted: Sequence[bool]) -> None:
-    """Set which gradients a Python function is to compute, among those it has edges for."""
+    """Set the gradients that a Python function computes, among those with edges."""
     flags = iter(wanted)
     node.needs_input_grad = tuple(needed and next(flags) for needed in node.needs_input_grad)
 
 
 @dataclass(kw_only=True)
 class _Part:
-    """Border and weight nodes that run together in W, since their gradients are added up.
+    """Border and weight nodes that run together in W, as their gradients add up.
 
     Attributes:
-        arrived: What arrives at its nodes from I.
-        nodes: Its nodes without the leaves, in the order in which autograd would run them.
-        weight_nodes: Those that are weight nodes, and the leaves.
+        arrived: Gradients from I at its nodes.
+        nodes: Its nodes without the leaves, in the execution order of autograd.
+        weight_nodes: Its weight nodes, leaves included.
         leaves: The nodes of its parameters.
-        owners: What keeps nodes usable until they have run.
+        owners: References that keep nodes valid until they have run.
     """
 
     arrived: dict[Node, Arrived]
@@ -275,7 +269,7 @@ class _Part:
     owners: dict[Node, Node]
 
     def run(self) -> list[Tensor | None]:
-        """Compute the gradients of the parameters, letting go of each node behind it."""
+        """Compute the gradients of the parameters, and free each node after its run."""
         while self.nodes:
             node = self.nodes.popleft()
             owner = self.owners.pop(node, None)
@@ -291,7 +285,7 @@ class _Part:
 
     def _add(self, node: Node, nr: int, grad: Tensor) -> None:
         metadata = node._input_metadata[nr]
-        # As autograd does: gradients of what was broadcast or cast come in the wide form.
+        # As in autograd: gradients of broadcast or cast tensors have the wide form.
         if grad.shape != metadata.shape:
             grad = grad.sum_to_size(metadata.shape)
         if grad.dtype != metadata.dtype:
@@ -300,13 +294,13 @@ class _Part:
 
 
 def _add_arrived(arrived: dict[Node, Arrived], node: Node, nr: int, grad: Tensor) -> None:
-    """Add up what arrives at an output of a node."""
+    """Accumulate a gradient at an output of a node."""
     grads = arrived.setdefault(node, {})
     grads[nr] = grads[nr] + grad if nr in grads else grad
 
 
 def _run_node(node: Any, arrived: Arrived, weight_nodes: set[Node]) -> Sequence[Tensor | None]:
-    """Gradients of the edges of a node to weight nodes, ``None`` for the others."""
+    """Return gradients of the edges of a node to weight nodes, ``None`` for the others."""
     metadata = node._input_metadata
     if not isinstance(node, BackwardCFunction):
         result = node(*(arrived.get(nr) for nr in range(len(metadata))))
@@ -321,7 +315,7 @@ def _run_node(node: Any, arrived: Arrived, weight_nodes: set[Node]) -> Sequence[
     ]
     result = node.apply(*filled)  # type: ignore[no-untyped-call]
     by_input = result if isinstance(result, tuple) else (result,)
-    # Results stand for the arguments of the forward pass, edges for the tensors among them.
+    # Results match the arguments of the forward pass, edges only the tensors among them.
     grads = iter([grad for grad, need in zip(by_input, needed, strict=False) if need])
     return [None if child is None else next(grads) for child, _ in edges]
 
@@ -329,7 +323,7 @@ def _run_node(node: Any, arrived: Arrived, weight_nodes: set[Node]) -> Sequence[
 def _parts(
     graph: BackwardGraph, groups: Sequence[Sequence[Node]], arrived: dict[Node, Arrived]
 ) -> list[_Part]:
-    """Make parts of groups, in the order in which autograd would begin them."""
+    """Make parts from groups, in the order in which autograd would start them."""
     parts = []
     for group in groups:
         here = {node: arrived[node] for node in group if node in arrived}
@@ -348,14 +342,14 @@ def _parts(
 
 
 def _run_parts(parts: list[_Part]) -> None:
-    """Run parts in their order, letting go of each: the list is empty then."""
+    """Run parts in order and free each one; the list is empty afterwards."""
     roots, wanted = _roots_of(parts)
     if roots:
         torch.autograd.backward(roots, inputs=wanted)
 
 
 def _roots_of(parts: list[_Part]) -> tuple[list[Tensor], list[GradientEdge]]:
-    """What to run a backward pass from, and what it asks for; the list is empty then."""
+    """Return the roots and the inputs of a backward pass; the list is empty afterwards."""
     roots: list[Tensor] = []
     wanted: list[GradientEdge] = []
     while parts:
@@ -372,7 +366,7 @@ def _sequence(node: Node) -> int:
 
 
 class _DueParts:
-    """Parts of W that can run before the end of I: all their border nodes have run.
+    """Parts of W that can run before the end of I, once all their border nodes have run.
 
     Attributes:
         left: The groups that have not run.
@@ -413,12 +407,12 @@ class _DueParts:
 
 
 class _WeightGrads(torch.autograd.Function):
-    """Stands for one part in the backward pass of W: its gradients are those of the part."""
+    """One part as a node in the backward pass of W, with the gradients of the part."""
 
     @staticmethod
     def forward(ctx: Any, part: _Part, *params: Tensor) -> Tensor:
         ctx.part = part
-        return params[0].new_zeros(())  # on their device, so that W runs on the stream it is on
+        return params[0].new_zeros(())  # on the device of the parameters, for the stream of W
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:

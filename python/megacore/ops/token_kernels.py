@@ -1,8 +1,8 @@
-"""The CUDA kernels on tokens, as functions of tensors: what ``cuda=`` of an operation calls.
+"""CUDA kernels on tokens as functions of tensors: the ``cuda=`` implementations of operations.
 
-Every function takes what its reference takes and gives the same, without waiting for the device:
-results are allocated by torch and filled on the current stream. Checks are the caller's;
-:func:`kernel_or` falls back on the reference where a kernel is missing.
+Every function has the signature and results of its reference, without host sync: results are
+allocated by torch and filled on the current stream. Arguments are checked by the caller.
+:func:`kernel_or` falls back to the reference if a kernel is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 def kernel_or(
     reference: Callable[..., Any], kernel: Callable[..., Any], takes: Callable[..., bool]
 ) -> Callable[..., Any]:
-    """Call ``kernel`` where this installation has it and it takes the arguments."""
+    """Return a function that calls ``kernel`` if it is installed and takes the arguments."""
 
     def run(*args: Any) -> Any:
         chosen = kernel if has_cuda_kernels() and takes(*args) else reference
@@ -31,25 +31,25 @@ def kernel_or(
 
 
 def takes_float(tensor: Tensor, *args: Any) -> bool:
-    """Whether the first argument has a dtype that the kernels know."""
+    """Return whether the kernels support the dtype of the first argument."""
     del args
     return tensor.dtype in _DTYPES
 
 
 def takes_experts(expert_of: Tensor, num_experts: int) -> bool:
-    """Whether the sort fits the kernel."""
+    """Return whether the kernel supports the sizes of the sort."""
     limit: int = cuda_kernels().MAX_SORTED_EXPERTS
     return 1 <= num_experts <= limit and expert_of.numel() < 2**31
 
 
 def takes_scores(scores: Tensor, k: int) -> bool:
-    """Whether the choice fits the kernel."""
+    """Return whether the kernel supports this dtype, k and number of columns."""
     limit: int = cuda_kernels().MAX_TOP_K_COLUMNS
     return scores.dtype in _DTYPES and k <= scores.shape[1] <= limit
 
 
 def sort_by_expert(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Rows by expert, then by position; an id out of range counts as no copy."""
+    """Sort copies by expert, then by position; ids out of range count as missing copies."""
     expert_of = expert_of.contiguous()
     row_map, counts = torch.empty_like(expert_of), expert_of.new_empty(num_experts)
     size = cuda_kernels().sort_workspace_numel(numel=expert_of.numel(), num_experts=num_experts)
@@ -68,7 +68,7 @@ def sort_by_expert(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
 
 
 def spread_rows(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
-    """Copy tokens to their rows and zero the others; a row out of range counts as no copy."""
+    """Copy tokens to their rows and zero the others; rows out of range count as missing copies."""
     tokens, row_map = tokens.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     rows = tokens.new_empty(num_rows, tokens.shape[1])
@@ -102,7 +102,7 @@ def collect_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tenso
 
 
 def row_dots(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
-    """Products of tokens with their rows, in fp32."""
+    """Compute dot products of tokens with their rows, in fp32."""
     tokens, rows, row_map = tokens.contiguous(), rows.contiguous(), row_map.contiguous()
     dots = rows.new_empty(row_map.shape, dtype=torch.float32)
     _launch(
@@ -117,7 +117,7 @@ def row_dots(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Columns of the largest scores; narrower scores are widened, which keeps their order."""
+    """Return the columns of the largest scores; widening preserves their order."""
     scores = scores.float().contiguous()
     chosen = scores.new_empty(scores.shape[0], k, dtype=torch.int64)
     _launch(
@@ -133,27 +133,27 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def swiglu(x: Tensor, probs: Tensor | None) -> Tensor:
-    """``probs * silu(gate) * up``."""
+    """Compute ``probs * silu(gate) * up``."""
     return _activate("swiglu", x, probs, x.shape[1] // 2)
 
 
 def gelu(x: Tensor, probs: Tensor | None) -> Tensor:
-    """The tanh form of GELU, times ``probs``."""
+    """Return the tanh form of GELU, times ``probs``."""
     return _activate("gelu", x, probs, x.shape[1])
 
 
 def swiglu_backward(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`swiglu` for ``x`` and ``probs`` (empty without)."""
+    """Compute gradients of :func:`swiglu` for ``x`` and ``probs`` (empty without)."""
     return _activate_backward("swiglu_backward", grad, x, probs)
 
 
 def gelu_backward(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`gelu` for ``x`` and ``probs`` (empty without)."""
+    """Compute gradients of :func:`gelu` for ``x`` and ``probs`` (empty without)."""
     return _activate_backward("gelu_backward", grad, x, probs)
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
-    """The sum of the squares of all elements in fp64, a 0-d tensor on the device."""
+    """Return the sum of the squares of all elements in fp64, a 0-d tensor on the device."""
     total = values.new_empty((), dtype=torch.float64)
     partial_sums = values.new_empty(cuda_kernels().SUM_BLOCKS, dtype=torch.float64)
     _launch(
@@ -224,7 +224,7 @@ def _pointer(tensor: Tensor | None) -> int:
 
 
 def _launch(name: str, on: Tensor, **arguments: Any) -> None:
-    """Queue a kernel on the current stream of the device of ``on``."""
+    """Launch a kernel on the current stream of the device of ``on``."""
     with torch.cuda.device(on.device):
         stream = torch.cuda.current_stream().cuda_stream
         getattr(cuda_kernels(), name)(**arguments, stream=stream)

@@ -1,4 +1,4 @@
-"""The best experts of each token, with ties broken the same way everywhere.
+"""Top-k experts of each token, with the same tie-break on every rank and device.
 
 Shapes: T tokens, E experts, k choices per token.
 """
@@ -15,10 +15,11 @@ from megacore.ops.token_kernels import kernel_or, takes_scores
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Columns of the ``k`` largest scores of each row, best first; the lower column wins a tie.
+    """Return the columns of the ``k`` largest scores of each row; ties go to the lower column.
 
-    ``torch.topk`` leaves ties open. A fixed rule makes every rank, device and layout choose the
-    same experts. A NaN counts as larger than any number, as in torch.
+    Columns are in descending order of score. ``torch.topk`` leaves ties unspecified. A fixed rule
+    makes every rank, device and layout choose the same experts. A NaN counts as larger than any
+    number, as in torch.
 
     Args:
         scores: ``(T, E)``, any float dtype.
@@ -28,7 +29,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
         ``(T, k)``, int64.
 
     Raises:
-        ValueError: If ``scores`` is no matrix or ``k`` is out of range.
+        ValueError: If ``scores`` is not a matrix or ``k`` is out of range.
 
     Sync:
         None.
@@ -48,7 +49,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def top_k_reference(scores: Tensor, k: int) -> Tensor:
-    """Do what :func:`top_k` does, with a stable sort, on any device."""
+    """Compute :func:`top_k` with a stable sort, on any device."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     return order[:, :k].contiguous()
 
