@@ -87,7 +87,7 @@ class ParamGatherer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every weight is current."""
+        """True if every weight is current."""
         return self._num_started == len(self._buckets) and not any(self._pending)
 
     def again(self) -> None:

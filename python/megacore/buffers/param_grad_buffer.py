@@ -343,7 +343,7 @@ class ParamGradBuffer:
 
     @property
     def starts_are_free(self) -> bool:
-        """Whether a started collective takes no memory, and no time until it is waited for."""
+        """True if a started collective takes no memory, and no time until it is waited for."""
         return self._grad_window is not None
 
     def owned_pieces(self) -> list[ShardPiece]:

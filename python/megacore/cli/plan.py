@@ -202,7 +202,7 @@ def _graphs_text(plan: RunPlan, config: Config) -> str:
 
 
 def _memory_text(plan: RunPlan, config: Config) -> str:
-    """Bytes per parameter by formula, and what the buckets hold."""
+    """Return the bytes per parameter by formula, and what the buckets hold."""
     from megacore.plan.run_plan import memory_row_of
 
     row, optimizer = memory_row_of(config), config.optimizer

@@ -86,7 +86,7 @@ def with_stage_costs(costs: Costs, items: list[str] | None) -> Costs:
 
 
 def with_cost_flags(message: str) -> str:
-    """A message about costs in the words of ``--costs``.
+    """Return a message about costs in the words of ``--costs``.
 
     Example:
         >>> with_cost_flags("cost 'forward' has 2 entries; give one for all stages or 4")

@@ -40,7 +40,7 @@ def add_program_options(parser: argparse.ArgumentParser) -> None:
 
 
 def lowering_of(args: argparse.Namespace) -> Lowering:
-    """The lowering that the options ask for.
+    """Return the lowering that the options ask for.
 
     Raises:
         ConfigError: If ``--keep`` is negative.

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load_with_nproc(args: argparse.Namespace, *, option: str) -> Config:
-    """The configuration of a command line; ``option`` names the flag of ``args.nproc``.
+    """Return the configuration of a command line; ``option`` names the flag of ``args.nproc``.
 
     Raises:
         ConfigError: As `load_config`.
@@ -116,7 +116,7 @@ def _check_backend(config: Config) -> None:
 
 
 def train_rank(config: Config, context: RankContext) -> int:
-    """The work of one rank."""
+    """Train as one rank; return its exit code."""
     from megacore.launch.context import agree
     from megacore.train.loop import train
 

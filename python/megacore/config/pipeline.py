@@ -40,7 +40,7 @@ class PipelineConfig(Section):
     memory_limit: int | None = Field(
         default=None,
         ge=1,
-        description="For `auto`: maximum number of stage activations on a rank. Default: as many as "
+        description="For `auto`: maximum number of stage activations per rank. Default: as many as "
         "it takes.",
     )
     overlap_p2p: bool | None = Field(

@@ -169,7 +169,7 @@ def microbatch(
     global_batch_size: int,
     sample_offset: int = 0,
 ) -> Microbatch:
-    """The samples that one data-parallel rank computes in one microbatch of one step.
+    """Return the samples that one data-parallel rank computes in one microbatch of one step.
 
     Step ``s`` consumes the samples ``[s * G, (s + 1) * G)`` in every layout, cut into the same
     groups of ``microbatch_size``: microbatch ``m`` of rank ``d`` is group ``m * dp_size + d``. So a

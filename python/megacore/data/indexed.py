@@ -233,7 +233,7 @@ def _check_data_size(
     starts: NDArray[np.int64],
     dtype: np.dtype[np.integer],
 ) -> int:
-    """Bytes of ``.bin``, which holds whole tokens and every sequence."""
+    """Return the bytes of ``.bin``, which holds whole tokens and every sequence."""
     file_bytes = path.stat().st_size
     index_name = path.with_suffix(".idx").name
     # Unsigned, because a damaged start near 2^63 plus a length would be negative.

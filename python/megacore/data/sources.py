@@ -211,7 +211,7 @@ def _files_below(folder: Path, skipped: set[str]) -> Iterator[Path]:
 
 
 def _text_or_none(path: Path) -> str | None:
-    """The text of a file, or None if it is empty, binary, or not UTF-8."""
+    """Return the text of a file, or None if it is empty, binary, or not UTF-8."""
     try:
         raw = path.read_bytes()
         text = raw.decode("utf-8")

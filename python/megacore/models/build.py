@@ -91,7 +91,7 @@ def _stages(config: Config) -> tuple[list[range], int | None]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The value of ``train.dtype`` as torch's dtype."""
+    """Return the value of ``train.dtype`` as torch's dtype."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 

@@ -238,6 +238,6 @@ def _draws(module: nn.Module) -> bool:
 
 
 def _tensors(value: object, fields: Sequence[str]) -> Results:
-    """The named fields that hold a tensor."""
+    """Return the named fields that hold a tensor."""
     found = {name: getattr(value, name) for name in fields}
     return {name: field for name, field in found.items() if field is not None}

@@ -33,7 +33,7 @@ class LowerRightMasks:
         self._made: dict[tuple[int, int], Tensor] = {}
 
     def of(self, num_queries: int, num_keys: int) -> Tensor:
-        """The mask of a size."""
+        """Return the mask of a size."""
         # Imports torch's compiler, which takes longer than torch: not for models without cp.
         from torch.nn.attention.bias import causal_lower_right
 

@@ -45,7 +45,7 @@ class DropoutKey:
     site: Site
 
     def as_int64(self) -> int:
-        """The key as a signed 64-bit integer."""
+        """Return the key as a signed 64-bit integer."""
         use = dropout_use(seed=self.seed, layer=self.layer, site=self.site)
         return key_of(use.format(step=self.step))
 

@@ -96,7 +96,7 @@ def split_and_rotate(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The tensor itself, or a float32 copy if its dtype is narrower."""
+    """Return the tensor itself, or a float32 copy if its dtype is narrower."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 

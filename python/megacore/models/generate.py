@@ -120,7 +120,7 @@ def _batch(tokens_BS: Tensor) -> Microbatch:
 
 
 def _checked_prompts(tokens_BS: Tensor, vocab: int) -> Tensor:
-    """The prompts as int64, if they are ids of the vocabulary."""
+    """Return the prompts as int64, if they are ids of the vocabulary."""
     if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
         raise ValueError(
             f"the prompt has shape {tuple(tokens_BS.shape)}; expected (batch, sequence) with at "

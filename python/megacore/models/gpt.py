@@ -261,7 +261,7 @@ class GPTChunk(nn.Module):
         return list(self._param_infos)
 
     def moe_layers(self) -> dict[int, MoELayer]:
-        """The MoE layers of this chunk by their global index."""
+        """Return the MoE layers of this chunk by their global index."""
         further = () if self.predictions is None else self.predictions.layers
         return {
             layer.index: layer.mlp.moe

@@ -41,7 +41,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the files that belong to the model.
+    """Return all tensors of the files that belong to the model.
 
     Other files may lie beside them: an older version of the weights, or the same ones in the format
     of their maker.
@@ -59,7 +59,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_indexed(index: Path) -> dict[str, Tensor]:
-    """The tensors of all files that an index names."""
+    """Return the tensors of all files that an index names."""
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise MegacoreError(f"{index} has no weight_map, from tensors to files; copy it again")
@@ -89,7 +89,7 @@ def _read_indexed(index: Path) -> dict[str, Tensor]:
 
 
 def _placed_tensors(files: Iterable[Path]) -> dict[str, tuple[Tensor, Path]]:
-    """The tensors of files by name, with the file of each."""
+    """Return the tensors of files by name, with the file of each."""
     placed: dict[str, tuple[Tensor, Path]] = {}
     for path in files:
         try:

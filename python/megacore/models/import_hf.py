@@ -86,7 +86,7 @@ def import_hf(
 def sections_from_hf(
     config: Mapping[str, Any], *, seq_length: int | None = None
 ) -> tuple[ModelConfig, MoEConfig]:
-    """The ``[model]`` and ``[moe]`` sections that describe a ``config.json``.
+    """Return the ``[model]`` and ``[moe]`` sections that describe a ``config.json``.
 
     Raises:
         MegacoreError: If the model has a part that megacore lacks, or a size is missing or no
@@ -201,7 +201,7 @@ def _rotations(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of these entries that is set."""
+    """Return the first of these entries that is set."""
     name = next((name for name in names if config.get(name) is not None), None)
     if name is None and default is not None:
         return default
@@ -303,7 +303,7 @@ def _check_tied(embedding: Tensor, head: Tensor) -> None:
 
 
 def _padded(weight: Tensor, model: ModelConfig) -> Tensor:
-    """Rows of the padded vocabulary are zero."""
+    """Return the rows of the padded vocabulary are zero."""
     missing = model.padded_vocab_size - weight.shape[0]
     return torch.nn.functional.pad(weight, (0, 0, 0, missing))
 

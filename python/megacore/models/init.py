@@ -18,7 +18,7 @@ from megacore.parallel.process_groups import Group
 
 
 def name_seed(seed: int, name: str) -> int:
-    """A 63-bit seed for the random stream of one parameter.
+    """Return a 63-bit seed for the random stream of one parameter.
 
     Source:
         The first 8 bytes of SHA-256 of ``"seed|name"``, the top bit dropped.
@@ -101,7 +101,7 @@ class ParamFactory:
         return self._remember(info, local)
 
     def ones(self, info: ParamInfo) -> nn.Parameter:
-        """A vector of ones."""
+        """Return a vector of ones."""
         return self._make(info, torch.ones(info.full_shape))
 
     def _make(self, info: ParamInfo, full: Tensor) -> nn.Parameter:

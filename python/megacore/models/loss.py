@@ -86,7 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _maximum(logits: Tensor, group: Group) -> Tensor:
-    """The largest logit of each token over the whole vocabulary, ``(S, B)``."""
+    """Return the largest logit of each token over the whole vocabulary, ``(S, B)``."""
     if logits.shape[-1] > 0:
         maximum = logits.amax(-1)
     else:

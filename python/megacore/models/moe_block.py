@@ -97,12 +97,12 @@ class MoEBlock(nn.Module):
     def route(
         self, x_SBH: Tensor, batch: Microbatch, *, memo: Memo
     ) -> tuple[Tensor, RoutingResult]:
-        """The beginning of `forward`: see ``MoELayer.route``."""
+        """Return the beginning of `forward`: see ``MoELayer.route``."""
         names = self.names(x_SBH, batch)
         return self.moe.route(x_SBH, names, loss_factor=batch.router_factor, memo=memo)
 
     def names(self, x_SBH: Tensor, batch: Microbatch) -> TokenNames:
-        """The names of the tokens that this rank routes."""
+        """Return the names of the tokens that this rank routes."""
         num_tokens = x_SBH.shape[0] // self.num_shares
         return TokenNames(
             step=batch.step,

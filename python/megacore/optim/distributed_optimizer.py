@@ -58,7 +58,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether a gradient was not finite somewhere, so that no rank changed anything."""
+        """True if a gradient was not finite somewhere, so that no rank changed anything."""
         return bool(self._numbers[1])
 
     @property
@@ -178,7 +178,7 @@ class DistributedOptimizer:
         return float(self._state[2]) if self._scales_loss else 1.0
 
     def loss_scale_on_device(self) -> Tensor | float:
-        """The same without waiting for the device: a copy there, fp32, 0-d; or 1.0."""
+        """Return the same without waiting for the device: a copy there, fp32, 0-d; or 1.0."""
         return self._state[2].float() if self._scales_loss else 1.0
 
     @property

@@ -40,7 +40,7 @@ class MemoryRow:
         return self.resident + self.sharded
 
     def per_rank(self, dp_size: int) -> Fraction:
-        """Bytes per parameter on one of ``dp_size`` ranks, exactly.
+        """Return the bytes per parameter on one of ``dp_size`` ranks, exactly.
 
         Example:
             >>> memory_row(params="bfloat16").per_rank(8)
@@ -49,7 +49,7 @@ class MemoryRow:
         return self.resident + Fraction(self.sharded, dp_size)
 
     def formula(self) -> str:
-        """The bytes per rank as people write them, e.g. ``"6 + 12/d"``."""
+        """Return the bytes per rank as people write them, e.g. ``"6 + 12/d"``."""
         return f"{self.resident} + {self.sharded}/d"
 
 
@@ -90,7 +90,7 @@ def memory_row(
 
 
 def memory_table(*, main_grads: bool = True) -> list[MemoryRow]:
-    """The published table of the distributed optimizer: bytes per parameter.
+    """Return the published table of the distributed optimizer: bytes per parameter.
 
     Args:
         main_grads: With the float32 copies of low-precision gradients that the published numbers

@@ -52,7 +52,7 @@ class _Run:
 
     @property
     def converts(self) -> bool:
-        """Whether a step needs fp32 copies of gradients or moments."""
+        """True if a step needs fp32 copies of gradients or moments."""
         return self.grad.dtype != torch.float32 or self.exp_avg.dtype != torch.float32
 
     def part(self, start: int, end: int) -> _Run:

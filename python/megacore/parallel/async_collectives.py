@@ -20,7 +20,7 @@ from megacore.parallel.process_groups import Group
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being recorded, when nothing can be asked how far it is."""
+    """Return whether a CUDA graph is being recorded, when nothing can be asked how far it is."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

@@ -76,7 +76,7 @@ class Microbatch:
         return batch, sequence
 
     def to(self, device: torch.device | str) -> Microbatch:
-        """The same microbatch with its tensors on ``device``.
+        """Return the same microbatch with its tensors on ``device``.
 
         Sync:
             Waits for the copy when it crosses devices; returns at once otherwise.

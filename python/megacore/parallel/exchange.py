@@ -45,11 +45,11 @@ class RowSplits:
     received: tuple[int, ...] | None = None
 
     def reversed(self) -> RowSplits:
-        """The splits of the way back."""
+        """Return the splits of the way back."""
         return RowSplits(sent=self.received, received=self.sent)
 
     def num_received(self, num_sent: int) -> int:
-        """Rows that arrive if ``num_sent`` leave."""
+        """Return the rows that arrive if ``num_sent`` leave."""
         return num_sent if self.received is None else sum(self.received)
 
 

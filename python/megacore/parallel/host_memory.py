@@ -163,7 +163,7 @@ class Place:
 
     @staticmethod
     def mine() -> Place:
-        """The place of this process."""
+        """Return the place of this process."""
         host = socket.gethostname()
         try:
             return Place(
@@ -252,7 +252,7 @@ class HostConnector:
     def _open(
         self, segment: str, ranks: Sequence[int], position: int
     ) -> tuple[HostComm | None, str]:
-        """The communicator, or why there is none."""
+        """Return the communicator, or why there is none."""
         try:
             comm = HostComm(
                 name=segment,

@@ -119,7 +119,7 @@ class ShardPosition:
 
     @classmethod
     def of(cls, info: ParamInfo, groups: ProcessGroups) -> ShardPosition:
-        """The box of a parameter on this rank. Ranks with equal positions hold equal values.
+        """Return the box of a parameter on this rank. Ranks with equal positions hold equal values.
 
         Example:
             >>> info = ParamInfo(name="w", full_shape=(4, 2), tp_dim=0)

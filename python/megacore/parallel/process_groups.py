@@ -309,7 +309,7 @@ class _GroupMaker:
         return Group(name, mine, mine.index(self.rank), my_handle)
 
     def _path(self, name: str, ranks: tuple[int, ...], position: int) -> HostPath:
-        """The way through shared memory; groups with equal rank lists share it."""
+        """Return the way through shared memory; groups with equal rank lists share it."""
         if backend_for(self._made[ranks], "cpu") != "gloo":
             return HostPath()
         if self._connector is None:

@@ -114,7 +114,7 @@ def line_chart(spec: ChartSpec, *, width: int, height: int, font: int = 12) -> s
 
 
 def legend(spec: ChartSpec) -> str:
-    """The names of the series with their marks, as HTML."""
+    """Return the names of the series with their marks, as HTML."""
     items = [
         f'<span class="key"><i class="{series.style}{" dot" if series.dots else ""}"></i>'
         f"{escape(series.name)}</span>"

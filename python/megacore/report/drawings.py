@@ -18,7 +18,7 @@ _COLOUR = re.compile(r'((?:fill|stroke|stop-color|color)(?:="|:\s*))#([0-9a-fA-F
 
 
 def layout_drawing(topology: Topology) -> str:
-    """The groups of a topology, as HTML."""
+    """Return the groups of a topology, as HTML."""
     return themed(topology_svg(topology))
 
 
@@ -57,7 +57,7 @@ def themed(svg: str) -> str:
 
 
 def _first_ranks(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
-    """The events of the lowest ranks; rows of hundreds of ranks would tell no more."""
+    """Return the events of the lowest ranks; rows of hundreds of ranks would tell no more."""
     shown = set(sorted({event.rank for event in events})[:MAX_ROWS])
     return [event for event in events if event.rank in shown]
 

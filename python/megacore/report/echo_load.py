@@ -42,7 +42,7 @@ def echo_sentence(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def balanced() -> Reference:
-    """The line of a perfect balance."""
+    """Return the line of a perfect balance."""
     return Reference(value=1.0, label="all ranks alike")
 
 

@@ -34,7 +34,7 @@ def write_report(run_dir: str | Path, *, info: RunInfo | None = None) -> Path:
 
 
 def report_html(run: RunFiles) -> str:
-    """The page as text."""
+    """Return the page as text."""
     body = "\n".join(
         (
             sections.header(run),

@@ -45,7 +45,7 @@ def header(run: RunFiles) -> str:
 
 
 def tiles(run: RunFiles) -> str:
-    """The headline numbers."""
+    """Return the headline numbers."""
     info = run.info
     world = int(info.layout["world_size"])
     cells = [
@@ -65,7 +65,7 @@ def tiles(run: RunFiles) -> str:
 
 
 def loss_card(run: RunFiles) -> str:
-    """The loss curve with validation points and the unigram entropy."""
+    """Return the loss curve with validation points and the unigram entropy."""
     points = _metric(run, "loss")
     window = max(1, len(points) // 40) | 1
     series = [Series(name="training loss", points=points, style="raw" if window > 1 else "main")]
@@ -159,7 +159,7 @@ def echo_card(run: RunFiles) -> str:
 
 
 def layout_card(run: RunFiles) -> str:
-    """The picture of ranks and their groups; nothing for a single process."""
+    """Return the picture of ranks and their groups; nothing for a single process."""
     topology = Topology(**run.info.layout)
     if topology.world_size == 1:
         return ""
@@ -168,7 +168,7 @@ def layout_card(run: RunFiles) -> str:
 
 
 def timeline_card(run: RunFiles) -> str:
-    """The schedule as predicted, above one measured step."""
+    """Return the schedule as predicted, above one measured step."""
     if run.timeline is None or not run.timeline.measured:
         return ""
     hint = (
@@ -182,7 +182,7 @@ def timeline_card(run: RunFiles) -> str:
 
 
 def settings_card(run: RunFiles) -> str:
-    """The resolved configuration, changed settings marked."""
+    """Return the resolved configuration, changed settings marked."""
     defaults = Config().model_dump(mode="json")
     sections = "".join(
         f"<section><h3>[{escape(name)}]</h3>"
@@ -241,7 +241,7 @@ def _tile(name: str, value: str, sub: str, *, unit: str = "") -> str:
 
 
 def _wall_time_tile(run: RunFiles) -> str:
-    """The time of this start; a resumed run has recorded steps of earlier ones, too."""
+    """Return the time of this start; a resumed run has recorded steps of earlier ones, too."""
     if run.info.wall_time_s is None:
         return _tile("Wall time", "none", "the run has not ended")
     if run.info.resumed_from is None:
@@ -329,7 +329,7 @@ def _chart(series: Sequence[Series], *, upper: float | None = None) -> ChartSpec
 
 
 def _robust_upper(values: Sequence[float]) -> float:
-    """A limit that leaves out single spikes: four times the 95th percentile."""
+    """Return a limit that leaves out single spikes: four times the 95th percentile."""
     if not values:
         return 1.0
     ordered = sorted(values)

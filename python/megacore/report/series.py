@@ -30,7 +30,7 @@ class Axis:
 
 
 def nice_axis(low: float, high: float, *, num_ticks: int, whole: bool = False) -> Axis:
-    """An axis from tick to tick that holds ``[low, high]``.
+    """Return an axis from tick to tick that holds ``[low, high]``.
 
     Args:
         low: Smallest value.
@@ -56,7 +56,7 @@ def nice_axis(low: float, high: float, *, num_ticks: int, whole: bool = False) -
 
 
 def tight_axis(low: float, high: float, *, num_ticks: int) -> Axis:
-    """An axis that ends exactly at ``low`` and ``high``, with whole ticks inside: for steps.
+    """Return an axis that ends exactly at ``low`` and ``high``, with whole ticks inside: for steps.
 
     Example:
         >>> tight_axis(1, 100, num_ticks=6)
@@ -71,7 +71,7 @@ def tight_axis(low: float, high: float, *, num_ticks: int) -> Axis:
 
 
 def nice_step(rough: float) -> float:
-    """The round number (1, 2 or 5 times a power of ten) nearest to ``rough`` by ratio.
+    """Return the round number (1, 2 or 5 times a power of ten) nearest to ``rough`` by ratio.
 
     Example:
         >>> [nice_step(value) for value in (0.9, 23, 0.004)]
@@ -123,12 +123,12 @@ def thin(points: Sequence[Point], *, limit: int) -> list[Point]:
 
 
 def finite_points(points: Sequence[tuple[float, float | None]]) -> list[Point]:
-    """The points whose value was measured and is finite."""
+    """Return the points whose value was measured and is finite."""
     return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
 
 
 def is_finite(value: float | None) -> bool:
-    """Whether a recorded value is a number; JSON keeps NaN and infinity as ``None``."""
+    """Return whether a recorded value is a number; JSON keeps NaN and infinity as ``None``."""
     return value is not None and math.isfinite(value)
 
 
@@ -153,7 +153,7 @@ def not_finite_since(records: Sequence[Mapping[str, Any]], name: str) -> int | N
 
 
 def number_text(value: float) -> str:
-    """A number with about three significant digits, short enough for an axis.
+    """Return a number with about three significant digits, short enough for an axis.
 
     Example:
         >>> [number_text(value) for value in (0, 0.003, 2.5, 12345, 0.00003, 1500000)]
@@ -172,7 +172,7 @@ def number_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A time span for people.
+    """Return a time span for people.
 
     Example:
         >>> duration_text(4.24), duration_text(95), duration_text(7322)
