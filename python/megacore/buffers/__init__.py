@@ -1,4 +1,4 @@
-"""Contiguous storage for parameters and gradients, and the plan of what lies where."""
+"""Contiguous storage for parameters and gradients, and its layout plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each parameter lives in one contiguous buffer, and who owns which part of it."""
+"""Layout of parameters in one contiguous buffer, and its shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan_buckets(
     bucket_alignment: int | None = None,
     pad_for_ring: bool = False,
 ) -> BufferPlan:
-    """Lay parameters out in one buffer and cut it into buckets.
+    """Lay out parameters in one buffer and split it into buckets.
 
     Parameters are placed in reverse order, since the backward pass finishes the last one first.
     A bucket, the unit of one collective, closes once it spans ``bucket_numel`` elements and is
@@ -32,16 +32,16 @@ def plan_buckets(
         dp_size: Number of ranks that share the buffer's optimizer state; 1 for no sharding.
         bucket_numel: Elements that close a bucket. Default: the larger of 40 million and one
             million per rank.
-        shared: One flag per parameter (or none at all): flagged parameters, such as tied
-            embeddings, get a bucket of their own.
+        shared: One flag per parameter (or an empty sequence): flagged parameters, such as tied
+            embeddings, get a separate bucket.
         param_alignment: Parameters start at multiples of this many elements.
         bucket_alignment: Buckets end at multiples of this many elements; a multiple of ``dp_size``.
             Default: the least common multiple of ``dp_size`` and 128.
         pad_for_ring: Also pad buckets to multiples of 2^16 elements, so that the messages of a ring
-            are multiples of a large power of two, which some networks carry faster.
+            are multiples of a large power of two, which is faster on some networks.
 
     Returns:
-        A value with ``numel``, ``buckets``, ``param_range(i)``, ``shard(dp_rank)`` and more; all
+        A plan with ``numel``, ``buckets``, ``param_range(i)``, ``shard(dp_rank)`` and more; all
         ranges count elements and are half open.
 
     Raises:

@@ -11,7 +11,8 @@ from megacore.buffers.param_grad_buffer import ParamGradBuffer
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.params import ParamInfo
 
-# In finish(), where nothing is left to overlap with, so few transfers hold their staging memory.
+# Limit in finish(), where no compute is left to overlap with, so that few transfers in flight hold
+# their staging memory.
 _MAX_IN_FLIGHT = 2
 
 
@@ -19,21 +20,21 @@ class GradReducer:
     """Starts the reduce-scatter of each bucket as soon as its gradients are complete.
 
     A gradient is complete when its parameter has received as many gradients in the last backward
-    passes of its model chunks as in an earlier step; so the first step overlaps nothing. All ranks
-    launch all buckets in one order, that of the backward pass, whatever the order in which
-    gradients come (see ``cpp/include/megacore/buffer/bucket_tracker.h``). Nothing ever waits for
-    another rank before :meth:`finish`.
+    passes of its model chunks as in an earlier step, so the first step overlaps nothing. All ranks
+    launch all buckets in one order, that of the backward pass, regardless of the order of
+    gradients (see ``cpp/include/megacore/buffer/bucket_tracker.h``). No call waits for another
+    rank before :meth:`finish`.
 
-    Life of a step: :meth:`start`, before each backward pass :meth:`before_backward`,
+    Calls of a step: :meth:`start`, before each backward pass :meth:`before_backward`,
     :meth:`finish`.
 
     Attributes:
-        asks_transfers: Whether to ask transfers how far they are, to free their memory early. What
-            a CUDA graph records must not depend on it.
+        asks_transfers: Whether to poll transfers, to free their memory early. Must be off in a CUDA
+            graph capture, which must not depend on the progress of transfers.
 
     Args:
         buffers: The buffers of all parameters of this rank.
-        waits: Tells which parameters need another sum before their bucket may be reduced. Their
+        waits: Returns whether a parameter needs another sum before its bucket may be reduced. Such
             buckets launch in :meth:`finish`.
     """
 
@@ -54,7 +55,7 @@ class GradReducer:
         ]
         flags = [any(waits(self._infos[param]) for param in bucket) for bucket in members]
         self._tracker = BucketTracker(members, flags)
-        # The order in which every rank launches, whichever of them the backward pass completes.
+        # The launch order of every rank, regardless of the order of completion.
         self._order = sorted(range(len(flags)), key=lambda bucket: flags[bucket])
         self._counting = self._is_open = False
         self._launched: set[int] = set()
@@ -63,10 +64,11 @@ class GradReducer:
         self._transferred: list[int] = []
 
     def start(self) -> None:
-        """Begin a step.
+        """Start a step.
 
-        If the former one was not finished after its last backward passes, because it is repeated,
-        its transfers are completed and dropped: ranks may have started different numbers of them.
+        If the previous step was not finished after its last backward passes, because it is
+        repeated, its transfers are completed and dropped: ranks may have started different numbers
+        of them.
         """
         if self._is_open:
             self._reduce(bucket for bucket in self._order if bucket not in self._launched)
@@ -78,12 +80,12 @@ class GradReducer:
         self._counting = self._is_open = False
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Tell whether the next backward pass is the last one of its model chunk in this step."""
+        """Announce a backward pass; ``is_last`` of its model chunk in this step."""
         self._counting = is_last
         self._is_open = self._is_open or is_last
 
     def finish(self) -> None:
-        """Reduce what is left and make all reduced gradients valid. Collective.
+        """Reduce the remaining buckets and make all reduced gradients valid. Collective.
 
         Sync:
             Waits for the transfers on gloo; on NCCL only the stream waits.
@@ -98,12 +100,12 @@ class GradReducer:
         self._counting = self._is_open = False
 
     def forget(self) -> None:
-        """Give up the transfers under way; go on with :meth:`start`."""
+        """Discard the transfers in flight; continue with :meth:`start`."""
         self._pending.clear()
         self._counting = self._is_open = False
 
     def _on_grad(self, param: int) -> None:
-        """React to a gradient that was just added to the buffer."""
+        """Record a gradient that was just added to the buffer, and launch complete buckets."""
         if self._tracker.is_launched(param):
             raise RuntimeError(
                 f"{self._infos[param].name} receives a gradient after its bucket was reduced: it "
@@ -116,7 +118,7 @@ class GradReducer:
                 self._launch(bucket)
 
     def _reduce(self, buckets: Iterable[int]) -> None:
-        """Launch what is left and wait for all."""
+        """Launch the remaining buckets and wait for all transfers."""
         for bucket in buckets:
             self._launch(bucket)
             while len(self._pending) > _MAX_IN_FLIGHT and self._pending[0][1].staging_bytes > 0:
@@ -128,7 +130,7 @@ class GradReducer:
         buffer, index = self._buckets[bucket]
         self._launched.add(bucket)
         self._pending.append((bucket, buffer.start_reduce(index)))
-        # Sums of arrived slices free their staging memory; a transfer under way is not waited for.
+        # Adding arrived slices frees their staging memory; transfers in flight are only polled.
         while self.asks_transfers and self._pending and self._pending[0][1].is_transferred():
             self._complete_oldest()
 
@@ -141,10 +143,10 @@ class GradReducer:
 def buckets_in_backward_order(
     buffers: Sequence[ParamGradBuffer],
 ) -> list[tuple[ParamGradBuffer, int]]:
-    """All buckets in the order in which a backward pass completes them; the same on every rank.
+    """Return all buckets in the order of completion in a backward pass, equal on every rank.
 
-    A bucket is complete with the parameter that was registered first. The forward pass needs them
-    in the opposite order.
+    A bucket is complete with the parameter that was registered first. The forward pass needs the
+    buckets in the opposite order.
     """
     keyed = [
         (-min(buffer.positions[i] for i in bucket.param_indices), number, index)
@@ -155,7 +157,7 @@ def buckets_in_backward_order(
 
 
 def _forward_to(reducer: weakref.ref[GradReducer], offset: int) -> Callable[[int], None]:
-    # A strong reference would close a cycle from parameters to buffers and back.
+    # A strong reference would make a reference cycle of parameters and buffers.
     def on_grad(index: int) -> None:
         target = reducer()
         if target is not None:

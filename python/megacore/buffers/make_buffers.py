@@ -1,4 +1,4 @@
-"""Sorting of parameters into buffers."""
+"""Assignment of parameters to buffers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ def make_buffers(
     optimizer: OptimizerConfig,
     instances: InstanceGroups | None = None,
 ) -> list[ParamGradBuffer]:
-    """Sort parameters into buffers, one per dtype and kind (see :func:`buffer_kind`).
+    """Assign parameters to buffers, one per dtype and kind (see :func:`buffer_kind`).
 
     Gradients are averaged over ``groups.dp_cp``. An expert's gradient is a sum over the tokens of
-    every rank that sent it some, so its mean over the holders of the expert is scaled down to that
-    of a dense parameter. With two copies of the model each has the gradient of half the
-    microbatches; the mean over the holders of both is doubled, which makes it their sum.
-    Sequence-parallel copies need a sum over tp before that; in a buffer of their own they hold up
-    no other parameter.
+    all ranks that send to the expert, so its mean over the replicas of the expert is scaled down
+    to that of a dense parameter. With two copies of the model, each has the gradient of half the
+    microbatches; the mean over both is doubled, which makes it their sum. Sequence-parallel
+    replicas first need a sum over tp; in a separate buffer, they delay no other parameter.
 
     Args:
         params: Description and parameter of every parameter of this rank, in forward order.

@@ -1,4 +1,4 @@
-"""What parameters must be to lie in one buffer."""
+"""Checks of parameters that share a buffer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:
     """Check that parameters can share a buffer.
 
     Raises:
-        ValueError: If there are none, one is listed twice, needs no gradient, has another shape
-            than its description says, or does not fit the others.
+        ValueError: If there are no parameters, or one is listed twice, needs no gradient, has
+            another shape than its description, or does not match the others.
     """
     if not params:
         raise ValueError("a buffer needs at least one parameter")
@@ -67,7 +67,7 @@ def _check_names_and_shape(info: ParamInfo, param: nn.Parameter, names: Collecti
 
 
 def lost_text(name: str, param: nn.Parameter) -> str:
-    """Why a buffer cannot go on with a parameter that left it or was frozen."""
+    """Return the error message for a parameter that left its buffer or was frozen."""
     if not param.requires_grad:
         return (
             f"{name} needs no gradient any more, but its buffer was made with it; freeze "

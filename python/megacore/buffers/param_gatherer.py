@@ -1,4 +1,4 @@
-"""Collection of updated parameters that runs during the forward pass."""
+"""Gather of updated parameters, overlapped with the forward pass."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from megacore.parallel.async_collectives import PendingCollective
 
 
 class StaleWeightsError(MegacoreError, RuntimeError):
-    """A forward pass used weights that the other ranks' updates may not have reached."""
+    """A forward pass used weights before the updates of other ranks had arrived."""
 
 
 class ParamGatherer:
     """Gathers the buckets of updated parameters one ahead of the forward pass.
 
     Before a module computes with its own parameters, a forward pre-hook waits for their buckets and
-    starts the gather of the next one. All ranks start all gathers in one order, that of the forward
-    pass.
+    starts the gather of the next one. All ranks start all gathers in the order of the forward pass.
 
-    Every update makes a new *generation* of weights. A bucket remembers the generation that it
-    holds, and a parameter the one with which its module was last called. A gradient of a parameter
-    whose module was not called since the update means that something read its weights without
-    waiting for them: a :class:`StaleWeightsError` names it.
+    Every update starts a new *generation* of weights. Each bucket has the generation that it holds,
+    and each parameter that of the last call of its module. If a gradient arrives for a parameter
+    whose module was not called since the update, some code read its weights without waiting: a
+    :class:`StaleWeightsError` names the parameter.
 
     Args:
         buffers: The buffers of all parameters of this rank.
-        modules: The model; every parameter belongs to one of its modules.
+        modules: The model; must contain every parameter.
 
     Raises:
-        ValueError: If a parameter belongs to no module.
+        ValueError: If a parameter is in none of the modules.
     """
 
     def __init__(self, buffers: Sequence[ParamGradBuffer], modules: Sequence[nn.Module]) -> None:
@@ -62,11 +61,11 @@ class ParamGatherer:
         self._hook(modules, params)
 
     def start(self, *, at_once: bool = True) -> None:
-        """Begin to collect the parameters that an optimizer has just updated. Collective.
+        """Start the gather of parameters that an optimizer has just updated. Collective.
 
         Args:
-            at_once: Start the first transfers now, and not where the next forward pass begins: a
-                CUDA graph can only wait for transfers that it has started itself.
+            at_once: Start the first transfers now instead of in the next forward pass. Must be off
+                for a CUDA graph, which can only wait for transfers that it started.
         """
         self.finish()
         self._generation += 1
@@ -77,7 +76,7 @@ class ParamGatherer:
         self._start_until(len(self._buckets) if starts_are_free else 1)
 
     def finish(self) -> None:
-        """Collect all that is not collected yet: every weight is current afterwards. Collective."""
+        """Gather all remaining buckets, so that every weight is current. Collective."""
         self._start_until(len(self._buckets))
         for bucket in range(len(self._buckets)):
             self._wait(bucket)
@@ -91,24 +90,24 @@ class ParamGatherer:
         return self._num_started == len(self._buckets) and not any(self._pending)
 
     def again(self) -> None:
-        """Collect all weights in the next passes, also those that are there: what a graph repeats.
+        """Gather all weights in the next passes, including current ones, as a CUDA graph must.
 
-        No transfer may be under way.
+        No transfer may be in flight.
         """
         self._num_started = 0
         self._held = [-1] * len(self._held)
         self._called = [-1] * len(self._called)
 
     def forget(self) -> None:
-        """Give up the transfers under way, as if none of the last update had started."""
+        """Discard the transfers in flight, as if no gather of the last update had started."""
         self._pending = [None] * len(self._buckets)
         self.again()
 
     def note_replay(self, *, updated: bool) -> None:
-        """Take over the account of a CUDA graph, which ran no Python.
+        """Update the generations after a replayed CUDA graph, which ran no Python code.
 
         Args:
-            updated: It has updated the weights after it had collected them.
+            updated: Whether the graph updated the weights after gathering them.
         """
         self._generation += updated
         self._num_started = 0 if updated else len(self._buckets)
@@ -117,7 +116,7 @@ class ParamGatherer:
             self._called = [self._generation] * len(self._called)
 
     def before_forward(self, params: Sequence[int]) -> None:
-        """Make the weights of these parameters current and start the bucket after theirs."""
+        """Make the weights of these parameters current and start the next bucket."""
         buckets = sorted({self._bucket_of[param] for param in params})
         self._start_until(buckets[-1] + 2)
         for bucket in buckets:
@@ -175,7 +174,7 @@ class ParamGatherer:
 
 
 def _forward_to(gatherer: weakref.ref[ParamGatherer], offset: int) -> Callable[[int], None]:
-    # A strong reference would close a cycle from parameters to buffers and back.
+    # A strong reference would make a reference cycle of parameters and buffers.
     def on_grad(index: int) -> None:
         target = gatherer()
         if target is not None:

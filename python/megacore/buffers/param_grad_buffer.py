@@ -1,4 +1,4 @@
-"""Parameters and their gradients in contiguous memory, ready for bucketed collectives."""
+"""Parameters and gradients in contiguous memory, for bucketed collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megacore.parallel.process_groups import Group
 
 @dataclass(frozen=True, kw_only=True)
 class _BucketViews:
-    """A bucket in both buffers, whole and the slice that this rank reduces."""
+    """Views of a bucket in both buffers: the whole bucket and this rank's slice."""
 
     start: int
     end: int
@@ -39,18 +39,19 @@ class ParamGradBuffer:
 
     Every ``param.data`` becomes a view of ``param_data``. After each backward pass through a
     parameter, a hook adds its gradient to its ``main_grad``, a view of ``grad_data``, and frees
-    ``param.grad``; so microbatches accumulate in ``grad_dtype`` whatever the parameter's dtype.
+    ``param.grad``; so microbatches accumulate in ``grad_dtype``, regardless of the parameter's
+    dtype.
 
-    An operation may also add to ``param.main_grad`` itself and return no gradient (see
-    :func:`megacore.ops.grouped_gemm`): a backward pass that reaches a parameter without a gradient
-    counts as that.
+    An operation may also add to ``param.main_grad`` directly and return no gradient (see
+    :func:`megacore.ops.grouped_gemm`). A backward pass that visits a parameter without a gradient
+    signals this.
 
-    Life of a step: :meth:`zero_grads`, forward and backward passes, :meth:`reduce_scatter_grads`
-    (the own slice of each bucket then holds the mean over ``dp_group``), an optimizer that updates
-    the own slices of ``param_data``, :meth:`all_gather_params`.
+    Calls of a step: :meth:`zero_grads`, forward and backward passes, :meth:`reduce_scatter_grads`
+    (this rank's slice of each bucket then holds the mean over ``dp_group``), an optimizer that
+    updates this rank's slices of ``param_data``, :meth:`all_gather_params`.
 
-    In a group that shares the memory of one host both buffers lie in memory that its ranks can read
-    (see ``parallel/host_window.py``), so no collective needs memory of its own.
+    In a group that shares the memory of one host, both buffers are in memory that its ranks can
+    read (see ``parallel/host_window.py``), so no collective needs additional memory.
 
     Args:
         params: Description and parameter, in forward (registration) order; one dtype, one device,
@@ -59,28 +60,28 @@ class ParamGradBuffer:
         bucket_numel: Elements that close a bucket; see :func:`megacore.buffers.plan_buckets`.
         pad_for_ring: Pad buckets to multiples of 2^16 elements.
         grad_dtype: Dtype of the accumulated gradients: float32, or the parameters' dtype.
-        fp32_accumulation: Add gradients of 16 bits in float32 also on NCCL: ranks exchange slices
-            and add them themselves. On the CPU it is always so.
+        fp32_accumulation: Add 16-bit gradients in float32 on NCCL too: ranks exchange slices and
+            add them locally. On the CPU this is always the case.
         distributed: Each rank optimizes its own slices only (ZeRO-1). Otherwise every rank gets all
             reduced gradients and optimizes everything; the reduced values have the same bits.
-        grad_scale: Every reduced gradient is multiplied by this. Experts need it: their gradients
-            already are sums over the tokens of all expert-parallel ranks.
+        grad_scale: Factor on every reduced gradient. Experts need it: their gradients are already
+            sums over the tokens of all expert-parallel ranks.
         across: Ranks of other optimizer instances (hybrid sharding) with the same slices as this
             one; their gradients are averaged too. Default: one instance.
-        average_in_collective: Divide sums of gradients by the number of ranks. Otherwise gradients
-            are scaled before they are summed, which keeps sums small.
-        positions: Place of each parameter in the whole model's registration order, for the order of
-            buckets of several buffers; increasing. Default: from 0.
+        average_in_collective: Divide summed gradients by the number of ranks. Otherwise gradients
+            are scaled before the sum, which keeps sums small.
+        positions: Position of each parameter in the registration order of the whole model, for the
+            order of buckets of several buffers; increasing. Default: from 0.
 
     Attributes:
         plan: Layout of both buffers and the shards of ``dp_group``.
-        shard_plan: The same layout with as many shards as there are different optimizer states:
-            ``plan`` itself, or a plan of one shard if not ``distributed``.
-        shard_rank: Which shard of ``shard_plan`` this rank optimizes.
+        shard_plan: The same layout with one shard per distinct optimizer state: ``plan`` itself, or
+            a plan of one shard if not ``distributed``.
+        shard_rank: Index of the shard of ``shard_plan`` that this rank optimizes.
         param_data: All parameters, ``(plan.numel,)``, their dtype. Padding is zero.
 
     Raises:
-        ValueError: If a parameter is listed twice, needs no gradient, or does not fit the others.
+        ValueError: If a parameter is listed twice, needs no gradient, or does not match the others.
 
     Example:
         >>> from megacore.parallel import ParamInfo
@@ -141,9 +142,9 @@ class ParamGradBuffer:
         self._param_window = self._make_window(first.dtype) if distributed else None
         self.param_data = self._make_data(self._param_window, first.dtype)
         self._grads = self._make_data(self._grad_window, grad_dtype)
-        # Kernels of experts add to ``param.main_grad`` themselves, so it must be zero in time.
+        # Expert kernels add to ``param.main_grad`` directly, so it must be zeroed in time.
         self._writes_directly = self.params[0][0].expert
-        # Still holds values of an earlier step, which the first gradient replaces.
+        # Stale entries hold values of an earlier step, which the first gradient overwrites.
         self._is_stale = [False] * len(self.params)
         self._has_grad = [False] * len(self.params)
         self._on_grad: list[Callable[[int], None]] = []
@@ -156,8 +157,8 @@ class ParamGradBuffer:
     def grad_data(self) -> Tensor:
         """All gradients, ``(plan.numel,)``, ``grad_dtype``. Padding is zero.
 
-        Ask anew after :meth:`zero_grads`: gradients are set to zero only when somebody looks or
-        none comes.
+        Read this property again after :meth:`zero_grads`: gradients are zeroed lazily, on access or
+        before the reduction.
         """
         self._clear_stale(range(len(self.params)))
         return self._grads
@@ -165,7 +166,7 @@ class ParamGradBuffer:
     def main_grad(self, index: int) -> Tensor:
         """Return the accumulated gradient of parameter ``index``, a view in its shape.
 
-        Ask anew after :meth:`zero_grads`, as for :attr:`grad_data`.
+        Read it again after :meth:`zero_grads`, as with :attr:`grad_data`.
         """
         self._clear_stale([index])
         return self._view(self._grads, index)
@@ -174,8 +175,8 @@ class ParamGradBuffer:
         """Set all gradients to zero; call it before the first backward pass of a step.
 
         Raises:
-            ValueError: If a parameter does not lie in this buffer any more, or needs no gradient
-                any more: training would go on without it.
+            ValueError: If a parameter is no longer in this buffer, or no longer needs a gradient:
+                it would not be trained.
         """
         for (info, param), address in zip(self.params, self._addresses, strict=True):
             if param.data_ptr() != address or not param.requires_grad:
@@ -187,7 +188,10 @@ class ParamGradBuffer:
         self._has_grad[:] = [False] * len(self._has_grad)
 
     def missing_grads(self) -> list[str]:
-        """Names of parameters that got no gradient since :meth:`zero_grads`; theirs counts as 0."""
+        """Return the names of parameters without a gradient since :meth:`zero_grads`.
+
+        Their gradients count as 0.
+        """
         return [
             info.name
             for (info, _), has_grad in zip(self.params, self._has_grad, strict=True)
@@ -195,18 +199,18 @@ class ParamGradBuffer:
         ]
 
     def marks(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Which gradients are there, as far as Python keeps the account; see :meth:`set_marks`."""
+        """Return the bookkeeping of gradients (stale, present); see :meth:`set_marks`."""
         return tuple(self._is_stale), tuple(self._has_grad)
 
     def set_marks(self, marks: tuple[tuple[bool, ...], tuple[bool, ...]]) -> None:
-        """Take over the account of passes that a CUDA graph has just repeated.
+        """Restore the bookkeeping after a CUDA graph has replayed backward passes.
 
-        A graph adds to the gradients without running the hooks that keep it.
+        A graph adds to the gradients without running the hooks that update the bookkeeping.
         """
         self._is_stale[:], self._has_grad[:] = marks
 
     def on_grad(self, callback: Callable[[int], None]) -> None:
-        """Call ``callback(index)`` whenever parameter ``index`` has got a gradient from autograd.
+        """Call ``callback(index)`` whenever parameter ``index`` has received a gradient.
 
         The callback runs inside the backward pass, after the gradient was added to ``main_grad``.
         """
@@ -216,8 +220,8 @@ class ParamGradBuffer:
     def reduce_scatter_grads(self) -> None:
         """Average the gradients over ``dp_group``, bucket by bucket, in place.
 
-        Afterwards the own slice of each bucket holds the mean times ``grad_scale``, and the rest is
-        undefined; without ``distributed`` the whole bucket holds it.
+        Afterwards, this rank's slice of each bucket holds the mean times ``grad_scale``; the rest
+        is undefined. Without ``distributed`` the whole bucket holds the mean.
 
         Sync:
             Collective over ``dp_group``. Waits for the device on gloo only.
@@ -244,7 +248,7 @@ class ParamGradBuffer:
     def start_reduce(self, bucket: int) -> PendingCollective:
         """Start the reduce-scatter of one bucket; wait for it, then call :meth:`finish_reduce`.
 
-        Together, over all buckets, this does what :meth:`reduce_scatter_grads` does, to the bit.
+        Over all buckets, this is bitwise equal to :meth:`reduce_scatter_grads`.
         Call :meth:`wait_until_grads_free` before gradients are written again.
         """
         views = self._buckets[bucket]
@@ -266,12 +270,12 @@ class ParamGradBuffer:
             )
 
     def wait_until_grads_free(self) -> None:
-        """Return when no other rank reads the gradients of this one any more."""
+        """Wait until no other rank reads this rank's gradients."""
         _wait_until_free(self._grad_window, len(self._buckets))
 
     @torch.no_grad()
     def finish_reduce(self, bucket: int) -> None:
-        """Sum a reduced bucket across instances, scale it, share it if not ``distributed``.
+        """Sum a reduced bucket across instances, scale it, all-gather it if not ``distributed``.
 
         Sync:
             Collective over ``across``, and over ``dp_group`` without ``distributed``.
@@ -293,7 +297,7 @@ class ParamGradBuffer:
 
     @torch.no_grad()
     def _prepare(self, bucket: int) -> None:
-        """Make the gradients of a bucket ready to be summed."""
+        """Zero the stale gradients of a bucket and scale it, before the sum."""
         self._clear_stale(self.plan.buckets[bucket].param_indices)
         if not self._averages:
             self._buckets[bucket].grad.mul_(self._grad_scale / self._num_ranks)
@@ -307,7 +311,7 @@ class ParamGradBuffer:
 
     @torch.no_grad()
     def all_gather_params(self) -> None:
-        """Collect the slices that the other ranks updated; nothing to do if not ``distributed``.
+        """All-gather the slices that other ranks updated; a no-op if not ``distributed``.
 
         Sync:
             Collective over ``dp_group``. Waits for the device on gloo only.
@@ -324,9 +328,9 @@ class ParamGradBuffer:
                 all_gather(bucket.param, bucket.own_param, self.dp_group)
 
     def start_gather(self, bucket: int) -> PendingCollective:
-        """Start to collect one bucket of updated parameters.
+        """Start the all-gather of one bucket of updated parameters.
 
-        Call :meth:`wait_until_params_free` before own parameters are written again.
+        Call :meth:`wait_until_params_free` before this rank's parameters are written again.
         """
         views = self._buckets[bucket]
         if not self.distributed or self.dp_group.size == 1 or views.param.numel() == 0:
@@ -338,24 +342,25 @@ class ParamGradBuffer:
             return all_gather_async(views.param, views.own_param, self.dp_group)
 
     def wait_until_params_free(self) -> None:
-        """Return when no other rank reads the parameters of this one any more."""
+        """Wait until no other rank reads this rank's parameters."""
         _wait_until_free(self._param_window, len(self._buckets))
 
     @property
     def starts_are_free(self) -> bool:
-        """True if a started collective takes no memory, and no time until it is waited for."""
+        """True if a started collective takes no memory, and no time before its wait."""
         return self._grad_window is not None
 
     def owned_pieces(self) -> list[ShardPiece]:
-        """Pieces that this rank optimizes, in buffer order, positions by ``shard_plan``."""
+        """Return the pieces this rank optimizes, in buffer order; positions are in
+        ``shard_plan``."""
         return self.shard_plan.shard(self.shard_rank)
 
     def reduced_pieces(self) -> list[ShardPiece]:
-        """Pieces that this rank alone reduces: over ``dp_group`` each element once."""
+        """Return the pieces that this rank reduces: each element once over ``dp_group``."""
         return self.plan.shard(self.dp_group.position)
 
     def _adopt(self, index: int) -> None:
-        """Move a parameter into the buffer and collect its gradients from now on."""
+        """Move a parameter into the buffer and install its gradient hook."""
         param = self.params[index][1]
         home = self._view(self.param_data, index)
         home.copy_(param.data)
@@ -416,9 +421,9 @@ def _wait_until_free(window: WindowTensor | None, num_parts: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Accumulate:
-    """The hook of one parameter: runs when its gradient of a backward pass is complete.
+    """Gradient hook of one parameter: runs when its gradient of a backward pass is complete.
 
-    It holds no reference to the parameter or the buffer, so it makes no reference cycle.
+    The hook has no reference to the parameter or the buffer, which would be a reference cycle.
     """
 
     main_grad: Tensor
@@ -445,7 +450,7 @@ class _Accumulate:
 
 
 def _remove_hook(param: nn.Parameter) -> None:
-    """Let no buffer of before take the parameter's gradients."""
+    """Remove the gradient hook installed by a previous buffer."""
     hooks = param._post_accumulate_grad_hooks or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, _Accumulate)]:
         del hooks[key]

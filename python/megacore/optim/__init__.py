@@ -1,4 +1,4 @@
-"""The optimizer over gradient buffers, its learning rate, and gradient norms."""
+"""Optimizer over gradient buffers, learning rate schedule, and gradient norm."""
 
 from __future__ import annotations
 

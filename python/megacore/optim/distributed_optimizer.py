@@ -23,9 +23,9 @@ from megacore.parallel.process_groups import ProcessGroups
 
 
 class StepResult:
-    """What one optimizer step found; the same on every rank.
+    """Results of one optimizer step, equal on every rank.
 
-    The numbers stay on the device until one of them is read, so that a step need not wait.
+    The numbers stay on the device until one of them is read, so a step needs no host sync.
 
     Args:
         numbers: ``[gradient norm, skipped or not (1 or 0), *extra]``, fp64.
@@ -40,7 +40,7 @@ class StepResult:
 
     @property
     def numbers(self) -> Tensor:
-        """All of them, as they were given."""
+        """All numbers as one device tensor: ``[grad_norm, skipped, *extra]``."""
         return self._on_device
 
     @cached_property
@@ -49,53 +49,52 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        """Norm of the whole model's averaged gradient before clipping; NaN if skipped.
+        """Norm of the averaged gradient of the whole model before clipping; NaN if skipped.
 
         Sync:
-            Waits for the device at the first of these numbers that is read.
+            Waits for the device when the first of the numbers is read.
         """
         return float(self._numbers[0])
 
     @property
     def skipped(self) -> bool:
-        """True if a gradient was not finite somewhere, so that no rank changed anything."""
+        """True if any gradient was not finite, so that no rank changed anything."""
         return bool(self._numbers[1])
 
     @property
     def extra(self) -> Tensor:
-        """The caller's numbers summed over the world, 1-D, fp64, on the CPU."""
+        """Additional numbers of the caller, summed over the world, 1-D, fp64, on the CPU."""
         return self._numbers[2:]
 
 
-# What a checkpoint keeps, in the order of the state on the device.
+# Numbers in a checkpoint, in the order of the state on the device.
 _SCALARS = ("step_count", "num_skipped", "loss_scale", "loss_scale_good_steps")
 
 
 class DistributedOptimizer:
-    """AdamW whose state is spread over the data-parallel ranks, or kept whole on each.
+    """AdamW with its state sharded over the data-parallel ranks, or replicated on each.
 
-    A step takes the gradients that have accumulated in the buffers through their whole way: sums
-    over tied and sequence-parallel copies, mean over data-parallel ranks, norm and clipping, fp32
-    update of the owned slices, collection of the updated parameters. If a gradient is not finite
-    anywhere, every rank skips the update together.
+    A step processes the gradients accumulated in the buffers: sums over tied and sequence-parallel
+    replicas, mean over data-parallel ranks, norm and clipping, fp32 update of the owned slices,
+    all-gather of the updated parameters. If any gradient is not finite, all ranks skip the update.
 
     Args:
         buffers: The buffers of all parameters of this rank, see
             :func:`megacore.buffers.make_buffers`.
         groups: Process groups of this rank.
-        config: AdamW's numbers, ``clip_grad`` and the two overlaps. (``distributed`` acts in
-            ``make_buffers``.)
+        config: AdamW hyperparameters, ``clip_grad`` and the two overlaps. (``distributed`` applies
+            to ``make_buffers``.)
         modules: The model of this rank; needed with ``overlap_param_gather`` only.
-        param_groups: Learning rate factor and weight decay of parameters by name; the same on every
+        param_groups: Learning rate factor and weight decay of parameters by name; equal on every
             rank.
 
     Attributes:
-        gathers_at_once: With ``overlap_param_gather``: start to collect the updated parameters at
-            the end of a step, and not where the next one calls their modules.
+        gathers_at_once: With ``overlap_param_gather``: start the gather of updated parameters at
+            the end of a step, instead of in the next calls of their modules.
 
     Raises:
         ValueError: If there is no buffer, a pattern of ``param_groups`` matches no parameter of any
-            rank, or ``overlap_param_gather`` lacks the module of a parameter.
+            rank, or ``modules`` lacks a parameter under ``overlap_param_gather``.
 
     Example:
         >>> from megacore.buffers import make_buffers
@@ -153,16 +152,16 @@ class DistributedOptimizer:
 
     @property
     def step_count(self) -> int:
-        """Updates taken so far; skipped steps do not count.
+        """Number of updates; skipped steps do not count.
 
         Sync:
-            Waits for the device, as the other numbers here do.
+            Waits for the device, as the other numbers of this class do.
         """
         return int(self._state[0])
 
     @property
     def num_skipped(self) -> int:
-        """Steps skipped so far because of a non-finite gradient."""
+        """Number of steps skipped because of a non-finite gradient."""
         return int(self._state[1])
 
     @num_skipped.setter
@@ -171,19 +170,19 @@ class DistributedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before the backward pass; a power of two.
+        """Factor on the loss before the backward pass; a power of two.
 
-        1 unless there are float16 parameters; then it adapts after every step.
+        The factor is 1 without float16 parameters; otherwise it adapts after every step.
         """
         return float(self._state[2]) if self._scales_loss else 1.0
 
     def loss_scale_on_device(self) -> Tensor | float:
-        """Return the same without waiting for the device: a copy there, fp32, 0-d; or 1.0."""
+        """Return ``loss_scale`` without host sync: a copy on the device, fp32, 0-d; or 1.0."""
         return self._state[2].float() if self._scales_loss else 1.0
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the optimizer state on this rank: moments and main parameter copies."""
+        """Bytes of the optimizer state on this rank: moments and copies of main parameters."""
         return sum(shard.state_bytes for shard in self._shards)
 
     def zero_grads(self) -> None:
@@ -202,8 +201,8 @@ class DistributedOptimizer:
         """Announce a backward pass; needed with ``overlap_grad_reduce`` only.
 
         Args:
-            is_last: It is the last one of its model chunk in this step: gradients that it completes
-                are final, and their buckets may be reduced from then on.
+            is_last: Whether it is the last one of its model chunk in this step: gradients that it
+                completes are final, and their buckets may be reduced from then on.
         """
         if is_last:
             self.finish_param_gather()  # so that all ranks gather before they reduce
@@ -213,27 +212,30 @@ class DistributedOptimizer:
     def finish_param_gather(self) -> None:
         """Make the weights of all parameters current on every rank. Collective.
 
-        Needed before weights are read other than by calling the modules that own them. Nothing to
-        do without ``overlap_param_gather``.
+        Needed before weights are read other than by calls of the modules that own them. A no-op
+        without ``overlap_param_gather``.
         """
         if self._gatherer is not None:
             self._gatherer.finish()
 
     def missing_grads(self) -> list[str]:
-        """Names of parameters that got no gradient since :meth:`zero_grads`; theirs counts as 0."""
+        """Return the names of parameters without a gradient since :meth:`zero_grads`.
+
+        Their gradients count as 0.
+        """
         return [name for buffer in self.buffers for name in buffer.missing_grads()]
 
     def grad_marks(self) -> tuple[Any, ...]:
-        """Which gradients are there; give it to :meth:`set_grad_marks`."""
+        """Return the bookkeeping of gradients, for :meth:`set_grad_marks`."""
         return tuple(buffer.marks() for buffer in self.buffers)
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Surrounds passes of a step, and what follows, that a CUDA graph records.
+        """Context of the passes of a step, and later work, that a CUDA graph records.
 
-        A graph repeats what it did, so this depends on nothing that differs from step to step: the
-        passes collect all weights, and transfers are not asked how far they are. None may be under
-        way at the beginning; at the end none is if :meth:`reduce_grads` was called inside.
+        A graph repeats the same work, so the recorded work must not differ between steps: the
+        passes gather all weights, and transfers are not polled. No transfer may be in flight on
+        entry; on exit there is none if :meth:`reduce_grads` was called inside.
         """
         if self._gatherer is not None:
             self._gatherer.again()
@@ -250,10 +252,10 @@ class DistributedOptimizer:
                 self._reducer.asks_transfers = True
 
     def note_replay(self, marks: tuple[Any, ...], *, updated: bool) -> None:
-        """Tell that a CUDA graph has repeated what :meth:`captured` surrounded.
+        """Update the bookkeeping after a CUDA graph has replayed the work inside :meth:`captured`.
 
         Args:
-            marks: What :meth:`grad_marks` said afterwards.
+            marks: The value of :meth:`grad_marks` after the capture.
             updated: Whether :meth:`step` is part of the graph.
         """
         for buffer, own in zip(self.buffers, marks, strict=True):
@@ -263,9 +265,9 @@ class DistributedOptimizer:
             self._gatherer.note_replay(updated=updated)
 
     def reduce_grads(self) -> None:
-        """Sum and average the gradients: what :meth:`step` begins with. Collective.
+        """Sum and average the gradients, the first part of :meth:`step`. Collective.
 
-        Does nothing if it was called since :meth:`zero_grads`.
+        A no-op if it was called since :meth:`zero_grads`.
         """
         if self._is_reduced:
             return
@@ -289,26 +291,26 @@ class DistributedOptimizer:
         """Reduce the gradients and update the parameters. Collective over the world.
 
         Args:
-            lr: Learning rate of this step, the same on every rank; a 0-d fp64 tensor on the device
+            lr: Learning rate of this step, equal on every rank; a 0-d fp64 tensor on the device
                 where a CUDA graph records the step.
-            num_tokens: For losses that are sums over tokens (per-token scaling): the tokens that
-                this rank's gradients are sums over, one number, any dtype, on any device. The
-                gradient then is the sum over all data-parallel ranks divided by the sum of
-                ``num_tokens`` over the world (by 1 if that is less), instead of the mean over
-                ranks. As with a loss in ``extra``, ranks that see the same tokens as another one
-                (other tensor-parallel positions and pipeline stages) give 0. All ranks give one,
-                or none does. It rides in the step's all-reduce, so nothing waits for it.
-            extra: Up to a few numbers, 1-D, of equal length on every rank, that ride along in the
-                one all-reduce of the step (the loss, say) and come back summed over the world.
+            num_tokens: For losses that are sums over tokens (per-token scaling): number of tokens
+                in this rank's gradients, one number, any dtype, on any device. The gradient is then
+                the sum over all data-parallel ranks divided by the sum of ``num_tokens`` over the
+                world (by 1 if that is less), instead of the mean over ranks. As with a loss in
+                ``extra``, ranks with the same tokens as another one (other tensor-parallel
+                positions and pipeline stages) pass 0. Either all ranks pass a number or none does.
+                The number is part of the step's all-reduce, so there is no host sync.
+            extra: A few numbers, 1-D, of equal length on every rank (for example the loss), that
+                are summed over the world in the single all-reduce of the step.
             veto: A number, on the device: if it is not 0 on some rank, no rank changes anything,
-                the counts of steps included. All ranks give one, or none does.
+                including the counts of steps. Either all ranks pass one or none does.
 
         Returns:
             The gradient norm, whether the update was skipped, and the summed ``extra``.
 
         Sync:
-            None on CUDA: whether to skip, how to clip and the loss scale are decided on the device.
-            Reading the result waits.
+            None on CUDA: skipping, clipping and the loss scale are decided on the device. Reading
+            the result waits for the device.
 
         Raises:
             ValueError: If ``lr`` is negative or not finite.
@@ -333,13 +335,13 @@ class DistributedOptimizer:
     def pieces(self) -> list[ParamPiece]:
         """Return every range of every parameter that this rank optimizes, with its state.
 
-        Over the data-parallel ranks each element is in one piece; without sharding each rank has
-        them all. Tensor-parallel replicas and tied copies appear on each of their holders.
+        Over the data-parallel ranks, each element is in one piece; without sharding, each rank has
+        all pieces. Tensor-parallel replicas and tied copies appear on each of their ranks.
         """
         return [piece for shard in self._shards for piece in shard.pieces()]
 
     def scalars(self) -> dict[str, float | int]:
-        """The numbers of the optimizer's state, equal on every rank: what a checkpoint keeps.
+        """Return the numbers of the optimizer state for a checkpoint, equal on every rank.
 
         ``step_count``, ``num_skipped`` and, with float16, ``loss_scale`` and
         ``loss_scale_good_steps`` (steps since the loss scale last changed). Give them to
@@ -358,16 +360,16 @@ class DistributedOptimizer:
         return scalars
 
     def load_scalars(self, scalars: Mapping[str, float | int]) -> None:
-        """Take over numbers that :meth:`scalars` gave; missing ones stay as they are.
+        """Load numbers from :meth:`scalars`; missing ones are unchanged.
 
-        A loss scale is left out where this optimizer has none: the numbers may come from a
-        checkpoint in another format. One in float16 that goes on from such a checkpoint begins with
-        the scale of its config.
+        A loss scale is ignored if this optimizer has none, since a checkpoint may have another
+        number format. Training in float16 from a checkpoint without a loss scale starts with that
+        of its config.
 
-        Call :meth:`finish_load` as well, after the tensors of :meth:`pieces` were filled.
+        Call :meth:`finish_load` as well, after filling the tensors of :meth:`pieces`.
 
         Raises:
-            ValueError: If a name is unknown or a number cannot be.
+            ValueError: If a name is unknown or a number is out of range.
         """
         values = dict(zip(_SCALARS, self._state.tolist(), strict=True))
         for name, value in scalars.items():
@@ -381,15 +383,15 @@ class DistributedOptimizer:
         self._state.copy_(torch.tensor(list(values.values()), dtype=torch.float64))
 
     def reload_model_params(self) -> None:
-        """Take over weights that were written into the model: by ``load_state_dict``, say.
+        """Update the state after an external write of weights, such as ``load_state_dict``.
 
-        With 16-bit parameters the optimizer keeps fp32 copies of those it updates, from which every
-        step writes the weights anew; without this call the next one undoes such a change. Moments
-        stay as they are. Collective: afterwards all ranks have what the owner of each slice has.
+        With 16-bit parameters, the optimizer keeps fp32 copies of its shard, from which every step
+        writes the weights; without this call, the next step reverts such a change. Moments are
+        unchanged. Collective: afterwards all ranks have the values of the owner of each slice.
 
         Raises:
-            RuntimeError: If weights are still being collected, which would overwrite what was
-                written; call :meth:`finish_param_gather` before writing.
+            RuntimeError: If a gather of weights is in flight, which would overwrite the new values;
+                call :meth:`finish_param_gather` before writing.
         """
         if self._gatherer is not None and not self._gatherer.is_finished:
             raise RuntimeError(
@@ -401,10 +403,10 @@ class DistributedOptimizer:
             shard.buffer.all_gather_params()
 
     def finish_load(self, step_count: int) -> None:
-        """Take over state that was filled into the tensors of :meth:`pieces`. Collective.
+        """Publish state that was loaded into the tensors of :meth:`pieces`. Collective.
 
         Args:
-            step_count: Updates behind the loaded state.
+            step_count: Number of updates in the loaded state.
 
         Raises:
             ValueError: If ``step_count`` is negative.
@@ -418,7 +420,7 @@ class DistributedOptimizer:
             shard.buffer.all_gather_params()
 
     def _forget_transfers(self) -> None:
-        """Give up transfers that were recorded, but will never run."""
+        """Discard transfers that were recorded but will never run."""
         if self._gatherer is not None:
             self._gatherer.forget()
         if self._reducer is not None:
@@ -440,7 +442,7 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def _decide(self, sums: Tensor, *, per_token: bool, has_veto: bool) -> Tensor:
-        """The control of :func:`megacore.ops.optim.adamw_step_`; brings the state up to date."""
+        """Return the control of :func:`megacore.ops.optim.adamw_step_`, and update the state."""
         control = torch.empty(6, dtype=torch.float64, device=self._device)
         rules = self._rules(per_token=per_token)
         if not has_veto:
@@ -465,8 +467,8 @@ class DistributedOptimizer:
     def _update(self, control: Tensor) -> None:
         config = self._config
         settings = AdamWSettings(
-            step=1,  # the control knows which
-            lr=1.0,  # a factor of the control's
+            step=1,  # replaced by that of the control
+            lr=1.0,  # multiplied by that of the control
             beta1=config.beta1,
             beta2=config.beta2,
             eps=config.eps,

@@ -1,4 +1,4 @@
-"""The norm of the whole model's gradient, each element counted once, and whether it is finite."""
+"""Norm of the gradient of the whole model, each element counted once, with a finite check."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megacore.parallel.process_groups import ProcessGroups
 
 
 def is_counted(info: ParamInfo, groups: ProcessGroups) -> bool:
-    """Tell whether this rank's gradient of a parameter belongs in the norm.
+    """Return whether this rank's gradient of a parameter counts in the norm.
 
-    Ranks that hold the same parameter have the same gradient; only one of them counts it: the
-    first tensor-parallel rank of a replicated parameter, and the first holder of a tied one.
+    Replicas of a parameter have equal gradients, so only one rank counts it: the first
+    tensor-parallel rank for a replicated parameter, and the first holder of a tied one.
     """
     if info.is_shared_copy:
         return False
@@ -29,10 +29,10 @@ def is_counted(info: ParamInfo, groups: ProcessGroups) -> bool:
 def merge_neighbours(
     pieces: Iterable[tuple[ShardPiece, Hashable]],
 ) -> list[tuple[ShardPiece, ...]]:
-    """Group consecutive pieces of one bucket that carry equal flags, in order.
+    """Group consecutive pieces of one bucket that have equal flags, in order.
 
-    Between such pieces lies only alignment padding, which is zero in every buffer, so a kernel may
-    run over a group from the first element to the last.
+    Such pieces are separated only by alignment padding, which is zero in every buffer, so a kernel
+    may process a group from the first element to the last.
     """
     runs: list[tuple[Hashable, list[ShardPiece]]] = []
     for piece, flag in pieces:
@@ -54,8 +54,8 @@ class GradRange:
 def grad_ranges(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> list[GradRange]:
     """Cut the gradients that this rank reduces into ranges, as views of the buffers.
 
-    Over the data-parallel ranks each element is in one counted range, with ZeRO-1 or without, so
-    both give the same norm to the bit. Of several optimizer instances the first one counts.
+    Over the data-parallel ranks, each element is in one counted range, with ZeRO-1 or without, so
+    the norms are bitwise equal. Of several optimizer instances, only the first counts.
     """
     ranges = []
     for buffer in buffers:
@@ -71,7 +71,7 @@ def grad_ranges(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> li
 def norm_parts(ranges: Sequence[GradRange], *, device: torch.device) -> Tensor:
     """Compute this rank's share of the squared norm and a flag for a non-finite gradient.
 
-    Ranges that do not count are checked too: a fault may hit one of several equal gradients.
+    Ranges that do not count are checked too: a fault may affect one of several equal gradients.
 
     Returns:
         ``(2,)``, fp64: sum of squares of counted ranges (0 if not finite), and 0 or 1.

@@ -1,4 +1,4 @@
-"""Sums that gradients need before they are averaged over data-parallel ranks."""
+"""Sums of gradients before the average over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megacore.parallel.process_groups import ProcessGroups
 
 
 def needs_sum(info: ParamInfo, groups: ProcessGroups) -> bool:
-    """Tell whether a parameter's gradient takes part in one of the sums below."""
+    """Return whether a parameter's gradient takes part in one of the sums of this module."""
     return info.shared is not None or (info.sequence_parallel and groups.tp.size > 1)
 
 
 @torch.no_grad()
 def sum_shared_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> None:
-    """Give all holders of a tied parameter the sum of their gradients.
+    """Sum the gradients of each tied parameter over its holders.
 
-    Holders sit on the first and the last pipeline stage (``groups.embedding``), or together on one
-    rank if it has several model chunks.
+    Holders are on the first and the last pipeline stage (``groups.embedding``), or on the same rank
+    if it has several model chunks.
 
     Sync:
         Collective over ``groups.embedding``, one call per set of tied parameters.
@@ -43,7 +43,7 @@ def sum_shared_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) 
 
 @torch.no_grad()
 def sum_sequence_parallel_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> None:
-    """Sum over tp the gradients of replicated parameters whose ranks saw parts of the sequence.
+    """Sum gradients of sequence-parallel replicas over tp: each rank had part of the sequence.
 
     Sync:
         Collective over ``groups.tp``, one call per gradient dtype and device, since such

@@ -40,7 +40,7 @@ def learning_rate(step: int, *, config: OptimizerConfig, steps: int) -> float:
 
 
 def _height(step: int, *, config: OptimizerConfig, steps: int) -> float:
-    """Where the rate is after the warmup: 1 at ``lr``, 0 at ``min_lr``."""
+    """Return the position of the rate after the warmup: 1 at ``lr``, 0 at ``min_lr``."""
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "cosine":

@@ -15,8 +15,8 @@ class MemoryRow:
     Attributes:
         params: Name of the parameters' number format.
         grads: Name of the gradients' number format.
-        resident: Bytes that every rank holds: parameter and gradient.
-        sharded: Bytes that the data-parallel ranks divide among them: optimizer state.
+        resident: Bytes on every rank: parameter and gradient.
+        sharded: Bytes that are sharded over data-parallel ranks: optimizer state.
     """
 
     params: str
@@ -26,12 +26,12 @@ class MemoryRow:
 
     @property
     def param_bytes(self) -> int:
-        """The part of ``resident`` that parameters take."""
+        """Bytes of the parameter in ``resident``."""
         return _BYTES[self.params]
 
     @property
     def grad_bytes(self) -> int:
-        """The part of ``resident`` that gradients take."""
+        """Bytes of the gradient in ``resident``."""
         return _BYTES[self.grads]
 
     @property
@@ -49,7 +49,7 @@ class MemoryRow:
         return self.resident + Fraction(self.sharded, dp_size)
 
     def formula(self) -> str:
-        """Return the bytes per rank as people write them, e.g. ``"6 + 12/d"``."""
+        """Return the bytes per rank as a formula, e.g. ``"6 + 12/d"``."""
         return f"{self.resident} + {self.sharded}/d"
 
 
@@ -93,8 +93,8 @@ def memory_table(*, main_grads: bool = True) -> list[MemoryRow]:
     """Return the published table of the distributed optimizer: bytes per parameter.
 
     Args:
-        main_grads: With the float32 copies of low-precision gradients that the published numbers
-            contain. megacore itself needs what ``main_grads=False`` gives.
+        main_grads: Include the float32 copies of low-precision gradients, as the published
+            numbers do. megacore itself needs the memory of ``main_grads=False``.
 
     Source:
         Megatron-LM, "Distributed Optimizer", table of theoretical memory.

@@ -1,4 +1,4 @@
-"""Settings of the optimizer for some parameters, chosen by name."""
+"""Optimizer settings of parameters, selected by name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megacore.parallel.process_groups import ProcessGroups
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """What differs for parameters whose name matches a pattern.
+    """Settings of parameters whose name matches a pattern.
 
     Attributes:
         pattern: Shell-style pattern of global names, such as ``"layers.*.mlp.*"``.
-        lr_scale: Factor of the learning rate.
-        weight_decay: Weight decay; ``None`` keeps what the parameter would have.
+        lr_scale: Factor on the learning rate.
+        weight_decay: Weight decay; ``None`` keeps that of the parameter.
 
     Raises:
         ValueError: If a number is negative or not finite.
@@ -41,7 +41,7 @@ class ParamGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSettings:
-    """What the groups make of one parameter."""
+    """Resulting settings of one parameter."""
 
     lr_scale: float
     weight_decay: float
@@ -50,15 +50,15 @@ class ParamSettings:
 def check_patterns(
     param_groups: Sequence[ParamGroup], names: Sequence[str], groups: ProcessGroups
 ) -> None:
-    """Check that every pattern matches a parameter on some rank. Collective if there are any.
+    """Check that every pattern matches a parameter on some rank. Collective if there are patterns.
 
     Args:
-        param_groups: The same on every rank.
+        param_groups: Parameter groups, equal on every rank.
         names: Global names of the parameters of this rank.
         groups: Process groups of this rank.
 
     Raises:
-        ValueError: On every rank, if a pattern matches nothing.
+        ValueError: On every rank, if a pattern has no match.
 
     Example:
         >>> check_patterns([ParamGroup(pattern="*.mlp.*")], ["a.mlp.up"], ProcessGroups.single())
@@ -78,12 +78,12 @@ def check_patterns(
 def settings_of(
     info: ParamInfo, groups: Sequence[ParamGroup], *, weight_decay: float
 ) -> ParamSettings:
-    """Apply the first group that matches.
+    """Return the settings of a parameter from the first group that matches.
 
     Args:
         info: The parameter.
-        groups: Earlier ones win.
-        weight_decay: What parameters with ``info.weight_decay`` have without a group.
+        groups: Parameter groups; earlier groups have precedence.
+        weight_decay: Weight decay without a group, for parameters with ``info.weight_decay``.
 
     Example:
         >>> info = ParamInfo(name="layers.0.mlp.down", full_shape=(2, 2), tp_dim=None)

@@ -1,4 +1,4 @@
-"""The optimizer state of one buffer: fp32 parameters and moments of the elements a rank owns."""
+"""Optimizer state of one buffer: fp32 parameters and moments of this rank's elements."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ParamPiece:
     """A range of one parameter that this rank optimizes, with its state.
 
     Attributes:
-        info: Which parameter.
-        start: First element in the flattened parameter as this rank's model holds it (the
-            tensor-parallel shard).
+        info: The parameter.
+        start: First element in the flattened parameter of this rank's model (the tensor-parallel
+            shard).
         end: One past the last element.
         tensors: Views of the optimizer's own storage, ``(end - start,)``: ``"main_param"`` (fp32),
-            ``"exp_avg"``, ``"exp_avg_sq"`` (fp32 or bfloat16). Read them to save; fill them in
+            ``"exp_avg"``, ``"exp_avg_sq"`` (fp32 or bfloat16). Read these to save; fill them in
             place to load.
     """
 
@@ -35,7 +35,7 @@ class ParamPiece:
     tensors: Mapping[str, Tensor]
 
 
-# Elements that are converted at a time where the kernel's formats are not those of the storage.
+# Elements per conversion block, if the dtypes of kernel and storage differ.
 _BLOCK = 1 << 20
 
 
@@ -56,7 +56,7 @@ class _Run:
         return self.grad.dtype != torch.float32 or self.exp_avg.dtype != torch.float32
 
     def part(self, start: int, end: int) -> _Run:
-        """Some of the elements."""
+        """Return a range of the elements."""
         return _Run(
             own=self.own,
             main_param=self.main_param[start:end],
@@ -68,7 +68,7 @@ class _Run:
 
     def step(self, settings: AdamWSettings, control: Tensor) -> None:
         """Update these elements."""
-        # Each is itself if it is fp32 already.
+        # float() returns the tensor itself if it is fp32 already.
         exp_avg, exp_avg_sq = self.exp_avg.float(), self.exp_avg_sq.float()
         adamw_step_(
             self.main_param,
@@ -85,15 +85,15 @@ class _Run:
 
 
 class OptimizerShard:
-    """fp32 parameters, first and second moments of what this rank owns of one buffer.
+    """fp32 parameters, first and second moments of this rank's part of one buffer.
 
-    The main parameters of an fp32 buffer are the buffer itself: no copy exists. Those of a bfloat16
+    The main parameters of an fp32 buffer are the buffer itself, without a copy. Those of a bfloat16
     or float16 buffer are fp32 copies, and each step writes the rounded result back into the buffer.
 
     Args:
         buffer: Parameters and gradients.
-        weight_decay: Weight decay of parameters that have any.
-        param_groups: What differs for some parameters.
+        weight_decay: Weight decay of parameters that use it.
+        param_groups: Settings of parameters by name.
         moments_dtype: float32, or bfloat16 to store the moments in half the memory; they are
             computed in fp32 and rounded after each step.
     """
@@ -130,9 +130,9 @@ class OptimizerShard:
         """Update the owned parameters from the reduced gradients.
 
         Args:
-            settings: For all parameters; the learning rate and weight decay of each follow from its
-                group.
-            control: What :func:`megacore.ops.optim.decide_step_` decided.
+            settings: Settings of all parameters; the group of a parameter changes its learning rate
+                and weight decay.
+            control: The result of :func:`megacore.ops.optim.decide_step_`.
 
         Sync:
             None on CUDA.
@@ -149,7 +149,7 @@ class OptimizerShard:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the moments and of the main parameters, if those are copies."""
+        """Bytes of the moments, and of the main parameters if these are copies."""
         tensors = [self._exp_avg, self._exp_avg_sq]
         if self._main is not None:
             tensors.append(self._main)
@@ -176,7 +176,7 @@ class OptimizerShard:
 
     @torch.no_grad()
     def copy_params_to_main(self) -> None:
-        """Take over the owned part of the parameter buffer as main parameters."""
+        """Copy the owned part of the parameter buffer to the main parameters."""
         if self._is_low_precision:
             for piece in self.buffer.owned_pieces():
                 source = self.buffer.param_data[piece.world_start : piece.world_end]
