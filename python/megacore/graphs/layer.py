@@ -132,8 +132,7 @@ class CapturedLayer:
         """Disable module pre-hooks and parameter gradient hooks inside ``with``.
 
         These hooks run outside of the graphs: pre-hooks before a replay, parameter hooks when
-        autograd
-        accumulates the gradients that a replay returned.
+        autograd accumulates the gradients that a replay returned.
         """
         taken = [(m, m._forward_pre_hooks) for m in self.hooked if m._forward_pre_hooks]
         on_grads = [(p, p._backward_hooks) for p in self.params if p._backward_hooks]

@@ -47,8 +47,7 @@ class ReplayState:
         """Record the static input gradients that a module returned.
 
         Code between modules may read them until the backward pass of the chunk is complete, and
-        code
-        after the chunk until the next backward pass.
+        code after the chunk until the next backward pass.
 
         Args:
             grads: The static tensors.

@@ -64,10 +64,9 @@ def recompute(
 
     Args:
         function: Must compute the same when it runs again, apart from values in ``memo``. Tensors
-        other
-            than ``x`` that it uses must be parameters or need no gradient. It may run collectives:
-            they run again, up to the last one before the last saved tensor. It must not use
-            ``recompute`` itself.
+            other than ``x`` that it uses must be parameters or need no gradient. It may run
+            collectives: they run again, up to the last one before the last saved tensor. It must
+            not use ``recompute`` itself.
         x: Its input.
         memo: Memo shared with the function, for values that must not be decided or counted twice.
 
