@@ -351,8 +351,7 @@ class ParamGradBuffer:
         return self._grad_window is not None
 
     def owned_pieces(self) -> list[ShardPiece]:
-        """Return the pieces this rank optimizes, in buffer order; positions are in
-        ``shard_plan``."""
+        """Return the pieces this rank optimizes, in buffer order; positions by shard plan."""
         return self.shard_plan.shard(self.shard_rank)
 
     def reduced_pieces(self) -> list[ShardPiece]:
