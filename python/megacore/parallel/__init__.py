@@ -1,4 +1,4 @@
-"""Who works with whom: rank layouts, process groups and the collectives over them."""
+"""Rank layouts, process groups and the collectives over them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DEFAULT_ORDER", "Group", "ParamInfo", "ProcessGroups", "RankGenerato
 
 
 def __getattr__(name: str) -> Any:
-    # Layouts are pure values; torch is imported only when something else is wanted.
+    # Layouts are pure values, so torch is imported only for the other names.
     if name in ("Group", "ProcessGroups"):
         from megacore.parallel import process_groups
 

@@ -1,8 +1,8 @@
-"""Collectives that are started now and waited for later, so that computation runs meanwhile.
+"""Asynchronous collectives, which overlap with computation between start and wait.
 
-Same arguments, checks and bits as the functions of the same names in ``collectives``. Members must
-start the same collectives of a group in the same order. On CPU tensors the transfer runs in the
-threads of gloo, also in groups that have shared memory: there a ``WindowTensor`` does better.
+Arguments, checks and results are those of the functions of the same names in ``collectives``.
+Members must start the collectives of a group in the same order. On CPU tensors, gloo threads run
+the transfer, even in groups with shared memory; ``WindowTensor`` is faster there.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megacore.parallel.process_groups import Group
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is being recorded, when nothing can be asked how far it is."""
+    """Return whether a CUDA graph is being captured, when transfers must not be polled."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class PendingCollective:
-    """A collective under way. Its tensors must stay untouched until :meth:`wait` has returned.
+    """A collective in flight. Its tensors must not be accessed until :meth:`wait` has returned.
 
     Args:
-        work: What torch started; ``None`` if nothing had to be.
-        complete: What is left to do once the transfer is over.
-        is_ready: Without ``work``: tells, without waiting, whether ``complete`` would wait.
-        staging_bytes: Memory that is held until the end of :meth:`wait`.
+        work: The torch handle; ``None`` if nothing was started.
+        complete: Work to do after the transfer.
+        is_ready: Without ``work``: returns, without waiting, whether ``complete`` would not block.
+        staging_bytes: Memory held until the end of :meth:`wait`.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class PendingCollective:
         self.staging_bytes = staging_bytes
 
     def is_transferred(self) -> bool:
-        """Tell, without waiting, whether :meth:`wait` would go to work at once."""
+        """Poll whether :meth:`wait` would start without blocking."""
         if self._work is not None:
             return not is_capturing() and self._work.is_completed()
         return self._complete is None or self._is_ready()
 
     def wait(self) -> None:
-        """Make the result valid; later calls do nothing.
+        """Make the result valid; later calls are no-ops.
 
         Sync:
-            With gloo until the transfer is over. With NCCL only the current stream waits.
+            With gloo, waits for the transfer. With NCCL, only the current stream waits.
         """
         work, self._work = self._work, None
         if work is not None:
@@ -79,12 +79,11 @@ def reduce_scatter_async(
 ) -> PendingCollective:
     """Start :func:`megacore.parallel.collectives.reduce_scatter`.
 
-    On gloo, and with ``fp32_accumulation``, the slices travel in the background and are added in
-    the order of the ranks in ``wait()``; until then the received slices take as much memory as
-    ``input``.
+    On gloo, and with ``fp32_accumulation``, the slices are exchanged in the background and added in
+    rank order in ``wait()``. Until then the received slices take as much memory as ``input``.
 
     Raises:
-        ValueError: If sizes, dtypes or devices do not fit.
+        ValueError: If sizes, dtypes or devices do not match.
     """
     name = "reduce_scatter_async"
     collectives._check_tensor(name, "output", output, group)
@@ -122,7 +121,7 @@ def all_gather_async(output: Tensor, input: Tensor, group: Group) -> PendingColl
     """Start :func:`megacore.parallel.collectives.all_gather`.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not fit.
+        ValueError: If shapes, dtypes or devices do not match.
     """
     name = "all_gather_async"
     collectives._check_tensor(name, "output", output, group)
@@ -153,5 +152,5 @@ def _copy(output: Tensor, reduced: Tensor) -> None:
 
 
 def _native(name: str, old_name: str) -> Any:
-    """Return a function of torch.distributed by its name since torch 2.13, or by the one before."""
+    """Return a torch.distributed function by its name since torch 2.13, or by its former name."""
     return getattr(dist, name, None) or getattr(dist, old_name)

@@ -1,4 +1,4 @@
-"""One microbatch of tokens, as the data code makes it and the model takes it."""
+"""Microbatch of tokens, made by the data code and consumed by the model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ class Microbatch:
 
     Attributes:
         tokens: Token ids, ``(B, S)``, int64.
-        labels: The token that follows each one, ``(B, S)``, int64; below 0 where it does not count
-            in the loss; ``None`` if no loss is wanted.
+        labels: The next token of each token, ``(B, S)``, int64; below 0 where it does not count
+            in the loss; ``None`` if no loss is computed.
         sample_ids: Global number of each sample, ``(B,)``, int64. Together with the step it
-            identifies a sample in every layout, so that dropout hits the same elements wherever
-            the sample is computed.
-        step: Optimizer step the microbatch belongs to, from 0.
-        loss_factor: What its mean loss is multiplied by on the way into the backward pass, such as
-            the loss scale divided by the number of microbatches. Losses in the middle of the model
-            (those of MoE routers) get the same factor.
-        sample_factors: One factor for each sample, ``(B,)``, to be used for losses in the middle in
-            place of the one of the microbatch: the mean over its samples of factor times mean loss
-            counts. ``None`` where samples count alike.
-        number: Which microbatch of the step it is on this rank, so that captured layers know which
-            of their graphs to replay; ``None`` runs them without.
-        keys: The keys of the step's random numbers on the device, for code that may be captured.
+            identifies a sample in every layout, so that dropout masks do not depend on the rank of
+            the sample.
+        step: Optimizer step of the microbatch, from 0.
+        loss_factor: Factor on its mean loss in the backward pass, such as the loss scale divided by
+            the number of microbatches. Auxiliary losses (those of MoE routers) get the same factor.
+        sample_factors: Factors on the auxiliary losses by sample, ``(B,)``, instead of
+            ``loss_factor``: the mean over the samples of factor times mean loss counts. ``None`` if
+            all samples have the same weight.
+        number: Index of the microbatch in the step on this rank, which selects the graphs of
+            captured layers; ``None`` runs them eagerly.
+        keys: Keys of the step's random numbers on the device, for code that may be captured.
 
     Raises:
         ValueError: If the shapes disagree.
@@ -66,7 +65,7 @@ class Microbatch:
 
     @property
     def router_factor(self) -> float | Tensor:
-        """What losses in the middle of the model are multiplied by: one number, or ``(B,)``."""
+        """Factor on auxiliary losses: one number, or ``(B,)``."""
         return self.loss_factor if self.sample_factors is None else self.sample_factors
 
     @property
@@ -76,10 +75,10 @@ class Microbatch:
         return batch, sequence
 
     def to(self, device: torch.device | str) -> Microbatch:
-        """Return the same microbatch with its tensors on ``device``.
+        """Return a copy with its tensors on ``device``.
 
         Sync:
-            Waits for the copy when it crosses devices; returns at once otherwise.
+            Waits for copies between devices; otherwise returns at once.
         """
         return replace(
             self,

@@ -1,13 +1,13 @@
 """Collectives and messages over a ``Group``: a thin, checked layer over torch.distributed.
 
 Every function checks shapes, dtypes, layout and device before it calls the backend, because gloo
-ends the process where sizes disagree. In a group of one, collectives copy or do nothing.
+aborts the process if sizes differ. In a group of one, collectives copy or are no-ops.
 
-Collectives on CPU tensors go through shared memory in a group that has it (``Group.host``). There,
-ranks in different calls, a rank that has ended and a rank that does not come in time are each a
-``RuntimeError`` that names the rank and the call.
+Collectives on CPU tensors use shared memory in a group that has it (``Group.host``). There, a
+mismatch of calls, a terminated rank and a timeout each raise a ``RuntimeError`` with the rank and
+the call.
 
-Sync: with NCCL a call returns when the work is queued on the current stream; with gloo and shared
+Sync: with NCCL a call returns when the work is enqueued on the current stream; with gloo and shared
 memory when it is done.
 """
 
@@ -41,8 +41,8 @@ _DTYPES = (
 def all_reduce_(tensor: Tensor, group: Group, *, op: Literal["sum", "max", "avg"] = "sum") -> None:
     """Replace a tensor by its sum, maximum or mean over the group, in place.
 
-    On CPU tensors, bfloat16 and float16 are reduced in float32 and rounded once. Through shared
-    memory the sum runs in the order of the ranks.
+    On CPU tensors, bfloat16 and float16 are reduced in float32 and rounded once. In shared memory
+    the sum is in rank order.
 
     Args:
         tensor: Any shape, contiguous, the same shape and dtype on every member.
@@ -50,7 +50,7 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: Literal["sum", "max", "avg"
         op: ``"avg"`` needs a floating point dtype.
 
     Raises:
-        ValueError: If the tensor cannot be reduced as asked.
+        ValueError: If the tensor does not support the reduction.
     """
     _check_tensor("all_reduce_", "tensor", tensor, group)
     _check_op("all_reduce_", op, ("sum", "max", "avg"), tensor)
@@ -63,8 +63,8 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: Literal["sum", "max", "avg"
     if not _is_gloo(handle, tensor):
         dist.all_reduce(tensor, op=_reduce_op(op), group=handle)
         return
-    # Low precision is summed in float32: gloo would round after every addition, differently on each
-    # rank.
+    # Low precision is summed in float32: gloo would round after every addition, with a different
+    # result on each rank.
     work = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
     dist.all_reduce(work, op=_reduce_op("sum" if op == "avg" else op), group=handle)
     if op == "avg":
@@ -82,11 +82,11 @@ def reduce_scatter(
     op: Literal["sum", "avg"] = "sum",
     fp32_accumulation: bool = False,
 ) -> None:
-    """Reduce ``input`` over the group and give each member its own slice.
+    """Reduce ``input`` over the group; each member gets its own slice.
 
     Member ``p`` receives elements ``[p * n, (p + 1) * n)`` of the flattened sum, ``n =
-    output.numel()``. On CPU tensors the slices are added in the order of the ranks, in float32 for
-    bfloat16 and float16, so the result depends neither on timing nor on the way they travel.
+    output.numel()``. On CPU tensors the slices are added in rank order, in float32 for bfloat16 and
+    float16, so the result depends neither on timing nor on the transport.
 
     Args:
         output: ``n`` elements, contiguous; may be a slice of ``input``. Its dtype may differ from
@@ -94,11 +94,11 @@ def reduce_scatter(
         input: ``n * group.size`` elements, contiguous.
         group: The members.
         op: ``"avg"`` needs a floating point input.
-        fp32_accumulation: On NCCL too, add bfloat16 and float16 in float32, in the order of the
-            ranks. Takes memory of the size of ``input`` meanwhile.
+        fp32_accumulation: On NCCL too, add bfloat16 and float16 in float32, in rank order. Needs
+            temporary memory of the size of ``input``.
 
     Raises:
-        ValueError: If sizes, dtypes or devices do not fit.
+        ValueError: If sizes, dtypes or devices do not match.
     """
     _check_tensor("reduce_scatter", "output", output, group)
     _check_tensor("reduce_scatter", "input", input, group)
@@ -133,7 +133,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
         group: The members.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not fit.
+        ValueError: If shapes, dtypes or devices do not match.
     """
     _check_tensor("all_gather", "output", output, group)
     _check_tensor("all_gather", "input", input, group)
@@ -156,15 +156,15 @@ def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
 
 @torch.no_grad()
 def broadcast_(tensor: Tensor, group: Group, *, source_position: int = 0) -> None:
-    """Copy the tensor of one member to all, in place.
+    """Broadcast the tensor of one member to all, in place.
 
     Args:
         tensor: Any shape, contiguous, the same shape and dtype on every member.
         group: The members.
-        source_position: Position in the group of the member that has the value.
+        source_position: Position of the source in the group.
 
     Raises:
-        ValueError: If there is no such position or the tensor cannot be sent.
+        ValueError: If the position does not exist or the tensor cannot be sent.
     """
     _check_tensor("broadcast_", "tensor", tensor, group)
     source = _rank_at("broadcast_", "source_position", source_position, group)
@@ -190,7 +190,7 @@ def barrier(group: Group) -> None:
 
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:
-    """Collect one picklable object per member at position 0; the others get ``[]``."""
+    """Gather one picklable object per member at position 0; other members get ``[]``."""
     if group.handle is None:
         return [obj]
     objects: list[Any] | None = [None] * group.size if group.position == 0 else None
@@ -199,7 +199,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
 
 
 def all_gather_objects(obj: Any, group: Group) -> list[Any]:
-    """Collect one picklable object per member on every member, in the order of positions."""
+    """Gather one picklable object per member on every member, in the order of positions."""
     if group.handle is None:
         return [obj]
     objects: list[Any] = [None] * group.size
@@ -208,19 +208,19 @@ def all_gather_objects(obj: Any, group: Group) -> list[Any]:
 
 
 def isend(tensor: Tensor, group: Group, *, to_position: int, tag: int) -> Work:
-    """Start to send a tensor to another member; leave it untouched until ``wait()`` on the result.
+    """Start to send a tensor to another member; do not change it before ``wait()`` on the result.
 
-    Messages between two ranks arrive in the order they were sent. On gloo the tags must agree as
+    Messages between two ranks arrive in the order they were sent. On gloo the tags must match as
     well; NCCL ignores them.
 
     Args:
         tensor: Any shape, contiguous.
         group: A group of at least two.
-        to_position: Position of the receiver, not one's own.
-        tag: Any number >= 0 that the receiver gives as well.
+        to_position: Position of the receiver, another member.
+        tag: A number >= 0, equal to that of the receiver.
 
     Raises:
-        ValueError: If there is no such other member or the tensor cannot be sent.
+        ValueError: If the receiver is not another member or the tensor cannot be sent.
     """
     peer, handle = _check_message("isend", "to_position", tensor, group, to_position, tag)
     return _started(dist.isend(tensor, dst=peer, group=handle, tag=tag))
@@ -230,13 +230,13 @@ def irecv(tensor: Tensor, group: Group, *, from_position: int, tag: int) -> Work
     """Start to receive a tensor from another member; it is valid after ``wait()`` on the result.
 
     Args:
-        tensor: Filled in place; shape and dtype must be those that are sent, contiguous.
+        tensor: Filled in place, contiguous; shape and dtype must be those of the sent tensor.
         group: A group of at least two.
-        from_position: Position of the sender, not one's own.
-        tag: The number the sender gives.
+        from_position: Position of the sender, another member.
+        tag: The tag of the sender.
 
     Raises:
-        ValueError: If there is no such other member or the tensor cannot be received into.
+        ValueError: If the sender is not another member or the tensor cannot be received into.
     """
     peer, handle = _check_message("irecv", "from_position", tensor, group, from_position, tag)
     return _started(dist.irecv(tensor, src=peer, group=handle, tag=tag))
@@ -253,7 +253,7 @@ def _exchange_and_add(
 def _add_in_order(output: Tensor, parts: Tensor, *, average: bool) -> None:
     """Sum exchanged slices, ``(members, n)``, in the order of the members."""
     wide = torch.float32 if _is_low_precision(parts) else parts.dtype
-    # The output itself is the accumulator where its dtype allows: parts no longer alias it.
+    # The output is the accumulator if its dtype allows: parts do not alias it any more.
     total = output.view(-1) if output.dtype == wide else torch.empty_like(parts[0], dtype=wide)
     total.copy_(parts[0])
     for part in parts[1:]:
@@ -269,7 +269,7 @@ def _is_low_precision(tensor: Tensor) -> bool:
 
 
 def _native(name: str, old_name: str) -> Any:
-    """Return a function of torch.distributed by its name since torch 2.13, or by the one before."""
+    """Return a torch.distributed function by its name since torch 2.13, or by its former name."""
     return getattr(dist, name, None) or getattr(dist, old_name)
 
 

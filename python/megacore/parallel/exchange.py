@@ -1,4 +1,4 @@
-"""Rows of tensors that move between the members of a group, with their gradients.
+"""Differentiable exchange of tensor rows between the members of a group.
 
 ==========================  =====================================  ================================
 function                    forward                                backward
@@ -9,11 +9,11 @@ function                    forward                                backward
 ``reduce_scatter_rows``     reduce-scatter                         all-gather
 ==========================  =====================================  ================================
 
-What is computed between ``start_exchange`` and ``finish`` runs while rows travel, and in the
-backward pass its gradient is computed while the gradients of the rows travel back. Members must
-start their exchanges in the same order. Over a group of one, rows are returned as they are.
+Computation between ``start_exchange`` and ``finish`` overlaps with the exchange; in the backward
+pass its gradient overlaps with the exchange of the row gradients. Members must start their
+exchanges in the same order. Over a group of one, rows are returned unchanged.
 
-Shapes: N rows here, M rows there, dimension 0; anything behind it.
+Shapes: N rows sent, M rows received, along dimension 0; further dimensions are arbitrary.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from megacore.parallel.turns import give_turn, num_turns_given
 
 @dataclass(frozen=True)
 class RowSplits:
-    """How many rows go to each member of a group and how many come from each.
+    """Rows sent to and received from each member of a group.
 
     Attributes:
-        sent: Rows to each member, in the order of positions; ``None``: equally many to each.
+        sent: Rows to each member, in the order of positions; ``None``: the same number to each.
         received: Rows from each member; ``None`` together with ``sent``.
     """
 
@@ -45,11 +45,11 @@ class RowSplits:
     received: tuple[int, ...] | None = None
 
     def reversed(self) -> RowSplits:
-        """Return the splits of the way back."""
+        """Return the splits of the reverse exchange."""
         return RowSplits(sent=self.received, received=self.sent)
 
     def num_received(self, num_sent: int) -> int:
-        """Return the rows that arrive if ``num_sent`` leave."""
+        """Return the number of received rows if ``num_sent`` are sent."""
         return num_sent if self.received is None else sum(self.received)
 
 
@@ -57,7 +57,7 @@ class RowSplits:
 def all_to_all_async(
     rows: Tensor, group: Group, splits: RowSplits
 ) -> tuple[Tensor, PendingCollective]:
-    """Start to send rows to every member of a group and to receive theirs.
+    """Start to send rows to every member of a group and to receive their rows.
 
     Args:
         rows: ``(N, ...)``, contiguous: first the rows for position 0, then those for position 1 ...
@@ -65,11 +65,11 @@ def all_to_all_async(
         splits: Rows per member.
 
     Returns:
-        A tensor ``(M, ...)``, the rows of position 0 first, valid once the second value has been
-        waited for.
+        A tensor ``(M, ...)``, the rows of position 0 first, valid after ``wait()`` on the second
+        value.
 
     Raises:
-        ValueError: If the splits do not fit the group or the rows.
+        ValueError: If the splits do not match the group or the rows.
 
     Sync:
         None on the caller's stream until ``wait()``.
@@ -91,21 +91,21 @@ def all_to_all_async(
 
 @torch.no_grad()
 def all_to_all(rows: Tensor, group: Group, splits: RowSplits) -> Tensor:
-    """Send rows to every member of a group and return theirs; see :func:`all_to_all_async`."""
+    """Send rows to every member of a group and return their rows; see :func:`all_to_all_async`."""
     received, pending = all_to_all_async(rows, group, splits)
     pending.wait()
     return received
 
 
 class PendingRows:
-    """Rows that are under way, with their gradients."""
+    """Rows in flight, with their gradients."""
 
     def __init__(self, rows: Tensor, transfer: _Transfer | None) -> None:
         self._rows = rows
         self._transfer = transfer
 
     def finish(self) -> Tensor:
-        """Wait for the rows; call it once."""
+        """Wait for the rows and return them; must be called once."""
         if self._transfer is None:
             return self._rows
         self._transfer.let_others_run()
@@ -117,7 +117,7 @@ def start_exchange(rows: Tensor, group: Group, splits: RowSplits) -> PendingRows
     """Start :func:`all_to_all` of rows that need gradients.
 
     Raises:
-        ValueError: As :func:`all_to_all_async`.
+        ValueError: As in :func:`all_to_all_async`.
     """
     if group.handle is None:
         _check(rows, group, splits)
@@ -128,12 +128,12 @@ def start_exchange(rows: Tensor, group: Group, splits: RowSplits) -> PendingRows
 
 
 def exchange_rows(rows: Tensor, group: Group, splits: RowSplits) -> Tensor:
-    """All-to-all of rows that need gradients, forward and backward at once."""
+    """Run a differentiable all-to-all of rows without overlap."""
     return start_exchange(rows, group, splits).finish()
 
 
 def gather_rows(rows: Tensor, group: Group) -> Tensor:
-    """Join the rows of all members, equally many each: ``(N, ...)`` to ``(N * size, ...)``."""
+    """Concatenate equally many rows of all members: ``(N, ...)`` to ``(N * size, ...)``."""
     if group.size == 1:
         return rows
     gathered: Tensor = _Gather.apply(rows, group)  # type: ignore[no-untyped-call]
@@ -141,7 +141,7 @@ def gather_rows(rows: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_rows(rows: Tensor, group: Group) -> Tensor:
-    """Sum the rows of all members and keep the own slice: ``(N * size, ...)`` to ``(N, ...)``."""
+    """Sum the rows of all members; return this slice: ``(N * size, ...)`` to ``(N, ...)``."""
     if group.size == 1:
         return rows
     reduced: Tensor = _ReduceScatter.apply(rows, group)  # type: ignore[no-untyped-call]
@@ -174,7 +174,7 @@ def _shown(counts: Sequence[int]) -> str:
 
 
 class _Transfer:
-    """What the two halves of one exchange know of each other."""
+    """Shared state of the two halves of one exchange."""
 
     def __init__(self, group: Group, splits: RowSplits) -> None:
         self.group = group
@@ -185,11 +185,11 @@ class _Transfer:
         self._turn = 0
 
     def started(self) -> None:
-        """Remember when the rows or their gradients were sent."""
+        """Record the turn count at the start of an exchange."""
         self._turn = num_turns_given()
 
     def let_others_run(self) -> None:
-        """Give the turn, unless that was done since the start: for exchanges that go together."""
+        """Give the turn, unless it was given since the start: for exchanges that run together."""
         if self._turn == num_turns_given():
             give_turn()
 
@@ -227,7 +227,7 @@ class _Finish(torch.autograd.Function):
             grad.contiguous(), transfer.group, transfer.splits.reversed()
         )
         transfer.started()
-        # Only says that there is a gradient: what travels reaches _Start.backward by itself.
+        # A nominal gradient: the exchanged one is passed to _Start.backward by the transfer.
         return grad, None
 
 

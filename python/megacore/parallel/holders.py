@@ -1,4 +1,4 @@
-"""Which ranks hold the same parameters, where a pipeline may hold two copies of the model."""
+"""Groups of ranks with the same parameters, for one or two copies of the model in a pipeline."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def holder_groups(topology: Topology, *, expert: bool, copies: int = 1) -> list[
 
     Args:
         topology: The layout.
-        expert: Those of experts.
-        copies: Copies of the model in each pipeline. With 2 of them position r of a pipeline of p
-            ranks holds stage r of the first copy and stage p-1-r of the second, so the positions r
-            and p-1-r hold the same.
+        expert: Return the groups of expert parameters.
+        copies: Copies of the model in each pipeline. With 2 copies, position r of a pipeline of p
+            ranks holds stage r of the first copy and stage p-1-r of the second, so positions r and
+            p-1-r hold the same parameters.
 
     Raises:
-        ConfigError: If two copies do not lie on pairs of ranks, or there are more.
+        ConfigError: If two copies do not match pairs of ranks, or there are more.
 
     Example:
         >>> holder_groups(Topology(world_size=4, pp=4), expert=False, copies=2)
@@ -51,8 +51,8 @@ def embedding_groups(
     Args:
         topology: The layout.
         ends: Positions in the pipeline, of the first copy, that hold the embedding or a copy of it;
-            -1 is the last one.
-        copies: As for :func:`holder_groups`. The second copy has its ends mirrored.
+            -1 is the last position.
+        copies: As in :func:`holder_groups`. The ends of the second copy are mirrored.
 
     Example:
         >>> embedding_groups(Topology(world_size=4, pp=4), (0, 1), copies=2)

@@ -1,9 +1,9 @@
-"""A tensor of each rank of one host that the others can read: collectives without staging memory.
+"""Tensors in shared memory of one host: collectives without staging memory.
 
-Where ``host_memory`` moves tensors piece by piece through shared slots, in step with the others, a
-``WindowTensor`` is itself shared. A part of it is *offered* when its data are final; the work of
-the collective, to read what one needs from the others, is done later, by each rank when it suits
-it. So a collective can be started during a computation, and it costs no memory and no second copy.
+``host_memory`` copies tensors chunk by chunk through shared slots, in lockstep with other members.
+A ``WindowTensor`` is itself shared. A part of it is *offered* when its data are final; each rank
+later reads the data it needs from the others, at a time of its choice. So a collective can be
+started during a computation, without additional memory or a second copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megacore.parallel.process_groups import Group
 
 
 class WindowTensor:
-    """A flat tensor on the CPU, all zero at first, in memory that all members of a group can read.
+    """A flat CPU tensor, initially zero, in memory that all members of a group can read.
 
     Collectives run in place on numbered parts of it. Every member starts and completes those of one
     part in the same order; parts are independent. A part must not be written between the start of a
@@ -33,10 +33,10 @@ class WindowTensor:
         window: The native window.
         numel: Elements.
         dtype: Their dtype.
-        size: Members of the group.
+        size: Number of members of the group.
 
     Attributes:
-        data: The tensor, ``(numel,)``. It keeps the memory alive.
+        data: The tensor, ``(numel,)``, which owns a reference to the memory.
     """
 
     def __init__(self, window: HostWindow, *, numel: int, dtype: torch.dtype, size: int) -> None:
@@ -52,10 +52,11 @@ class WindowTensor:
     def zeros(
         numel: int, *, dtype: torch.dtype, group: Group, num_parts: int
     ) -> WindowTensor | None:
-        """Make one on every member of ``group``. Collective.
+        """Allocate a window tensor on every member of ``group``. Collective.
 
         Returns:
-            ``None``, on every member, where the group does not share memory or one lacks memory.
+            The tensor; ``None``, on every member, if the group does not share memory or an
+            allocation fails.
         """
         if group.host is None or numel == 0:
             return None
@@ -71,9 +72,9 @@ class WindowTensor:
     ) -> PendingCollective:
         """Start to reduce elements ``[start, end)``, those of ``part``, over the group.
 
-        Afterwards this member's slice of them, the one of its position, is reduced. The bits are
-        those of :func:`megacore.parallel.collectives.reduce_scatter`. The work is shown in
-        profiles under ``name``.
+        Afterwards the slice of these elements at this member's position is reduced, bitwise equal
+        to :func:`megacore.parallel.collectives.reduce_scatter`. Profiles show the work under
+        ``name``.
         """
 
         def reduce() -> None:
@@ -88,7 +89,7 @@ class WindowTensor:
         return self._start(part, reduce, name)
 
     def start_all_gather(self, part: int, start: int, end: int, *, name: str) -> PendingCollective:
-        """Start to collect elements ``[start, end)``, those of ``part``: a slice of each member."""
+        """Start the all-gather of elements ``[start, end)`` of ``part``, one slice per member."""
 
         def gather() -> None:
             self._window.all_gather(
@@ -101,10 +102,10 @@ class WindowTensor:
         return self._start(part, gather, name)
 
     def wait_until_free(self, part: int) -> None:
-        """Return when no other member needs the part any more, so that it may be written.
+        """Wait until no other member needs the part, so that it may be written.
 
         Sync:
-            Waits until all have completed what was last started.
+            Waits until all members have completed the last started collective of the part.
         """
         self._window.wait_until_taken(part)
 

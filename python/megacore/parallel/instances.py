@@ -1,4 +1,4 @@
-"""Groups for hybrid sharding: optimizer state split inside an instance, equal across instances."""
+"""Groups for hybrid sharding: optimizer state sharded inside an instance, replicated across."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megacore.parallel.process_groups import Group, ProcessGroups, _GroupMaker, 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceGroups:
-    """The ranks with the parameters of this one, cut into optimizer instances of neighbours.
+    """Ranks with the parameters of this rank, split into optimizer instances of neighbours.
 
-    Gradients are reduced and scattered inside an instance (near ranks), then each slice is summed
-    across instances (far ranks); updated parameters are gathered inside an instance.
+    Gradients are reduce-scattered inside an instance (near ranks), then each slice is summed across
+    instances (far ranks); updated parameters are gathered inside an instance.
 
     Attributes:
-        dense: Ranks of my instance that share the state of dense parameters.
-        dense_across: Ranks of all instances that hold the same slices as I do.
+        dense: Ranks of this instance that share the state of dense parameters.
+        dense_across: Ranks of all instances that hold the same slices as this rank.
         expert: As ``dense``, for expert parameters.
         expert_across: As ``dense_across``, for expert parameters.
     """
@@ -38,7 +38,7 @@ class InstanceGroups:
         timeout_s: float = 120.0,
         host_memory: bool = True,
     ) -> InstanceGroups:
-        """Cut ``groups.holders`` and ``groups.expert_holders`` into instances. Collective.
+        """Split ``groups.holders`` and ``groups.expert_holders`` into instances. Collective.
 
         Raises:
             ConfigError: If ``num_instances`` does not divide the size of both groups.

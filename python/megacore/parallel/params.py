@@ -1,8 +1,8 @@
-"""What a parameter is called, its full size, and which part of it a rank holds.
+"""Parameter metadata: global name, full shape, and the shard of a rank.
 
-A parameter may be cut along two dimensions: ``tp_dim`` over tensor-parallel ranks (the etp axis for
-experts) and ``ep_dim`` over expert-parallel ranks. The parts are boxes of the full tensor; a
-checkpoint stores full tensors, so any layout can read what any other one wrote.
+A parameter may be split along two dimensions: ``tp_dim`` over tensor-parallel ranks (the etp axis
+for experts) and ``ep_dim`` over expert-parallel ranks. The parts are boxes of the full tensor.
+Checkpoints store full tensors, so any layout can read the checkpoints of any other.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from megacore.parallel.process_groups import ProcessGroups
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInfo:
-    """Describes one model parameter without naming a rank or a layout.
+    """Description of a model parameter, independent of rank and layout.
 
-    The buffers, the optimizer and the checkpoint know parameters only through this value.
+    Buffers, the optimizer and checkpoints identify parameters by this value only.
 
     Attributes:
         name: Global name, the same for every layout, e.g. ``"layers.3.attention.qkv"``.
         full_shape: Shape of the whole parameter.
-        tp_dim: Dimension that tensor parallelism splits (etp for experts); ``None`` if every tp
-            rank holds it all.
-        sequence_parallel: The parameter is replicated over tp, but each tp rank saw only its
-            part of the activations (mostly a slice of the sequence), so its gradient is a part that
+        tp_dim: Dimension that tensor parallelism splits (etp for experts); ``None`` for a parameter
+            that is replicated over tp.
+        sequence_parallel: The parameter is replicated over tp, but each tp rank had only part of
+            the activations (mostly a slice of the sequence), so its gradient is partial and must
+            be summed over tp.
             must be summed over tp.
-        weight_decay: Whether the optimizer decays it (matrices yes, norm weights no).
+        weight_decay: Whether weight decay applies (to matrices, not to norm weights).
         shared: Name of a set of parameters that must stay equal across pipeline stages;
-            ``"embedding"`` for tied word embeddings that live on the first and on the last stage.
-            Their gradients are summed.
-        is_shared_copy: This is the second holder of a shared parameter: left out of norms and
-            checkpoints.
-        expert: Belongs to an expert, hence to the expert view of the topology.
-        ep_dim: Dimension that counts experts, which expert parallelism splits; for experts only.
+            ``"embedding"`` for tied word embeddings on the first and the last stage. Their
+            gradients are summed.
+        is_shared_copy: Whether this is the second copy of a shared parameter, which is excluded
+            from norms and checkpoints.
+        expert: Whether it belongs to an expert, and thus to the expert view of the topology.
+        ep_dim: Dimension of experts, split by expert parallelism; for expert parameters only.
 
     Raises:
-        ValueError: If ``tp_dim`` or ``ep_dim`` is no dimension of ``full_shape``, or flags
+        ValueError: If ``tp_dim`` or ``ep_dim`` is not a dimension of ``full_shape``, or flags
             contradict each other.
 
     Example:
@@ -83,7 +84,7 @@ class ParamInfo:
             raise ValueError(f"{self.name}: is_shared_copy needs the name of the shared set")
 
     def local_shape(self, tp_size: int, *, ep_size: int = 1) -> tuple[int, ...]:
-        """Shape that one of ``tp_size`` x ``ep_size`` ranks holds.
+        """Return the shape of the shard on one of ``tp_size`` x ``ep_size`` ranks.
 
         Raises:
             ValueError: If a size does not divide the dimension it splits.
@@ -103,13 +104,13 @@ class ParamInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPosition:
-    """Which of the equal boxes of a full parameter a rank holds.
+    """Position of a rank's box among the equal boxes of a full parameter.
 
     Attributes:
-        tp_position: Which part along ``tp_dim``; 0 for a parameter without one.
-        tp_size: Number of parts along ``tp_dim``; 1 for a parameter without one.
-        ep_position: Which part along ``ep_dim``; 0 for a parameter without one.
-        ep_size: Number of parts along ``ep_dim``; 1 for a parameter without one.
+        tp_position: Index along ``tp_dim``; 0 for a parameter without it.
+        tp_size: Number of parts along ``tp_dim``; 1 for a parameter without it.
+        ep_position: Index along ``ep_dim``; 0 for a parameter without it.
+        ep_size: Number of parts along ``ep_dim``; 1 for a parameter without it.
     """
 
     tp_position: int = 0
@@ -119,7 +120,7 @@ class ShardPosition:
 
     @classmethod
     def of(cls, info: ParamInfo, groups: ProcessGroups) -> ShardPosition:
-        """Return the box of a parameter on this rank. Ranks with equal positions hold equal values.
+        """Return the box of a parameter on this rank; equal positions hold equal values.
 
         Example:
             >>> info = ParamInfo(name="w", full_shape=(4, 2), tp_dim=0)
@@ -142,11 +143,11 @@ class ShardPosition:
 
     @property
     def index(self) -> int:
-        """Number of this box; ``tp_position`` varies fastest. The order that ``unshard`` takes."""
+        """Index of this box in the order of ``unshard``; ``tp_position`` varies fastest."""
         return self.ep_position * self.tp_size + self.tp_position
 
     def offsets(self, info: ParamInfo) -> tuple[int, ...]:
-        """Where the box begins in the full parameter, one number per dimension.
+        """Return the offset of the box in the full parameter, one number per dimension.
 
         Its extent is ``info.local_shape(tp_size, ep_size=ep_size)``.
 
@@ -173,22 +174,22 @@ def shard(
     ep_position: int = 0,
     ep_size: int = 1,
 ) -> Tensor:
-    """Copy out the part of a full parameter that one rank holds.
+    """Copy the shard of one rank out of a full parameter.
 
     Args:
         full: The whole parameter, shape ``info.full_shape``, any dtype.
-        info: Which parameter it is.
+        info: Description of the parameter.
         tp_position: Position on the tp axis (etp for experts), in ``[0, tp_size)``.
         tp_size: Number of tensor-parallel ranks.
-        ep_position: Position on the ep axis, in ``[0, ep_size)``; matters to experts only.
+        ep_position: Position on the ep axis, in ``[0, ep_size)``; used for experts only.
         ep_size: Number of expert-parallel ranks.
 
     Returns:
-        A contiguous copy of shape ``info.local_shape(tp_size, ep_size=ep_size)``; all of a
-        replicated parameter.
+        A contiguous copy of shape ``info.local_shape(tp_size, ep_size=ep_size)``; the whole
+        parameter if it is replicated.
 
     Raises:
-        ValueError: If shape, size or position do not fit.
+        ValueError: If shape, size or position are not valid.
 
     Example:
         >>> info = ParamInfo(name="w", full_shape=(4, 2), tp_dim=0)
@@ -211,13 +212,13 @@ def shard(
 
 
 def unshard(shards: Sequence[Tensor], info: ParamInfo, *, ep_size: int = 1) -> Tensor:
-    """Join the parts of all ranks: the inverse of :func:`shard`.
+    """Join the shards of all ranks: the inverse of :func:`shard`.
 
     Args:
         shards: One tensor per part, by :attr:`ShardPosition.index` (tp varies fastest): each
-            ``info.local_shape(len(shards) // ep_size, ep_size=ep_size)``. Of a parameter that is
-            replicated over tp, one or any number of equal ones.
-        info: Which parameter it is.
+            ``info.local_shape(len(shards) // ep_size, ep_size=ep_size)``. For a parameter that is
+            replicated over tp, one or more equal shards.
+        info: Description of the parameter.
         ep_size: Number of parts along ``info.ep_dim``; divides the number of shards.
 
     Returns:

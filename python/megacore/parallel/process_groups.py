@@ -1,4 +1,4 @@
-"""The process groups one rank uses: made once, frozen, and passed to whoever communicates."""
+"""Process groups of one rank: created once, frozen, and passed explicitly."""
 
 from __future__ import annotations
 
@@ -36,22 +36,21 @@ _AXIS_GROUPS = MappingProxyType(
         "expert_dp": ("expert", "edp"),
     }
 )
-# Made after those; the same groups as dp_cp and expert_dp where there is one copy of the model.
+# Created last; equal to dp_cp and expert_dp if there is one copy of the model.
 _HOLDERS = ("holders", "expert_holders")
 
 
 @dataclass(frozen=True)
 class Group:
-    """One process group as seen by one of its members.
+    """One process group from the perspective of one member.
 
     Attributes:
-        name: What the group is for, such as ``"tp"``; used in messages.
+        name: Purpose of the group, such as ``"tp"``; used in messages.
         ranks: Global ranks of the members, increasing.
         position: Index of this rank in ``ranks``.
         handle: The torch process group, or ``None`` for a group of one, which never communicates.
-        host: The way of CPU tensors through shared memory, or ``None``: then they too take
-            ``handle``.
-        host_note: Why a group on gloo has no ``host``.
+        host: Shared-memory communicator for CPU tensors, or ``None``: then ``handle`` is used.
+        host_note: Reason why a gloo group has no ``host``.
     """
 
     name: str
@@ -78,7 +77,7 @@ class Group:
         return self.ranks[self.position]
 
     def describe(self) -> str:
-        """Say who is in the group and how its collectives travel.
+        """Describe the members of the group and the transport of its collectives.
 
         Example:
             >>> Group.solo(rank=3, name="tp").describe()
@@ -110,7 +109,7 @@ class ProcessGroups:
     """All groups that one rank is a member of.
 
     Attributes:
-        topology: The layout the groups were made from.
+        topology: The layout of the groups.
         rank: Global rank of this process.
         world: All ranks.
         tp: Tensor parallel group of dense layers.
@@ -120,13 +119,13 @@ class ProcessGroups:
         pp: Pipeline group, position = stage of the first model chunk.
         ep: Expert parallel group.
         etp: Tensor parallel group of expert layers.
-        etp_ep: Ranks that hold one copy of all experts together: they exchange tokens.
+        etp_ep: Ranks that together hold one copy of all experts and exchange tokens.
         expert_dp: Data parallel group of experts.
         holders: All ranks that hold the same dense parameters: ``dp_cp``; with two copies of the
-            model in a pipeline those of both pipeline positions.
-        expert_holders: Likewise for expert parameters: ``expert_dp``, or those of both positions.
-        embedding: First and last rank of my pipeline (which share a tied word embedding); on the
-            ranks between them, and without a pipeline, a group of one.
+            model in a pipeline, those of both pipeline positions.
+        expert_holders: The same for expert parameters: ``expert_dp``, or those of both positions.
+        embedding: First and last rank of this pipeline (which share a tied word embedding); a group
+            of one on other ranks, and without a pipeline.
     """
 
     topology: Topology
@@ -159,32 +158,32 @@ class ProcessGroups:
         pp_ends: tuple[int, ...] = (0, -1),
         pp_copies: int = 1,
     ) -> ProcessGroups:
-        """Make the groups of this rank; every rank must call it, with the same topology.
+        """Create the groups of this rank; every rank must call it with the same topology.
 
-        Only groups this rank belongs to are made, in one order that is the same everywhere. Groups
-        with equal rank lists share one torch group; a group of all ranks is the default group; a
-        group of one needs none.
+        Only groups of this rank are created, in the same canonical order on all ranks. Groups with
+        equal rank lists share one torch group; a group of all ranks is the default group; a group
+        of one needs no torch group.
 
         Args:
             topology: The layout. Its ``world_size`` must be the number of running processes.
-            timeout_s: Seconds after which a collective on the new groups gives up.
+            timeout_s: Timeout of collectives on the new groups, in seconds.
             backend: ``"gloo"``, ``"nccl"`` or ``None`` for the default group's backend.
             host_memory: Let collectives on CPU tensors use shared memory in every gloo group whose
-                ranks all run on one host. A group that cannot stays on gloo; its ``host_note`` says
-                why.
-            host_slot_bytes: Size of the pieces that tensors are moved in. Each rank adds two such
-                slots to the shared memory of a group.
-            pp_channels: Make ``pp_channels``.
+                ranks all run on one host. Other groups stay on gloo, with the reason in
+                ``host_note``.
+            host_slot_bytes: Chunk size of transfers. Each rank adds two such slots to the shared
+                memory of a group.
+            pp_channels: Create ``pp_channels``.
             pp_ends: Positions in the pipeline that hold the embedding or a copy of it: those of the
-                first and of the last stage, ``(0, 0)`` for a V, which comes back to the rank it
-                began on; and that of layers for multi-token prediction.
-            pp_copies: Copies of the model in each pipeline. With two of them the positions r and
-                p-1-r of a pipeline of p ranks hold the same parameters.
+                first and of the last stage, ``(0, 0)`` for a V placement, which starts and ends on
+                the same rank; and that of layers for multi-token prediction.
+            pp_copies: Copies of the model in each pipeline. With two copies, positions r and p-1-r
+                of a pipeline of p ranks hold the same parameters.
 
         Raises:
             ConfigError: If torch.distributed is not initialised, the number of processes is not the
-                topology's, another rank came with another topology, or two copies meet an odd
-                number of pipeline ranks. Found before any collective.
+                topology's, another rank has another topology, or there are two copies but an odd
+                number of pipeline ranks. Checked before any collective.
 
         Sync:
             Does not wait for the device. NCCL connects a group at its first collective, unless the
@@ -221,7 +220,7 @@ class ProcessGroups:
 
     @classmethod
     def single(cls) -> ProcessGroups:
-        """Return the groups of one process alone; torch.distributed need not be initialised.
+        """Return the groups of a single process; torch.distributed need not be initialised.
 
         Example:
             >>> groups = ProcessGroups.single()
@@ -241,7 +240,7 @@ class ProcessGroups:
         return self.holders.size // self.dp_cp.size
 
     def describe(self) -> str:
-        """Say how each group of this rank communicates, one line per group that does."""
+        """Describe the transport of each group of this rank, one line per group."""
         holders = _HOLDERS if self.copies > 1 else ()
         names = ("world", *_AXIS_GROUPS, *holders, "embedding")
         groups: list[Group] = [getattr(self, name) for name in names]
@@ -249,14 +248,14 @@ class ProcessGroups:
 
 
 class _GroupMaker:
-    """Makes torch groups for one rank, one per distinct rank list.
+    """Creates torch groups for one rank, one per distinct rank list.
 
-    By default only the members of a group make it (``use_local_synchronization``) and meet through
-    the store, so the cost does not grow with the world. Torch names such a group after its ranks
-    *and* the number of groups the process has made before; that number must therefore stay equal on
-    all ranks, or members wait for each other under different names.
+    By default only the members of a group create it (``use_local_synchronization``) and rendezvous
+    through the store, so the cost does not grow with the world. Torch names such a group after its
+    ranks *and* the number of groups created by the process before. This number must therefore be
+    equal on all ranks, or members wait for each other under different names.
 
-    Where the default group is bound to a device, torch splits its NCCL communicator for every new
+    If the default group is bound to a device, torch splits its NCCL communicator for every new
     group, and a split is a collective of the whole world: then all ranks call ``new_group`` for
     every group.
     """
@@ -280,7 +279,7 @@ class _GroupMaker:
             self._made[tuple(range(dist.get_world_size()))] = default
 
     def make(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
-        """Return my group among disjoint rank lists; a group of one where no list has this rank."""
+        """Return this rank's group among disjoint rank lists; a group of one if it is in none."""
         mine: tuple[int, ...] = (self.rank,)
         for ranks in map(tuple, partition):
             if self.rank in ranks:
@@ -296,7 +295,7 @@ class _GroupMaker:
         return Group(name, mine, position, self._made[mine], path.communicator, path.note)
 
     def make_another(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
-        """Return a group for messages only, even where there is one with the same ranks.
+        """Return a new group for messages only, even if one with the same ranks exists.
 
         Every rank must be in a rank list of more than one.
         """
@@ -309,7 +308,7 @@ class _GroupMaker:
         return Group(name, mine, mine.index(self.rank), my_handle)
 
     def _path(self, name: str, ranks: tuple[int, ...], position: int) -> HostPath:
-        """Return the way through shared memory; groups with equal rank lists share it."""
+        """Return the shared-memory path; groups with equal rank lists share one."""
         if backend_for(self._made[ranks], "cpu") != "gloo":
             return HostPath()
         if self._connector is None:
@@ -337,7 +336,7 @@ class _GroupMaker:
 def _make_all(
     maker: _GroupMaker, topology: Topology, *, pp_ends: tuple[int, ...], pp_copies: int
 ) -> dict[str, Group]:
-    """The groups of a layout by their field in `ProcessGroups`, made in the canonical order."""
+    """Return the groups of a layout by field of `ProcessGroups`, created in canonical order."""
     groups = {"world": maker.make("world", [list(range(topology.world_size))])}
     for name, (view, token) in _AXIS_GROUPS.items():
         generator = topology.expert if view == "expert" else topology.dense
@@ -356,7 +355,10 @@ def host_connector(
     slot_bytes: int = DEFAULT_SLOT_BYTES,
     while_waiting: Callable[[], None] = lambda: None,
 ) -> HostConnector | None:
-    """Return what connects new groups through shared memory; all ranks call it equally often."""
+    """Return a connector of new groups through shared memory, or ``None`` without a store.
+
+    All ranks must call this function equally often.
+    """
     if dist.get_backend() == "fake":  # has no store
         return None
     store = _get_default_store()
@@ -416,9 +418,9 @@ def _require_matching_world(topology: Topology) -> None:
 
 
 def _require_same_call_on_all_ranks(settings: str) -> int:
-    """Compare this call with that of the rank that came first, through the store alone.
+    """Compare this call with that of the first rank, through the store only.
 
-    Returns the number of the call, from 1; the same on all ranks.
+    Returns the index of the call, from 1, equal on all ranks.
     """
     if dist.get_backend() == "fake":  # a fake world has one process and no store
         return 1
@@ -437,7 +439,7 @@ def _require_same_call_on_all_ranks(settings: str) -> int:
 
 
 def _raise_disagreement(call: int) -> None:
-    """Tell a rank that came first, and waits for another one, that there is a disagreement."""
+    """Raise the error of a disagreement that another rank has published."""
     store, key = _get_default_store(), _disagreement_key(call)
     if store.check([key]):
         raise ConfigError(store.get(key).decode())

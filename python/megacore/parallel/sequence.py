@@ -1,8 +1,8 @@
-"""Which tokens of a sequence a context-parallel rank holds.
+"""Tokens of a sequence on each context-parallel rank.
 
-Attention is causal, so a token near the end of a sequence does more work than one near its start.
+Attention is causal, so a token near the end of a sequence has more work than one near its start.
 The sequence is therefore cut into ``2 * cp`` slices, and the rank at position ``r`` holds slice
-``r`` and slice ``2 * cp - 1 - r``: each rank then attends to equally many pairs of tokens.
+``r`` and slice ``2 * cp - 1 - r``, so each rank has the same number of query-key pairs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def context_slices(cp_size: int, position: int) -> tuple[int, int]:
-    """Which two of the ``2 * cp_size`` slices of a sequence a rank holds.
+    """Return the two of the ``2 * cp_size`` slices of a sequence that a rank holds.
 
     Example:
         >>> [context_slices(2, position) for position in range(2)]
@@ -24,13 +24,13 @@ def context_slices(cp_size: int, position: int) -> tuple[int, int]:
 def context_positions(
     seq_length: int, *, cp_size: int, position: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Positions in the whole sequence of the tokens that this rank holds, in its order.
+    """Return the positions in the whole sequence of this rank's tokens, in their order.
 
     Args:
         seq_length: Tokens of the whole sequence.
         cp_size: Ranks that share the sequence.
         position: Position of this rank among them.
-        device: Where the result lives.
+        device: Device of the result.
 
     Returns:
         ``(seq_length / cp,)``, int64.

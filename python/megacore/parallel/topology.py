@@ -1,4 +1,4 @@
-"""Which global ranks work together: the dense and the expert view of one world of ranks."""
+"""Dense and expert view of one world of ranks: groups, coordinates and sizes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RankGenerator:
         return tuple(axis for axis, _ in self._native.layout)
 
     def stride(self, axis: str) -> int:
-        """Return how many ranks apart neighbours along one axis are."""
+        """Return the distance in ranks between neighbours along one axis."""
         return self._native.stride(axis)
 
     def group_size(self, token: str) -> int:
@@ -129,7 +129,7 @@ class RankGenerator:
         return ranks
 
     def group_of(self, rank: int, token: str) -> list[int]:
-        """Return the group of a token that holds ``rank``, without making the others."""
+        """Return the group of a token that contains ``rank``, without computing the others."""
         return self._native.group_of(rank, token)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -182,9 +182,9 @@ class Topology:
     """The dense and the expert view of one world of ranks (parallel folding).
 
     Attention and dense layers divide the world as ``tp x cp x dp x pp``, expert layers divide the
-    same ranks as ``etp x ep x edp x pp``, in one axis order. What the given sizes leave over is
-    data parallelism: ``dp`` and ``expert_dp``. Both views have the same pipeline groups, since a
-    layer's two halves share a stage.
+    same ranks as ``etp x ep x edp x pp``, in one axis order. The remaining factor is data
+    parallelism: ``dp`` and ``expert_dp``. Both views have the same pipeline groups, since the
+    attention and the experts of a layer share a stage.
 
     Args:
         world_size: Number of ranks.
@@ -287,7 +287,7 @@ class Topology:
 
     @property
     def expert(self) -> RankGenerator:
-        """The view of expert layers, axes ``etp ep edp pp``; ``tp`` and ``dp`` mean etp, edp."""
+        """View of expert layers, axes ``etp ep edp pp``; tokens ``tp`` and ``dp`` mean etp, edp."""
         return self._expert
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -299,11 +299,11 @@ class Topology:
         return self._expert.coordinates(rank)
 
     def group_of(self, rank: int, token: str) -> list[int]:
-        """Return the ranks of the dense group of ``token`` that holds ``rank``."""
+        """Return the ranks of the dense group of ``token`` that contains ``rank``."""
         return self._dense.group_of(rank, token)
 
     def expert_group_of(self, rank: int, token: str) -> list[int]:
-        """Return the ranks of the expert group of ``token`` that holds ``rank``."""
+        """Return the ranks of the expert group of ``token`` that contains ``rank``."""
         return self._expert.group_of(rank, token)
 
     def describe(self) -> str:
@@ -354,12 +354,12 @@ class Topology:
 def groups_text(
     groups: npt.NDArray[np.int32], *, max_groups: int = 16, max_ranks: int = 16
 ) -> list[str]:
-    """Return groups as texts such as ``"[0, 4]"``; what does not fit is counted, not shown.
+    """Return groups as texts such as ``"[0, 4]"``; omitted groups and ranks are counted.
 
     Args:
         groups: Ranks, ``(num_groups, group_size)``, int32.
-        max_groups: Groups to write out; a last text says how many more there are.
-        max_ranks: Ranks to write out per group.
+        max_groups: Number of groups to show; a last text has the number of others.
+        max_ranks: Number of ranks to show per group.
 
     Example:
         >>> groups_text(np.arange(12, dtype=np.int32).reshape(3, 4), max_groups=2, max_ranks=3)
@@ -377,7 +377,7 @@ def groups_text(
 
 
 def _whole(name: str, value: int) -> int:
-    """Return the value as an int that fits the native core, or say which setting is wrong."""
+    """Return the value as a 64-bit int; raise an error with the setting's name."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -388,7 +388,7 @@ def _whole(name: str, value: int) -> int:
 
 
 def _rebuild_rank_generator(layout: Sequence[tuple[str, int]], rank_offset: int) -> RankGenerator:
-    # The order text names dense axes only; an expert axis stands in the place of its dense one.
+    # The order text names dense axes only; an expert axis has the place of its dense one.
     order = "-".join(
         axis.removeprefix("e") if axis in ("etp", "edp") else axis for axis, _ in layout
     )

@@ -1,8 +1,8 @@
-"""What runs while something is under way: the other one of two functions, or spare work.
+"""Cooperative scheduling of two functions, and spare work, during waits.
 
-A function calls :func:`give_turn` where it would wait. It then does what it has put aside for such
-moments (:func:`spare_work`), and hands its turn to the other function of its pair. Which one runs
-is decided by the code alone, never by time: ranks that run the same pair of functions start their
+A function calls :func:`give_turn` where it would wait. This call runs deferred work
+(:func:`spare_work`) and then gives the turn to the other function of its pair. The order is
+determined by the code, never by time, so ranks that run the same pair of functions start their
 collectives in the same order.
 """
 
@@ -20,7 +20,7 @@ _Second = TypeVar("_Second")
 
 
 class Turns:
-    """Runs pairs of functions. The second one has a thread of its own, which is kept.
+    """Runs pairs of functions. The second one runs on a separate, persistent thread.
 
     Example:
         >>> heard = []
@@ -43,7 +43,7 @@ class Turns:
     ) -> tuple[_First, _Second]:
         """Run both to their ends, ``first`` before ``second``, and return both results.
 
-        An error in one is raised, and ends the other at its next turn.
+        An error in one function is raised, and ends the other at its next turn.
         """
         pair = _Pair()
         future = self._threads.submit(pair.run, 1, second)
@@ -63,7 +63,7 @@ class _AbandonedError(Exception):
 
 
 class _Pair:
-    """Who of two has the turn."""
+    """Turn state of a pair of functions."""
 
     def __init__(self) -> None:
         self._turns = (Semaphore(1), Semaphore(0))
@@ -96,17 +96,17 @@ class _Pair:
             raise _AbandonedError
 
 
-# The pair that the running thread belongs to, and its place there.
+# The pair of the running thread, and its place in the pair.
 _PLACE: ContextVar[tuple[_Pair, int] | None] = ContextVar("place", default=None)
 
 
-# What the running thread has put aside.
+# Deferred work of the running thread.
 _SPARE_WORK: ContextVar[Callable[[], None] | None] = ContextVar("spare_work", default=None)
 
 
 @contextmanager
 def spare_work(work: Callable[[], None]) -> Iterator[None]:
-    """Let ``work`` be called wherever the code inside would wait.
+    """Call ``work`` wherever the code inside ``with`` would wait.
 
     Example:
         >>> with spare_work(lambda: print("something else")):
@@ -122,7 +122,7 @@ def spare_work(work: Callable[[], None]) -> Iterator[None]:
 
 
 def give_turn() -> None:
-    """Do spare work, and let the other function of a pair run until it gives the turn back."""
+    """Run spare work, then the other function of the pair until it gives the turn back."""
     work = _SPARE_WORK.get()
     if work is not None:
         work()
@@ -132,9 +132,9 @@ def give_turn() -> None:
 
 
 def running_place() -> int:
-    """Which function of a pair runs: 0 for the first one, 1 for the second, 0 without a pair.
+    """Return the index of the running function in its pair, 0 or 1; 0 without a pair.
 
-    What lives across turns and must not be shared goes by it.
+    State that lives across turns and must not be shared is selected by this index.
 
     Example:
         >>> Turns().run(running_place, running_place), running_place()
@@ -145,9 +145,9 @@ def running_place() -> int:
 
 
 def num_turns_given() -> int:
-    """How often the running function of a pair has given its turn away; 0 without a pair.
+    """Return the number of turns given by the running function of a pair; 0 without a pair.
 
-    Tells whether the other one has had time since something was started.
+    A changed number shows that the other function has run since some start.
     """
     place = _PLACE.get()
     return 0 if place is None else place[0].num_given[place[1]]
