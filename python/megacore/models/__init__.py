@@ -1,1 +1,1 @@
-"""The GPT: layers that tensor parallelism splits, chunks that pipeline stages hold, generation."""
+"""The GPT: tensor-parallel layers, model chunks of pipeline stages, generation."""

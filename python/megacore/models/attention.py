@@ -15,11 +15,11 @@ from megacore.models.layers import ColumnLinear, HeadNorm, ModelContext, RowLine
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from one column-parallel layer; each tp rank owns whole heads.
+    """Attention with one column-parallel layer for queries, keys and values.
 
-    A key head and the query heads that read it always live on the same rank, so attention itself
-    needs no communication over tp. There is no dropout on attention probabilities: its mask would
-    have ``S * S`` elements per head, and models of today train without it.
+    A tp rank owns whole heads: a key head and its query heads are on the same rank, so attention
+    itself needs no communication over tp. There is no dropout on attention probabilities: its mask
+    would have ``S * S`` elements per head, and current models train without it.
     """
 
     def __init__(self, name: str, context: ModelContext) -> None:
@@ -37,10 +37,10 @@ class Attention(nn.Module):
         self.k_norm = HeadNorm(f"{name}.k_norm", context) if normed else None
 
     def forward(self, qkv_SBX: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Mix tokens with earlier ones.
+        """Compute causal attention and the output projection.
 
         Args:
-            qkv_SBX: What the layer ``qkv`` makes of ``(S[/tp], B, H)``.
+            qkv_SBX: Output of the layer ``qkv`` for ``(S[/tp], B, H)``.
             rotary: Cosines and sines at the positions of these tokens, at least ``(S, D/2)`` each.
 
         Returns:

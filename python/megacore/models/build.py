@@ -1,4 +1,4 @@
-"""The model chunks of one rank, from a resolved configuration."""
+"""Construction of a rank's model chunks from a resolved configuration."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def build_chunks(
 ) -> list[GPTChunk]:
     """Build this pipeline rank's chunks, in the order of their stages.
 
-    The schedule says which stages those are: in a loop chunk c is stage ``c * pp + pp_rank``; in a
-    V the two chunks are the stages ``pp_rank`` and ``2 * pp - 1 - pp_rank``; with two copies of the
-    model, ``pp_rank`` of the first one and ``pp - 1 - pp_rank`` of the second.
+    The schedule determines the stages: in a loop, chunk c is stage ``c * pp + pp_rank``; in a V,
+    the two chunks are the stages ``pp_rank`` and ``2 * pp - 1 - pp_rank``; with two copies of the
+    model, ``pp_rank`` of the first copy and ``pp - 1 - pp_rank`` of the second.
 
     Args:
         config: A resolved configuration.
-        groups: This rank's process groups; the position in ``groups.pp`` says which stages.
-        device: Where the parameters live.
+        groups: This rank's process groups; the position in ``groups.pp`` determines the stages.
+        device: Device of the parameters.
 
     Returns:
         ``pipeline.chunks`` chunks. The first stage has the embedding, the last one the head. The
-        last one has the layers for multi-token prediction as well, or the one that the layout says.
-        Those of them on one rank that need the embedding share one parameter.
+        layers for multi-token prediction are on the last stage or on that of the layout. Chunks on
+        one rank that need the embedding share one parameter.
 
     Raises:
-        ConfigError: If layers or tensor-parallel sizes do not work out.
+        ConfigError: If layers or tensor-parallel sizes do not fit.
     """
     mine = stages_of_ranks(config)[groups.pp.position]
     return build_stages(config, mine, groups, device=device)
@@ -48,7 +48,7 @@ def build_stages(
     stages, further = _stages(config)
     chunks: list[GPTChunk] = []
     slots = SlotBuffers(config.moe.echo.spare_slots, num_slot_sets(config))
-    # In the order of the model, which may not be theirs: the embedding first, then who shares it.
+    # In model order, so that the chunk with the embedding precedes those that share it.
     for stage in sorted(mine):
         chunks.append(
             GPTChunk(
@@ -74,10 +74,10 @@ def build_stages(
 
 
 def in_model_order(config: Config, groups: ProcessGroups, chunks: Sequence[GPTChunk]) -> list[int]:
-    """Return which of a rank's chunks comes first in the model, which second, and so on.
+    """Return the indices of a rank's chunks in model order.
 
-    Ranks that hold the same stages give the same parameters in that order, also where two copies of
-    the model have them as different chunks.
+    In this order, ranks that hold the same stages have the same parameters, even if two copies of
+    the model have these stages as different chunks.
     """
     mine = stages_of_ranks(config)[groups.pp.position]
     return sorted(range(len(chunks)), key=mine.__getitem__)
@@ -91,7 +91,7 @@ def _stages(config: Config) -> tuple[list[range], int | None]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the value of ``train.dtype`` as torch's dtype."""
+    """Return the torch dtype of ``train.dtype``."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 

@@ -1,9 +1,8 @@
-"""The part of a transformer layer that CUDA graphs capture, and the rest that follows it eagerly.
+"""Captured parts of transformer layers, and the eager rest of these layers.
 
-A captured part begins with the layer or with its MLP, and ends where a scope ends. What the rest
-needs are the results of the captured function, all of them tensors: the residual stream, the tokens
-of this rank, and of the dispatcher's plan the fields that it names (``captured_fields``). The host
-reads sizes after that.
+A captured part begins with the layer or with its MLP and ends at the end of a scope. Its results
+are the inputs of the eager rest, all of them tensors: the residual stream, this rank's tokens, and
+the fields of the dispatch plan in ``captured_fields``. Host reads of sizes follow the graph.
 
 Shapes: S sequence, B batch, H hidden.
 """
@@ -33,18 +32,18 @@ _ROUTING_FIELDS = tuple(RoutingResult.__dataclass_fields__)
 
 
 class CapturedPart(nn.Module):
-    """What is captured of one layer. As a module it is that part, with tensors in and out.
+    """Captured part of one layer, as a module with tensor inputs and outputs.
 
     Args:
         layer: The layer.
-        scopes: What to capture, of ``graphs.scopes``.
+        scopes: Scopes to capture, of ``graphs.scopes``.
         rotary: Rotary tables at the positions of the tokens.
         keys: Keys of the step's random numbers.
-        again: What the backward pass makes again, as in ``train.recompute_modules``.
+        again: Modules to recompute in the backward pass, as in ``train.recompute_modules``.
 
     Attributes:
-        captured_name: The layer and what is captured of it, for messages.
-        calls: What to call for each microbatch; empty until the capture.
+        captured_name: The layer and its captured scopes, for messages.
+        calls: Replacement callable for each microbatch; empty until the capture.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class CapturedPart(nn.Module):
         is_moe = isinstance(layer.mlp, MoEBlock)
         own = {"attn", "moe", "moe_router", "moe_preprocess"} if is_moe else {"attn", "mlp"}
         self.scopes = frozenset(scopes) & own
-        # Not registered: parameters outside of the scopes are not this module's.
+        # Not registered: parameters outside of the scopes do not belong to this module.
         self._layer = (layer,)
         self._rotary = rotary
         self._keys = keys
@@ -75,7 +74,7 @@ class CapturedPart(nn.Module):
         return self._layer[0]
 
     def sample(self, x_SBH: Tensor, batch: Microbatch) -> tuple[tuple[Tensor], dict[str, Tensor]]:
-        """Arguments of a call for these tensors."""
+        """Return the arguments of a call for these tensors."""
         named: dict[str, Tensor] = {}
         if self._reads_samples:
             named["sample_ids"] = batch.sample_ids
@@ -87,14 +86,14 @@ class CapturedPart(nn.Module):
     def forward(
         self, x_SBH: Tensor, *, sample_ids: Tensor | None = None, loss_factor: Tensor | None = None
     ) -> Results:
-        """Compute what is captured; the results are named tensors."""
+        """Compute the captured part; the results are named tensors."""
         if sample_ids is None:
             sample_ids = torch.zeros(x_SBH.shape[1], dtype=torch.int64, device=x_SBH.device)
         batch = Microbatch(
             tokens=sample_ids[:, None],
             labels=None,
             sample_ids=sample_ids,
-            step=-1,  # the keys say what depends on it
+            step=-1,  # unused: the keys depend on the step
             loss_factor=1.0 if loss_factor is None else loss_factor,
             keys=self._keys,
         )
@@ -110,7 +109,7 @@ class CapturedPart(nn.Module):
         rotary: tuple[Tensor, Tensor],
         again: frozenset[str],
     ) -> Tensor:
-        """The whole layer: what comes before eagerly, the captured part, then what is left."""
+        """Run the whole layer: the eager beginning, the captured part, the eager rest."""
         assert batch.number is not None
         if "attn" not in self.scopes:
             x_SBH = layer.attention_block(x_SBH, rotary, batch, again)
@@ -177,7 +176,7 @@ class CapturedPart(nn.Module):
 
 
 def random_uses(chunks: Sequence[nn.Module]) -> list[str]:
-    """What all modules draw random numbers for, in the words of `StepKeys`."""
+    """Return the random-number uses of all modules, as in `StepKeys`."""
     return [
         use
         for chunk in chunks
@@ -187,7 +186,7 @@ def random_uses(chunks: Sequence[nn.Module]) -> list[str]:
 
 
 def transformer_layers(chunk: GPTChunk) -> list[TransformerLayer]:
-    """All layers of a chunk in the order of its forward pass, with those of further predictions."""
+    """Return all layers of a chunk in forward order, including those for multi-token prediction."""
     further = () if chunk.predictions is None else (p.layer for p in chunk.predictions.layers)
     return [layer for layer in (*chunk.layers, *further) if isinstance(layer, TransformerLayer)]
 
@@ -200,14 +199,14 @@ def captured_parts(
     keys: StepKeys,
     again: frozenset[str],
 ) -> list[CapturedPart]:
-    """What there is to capture of the layers of a chunk; layers without such a part are left out.
+    """Return the captured parts of a chunk; layers without captured scopes are skipped.
 
     Args:
         chunk: The model chunk.
-        scopes: Of ``graphs.scopes``.
+        scopes: Scopes to capture, of ``graphs.scopes``.
         seq_length: Tokens per sample of every batch.
         keys: Keys of the step's random numbers.
-        again: What the backward pass makes again.
+        again: Modules to recompute in the backward pass.
     """
     rotary = chunk.rotary(seq_length)
     parts = [

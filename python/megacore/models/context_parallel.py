@@ -1,8 +1,8 @@
-"""Causal attention over a sequence that context parallelism spreads over ranks.
+"""Causal attention over a sequence that is split by context parallelism.
 
-Attention is the only part of the model that looks beyond a rank's share of the sequence (see
-``megacore.parallel.sequence``). It gathers keys and values, which grouped queries keep small; the
-backward pass sums their gradients back to their owners.
+Attention is the only part of the model that reads other ranks' tokens (see
+``megacore.parallel.sequence``). Keys and values are all-gathered, which grouped queries keep small;
+the backward pass reduce-scatters their gradients.
 
 Source:
     Gathering keys and values before attention: Grattafiori et al., "The Llama 3 Herd of Models",
@@ -23,10 +23,10 @@ from megacore.parallel.sequence import context_slices
 
 
 class LowerRightMasks:
-    """Masks for queries that are the last of more keys, each made once.
+    """Cached lower-right causal masks, for queries that are the last of more keys.
 
-    torch's masks of this kind are tensors of a class of their own, which cannot be made while the
-    operations of a captured function are written down.
+    torch's masks of this kind are a tensor subclass, which cannot be created while the operations
+    of a captured function are logged.
     """
 
     def __init__(self) -> None:
@@ -52,15 +52,15 @@ def causal_attention(
     grouped: bool,
     masks: LowerRightMasks,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of the whole sequence up to each query.
+    """Compute attention of this rank's queries to the keys up to each query.
 
     Args:
-        q_SBND: Queries of this rank's share, ``(S/cp, B, N, D)``.
+        q_SBND: Queries of this rank's tokens, ``(S/cp, B, N, D)``.
         k_SBGD: Keys, ``(S/cp, B, G, D)``.
-        v_SBGD: Values, likewise.
+        v_SBGD: Values, ``(S/cp, B, G, D)``.
         group: The cp group.
         grouped: Whether several query heads share a key head.
-        masks: Where masks are kept from call to call.
+        masks: Cache of masks.
 
     Returns:
         ``(S/cp, B, N, D)``.
@@ -86,7 +86,7 @@ def causal_attention(
 def _attend(
     q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, grouped: bool, masks: LowerRightMasks
 ) -> Tensor:
-    """Causal attention where the last query sits at the last key."""
+    """Compute causal attention where the last query has the position of the last key."""
     num_queries, num_keys = q_SBND.shape[0], k_SBGD.shape[0]
     is_square = num_queries == num_keys
     mixed_BNSD = scaled_dot_product_attention(
@@ -97,12 +97,12 @@ def _attend(
         is_causal=is_square,
         enable_gqa=grouped,
     )
-    # The kernel keeps the memory order of its input, so this is a view, not a copy.
+    # The kernel preserves the memory order of its input, so this is a view, not a copy.
     return mixed_BNSD.permute(2, 0, 1, 3)
 
 
 def _in_order(gathered: Tensor, cp_size: int) -> Tensor:
-    """Bring the shares of all ranks, one behind the other, into the order of the sequence."""
+    """Reorder gathered slices from rank order into sequence order."""
     slices = gathered.chunk(2 * cp_size)
     held = [index for position in range(cp_size) for index in context_slices(cp_size, position)]
     return torch.cat([slices[held.index(index)] for index in range(2 * cp_size)])

@@ -1,9 +1,9 @@
-"""Dropout whose mask is a function of *what* is dropped, not of where or when it is computed.
+"""Counter-based dropout: masks depend on the element, not on the place or time of the computation.
 
 One process, or any split over tp, pp, dp or the sequence, drops the same elements. There is no
 generator state to save in a checkpoint.
 
-An element of the residual stream is named by (seed, step, layer, site, global sample id, position
+The key of an element of the residual stream is (seed, step, layer, site, global sample id, position
 in the sequence, feature); see :mod:`megacore.ops.counter_random` for its random number. The element
 is kept if the number, as a signed 64-bit integer, is at least ``p * 2**64 - 2**63``.
 
@@ -21,7 +21,7 @@ from megacore.ops.counter_random import key_of, token_numbers
 
 
 class Site(IntEnum):
-    """Where in the model an element is dropped; there is no dropout on attention probabilities."""
+    """Site of dropout in the model; attention probabilities have no dropout."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -30,7 +30,7 @@ class Site(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutKey:
-    """Names one use of dropout in a run.
+    """Key of one use of dropout in a run.
 
     Attributes:
         seed: Seed of the run.
@@ -51,7 +51,7 @@ class DropoutKey:
 
 
 def dropout_use(*, seed: int, layer: int, site: Site) -> str:
-    """One use of dropout in all steps, in the words of `StepKeys`."""
+    """Return the name of a use of dropout in all steps, as in `StepKeys`."""
     return f"dropout|{seed}|{{step}}|{layer}|{int(site)}"
 
 
@@ -63,11 +63,11 @@ def keep_mask(
     positions_S: Tensor,
     num_features: int,
 ) -> Tensor:
-    """Decide for every element whether it is kept.
+    """Compute the dropout mask.
 
     Args:
-        key: Which use of dropout, or its key on the device.
-        p: Probability that an element is dropped, in ``[0, 1)``.
+        key: The use of dropout, or its key on the device.
+        p: Dropout probability of an element, in ``[0, 1)``.
         sample_ids_B: Global sample ids, ``(B,)``, int64.
         positions_S: Positions in the whole sequence, ``(S,)``, int64.
         num_features: H.
@@ -95,5 +95,5 @@ def keep_mask(
 
 
 def dropout(x_SBH: Tensor, keep_SBH: Tensor, p: float) -> Tensor:
-    """Zero the elements that are not kept and scale the others by ``1 / (1 - p)``."""
+    """Zero the dropped elements and scale the others by ``1 / (1 - p)``."""
     return x_SBH * (keep_SBH * (1.0 / (1.0 - p))).to(x_SBH.dtype)

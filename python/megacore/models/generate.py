@@ -1,4 +1,4 @@
-"""Continue a text with a whole model in one process.
+"""Text generation with a whole model in one process.
 
 Shapes: B batch, S sequence, V vocabulary.
 """
@@ -26,20 +26,20 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Tensor:
-    """Append tokens that the model predicts, one at a time.
+    """Append tokens predicted by the model, one at a time.
 
-    Each token is predicted from the last ``seq_length`` tokens at most, anew: there is no cache of
-    keys and values, because the positions of a full window shift with every token.
+    Each token is predicted from at most the last ``seq_length`` tokens. There is no key-value
+    cache, because the positions of a full window shift with every token.
 
     Args:
         model: A chunk with the embedding, all layers and the head, on one rank. Its training mode
             is restored afterwards.
         tokens_BS: The prompts, ``(B, S)``, integers of the vocabulary, ``B >= 1``, ``S >= 1``.
         max_new_tokens: Tokens to append to each prompt.
-        temperature: Logits are divided by it; 0 always takes the most likely token.
-        top_p: Only the most likely tokens that together reach this probability are drawn from.
-        seed: Seed of the draws, from 0 to ``MAX_SEED``. Row b draws the same tokens whatever the
-            other rows are.
+        temperature: Divisor of the logits; 0 selects the most likely token.
+        top_p: Sample from the most likely tokens that together reach this probability.
+        seed: Seed of the samples, from 0 to ``MAX_SEED``. The tokens of row b do not depend on the
+            other rows.
 
     Returns:
         ``(B, S + max_new_tokens)``, int64, prompts included.
@@ -48,7 +48,7 @@ def generate(
         ValueError: If an argument is out of range or the model is not whole.
 
     Sync:
-        Waits for the device once, to check the prompts; for each token where it draws.
+        Waits for the device once, to check the prompts, and for each sampled token.
     """
     if model.embedding is None or model.head is None or model.region.group.size > 1:
         raise ValueError("generate needs the whole model in one process: embedding, layers, head")
@@ -82,13 +82,13 @@ def _choose(
 
 
 def _divided(logits_BV: Tensor, temperature: float) -> Tensor:
-    """``logits_BV / temperature``; rows that overflow are first shifted so that their maximum is 0.
+    """Compute ``logits_BV / temperature``; rows that overflow are shifted to a maximum of 0.
 
-    The shift does not change the probabilities, but their last bits, so other rows go without it.
+    The shift preserves the probabilities but not their last bits, so other rows are not shifted.
     """
     divided_BV = logits_BV / temperature
     from_max_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    # The smallest normal number: smaller ones may be taken as 0, and 0 / 0 is no number.
+    # The smallest normal number: subnormals may be flushed to 0, and 0 / 0 is NaN.
     shifted_BV = from_max_BV / max(temperature, torch.finfo(torch.float32).tiny)
     return torch.where(divided_BV.amax(-1, keepdim=True).isfinite(), divided_BV, shifted_BV)
 
@@ -96,7 +96,7 @@ def _divided(logits_BV: Tensor, temperature: float) -> Tensor:
 def nucleus(probs_BV: Tensor, top_p: float) -> Tensor:
     """Zero all but the smallest set of most likely tokens whose probabilities reach ``top_p``.
 
-    The most likely token always stays. The result is not normalised.
+    The most likely token is always kept. The result is not normalized.
 
     Source:
         Holtzman et al., arXiv:1904.09751.
@@ -120,7 +120,7 @@ def _batch(tokens_BS: Tensor) -> Microbatch:
 
 
 def _checked_prompts(tokens_BS: Tensor, vocab: int) -> Tensor:
-    """Return the prompts as int64, if they are ids of the vocabulary."""
+    """Return the prompts as int64 after checking that they are ids of the vocabulary."""
     if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
         raise ValueError(
             f"the prompt has shape {tuple(tokens_BS.shape)}; expected (batch, sequence) with at "
@@ -141,7 +141,7 @@ def _checked_prompts(tokens_BS: Tensor, vocab: int) -> Tensor:
 
 
 def check_sampling(*, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
-    """Check what :func:`generate` is asked for, apart from model and prompts.
+    """Check the arguments of :func:`generate` other than model and prompts.
 
     Raises:
         ValueError: If an argument is out of range.

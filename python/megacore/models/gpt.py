@@ -1,4 +1,4 @@
-"""A slice of a GPT: some of its layers, perhaps with the embedding or the head.
+"""Model chunk of a GPT: some of its layers, optionally with the embedding or the head.
 
 Shapes: S sequence, B batch, H hidden, V vocabulary. Activations are ``(S, B, H)``, or slices
 ``(S/tp, B, H)`` with sequence parallelism; S is a cp rank's share with context parallelism.
@@ -37,33 +37,33 @@ class GPTChunk(nn.Module):
     """One rank's part of the layers ``layers`` of a GPT.
 
     The whole model is ``GPTChunk(config, layers=range(num_layers), has_embedding=True,
-    has_head=True, groups=ProcessGroups.single())``. Chunks that follow each other compute exactly
-    what the whole model computes. A chunk may have no layers.
+    has_head=True, groups=ProcessGroups.single())``. Consecutive chunks compute exactly the same as
+    the whole model. A chunk may have no layers.
 
     Args:
         config: A resolved ``[model]`` section.
         layers: Global indices of the layers in this chunk.
-        has_embedding: The chunk starts the model: it takes tokens.
-        has_head: The chunk ends the model: it returns the loss.
+        has_embedding: Whether the chunk starts the model and takes tokens.
+        has_head: Whether the chunk ends the model and returns the loss.
         groups: Process groups; the tp group splits the layers.
         sequence_parallel: Split activations between tensor-parallel regions along the sequence.
         dtype: Number format of parameters and activations. Norms and the loss are computed in
             float32 at least.
-        device: Where the parameters live.
+        device: Device of the parameters.
         seed: Seed of initial weights and dropout.
         moe: A resolved ``[moe]`` section. Default: every layer is dense.
-        tied_weight: The embedding, or its copy, of another chunk on this rank, used in place of one
-            more copy by a tied head and by layers for multi-token prediction.
+        tied_weight: The embedding, or its copy, of another chunk on this rank. A tied head and
+            layers for multi-token prediction use it instead of another copy.
         mtp_layers: Global indices of the layers for multi-token prediction in this chunk. Default:
             all of them with the head, none without.
-        slots: Memory for clones of experts; chunks of a rank may share it. Default: its own.
-        peers: Memory through which the ``static`` dispatcher reaches other ranks; chunks of a rank
-            may share it. Default: its own, where it is needed.
-        recompute: What the backward pass makes again instead of it being kept: ``{"layer"}``, each
-            layer from its input, or parts of it as in ``train.recompute_modules``.
+        slots: Memory for clones of experts; chunks of a rank may share it. Default: allocated.
+        peers: Peer memory of the ``static`` dispatcher; chunks of a rank may share it. Default:
+            allocated if needed.
+        recompute: Activations to recompute in the backward pass: ``{"layer"}``, each layer from its
+            input, or parts of it as in ``train.recompute_modules``.
 
     Raises:
-        ConfigError: If the tp size does not divide what it splits.
+        ConfigError: If the tp size does not divide a split dimension.
 
     Example:
         >>> config = ModelConfig(hidden_size=8, num_heads=2, num_kv_heads=1, ffn_hidden_size=16,
@@ -138,7 +138,7 @@ class GPTChunk(nn.Module):
             self.embedding = Embedding(context, is_shared=is_shared)
             tied_weight = self.embedding.words.weight
         self.layers = nn.ModuleList(TransformerLayer(index, context) for index in layers)
-        # Outputs of several depths come one behind another, normed.
+        # MTP outputs are concatenated along the sequence dimension and already normalized.
         self._takes_predictions = has_head and predicts_elsewhere
         ends_layers = bool(mtp_layers) or (has_head and not self._takes_predictions)
         self.final_norm = RMSNorm("final_norm", context) if ends_layers else None
@@ -166,20 +166,20 @@ class GPTChunk(nn.Module):
         """Run the chunk.
 
         Args:
-            hidden_SBH: Output of the chunk before, ``(S[/tp], B, H)``; ``None`` with the embedding.
-                Behind the chunk with layers for multi-token prediction the outputs of all depths,
-                ``((1 + D) * S[/tp], B, H)``.
+            hidden_SBH: Output of the previous chunk, ``(S[/tp], B, H)``; ``None`` with the
+                embedding. After the chunk with layers for multi-token prediction: the outputs of
+                all depths, ``((1 + D) * S[/tp], B, H)``.
             batch: The microbatch, the same on every chunk.
-            keep_activations: Keep all activations this time, whatever ``recompute`` says.
+            keep_activations: Keep all activations of this call, regardless of ``recompute``.
 
         Returns:
-            ``(S[/tp], B, H)``; with the head the scalar mean loss over the microbatch's tokens, or
-            over those of this cp rank's share, float32. Losses of further predictions are not in
-            it; they join its backward pass with ``batch.loss_factor``.
+            ``(S[/tp], B, H)``; with the head, the scalar mean loss over the microbatch's tokens, or
+            over this cp rank's tokens, float32. Losses of multi-token prediction are not included;
+            they are added in its backward pass with ``batch.loss_factor``.
 
         Raises:
-            ValueError: If the input does not belong to this chunk, the sequence is too long or has
-                no even slices, or a head gets no labels.
+            ValueError: If the input does not match this chunk, the sequence is too long or cannot
+                be sliced evenly, or the labels of a head are missing.
         """
         hidden_SBH = self._hidden(hidden_SBH, batch, keep_activations=keep_activations)
         if self.head is None:
@@ -196,10 +196,10 @@ class GPTChunk(nn.Module):
     def _add_predictions(
         self, loss: Tensor, outputs: Sequence[Tensor], batch: Microbatch
     ) -> Tensor:
-        """Let the losses of further predictions join the backward pass of the loss.
+        """Attach the losses of multi-token prediction to the backward pass of the loss.
 
-        As in the paper each is a sum over the predicted tokens, divided by the number of tokens of
-        the sequence. Here that is the number of labels that count, in this cp rank's share.
+        As in the paper, each is a sum over the predicted tokens, divided by the number of tokens of
+        the sequence. Here this is the number of labels that count on this cp rank.
         """
         assert self.head is not None
         assert batch.labels is not None
@@ -219,20 +219,20 @@ class GPTChunk(nn.Module):
     def logits(
         self, hidden_SBH: Tensor | None, batch: Microbatch, *, last_only: bool = False
     ) -> Tensor:
-        """Scores of the next token, for generation; only on a chunk with the head.
+        """Compute scores of the next token, for generation; only on a chunk with the head.
 
         Args:
-            hidden_SBH: As for `forward`.
-            batch: As for `forward`; labels are not needed.
-            last_only: Only the scores after the last token.
+            hidden_SBH: As in `forward`.
+            batch: As in `forward`; labels are not needed.
+            last_only: Return only the scores after the last token.
 
         Returns:
             ``(B, S, vocab_size)``, float32, without padding, the same on every tp rank;
             ``(B, 1, vocab_size)`` with ``last_only``.
 
         Raises:
-            ValueError: As `forward`, or if the chunk has no head or context parallelism splits the
-                sequence.
+            ValueError: As in `forward`, or if the chunk has no head, or the sequence is split by
+                context parallelism.
         """
         if self.head is None:
             raise ValueError("only the chunk with the head has logits")
@@ -248,7 +248,7 @@ class GPTChunk(nn.Module):
 
     @property
     def embedding_weight(self) -> nn.Parameter | None:
-        """The embedding, or a copy of it, if this chunk has one."""
+        """The embedding weight of this chunk, or its copy, or ``None``."""
         if self.embedding is not None:
             return self.embedding.words.weight
         if self.predictions is not None:
@@ -257,11 +257,11 @@ class GPTChunk(nn.Module):
         return self.head.weight if tied and self.head is not None else None
 
     def param_infos(self) -> list[tuple[ParamInfo, nn.Parameter]]:
-        """Every parameter this chunk owns with its description, in order of creation."""
+        """Return the parameters of this chunk with their descriptions, in order of creation."""
         return list(self._param_infos)
 
     def moe_layers(self) -> dict[int, MoELayer]:
-        """Return the MoE layers of this chunk by their global index."""
+        """Return the MoE layers of this chunk by global index."""
         further = () if self.predictions is None else self.predictions.layers
         return {
             layer.index: layer.mlp.moe
@@ -270,7 +270,7 @@ class GPTChunk(nn.Module):
         }
 
     def buffer_infos(self) -> list[tuple[ParamInfo, Tensor]]:
-        """State that no optimizer updates but a checkpoint keeps: the biases of experts."""
+        """Return state that is checkpointed but not optimized: the expert biases."""
         return [
             (
                 ParamInfo(
@@ -323,7 +323,7 @@ class GPTChunk(nn.Module):
         return x_SBH
 
     def rotary(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """Rotary tables at the positions of this rank's tokens of a sequence."""
+        """Return the rotary tables at the positions of this rank's tokens of a sequence."""
         if self.region.cp.size == 1:
             return self.cos, self.sin
         positions = self.region.share_positions(sequence, device=self.cos.device)
@@ -340,7 +340,7 @@ class Embedding(nn.Module):
         self.dropout = ResidualDropout(layer=0, site=Site.EMBEDDING, context=context)
 
     def forward(self, batch: Microbatch) -> Tensor:
-        """Tokens ``(B, S)`` to ``(S[/tp], B, H)``."""
+        """Embed tokens: ``(B, S)`` to ``(S[/tp], B, H)``."""
         tokens_BS = self.dropout.region.share(batch.tokens)
         output: Tensor = self.dropout(self.words(tokens_BS), batch)
         return output
@@ -367,8 +367,8 @@ class Head(nn.Module):
         self.num_columns = min(max(self.vocab - self.first_column, 0), num_rows)
 
     def forward(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
-        """Mean loss of this cp rank's share: of ``(S[/tp], B, H)``, normed, and all labels."""
-        # A slice of everything would still cost a copy of the gradient.
+        """Compute this cp rank's mean loss of normalized ``(S[/tp], B, H)`` and all labels."""
+        # Even a full slice would cost a copy of the gradient.
         padded = self.num_columns < self.weight.shape[0]
         weight_VH = self.weight[: self.num_columns] if padded else self.weight
         return cross_entropy(
@@ -379,10 +379,10 @@ class Head(nn.Module):
         )
 
     def logits(self, x_SBH: Tensor, *, last_only: bool) -> Tensor:
-        """``(S[/tp], B, H)``, normed, to float32 scores ``(B, S, vocab)``, or of the last token."""
+        """Compute float32 scores ``(B, S, vocab)`` of normalized ``(S[/tp], B, H)``."""
         x_SBH = self.region.enter(x_SBH)
-        # All rows, with padding: every rank must bring equally many. The vocabulary comes first,
-        # because all_gather joins along dimension 0.
+        # All rows, with padding, as every rank must contribute equally many. The vocabulary is
+        # the first dimension, because all_gather concatenates along dimension 0.
         local_VSB = linear(x_SBH[-1:] if last_only else x_SBH, self.weight).movedim(-1, 0)
         group = self.region.group
         full_VSB = local_VSB.new_empty(group.size * local_VSB.shape[0], *local_VSB.shape[1:])

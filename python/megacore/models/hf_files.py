@@ -1,4 +1,4 @@
-"""Reads the files of a folder of Hugging Face: which of them count, and what they hold."""
+"""Files of a Hugging Face model folder: selection and reading."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What ``config.json`` holds.
+    """Return the contents of ``config.json``.
 
     Raises:
-        MegacoreError: If it is missing, unreadable or no object.
+        MegacoreError: If the file is missing, unreadable or not an object.
     """
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
@@ -43,8 +43,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of the files that belong to the model.
 
-    Other files may lie beside them: an older version of the weights, or the same ones in the format
-    of their maker.
+    The folder may have other files: an older version of the weights, or the same weights in the
+    publisher's format.
 
     Raises:
         MegacoreError: If a file is missing, unreadable or contradicts another one.

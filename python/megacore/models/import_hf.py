@@ -1,7 +1,7 @@
-"""Weights of Llama, Mistral, Mixtral, Qwen3 and Qwen3-MoE in the folder format of Hugging Face.
+"""Import of Llama, Mistral, Mixtral, Qwen3 and Qwen3-MoE weights from Hugging Face folders.
 
-A folder holds ``config.json`` and one or more ``*.safetensors`` files, of which
-``model.safetensors.index.json`` says which count if it is there. Nothing is downloaded, and the
+A folder has ``config.json`` and one or more ``*.safetensors`` files. If present,
+``model.safetensors.index.json`` lists the relevant files. Nothing is downloaded, and the
 ``transformers`` package is not needed.
 """
 
@@ -29,7 +29,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedModel:
-    """What a folder holds.
+    """Model imported from a folder.
 
     Attributes:
         chunk: The model, or this rank's part of it.
@@ -50,21 +50,21 @@ def import_hf(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> ImportedModel:
-    """Build a model from a folder and fill it.
+    """Build a model from a folder and load its weights.
 
     Args:
-        folder: Holds ``config.json`` and the weights: the files that
-            ``model.safetensors.index.json`` names, else ``model.safetensors``, else all
+        folder: Folder with ``config.json`` and the weights: the files listed in
+            ``model.safetensors.index.json``, else ``model.safetensors``, else all
             ``*.safetensors``.
-        seq_length: Tokens per sequence. Default: the longest the model was made for.
+        seq_length: Tokens per sequence. Default: the maximum of the model.
         groups: Process groups of this rank, which gets its shard of every layer; there is no
             pipeline. Default: one process.
         dtype: Number format of the parameters.
-        device: Where they go.
+        device: Device of the parameters.
 
     Raises:
         MegacoreError: If a file is missing, unreadable or contradicts another one, or the model
-            has a part that megacore lacks.
+            uses an unsupported feature.
     """
     folder = Path(folder)
     model, moe = sections_from_hf(read_config(folder), seq_length=seq_length)
@@ -86,11 +86,11 @@ def import_hf(
 def sections_from_hf(
     config: Mapping[str, Any], *, seq_length: int | None = None
 ) -> tuple[ModelConfig, MoEConfig]:
-    """Return the ``[model]`` and ``[moe]`` sections that describe a ``config.json``.
+    """Return the ``[model]`` and ``[moe]`` sections of a ``config.json``.
 
     Raises:
-        MegacoreError: If the model has a part that megacore lacks, or a size is missing or no
-            positive whole number.
+        MegacoreError: If the model uses an unsupported feature, or a size is missing or not a
+            positive integer.
     """
     _check_supported(config)
     hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
@@ -116,19 +116,19 @@ def sections_from_hf(
 def weights_from_hf(
     tensors: Mapping[str, Tensor], model: ModelConfig, moe: MoEConfig
 ) -> dict[str, Tensor]:
-    """Rename and join tensors: from the names of Hugging Face to whole parameters of megacore.
+    """Rename and join tensors: from Hugging Face names to whole parameters of megacore.
 
-    Experts may be one tensor each, as on the hub, or joined, as in a model of ``transformers`` 5.
-    The map is linear, so it takes gradients as well.
+    Experts may be separate tensors, as on the hub, or joined, as in ``transformers`` 5. The map is
+    linear, so it can be applied to gradients as well.
 
     Args:
         tensors: By name, such as ``"model.layers.0.self_attn.q_proj.weight"``.
         model: From `sections_from_hf`.
-        moe: Likewise.
+        moe: From `sections_from_hf`.
 
     Raises:
-        MegacoreError: If a tensor is missing or one is left over, or the head is tied to the
-            embedding and differs from it.
+        MegacoreError: If a tensor is missing or unused, or the head is tied to the embedding but
+            differs from it.
     """
     source = _Source(tensors)
     embedding = source.take(EMBEDDING)
@@ -148,12 +148,12 @@ def weights_from_hf(
 
 @torch.no_grad()
 def fill_chunk(chunk: GPTChunk, weights: Mapping[str, Tensor], groups: ProcessGroups) -> None:
-    """Copy a rank's parts of whole parameters into its chunk.
+    """Copy this rank's shards of whole parameters into its chunk.
 
     Args:
         chunk: Any part of a model in any layout.
-        weights: Whole parameters by name; more than the chunk has is fine.
-        groups: What the chunk was built with.
+        weights: Whole parameters by name; additional ones are ignored.
+        groups: The groups of the chunk.
 
     Raises:
         MegacoreError: If a parameter is missing or has another shape.
@@ -192,7 +192,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
 
 
 def _rotations(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What describes the rotation: the older entry, which goes first, and the newer one."""
+    """Yield the entries that describe the rotation: the older one first, then the newer one."""
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name) or {}
         if not isinstance(value, Mapping):
@@ -201,7 +201,7 @@ def _rotations(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first of these entries that is set."""
+    """Return the first of these entries that is set, a positive integer."""
     name = next((name for name in names if config.get(name) is not None), None)
     if name is None and default is not None:
         return default
@@ -265,7 +265,7 @@ def _layer(source: _Source, layer: int, model: ModelConfig, moe: MoEConfig) -> d
 
 
 def _qkv(source: _Source, prefix: str, model: ModelConfig) -> Tensor:
-    """For each key head: the query heads that read it, the key, the value."""
+    """Join the projections: for each key head, its query heads, the key and the value."""
     parts = [source.take(f"{prefix}.{name}_proj.weight") for name in "qkv"]
     groups = filled(model.num_kv_heads)
     return torch.cat([part.reshape(groups, -1, model.hidden_size) for part in parts], dim=1)
@@ -293,7 +293,7 @@ def _experts(source: _Source, layer: str, ours: str, moe: MoEConfig) -> dict[str
 
 
 def _check_tied(embedding: Tensor, head: Tensor) -> None:
-    # Folders often hold both although they are the same; `transformers` unties those that differ.
+    # Folders often have both although they are equal; `transformers` unties differing ones.
     common = torch.promote_types(embedding.dtype, head.dtype)
     if not torch.equal(embedding.to(common), head.to(common)):
         raise MegacoreError(
@@ -303,13 +303,13 @@ def _check_tied(embedding: Tensor, head: Tensor) -> None:
 
 
 def _padded(weight: Tensor, model: ModelConfig) -> Tensor:
-    """Return the rows of the padded vocabulary are zero."""
+    """Pad a matrix with zero rows to the padded vocabulary."""
     missing = model.padded_vocab_size - weight.shape[0]
     return torch.nn.functional.pad(weight, (0, 0, 0, missing))
 
 
 class _Source:
-    """Tensors by name, each to be taken once."""
+    """Tensors by name, each taken once."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -327,7 +327,7 @@ class _Source:
         return self._tensors[name]
 
     def check_empty(self) -> None:
-        # Older folders carry the frequencies of the rotation, which follow from the configuration.
+        # Older folders contain rotation frequencies, which follow from the configuration.
         left = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
         if left:
             raise MegacoreError(

@@ -1,7 +1,7 @@
-"""Initial weights that depend on the seed and the parameter's name, never on the layout.
+"""Initial weights as a function of the seed and the parameter's name, independent of the layout.
 
-Every parameter has its own random stream, seeded by its name. A rank draws the *full* tensor and
-keeps its part, so any tp, pp or dp starts from the same weights; the price is one full tensor of
+Every parameter has a random stream, seeded by its name. A rank draws the *full* tensor and keeps
+its shard, so any tp, pp or dp starts from the same weights, at the cost of one full tensor of
 temporary memory per parameter.
 """
 
@@ -35,11 +35,11 @@ def draw_full(info: ParamInfo, *, seed: int, std: float, drawn_rows: int | None 
     """Draw the whole parameter from a normal distribution with mean 0.
 
     Args:
-        info: Which parameter.
+        info: Description of the parameter.
         seed: Seed of the run.
         std: Standard deviation.
-        drawn_rows: Rows of dimension 0 that are drawn, the others are 0. A vocabulary draws its
-            true rows only, so that its padding changes no weight.
+        drawn_rows: Rows of dimension 0 that are drawn; the others are 0. For a vocabulary, these
+            are the rows without padding, so that padding changes no weight.
 
     Returns:
         Shape ``info.full_shape``, float32, on the CPU.
@@ -53,15 +53,15 @@ def draw_full(info: ParamInfo, *, seed: int, std: float, drawn_rows: int | None 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamFactory:
-    """Makes the parameters of one model chunk and remembers their descriptions.
+    """Creates the parameters of one model chunk and records their descriptions.
 
     Attributes:
         seed: Seed of the run.
-        tp: Tensor-parallel group, which says what part to keep.
-        etp: The same for experts.
-        ep: Expert-parallel group, which says what experts to keep.
+        tp: Tensor-parallel group, which determines the shard to keep.
+        etp: Tensor-parallel group of experts.
+        ep: Expert-parallel group, which determines the experts to keep.
         dtype: Number format of the parameters.
-        device: Where they live.
+        device: Device of the parameters.
         made: Every parameter made so far, in order.
     """
 
@@ -74,16 +74,16 @@ class ParamFactory:
     made: list[tuple[ParamInfo, nn.Parameter]] = field(default_factory=list)
 
     def normal(self, info: ParamInfo, *, std: float, drawn_rows: int | None = None) -> nn.Parameter:
-        """A matrix of normal random numbers, see `draw_full`; only its shape on the meta device."""
+        """Make a normally distributed matrix, see `draw_full`; not drawn on the meta device."""
         if self.device.type == "meta":
             return self._make(info, torch.empty(info.full_shape, device=self.device))
         return self._make(info, draw_full(info, seed=self.seed, std=std, drawn_rows=drawn_rows))
 
     def experts(self, info: ParamInfo, *, std: float) -> nn.Parameter:
-        """Matrices of experts, which dimension 0 counts.
+        """Make the matrices of experts, with the experts along dimension 0.
 
-        Each expert has its own random stream, named after its number, so a rank draws only the
-        experts that it holds.
+        Each expert has a separate random stream, named by its number, so a rank draws only its own
+        experts.
         """
         local = torch.empty(
             info.local_shape(self.etp.size, ep_size=self.ep.size), device=self.device
@@ -101,7 +101,7 @@ class ParamFactory:
         return self._remember(info, local)
 
     def ones(self, info: ParamInfo) -> nn.Parameter:
-        """Return a vector of ones."""
+        """Make a vector of ones."""
         return self._make(info, torch.ones(info.full_shape))
 
     def _make(self, info: ParamInfo, full: Tensor) -> nn.Parameter:

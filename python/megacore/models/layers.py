@@ -1,4 +1,4 @@
-"""Layers that tensor parallelism splits, and those it does not: linear, embedding, norm, dropout.
+"""Layers with and without tensor parallelism: linear, embedding, norm, dropout.
 
 Shapes: S sequence, B batch, H hidden. With sequence parallelism, tensors outside of tensor-parallel
 regions are slices ``(S/tp, B, H)``.
@@ -27,21 +27,21 @@ from megacore.parallel.process_groups import ProcessGroups
 
 @dataclass(frozen=True, kw_only=True)
 class ModelContext:
-    """What the layers of one model chunk are built from.
+    """Construction context shared by the layers of one model chunk.
 
     Attributes:
         config: The ``[model]`` section.
-        shape: The same, filled in.
+        shape: Derived sizes.
         region: The tp group and whether the sequence is split.
-        params: Makes the parameters.
+        params: Factory of the parameters.
         moe: The ``[moe]`` section.
         groups: Process groups of this rank.
-        budget: Size of the ``static`` dispatcher's buffers, one for all layers.
-        slots: Memory for clones of experts, one for all layers.
-        peers: Memory through which the ``static`` dispatcher reaches other ranks, one for all
-            layers; ``None``: it uses collectives.
-        recompute: What makes its activations again in the backward pass: ``"layer"``, or parts of
-            layers as in ``train.recompute_modules``.
+        budget: Buffer size of the ``static`` dispatcher, shared by all layers.
+        slots: Memory for clones of experts, shared by all layers.
+        peers: Peer memory of the ``static`` dispatcher, shared by all layers; ``None``: it uses
+            collectives.
+        recompute: Activations to recompute in the backward pass: ``"layer"``, or parts of layers
+            as in ``train.recompute_modules``.
     """
 
     config: ModelConfig
@@ -59,14 +59,14 @@ class ModelContext:
     def output_std(self) -> float:
         """Standard deviation of projections that write to the residual stream.
 
-        There are two per layer; the factor keeps the variance of the stream at the end of the model
-        independent of its depth.
+        There are two such projections per layer; the factor makes the variance of the stream at the
+        end of the model independent of its depth.
         """
         return self.config.init_std / math.sqrt(2 * self.shape.num_layers)
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension; every tp rank holds the whole weight."""
+    """RMSNorm over the last dimension; the weight is replicated over tp."""
 
     def __init__(self, name: str, context: ModelContext) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        """``(..., H)`` to the same shape."""
+        """Normalize ``(..., H)``; the shape is unchanged."""
         return rms_norm(x_SBH, self.weight, self.eps)
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of each head's vector; one weight for all heads, which tp ranks share."""
+    """RMSNorm of each head's vector; one weight for all heads, replicated over tp."""
 
     def __init__(self, name: str, context: ModelContext) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class HeadNorm(nn.Module):
                 name=name,
                 full_shape=(context.shape.head_dim,),
                 tp_dim=None,
-                # Each tp rank saw its own heads only, so gradients are summed in any case.
+                # Each tp rank had its own heads only, so gradients are always summed.
                 sequence_parallel=True,
                 weight_decay=False,
             )
@@ -111,8 +111,8 @@ class HeadNorm(nn.Module):
 class ColumnLinear(nn.Module):
     """A linear layer without bias whose output features are split over tp.
 
-    The weight may have several output dimensions, of which one is split; the output has them
-    flattened, this rank's part.
+    The weight may have several output dimensions, one of which is split. The output is this rank's
+    part with these dimensions flattened.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ColumnLinear(nn.Module):
         )
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        """``(S[/tp], B, H)`` to ``(S, B, output features / tp)``."""
+        """Project ``(S[/tp], B, H)`` to ``(S, B, output features / tp)``."""
         return linear(self.region.enter(x_SBH), self.weight.flatten(0, -2))
 
 
@@ -141,7 +141,7 @@ class RowLinear(nn.Module):
         )
 
     def forward(self, x_SBF: Tensor) -> Tensor:
-        """``(S, B, input features / tp)`` to ``(S[/tp], B, H)``."""
+        """Project ``(S, B, input features / tp)`` to ``(S[/tp], B, H)``."""
         return self.region.leave(linear(x_SBF, self.weight))
 
 
@@ -154,7 +154,7 @@ class VocabEmbedding(nn.Module):
         self.weight = weight
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """``(B, S)`` int64 to ``(S[/tp], B, H)``."""
+        """Embed ``(B, S)`` int64 to ``(S[/tp], B, H)``."""
         tokens_SB = tokens_BS.t()
         if self.region.group.size == 1:
             return embedding(tokens_SB, self.weight)
@@ -166,7 +166,7 @@ class VocabEmbedding(nn.Module):
 
 
 class ResidualDropout(nn.Module):
-    """Dropout on a tensor that is about to join the residual stream; off in eval mode."""
+    """Dropout on a tensor before it is added to the residual stream; off in eval mode."""
 
     def __init__(self, *, layer: int, site: Site, context: ModelContext) -> None:
         super().__init__()
@@ -178,13 +178,13 @@ class ResidualDropout(nn.Module):
 
     @property
     def random_uses(self) -> tuple[str, ...]:
-        """What it draws random numbers for, in the words of `StepKeys`."""
+        """Random-number uses, as in `StepKeys`."""
         if self.p == 0.0:
             return ()
         return (dropout_use(seed=self.seed, layer=self.layer, site=self.site),)
 
     def forward(self, x_SBH: Tensor, batch: Microbatch) -> Tensor:
-        """``(S[/tp], B, H)`` to the same shape."""
+        """Apply dropout to ``(S[/tp], B, H)``; the shape is unchanged."""
         if not self.training or self.p == 0.0:
             return x_SBH
         key: DropoutKey | Tensor

@@ -20,18 +20,18 @@ from megacore.parallel.process_groups import Group
 def cross_entropy(
     logits_SBV: Tensor, labels_SB: Tensor, *, first_column: int, group: Group
 ) -> Tensor:
-    """Mean negative log likelihood of the labels, over the tokens that have one.
+    """Compute the mean negative log likelihood of the labels that count.
 
     Args:
         logits_SBV: This rank's columns, ``(S, B, V)``, any float dtype; ``V`` may differ between
             ranks and may be 0.
         labels_SB: Global token ids, ``(S, B)``, int64, each a column of exactly one rank; below 0
-            for a token that does not count.
+            for an ignored token.
         first_column: Global id of column 0.
         group: The tp group.
 
     Returns:
-        Scalar, float32 (float64 for float64 logits), the same on every rank; 0 if no token counts.
+        Scalar, float32 (float64 for float64 logits), the same on every rank; 0 if all are ignored.
         The gradient of a rank's logits needs no communication.
 
     Sync:

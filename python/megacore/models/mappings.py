@@ -1,7 +1,7 @@
 """Autograd functions at the borders of tensor-parallel regions.
 
-Each one moves activations over a group in the forward pass and does the adjoint in the backward
-pass. Over a group of one rank they return their input.
+Each function communicates activations over a group in the forward pass and does the adjoint in the
+backward pass. Over a group of one rank, the functions return their input.
 
 ==============================  ==========================  ==============================
 function                        forward                     backward
@@ -14,11 +14,11 @@ function                        forward                     backward
 ``reduce_scatter_sequence``     reduce-scatter              all-gather
 ==============================  ==========================  ==============================
 
-``gather_sequence`` is for a result that every rank uses in the same way (each then holds the whole
-gradient); ``all_gather_sequence`` for one that every rank uses differently (each holds a part).
+``gather_sequence`` is for results that every rank uses in the same way (each rank then holds the
+whole gradient); ``all_gather_sequence`` for results with different uses (each holds a part).
 
-Shapes: S sequence (dimension 0), B batch, H hidden. The sequence comes first, so that the slice of
-a rank is contiguous and collectives need no copies.
+Shapes: S sequence (dimension 0), B batch, H hidden. The sequence is the first dimension, so that
+the slice of a rank is contiguous and collectives need no copies.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def scatter_sequence(x_SBH: Tensor, group: Group) -> Tensor:
 
 
 def gather_sequence(x_SBH: Tensor, group: Group) -> Tensor:
-    """Join the slices of all ranks, for use in the same way on every rank."""
+    """Concatenate the slices of all ranks, for the same use on every rank."""
     return x_SBH if group.size == 1 else _apply(_Gather, x_SBH, group)
 
 
 def all_gather_sequence(x_SBH: Tensor, group: Group) -> Tensor:
-    """Join the slices of all ranks, to enter a region where each rank computes its part."""
+    """Concatenate the slices of all ranks, to enter a region where each rank computes its part."""
     return x_SBH if group.size == 1 else _apply(_AllGather, x_SBH, group)
 
 
@@ -74,12 +74,12 @@ def reduce_scatter_sequence(x_SBH: Tensor, group: Group) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """How activations enter and leave the parts of the model that tensor parallelism splits.
+    """Entry to and exit from tensor-parallel regions of the model.
 
     Attributes:
         group: The tp group.
-        sequence_parallel: Between regions each rank holds only its slice of the sequence.
-        cp: The cp group. ``S`` below is this cp rank's share of the sequence.
+        sequence_parallel: Between regions, each rank has only its slice of the sequence.
+        cp: The cp group. ``S`` in the methods is this cp rank's share of the sequence.
     """
 
     group: Group
@@ -87,44 +87,44 @@ class Region:
     cp: Group = field(default_factory=Group.solo)
 
     def enter(self, x_SBH: Tensor) -> Tensor:
-        """Give every rank the whole sequence: ``(S[/tp], B, H)`` to ``(S, B, H)``."""
+        """Enter a region: ``(S[/tp], B, H)`` to the whole sequence ``(S, B, H)`` on every rank."""
         mapping = all_gather_sequence if self.sequence_parallel else copy_to_group
         return mapping(x_SBH, self.group)
 
     def leave(self, x_SBH: Tensor) -> Tensor:
-        """Sum the ranks' parts: ``(S, B, H)`` to ``(S[/tp], B, H)``."""
+        """Leave a region by a sum over ranks: ``(S, B, H)`` to ``(S[/tp], B, H)``."""
         mapping = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
         return mapping(x_SBH, self.group)
 
     @property
     def num_slices(self) -> int:
-        """Slices that the sequence is cut into outside of regions."""
+        """Number of slices of the sequence outside of regions."""
         return self.group.size if self.sequence_parallel else 1
 
     @property
     def slice_index(self) -> int:
-        """Which of these slices this rank holds."""
+        """Index of this rank's slice."""
         return self.group.position if self.sequence_parallel else 0
 
     @property
     def sequence_unit(self) -> int:
-        """The length of a whole sequence must be a multiple of this."""
+        """Unit of the length of a whole sequence, which must be a multiple of it."""
         return self.num_slices * (2 * self.cp.size if self.cp.size > 1 else 1)
 
     def share(self, x_BS: Tensor) -> Tensor:
-        """The columns of ``x``, one per token of the whole sequence, that this cp rank holds."""
+        """Select the columns of ``x``, one per token of the whole sequence, of this cp rank."""
         if self.cp.size == 1:
             return x_BS
         return x_BS[:, self.share_positions(x_BS.shape[1], device=x_BS.device)]
 
     def share_positions(self, seq_length: int, *, device: torch.device) -> Tensor:
-        """Positions in the whole sequence of this cp rank's share, ``(seq_length / cp,)``."""
+        """Return the positions in the whole sequence of this cp rank, ``(seq_length / cp,)``."""
         return context_positions(
             seq_length, cp_size=self.cp.size, position=self.cp.position, device=device
         )
 
     def positions(self, num_tokens: int, *, device: torch.device) -> Tensor:
-        """Positions in the whole sequence of the ``num_tokens`` this rank holds between regions."""
+        """Return the positions of this rank's ``num_tokens`` tokens between regions."""
         whole = num_tokens * self.num_slices * self.cp.size
         share = self.share_positions(whole, device=device)
         return share.narrow(0, self.slice_index * num_tokens, num_tokens)

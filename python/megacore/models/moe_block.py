@@ -1,4 +1,4 @@
-"""The MoE layer of a transformer: its parameters, and what ties it to the rest of the model.
+"""MoE block of a transformer layer: parameters and integration with the model.
 
 Shapes: S sequence, B batch, H hidden, E experts, F inner width of an expert.
 """
@@ -37,15 +37,15 @@ from megacore.parallel.process_groups import ProcessGroups
 
 
 class MoEBlock(nn.Module):
-    """An MoE layer in the place of an MLP.
+    """An MoE layer in place of an MLP.
 
     Between tensor-parallel regions each tp rank routes different tokens: its slice with sequence
-    parallelism, an equal share of the tokens that all have without.
+    parallelism, or an equal share of the common tokens without.
 
     Args:
         name: Prefix of the parameters' names.
         layer: Global index of the layer.
-        context: What to build from.
+        context: Construction context.
         shared: The shared expert, if any.
     """
 
@@ -89,7 +89,7 @@ class MoEBlock(nn.Module):
         self.num_shares = 1 if region.sequence_parallel else region.group.size
 
     def forward(self, x_SBH: Tensor, batch: Microbatch, *, memo: Memo | None = None) -> Tensor:
-        """``(S[/tp], B, H)`` to the same shape; for ``memo`` see `MoELayer`."""
+        """Compute ``(S[/tp], B, H)`` to the same shape; for ``memo`` see `MoELayer`."""
         names = self.names(x_SBH, batch)
         output: Tensor = self.moe(x_SBH, names, loss_factor=batch.router_factor, memo=memo)
         return output
@@ -97,12 +97,12 @@ class MoEBlock(nn.Module):
     def route(
         self, x_SBH: Tensor, batch: Microbatch, *, memo: Memo
     ) -> tuple[Tensor, RoutingResult]:
-        """Return the beginning of `forward`: see ``MoELayer.route``."""
+        """Run the beginning of `forward`; see ``MoELayer.route``."""
         names = self.names(x_SBH, batch)
         return self.moe.route(x_SBH, names, loss_factor=batch.router_factor, memo=memo)
 
     def names(self, x_SBH: Tensor, batch: Microbatch) -> TokenNames:
-        """Return the names of the tokens that this rank routes."""
+        """Return identifiers of the tokens that this rank routes."""
         num_tokens = x_SBH.shape[0] // self.num_shares
         return TokenNames(
             step=batch.step,
@@ -119,7 +119,7 @@ class MoEBlock(nn.Module):
 
 
 class GatedExpert(nn.Module):
-    """A shared expert whose output each token scales by a sigmoid of its own."""
+    """A shared expert whose output is scaled by a sigmoid gate per token."""
 
     def __init__(self, name: str, mlp: nn.Module, context: ModelContext) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class GatedExpert(nn.Module):
         )
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        """``(S[/tp], B, H)`` to the same shape."""
+        """Compute ``(S[/tp], B, H)`` to the same shape."""
         output: Tensor = self.mlp(x_SBH) * torch.sigmoid(linear(x_SBH, self.gate))
         return output
 
@@ -148,10 +148,10 @@ def peers_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Peers | None:
-    """The memory through which the ``static`` dispatcher of a model reaches other ranks, if any.
+    """Return the peer memory of a model's ``static`` dispatcher, or ``None``.
 
     Raises:
-        ConfigError: If ``moe.static_transport`` asks for it and there is none.
+        ConfigError: If ``moe.static_transport`` requires peer memory but there is none.
 
     Sync:
         Collective on CUDA.
@@ -167,7 +167,7 @@ def peers_of(
 
 
 def _echo(context: ModelContext) -> Echo | None:
-    """Clones of hot experts, where there are other ranks to hold them."""
+    """Return the clones of hot experts, or ``None`` without other ranks or spare slots."""
     moe, groups = context.moe, context.groups
     if groups.ep.size == 1 or moe.echo.spare_slots == 0:
         return None

@@ -1,9 +1,9 @@
-"""Multi-token prediction: layers behind the last one, each of which predicts one token further.
+"""Multi-token prediction: layers after the last one, each predicting one token further.
 
-Where the model predicts token ``i + 1`` from its hidden state at ``i``, the layer of depth k takes
-the hidden state of depth ``k - 1`` at ``i`` and the embedding of token ``i + k``, and predicts
-token ``i + k + 1``. Embedding and output layer are those of the model. The last k positions of a
-sequence have nothing to predict.
+The model predicts token ``i + 1`` from its hidden state at ``i``. The layer of depth k takes the
+hidden state of depth ``k - 1`` at ``i`` and the embedding of token ``i + k``, and predicts token
+``i + k + 1``. Embedding and output layer are those of the model. The last k positions of a sequence
+have no target.
 
 Source:
     DeepSeek-V3, arXiv:2412.19437, section 2.2.
@@ -22,16 +22,16 @@ from megacore.models.transformer import TransformerLayer
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
 
-# A label of a token that does not count.
+# Label of an ignored token.
 NO_LABEL = -1
 
 
 class PredictionLayer(nn.Module):
-    """One depth: joins hidden state and embedding, then a transformer layer and a norm.
+    """One depth: joins hidden state and embedding, then applies a transformer layer and a norm.
 
     Args:
-        index: Global index of its transformer layer; layers of the model come first.
-        context: What to build from.
+        index: Global index of its transformer layer, after those of the model.
+        context: Construction context.
     """
 
     def __init__(self, index: int, context: ModelContext) -> None:
@@ -39,7 +39,7 @@ class PredictionLayer(nn.Module):
         hidden, name = context.shape.hidden, f"layers.{index}.mtp"
         self.hidden_norm = RMSNorm(f"{name}.hidden_norm", context)
         self.embedding_norm = RMSNorm(f"{name}.embedding_norm", context)
-        # Every tp rank has all of it: with sequence parallelism it works on its own tokens only.
+        # Replicated over tp: with sequence parallelism, each rank applies it to its own tokens.
         self.projection = context.params.normal(
             ParamInfo(
                 name=f"{name}.projection",
@@ -61,7 +61,7 @@ class PredictionLayer(nn.Module):
         *,
         keep_activations: bool,
     ) -> Tensor:
-        """Two tensors ``(S[/tp], B, H)`` to one, normed."""
+        """Join two tensors ``(S[/tp], B, H)`` to one, normalized."""
         joined = torch.cat(
             (self.hidden_norm(hidden_SBH), self.embedding_norm(embedded_SBH)), dim=-1
         )
@@ -72,11 +72,11 @@ class PredictionLayer(nn.Module):
 
 
 class Predictions(nn.Module):
-    """All depths.
+    """All prediction depths.
 
     Args:
         layers: Global indices of their transformer layers.
-        context: What to build from.
+        context: Construction context.
         embedding: The embedding, or its copy on this rank.
     """
 
@@ -93,10 +93,10 @@ class Predictions(nn.Module):
         *,
         keep_activations: bool,
     ) -> Tensor:
-        """Normed output of the model's layers to that and those of all depths, one behind another.
+        """Concatenate the normalized model output and the outputs of all depths.
 
-        ``(S[/tp], B, H)`` to ``((1 + D) * S[/tp], B, H)``. In eval mode, where further predictions
-        are not needed, the input is repeated.
+        ``(S[/tp], B, H)`` to ``((1 + D) * S[/tp], B, H)``. In eval mode, where multi-token
+        prediction is not needed, the input is repeated.
         """
         if not self.training:
             return hidden_SBH.repeat(1 + len(self.layers), 1, 1)
@@ -111,7 +111,7 @@ class Predictions(nn.Module):
 
 
 def ahead(x_BS: Tensor, depth: int, *, fill: int) -> Tensor:
-    """What stands ``depth`` positions further in whole sequences; ``fill`` behind their end.
+    """Shift whole sequences left by ``depth`` positions; ``fill`` after their end.
 
     Example:
         >>> ahead(torch.tensor([[1, 2, 3]]), 1, fill=0).tolist()

@@ -1,4 +1,4 @@
-"""The sizes of a GPT with every derived value filled in, and what a tensor-parallel layout asks."""
+"""Sizes of a GPT with derived values, and checks of tensor-parallel layouts."""
 
 from __future__ import annotations
 
@@ -54,19 +54,20 @@ class GPTShape:
 
     @property
     def q_per_kv(self) -> int:
-        """Query heads that share one head of keys and values."""
+        """Number of query heads per head of keys and values."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def qkv_full_shape(self) -> tuple[int, int, int]:
-        """``(num_kv_heads, (q_per_kv + 2) * head_dim, hidden)``: a row of heads ``q.. k v``."""
+        """``(num_kv_heads, (q_per_kv + 2) * head_dim, hidden)``, heads ordered ``q.. k v``."""
         return (self.num_kv_heads, (self.q_per_kv + 2) * self.head_dim, self.hidden)
 
     def check_layout(self, *, tp: int, sequence_parallel: bool) -> None:
-        """Refuse a tensor-parallel size that does not divide what it splits.
+        """Check that the tensor-parallel size divides all split dimensions.
 
         Raises:
-            ConfigError: Names every size that ``tp`` does not divide, and the nearest legal tp.
+            ConfigError: If not, with every size that ``tp`` does not divide, and the nearest legal
+            tp.
         """
         broken = [
             f"{name} = {size} (nearest tp: {nearest_divisors(tp, size)})"

@@ -1,4 +1,4 @@
-"""How large a GPT is: parameters, and floating-point operations per token."""
+"""Model size: number of parameters, and floating-point operations per token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megacore.models.shape import GPTShape
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """Parameters of the whole model, padding of the vocabulary included.
+    """Parameters of the whole model, including the padding of the vocabulary.
 
     Attributes:
         embedding: The token embedding.
@@ -20,9 +20,9 @@ class ParameterCount:
         head: The output layer; 0 if it is tied to the embedding.
         per_moe_layer: One MoE layer.
         num_moe_layers: Number of MoE layers.
-        per_moe_layer_idle: The experts of one MoE layer that a token does not see.
-        per_mtp_layer: What a layer for multi-token prediction has besides its transformer layer,
-            which counts among the others.
+        per_moe_layer_idle: The experts of one MoE layer that a token is not routed to.
+        per_mtp_layer: Parameters of a layer for multi-token prediction besides its transformer
+            layer, which is counted with the other layers.
         num_mtp_layers: Number of layers for multi-token prediction.
     """
 
@@ -46,12 +46,12 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Parameters that one token meets: without the experts that it is not sent to."""
+        """Parameters used by one token: without the experts that it is not routed to."""
         return self.total - self.num_moe_layers * self.per_moe_layer_idle
 
 
 def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> ParameterCount:
-    """Count the parameters of resolved ``[model]`` and ``[moe]`` sections without making the model.
+    """Count the parameters of resolved ``[model]`` and ``[moe]`` sections.
 
     Example:
         >>> config = ModelConfig(hidden_size=8, num_heads=2, num_kv_heads=1, ffn_hidden_size=16,
@@ -87,16 +87,15 @@ def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> Param
 
 
 def flops_per_token(config: ModelConfig, moe: MoEConfig | None = None) -> int:
-    """Floating-point operations of the matrix products of one token, forward and backward.
+    """Count floating-point operations of matrix products per token, forward and backward.
 
-    ``6 * W + 6 * L * S * A`` with W the weights that a token is multiplied with (the layers, of
-    experts only the chosen ones, and the output layer, without padding; not the embedding, which is
-    a lookup), L layers, S the sequence
-    length and A the summed width of the query heads. A product with a weight costs 2 operations in
-    the forward and 4 in the backward pass. Attention multiplies a token with the keys and the
-    values of the ``S / 2`` tokens that it sees on average: ``2 * A * S`` operations forward,
-    twice that backward. Layers for multi-token prediction count like others, with their projection
-    and one more output layer each.
+    ``6 * W + 6 * L * S * A``, with W the weights that a token is multiplied with (the layers, only
+    the chosen experts, and the output layer, without padding; not the embedding, which is a
+    lookup), L layers, S the sequence length and A the summed width of the query heads. A product
+    with a weight costs 2 operations in the forward and 4 in the backward pass. Attention
+    multiplies a token with the keys and the values of ``S / 2`` tokens on average: ``2 * A * S``
+    operations forward, twice that backward. Layers for multi-token prediction count like others,
+    with their projection and one more output layer each.
 
     Source:
         Chowdhery et al., arXiv:2204.02311, appendix B; the attention term is halved here because
@@ -135,7 +134,7 @@ def _expert_weights(shape: GPTShape, moe: MoEConfig) -> int:
 
 
 def _moe_weights(shape: GPTShape, moe: MoEConfig, *, experts: int) -> int:
-    """Router, ``experts`` experts and the shared expert of one layer."""
+    """Count the router, ``experts`` experts and the shared expert of one layer."""
     shared = 3 * moe.shared_ffn_hidden_size * shape.hidden + moe.shared_gate * shape.hidden
     return moe.num_experts * shape.hidden + experts * _expert_weights(shape, moe) + shared
 

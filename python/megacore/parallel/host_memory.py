@@ -1,11 +1,11 @@
 """Shared memory between the ranks of one host: the fast path of collectives on CPU tensors.
 
-A group whose members all run on one host, in reach of one ``/dev/shm``, exchanges CPU tensors
-through one memory segment instead of gloo's sockets. ``collectives`` takes this path by itself
-wherever a group has it. Sums run in the order of positions, in float32 for bfloat16 and float16, so
-all members get the same bits; ``reduce_scatter`` gives the same bits as on gloo.
+A group whose members all run on one host, with a common ``/dev/shm``, exchanges CPU tensors through
+one memory segment instead of gloo's sockets. ``collectives`` uses this path automatically if a
+group has it. Sums are in the order of positions, in float32 for bfloat16 and float16, so all
+members get bitwise equal results; ``reduce_scatter`` is bitwise equal to gloo.
 
-The segment is unlinked as soon as all members have opened it: then nothing is left in ``/dev/shm``,
+The segment is unlinked as soon as all members have opened it, so nothing remains in ``/dev/shm``
 however the processes end.
 """
 
@@ -54,11 +54,11 @@ class HostCommunicator:
     """Collectives among the members of one group, all on one host.
 
     For ``collectives``, which checks shapes and dtypes first: tensors are contiguous, on the CPU,
-    and of a dtype that can be communicated. One thread at a time.
+    and of a supported dtype. One thread at a time.
 
-    A call fails with ``RuntimeError`` on every member when the members are in different calls, a
-    member has ended, or a member does not come before the timeout; the message says which rank and
-    which call. After the first of these the group works on.
+    A call raises ``RuntimeError`` on every member if the members are in different calls, a member
+    has terminated, or a member does not arrive before the timeout; the message has the rank and
+    the call. After a mismatch of calls, the group remains usable.
 
     Args:
         comm: The native communicator.
@@ -69,7 +69,7 @@ class HostCommunicator:
 
     @property
     def bytes_per_member(self) -> int:
-        """Shared memory that each member adds."""
+        """Bytes of shared memory per member."""
         return 2 * self._comm.slot_bytes
 
     def all_reduce_(self, tensor: Tensor, *, op: str) -> None:
@@ -126,17 +126,17 @@ class HostCommunicator:
         self._comm.barrier()
 
     def make_window(self, num_bytes: int, *, num_parts: int) -> HostWindow | None:
-        """Give every member memory that all can read; ``None`` on all if one cannot have it."""
+        """Allocate memory that all members can read; ``None`` on all if one allocation fails."""
         return self._comm.make_window(bytes=num_bytes, num_parts=num_parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostPath:
-    """What came of the attempt to connect a group.
+    """Result of connecting a group.
 
     Attributes:
-        communicator: ``None`` if the group does without shared memory.
-        note: Then the reason, else empty.
+        communicator: ``None`` if the group does not use shared memory.
+        note: Reason for a missing communicator, else empty.
     """
 
     communicator: HostCommunicator | None = None
@@ -145,14 +145,14 @@ class HostPath:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a process runs. Processes of equal places can share memory and see each other's end.
+    """Host and namespaces of a process. Equal places can share memory and observe process ends.
 
     Attributes:
         host: Name of the machine.
-        boot: Which start of which machine.
-        pids: Process-id namespace: inside one, a process id means the same process.
-        shm: Device of ``/dev/shm``; containers have their own.
-        problem: Why this process cannot share memory at all, or empty.
+        boot: Boot id of the machine.
+        pids: Process-id namespace; process ids are comparable inside one namespace.
+        shm: Device of ``/dev/shm``; containers have separate ones.
+        problem: Reason why this process cannot share memory, or empty.
     """
 
     host: str
@@ -177,18 +177,18 @@ class Place:
 
 
 class HostConnector:
-    """Connects groups of this rank through shared memory, one after the other.
+    """Connects groups of this rank through shared memory, one at a time.
 
-    All members of a group take part and come to the same decision. They talk through the store
-    alone: member 0 looks at where everyone runs and makes the segment, the others open it, and
-    member 0 announces whether all could. So a group is connected completely or not at all.
+    All members of a group take part and reach the same decision, through the store only: member 0
+    compares the places of all members and creates the segment, the others open it, and member 0
+    publishes whether all succeeded. So a group is connected completely or not at all.
 
     Args:
-        store: A store that all ranks share; ``prefix`` keeps the keys of one attempt apart.
-        prefix: The same on all ranks, different for every use of the store.
+        store: A store shared by all ranks; ``prefix`` separates the keys of attempts.
+        prefix: Equal on all ranks, different for every use of the store.
         timeout_s: Seconds to wait for a member, here and later in collectives.
-        slot_bytes: Size of the pieces that tensors are moved in. A member has two such slots.
-        while_waiting: Called now and then while another member is awaited; may raise to give up.
+        slot_bytes: Chunk size of transfers. A member has two such slots.
+        while_waiting: Called repeatedly during waits for another member; may raise to stop.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class HostConnector:
             position: Index of this rank in ``ranks``.
 
         Raises:
-            RuntimeError: If a member does not come before the timeout.
+            RuntimeError: If a member does not arrive before the timeout.
         """
         key = f"{name}/{ranks[0]}"
         self._store.set(f"{key}/place/{position}", json.dumps(asdict(Place.mine())))
@@ -252,7 +252,7 @@ class HostConnector:
     def _open(
         self, segment: str, ranks: Sequence[int], position: int
     ) -> tuple[HostComm | None, str]:
-        """Return the communicator, or why there is none."""
+        """Return the communicator, or the reason why it could not be opened."""
         try:
             comm = HostComm(
                 name=segment,
@@ -267,14 +267,14 @@ class HostConnector:
         return comm, ""
 
     def _slot_bytes_for(self, ranks: Sequence[int]) -> int:
-        """At least a cache line of 64 bytes per member, and whole lines."""
+        """Return a multiple of 64 bytes, with at least one 64-byte cache line per member."""
         return 64 * max(self._slot_bytes // 64, len(ranks))
 
     def _get(self, key: str, ranks: Sequence[int], position: int) -> str:
-        """What the member at ``position`` has put under ``key``, as soon as it has."""
+        """Wait for the value of ``key``, set by the member at ``position``, and return it."""
         deadline = time.monotonic() + self._timeout_s
         pause_s = 0.001
-        # Polled: a store whose wait has timed out need not work afterwards.
+        # Polled: a store may not be usable after a timeout of its wait.
         while not self._store.check([key]):
             self._while_waiting()
             if time.monotonic() > deadline:
@@ -289,11 +289,11 @@ class HostConnector:
 
 
 def refusal(places: dict[int, Place], *, segment_bytes: int) -> str:
-    """Why ranks cannot share a segment, or ``""``.
+    """Return the reason why ranks cannot share a segment, or ``""``.
 
     Args:
-        places: Global rank -> where it runs, this rank first.
-        segment_bytes: Size of the segment. It may take half of what is free.
+        places: Global rank -> its place, this rank first.
+        segment_bytes: Size of the segment, limited to half of the free memory.
 
     Example:
         >>> refusal({0: Place(host="a"), 1: Place(host="b")}, segment_bytes=1)
@@ -323,7 +323,7 @@ def refusal(places: dict[int, Place], *, segment_bytes: int) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space of the file system that holds ``folder``; 0 if there is no such folder."""
+    """Return the free bytes of the file system of ``folder``; 0 if the folder does not exist."""
     try:
         facts = os.statvfs(folder)
     except OSError:
