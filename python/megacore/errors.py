@@ -1,6 +1,6 @@
-"""The errors a user can meet.
+"""Errors addressed to the user.
 
-A command that ends in one prints its sentence and exits with 2 (1 for a lost peer).
+A command that fails with one prints its message and exits with 2 (1 for a lost peer).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ class MegacoreError(Exception):
 
 
 class ConfigError(MegacoreError, ValueError):
-    """A setting, or a combination of settings, that cannot work."""
+    """An invalid setting, or an invalid combination of settings."""
 
 
 class DataError(MegacoreError, ValueError):

@@ -1,7 +1,7 @@
-"""The ``megacore`` command. Each command is a module here, and only the one asked for loads.
+"""The ``megacore`` command. Each command is a module of this package, loaded on demand.
 
-A command module has ``add_parser(subparsers)`` and ``run(args) -> int``. Everything heavy is
-imported inside ``run``, so help and mistakes are answered at once.
+A command module has ``add_parser(subparsers)`` and ``run(args) -> int``. Expensive imports are
+inside ``run``, so that help and usage errors are fast.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Command:
     """One line of ``megacore --help``.
 
     Attributes:
-        help: What the command does.
-        takes_settings: Whether ``--section.key=value`` settings may follow.
+        help: Description of the command.
+        takes_settings: Whether the command accepts ``--section.key=value`` settings.
     """
 
     help: str
@@ -48,13 +48,13 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code.
+    """Run a command line; return the exit code.
 
-    0 is success; 2 a mistake of the user, told in one sentence; 1 a lost peer or an error of ours;
-    130 an interrupt. ``--debug`` adds the traceback.
+    The exit code is 0 for success; 2 for a user error, printed as one line; 1 for a lost peer or an
+    internal error; 130 for an interrupt. ``--debug`` adds the traceback.
     """
     # OpenMP's idle threads spin by default. Beside other ranks, or on a busy machine, that costs a
-    # small model most of its speed (17 times, seen on 2 cores). Read once, when torch is imported.
+    # small model most of its speed (17 times on 2 cores). Read once, at the import of torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
@@ -66,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", 130, debug=debug)
     except BrokenPipeError:
-        # The reader of our output left, as in `megacore ranks ... | head`.
+        # The reader of the pipe has closed it, as in `megacore ranks ... | head`.
         sys.stderr.close()
         return 0
     except MemoryError as error:
         reason = f" ({error})" if str(error) else ""
         sentence = f"there is not enough memory for these sizes{reason}; choose smaller ones"
         return _complain(sentence, 1, debug=debug)
-    except OSError as error:  # a disk that is full, a file that vanished
+    except OSError as error:  # for example a full disk or a deleted file
         place = f"{error.filename}: " if error.filename else "reading or writing failed: "
         return _complain(f"{place}{error.strerror or error}", 1, debug=debug)
     except ImportError as error:
@@ -112,15 +112,15 @@ def _run(arguments: Sequence[str], *, debug: bool) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are one sentence instead of a page of usage."""
+    """A parser that reports usage errors as one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing and leaving."""
+        """Raise an error instead of printing and exiting."""
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 class _Help(argparse.HelpFormatter):
-    """Leaves room for the longest command beside its help."""
+    """Help formatter with a column wide enough for the longest command."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -128,7 +128,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _ShowVersion(argparse.Action):
-    """Print the version of the native core; it is not loaded before."""
+    """Prints the version of the native core, which is loaded on demand."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from megacore import __version__
@@ -160,7 +160,7 @@ def _build_parser(
 
 
 def _with_dashes(arguments: Sequence[str]) -> list[str]:
-    """Make ``--world_size`` and ``--world-size`` the same; values are left alone."""
+    """Normalize ``--world_size`` to ``--world-size``; values are unchanged."""
     result = []
     for argument in arguments:
         name, equals, value = argument.partition("=")

@@ -1,4 +1,4 @@
-"""``megacore doctor``: what this machine and this installation can do."""
+"""``megacore doctor``: capabilities of this machine and this installation."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts; exit code 1 if the core or two processes that talk do not work."""
+    """Print the facts; exit code 1 if the core or communication of two processes fails."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    # Ranks are forked first: once CUDA was asked anything, a process cannot fork any more.
+    # Ranks are forked first: a process that has initialized CUDA cannot fork.
     talk = _try_two_processes()
     facts = {
         "megacore": _installation(),
@@ -122,7 +122,7 @@ def _cores() -> int:
 
 
 def _meminfo() -> dict[str, int]:
-    """``/proc/meminfo`` in bytes; empty where there is none."""
+    """Return ``/proc/meminfo`` in bytes; empty if the file does not exist."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -131,7 +131,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _try_two_processes() -> dict[str, str]:
-    """Start two ranks and let them add up their numbers."""
+    """Start two ranks and run an all-reduce."""
     from megacore.launch.start import LaunchOptions, run_ranks_local
 
     start = time.monotonic()

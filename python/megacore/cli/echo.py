@@ -1,4 +1,4 @@
-"""``megacore echo simulate``: how well planners spread routed tokens over expert-parallel ranks."""
+"""``megacore echo simulate``: load balance of clone planners on expert-parallel ranks."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _recorded(path: Path) -> tuple[str, Workloads]:
         counts = np.load(path, allow_pickle=False)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, EOFError) as error:  # numpy takes every other file for a pickle
+    except (ValueError, EOFError) as error:  # numpy reads every other file as a pickle
         raise ConfigError(
             f"cannot read {path} as a .npy file of counts: numpy.save wrote no such file"
         ) from error

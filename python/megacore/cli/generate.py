@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         "top_p": args.top_p,
         "seed": args.seed,
     }
-    check_sampling(**sampling)  # before a large model is read
+    check_sampling(**sampling)  # before a large model is loaded
     _require_text(args.prompt)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     restored = restore_model(args.checkpoint, device=device)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_text(prompt: str) -> None:
-    """Refuse bytes of the command line that were no text."""
+    """Raise an error for command-line bytes that are not text."""
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -94,6 +94,6 @@ def _require_text(prompt: str) -> None:
 
 
 def _print_text(text: str) -> None:
-    """Print what a model made up; a terminal of few characters gets question marks for others."""
+    """Print generated text; characters outside of the terminal's encoding become question marks."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding))

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import in this process, and say how to go on."""
+    """Import in this process, and print the next commands."""
     require_at_least(args, seq_length=1)
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 

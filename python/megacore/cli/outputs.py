@@ -1,4 +1,4 @@
-"""Files that commands write where an option says."""
+"""Output files of commands."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megacore.errors import ConfigError
 
 
 def require_folder(file: str | None) -> None:
-    """Refuse a file that cannot be written, before the work whose result it gets.
+    """Check that an output file can be written, before the work that produces it.
 
     Args:
-        file: What the option says; ``None`` if it was not given.
+        file: Value of the option; ``None`` if it was not given.
 
     Raises:
-        ConfigError: If its folder does not exist, or the file is a folder itself.
+        ConfigError: If the folder of the file does not exist, or the file is a folder.
     """
     if file is None:
         return
@@ -28,10 +28,10 @@ def require_folder(file: str | None) -> None:
 
 
 def write_output(file: str | None, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make the file, if there is one to make, and say so.
+    """Call ``write`` with the output path, if there is one, and report it.
 
     Raises:
-        ConfigError: If it cannot be written.
+        ConfigError: If the file cannot be written.
     """
     if file is None:
         return

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_one_form(args: argparse.Namespace) -> None:
-    """Refuse options of which all but one would do nothing."""
+    """Raise an error for combinations of options of which one would be ignored."""
     buffers = "--buffers" if args.buffers else None if args.shard is None else "--shard"
     other = "--echo" if args.echo else "--json" if args.json else None
     if buffers and other:
@@ -116,7 +116,7 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
 
     ranks = _rank_table(plan, config, world_size)
     console = Console(highlight=False)
-    # Columns cut to fit a narrow terminal would hide the numbers.
+    # Columns truncated to a narrow terminal would hide the numbers.
     unlimited = console.options.update(max_width=10_000)
     console.width = max(console.width, console.measure(ranks, options=unlimited).maximum)
     console.print(_facts_table(plan, config, world_size))
@@ -170,7 +170,7 @@ def _facts_table(plan: RunPlan, config: Config, world_size: int) -> Table:
 
 
 def _echo_of(plan: RunPlan, config: Config) -> EchoPlanned | None:
-    """What clones of experts take, if there are any."""
+    """Return the memory plan of expert clones, or ``None`` without clones."""
     if config.moe.echo.spare_slots == 0 or config.parallel.ep == 1:
         return None
     from megacore.plan.echo_plan import plan_echo
@@ -179,7 +179,7 @@ def _echo_of(plan: RunPlan, config: Config) -> EchoPlanned | None:
 
 
 def _experts_text(plan: RunPlan, config: Config) -> str:
-    """How the ranks share the experts, and what each holds."""
+    """Describe the layout of the experts and the number per rank."""
     moe, topology = config.moe, plan.topology
     num_layers = config.model.mtp_layers.stop
     layers = len(moe.moe_layers(num_layers))
@@ -191,7 +191,7 @@ def _experts_text(plan: RunPlan, config: Config) -> str:
 
 
 def _graphs_text(plan: RunPlan, config: Config) -> str:
-    """What the graphs of each pipeline rank are predicted to take."""
+    """Describe the predicted memory of the graphs of each pipeline rank."""
     with_step = ", the optimizer's included" if config.graphs.include_optimizer else ""
     scopes = config.graphs.scopes or f"the whole step{with_step}"
     lines = [f"graphs ({config.graphs.mode}, {scopes}), predicted in MiB; the log shows measured:"]
@@ -202,7 +202,7 @@ def _graphs_text(plan: RunPlan, config: Config) -> str:
 
 
 def _memory_text(plan: RunPlan, config: Config) -> str:
-    """Return the bytes per parameter by formula, and what the buckets hold."""
+    """Describe the bytes per parameter by formula, and the sizes of buckets."""
     from megacore.plan.run_plan import memory_row_of
 
     row, optimizer = memory_row_of(config), config.optimizer
@@ -222,7 +222,7 @@ def _memory_text(plan: RunPlan, config: Config) -> str:
 
 
 def _shards_of_state(plan: RunPlan, config: Config) -> dict[str, int]:
-    """Ranks that share the optimizer's state of a parameter; by kind where kinds differ."""
+    """Return the number of optimizer shards per parameter, by kind if kinds differ."""
     if not config.optimizer.distributed:
         return {"dense": 1}
     topology, copies = plan.topology, config.pipeline.copies
@@ -275,7 +275,7 @@ def _recompute_text(config: Config) -> str:
 
 
 def memory_unit(largest: int) -> tuple[str, int]:
-    """Name and bytes of the unit that shows ``largest`` with at least one digit before the point.
+    """Return name and bytes of the largest unit in which ``largest`` is at least 1 (or KiB).
 
     Example:
         >>> memory_unit(3 << 20), memory_unit(1000)
@@ -286,7 +286,7 @@ def memory_unit(largest: int) -> tuple[str, int]:
 
 
 def _layers_text(rank: RankPlan, config: Config) -> str:
-    """``embed 0-3``; chunks are separated by ``|``."""
+    """Return the layers of a rank as ``embed 0-3``, with chunks separated by ``|``."""
     parts, stages = [], stages_of_ranks(config)[rank.pp_rank]
     for chunk, (layers, further) in enumerate(zip(rank.layers, rank.mtp_layers, strict=True)):
         words = []
@@ -305,7 +305,7 @@ def _layers_text(rank: RankPlan, config: Config) -> str:
 
 
 def _ranks_at(topology: Topology, pp_rank: int, world_size: int) -> str:
-    """Global ranks at a pipeline position: ``0-3``, or the first few."""
+    """Return the global ranks at a pipeline position as ``0-3``, or the first few."""
     ranks = [rank for rank in range(world_size) if topology.coordinates(rank)["pp"] == pp_rank]
     if ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])

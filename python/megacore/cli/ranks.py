@@ -1,4 +1,4 @@
-"""``megacore ranks``: which ranks form a group, as tables, as JSON or as a picture."""
+"""``megacore ranks``: process groups of a layout, as tables, JSON or SVG."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _draw(path: Path, topology: Topology, gpus_per_node: int) -> None:
 
 
 def _tokens(topology: Topology, asked: Sequence[str] | None) -> dict[str, tuple[str, ...]]:
-    """Return the tokens to show per view; raises where a token fits neither view."""
+    """Return the tokens to show per view; raise an error for a token of neither view."""
     if asked is None:
         return {"dense": DENSE_TOKENS, "expert": EXPERT_TOKENS}
     tokens: dict[str, tuple[str, ...]] = {"dense": (), "expert": ()}
@@ -189,7 +189,7 @@ def _print_view(
     table.add_column("groups", justify="right", no_wrap=True)
     table.add_column("traffic", no_wrap=True)
     table.add_column("ranks of each group", no_wrap=True)
-    # What the other columns take: their longest texts and the space between columns.
+    # Width of the other columns: their longest texts and the space between columns.
     room = console.width - (8 + 6 + len(f"{view.world_size:,}") + 13 + 4 * 3)
     for token in tokens:
         groups = view.groups(token)
@@ -209,7 +209,7 @@ def _traffic(groups: npt.NDArray[np.int32], gpus_per_node: int) -> str:
 
 
 def _group_lines(groups: npt.NDArray[np.int32], *, width: int, max_lines: int) -> list[str]:
-    """Return the groups as lines of at most ``width`` characters; no group is broken."""
+    """Return the groups as lines of at most ``width`` characters, without breaking groups."""
     from megacore.parallel.topology import groups_text
 
     num_groups, size = groups.shape

@@ -1,4 +1,4 @@
-"""``megacore schedule``: who runs what, when; as a coloured grid, JSON, picture, CSV or trace."""
+"""``megacore schedule``: a pipeline schedule as a coloured grid, JSON, SVG, CSV or trace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megacore.pipeline.timeline import Grid
     from megacore.view.palette import KindColour
 
-MAX_PANELS = 8  # of the grid, before the rest is left to --svg
+MAX_PANELS = 8  # of the grid; larger schedules are shown by --svg
 MAX_ROWS = 32
 
 EPILOG = """\
@@ -123,7 +123,7 @@ def _add_cost_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a schedule, its bubble and what its ranks hold; or all schedules side by side."""
+    """Print a schedule, its bubble and activations in flight; or a comparison of all schedules."""
     costs = _costs(args)
     require_options_fit(args)
     for file in (args.svg, args.csv, args.trace):
@@ -272,7 +272,7 @@ def _print_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> None:
 
 
 def _print_grid(console: Console, schedule: Schedule, timeline: Timeline) -> None:
-    """Print the timeline, cut into panels as wide as the console; in colour where there is any."""
+    """Print the timeline, cut into panels as wide as the console, in colour if supported."""
     from megacore.pipeline.timeline import Grid
 
     grid = Grid.of(timeline.first_ranks(MAX_ROWS), makespan=timeline.makespan)
@@ -303,7 +303,7 @@ def _print_grid(console: Console, schedule: Schedule, timeline: Timeline) -> Non
 def _coloured_lines(
     grid: Grid, schedule: Schedule, begin: int, end: int, cell_width: int
 ) -> list[Text]:
-    """Return a line of times and a line per rank; a block per action shows its microbatch."""
+    """Return a line of times and a line per rank, with one block per action and its microbatch."""
     from megacore.view.palette import kind_colours
 
     colours = kind_colours()
@@ -315,7 +315,7 @@ def _coloured_lines(
     rows: list[list[tuple[int, str, str]]] = [[] for _ in range(grid.num_ranks)]
     for rank, action, first, last in grid.cells_between(begin, end):
         first, last = max(first, begin), min(last, end)
-        # A blank at the end keeps equal neighbours apart.
+        # A trailing blank separates equal neighbours.
         block = str(action.microbatch).center((last - first) * cell_width - 1)
         style = _style(colours[action.kind], chunks[action.stage], schedule.num_chunks)
         rows[rank].append(((first - begin) * cell_width, block, style))
@@ -388,7 +388,7 @@ def _print_ranks(console: Console, schedule: Schedule, timeline: Timeline) -> No
 
 
 def _print_critical_path(console: Console, timeline: Timeline) -> None:
-    """Say which ranks the longest chain of actions runs through."""
+    """Print the share of each rank in the critical path."""
     path = timeline.critical_path
     if not path:
         return

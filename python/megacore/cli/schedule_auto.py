@@ -1,4 +1,4 @@
-"""Options of ``megacore schedule auto``, costs per stage, and how a certificate is shown."""
+"""Options of ``megacore schedule auto``, costs per stage, and output of certificates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_auto_options(parser: argparse.ArgumentParser) -> None:
 
 
 def auto_options(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
-    """Return the arguments of ``build_schedule`` for ``auto`` only; None where not given."""
+    """Return the additional arguments of ``build_schedule`` for ``auto``; None where not given."""
     is_auto = args.name == "auto"
     return {
         "placement": args.placement,
@@ -67,10 +67,10 @@ def auto_options(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
 
 
 def with_stage_costs(costs: Costs, items: list[str] | None) -> Costs:
-    """Replace what ``--costs`` names.
+    """Apply the changes of ``--costs``.
 
     Raises:
-        ConfigError: If an item cannot be read.
+        ConfigError: If an item cannot be parsed.
     """
     changes: dict[str, Any] = {}
     for item in items or []:
@@ -86,7 +86,7 @@ def with_stage_costs(costs: Costs, items: list[str] | None) -> Costs:
 
 
 def with_cost_flags(message: str) -> str:
-    """Return a message about costs in the words of ``--costs``.
+    """Return a message about costs in terms of ``--costs``.
 
     Example:
         >>> with_cost_flags("cost 'forward' has 2 entries; give one for all stages or 4")

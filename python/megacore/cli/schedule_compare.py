@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from megacore.pipeline import Costs
     from megacore.pipeline.compare import ComparedSchedule, Comparison
 
-# What takes about ten seconds: the time of simulations grows with the actions, that of bounds with
-# the square of the stages.
+# Limits of about ten seconds: the time of simulations grows with the number of actions, that of
+# bounds with the square of the number of stages.
 _MOST_ACTIONS = 1 << 24
 _MOST_STAGES = 2048
 
-_WIDE = 104  # characters that all columns need
+_WIDE = 104  # width of all columns, in characters
 _SHORT = {"chunks": "v", "group_size": "G", "warmup_multiplier": "k", "copies": "copies"}
 
 
 def run_compare(args: argparse.Namespace, costs: Costs) -> int:
-    """Print the table, or everything in it as JSON."""
+    """Print the table, or its contents as JSON."""
     from megacore.pipeline.compare import compare_schedules
 
     if args.name is not None:
@@ -50,7 +50,7 @@ def run_compare(args: argparse.Namespace, costs: Costs) -> int:
 
 
 def _require_comparable(name: str) -> None:
-    """Refuse a name that the table does not have."""
+    """Check that the table has a schedule of this name."""
     from megacore.pipeline.auto import AUTO
     from megacore.pipeline.build import require_schedule_name
 
@@ -63,12 +63,12 @@ def _require_comparable(name: str) -> None:
 
 
 def _require_size(args: argparse.Namespace) -> None:
-    """Refuse sizes that would take minutes, with the largest that do not."""
+    """Raise an error for sizes that would take minutes, with the largest legal ones."""
     from megacore.pipeline.compare import compared_actions
 
     chunks = 2 if args.chunks is None else args.chunks
     if min(args.pp, args.microbatches, chunks) < 1:
-        return  # refused by the comparison itself
+        return  # rejected by the comparison itself
     alone = "or look at one schedule alone (megacore schedule NAME)"
     chunks = max(chunks, 2)  # schedules in V placement always have two
     if args.pp * chunks > _MOST_STAGES:

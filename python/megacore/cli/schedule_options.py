@@ -1,4 +1,4 @@
-"""Which options of ``megacore schedule`` belong together."""
+"""Compatibility of the options of ``megacore schedule``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 from megacore.errors import ConfigError
 
-# By what they are about; the options without a default.
+# Options without a default, by purpose.
 _FILES = ("svg", "csv", "trace")
 _SIZES = ("pp", "chunks", "microbatches", "group_size", "warmup_multiplier")
 _SEARCH = ("placement", "memory_limit", "activation_size", "whole_backward", "effort")
@@ -14,10 +14,10 @@ _PROGRAM = ("receives", "keep")
 
 
 def require_options_fit(args: argparse.Namespace) -> None:
-    """Refuse options that would do nothing.
+    """Raise an error for options that would be ignored.
 
     Raises:
-        ConfigError: If an option was given that the form of the command does not use.
+        ConfigError: If a given option does not apply to this form of the command.
     """
     if args.compare:
         unused = (*_FILES, "from_csv", "forward_only", "program", "pairs", *_SEARCH, *_PROGRAM)
@@ -28,7 +28,7 @@ def require_options_fit(args: argparse.Namespace) -> None:
             args, (*_SIZES, "pairs", *_SEARCH), "--from-csv reads a schedule, {} is to make one"
         )
     elif args.name is not None and args.name != "auto":
-        # The others are refused by the names of their arguments, which are like those of options.
+        # Other options are checked by the builders, whose argument names match the options.
         _refuse(args, ("whole_backward",), f"{{}} is for auto only, not for {args.name}")
     if args.program is None:
         _refuse(args, _PROGRAM, "{} is for --program LEVEL", "add that, or leave it out")

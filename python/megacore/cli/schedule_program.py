@@ -1,4 +1,4 @@
-"""``megacore schedule --program``: what each rank does, with messages, buffers and collectives."""
+"""``megacore schedule --program``: the program of each rank, with messages and collectives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_program_options(parser: argparse.ArgumentParser) -> None:
 
 
 def lowering_of(args: argparse.Namespace) -> Lowering:
-    """Return the lowering that the options ask for.
+    """Return the lowering for the options.
 
     Raises:
         ConfigError: If ``--keep`` is negative.
@@ -53,7 +53,7 @@ def lowering_of(args: argparse.Namespace) -> Lowering:
 
 
 def print_programs(schedule: Schedule, args: argparse.Namespace) -> None:
-    """Print the proved programs of all ranks, and the transports on which they cannot deadlock."""
+    """Print the validated programs of all ranks, and the transports without deadlock."""
     lowering = lowering_of(args)
     for rank, program in enumerate(schedule.lower(lowering)):
         print(f"rank {rank}: {program.to_text(args.program)}")

@@ -1,4 +1,4 @@
-"""``megacore train CONFIG.toml``: train a model, with our own ranks or as one of torchrun's."""
+"""``megacore train CONFIG.toml``: train a model, with local ranks or as one rank of torchrun."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything that can be checked at once, then start or join the ranks."""
+    """Validate the configuration as far as possible, then start or join the ranks."""
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     return _join(args) if is_rank else _start(args)
 
 
 def load_with_nproc(args: argparse.Namespace, *, option: str) -> Config:
-    """Return the configuration of a command line; ``option`` names the flag of ``args.nproc``.
+    """Load the configuration of a command line; ``option`` is the flag of ``args.nproc``.
 
     Raises:
-        ConfigError: As `load_config`.
+        ConfigError: As in `load_config`.
     """
     if args.nproc is None:
         return load_config(args.config, args.settings)
@@ -82,8 +82,8 @@ def _join(args: argparse.Namespace) -> int:
         _check_backend(config)
     except MegacoreError:
         if os.environ["RANK"] != "0":
-            # Every rank finds the same mistake. Rank 0 tells it; the others wait a moment, because
-            # torchrun ends all ranks, and so rank 0, when the first of them leaves.
+            # Every rank finds the same error. Only rank 0 reports it; other ranks wait a moment,
+            # because torchrun kills all ranks when the first one exits.
             time.sleep(2.0)
             os._exit(2)
         raise
@@ -95,7 +95,7 @@ def _join(args: argparse.Namespace) -> int:
 
 
 def _check_nproc(config: Config, world_size: int) -> None:
-    """Refuse a process count that is not the launcher's: one of the two is a mistake."""
+    """Check that the configured process count is that of the launcher."""
     nproc = config.run.nproc
     if nproc not in (None, world_size):
         raise ConfigError(
@@ -116,7 +116,7 @@ def _check_backend(config: Config) -> None:
 
 
 def train_rank(config: Config, context: RankContext) -> int:
-    """Train as one rank; return its exit code."""
+    """Run the training on one rank."""
     from megacore.launch.context import agree
     from megacore.train.loop import train
 
@@ -126,15 +126,15 @@ def train_rank(config: Config, context: RankContext) -> int:
 
 
 def resolve_for_training(config: Config, world_size: int, *, launcher: str) -> Config:
-    """Resolve ``config`` and prove that its layout, schedule and data exist, in this process.
+    """Resolve ``config`` and check its layout, schedule and data in this process.
 
-    The cheap checks come first: they need neither torch nor the data.
+    The cheap checks are first: they need neither torch nor the data.
 
     Raises:
-        ConfigError: For a setting that cannot work.
+        ConfigError: For an invalid setting.
         DataError: If the tokenizer cannot be read.
     """
-    # cuda only chooses the default backend, and the answer would load torch: not needed for rules.
+    # cuda only selects the default backend and would need torch; the rules do not depend on it.
     resolve(config, world_size, cuda=False, launcher=launcher)
 
     from megacore.data import load_tokenizer
@@ -149,7 +149,7 @@ def resolve_for_training(config: Config, world_size: int, *, launcher: str) -> C
 
 
 def default_nproc(config: Config) -> int:
-    """Processes to start when nobody says: one per GPU, else as few as the layout allows."""
+    """Return the default process count: one per GPU, else the fewest that the layout allows."""
     import torch
 
     if config.run.backend != "gloo" and torch.cuda.is_available():
@@ -160,18 +160,19 @@ def default_nproc(config: Config) -> int:
 
 
 def _prepare_environment(*, debug: bool) -> int | None:
-    """Settle what torch reads when it is imported; returns the threads a user asked for."""
+    """Set environment variables read at the import of torch; return the user's thread count."""
     asked = os.environ.get("OMP_NUM_THREADS")
-    # A parent with more OpenMP threads cannot fork ranks safely; each rank sets its own number.
+    # A parent with more OpenMP threads cannot fork ranks safely; each rank sets its own count.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not debug:
-        # Connections break when a rank is lost. We say which; torch's stack dumps add nothing.
+        # Connections break when a rank is lost. The monitor reports it; torch's stack dumps add
+        # nothing.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     return int(asked) if asked is not None and asked.isdecimal() else None
 
 
 def _import_loop() -> None:
-    """Import what the ranks need before they are forked, so that they share it."""
+    """Import the modules of the ranks before the fork, so that ranks share their memory."""
     import megacore.train.loop  # noqa: F401
 
 

@@ -1,4 +1,4 @@
-"""Values of options: numbers that are read with a clear mistake, and their least values."""
+"""Numeric option values: parsing and lower bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LARGEST_INT64 = 2**63 - 1
 
 
 def whole_number(text: str) -> int:
-    """Read a number that the planners can count to, for ``argparse``.
+    """Parse an integer within the range of the planners, for ``argparse``.
 
     Example:
         >>> whole_number("12")
@@ -21,12 +21,12 @@ def whole_number(text: str) -> int:
 
 
 def seed_number(text: str) -> int:
-    """Read a seed, for ``argparse``."""
+    """Parse a seed, for ``argparse``."""
     return _bounded(text, LARGEST_INT64)
 
 
 def number(text: str) -> float:
-    """Read a number, for ``argparse``.
+    """Parse a number, for ``argparse``.
 
     Example:
         >>> number("1e-3")
@@ -40,10 +40,10 @@ def number(text: str) -> float:
 
 
 def require_at_least(args: argparse.Namespace, **least: int) -> None:
-    """Refuse options below their least value; one that was not given is None and legal.
+    """Check the lower bounds of options; options that were not given (None) are legal.
 
     Raises:
-        ConfigError: Naming the option, its value and the least one.
+        ConfigError: With the option, its value and its lower bound.
 
     Example:
         >>> require_at_least(argparse.Namespace(top_k=2), top_k=1)

@@ -1,4 +1,4 @@
-"""Text, tokens and samples: what is trained on, in an order that needs no state."""
+"""Text, tokenizers and samples of the training data, in a stateless order."""
 
 from __future__ import annotations
 

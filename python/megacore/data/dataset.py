@@ -1,15 +1,15 @@
 """Samples in a random order that is a pure function of the sample counter.
 
-A token stream of ``T`` tokens is cut into windows of ``seq_length + 1`` tokens, each starting
-``seq_length`` tokens after the one before, so that every label is used once per epoch. Which window
-a sample shows follows from the sample counter and the seed alone:
+A token stream of ``T`` tokens is cut into windows of ``seq_length + 1`` tokens. Consecutive windows
+overlap by one token, so that every label is used once per epoch. The window of a sample is a
+function of the sample counter and the seed:
 
     epoch, index = divmod(sample, windows per epoch)
     start        = phase(seed, epoch) + seq_length * permutation(seed, epoch)(index)
 
-Nothing is stored, so resuming needs the counter and nothing else, and no rank needs to know what
-another one read. The phase shifts the cuts from epoch to epoch; the permutation is a small keyed
-bijection, so an order of a billion windows costs no memory.
+Nothing is stored: to resume, only the counter is needed, and no rank needs to know the reads of
+others. The phase shifts the cuts from epoch to epoch; the permutation is a small keyed bijection,
+so an order of a billion windows needs no memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ROUNDS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """Where each sample of an endless random order starts in a token stream.
+    """Start positions of samples in a token stream, in an endless random order.
 
     Attributes:
         num_tokens: Length of the stream.
-        seq_length: Tokens a sample predicts; it spans one more.
-        seed: Chooses the order.
-        reshuffle: A new order with newly placed cuts in every epoch (training). ``False`` repeats
-            one order with cuts that start at 0 (validation).
+        seq_length: Number of predicted tokens per sample; a sample spans one more.
+        seed: Seed of the order.
+        reshuffle: A new order with new cuts in every epoch (training). ``False`` repeats one order
+            with cuts that start at 0 (validation).
 
     Raises:
         ValueError: If the stream is too short for one sample, or a number is out of range.
@@ -73,11 +73,11 @@ class SampleOrder:
         whole = (self.num_tokens - 1) // self.seq_length
         if not self.reshuffle:
             return whole
-        # Room for any phase below seq_length, unless that would leave no window at all.
+        # Leaves room for any phase below seq_length, unless there would be no window.
         return max(1, (self.num_tokens - self.seq_length) // self.seq_length)
 
     def start(self, sample: int) -> int:
-        """Position of the first token of sample number ``sample`` (from 0, without end).
+        """Return the position of the first token of sample ``sample`` (from 0, unbounded).
 
         Raises:
             ValueError: If ``sample`` is negative.
@@ -97,14 +97,14 @@ class SampleOrder:
 
 
 class Dataset:
-    """Samples of a token stream, by their number.
+    """Samples of a token stream, by number.
 
     Args:
         tokens: Token ids, 1-D, any integer type; may be mapped from a file.
-        name: What the data is called in messages.
-        seq_length: Tokens a sample predicts.
-        seed: Chooses the order.
-        vocab_size: Every token read is checked to be in ``[0, vocab_size)``.
+        name: Name of the data in messages.
+        seq_length: Number of predicted tokens per sample.
+        seed: Seed of the order.
+        vocab_size: Every token read must be in ``[0, vocab_size)``.
         reshuffle: See :class:`SampleOrder`.
 
     Raises:
@@ -138,7 +138,7 @@ class Dataset:
 
     @property
     def seq_length(self) -> int:
-        """Tokens a sample predicts."""
+        """Number of predicted tokens per sample."""
         return self.order.seq_length
 
     @property
@@ -147,7 +147,7 @@ class Dataset:
         return self.order.num_windows
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of sample ``number``, ``(seq_length + 1,)``, int64. Any number >= 0 is legal.
+        """Return the tokens of sample ``number`` >= 0, ``(seq_length + 1,)``, int64.
 
         Raises:
             DataError: If a token is not in the vocabulary.
@@ -169,28 +169,28 @@ def microbatch(
     global_batch_size: int,
     sample_offset: int = 0,
 ) -> Microbatch:
-    """Return the samples that one data-parallel rank computes in one microbatch of one step.
+    """Return the samples of one microbatch of one step on one data-parallel rank.
 
     Step ``s`` consumes the samples ``[s * G, (s + 1) * G)`` in every layout, cut into the same
     groups of ``microbatch_size``: microbatch ``m`` of rank ``d`` is group ``m * dp_size + d``. So a
     run on one rank with ``2 m`` microbatches computes the same groups as two ranks with ``m``.
 
     Args:
-        dataset: Gives the samples.
+        dataset: The dataset.
         step: Step number, from 0.
         microbatch: Number of the microbatch on this rank, from 0.
         dp_position: Position of this rank on the data-parallel axis.
         dp_size: Data-parallel size.
         microbatch_size: B, samples per microbatch.
         global_batch_size: G, samples per step over all ranks.
-        sample_offset: Is added to the numbers of all samples. Of a run that was resumed with
-            another G: samples consumed before, less what steps before would have with this G.
+        sample_offset: Offset of all sample numbers, for a run resumed with another G: samples
+            consumed so far, minus those that the previous steps would consume with this G.
 
     Returns:
         ``tokens`` and ``labels`` ``(B, seq_length)``, ``sample_ids`` ``(B,)``; int64, CPU.
 
     Raises:
-        ConfigError: If ``global_batch_size`` is no multiple of ``microbatch_size * dp_size``.
+        ConfigError: If ``global_batch_size`` is not a multiple of ``microbatch_size * dp_size``.
         ValueError: If ``microbatch`` or ``dp_position`` is out of range.
     """
     count = num_microbatches(global_batch_size, microbatch_size=microbatch_size, dp_size=dp_size)
@@ -212,10 +212,10 @@ def microbatch(
 
 
 def num_microbatches(global_batch_size: int, *, microbatch_size: int, dp_size: int) -> int:
-    """Microbatches per data-parallel rank and step.
+    """Return the number of microbatches per data-parallel rank and step.
 
     Raises:
-        ConfigError: If they do not divide, with the nearest legal batch sizes.
+        ConfigError: If the sizes do not divide, with the nearest legal batch sizes.
 
     Example:
         >>> num_microbatches(32, microbatch_size=4, dp_size=2)
@@ -234,11 +234,11 @@ def num_microbatches(global_batch_size: int, *, microbatch_size: int, dp_size: i
 
 
 def unigram_entropy(tokens: TokenArray, *, max_tokens: int = 1 << 24) -> float:
-    """Entropy of single tokens in nats: the loss of a model that knows only how frequent each is.
+    """Return the entropy of single tokens in nats: the loss of an ideal unigram model.
 
     Args:
         tokens: Token ids, 1-D, not negative.
-        max_tokens: Only so many tokens from the start are counted.
+        max_tokens: Number of tokens to count, from the start.
 
     Example:
         >>> round(unigram_entropy(np.array([0, 1, 0, 1])), 4)
@@ -250,7 +250,7 @@ def unigram_entropy(tokens: TokenArray, *, max_tokens: int = 1 << 24) -> float:
 
 
 def _mix(value: int) -> int:
-    """Scramble 64 bits; a bijection of ``[0, 2**64)``.
+    """Mix 64 bits; a bijection of ``[0, 2**64)``.
 
     Source: splitmix64, Steele, Lea and Flood, OOPSLA 2014.
     """
@@ -261,11 +261,11 @@ def _mix(value: int) -> int:
 
 
 def _permute(index: int, size: int, key: int) -> int:
-    """Image of ``index`` under a random-looking permutation of ``[0, size)`` chosen by ``key``.
+    """Apply a pseudorandom permutation of ``[0, size)``, keyed by ``key``, to ``index``.
 
     A Feistel network on pairs (left, right) with ``left < rows``, ``right < columns``: each round
-    adds a keyed hash of one half to the other, which can be undone, so the whole is a bijection of
-    ``[0, rows * columns)``. Results outside ``[0, size)`` are sent through again.
+    adds a keyed hash of one half to the other, which is invertible, so the whole is a bijection of
+    ``[0, rows * columns)``. Results outside ``[0, size)`` are permuted again (cycle walking).
 
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
     """

@@ -1,6 +1,6 @@
-r"""Megatron's indexed dataset: token ids in ``<prefix>.bin``, their borders in ``<prefix>.idx``.
+r"""Megatron's indexed dataset: token ids in ``<prefix>.bin``, their offsets in ``<prefix>.idx``.
 
-``.bin`` holds the token ids of all sequences, little-endian, without header or padding. ``.idx`` is
+``.bin`` has the token ids of all sequences, little-endian, without header or padding. ``.idx`` is
 packed and little-endian:
 
     offset  type       meaning
@@ -14,7 +14,7 @@ packed and little-endian:
     34+12S  i64[D]     document borders, as sequence numbers, from 0 to S
     (then)  i8[S]      optional: mode per sequence, multimodal data only; ignored here
 
-No array behind offset 34 is aligned, so they are read as bytes and reinterpreted.
+The arrays after offset 34 are unaligned, so they are read as bytes and reinterpreted.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from megacore.errors import DataError
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPE_OF_CODE = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-# The writer of the format takes u16 below this vocabulary size, else i32.
+# The format uses u16 below this vocabulary size, else i32.
 U16_VOCAB_LIMIT = 65_500
 MAX_VOCAB = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedTokens:
-    """What an indexed dataset holds.
+    """Contents of an indexed dataset.
 
     Attributes:
-        tokens: All tokens in sequence order, 1-D; mapped from the file where its order allows.
+        tokens: All tokens in sequence order, 1-D; mapped from the file if its order allows.
         lengths: Tokens per sequence, ``(num_sequences,)``, int32.
-        document_borders: Sequence number at which each document starts, and the number of
+        document_borders: Sequence number of the start of each document, and the number of
             sequences at the end, ``(num_documents + 1,)``, int64.
     """
 
@@ -62,10 +62,10 @@ class IndexedTokens:
 
 
 def indexed_prefix(source: str | Path) -> Path | None:
-    """The prefix of an indexed dataset if ``source`` names one: the prefix, or either file."""
+    """Return the prefix of an indexed dataset, given the prefix or either file, or ``None``."""
     path = Path(source)
     prefix = path.with_suffix("") if path.suffix in {".bin", ".idx"} else path
-    # A prefix may hold dots ("v1.2_text_document"), so suffixes are appended, not replaced.
+    # A prefix may contain dots ("v1.2_text_document"), so suffixes are appended, not replaced.
     for candidate in (path, prefix):
         if _file(candidate, ".bin").is_file() and _file(candidate, ".idx").is_file():
             return candidate
@@ -79,7 +79,7 @@ def read_indexed(prefix: str | Path) -> IndexedTokens:
         prefix: Path without ``.bin`` and ``.idx``.
 
     Raises:
-        DataError: If a file is missing, damaged, of another format, or holds no integers.
+        DataError: If a file is missing, damaged, of another format, or has no integer tokens.
     """
     prefix = Path(prefix)
     index_path, data_path = _file(prefix, ".idx"), _file(prefix, ".bin")
@@ -109,15 +109,15 @@ def write_indexed(
 ) -> None:
     """Write documents as an indexed dataset, one sequence per document.
 
-    Both files are written under temporary names and renamed, so a reader never sees half of them.
+    Both files are written under temporary names and renamed, so readers never see partial files.
 
     Args:
-        prefix: Path without ``.bin`` and ``.idx``; its folder is made.
-        documents: Token ids of each document, 1-D. They are written as they come.
-        vocab_size: Decides the width on disk: u16 below 65,500, else i32; at most 2^31.
+        prefix: Path without ``.bin`` and ``.idx``; its folder is created.
+        documents: Token ids of each document, 1-D, consumed lazily.
+        vocab_size: Determines the width on disk: u16 below 65,500, else i32; at most 2^31.
 
     Raises:
-        DataError: If a document is not 1-D or holds no integers, a token id is not in
+        DataError: If a document is not 1-D or not of integers, a token id is not in
             ``[0, vocab_size)``, or ``vocab_size`` is too large.
     """
     if vocab_size > MAX_VOCAB:
@@ -153,7 +153,7 @@ def _check_ids(number: int, ids: NDArray[Any], vocab_size: int) -> None:
             f"document {number} has shape {ids.shape}; a document is a 1-D array or a list of "
             "token ids"
         )
-    if ids.size == 0:  # of no particular type
+    if ids.size == 0:  # an empty document may have any dtype
         return
     if ids.dtype.kind not in "iu":
         raise DataError(
@@ -216,7 +216,7 @@ def _check_places(
     starts: NDArray[np.int64],
     dtype: np.dtype[np.integer],
 ) -> None:
-    """Every sequence starts at a whole token."""
+    """Check that every sequence starts at a whole token."""
     uneven = np.flatnonzero(starts % dtype.itemsize)
     if uneven.size:
         first = int(uneven[0])
@@ -233,10 +233,10 @@ def _check_data_size(
     starts: NDArray[np.int64],
     dtype: np.dtype[np.integer],
 ) -> int:
-    """Return the bytes of ``.bin``, which holds whole tokens and every sequence."""
+    """Check that ``.bin`` has whole tokens and every sequence; return its bytes."""
     file_bytes = path.stat().st_size
     index_name = path.with_suffix(".idx").name
-    # Unsigned, because a damaged start near 2^63 plus a length would be negative.
+    # Unsigned, because a damaged start near 2^63 plus a length would overflow.
     ends = starts.astype(np.uint64) + lengths.astype(np.uint64) * np.uint64(dtype.itemsize)
     end = int(ends.max(initial=0))
     if end > file_bytes:

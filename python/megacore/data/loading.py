@@ -1,4 +1,4 @@
-"""From the ``[data]`` section to a training and a validation dataset."""
+"""Training and validation datasets of the ``[data]`` section."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from megacore.data.sources import TokenSource, check_token_range, load_tokens
 from megacore.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
 from megacore.errors import DataError
 
-# Tokens looked at before training starts; the rest is checked as it is read.
+# Tokens checked before training starts; the others are checked when they are read.
 CHECKED_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """Everything a run reads.
+    """Data of a run.
 
     Attributes:
         source: The whole token stream.
-        tokenizer: Made it; ``vocab_size`` is the model's vocabulary unless the user set one.
+        tokenizer: Its tokenizer; ``vocab_size`` is the model's vocabulary by default.
         train: Samples for training, reshuffled every epoch.
-        validation: Samples for validation in one fixed order; ``None`` if none are kept.
-        unigram_entropy: Of the training tokens, in nats per token. A loss below it proves that the
-            model uses context.
+        validation: Samples for validation in one fixed order; ``None`` without a validation part.
+        unigram_entropy: Entropy of the training tokens, in nats per token. A loss below it proves
+            that the model uses context.
     """
 
     source: TokenSource
@@ -44,16 +44,18 @@ def load_data(
     vocab_size: int | None = None,
     need_validation: bool = False,
 ) -> TrainingData:
-    """Load, tokenize and split what the ``[data]`` section names.
+    """Load, tokenize and split the source of the ``[data]`` section.
 
-    Every rank calls this for itself; equal arguments give equal data, without communication.
+    Every rank calls this function separately; equal arguments give equal data, without
+    communication.
 
     Args:
         config: The ``[data]`` section.
-        seq_length: Tokens a sample predicts (``model.seq_length``).
-        seed: Chooses the sample order (``train.seed``).
-        vocab_size: Size of the vocabulary if it is not the tokenizer's.
-        need_validation: A validation part too short for one sample is an error, not ``None``.
+        seq_length: Number of predicted tokens per sample (``model.seq_length``).
+        seed: Seed of the sample order (``train.seed``).
+        vocab_size: Size of the vocabulary. Default: that of the tokenizer.
+        need_validation: Raise an error, instead of ``None``, for a validation part too short for
+            one sample.
 
     Raises:
         DataError: See :func:`load_tokens`; or a part is too short for one sample.
@@ -84,7 +86,7 @@ def load_data(
 
 
 def split_tokens(tokens: TokenArray, fractions: Sequence[float]) -> tuple[TokenArray, TokenArray]:
-    """Cut a stream by position: the training part first, then validation; a third part is unused.
+    """Split a stream by position: training, then validation; a third part is unused.
 
     Args:
         tokens: The stream, 1-D.

@@ -1,4 +1,4 @@
-"""One sentence about a path that does not exist, with the closest names that do."""
+"""Error text for a path that does not exist, with the closest existing names."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from megacore.config import close_words
 
 
 def missing_path(what: str, path: Path, *, names: Sequence[str] = ()) -> str:
-    """Say that ``path`` does not exist and what its folder holds instead.
+    """Describe a missing ``path``, with the closest names or the contents of its folder.
 
     Args:
-        what: What was looked for, e.g. ``"data file"``.
-        path: The path that is not there.
-        names: Other things the user may have meant, e.g. ``("stdlib",)``.
+        what: Kind of the file, e.g. ``"data file"``.
+        path: The missing path.
+        names: Other possible values, e.g. ``("stdlib",)``.
 
     Returns:
+        A sentence without a full stop, to which the caller may append.
         A sentence without a full stop, to be extended.
     """
     close = close_words(str(path), names, count=1)

@@ -1,4 +1,4 @@
-"""Where training text comes from: the Python installation itself, files, folders, token files."""
+"""Sources of training text: the Python installation, files, folders, token files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megacore.data.paths import missing_path
 from megacore.data.tokenizer import TokenArray, Tokenizer
 from megacore.errors import DataError
 
-# Between two documents of one stream.
+# Separator between two documents of one stream.
 SEPARATOR = "\n\n"
 BUILT_IN = ("python-docs", "stdlib")
 
@@ -26,8 +26,8 @@ class TokenSource:
     """One stream of token ids.
 
     Attributes:
-        name: What the user wrote in ``data.source``.
-        description: The same for people, e.g. ``"79 topics of the Python language reference"``.
+        name: Value of ``data.source``.
+        description: Readable description, e.g. ``"79 topics of the Python language reference"``.
         tokens: Token ids, 1-D, any integer type; may be mapped from a file.
         num_documents: Number of documents the stream was joined from.
     """
@@ -50,16 +50,16 @@ class _Text:
 
 
 def load_tokens(source: str, tokenizer: Tokenizer) -> TokenSource:
-    """Read a source of text and turn it into one stream of tokens.
+    """Read a source of text and tokenize it into one stream.
 
     Args:
         source: ``"python-docs"`` (English prose of the Python reference, about 0.5 MB, in every
             Python installation), ``"stdlib"`` (the standard library's own sources, about 10 MB),
             a text file in UTF-8, a folder of such files, or the prefix of a ``.bin``/``.idx`` pair.
-        tokenizer: Encodes text. A ``.bin``/``.idx`` pair is taken as it is.
+        tokenizer: Encodes text. A ``.bin``/``.idx`` pair is used as is.
 
     Raises:
-        DataError: If the source does not exist (with the closest names), holds no text, or is not
+        DataError: If the source does not exist (with the closest names), has no text, or is not
             UTF-8.
     """
     prefix = None if source in BUILT_IN else indexed_prefix(source)
@@ -83,11 +83,11 @@ def check_token_range(tokens: TokenArray, *, vocab_size: int, name: str) -> None
     """Check that token ids fit the vocabulary.
 
     Raises:
-        DataError: If one does not, naming it and its position in ``tokens``.
+        DataError: If a token id does not fit, with the id and its position in ``tokens``.
     """
     if len(tokens) == 0:
         return
-    # Minimum and maximum first: they need no memory, and nearly always all is well.
+    # Minimum and maximum first: they need no memory, and errors are rare.
     if int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
         return
     position = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
@@ -128,9 +128,9 @@ def _read_text(source: str) -> _Text:
 
 
 def _mixed(name: str) -> bytes:
-    """Sort key that has nothing to do with a document's subject, and is the same everywhere.
+    """Return a sort key that is independent of a document's subject and equal everywhere.
 
-    In the order of names, the last documents (which become validation data) are about one subject.
+    Sorted by name, the last documents (which become validation data) would share one subject.
     """
     return hashlib.sha256(name.encode()).digest()
 
@@ -196,7 +196,7 @@ def _file(path: Path) -> _Text:
 
 
 def _files_below(folder: Path, skipped: set[str]) -> Iterator[Path]:
-    """Regular, visible files below ``folder`` in an order that is the same everywhere."""
+    """Yield the regular, visible files below ``folder`` in a deterministic order."""
     try:
         entries = sorted(folder.iterdir(), key=lambda path: path.name)
     except OSError as error:

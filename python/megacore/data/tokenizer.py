@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes without any library, or a ``tokenizer.json``."""
+"""Tokenizers: bytes without any library, or a ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ TokenArray = NDArray[np.integer]
 
 
 class Tokenizer(Protocol):
-    """What data and generation need from a tokenizer."""
+    """Interface of tokenizers for data and generation."""
 
     @property
     def name(self) -> str:
-        """What a user writes in ``data.tokenizer``."""
+        """Value of ``data.tokenizer``."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of different ids; every id is in ``[0, vocab_size)``."""
+        """Number of ids; every id is in ``[0, vocab_size)``."""
 
     def encode(self, text: str) -> TokenArray:
-        """Token ids of ``text``, 1-D, in the smallest integer type that holds ``vocab_size``."""
+        """Encode ``text``, 1-D, in the smallest integer type for ``vocab_size``."""
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        """Text of token ids, also of an array. Broken UTF-8 shows as the replacement character."""
+        """Decode token ids, also of an array. Broken UTF-8 gives replacement characters."""
 
 
 class ByteTokenizer:
@@ -52,16 +52,16 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str) -> TokenArray:
-        """UTF-8 bytes of ``text``, uint8."""
+        """Return the UTF-8 bytes of ``text``, uint8."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        """Text of the bytes ``ids``.
+        """Decode the bytes ``ids``.
 
         Raises:
             ValueError: If an id is not in ``[0, 256)``.
         """
-        # Not bytes(ids), which takes the memory of an array: eight bytes for an int64.
+        # Not bytes(ids), which would copy the memory of an array: eight bytes per int64.
         tokens = [operator.index(token) for token in ids]
         for token in tokens:
             if not 0 <= token < self.vocab_size:
@@ -74,33 +74,33 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A ``tokenizer.json`` of the Hugging Face ``tokenizers`` library.
 
-    No special tokens are added, and the file's truncation and padding are off: the text is one
-    stream that training cuts into samples.
+    No special tokens are added, and the file's truncation and padding are off, because the text is
+    one stream that is cut into samples later.
 
     Raises:
-        DataError: If the package or the file is missing, or the file is no tokenizer.
+        DataError: If the package or the file is missing, or the file is not a tokenizer.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.name = str(path)
         self._tokenizer = _open_tokenizer(Path(path))
-        # Ids need not be dense: what counts is the largest one.
+        # Ids need not be dense, so the size follows from the largest one.
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
 
     def encode(self, text: str) -> TokenArray:
-        """Token ids of ``text``: uint16 if the vocabulary allows, else int32."""
+        """Encode ``text``: uint16 if the vocabulary allows, else int32."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(ids, dtype=self._dtype)
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        """Text of ``ids``."""
+        """Decode ``ids``."""
         tokens = [operator.index(token) for token in ids]
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names: ``"bytes"`` or the path of a ``tokenizer.json``.
+    """Return the tokenizer for ``data.tokenizer``: ``"bytes"`` or the path of a ``tokenizer.json``.
 
     Raises:
         DataError: See :class:`JsonTokenizer`.
@@ -127,7 +127,7 @@ def _open_tokenizer(path: Path) -> _LibraryTokenizer:
         raise DataError(
             f"{path} is no tokenizer.json of the tokenizers library: {error}"
         ) from error
-    # A file remembers both, and would cut or fill every document.
+    # The file stores both, and they would truncate or pad every document.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

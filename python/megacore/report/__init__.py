@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML page."""
+"""HTML report of a run: one self-contained page."""
 
 from __future__ import annotations
 

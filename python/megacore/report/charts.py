@@ -1,4 +1,4 @@
-"""Line charts as SVG text. Colours come from the page's style sheet: one chart, two themes."""
+"""Line charts as SVG text, with colours from the page's style sheet for light and dark themes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from html import escape
 
 from megacore.report.series import Axis, Point, nice_axis, number_text, thin, tight_axis
 
-# More points than pixels would only make the file larger.
+# More points than pixels would only increase the file size.
 MAX_POINTS = 700
 
 
@@ -19,11 +19,11 @@ class Series:
     """One set of points of a chart.
 
     Attributes:
-        name: What the legend and the tooltip call it.
-        points: ``(step, value)`` pairs, steps rising, values finite.
+        name: Name in the legend and the tooltip.
+        points: ``(step, value)`` pairs, steps increasing, values finite.
         style: CSS class: ``"main"``, ``"raw"`` (the same colour, faint) or ``"second"``.
-        dots: Draw points instead of a line through them.
-        in_legend: Whether the legend and the tooltip name it.
+        dots: Draw points instead of a line.
+        in_legend: Whether the legend and the tooltip include the series.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A horizontal line to compare with.
+    """A horizontal reference line.
 
     Attributes:
-        value: Where it is.
-        label: What it means, written on the line.
+        value: Position on the value axis.
+        label: Text on the line.
     """
 
     value: float
@@ -48,15 +48,15 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class ChartSpec:
-    """What a chart shows, apart from its size.
+    """Contents of a chart, independent of its size.
 
     Attributes:
-        label: Describes the chart for screen readers.
-        series: What is drawn, back to front.
+        label: Description for screen readers.
+        series: The series, back to front.
         references: Horizontal lines.
-        from_zero: The value axis starts at 0.
-        upper: Values above it are cut off at the top edge; ``None`` shows all.
-        value_text: Writes a value in the tooltip.
+        from_zero: Whether the value axis starts at 0.
+        upper: Values above are clipped at the top edge; ``None`` shows all.
+        value_text: Formats a value for the tooltip.
     """
 
     label: str
@@ -79,7 +79,7 @@ class _Frame:
     bottom: float
 
     def at(self, point: Point) -> tuple[float, float]:
-        """Pixel position of a point; values off the axis go to its edge."""
+        """Return the pixel position of a point; values off the axis are clipped to its edge."""
         x = self.left + self.x.position(point[0]) * (self.right - self.left)
         height = min(1.0, max(0.0, self.y.position(point[1])))
         return round(x, 1), round(self.bottom - height * (self.bottom - self.top), 1)
@@ -89,10 +89,10 @@ def line_chart(spec: ChartSpec, *, width: int, height: int, font: int = 12) -> s
     """Draw a chart.
 
     Args:
-        spec: What to show.
+        spec: Contents of the chart.
         width: Width of the drawing in its own units; the page scales it.
         height: Height of the drawing.
-        font: Size of the axis labels in those units.
+        font: Font size of the axis labels in these units.
 
     Returns:
         An ``<svg>`` element, or a ``<p>`` if there is nothing to draw.
@@ -114,7 +114,7 @@ def line_chart(spec: ChartSpec, *, width: int, height: int, font: int = 12) -> s
 
 
 def legend(spec: ChartSpec) -> str:
-    """Return the names of the series with their marks, as HTML."""
+    """Return the legend of the series, as HTML."""
     items = [
         f'<span class="key"><i class="{series.style}{" dot" if series.dots else ""}"></i>'
         f"{escape(series.name)}</span>"
@@ -194,7 +194,7 @@ def _dots(series: Series, frame: _Frame) -> str:
 
 
 def _hover_data(spec: ChartSpec, frame: _Frame) -> str:
-    """What the tooltip shows: ``[[x pixel, step, [[name, value], ...]], ...]`` as JSON."""
+    """Return the tooltip data as JSON: ``[[x pixel, step, [[name, value], ...]], ...]``."""
     named = [series for series in spec.series if series.in_legend]
     values = [(series.name, dict(series.points)) for series in named]
     steps = sorted({x for series in named for x, _ in thin(series.points, limit=MAX_POINTS)})

@@ -1,4 +1,4 @@
-"""Pictures of the layout and of the schedule, recoloured so that they fit a dark page, too."""
+"""Drawings of the layout and of the schedule, recoloured for dark pages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _COLOUR = re.compile(r'((?:fill|stroke|stop-color|color)(?:="|:\s*))#([0-9a-fA-F
 
 
 def layout_drawing(topology: Topology) -> str:
-    """Return the groups of a topology, as HTML."""
+    """Return the drawing of a topology's groups, as HTML."""
     return themed(topology_svg(topology))
 
 
 def timeline_drawings(timeline: RunTimeline) -> list[str]:
-    """The predicted schedule and the measured step on one scale, as SVG; empty parts left out."""
+    """Return SVGs of the predicted and the measured step on one scale, without empty ones."""
     measured = _first_ranks(timeline.measured)
     parts = {"Predicted": timeline.predicted, f"Measured in step {timeline.step + 1:,}": measured}
     makespan_ms = max(map(length_ms, parts.values()))
@@ -35,12 +35,13 @@ def timeline_drawings(timeline: RunTimeline) -> list[str]:
 
 
 def themed(svg: str) -> str:
-    """Let the colours of a drawing made for light paper follow the theme of the page.
+    """Make the colours of a drawing for light pages follow the theme of the page.
 
-    Every colour becomes a variable with itself as fallback; a style sheet sets the variables where
-    the page is dark. Lightness is turned around and hues stay, so contrast survives.
+    Every colour becomes a variable with itself as fallback; a style sheet sets the variables on
+    dark pages. Lightness is inverted and hues are kept, which preserves contrast.
 
     Returns:
+        The drawing with its style sheet, for an element of class ``drawing``.
         The drawing with its style sheet; both go into an element of class ``drawing``.
 
     Example:
@@ -57,7 +58,7 @@ def themed(svg: str) -> str:
 
 
 def _first_ranks(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
-    """Return the events of the lowest ranks; rows of hundreds of ranks would tell no more."""
+    """Return the events of the lowest ranks; more rows would add no information."""
     shown = set(sorted({event.rank for event in events})[:MAX_ROWS])
     return [event for event in events if event.rank in shown]
 
@@ -66,7 +67,7 @@ def _dark_counterpart(colour: str) -> str:
     red, green, blue = (int(colour[k : k + 2], 16) / 255 for k in (0, 2, 4))
     hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
     if max(red, green, blue) - min(red, green, blue) < 0.14:
-        # Greys take the blue tint of the page.
+        # Greys get the blue tint of the page.
         hue, saturation = 0.59, 0.25
     turned = 0.09 + (1 - lightness) * 0.84
     channels = colorsys.hls_to_rgb(hue, turned, min(saturation, 0.6))

@@ -1,4 +1,4 @@
-"""What clones of experts did to the load of ranks over a run, for a chart and a sentence."""
+"""Effect of expert clones on the load of ranks over a run, as a chart and a sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megacore.report.series import Point, finite_points
 
 
 def echo_series(records: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """Highest load of a rank over the mean, of the worst layer of each step; empty without clones.
+    """Return the max over the mean load of ranks in each step's worst layer; empty without clones.
 
     Args:
         records: Records of ``metrics.jsonl``.
@@ -30,7 +30,7 @@ def echo_series(records: Sequence[Mapping[str, Any]]) -> list[Series]:
 
 
 def echo_sentence(records: Sequence[Mapping[str, Any]]) -> str:
-    """Clones, traffic and planning time of the last step that tells of them."""
+    """Describe clones, traffic and planning time of the last step with clone records."""
     layers = next(record["echo"] for record in reversed(records) if record.get("echo")).values()
     clones = sum(layer["num_clones"] for layer in layers) / len(layers)
     mib = sum(layer["bytes_sent"] for layer in layers) / (1 << 20)
@@ -42,7 +42,7 @@ def echo_sentence(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def balanced() -> Reference:
-    """Return the line of a perfect balance."""
+    """Return the reference line of perfect balance."""
     return Reference(value=1.0, label="all ranks alike")
 
 

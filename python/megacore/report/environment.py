@@ -1,4 +1,4 @@
-"""Versions and hardware of the machine that ran."""
+"""Versions and hardware of the machine of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def collect_environment() -> dict[str, str]:
-    """Describe software and hardware of this process, for people.
+    """Describe software and hardware of this process in readable text.
 
     Example:
         >>> "torch" in collect_environment()

@@ -1,4 +1,4 @@
-"""Pictures of how much each expert had to do over a run, as SVG text."""
+"""Drawings of the load of each expert over a run, as SVG text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# More layers or boxes would only make the file larger; layers are taken at even distances.
+# More layers or boxes would only increase the file size; layers are sampled evenly.
 MAX_LAYERS = 8
 MAX_BOXES = 6000
 MAX_BINS = 60
@@ -17,14 +17,14 @@ Loads = list[list[float]]
 
 
 def relative_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Loads]:
-    """Loads over the mean of their layer, averaged over runs of steps.
+    """Return the loads over the mean of their layer, averaged over ranges of steps.
 
     Args:
         records: Records of ``metrics.jsonl``.
 
     Returns:
-        By layer one list per run of steps, each with one number per expert; 1 is the fair share.
-        Empty if no record tells of experts.
+        By layer, one list per range of steps, each with one number per expert; 1 is the fair share.
+        Empty without records of experts.
 
     Example:
         >>> relative_loads([{"step": 0, "expert_load": {"1": [3, 1]}}])
@@ -49,13 +49,13 @@ def relative_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Loads]:
 
 
 def load_drawing(layer: str, loads: Loads, *, width: int = 360, height: int = 150) -> str:
-    """One layer: steps from left to right, experts from top to bottom, darker is more.
+    """Draw one layer: steps from left to right, experts from top to bottom, darker is higher.
 
     Args:
         layer: Its global index.
         loads: From `relative_loads`.
-        width: Of the drawing, in its own units.
-        height: Of the boxes.
+        width: Width of the drawing, in its own units.
+        height: Height of the boxes.
     """
     num_experts = len(loads[0])
     box_width, box_height = (width - 30) / len(loads), height / num_experts

@@ -1,4 +1,4 @@
-"""One HTML file that tells a run's story and needs nothing else: no network, no second file."""
+"""The report as one self-contained HTML file, without network access or further files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def write_report(run_dir: str | Path, *, info: RunInfo | None = None) -> Path:
 
     Args:
         run_dir: Folder with ``metrics.jsonl``, ``run.json`` and, if a step was
-            traced, ``timeline.json``. Missing parts are left out of the page.
-        info: Written to ``run.json`` first; ``None`` takes what is there, to make the page again.
+            traced, ``timeline.json``. Missing parts are omitted from the page.
+        info: Written to ``run.json`` first; ``None`` uses the existing file.
 
     Returns:
         The path of the page.
 
     Raises:
-        MegacoreError: If the folder is no run, or a file of it cannot be understood.
+        MegacoreError: If the folder is not a run, or one of its files is invalid.
     """
     directory = Path(run_dir)
     if info is not None:
@@ -34,7 +34,7 @@ def write_report(run_dir: str | Path, *, info: RunInfo | None = None) -> Path:
 
 
 def report_html(run: RunFiles) -> str:
-    """Return the page as text."""
+    """Return the page as HTML text."""
     body = "\n".join(
         (
             sections.header(run),

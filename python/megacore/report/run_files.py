@@ -1,4 +1,4 @@
-"""The files of a run's folder that a report is made from."""
+"""Files of a run's folder that are inputs of a report."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ REPORT_NAME = "report.html"
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a report says about a run besides its metrics and settings; kept in ``run.json``.
+    """Facts about a run besides its metrics and settings; stored in ``run.json``.
 
     Attributes:
         name: Name of the run.
-        started_at: When it started, for people.
+        started_at: Start time, as readable text.
         wall_time_s: Wall time in seconds; ``None`` until the run ends.
         layout: Settings of the :class:`~megacore.parallel.Topology`: ``world_size``, ``tp``, ...
         model: The model in words.
         num_parameters: Parameters of the whole model, each counted once.
         data: The training text in words.
         num_tokens: Tokens of the training part.
-        unigram_entropy: Of the training part, nats per token.
+        unigram_entropy: Entropy of the training part, nats per token.
         schedule: The pipeline schedule in words.
         environment: Versions and hardware, see :func:`collect_environment`.
-        resumed_from: The checkpoint the run continued from.
-        config: All settings by section and key, derived ones included.
-        derived: Keys, as ``"parallel.etp"``, of the settings that nobody set.
+        resumed_from: The checkpoint from which the run continued.
+        config: All settings by section and key, including derived ones.
+        derived: Keys, as ``"parallel.etp"``, of settings with a derived value.
     """
 
     name: str
@@ -60,7 +60,7 @@ class TimelineEvent:
     Attributes:
         rank: Pipeline rank for a predicted event, global rank for a measured one.
         action: Text of the action, e.g. ``"2F0"``.
-        start_us: Start in microseconds since the step began.
+        start_us: Start in microseconds since the start of the step.
         end_us: End in microseconds.
     """
 
@@ -72,7 +72,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class RunTimeline:
-    """What the schedule predicts for one step, and what was measured.
+    """Predicted and measured timeline of one step.
 
     Attributes:
         step: The measured step, from 0.
@@ -87,7 +87,7 @@ class RunTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """Everything a report shows; parts that were not found are empty.
+    """All data of a report; missing parts are empty.
 
     Attributes:
         directory: The run's folder.
@@ -113,10 +113,10 @@ def write_timeline(directory: str | Path, timeline: RunTimeline) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read ``metrics.jsonl``; lines that are no complete record are passed over.
+    """Read ``metrics.jsonl``; incomplete lines are skipped.
 
     Returns:
-        The records in the order of the file; an empty list if there is no file.
+        The records in file order; an empty list if the file does not exist.
     """
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
@@ -126,7 +126,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:  # the last line of a run that was killed
+        except json.JSONDecodeError:  # the last line of a killed run
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
@@ -137,7 +137,7 @@ def read_run(directory: str | Path) -> RunFiles:
     """Read the files of a run.
 
     Raises:
-        MegacoreError: If the folder is no run or a file of it cannot be understood.
+        MegacoreError: If the folder is not a run or one of its files is invalid.
     """
     directory = Path(directory)
     if not (directory / INFO_NAME).is_file():

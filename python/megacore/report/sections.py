@@ -1,4 +1,4 @@
-"""The parts of a report, each from the files of a run to a piece of HTML."""
+"""Parts of a report, each a function from the files of a run to HTML."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from megacore.report.series import (
 )
 from megacore.report.timeline_table import stage_table, timeline_summary
 
-# The last steps whose mean counts as the loss at the end.
+# Number of last steps whose mean is the final loss.
 TAIL = 10
 
 
 def header(run: RunFiles) -> str:
-    """Title and one sentence about the run."""
+    """Return the title and one sentence about the run."""
     info = run.info
     facts = [info.model, f"{number_text(info.num_parameters)} parameters", info.data]
     lines = [" · ".join(escape(fact) for fact in facts)]
@@ -45,7 +45,7 @@ def header(run: RunFiles) -> str:
 
 
 def tiles(run: RunFiles) -> str:
-    """Return the headline numbers."""
+    """Return the tiles with the headline numbers."""
     info = run.info
     world = int(info.layout["world_size"])
     cells = [
@@ -95,7 +95,7 @@ def loss_card(run: RunFiles) -> str:
 
 
 def small_charts(run: RunFiles) -> str:
-    """Learning rate, gradient norm and speed side by side."""
+    """Return charts of learning rate, gradient norm and speed."""
     norms = _metric(run, "grad_norm")
     upper = _robust_upper([value for _, value in norms])
     above = sum(value > upper for _, value in norms)
@@ -126,7 +126,7 @@ def small_charts(run: RunFiles) -> str:
 
 
 def experts_card(run: RunFiles) -> str:
-    """How evenly the experts were used; nothing for a model without."""
+    """Return the load of experts; empty for a model without experts."""
     loads = relative_loads(run.metrics)
     if not loads:
         return ""
@@ -143,7 +143,7 @@ def experts_card(run: RunFiles) -> str:
 
 
 def echo_card(run: RunFiles) -> str:
-    """What clones did to the load of ranks; nothing without clones."""
+    """Return the effect of clones on the load of ranks; empty without clones."""
     series = echo_series(run.metrics)
     if not series:
         return ""
@@ -159,7 +159,7 @@ def echo_card(run: RunFiles) -> str:
 
 
 def layout_card(run: RunFiles) -> str:
-    """Return the picture of ranks and their groups; nothing for a single process."""
+    """Return the drawing of ranks and their groups; empty for a single process."""
     topology = Topology(**run.info.layout)
     if topology.world_size == 1:
         return ""
@@ -168,21 +168,21 @@ def layout_card(run: RunFiles) -> str:
 
 
 def timeline_card(run: RunFiles) -> str:
-    """Return the schedule as predicted, above one measured step."""
+    """Return the predicted schedule above one measured step."""
     if run.timeline is None or not run.timeline.measured:
         return ""
     hint = (
         "Above, the schedule as simulated; below, what each rank did in one step of the run. "
         f"A box is one pass of a stage, its number the microbatch. {timeline_summary(run.timeline)}"
     )
-    # In one box, so that the two stay one above the other when a narrow page scrolls them.
+    # In one box, so that both stay aligned when a narrow page scrolls them.
     drawings = "".join(timeline_drawings(run.timeline))
     body = _scrolling("timelines", drawings) + stage_table(run.timeline)
     return _card("Pipeline schedule", hint, body)
 
 
 def settings_card(run: RunFiles) -> str:
-    """Return the resolved configuration, changed settings marked."""
+    """Return the resolved configuration, with changed settings marked."""
     defaults = Config().model_dump(mode="json")
     sections = "".join(
         f"<section><h3>[{escape(name)}]</h3>"
@@ -200,7 +200,7 @@ def settings_card(run: RunFiles) -> str:
 
 
 def environment_card(run: RunFiles) -> str:
-    """Versions and hardware."""
+    """Return versions and hardware."""
     rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
         for name, value in run.info.environment.items()
@@ -211,7 +211,7 @@ def environment_card(run: RunFiles) -> str:
 
 
 def files_card(run: RunFiles) -> str:
-    """Links to what else the run wrote, where it exists."""
+    """Return links to the other files of the run, if they exist."""
     known = {
         "metrics.jsonl": "one JSON object per step",
         "config.toml": "the settings above; trains the same run again",
@@ -241,7 +241,7 @@ def _tile(name: str, value: str, sub: str, *, unit: str = "") -> str:
 
 
 def _wall_time_tile(run: RunFiles) -> str:
-    """Return the time of this start; a resumed run has recorded steps of earlier ones, too."""
+    """Return the wall time of this start; earlier starts of a resumed run are not included."""
     if run.info.wall_time_s is None:
         return _tile("Wall time", "none", "the run has not ended")
     if run.info.resumed_from is None:
@@ -301,7 +301,7 @@ def _skipped_tile(run: RunFiles) -> str:
 
 
 def _not_finite_note(run: RunFiles) -> str:
-    """What the curve cannot show."""
+    """Describe the steps that are missing in the curve."""
     gaps = [record["step"] + 1 for record in run.metrics if not is_finite(record.get("loss"))]
     if not gaps:
         return ""
@@ -313,7 +313,7 @@ def _not_finite_note(run: RunFiles) -> str:
 
 
 def _metric(run: RunFiles, name: str) -> list[Point]:
-    """Values of one metric by number of steps finished, without those that are not finite."""
+    """Return the finite values of one metric by number of finished steps."""
     return finite_points([(record["step"] + 1, record.get(name)) for record in run.metrics])
 
 
@@ -329,7 +329,7 @@ def _chart(series: Sequence[Series], *, upper: float | None = None) -> ChartSpec
 
 
 def _robust_upper(values: Sequence[float]) -> float:
-    """Return a limit that leaves out single spikes: four times the 95th percentile."""
+    """Return a limit that excludes single spikes: four times the 95th percentile."""
     if not values:
         return 1.0
     ordered = sorted(values)
@@ -360,7 +360,7 @@ def _settings_table(
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with those of inner sections beside them, as ``"echo.spare_slots"``."""
+    """Flatten nested sections into keys such as ``"echo.spare_slots"``."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         inner = _flat(value) if isinstance(value, Mapping) else {"": value}
@@ -387,7 +387,7 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
 
 
 def _scrolling(kind: str, drawing: str) -> str:
-    """A drawing that a narrow page shows at its full size, to be scrolled by touch or keys."""
+    """Return a drawing that keeps its full size on narrow pages, with a scroll bar."""
     note = '<p class="hint narrow">Scroll the picture sideways to see all of it.</p>'
     return f'{note}<div class="scroll {kind}" tabindex="0">{drawing}</div>'
 

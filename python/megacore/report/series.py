@@ -1,4 +1,4 @@
-"""Arithmetic of charts: smoothing, thinning, axis ticks, numbers for people."""
+"""Chart arithmetic: smoothing, thinning, axis ticks, number formatting."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A range of values and where its ticks are.
+    """A range of values with tick positions.
 
     Attributes:
         low: Value at the start of the axis.
-        high: Value at its end.
-        ticks: Round values in between, rising.
+        high: Value at the end of the axis.
+        ticks: Round values in between, increasing.
     """
 
     low: float
@@ -25,18 +25,18 @@ class Axis:
     ticks: tuple[float, ...]
 
     def position(self, value: float) -> float:
-        """Where a value lies: 0 at ``low``, 1 at ``high``."""
+        """Return the position of a value: 0 at ``low``, 1 at ``high``."""
         return (value - self.low) / (self.high - self.low)
 
 
 def nice_axis(low: float, high: float, *, num_ticks: int, whole: bool = False) -> Axis:
-    """Return an axis from tick to tick that holds ``[low, high]``.
+    """Return an axis from tick to tick that contains ``[low, high]``.
 
     Args:
         low: Smallest value.
         high: Largest value.
-        num_ticks: About how many ticks.
-        whole: Only whole numbers as ticks.
+        num_ticks: Approximate number of ticks.
+        whole: Allow integer ticks only.
 
     Example:
         >>> nice_axis(1.93, 5.61, num_ticks=5).ticks
@@ -49,14 +49,14 @@ def nice_axis(low: float, high: float, *, num_ticks: int, whole: bool = False) -
     if whole:
         step = max(1.0, step)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    # Rounded, because 3 * 0.1 is not 0.3; plus 0.0, because -0.0 would show its sign.
+    # Rounded, because 3 * 0.1 is not 0.3; plus 0.0, to avoid the sign of -0.0.
     digits = 2 - math.floor(math.log10(step))
     ticks = tuple(round(k * step, digits) + 0.0 for k in range(first, last + 1))
     return Axis(low=ticks[0], high=ticks[-1], ticks=ticks)
 
 
 def tight_axis(low: float, high: float, *, num_ticks: int) -> Axis:
-    """Return an axis that ends exactly at ``low`` and ``high``, with whole ticks inside: for steps.
+    """Return an axis for steps that ends exactly at ``low`` and ``high``, with integer ticks.
 
     Example:
         >>> tight_axis(1, 100, num_ticks=6)
@@ -83,7 +83,7 @@ def nice_step(rough: float) -> float:
 
 
 def smooth(points: Sequence[Point], *, window: int) -> list[Point]:
-    """Centred moving mean over ``window`` points, shorter towards the ends: neither lag nor bias.
+    """Return the centred moving mean over ``window`` points, with shorter windows at the ends.
 
     Example:
         >>> smooth([(0, 1.0), (1, 4.0), (2, 1.0)], window=3)
@@ -102,7 +102,7 @@ def smooth(points: Sequence[Point], *, window: int) -> list[Point]:
 
 
 def thin(points: Sequence[Point], *, limit: int) -> list[Point]:
-    """Keep at most about ``limit`` points, among them the extremes of every stretch.
+    """Keep at most about ``limit`` points, including the extremes of every interval.
 
     Example:
         >>> thin([(x, float(x == 50)) for x in range(100)], limit=4)
@@ -128,12 +128,12 @@ def finite_points(points: Sequence[tuple[float, float | None]]) -> list[Point]:
 
 
 def is_finite(value: float | None) -> bool:
-    """Return whether a recorded value is a number; JSON keeps NaN and infinity as ``None``."""
+    """Return whether a recorded value is finite; JSON stores NaN and infinity as ``None``."""
     return value is not None and math.isfinite(value)
 
 
 def not_finite_since(records: Sequence[Mapping[str, Any]], name: str) -> int | None:
-    """From which step on, counted from 1, a metric was never finite again.
+    """Return the first step, counted from 1, after which a metric was never finite again.
 
     Returns:
         ``None`` if its last recorded value is finite, or if it was never recorded.
@@ -153,7 +153,7 @@ def not_finite_since(records: Sequence[Mapping[str, Any]], name: str) -> int | N
 
 
 def number_text(value: float) -> str:
-    """Return a number with about three significant digits, short enough for an axis.
+    """Format a number with about three significant digits, for an axis.
 
     Example:
         >>> [number_text(value) for value in (0, 0.003, 2.5, 12345, 0.00003, 1500000)]
@@ -172,7 +172,7 @@ def number_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a time span for people.
+    """Format a time span as readable text.
 
     Example:
         >>> duration_text(4.24), duration_text(95), duration_text(7322)

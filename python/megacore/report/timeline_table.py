@@ -1,4 +1,4 @@
-"""What a timeline says in numbers: prediction against measurement, and the passes of each stage."""
+"""Timeline statistics: prediction and measurement, and mean times of each stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_STAGES = 32
 
 
 def timeline_summary(timeline: RunTimeline) -> str:
-    """One sentence that sets the measured step against the predicted one."""
+    """Return one sentence that compares the measured with the predicted step."""
     measured_ms, predicted_ms = length_ms(timeline.measured), length_ms(timeline.predicted)
     sentence = f"The step took {measured_ms:,.1f} ms"
     if predicted_ms <= 0 or measured_ms <= 0:
@@ -30,7 +30,7 @@ def timeline_summary(timeline: RunTimeline) -> str:
 
 
 def stage_table(timeline: RunTimeline) -> str:
-    """Mean milliseconds of each kind of pass by stage, and of waiting for a message, as HTML."""
+    """Return mean milliseconds per stage of each kind of pass and of waits, as an HTML table."""
     times: defaultdict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     waits: defaultdict[int, float] = defaultdict(float)
     ranks: defaultdict[int, set[int]] = defaultdict(set)
@@ -66,7 +66,7 @@ def stage_table(timeline: RunTimeline) -> str:
 
 
 def length_ms(events: Sequence[TimelineEvent]) -> float:
-    """From the first start to the last end of compute actions."""
+    """Return the time from the first start to the last end of compute actions, in ms."""
     computing = _computing(events)
     if not computing:
         return 0.0
@@ -75,7 +75,7 @@ def length_ms(events: Sequence[TimelineEvent]) -> float:
 
 
 def _bubble(events: Sequence[TimelineEvent]) -> float:
-    """Share of all ranks' time in which a rank does not compute."""
+    """Return the share of all ranks' time without compute."""
     computing = _computing(events)
     busy = sum(event.end_us - event.start_us for event in computing) / 1e3
     total = len({event.rank for event in computing}) * length_ms(events)
