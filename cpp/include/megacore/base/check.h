@@ -2,8 +2,8 @@
 //
 //   MC_REQUIRE(size >= 1, "size of axis ", axis, " is ", size, "; it must be at least 1");
 //
-// MC_REQUIRE is for a caller's mistake and throws std::invalid_argument (ValueError in Python).
-// MC_INVARIANT is for our own bug and throws std::logic_error (RuntimeError in Python).
+// MC_REQUIRE checks the caller's input and throws std::invalid_argument (ValueError in Python).
+// MC_INVARIANT checks for internal errors and throws std::logic_error (RuntimeError in Python).
 // Neither is ever compiled out.
 
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace megacore::base {
 
-// Streams all parts into one string: concat("rank ", 3, " of ", 8) == "rank 3 of 8".
+// Concatenates all parts into one string: concat("rank ", 3, " of ", 8) == "rank 3 of 8".
 template <typename... Parts>
 std::string concat(const Parts&... parts) {
   std::ostringstream stream;

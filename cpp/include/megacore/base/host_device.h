@@ -1,9 +1,9 @@
-// Marks small functions that the CPU code and the CUDA kernels share.
+// Marks small functions shared by the CPU code and the CUDA kernels.
 //
 //   MC_HOST_DEVICE int64_t twice(int64_t value) { return 2 * value; }
 //
 // Such a function uses no standard library container and throws nothing, so that both compilers
-// take it and both give the same result.
+// accept it with the same result.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Integer arithmetic shared by the planners. All results are exact or an exception.
+// Integer arithmetic of the planners. Results are exact; otherwise an exception is thrown.
 
 #pragma once
 

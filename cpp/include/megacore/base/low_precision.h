@@ -1,9 +1,9 @@
-// bfloat16 and float16 as their bits: widened exactly to fp32, and rounded from it to nearest even.
+// Bits of bfloat16 and float16: exact conversion to fp32, and rounding from it to nearest even.
 //
 //   float_of_bfloat16(bfloat16_bits(1.0F)) == 1.0F
 //
 // No branches: loops over these functions vectorise. A NaN stays a NaN (its payload may change),
-// and subnormal numbers are kept even where the processor flushes those of fp32 to zero.
+// and subnormal numbers are kept even if the CPU flushes those of fp32 to zero.
 
 #pragma once
 
@@ -42,7 +42,7 @@ MC_HOST_DEVICE float float_of_float16(uint16_t bits) {
   const uint32_t magnitude = bits & 0x7fffU;
   const uint32_t sign = (bits & 0x8000U) << 16;
   const uint32_t shifted = magnitude << 13;  // the mantissa is in place, the exponent is 112 short
-  // Below 2^-14 the value is a whole number of 2^-24.
+  // Below 2^-14 the value is an integer multiple of 2^-24.
   const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24F;
   const uint32_t normal = shifted + (112U << 23);
   const uint32_t special = shifted | 0x7f800000U;  // infinity and NaN

@@ -1,4 +1,4 @@
-// Characters and numbers in text, without locales.
+// Locale-independent characters and numbers in text.
 
 #pragma once
 

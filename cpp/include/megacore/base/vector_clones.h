@@ -1,9 +1,10 @@
-// Marks a function with a hot loop, so that one build serves every x86-64: the function is compiled
-// once per vector width, and the loader picks the widest that the processor has.
+// Marks a function with a hot loop for multiversioning: the function is compiled once per vector
+// width, and the loader selects the widest one supported by the CPU. One build works on every
+// x86-64.
 //
 //   MC_VECTOR_CLONES void add(float* __restrict__ sum, const float* __restrict__ x, int64_t n);
 //
-// Sanitizer builds use one version only, since their runtime is not ready when the loader chooses.
+// Sanitizer builds use one version only, since their runtime is not ready when the loader selects.
 
 #pragma once
 

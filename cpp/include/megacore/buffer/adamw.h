@@ -1,7 +1,7 @@
-// AdamW over a flat run of fp32 elements, and the sum of squares that gradient clipping needs.
+// AdamW over a contiguous run of fp32 elements, and the sum of squares for gradient clipping.
 //
-// A data-parallel rank updates its shard with one call per run of elements that share settings.
-// Results depend neither on the number of threads nor on the vector width of the processor.
+// A data-parallel rank updates its shard with one call per run of elements with the same settings.
+// Results depend neither on the number of threads nor on the vector width of the CPU.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace megacore::buffer {
 
-// The tensors of one call; each holds `numel` elements and none overlaps another.
+// The tensors of one call, `numel` elements each, without overlap.
 struct AdamWTensors {
   float* param = nullptr;        // updated in place
   const float* grad = nullptr;   // read
@@ -22,10 +22,10 @@ struct AdamWTensors {
   int64_t numel = 0;
 };
 
-// One AdamW step, see adamw_element. Uses up to `num_threads` threads when the run is long enough
-// to pay for them; no thread outlives the call.
-// Throws std::invalid_argument for a missing tensor, a negative size, no thread, a bias correction
-// that is not positive, or a beta outside [0, 1).
+// One AdamW step, see adamw_element. Uses up to `num_threads` threads if the run is long enough; no
+// thread outlives the call.
+// Throws std::invalid_argument for a missing tensor, a negative size, zero threads, a bias
+// correction that is not positive, or a beta outside [0, 1).
 void adamw_step(const AdamWTensors& tensors, const AdamWOptions& options, int num_threads = 1);
 
 // Sum of values[i]^2 in fp64, in an order that depends on `numel` only. A square of an fp32 number

@@ -1,7 +1,7 @@
 // The arithmetic of one AdamW element, shared by the CPU and the CUDA kernel.
 //
 // Both must return identical bits, so every operation is a single fp32 rounding in a fixed order.
-// That holds only without contraction into fused multiply-adds: the files that use this header are
+// This holds only without contraction into fused multiply-adds: the files that use this header are
 // compiled with -ffp-contract=off (host) and --fmad=false (device).
 
 #pragma once
@@ -14,12 +14,12 @@
 
 namespace megacore::buffer {
 
-// Bits of a parameter as training uses it, beside its fp32 original.
+// Bits of the low-precision copy of a parameter for training.
 MC_HOST_DEVICE uint16_t copied_bits(float param, bool is_float16) {
   return is_float16 ? base::float16_bits(param) : base::bfloat16_bits(param);
 }
 
-// What the caller of a step chooses.
+// Settings of a step, from the caller.
 struct AdamWOptions {
   double lr = 0.0;
   double beta1 = 0.9;
@@ -31,7 +31,7 @@ struct AdamWOptions {
   double grad_scale = 1.0;        // multiplies every gradient first (clipping)
 };
 
-// The same, rearranged into the factors that one element needs; computed in fp64, rounded once.
+// The settings as factors of one element; computed in fp64, rounded once.
 struct AdamWScalars {
   float grad_scale;
   float decay;
@@ -62,7 +62,7 @@ MC_HOST_DEVICE AdamWScalars adamw_scalars(const AdamWOptions& options) {
   };
 }
 
-// The options of a step that `control` decides about; their own learning rate is a factor of its.
+// The options of a step after the decision in `control`, whose learning rate is multiplied in.
 MC_HOST_DEVICE AdamWOptions controlled(AdamWOptions options, const StepControl& control) {
   options.lr = control.lr * options.lr;
   options.grad_scale = control.grad_scale;
@@ -71,7 +71,7 @@ MC_HOST_DEVICE AdamWOptions controlled(AdamWOptions options, const StepControl& 
   return options;
 }
 
-// One step of one element, as torch.optim.AdamW defines it (amsgrad off):
+// One step of one element, as in torch.optim.AdamW (amsgrad off):
 //   g = grad * grad_scale;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2
 //   p = p * (1 - lr * weight_decay) - lr / bias1 * m / (sqrt(v / bias2) + eps)
 // Source: Loshchilov and Hutter, arXiv:1711.05101, algorithm 2.

@@ -1,8 +1,9 @@
-// Where each parameter lives in one contiguous buffer, and which ranges are communicated together.
+// Layout of parameters in one contiguous buffer, and the ranges of its collectives.
 //
-// A buffer holds all parameters (or their gradients) of one kind, one after the other. It is cut
-// into buckets: the unit of one reduce-scatter and one all-gather. All numbers are elements, not
-// bytes, so the same plan serves the parameter buffer and the gradient buffer.
+// A buffer has all parameters (or their gradients) of one kind in sequence. It is split into
+// buckets:
+// the unit of one reduce-scatter and one all-gather. All numbers are elements, not bytes, so the
+// same plan applies to the parameter buffer and the gradient buffer.
 //
 // Layout rules:
 //   1. Parameters are placed in reverse order: the backward pass finishes the last one first, so
@@ -13,7 +14,7 @@
 //      then its own. Its gradient can be exchanged between stages without touching others.
 //   5. The end of a bucket is padded to a multiple of `bucket_alignment`, so that every
 //      data-parallel rank owns an equal slice of it, and with `pad_for_ring` to one of 2^16.
-// Buckets tile the buffer; elements between parameters belong to nobody and stay zero.
+// Buckets tile the buffer; elements between parameters are padding and stay zero.
 //
 //   plan_buckets({.numels = {8, 5, 3}, .dp_size = 4, .param_alignment = 1, .bucket_alignment = 4})
 //     parameter 2 -> [0, 3)   parameter 1 -> [3, 8)   parameter 0 -> [8, 16)
@@ -39,7 +40,7 @@ struct Range {
 struct BucketPlanSpec {
   // Elements of each parameter, in forward (registration) order; each >= 0.
   std::vector<int64_t> numels = {};
-  // Ranks that share the work; each owns 1/dp_size of every bucket.
+  // Ranks that shard the buffer; each owns 1/dp_size of every bucket.
   int64_t dp_size = 1;
   // A bucket closes when it spans this many elements. Default: default_bucket_numel(dp_size).
   std::optional<int64_t> bucket_numel = std::nullopt;
@@ -50,7 +51,7 @@ struct BucketPlanSpec {
   // Buckets end at multiples of this; a multiple of dp_size. Default: lcm(dp_size, 128).
   std::optional<int64_t> bucket_alignment = std::nullopt;
   // Also pad bucket ends to a multiple of 2^16: the messages of a ring then are multiples of a
-  // large power of two, which some networks carry faster.
+  // large power of two, which is faster on some networks.
   bool pad_for_ring = false;
 };
 
@@ -82,13 +83,13 @@ struct BufferPlan {
   friend bool operator==(const BufferPlan&, const BufferPlan&) = default;
 };
 
-// max(40M, 1M * dp_size): a ring of many ranks needs larger buckets to fill its links.
+// max(40M, 1M * dp_size): a ring of many ranks needs larger buckets for full bandwidth.
 // REQUIRES: dp_size >= 1.
 int64_t default_bucket_numel(int64_t dp_size);
 
-// Lays out the buffer by the rules above. O(number of parameters); the same on every rank.
-// Throws std::invalid_argument for a size that is not positive, a negative parameter size, flags
-// of another length, a bucket_alignment that dp_size does not divide, or a buffer beyond 2^60.
+// Computes the layout by the rules above. O(number of parameters); the same on every rank.
+// Throws std::invalid_argument for a size that is not positive, a negative parameter size, flags of
+// another length, a bucket_alignment that dp_size does not divide, or a buffer beyond 2^60.
 BufferPlan plan_buckets(const BucketPlanSpec& spec);
 
 // One line for the buffer, one per bucket, one per parameter, in layout order.

@@ -1,15 +1,15 @@
-// When the gradients of a bucket are complete, so that its reduce-scatter may start.
+// Tracks complete buckets of gradients, whose reduce-scatter may start.
 //
 // A parameter may receive several gradients in the last backward pass (used by two model chunks,
-// recomputed activations). How many is learnt: `expected(p)` is the largest number that any step
-// before has seen, and nothing launches before the first step has ended.
+// recomputed activations). Their number is learned: `expected(p)` is the maximum over all previous
+// steps, and nothing launches before the end of the first step.
 //
-// Buckets launch in their own order, always: a bucket that is complete waits for those before it.
-// So every rank issues the same collectives in the same order, whatever the order in which its
-// autograd engine delivers gradients, and even if one rank lacks some. Two kinds of buckets launch
-// only when the step ends, also in order: those flagged `waits` (their gradients need another sum
-// first), which hold up nobody, and those with a parameter that no step has ever given a gradient,
-// since the next step might.
+// Buckets always launch in order: a complete bucket waits for all earlier ones. So every rank
+// issues the same collectives in the same order, independent of the order of gradients in its
+// autograd engine, and even if some gradients are missing on one rank. Two kinds of buckets launch
+// only at the end of the step, also in order: those flagged `waits` (their gradients need another
+// sum first), which delay no other bucket, and those with a parameter that never received a
+// gradient, since the next step might have one.
 //
 //   BucketTracker tracker({{1}, {0}});          // the last parameter is in the first bucket
 //   tracker.start(); tracker.finish();          // -> {0, 1}; here: mark(1), mark(0) before finish
@@ -29,25 +29,25 @@ class BucketTracker {
   // `buckets[b]`: parameters of bucket b. Parameters are numbered from 0; each is in one bucket,
   // and no bucket is empty.
   // `waits`: one flag per bucket, or empty for none.
-  // Throws std::invalid_argument if a bucket is empty, a parameter is missing or repeated, or
-  // the flags do not fit.
+  // Throws std::invalid_argument if a bucket is empty, a parameter is missing or repeated, or the
+  // number of flags differs.
   explicit BucketTracker(std::vector<std::vector<int64_t>> buckets, std::vector<bool> waits = {});
 
-  // Begins a step: no gradient yet, nothing launched.
+  // Begins a step without gradients or launched buckets.
   void start();
 
-  // Parameter `param` received a gradient in the last backward pass of its model chunk. Returns the
-  // buckets to launch now, in order. Amortised O(1) per mark.
-  // Throws std::invalid_argument if its bucket was launched already: that gradient would be lost.
+  // Records a gradient of `param` in the last backward pass of its model chunk. Returns the buckets
+  // to launch now, in order. Amortised O(1) per mark.
+  // Throws std::invalid_argument if its bucket was already launched: the gradient would be lost.
   std::vector<int64_t> mark(int64_t param);
 
-  // Ends the step: returns the buckets not launched yet, in order, those that wait last, and learns
-  // the counts.
+  // Ends the step: returns the remaining buckets, in order, those that wait last, and updates the
+  // expected counts.
   std::vector<int64_t> finish();
 
   bool is_launched(int64_t param) const;
 
-  // Gradients that `param` received in this step and the number that makes it complete (0: never).
+  // Number of gradients of `param` in this step, and the number that completes it (0: never).
   int64_t count(int64_t param) const { return params_[checked(param)].count; }
   int64_t expected(int64_t param) const { return params_[checked(param)].expected; }
 

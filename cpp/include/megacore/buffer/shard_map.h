@@ -1,10 +1,10 @@
-// Which elements of each parameter one data-parallel rank owns (ZeRO stage 1).
+// Ownership of parameter elements by data-parallel ranks (ZeRO stage 1).
 //
 // Rank r of dp_size owns the r-th slice of every bucket; slices ignore parameter borders, so a
-// parameter can be cut anywhere and a rank may own nothing but padding. The rank's slices, put one
-// after the other in bucket order, are its shard: "local" coordinates count along it.
+// parameter can be split anywhere and a rank may own only padding. The rank's slices, concatenated
+// in bucket order, are its shard, with "local" coordinates.
 //
-// The same elements have four positions. With 3 + 5 + ... parameters on 4 ranks of 4 elements:
+// Each element has four coordinates. With 3 + 5 + ... parameters on 4 ranks of 4 elements:
 //
 //   world   0 1 2 3 | 4 5 6 7 | 8 ...        rank 0 owns [3, 4) of parameter b: local [3, 4),
 //   param   a a a b | b b b b | c ...        param [0, 1); rank 1 owns [4, 8): local [0, 4),

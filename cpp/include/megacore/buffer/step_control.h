@@ -1,8 +1,9 @@
-// What an optimizer step does, decided where the gradients are: whether it is skipped, by what
-// gradients are multiplied, and the loss scale of the next step.
+// Decision of an optimizer step on the device of the gradients: skipping, the factor of gradients,
+// and the loss scale of the next step.
 //
-// A few numbers in fp64, so that a tensor can hold them. The CPU and the CUDA code share this
-// function; on a GPU nothing has to be read back before the update.
+// A few fp64 numbers, so that a tensor can hold them. The CPU and the CUDA code share this
+// function;
+// on a GPU there is no host sync before the update.
 
 #pragma once
 
@@ -13,7 +14,7 @@
 
 namespace megacore::buffer {
 
-// Lives from step to step.
+// State between steps.
 struct StepState {
   double step_count;   // updates taken
   double num_skipped;  // steps skipped because of a gradient that was not finite
@@ -28,19 +29,19 @@ struct StepSums {
   double num_tokens;     // see StepRules::num_averaged
 };
 
-// The same in every step.
+// Constant rules of all steps.
 struct StepRules {
   double beta1 = 0.9;
   double beta2 = 0.999;
   double clip_grad = 0.0;  // largest norm; 0: any
   double loss_scale_interval =
       0.0;  // good steps after which the loss scale doubles; 0: it is fixed
-  // Gradients are sums over tokens that were averaged over this many ranks: they are multiplied by
-  // it and divided by num_tokens. 0: they are means already.
+  // Number of ranks that averaged the gradients, if these are sums over tokens: they are multiplied
+  // by it and divided by num_tokens. 0: gradients are means.
   double num_averaged = 0.0;
 };
 
-// What the update needs.
+// Inputs of the update.
 struct StepControl {
   double grad_scale;        // multiplies every gradient
   double bias_correction1;  // 1 - beta1^step
@@ -52,7 +53,7 @@ struct StepControl {
 
 constexpr double kLargestLossScale = 16777216.0;  // 2^24
 
-// base^exponent with the same bits everywhere, which pow does not promise.
+// base^exponent with the same bits on all platforms, which pow does not guarantee.
 MC_HOST_DEVICE double whole_power(double base, double exponent) {
   double power = 1.0;
   for (auto left = static_cast<int64_t>(exponent); left > 0; left /= 2) {
@@ -83,8 +84,8 @@ MC_HOST_DEVICE void adapt_loss_scale(StepState& state, const StepRules& rules, b
   }
 }
 
-// Decides about one step and brings the state up to date. On skipped steps the step count, and so
-// the bias corrections, stand still.
+// Decides one step and updates the state. Skipped steps change neither the step count nor the bias
+// corrections.
 MC_HOST_DEVICE StepControl decide_step(StepState& state,
                                        const StepRules& rules,
                                        const StepSums& sums,

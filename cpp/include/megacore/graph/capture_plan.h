@@ -1,7 +1,7 @@
-// Which CUDA graphs a schedule needs, and which static buffers each of them reads and writes.
+// Planner of CUDA graphs for a schedule, and of their static buffers.
 //
 // A graph is one layer's forward pass, backward pass or weight half. It is captured once, on fixed
-// addresses, and replayed for the microbatches that share it. What must stay put between replays:
+// addresses, and replayed for the microbatches that share it. Buffers that must persist:
 //
 //   role          written by         live until the end of
 //   input         forward pass       the last pass that reads it: the weight half, or the backward
@@ -17,7 +17,7 @@
 //
 // Source: the roles and the rule for a chunk's first layer are those of graph capture in
 // Transformer Engine, with one difference: its inputs are free after the backward pass, although a
-// weight half that comes later still reads them.
+// later weight half still reads them.
 
 #pragma once
 
@@ -46,7 +46,7 @@ struct CaptureSpec {
   std::vector<int64_t> layers_per_chunk = {};
   // By layer, over all chunks: layers with equal numbers have tensors of one shape, dtype, layout
   // and requires_grad, and may share buffers. The output and its gradient have one signature.
-  // What a layer keeps for its weight half has its number as signature: no other layer shares it.
+  // Tensors kept for a weight half have the layer number as signature: no other layer shares them.
   std::vector<int64_t> input_signature = {};
   std::vector<int64_t> output_signature = {};
   Reuse reuse = Reuse::kGraphs;
@@ -63,7 +63,7 @@ struct Capture {
   friend bool operator==(const Capture&, const Capture&) = default;
 };
 
-// The life of one tensor in one step. Positions are those of the order list, both inclusive.
+// Lifetime of one tensor in one step. Positions are those of the order list, both inclusive.
 struct BufferUse {
   Role role = Role::kInput;
   int64_t buffer = 0;
@@ -87,7 +87,7 @@ struct CapturePlan {
   std::vector<int64_t> peak_per_chunk = {};   // microbatches whose input is live at once
 };
 
-// Throws std::invalid_argument if the spec does not fit the order: another number of chunks, a
+// Throws std::invalid_argument if the spec does not match the order: another number of chunks, a
 // chunk without layers, signatures that are not one per layer.
 CapturePlan plan_capture(const Order& order, const CaptureSpec& spec);
 

@@ -1,4 +1,4 @@
-// The order list of a pipeline schedule, as graph capture reads it.
+// Order list of a pipeline schedule, for graph capture.
 //
 // Entries count chunks from 1: +c is the forward pass of chunk c, -c its backward pass, and
 // -c - 0.5 the weight half of a backward pass that was split. Microbatches are implicit: the n-th

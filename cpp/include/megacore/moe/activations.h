@@ -3,8 +3,8 @@
 //   swiglu: y = p * silu(gate) * up    x = [gate, up], (rows, 2 width)    y (rows, width)
 //   gelu:   y = p * gelu(x), tanh form     x (rows, width)
 //
-// p is one number per row, or 1 where `probs` is null. Elements are fp32 or the bits of bfloat16;
-// arithmetic is fp32. The exponential is good to about one part in 10^7.
+// p is one number per row, or 1 if `probs` is null. Elements are fp32 or the bits of bfloat16;
+// arithmetic is fp32. The relative error of the exponential is about 1e-7.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The value that a planner's first half decides and its second half splits over source ranks.
+// Output of a planner's first half, which its second half splits over source ranks.
 
 #pragma once
 

@@ -1,8 +1,8 @@
-// Memory of every rank into which others write clones of their experts, and from which they read
-// the clones' gradients: how it is cut, and who writes what. Shared by the CPU (clone_exchange.h)
-// and by CUDA kernels; both read the slot table of a plan where it lies, so nobody asks the host.
+// Memory of every rank into which other ranks write clones of their experts, and from which they
+// read the clones' gradients: layout and access. Shared by the CPU (clone_exchange.h) and by CUDA
+// kernels; both read the slot table of a plan in place, without host sync.
 //
-// Each rank has k slots. A slot holds the weights of one expert, one block of bytes for each of its
+// Each rank has k slots. A slot has the weights of one expert, one block of bytes for each of its
 // two projections, and a block for each of their gradients.
 
 #pragma once
@@ -26,7 +26,7 @@ inline void require_projection(int64_t projection) {
              ")");
 }
 
-// Which clones there are: (rank, slot) experts, -1 for an unused slot. Home rank p has the experts
+// Clones by (rank, slot): expert, or -1 for an unused slot. Home rank p has the experts
 // [p L, (p + 1) L).
 struct CloneTable {
   const int64_t* slot_expert = nullptr;
@@ -36,8 +36,8 @@ struct CloneTable {
   int64_t position = 0;     // of this rank
 
   MC_HOST_DEVICE int64_t num_local() const { return num_experts / num_ranks; }
-  // The local home expert whose clone lies in slot `index` of all slots; -1 if it is no expert of
-  // this rank.
+  // The local home expert cloned in slot `index` of all slots; -1 if it is not an expert of this
+  // rank.
   MC_HOST_DEVICE int64_t my_expert(int64_t index) const {
     const int64_t local = slot_expert[index] - position * num_local();
     return slot_expert[index] >= 0 && local >= 0 && local < num_local() ? local : -1;
@@ -47,7 +47,7 @@ struct CloneTable {
   }
 };
 
-// How every rank's memory is cut: flags first, then weights, then gradients. Equal on all ranks.
+// Layout of every rank's memory: flags, then weights, then gradients. Equal on all ranks.
 struct CloneLayout {
   int64_t num_slots = 0;
   int64_t weight_bytes[kProjections] = {};  // of one slot

@@ -1,5 +1,5 @@
-// Weights of experts go to their clones, gradients of clones come home, through memory that the
-// ranks share: the CPU's twin of the kernels in cuda/kernels/clone_exchange.cu.
+// Transfer of expert weights to their clones, and of clone gradients to the home ranks, through
+// shared memory: the CPU version of the kernels in cuda/kernels/clone_exchange.cu.
 //
 //   CloneExchange clones(window, layout);   // all ranks; see HostComm::make_window
 //   clones.open();                          // the slots here may be written
@@ -9,11 +9,11 @@
 //   clones.offer_grads(0);
 //   clones.collect(0, dtype, total, table); // waits; adds the gradients of my experts' clones
 //
-// Ranks call all of them in the same order, whatever the plan says. What a rank writes is never
-// read or overwritten too early: `push` waits for the ranks to open, `reserve_grads` until all have
-// collected.
+// Ranks make all calls in the same order, for any plan. Memory is never read or overwritten too
+// early:
+// `push` waits for the ranks to open, `reserve_grads` until all have collected.
 //
-// Failures: as those of HostWindow, in bounded time.
+// Failures: as those of HostWindow, with a timeout.
 
 #pragma once
 

@@ -1,16 +1,16 @@
-// The offload planner as the ECHO documents describe it, each intermediate a pure function.
+// The offload planner of the ECHO documents, each intermediate value a pure function.
 //
-// Ranks above the average spill tokens, ranks below it have room. Both are sorted, laid on one line
-// as intervals, and where a spilled chunk overlaps a room, that many tokens move: one pass, no
+// Ranks above the average spill tokens, ranks below it have room. Both are sorted and laid on one
+// line as intervals; where a spilled chunk overlaps a room, that many tokens move: one pass, no
 // search. Each rank keeps the largest of its pieces, one per spare slot; the rest stays at home.
 //
 //   loads of 4 ranks        500 200 300 400        floor_average 350
 //   spare_capacity            0 150  50   0
 //   spilled per rank        150   0   0  50        (spillover says which experts)
 //
-// Where the documents leave a choice open: sorts are stable and the lowest index wins a tie, so
-// every rank computes the same plan; what finds no room or no slot stays on its home expert; all
-// arithmetic is exact in integers.
+// Where the documents are ambiguous: sorts are stable and the lowest index wins a tie, so every
+// rank computes the same plan; pieces without room or slot stay on the home expert; all arithmetic
+// is exact in integers.
 //
 // Source: Megatron-LM pull request 2368 ("ECHO"), arXiv:2603.07685 section 4.3.7.
 
@@ -31,9 +31,9 @@ int64_t floor_average(std::span<const int64_t> rank_loads);
 // Free room of each rank: max(0, average - load).
 std::vector<int64_t> spare_capacity(std::span<const int64_t> rank_loads, int64_t average);
 
-// Tokens that each expert should give away. In every rank the experts are sorted ascending
-// (stable), summed up, and what the running sum exceeds `average` by is spilled by the expert that
-// causes it: the hottest experts spill first and at most one expert of a rank is split.
+// Tokens to move away from each expert. In every rank the experts are sorted in ascending order
+// (stable) and summed; the excess of the sum over `average` spills from the expert that causes it:
+// the hottest experts spill first and at most one expert of a rank is split.
 //   spillover({50, 100, 150, 200}, 1, 250) == {0, 0, 50, 200}
 // REQUIRES: num_ranks divides the number of experts.
 std::vector<int64_t> spillover(std::span<const int64_t> expert_loads,

@@ -1,12 +1,11 @@
-// What a grouped matrix product on a GPU needs to know about each group, worked out from the counts
-// of rows alone.
+// Arguments of a grouped matrix product on a GPU for each group, computed from the counts of rows.
 //
 //   groups of experts:   forward       y[rows of e]  = x[rows of e] w[e]^T       (m, N, K)
 //                        input grad    dx[rows of e] = dy[rows of e] w[e]        (m, K, N)
 //                        weight grad   dw[e]        (+)= dy[rows of e]^T x[rows of e]   (N, K, m)
 //
-// The counts lie on the device, so a kernel of one block does this work; it shares every formula
-// with fill_grouped_arguments, its twin on the CPU. Counts that do not fit the rows are cut: no
+// The counts are on the device, so a kernel of one block does this work; it shares every formula
+// with fill_grouped_arguments, its CPU version. Counts that do not fit the rows are truncated: no
 // count makes a product read or write outside of its matrices.
 
 #pragma once
@@ -19,7 +18,7 @@ namespace megacore::moe {
 
 enum class GroupedProduct : int32_t { kForward = 0, kInputGrad = 1, kWeightGrad = 2 };
 
-// Largest number of experts of one launch: the set-up kernel holds their counts in shared memory.
+// Maximum number of experts of one launch: the set-up kernel has their counts in shared memory.
 inline constexpr int64_t kMaxGroupedExperts = 1024;
 
 struct GroupedProblem {
@@ -32,14 +31,14 @@ struct GroupedProblem {
   int64_t result_bytes;   // of an element of the result
 };
 
-// First bytes of the two factors and the result, as addresses: the twin has no memory behind them.
+// Start addresses of the two factors and the result; the CPU version does not access them.
 struct GroupedBases {
   uint64_t a;  // x or dy
   uint64_t b;  // w, or x in the weight gradient
   uint64_t d;  // y, dx or dw
 };
 
-// Arrays with one entry per group, in the order in which the product walks through the groups.
+// Arrays with one entry per group, in the processing order of the product.
 struct GroupedArguments {
   int32_t* shapes;    // (E, 3) rows, columns and depth of the product
   uint64_t* a;        // (E) addresses
@@ -53,7 +52,7 @@ struct GroupedArguments {
 
 inline constexpr int64_t kGroupedAlignment = 256;
 
-// Rounded up to whole alignments, so that each array starts at one.
+// Rounded up to a multiple of the alignment, so that each array starts at one.
 MC_HOST_DEVICE int64_t grouped_array_bytes(int64_t num_experts, int64_t entry_bytes) {
   return (num_experts * entry_bytes + kGroupedAlignment - 1) / kGroupedAlignment *
          kGroupedAlignment;
@@ -65,7 +64,7 @@ MC_HOST_DEVICE int64_t grouped_arguments_bytes(int64_t num_experts) {
          grouped_array_bytes(num_experts, 4);
 }
 
-// Lays the arrays out one after the other from `memory`, which is aligned to kGroupedAlignment.
+// Places the arrays consecutively from `memory`, which is aligned to kGroupedAlignment.
 MC_HOST_DEVICE GroupedArguments grouped_arguments_at(void* memory, int64_t num_experts) {
   char* next = static_cast<char*>(memory);
   const int64_t wide = grouped_array_bytes(num_experts, 8);
@@ -82,13 +81,12 @@ MC_HOST_DEVICE GroupedArguments grouped_arguments_at(void* memory, int64_t num_e
   return arguments;
 }
 
-// A count as it is used: neither negative nor above all rows, so that sums of counts cannot
-// overflow.
+// A count clamped to [0, num_rows], so that sums of counts cannot overflow.
 MC_HOST_DEVICE int64_t usable_count(int64_t count, int64_t num_rows) {
   return count < 0 ? 0 : (count > num_rows ? num_rows : count);
 }
 
-// Rows before those of the first expert, from a number that may be missing.
+// Rows before those of the first expert; 0 if the pointer is null.
 MC_HOST_DEVICE int64_t rows_before(const int64_t* first_row, int64_t num_rows) {
   return first_row == nullptr ? 0 : usable_count(*first_row, num_rows);
 }
@@ -105,7 +103,7 @@ MC_HOST_DEVICE GroupRows rows_of_group(int64_t end, int64_t count, int64_t num_r
   return {first, (end < num_rows ? end : num_rows) - first};
 }
 
-// Whether group `one` goes before group `other`: the weight gradient takes the longest groups
+// Whether group `one` precedes group `other`: the weight gradient processes the longest groups
 // first, because their tiles take the longest; the others keep the order of the experts.
 MC_HOST_DEVICE bool goes_first(GroupedProduct product,
                                int64_t one,
@@ -119,7 +117,7 @@ MC_HOST_DEVICE bool goes_first(GroupedProduct product,
 }
 
 // Writes the entries of one expert at place `place`. A group without rows gets a result without
-// rows, also in the weight gradient: a depth of zero is not something every kernel can do.
+// rows, also in the weight gradient: not every kernel supports a depth of zero.
 MC_HOST_DEVICE void write_group(const GroupedArguments& arguments,
                                 int64_t place,
                                 const GroupedProblem& problem,

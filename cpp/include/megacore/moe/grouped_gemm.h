@@ -1,14 +1,14 @@
-// Grouped matrix products in fp32: every expert multiplies its own rows by its own weight.
+// Grouped matrix products in fp32: every expert multiplies its rows by its weight.
 //
 //   rows of x:  [ expert 0 | expert 1 | ... | rows of nobody ]      m_splits[e] rows each
 //   y = x w^T per expert, and its two derivatives
 //
-// Blocked for the caches, with a register tile as wide as the processor's vectors; no BLAS. All
-// experts share one list of tasks, so that a few large groups or many small ones keep every thread
-// busy. The sum behind each element runs in the same order for any number of threads.
+// Blocked for the caches, with a register tile of the CPU's vector width; no BLAS. All experts
+// share one list of tasks, so that a few large groups or many small ones keep every thread busy.
+// The sum of each element has the same order for any number of threads.
 //
-// All matrices are row-major and contiguous. Rows of nobody are not read; they become zero in
-// results that have rows.
+// All matrices are row-major and contiguous. Padding rows are not read; they are zero in results
+// that have rows.
 
 #pragma once
 
@@ -41,7 +41,7 @@ void grouped_gemm_input_grad(const float* grad_y,
                              int num_threads);
 
 // grad_w[e] (+)= grad_y[rows of e]^T x[rows of e]: grad_w (E, N, K). Without `accumulate` the
-// gradient of an expert without rows becomes zero. REQUIRES: as above.
+// gradient of an expert without rows is set to zero. REQUIRES: as above.
 void grouped_gemm_weight_grad(const float* grad_y,
                               const float* x,
                               const int64_t* m_splits,

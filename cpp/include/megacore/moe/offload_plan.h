@@ -1,7 +1,8 @@
-// Which hot experts are cloned into which spare slots, and which tokens go to the clones.
+// Plan of clones: hot experts in spare slots, and their tokens.
 //
 // Every rank computes the same plan from the same counts: integers only, ties go to the lowest
-// index. A plan moves tokens off home experts and loses none:
+// index.
+// A plan moves tokens from home experts and conserves their number:
 //
 //   tokens of e that source r keeps at home = counts[r, e] - sum over slots (p, s) that hold e
 //                                                            of rerouted[r, p, s]
@@ -47,9 +48,9 @@ struct OffloadPlan {
   std::vector<int64_t> load_after = {};   // (rank,)
   int64_t max_load = 0;                   // highest of load_after
   int64_t num_clones = 0;
-  // Rows that a static receive buffer of a rank needs for this total. Balanced: the goal load, or
-  // the load below which no plan is made where that is more; documented: the floor average and the
-  // remainder that it leaves over.
+  // Rows of a static receive buffer that are sufficient for this total. Balanced: the goal load, or
+  // the load below which there is no plan if that is larger; documented: the floor average plus the
+  // remainder.
   int64_t bound = 0;
   bool bound_holds = true;  // max_load <= bound; always, if balanced and slots >= experts per rank
 

@@ -1,5 +1,5 @@
-// Brings rows to the members of a group and back through memory that they share: the CPU's twin of
-// the kernels in cuda/kernels/peer_rows.cu. Where rows lie is said by peer_rows.h.
+// Exchange of rows between the members of a group through shared memory: the CPU version of the
+// kernels in cuda/kernels/peer_rows.cu. For the layout of rows, see peer_rows.h.
 //
 //   PeerExchange peers(window, layout);             // all members; see HostComm::make_window
 //   peers.send_counts(counts, shape);
@@ -9,12 +9,12 @@
 //   peers.start_pull(0, results, n);                // shows results to all
 //   peers.finish_pull(0, sums, map);                // waits; adds up the results of each token
 //
-// A push and a pull are each other's derivative. Members call all of them in the same order. Slots
-// are independent: what was started in one is finished before the next start there. No reset is
-// ever needed, whatever the number of exchanges: before it writes, a start waits until all members
-// have finished with what was in the slot.
+// A push and a pull are each other's derivative. Members make all calls in the same order. Slots
+// are independent: an operation in a slot is finished before the next start in it. No reset is ever
+// needed: before it writes, a start waits until all members have finished with the previous
+// contents of the slot.
 //
-// Failures: as those of HostWindow, in bounded time. std::invalid_argument for a map that points
+// Failures: as those of HostWindow, with a timeout. std::invalid_argument for a map with rows
 // outside of the buffers.
 
 #pragma once
@@ -28,7 +28,7 @@
 
 namespace megacore::moe {
 
-// Rows with a number beside each: the tokens of a member, or the rows of its experts.
+// Rows with one number each: the tokens of a member, or the rows of its experts.
 struct PeerRows {
   std::byte* rows = nullptr;
   float* probs = nullptr;  // optional: then none travel
@@ -38,7 +38,7 @@ struct PeerRows {
   int64_t row_bytes() const { return width * parallel::bytes_of(dtype); }
 };
 
-// Where the copies of tokens lie. Token t's choice j goes to `repeats` members: its probability is
+// Rows of the copies of tokens. Token t's choice j goes to `repeats` members: its probability is
 // probs[t * num_choices + j], its rows are rows[(t * num_choices + j) * repeats + i].
 struct PeerMap {
   const int64_t* rows = nullptr;  // member * capacity + row, or -1
@@ -56,25 +56,25 @@ class PeerExchange {
   // REQUIRES: the window has kWindowParts parts and layout.bytes() bytes, and outlives this.
   PeerExchange(parallel::HostWindow& window, const PeerLayout& layout);
 
-  // Tells all members how many copies go to each expert.
+  // Sends the number of copies for each expert to all members.
   void send_counts(const int64_t* counts, const PeerShape& shape);
 
   // Waits for the counts of all and writes the plan.
   // Throws std::invalid_argument if a member has another capacity.
   void plan(const PeerShape& shape, const PeerPlan& plan);
 
-  // Writes the rows of `tokens` to where the map says.
+  // Writes the rows of `tokens` to the rows of the map.
   void start_push(int64_t slot, const PeerRows& tokens, const PeerMap& map);
 
-  // Waits for what was pushed here and copies it out: the first `num_arrived` rows of `capacity`,
-  // zeros behind them.
+  // Waits for the rows pushed here and copies them out: the first `num_arrived` rows of `capacity`,
+  // followed by zeros.
   void finish_push(int64_t slot, const PeerRows& to, int64_t num_arrived, int64_t capacity);
 
-  // Shows the first `num_rows` rows to all members.
+  // Publishes the first `num_rows` rows to all members.
   void start_pull(int64_t slot, const PeerRows& from, int64_t num_rows);
 
-  // Waits for the rows of all and writes, for each token, the sum of those that the map names, in
-  // its order (in fp32 for narrower types); and for each choice the sum of its numbers.
+  // Waits for the rows of all and writes, for each token, the sum of its rows in the map, in order
+  // (in fp32 for narrower types); and for each choice the sum of its numbers.
   void finish_pull(int64_t slot, const PeerRows& tokens, const PeerMap& map);
 
  private:

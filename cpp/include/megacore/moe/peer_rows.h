@@ -1,17 +1,17 @@
-// Where rows lie in the memory of peers: the arithmetic of the exchange that the members of a group
-// do by writing into each other's memory. Shared by the CPU (peer_exchange.h) and by CUDA kernels.
+// Layout of rows in peer memory: the arithmetic of an exchange by direct writes of the members of a
+// group. Shared by the CPU (peer_exchange.h) and by CUDA kernels.
 //
 // The G members hold E experts in P equal parts; members that share a part hold the same experts.
-// Every member has a buffer of `capacity` rows for what arrives. The rows of a part are sorted by
-// expert, then by sender, then as the sender sorts them. So from the counts of all members each one
-// knows in which row of which buffer each of its rows lies, and whether the buffer has it: rows at
-// or behind the capacity are not sent, which are those for the last experts of a part, and among
-// these those of the last senders.
+// Every member has a receive buffer of `capacity` rows. The rows of a part are sorted by expert,
+// then by sender, then in the sender's order. So from the counts of all members each one computes
+// the row and buffer of each of its rows, and whether the row fits: rows at or after the capacity
+// are not sent, which are those for the last experts of a part, and among these those of the last
+// senders.
 //
 //   counts {{2, 1}, {1, 3}}, one part, capacity 6:
 //   first rows {{0, 3}, {2, 4}}, kept {{2, 1}, {1, 2}}; the last row of sender 1 has no room
 //
-// A row of a peer is named by one number, member * capacity + row.
+// A row of a peer is identified by one number, member * capacity + row.
 
 #pragma once
 
@@ -34,7 +34,7 @@ struct PeerShape {
   MC_HOST_DEVICE int64_t message_numel() const { return num_experts + 1; }
 };
 
-// Of `count` rows that would begin at `first`, those that a buffer has room for.
+// Number of rows that fit in a buffer, of `count` rows from row `first` on.
 MC_HOST_DEVICE int64_t kept_rows(int64_t capacity, int64_t first, int64_t count) {
   const int64_t room = capacity - first;
   return room <= 0 ? 0 : (room < count ? room : count);
@@ -52,7 +52,7 @@ MC_HOST_DEVICE int64_t copies_before(const int64_t* messages,
   return copies;
 }
 
-// The first member whose capacity is another one, or -1.
+// The first member with another capacity, or -1.
 MC_HOST_DEVICE int64_t member_of_other_capacity(const int64_t* messages, const PeerShape& shape) {
   for (int64_t member = 0; member < shape.num_members; ++member) {
     if (messages[member * shape.message_numel() + shape.num_experts] != shape.capacity) {
@@ -62,7 +62,7 @@ MC_HOST_DEVICE int64_t member_of_other_capacity(const int64_t* messages, const P
   return -1;
 }
 
-// What a member has to know of its rows.
+// Plan of a member's rows.
 struct PeerPlan {
   // (num_experts) what to add to a row sorted by expert to get its row in the buffer of a peer.
   int64_t* shift = nullptr;
@@ -70,8 +70,8 @@ struct PeerPlan {
   int64_t* arriving = nullptr;  // (num_members, num_local) rows that arrive here
 };
 
-// One expert's part of the plan. `first_of_expert` is the row at which its part's buffer has its
-// first row, `first_sorted` that of this member's own rows sorted by expert.
+// One expert's part of the plan. `first_of_expert` is the first row of its part's buffer,
+// `first_sorted` that of this member's rows sorted by expert.
 MC_HOST_DEVICE void plan_expert(const int64_t* messages,
                                 const PeerShape& shape,
                                 int64_t expert,
@@ -96,22 +96,22 @@ MC_HOST_DEVICE void plan_expert(const int64_t* messages,
 
 // ---- memory -------------------------------------------------------------------------------------
 
-// Exchanges of rows that can be under way at a time. Each has a slot of every member's memory.
+// Exchanges of rows that can be in flight at a time. Each has a slot of every member's memory.
 inline constexpr int64_t kPeerSlots = 2;
 
 // Flags come in one set per slot and one for the messages.
 inline constexpr int64_t kPeerFlagSets = kPeerSlots + 1;
 inline constexpr int64_t kMessageFlags = kPeerSlots;
 
-// Rows begin at multiples of so many bytes.
+// Rows are aligned to this many bytes.
 inline constexpr int64_t kPeerAlignment = 256;
 
 MC_HOST_DEVICE int64_t peer_aligned(int64_t bytes) {
   return (bytes + kPeerAlignment - 1) / kPeerAlignment * kPeerAlignment;
 }
 
-// Flags in front of the memory, where it has no window around it (on GPUs): for each set, first who
-// has offered, then who has taken, one flag of each member, written by that member.
+// Flags at the start of memory without a window (on GPUs): for each set, first the offered, then
+// the taken flags, one of each member, written by that member.
 MC_HOST_DEVICE int64_t peer_flag(int64_t num_members, int64_t set, bool is_taken, int64_t member) {
   return (2 * set + (is_taken ? 1 : 0)) * num_members + member;
 }
@@ -120,8 +120,8 @@ MC_HOST_DEVICE int64_t peer_flags_bytes(int64_t num_members) {
                       static_cast<int64_t>(sizeof(uint32_t)));
 }
 
-// How every member's memory is cut: messages, then slots. Equal on all members. An exchange may
-// have fewer experts, and fewer or shorter rows.
+// Layout of every member's memory: messages, then slots. Equal on all members. An exchange may have
+// fewer experts, and fewer or shorter rows.
 struct PeerLayout {
   int64_t num_members = 1;
   int64_t max_experts = 0;

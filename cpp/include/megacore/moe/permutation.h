@@ -1,7 +1,6 @@
-// Moves tokens into expert order and back.
+// Permutation of tokens into expert order and back.
 //
-// A row map (tokens, choices) says where each copy of each token lies among the rows; -1 is a copy
-// that does not exist.
+// A row map (tokens, choices) has the row of each copy of each token; -1 is a missing copy.
 //
 //   expert_of {{1, 0}, {0, -1}}, 2 experts  ->  row_map {{2, 0}, {1, -1}}, tokens_per_expert {2, 1}
 //
@@ -56,7 +55,7 @@ void collect_rows(const Float* rows,
                   int64_t width,
                   int num_threads);
 
-// dots[t][j] = tokens[t] . rows[map[t][j]], 0 where no copy lies. REQUIRES: as above.
+// dots[t][j] = tokens[t] . rows[map[t][j]], 0 for missing copies. REQUIRES: as above.
 template <typename Float>
 void row_dots(const Float* tokens,
               const Float* rows,

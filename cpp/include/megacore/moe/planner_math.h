@@ -1,8 +1,8 @@
 // The integer arithmetic of the offload planners, shared by the CPU planner and a CUDA kernel.
 //
-// Everything here is a pure function of a few integers. The CPU planner reduces over ranks and
+// All functions are pure functions of a few integers. The CPU planner reduces over ranks and
 // experts with loops, a kernel with warp reductions; because both reduce the keys of this header,
-// both take the same decisions and return identical plans.
+// both make the same decisions and return identical plans.
 //
 // Ranges, checked by the caller: one expert has fewer than 2^31 tokens, there are at most 2^16
 // experts and ranks, so a load is below 2^47 and no product below leaves 63 bits.
@@ -32,8 +32,8 @@ MC_HOST_DEVICE int64_t scaled_average(int64_t total, int64_t num_ranks, int64_t 
   return scaled / num_ranks;
 }
 
-// The load that the balanced planner tries to stay under on every rank: the average rounded up, or
-// the average plus the tolerance where that is more.
+// The goal load of the balanced planner for every rank: the average rounded up, or the average plus
+// the tolerance if that is larger.
 MC_HOST_DEVICE int64_t goal_load(int64_t total, int64_t num_ranks, int64_t tolerance_per_million) {
   const int64_t average_rounded_up = total / num_ranks + (total % num_ranks != 0 ? 1 : 0);
   return larger(average_rounded_up,
@@ -53,8 +53,8 @@ MC_HOST_DEVICE int64_t overlap(Interval a, Interval b) {
   return larger(0, smaller(a.end, b.end) - larger(a.start, b.start));
 }
 
-// floor(tokens * amount / total): the part of `amount` that a source with `tokens` of an expert's
-// `total` tokens gives; 0 where total is 0.
+// floor(tokens * amount / total): the proportional share of `amount` from a source with `tokens` of
+// an expert's `total` tokens; 0 if total is 0.
 // REQUIRES: 0 <= tokens <= total <= kMaxTokensPerExpert, 0 <= amount <= total.
 MC_HOST_DEVICE int64_t proportional_floor(int64_t tokens, int64_t amount, int64_t total) {
   return total == 0 ? 0 : tokens * amount / total;
@@ -82,8 +82,8 @@ MC_HOST_DEVICE int64_t index_of_least(uint64_t key) {
   return static_cast<int64_t>(key & kIndexMask);
 }
 
-// The maximum over a donor's experts names the one to clone when `wanted` tokens shall move: the
-// smallest with at least that many left, else the largest. 0 for an expert with nothing left.
+// The maximum over a donor's experts selects the one to clone to move `wanted` tokens: the smallest
+// with at least that many left, else the largest. 0 for an expert with nothing left.
 MC_HOST_DEVICE uint64_t expert_key(int64_t remaining, int64_t wanted, int64_t index) {
   if (remaining == 0) {
     return 0;
@@ -95,7 +95,7 @@ MC_HOST_DEVICE uint64_t expert_key(int64_t remaining, int64_t wanted, int64_t in
 // ---- the greedy rules of the balanced planner
 // ----------------------------------------------------
 
-// How one step picks the rank that gives (donor), the rank that takes (receiver) and how much.
+// Choice of the giving rank (donor), the receiving rank (receiver) and the amount of one step.
 // Slack is the room of a rank below the goal, surplus its load above it.
 enum class Rule : int {
   kTightFit = 0,   // the fullest rank first, until it is done; the tightest slack that covers its
@@ -107,7 +107,7 @@ enum class Rule : int {
 };
 inline constexpr int kNumRules = 4;
 
-// A rank that could take tokens; rank -1 means that there is none.
+// A rank that could receive tokens; rank -1 means none.
 struct Receiver {
   int64_t rank = -1;
   int64_t slack = 0;
@@ -134,7 +134,7 @@ choose_move(Rule rule, int64_t surplus, Receiver widest, Receiver tightest, int6
   return {widest.rank, widest.slack};
 }
 
-// What a finished greedy run is judged by; less is better, the first difference decides.
+// Score of a finished greedy run; lower is better, the first difference decides.
 struct Score {
   int64_t load = 0;       // the highest load of a rank, but at least the goal
   int64_t crossings = 0;  // clones outside the domain of their home
@@ -159,7 +159,7 @@ MC_HOST_DEVICE bool better(const Score& a, const Score& b) {
   return a.max_load < b.max_load;
 }
 
-// Where the goal was missed, further goals between it and the best load so far are tried.
+// If the goal was missed, further goals between it and the best load so far are tried.
 inline constexpr int kRefinementRounds = 3;
 inline constexpr int kGoalsPerRound = 8;
 

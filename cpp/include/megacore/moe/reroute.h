@@ -1,14 +1,15 @@
-// Sends copies of tokens to the home of their expert or to one of its clones, as a plan says.
+// Assignment of token copies to the home of their expert or to one of its clones, by a plan.
 //
-// The plan says how many copies of a source rank go where; here it is decided which. They are
-// spread evenly, so no run of neighbouring tokens floods one rank: of m copies, n go to a clone
-// such that after i copies floor(i n / m) have gone. Several clones are served one after the other,
-// by (rank, slot), each from what the ones before have left. Every clone gets exactly its number.
+// The plan has the number of copies of a source rank for each destination; this code selects the
+// copies. They are spread evenly, so no run of neighbouring tokens overloads one rank: of m copies,
+// n go to a clone such that floor(i n / m) of the first i copies do. Several clones are processed
+// in sequence, by (rank, slot), each from the copies left by earlier ones. Every clone gets exactly
+// its number.
 //
 // With a plan every rank has L + k places: its L home experts, then its k spare slots. Places are
 // numbered rank by rank.
 //
-// The arithmetic is shared with a CUDA kernel: a team of threads (team_memory.h) makes the table
+// The arithmetic is shared with a CUDA kernel: a team of threads (team_memory.h) builds the table
 // and then looks up one copy per thread; on the CPU the team is one thread.
 
 #pragma once
@@ -20,7 +21,7 @@
 
 namespace megacore::moe {
 
-// What one source rank does with its copies: a row of a plan.
+// Destinations of one source rank's copies: a row of a plan.
 struct SourceRow {
   PlanShape shape = {};
   const int64_t* total = nullptr;        // (expert,) copies of the source rank
@@ -58,7 +59,7 @@ struct RerouteParts {
   }
 };
 
-// Where copy `index` of `expert` goes, of the `total` copies that the source rank has for it.
+// Destination of copy `index` of `expert`, of the `total` copies of the source rank for it.
 // REQUIRES: 0 <= index < total < 2^31, the parts' tokens sum to at most the total.
 MC_HOST_DEVICE int64_t destination_of(const RerouteParts& parts,
                                       const PlanShape& shape,
@@ -82,7 +83,7 @@ MC_HOST_DEVICE bool is_part(const SourceRow& row, int64_t slot) {
   return row.slot_expert[slot] >= 0 && row.tokens[slot] > 0;
 }
 
-// Sorts the row by expert, stably. The caller lets the team meet afterwards. O(slots (slots +
+// Sorts the row by expert, stably. The caller synchronizes the team afterwards. O(slots (slots +
 // experts)) work, shared by the threads.
 template <typename Team>
 MC_TEAM_CODE void make_parts(const Team& team, const SourceRow& row, const RerouteParts& parts) {
@@ -107,9 +108,8 @@ MC_TEAM_CODE void make_parts(const Team& team, const SourceRow& row, const Rerou
   }
 }
 
-// The place of one copy, -1 where there is no copy; `rank_in_expert` says the how manieth copy of
-// its expert it is among those at hand. What no plan could have means no copy here: a kernel can
-// report nothing.
+// The place of one copy, -1 if there is no copy; `rank_in_expert` is the index of the copy among
+// those of its expert. Invalid plan entries give no copy, since a kernel cannot report errors.
 MC_HOST_DEVICE int64_t place_of_copy(const SourceRow& row,
                                      const RerouteParts& parts,
                                      int64_t expert,
@@ -125,8 +125,8 @@ MC_HOST_DEVICE int64_t place_of_copy(const SourceRow& row,
 }
 
 // The place of each copy, in order; -1 stays -1. Throws std::invalid_argument for an expert that
-// does not exist or has more copies than the row says, and for a row that moves more copies of an
-// expert than there are.
+// does not exist or has more copies than the row, and for a row that moves more copies of an expert
+// than there are.
 void reroute_copies(const int64_t* expert_of,
                     int64_t numel,
                     const SourceRow& row,

@@ -1,11 +1,11 @@
-// Which source ranks' tokens a clone takes: from tokens per clone to tokens per (source, clone).
+// Split of a clone's tokens over source ranks: from tokens per clone to tokens per (source, clone).
 //
-// Every source first gives its proportional share, rounded down (breadth first); what rounding
-// left open is then filled source by source in rank order (depth first). The result is exact: each
-// clone gets precisely its tokens, no source gives more than it has.
+// Every source first gives its proportional share, rounded down (breadth first); the remainder is
+// then taken source by source in rank order (depth first). The result is exact: each clone gets
+// precisely its tokens, no source gives more than it has.
 //
-// With `locality_first` a clone first serves the tokens of its own rank and the home those of its
-// own, which then cross no wire; only the rest is split as above.
+// With `locality_first` a clone first gets the tokens of its own rank and the home expert those of
+// its own rank, without communication; only the rest is split as above.
 
 #pragma once
 
@@ -24,8 +24,8 @@ namespace megacore::moe {
 std::vector<int64_t> breadth_first_shares(std::span<const int64_t> tokens,
                                           std::span<const int64_t> amounts);
 
-// What is still missing, taken from the sources in rank order for one amount after the other: the
-// interval overlap of what sources have left and what amounts miss; (sources, amounts).
+// The remainder, taken from the sources in rank order for one amount after the other: the interval
+// overlap of the sources' remaining tokens and the missing amounts; (sources, amounts).
 //   depth_first_shares({6, 9, 4}, {2}) == {2, 0, 0}
 std::vector<int64_t> depth_first_shares(std::span<const int64_t> tokens_left,
                                         std::span<const int64_t> missing);

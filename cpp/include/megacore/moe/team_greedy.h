@@ -1,5 +1,6 @@
-// One greedy run of the balanced planner by one warp: the twin of GreedyRun (greedy_run.h), whose
-// comments hold here. Where that loops over ranks or experts, a warp reduces the same keys.
+// One greedy run of the balanced planner by one warp: the device version of GreedyRun
+// (greedy_run.h), with the same comments. A warp reduces the same keys instead of loops over ranks
+// or experts.
 
 #pragma once
 

@@ -1,7 +1,7 @@
-// What a team of threads is, and the memory that it plans in: see team_planner.h.
+// Teams of threads and their planning memory: see team_planner.h.
 //
-// A team is one block of threads on a GPU, or a single thread on the CPU. It is made of warps; a
-// warp of the CPU has one lane. Code for a team is written as every thread runs it:
+// A team is one block of threads on a GPU, or a single thread on the CPU. It consists of warps; a
+// warp of the CPU has one lane. Team code is written from the perspective of one thread:
 //
 //   warp.lane(), warp.lanes()         this thread's place in its warp
 //   warp.max(x), warp.min(x), warp.sum(x)   over the lanes; every lane gets the result
@@ -17,7 +17,7 @@
 #include "megacore/base/host_device.h"
 #include "megacore/moe/planner_math.h"
 
-// Marks code that a team runs: device code for the CUDA compiler, host code for the other.
+// Marks team code: device code for the CUDA compiler, host code otherwise.
 #if defined(__CUDACC__)
 #define MC_TEAM_CODE __device__ __forceinline__
 #else
@@ -64,7 +64,7 @@ struct SlotTable {
   int64_t* tokens = nullptr;
 };
 
-// What one greedy run works on.
+// Working memory of one greedy run.
 struct RunMemory {
   int64_t* load = nullptr;        // (rank,)
   int64_t* slots_left = nullptr;  // (rank,)
@@ -75,7 +75,7 @@ struct RunMemory {
   Score* score = nullptr;
 };
 
-// What splitting one expert's tokens over its sources works on; lies where a run's memory was.
+// Working memory of the split of one expert's tokens; reuses the memory of a run.
 struct SplitMemory {
   int64_t* left = nullptr;           // (rank,) tokens a source has
   int64_t* left_over = nullptr;      // (rank,) after its proportional shares
@@ -108,7 +108,7 @@ class PlanMemory {
     int64_t* table = ranks() + shape_.num_ranks;
     return {table, table + shape_.num_slots()};
   }
-  // Numbers that one thread finds for all: whether the counts are good, total, highest load.
+  // Facts computed by one thread for all: whether the counts are valid, total, highest load.
   MC_HOST_DEVICE int64_t* facts() const {
     return ranks() + shape_.num_ranks + 2 * shape_.num_slots();
   }

@@ -1,8 +1,8 @@
 // The offload planners for a team of threads: one block of a GPU, or one thread of the CPU.
 //
-// The same plans, bit for bit, as plan_offload (offload_plan.h), from the same arithmetic
-// (planner_math.h). What differs is that nothing is allocated, nothing throws, and ranks, experts,
-// rules and goals are worked on side by side:
+// The plans are bitwise equal to those of plan_offload (offload_plan.h), with the same arithmetic
+// (planner_math.h). In contrast, nothing is allocated, nothing throws, and ranks, experts, rules
+// and goals are processed in parallel:
 //
 //   - the four rules of the balanced planner, and the goals of a refinement, by one warp each;
 //   - the documented planner without sorting: where an expert or a rank lies on the line is a sum
@@ -146,7 +146,7 @@ class TeamPlanner {
 
   // ---- balanced
 
-  // Every thread keeps the same best score and takes the same turns.
+  // Every thread keeps the same best score and the same iterations.
   MC_TEAM_CODE void race(int64_t goal) {
     Score best;
     bool has_best = false;
@@ -182,8 +182,8 @@ class TeamPlanner {
     return highest;
   }
 
-  // The `number`-th of the goals of a round that differ from those before; `missed` itself where
-  // there is nothing to refine.
+  // The `number`-th of the goals of a round that differ from earlier ones; `missed` itself if there
+  // is nothing to refine.
   MC_TEAM_CODE int64_t goal_of_round(int64_t number, int64_t missed, int64_t reached) const {
     if (missed == reached) {
       return missed;
@@ -202,8 +202,8 @@ class TeamPlanner {
     return previous;
   }
 
-  // All rules towards all goals of a round, as many runs at a time as there is memory for. Keeps
-  // the best outcome, the earlier of equals.
+  // All rules for all goals of a round, as many runs at a time as there is memory for. Keeps the
+  // best result, the earlier of equals.
   MC_TEAM_CODE void enter(int64_t least_load,
                           int64_t num_goals,
                           int64_t missed,
@@ -250,7 +250,7 @@ class TeamPlanner {
 
   // ---- documented
 
-  // Whether `a` at index i stands before `b` at index j in a stable descending order.
+  // Whether `a` at index i precedes `b` at index j in a stable descending order.
   MC_TEAM_CODE static bool stands_before(int64_t a, int64_t i, int64_t b, int64_t j) {
     return a > b || (a == b && i < j);
   }
@@ -291,7 +291,7 @@ class TeamPlanner {
     }
   }
 
-  // The largest pieces that fall to a rank, one per slot; of equal ones the lowest expert first.
+  // The largest pieces of a rank, one per slot; of equal ones the lowest expert first.
   MC_TEAM_CODE void take_pieces(int64_t rank, int64_t room) const {
     const Interval bucket{m_.room_start()[rank], m_.room_start()[rank] + room};
     uint64_t last = ~uint64_t{0};
@@ -328,7 +328,7 @@ class TeamPlanner {
     }
   }
 
-  // The expert in a slot, if no slot before holds it as well.
+  // The expert in a slot, if no earlier slot has it as well.
   MC_TEAM_CODE void split_expert(int64_t first_slot, const SplitMemory& m) const {
     const SlotTable chosen = m_.chosen();
     const int64_t expert = chosen.expert[first_slot];
@@ -372,7 +372,7 @@ class TeamPlanner {
     share(m, num_clones);
   }
 
-  // Proportional shares rounded down, then what is missing in the order of the sources.
+  // Proportional shares rounded down, then the remainder in the order of the sources.
   MC_TEAM_CODE void share(const SplitMemory& m, int64_t num_clones) const {
     int64_t total = 0;
     for (int64_t r = warp_.lane(); r < s_.num_ranks; r += warp_.lanes()) {

@@ -1,4 +1,4 @@
-// How many tokens each expert-parallel rank's router sends to each expert: what planners work on.
+// Tokens from each expert-parallel rank's router to each expert: the input of planners.
 //
 // Experts are numbered over all ranks; rank p is the home of the contiguous experts
 // [p * experts_per_rank, (p + 1) * experts_per_rank). A token that chose k experts counts k times.
@@ -12,7 +12,7 @@
 
 namespace megacore::moe {
 
-// A view of a (num_ranks, num_experts) row-major matrix; row r is what rank r sends.
+// A view of a (num_ranks, num_experts) row-major matrix; row r has the tokens sent by rank r.
 struct TokenCounts {
   const int64_t* tokens = nullptr;
   int64_t num_ranks = 1;
@@ -32,7 +32,7 @@ struct Loads {
 };
 
 // Sums the counts. O(num_ranks * num_experts).
-// Throws std::invalid_argument where the number of experts is no positive multiple of the number of
+// Throws std::invalid_argument if the number of experts is not a positive multiple of the number of
 // ranks or above kMaxExperts, a count is negative, or an expert has more than kMaxTokensPerExpert.
 Loads sum_loads(const TokenCounts& counts);
 

@@ -1,8 +1,8 @@
-// Flags that count: how members of a group tell each other that memory may be read or written.
+// Epoch flags: synchronization of reads and writes between members of a group.
 //
-// A flag holds the number of the last round (epoch) that its writer has finished. Nobody is ever
-// more than a few rounds ahead, so the numbers may wrap around and are never reset. Shared by the
-// processes of a host (host_window.h) and by CUDA kernels.
+// A flag has the number of the last epoch (round) that its writer has finished. Members are at most
+// a few rounds apart, so the numbers may wrap around and are never reset. Shared by the processes
+// of a host (host_window.h) and by CUDA kernels.
 
 #pragma once
 
@@ -12,12 +12,12 @@
 
 namespace megacore::parallel {
 
-// Whether a flag says that `epoch` is finished.
+// Whether a flag shows that `epoch` is finished.
 MC_HOST_DEVICE bool has_reached(uint32_t flag, uint32_t epoch) {
   return static_cast<int32_t>(flag - epoch) >= 0;
 }
 
-// What a kernel that gave up waiting leaves for the host to read; a kernel can raise no error.
+// Record of a kernel after a timeout, read by the host; a kernel cannot raise an error.
 enum class PeerFault : int64_t {
   kNone = 0,
   kStillReads = 1,    // a member has not finished with what was in the memory before

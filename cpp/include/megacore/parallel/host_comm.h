@@ -1,22 +1,22 @@
-// Collectives among processes of one host, through memory that they share.
+// Collectives among processes of one host, through shared memory.
 //
-// Every member has two slots in one segment. A member copies a piece of its tensor into a slot,
-// meets the others, and reads what it needs from theirs; the two slots take turns, so one meeting
-// per piece is enough. Tensors of any size go through in pieces. A waiting member first offers its
-// core to others and soon sleeps, so members may outnumber cores.
+// Every member has two slots in one segment. A member copies a chunk of its tensor into a slot,
+// meets the others, and reads from their slots; the two slots alternate, so one meeting per chunk
+// is sufficient. Tensors of any size are transferred in chunks. A waiting member first yields its
+// core and then sleeps, so members may outnumber cores.
 //
 //   HostSegment::create("/job-7", HostComm::segment_bytes(2, 1 << 20));   // by one process
 //   HostComm comm(HostSegment::open("/job-7", ...), {.position = 0, .ranks = {0, 1}});
 //   comm.all_reduce(data, numel, HostDtype::kFloat32, HostReduction::kSum);
 //
-// Results. Sums run in the order of positions, as reduce_parts says, whatever the size of a slot:
-// all members get the same bits, and reduce_scatter gives the same as the slice of an all_reduce.
+// Results. Sums run in the order of positions, as in reduce_parts, for any slot size: all members
+// get the same bits, and reduce_scatter equals the slice of an all_reduce.
 //
-// Failures. No call waits forever. std::runtime_error is thrown, by every member, when
-//   - the members are in different calls (each names both; the group works on afterwards);
-//   - a member has ended, which the others see within some 0.1 s;
-//   - a member has not arrived when `timeout_s` has passed; each meeting has that long;
-//   - `while_waiting` threw at a member (there its own exception).
+// Failures. Every wait has a timeout. std::runtime_error is thrown, by every member, when
+//   - the members are in different calls (the message has both; the group remains usable);
+//   - a member has ended, which the others detect within about 0.1 s;
+//   - a member has not arrived within `timeout_s`, which applies to each meeting;
+//   - `while_waiting` threw at a member (which rethrows that exception).
 // The last three leave the group unusable: every later call repeats the reason.
 //
 // Threads: one call at a time per communicator. A communicator cannot be used after a fork.
@@ -45,7 +45,7 @@ struct HostCommConfig {
   std::vector<int> ranks;        // global rank of every member; for messages
   int64_t slot_bytes = 1 << 20;  // a multiple of 64, at least 64 per member
   double timeout_s = 120.0;      // how long to wait for a member
-  // Called now and then during a long wait, and after a signal.
+  // Called repeatedly during a long wait, and after a signal.
   std::function<void()> while_waiting = {};
 };
 
@@ -55,11 +55,11 @@ class HostComm {
   static int64_t segment_bytes(int64_t num_members, int64_t slot_bytes);
 
   // Joins the group. The segment must be all zero before the first member joins, and all members
-  // must give the same ranks and slot_bytes.
-  // Throws std::invalid_argument for a configuration that breaks the rules above.
+  // must pass the same ranks and slot_bytes.
+  // Throws std::invalid_argument for a configuration that violates these rules.
   HostComm(HostSegment segment, HostCommConfig config);
 
-  // Leaves the group: a member that still waits for this one learns it at once.
+  // Leaves the group: a member that waits for this one fails at once.
   ~HostComm();
 
   HostComm(const HostComm&) = delete;
@@ -95,17 +95,17 @@ class HostComm {
   // Copies the data of the member at `source` to all.
   void broadcast(std::byte* data, int64_t numel, HostDtype dtype, int source);
 
-  // Gives every member `bytes` of memory, all zero, that the others can read. All members call it
-  // together with equal arguments. Null on every member if one cannot have it.
+  // Allocates `bytes` of zeroed memory per member that the others can read. All members call it
+  // together with equal arguments. Null on every member if one allocation fails.
   // REQUIRES: bytes >= 1, num_parts >= 1.
   std::unique_ptr<HostWindow> make_window(int64_t bytes, int64_t num_parts);
 
  private:
   class Use;
 
-  // Turns to the other slot of every member. Once per piece and call, so that all members agree.
+  // Switches to the other slot of every member. Once per chunk and call, so that all members agree.
   void turn();
-  // Meets the others for the piece that begins at element `start`; for the first one compares
+  // Meets the others for the chunk that begins at element `start`; the first meeting compares
   // calls.
   void meet(const HostCall& call, int64_t start);
   std::byte* slot(int position) const;

@@ -1,4 +1,4 @@
-// A process of this machine, precise enough to tell it from a later one with the same id.
+// Identity of a process of this machine, distinct from a later process with the same id.
 //
 //   const ProcessIdentity me = this_process();
 //   has_ended(me);  // false
@@ -18,8 +18,8 @@ struct ProcessIdentity {
 
 ProcessIdentity this_process();
 
-// Whether the process is surely gone: no longer there, dead but not yet reaped by its parent, or
-// its id used by another one now. Reads one small file of /proc (a few microseconds).
+// Whether the process has certainly ended: it does not exist, is dead but not yet reaped by its
+// parent, or its id is used by another process. Reads one small file of /proc (a few microseconds).
 // REQUIRES: the same process-id namespace as the process.
 bool has_ended(const ProcessIdentity& process);
 

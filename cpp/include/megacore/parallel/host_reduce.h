@@ -7,9 +7,9 @@
 //                 / 3
 //
 // bfloat16 and float16 are computed in fp32 and rounded once, to the type of the output. fp32 and
-// fp64 are computed in their own precision. Whole numbers wrap around; for bool, sum and max are
-// "or". A maximum with a NaN is a NaN. Element i depends on element i of the parts alone, so
-// however the arrays are cut into calls, the result is the same.
+// fp64 are computed in their own precision. Integers wrap around; for bool, sum and max are "or". A
+// maximum with a NaN is a NaN. Element i depends only on element i of the parts, so the result is
+// the same for any split of the arrays into calls.
 
 #pragma once
 

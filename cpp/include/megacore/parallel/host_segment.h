@@ -1,8 +1,8 @@
-// Memory that several processes of one host share.
+// Memory shared by several processes of one host.
 //
-// One process creates a segment under a name, the others open it by that name; once all have it,
-// the name is removed and the memory lives until the last of them has closed it or died. Then
-// nothing is left behind, however a process ends. Linux only: elsewhere `create` and `open` throw.
+// One process creates a segment under a name, the others open it by that name. Once all have opened
+// it, the name is removed, and the memory is freed when the last process has closed it or died, so
+// nothing remains however a process ends. Linux only: elsewhere `create` and `open` throw.
 
 #pragma once
 
@@ -20,7 +20,7 @@ class HostSegment {
   // Throws std::runtime_error with the system's reason.
   static HostSegment create(const std::string& name, int64_t bytes);
 
-  // The memory that another process has created. Throws std::runtime_error if there is none of this
+  // The memory created by another process. Throws std::runtime_error if it does not exist with this
   // size.
   static HostSegment open(const std::string& name, int64_t bytes);
 
@@ -29,14 +29,14 @@ class HostSegment {
   // Throws std::runtime_error with the system's reason.
   static HostSegment create_unnamed(int64_t bytes);
 
-  // What the process `pid` has created as its file number `file`. Throws std::runtime_error if that
-  // is not there, not of this size, or not allowed.
+  // The memory of process `pid` with file number `file`. Throws std::runtime_error if it does not
+  // exist, has another size, or is not accessible.
   static HostSegment open_unnamed(int64_t pid, int file, int64_t bytes);
 
   // Memory of the caller, for members that are threads of one process. Not freed.
   static HostSegment over(std::byte* data, int64_t bytes) { return {data, bytes, false}; }
 
-  // Removes the name; whoever has the memory keeps it. Does nothing if there is no such name.
+  // Removes the name; existing mappings stay valid. A no-op if the name does not exist.
   static void remove(const std::string& name);
 
   HostSegment(HostSegment&& other) noexcept;

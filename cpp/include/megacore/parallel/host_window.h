@@ -1,9 +1,9 @@
-// Memory of every member of a group that all members can read: collectives without a copy between.
+// Memory of every member of a group that all members can read: collectives without staging copies.
 //
-// A window is cut into numbered parts (the buckets of a buffer). A member *offers* a part of its
-// own memory when that part is final; whoever needs it reads it there, as soon as all have offered
-// it. So nothing is sent: a collective is offered when its data are ready, and its work is done by
-// each member when that suits it, later.
+// A window is split into numbered parts (the buckets of a buffer). A member *offers* a part of its
+// memory when that part is final; other members read it there, as soon as all have offered it. So
+// there are no messages: a collective is offered when its data are ready, and each member does its
+// work later, at a time of its choice.
 //
 //   std::unique_ptr<HostWindow> window = comm.make_window(bytes, num_parts);   // all members
 //   ... write to window->data() ...
@@ -12,11 +12,12 @@
 //   window->reduce_scatter({.part = 0, ...});          // waits for the others' offers
 //   window->wait_until_taken(0);                       // now the part may be written again
 //
-// Members offer and take each part in turns, any number of times. Different parts are independent.
+// Members offer and take each part alternately, any number of times. Different parts are
+// independent.
 // The sums are those of reduce_parts, in the order of positions.
 //
-// Failures. No call waits forever: std::runtime_error when a member has ended or left, or has not
-// come when the group's timeout has passed.
+// Failures. Every wait has a timeout: std::runtime_error when a member has ended or left, or has
+// not arrived within the group's timeout.
 //
 // Threads: one call at a time. A window cannot be used after a fork.
 
@@ -47,15 +48,15 @@ class HostWindow {
   // window. Usually made by HostComm::make_window.
   HostWindow(std::vector<HostSegment> segments, int64_t num_parts, HostCommConfig config);
 
-  // Leaves: a member that still waits for this one learns it at once.
+  // Leaves: a member that waits for this one fails at once.
   ~HostWindow();
 
   HostWindow(const HostWindow&) = delete;
   HostWindow& operator=(const HostWindow&) = delete;
 
   std::byte* data() const { return data(config_.position); }
-  // The memory of any member, to read and to write. Who may do what when is for the members to
-  // agree on, with the calls below.
+  // The memory of any member, for reads and writes. Members synchronize access with the calls
+  // below.
   std::byte* data(int position) const;
   int64_t bytes() const { return bytes_; }
   int64_t num_parts() const { return static_cast<int64_t>(rounds_.size()); }
@@ -63,7 +64,7 @@ class HostWindow {
   int position() const { return config_.position; }
   const std::vector<int>& ranks() const { return config_.ranks; }
 
-  // Tells the others that `part` is final here. It must stay as it is until wait_until_taken.
+  // Publishes that `part` is final here. It must not change until wait_until_taken.
   void offer(int64_t part);
 
   // Whether all members have offered `part`. Does not wait.
@@ -79,7 +80,7 @@ class HostWindow {
   };
 
   // Writes the reduction of the members' elements [p * numel, (p + 1) * numel), p this member's
-  // position, over its own ones. Waits until all have offered the part.
+  // position, over its own elements. Waits until all have offered the part.
   // REQUIRES: the part was offered; kAvg needs a floating point type.
   void reduce_scatter(const Task& task);
 
@@ -88,13 +89,13 @@ class HostWindow {
   // REQUIRES: the part was offered.
   void all_gather(const Task& task);
 
-  // For exchanges of the members' own: returns when all members have offered `part`. It is this
-  // member's turn then to read what it needs, wherever it lies, and to `take` the part.
+  // For other exchanges: returns when all members have offered `part`. This member may then read
+  // from any member, and must `take` the part afterwards.
   // REQUIRES: the part was offered.
   void wait_until_offered(int64_t part);
   void take(int64_t part);
 
-  // Returns when nobody needs the last offer of `part` any more; at once if it was never offered.
+  // Returns when no member needs the last offer of `part`; at once if it was never offered.
   void wait_until_taken(int64_t part);
 
  private:

@@ -1,10 +1,9 @@
-// Which global ranks form a communication group.
+// Global ranks of communication groups.
 //
-// Ranks are laid out as a dense grid with one dimension per parallel axis, the first axis varying
-// fastest: rank = offset + sum(coordinate[i] * stride[i]), stride[i] = product of the sizes before
-// i. A group over a set of axes lets those axes vary while every other axis is held fixed. The
-// class is a value: no process group, no global state, no device; all functions are const and
-// thread-safe.
+// Ranks form a dense grid with one dimension per parallel axis, the first axis varying fastest:
+// rank = offset + sum(coordinate[i] * stride[i]), stride[i] = product of the sizes before i. A
+// group over a set of axes varies those axes and fixes all others. The class is a value: no process
+// group, no global state, no device; all functions are const and thread-safe.
 //
 //   const RankGenerator ranks({{"tp", 2}, {"dp", 2}, {"pp", 2}});
 //   ranks.groups("dp");     // {0,2} {1,3} {4,6} {5,7}
@@ -58,7 +57,7 @@ class RankGenerator {
   // REQUIRES: `token` parses (see parse_token).
   RankGroups groups(std::string_view token) const;
 
-  // The group of `token` that holds `rank`, increasing. O(group size).
+  // The group of `token` that contains `rank`, increasing. O(group size).
   // REQUIRES: `rank` is in the layout and `token` parses.
   std::vector<int32_t> group_of(int64_t rank, std::string_view token) const;
 
@@ -72,7 +71,7 @@ class RankGenerator {
   friend bool operator==(const RankGenerator&, const RankGenerator&) = default;
 
  private:
-  // True per layout axis that `token` names.
+  // For each layout axis, whether `token` includes it.
   std::vector<bool> mask(std::string_view token) const;
   // Distances from the first rank reached by varying the axes where mask == `wanted`; increasing.
   std::vector<int32_t> offsets(const std::vector<bool>& mask, bool wanted) const;

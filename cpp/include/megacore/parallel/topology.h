@@ -1,9 +1,9 @@
 // Two views of one world of ranks (parallel folding).
 //
 // Attention and dense layers divide the world as tp x cp x dp x pp, expert layers divide the same
-// ranks as etp x ep x edp x pp, both in one axis order. The views are independent of each other but
-// for the pipeline: a layer's dense and expert parts live on the same stage, so both views must
-// form the same pipeline groups.
+// ranks as etp x ep x edp x pp, both in one axis order. The views are independent except for the
+// pipeline: the dense and expert parts of a layer are on the same stage, so both views must have
+// the same pipeline groups.
 //
 //   const Topology world = make_topology({.world_size = 16, .tp = 4, .pp = 2, .ep = 4, .etp = 1});
 //   world.dp;                       // 2 = 16 / (4 x 1 x 2)
@@ -45,8 +45,8 @@ struct Topology {
 };
 
 // Checks the configuration and builds both views.
-// REQUIRES: all sizes >= 1; world_size divisible by tp x cp x pp and by etp x ep x pp; an order that
-// parses and names every axis larger than 1; equal pipeline groups in both views. An exception
+// REQUIRES: all sizes >= 1; world_size divisible by tp x cp x pp and by etp x ep x pp; an order
+// that parses and has every axis larger than 1; equal pipeline groups in both views. An exception
 // shows the product with each factor and the nearest legal settings.
 Topology make_topology(const TopologyConfig& config);
 
