@@ -87,12 +87,12 @@ class MoEConfig(Section):
     )
     shared_overlap: bool = Field(
         default=False,
-        description="Compute the shared expert during the all-to-all of the dispatch.",
+        description="Overlap the shared expert with the dispatch of tokens.",
     )
     dispatcher: Literal["allgather", "alltoall", "static"] = Field(
         default="alltoall",
         description="Transport of tokens to experts: all-gather; all-to-all of each copy to its "
-        "rank; or all-to-all in buffers of fixed size, without host sync.",
+        "rank; or the same in buffers of fixed size, without host sync.",
     )
     static_budget: float = Field(
         default=2.0,

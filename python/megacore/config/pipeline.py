@@ -51,17 +51,16 @@ class PipelineConfig(Section):
     )
     overlap_moe: bool = Field(
         default=False,
-        description="Overlap the expert all-to-all of one microbatch with compute of another. For "
+        description="Overlap dispatch and combine of one microbatch with compute of another. For "
         "the schedules `1f1b`, `interleaved_1f1b`, `dualpipe_v` and `dualpipe`, which then run "
         "forwards in pairs with backwards, with `parallel.ep` > 1 and the dispatchers `alltoall` "
         "and `static`. Results are bitwise equal to those without.",
     )
     split_weight_grads: bool = Field(
         default=False,
-        description="With `overlap_moe` and `1f1b` or `interleaved_1f1b`: compute weight "
-        "gradients separately, during all-to-alls of row gradients, and the remaining ones after "
-        "the gradient of the input was sent to the previous rank. Results are bitwise equal to "
-        "those without.",
+        description="With `overlap_moe` and `1f1b` or `interleaved_1f1b`: compute weight gradients "
+        "separately, during exchanges of row gradients, and the remaining ones after the gradient "
+        "of the input was sent to the previous rank. Results are bitwise equal to those without.",
     )
     debug_messages: bool = Field(
         default=False,
