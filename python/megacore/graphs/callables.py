@@ -108,7 +108,7 @@ def _as_args(given: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def _eager(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore the own forward passes of modules that were captured before."""
+    """Temporarily restore the original forward of modules that were captured before."""
     captured = {
         module: call
         for module in modules

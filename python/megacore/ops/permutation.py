@@ -96,7 +96,7 @@ def unpermute_tokens(
 
 
 def permute_probs(probs: Tensor, row_map: Tensor, num_rows: int) -> Tensor:
-    """Permute one number per copy into row order: ``(T, k)`` to ``(R,)``; else zero.
+    """Permute one number per copy into row order: ``(T, k)`` to ``(R,)``, zero-filled.
 
     Example:
         >>> row_map = torch.tensor([[2, 0], [1, -1]])
@@ -204,7 +204,7 @@ def collect_rows_reference(rows: Tensor, row_map: Tensor, weights: Tensor | None
 
 
 def _row_dots_reference(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
-    """Compute ``dots[t, j] = tokens[t] . rows[row_map[t, j]]``, ``(T, k)``; else 0."""
+    """Compute ``dots[t, j] = tokens[t] . rows[row_map[t, j]]``, zero for missing copies."""
     wide = _wide_dtype(rows.dtype)
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     index = torch.where(row_map < 0, rows.shape[0], row_map)

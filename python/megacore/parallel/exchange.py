@@ -141,7 +141,7 @@ def gather_rows(rows: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_rows(rows: Tensor, group: Group) -> Tensor:
-    """Sum the rows of all members; return this slice: ``(N * size, ...)`` to ``(N, ...)``."""
+    """Sum over members; return this member's rows: ``(N * size, ...)`` to ``(N, ...)``."""
     if group.size == 1:
         return rows
     reduced: Tensor = _ReduceScatter.apply(rows, group)  # type: ignore[no-untyped-call]
