@@ -18,7 +18,6 @@ def missing_path(what: str, path: Path, *, names: Sequence[str] = ()) -> str:
 
     Returns:
         A sentence without a full stop, to which the caller may append.
-        A sentence without a full stop, to be extended.
     """
     close = close_words(str(path), names, count=1)
     if close:

@@ -61,7 +61,7 @@ class ByteTokenizer:
         Raises:
             ValueError: If an id is not in ``[0, 256)``.
         """
-        # Not bytes(ids), which would copy the memory of an array: eight bytes per int64.
+        # Not bytes(ids), which would read the raw memory of an array: eight bytes per int64.
         tokens = [operator.index(token) for token in ids]
         for token in tokens:
             if not 0 <= token < self.vocab_size:

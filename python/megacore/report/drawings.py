@@ -42,7 +42,6 @@ def themed(svg: str) -> str:
 
     Returns:
         The drawing with its style sheet, for an element of class ``drawing``.
-        The drawing with its style sheet; both go into an element of class ``drawing``.
 
     Example:
         >>> print(themed('<rect fill="#ffffff"/>'))
