@@ -56,7 +56,7 @@ class GraphBackend(ABC):
     Attributes:
         name: Name in the configuration.
         poisons: Whether released static tensors are filled with NaN.
-        computes: Whether a capture executes what it records, including messages to other ranks.
+        computes: Whether a capture executes the recorded work, including messages to other ranks.
         generators: Random generators, besides the default one, that captured code draws from.
     """
 

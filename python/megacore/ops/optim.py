@@ -187,7 +187,7 @@ _STATE_SIZE, _SUMS_SIZE, _CONTROL_SIZE = 4, 3, 6
 
 
 def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules) -> None:
-    """Decide, on the device, what an optimizer step does; all tensors are fp64.
+    """Decide an optimizer step on the device; all tensors are fp64.
 
     If any gradient is not finite, the step is skipped: the step count is unchanged, and the loss
     scale is halved. Otherwise the step count is incremented, the loss scale doubles after
