@@ -8,7 +8,7 @@
 
 #include "bindings.h"
 #include "megacore/base/check.h"
-#include "megacore/pipeline/auto_schedule.h"
+#include "megacore/pipeline/search/auto_schedule.h"
 
 namespace megacore::bindings {
 namespace {

@@ -9,10 +9,11 @@
 #include <vector>
 
 #include "bindings.h"
-#include "megacore/pipeline/generators.h"
+#include "megacore/pipeline/bounds/critical_path.h"
 #include "megacore/pipeline/layer_layout.h"
 #include "megacore/pipeline/partition.h"
-#include "megacore/pipeline/schedule_table.h"
+#include "megacore/pipeline/schedules/generators.h"
+#include "megacore/pipeline/schedules/schedule_table.h"
 #include "megacore/pipeline/simulate.h"
 #include "megacore/pipeline/validate.h"
 

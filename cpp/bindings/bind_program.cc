@@ -9,10 +9,10 @@
 
 #include "bindings.h"
 #include "megacore/base/check.h"
-#include "megacore/pipeline/lowering.h"
-#include "megacore/pipeline/passes.h"
-#include "megacore/pipeline/state_machine.h"
-#include "megacore/pipeline/validate_programs.h"
+#include "megacore/pipeline/program/lowering.h"
+#include "megacore/pipeline/program/passes.h"
+#include "megacore/pipeline/program/state_machine.h"
+#include "megacore/pipeline/program/validate_programs.h"
 
 namespace megacore::bindings {
 namespace {

@@ -7,8 +7,8 @@
 
 #include "bindings.h"
 #include "megacore/base/check.h"
-#include "megacore/pipeline/lower_bound.h"
-#include "megacore/pipeline/schedule_catalog.h"
+#include "megacore/pipeline/bounds/lower_bound.h"
+#include "megacore/pipeline/schedules/schedule_catalog.h"
 
 namespace megacore::bindings {
 namespace {

@@ -21,6 +21,15 @@ CPP_MAY_INCLUDE = {
     "graph": {"base", "parallel"},
 }
 
+# Folders of cpp/src/pipeline and of its public headers; "" is the ground that they share.
+PIPELINE_MAY_INCLUDE = {
+    "": {""},
+    "schedules": {"", "schedules"},
+    "program": {"", "program"},
+    "bounds": {"", "bounds"},
+    "search": {"", "schedules", "program", "bounds", "search"},
+}
+
 # Each layer may import every layer that stands in an earlier row, and itself.
 PYTHON_LAYERS = [
     {"_core", "_cuda"},
@@ -41,6 +50,52 @@ LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in na
 def cpp_violations(area: str, text: str) -> list[str]:
     included = re.findall(r'#include "megacore/(\w+)/', text)
     return [name for name in included if name != area and name not in CPP_MAY_INCLUDE[area]]
+
+
+def native_sources() -> dict[str, str]:
+    """Text by path, as an include directive writes it: megacore/AREA/x.h, or AREA/x.cc in src."""
+    return {
+        str(path.relative_to(ROOT / "cpp" / folder)): path.read_text()
+        for folder in ("include", "src")
+        for path in sorted((ROOT / "cpp" / folder).rglob("*"))
+        if path.suffix in {".h", ".cc"}
+    }
+
+
+def area_of(path: str) -> tuple[str, str]:
+    """The area of a native source and its folder inside, or ""."""
+    parts = Path(path.removeprefix("megacore/")).parent.parts
+    return parts[0], "/".join(parts[1:])
+
+
+def quoted_includes(path: str, text: str, known: set[str]) -> list[str]:
+    """Private headers are included relative to cpp/src/pipeline or to the file."""
+    found = []
+    for name in re.findall(r'#include "([^"]+)"', text):
+        candidates = [name, f"pipeline/{name}", str(Path(path).parent / name)]
+        found += [candidate for candidate in candidates if candidate in known][:1]
+    return found
+
+
+def pipeline_violations(sources: dict[str, str]) -> list[tuple[str, str]]:
+    """Includes from one folder of the pipeline in another that it must not know."""
+    return [
+        (path, name)
+        for path, text in sources.items()
+        if area_of(path)[0] == "pipeline"
+        for name in quoted_includes(path, text, set(sources))
+        if area_of(name)[0] == "pipeline"
+        and area_of(name)[1] not in PIPELINE_MAY_INCLUDE[area_of(path)[1]]
+    ]
+
+
+def include_circle(sources: dict[str, str]) -> list[str]:
+    graph = {path: quoted_includes(path, text, set(sources)) for path, text in sources.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def python_violations(package: str, text: str) -> list[str]:
@@ -93,10 +148,16 @@ def circle(texts: Mapping[str, str]) -> list[str]:
 
 
 def test_cpp_includes_point_down() -> None:
-    for path in sorted((ROOT / "cpp").rglob("*")):
-        area = path.parent.name
-        if path.suffix in {".h", ".cc"} and area in CPP_MAY_INCLUDE:
-            assert not cpp_violations(area, path.read_text()), path
+    for path, text in native_sources().items():
+        assert not cpp_violations(area_of(path)[0], text), path
+
+
+def test_pipeline_folders_include_only_what_lies_below() -> None:
+    assert not pipeline_violations(native_sources())
+
+
+def test_no_circle_of_native_includes() -> None:
+    assert not include_circle(native_sources())
 
 
 def test_python_imports_point_down() -> None:
@@ -133,6 +194,29 @@ def test_planted_circles_are_found() -> None:
 def test_a_planted_sibling_include_is_found(area: str) -> None:
     sibling = {"pipeline": "buffer", "buffer": "pipeline"}[area]
     assert cpp_violations(area, f'#include "megacore/{sibling}/x.h"') == [sibling]
+
+
+@pytest.mark.parametrize(
+    ("path", "include"),
+    [
+        ("pipeline/action.cc", "schedules/generate.h"),
+        ("pipeline/schedules/gpipe.cc", "megacore/pipeline/program/lowering.h"),
+        ("pipeline/bounds/lower_bound.cc", "search/instance.h"),
+        ("megacore/pipeline/schedule.h", "megacore/pipeline/search/auto_schedule.h"),
+    ],
+)
+def test_a_planted_upward_include_in_the_pipeline_is_found(path: str, include: str) -> None:
+    sources = native_sources()
+    sources[path] += f'#include "{include}"\n'
+    found = include if include.startswith("megacore/") else f"pipeline/{include}"
+    assert pipeline_violations(sources) == [(path, found)]
+
+
+def test_a_planted_circle_of_includes_is_found() -> None:
+    sources = native_sources()
+    sources["pipeline/search/instance.h"] += '#include "search/beam.h"\n'
+    circle = include_circle(sources)
+    assert {"pipeline/search/instance.h", "pipeline/search/beam.h"} <= set(circle)
 
 
 def test_planted_upward_imports_are_found() -> None:

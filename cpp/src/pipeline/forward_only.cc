@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <tuple>
 #include <utility>
+#include <vector>
 
-#include "megacore/pipeline/lowering.h"
-#include "megacore/pipeline/passes.h"
 #include "megacore/pipeline/schedule.h"
 
 namespace megacore::pipeline {
@@ -81,39 +80,21 @@ class Wavefront {
   std::vector<std::vector<Action>> rows_;
 };
 
-Schedule evaluation(const Placement& placement, int num_microbatches, std::string name) {
-  Schedule result{.name = std::move(name),
-                  .placement = placement,
-                  .num_microbatches = num_microbatches,
+}  // namespace
+
+Schedule forward_only(const Schedule& schedule) {
+  Schedule result{.name = schedule.name,
+                  .placement = schedule.placement,
+                  .num_microbatches = schedule.num_microbatches,
                   .forward_only = true,
                   .actions = {},
                   .offsets = {0}};
-  for (const std::vector<Action>& row : Wavefront(placement, num_microbatches).run()) {
+  Wavefront wavefront(result.placement, result.num_microbatches);
+  for (const std::vector<Action>& row : std::move(wavefront).run()) {
     result.actions.insert(result.actions.end(), row.begin(), row.end());
     result.offsets.push_back(static_cast<int64_t>(result.actions.size()));
   }
   return result;
-}
-
-// The passes that mean something without backward.
-Program with_passes(Program program, const Passes& passes) {
-  if (passes.batches) program = batch_transfers(std::move(program));
-  if (passes.parameter_sync) program = add_parameter_sync(std::move(program));
-  if (passes.releases) program = add_releases(std::move(program));
-  if (passes.slots) program = assign_slots(std::move(program), *passes.slots);
-  return program;
-}
-
-}  // namespace
-
-Schedule forward_only(const Schedule& schedule) {
-  return evaluation(schedule.placement, schedule.num_microbatches, schedule.name);
-}
-
-Program forward_only(const Program& program) {
-  const Schedule schedule = evaluation(program.placement, program.num_microbatches, "");
-  std::vector<Program> programs = lower(schedule, program.receives, program.ahead);
-  return with_passes(std::move(programs[static_cast<size_t>(program.rank)]), program.passes);
 }
 
 }  // namespace megacore::pipeline

@@ -1,4 +1,4 @@
-#include "megacore/pipeline/auto_schedule.h"
+#include "megacore/pipeline/search/auto_schedule.h"
 
 #include <gtest/gtest.h>
 

@@ -6,7 +6,7 @@
 #include <random>
 
 #include "megacore/base/check.h"
-#include "megacore/pipeline/generators.h"
+#include "megacore/pipeline/schedules/generators.h"
 #include "schedule_checks.h"
 
 namespace megacore::pipeline {

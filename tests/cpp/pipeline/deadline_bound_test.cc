@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "megacore/pipeline/generators.h"
-#include "megacore/pipeline/lower_bound.h"
+#include "megacore/pipeline/bounds/lower_bound.h"
+#include "megacore/pipeline/schedules/generators.h"
 #include "random_schedule.h"
 #include "schedule_checks.h"
 

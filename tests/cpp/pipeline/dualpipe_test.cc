@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "megacore/pipeline/generators.h"
+#include "megacore/pipeline/schedules/generators.h"
 #include "schedule_checks.h"
 
 namespace megacore::pipeline {

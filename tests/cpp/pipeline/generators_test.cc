@@ -1,4 +1,4 @@
-#include "megacore/pipeline/generators.h"
+#include "megacore/pipeline/schedules/generators.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "megacore/pipeline/schedule_table.h"
+#include "megacore/pipeline/schedules/schedule_table.h"
 #include "megacore/pipeline/simulate.h"
 #include "megacore/pipeline/validate.h"
 #include "schedule_checks.h"

@@ -1,4 +1,4 @@
-#include "megacore/pipeline/lower_bound.h"
+#include "megacore/pipeline/bounds/lower_bound.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <numeric>
 #include <random>
 
-#include "megacore/pipeline/schedule_catalog.h"
+#include "megacore/pipeline/schedules/schedule_catalog.h"
 #include "random_schedule.h"
 #include "schedule_checks.h"
 

@@ -1,4 +1,4 @@
-#include "megacore/pipeline/lowering.h"
+#include "megacore/pipeline/program/lowering.h"
 
 #include <gtest/gtest.h>
 
@@ -8,9 +8,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "megacore/pipeline/generators.h"
-#include "megacore/pipeline/state_machine.h"
-#include "megacore/pipeline/validate_programs.h"
+#include "megacore/pipeline/program/state_machine.h"
+#include "megacore/pipeline/program/validate_programs.h"
+#include "megacore/pipeline/schedules/generators.h"
 #include "schedule_checks.h"
 
 namespace megacore::pipeline {

@@ -2,8 +2,8 @@
 
 #include <gtest/gtest.h>
 
-#include "megacore/pipeline/generators.h"
-#include "megacore/pipeline/schedule_catalog.h"
+#include "megacore/pipeline/schedules/generators.h"
+#include "megacore/pipeline/schedules/schedule_catalog.h"
 #include "schedule_checks.h"
 
 namespace megacore::pipeline {

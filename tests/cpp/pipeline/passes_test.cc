@@ -1,4 +1,4 @@
-#include "megacore/pipeline/passes.h"
+#include "megacore/pipeline/program/passes.h"
 
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 #include <numeric>
 #include <random>
 
-#include "megacore/pipeline/generators.h"
+#include "megacore/pipeline/schedules/generators.h"
 #include "random_schedule.h"
 #include "schedule_checks.h"
 

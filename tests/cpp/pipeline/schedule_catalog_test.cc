@@ -1,4 +1,4 @@
-#include "megacore/pipeline/schedule_catalog.h"
+#include "megacore/pipeline/schedules/schedule_catalog.h"
 
 #include <gtest/gtest.h>
 

@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "megacore/pipeline/lowering.h"
+#include "megacore/pipeline/program/lowering.h"
+#include "megacore/pipeline/program/validate_programs.h"
 #include "megacore/pipeline/simulate.h"
 #include "megacore/pipeline/validate.h"
-#include "megacore/pipeline/validate_programs.h"
 
 namespace megacore::pipeline {
 

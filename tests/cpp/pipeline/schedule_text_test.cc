@@ -3,8 +3,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "megacore/pipeline/generators.h"
 #include "megacore/pipeline/schedule.h"
+#include "megacore/pipeline/schedules/generators.h"
 #include "schedule_checks.h"
 
 namespace megacore::pipeline {

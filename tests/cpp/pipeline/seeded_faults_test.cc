@@ -6,7 +6,7 @@
 #include <map>
 #include <random>
 
-#include "megacore/pipeline/passes.h"
+#include "megacore/pipeline/program/passes.h"
 #include "random_schedule.h"
 #include "schedule_checks.h"
 

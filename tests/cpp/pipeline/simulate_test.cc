@@ -7,7 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "megacore/pipeline/generators.h"
+#include "megacore/pipeline/bounds/critical_path.h"
+#include "megacore/pipeline/schedules/generators.h"
 #include "random_schedule.h"
 
 namespace megacore::pipeline {

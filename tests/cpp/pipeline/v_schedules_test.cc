@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "megacore/pipeline/generators.h"
+#include "megacore/pipeline/schedules/generators.h"
 #include "schedule_checks.h"
 
 namespace megacore::pipeline {

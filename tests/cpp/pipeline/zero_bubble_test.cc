@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "megacore/pipeline/generators.h"
+#include "megacore/pipeline/schedules/generators.h"
 #include "schedule_checks.h"
 
 namespace megacore::pipeline {

@@ -1,8 +1,9 @@
 // Pipeline schedules as data.
 //
 // A schedule says, for every pipeline rank, which compute actions to run and in which order. It is
-// made by a pure function (generators.h), checked by `validate`, timed by `simulate`, extended with
-// communication by `lower`, and only then executed. No step of that chain touches a tensor.
+// made by a pure function (schedules/generators.h), checked by `validate`, timed by `simulate`,
+// extended with communication by `lower`, and only then executed. No step of that chain touches a
+// tensor.
 //
 //   to_text(one_f_one_b({.num_ranks = 2, .num_microbatches = 3}))
 //     #megacore v1 name=1f1b num_ranks=2 num_stages=2 num_microbatches=3

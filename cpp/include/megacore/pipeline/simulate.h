@@ -49,9 +49,4 @@ struct Timeline {
 // REQUIRES: stages and microbatches of all actions are in range (see validate()).
 Timeline simulate(const Schedule& schedule, const Costs& costs);
 
-// A chain of actions that determines the makespan, as indices into schedule.actions, in time: each
-// starts when the one before it ends, or when the message of that arrives. O(actions).
-// REQUIRES: `timeline` is that of `schedule`.
-std::vector<int64_t> critical_path(const Schedule& schedule, const Timeline& timeline);
-
 }  // namespace megacore::pipeline

@@ -1,0 +1,346 @@
+#include "megacore/pipeline/search/auto_schedule.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "bounds/deadline_bound.h"
+#include "megacore/base/check.h"
+#include "megacore/pipeline/validate.h"
+#include "search/beam_rounds.h"
+#include "search/contest.h"
+#include "search/exact_search.h"
+#include "search/justify.h"
+#include "search/layer_search.h"
+#include "search/list_scheduler.h"
+#include "search/policies.h"
+#include "search/rule_search.h"
+#include "search/seeds.h"
+#include "search/unroll.h"
+
+namespace megacore::pipeline {
+namespace {
+
+// How many actions the trials of a thorough search may schedule.
+constexpr int64_t kRuleActions = 3'000'000;
+constexpr int64_t kDeadlineActions = 2'000'000;
+constexpr int64_t kJustifiedPasses = 10;
+constexpr int64_t kOrderActions = 20'000'000;
+// Partial schedules that a search by layers looks at, before and after all others have tried, and
+// those of equally many actions; all times stages, as one of more stages is larger.
+constexpr int64_t kFirstLayerStates = 400'000;
+constexpr int64_t kLayerStates = 7'200'000;
+constexpr int64_t kLayerWidth = 24'000;
+// A schedule that ends earlier by less is no better.
+constexpr double kShorter = 1e-8;
+// Windows to narrow for rules.
+// Partial solutions that an exact search looks at, before and after all others have tried.
+constexpr int64_t kFirstNodes = 5'000;
+constexpr int64_t kNodes = 300'000;
+
+void require_feasible(const Instance& instance) {
+  for (int rank = 0; rank < instance.num_ranks(); ++rank) {
+    int64_t smallest = 0;
+    for (const int32_t stage : instance.placement.stages_of(rank)) {
+      smallest += instance.size[static_cast<size_t>(stage)];
+    }
+    const int64_t limit = instance.limit[static_cast<size_t>(rank)];
+    MC_REQUIRE(limit >= smallest,
+               "memory_limit is ",
+               limit,
+               ", but a single microbatch holds ",
+               smallest,
+               " on rank ",
+               rank,
+               "; the smallest limit that works there is ",
+               smallest);
+  }
+}
+
+// As many microbatches as show a start, a steady state and an end; what is left of a multiple of
+// the ranks goes to them, so that steady states of any length can be repeated.
+int core_size(const Instance& instance) {
+  const int p = instance.num_ranks();
+  const int m = instance.num_microbatches;
+  return m < 3 * p ? m : 2 * p + m % p;
+}
+
+// Collects solutions and keeps the best.
+class Portfolio {
+ public:
+  Portfolio(const BoundProblem& problem, const Instance& instance, Effort effort)
+      : problem_(problem),
+        instance_(instance),
+        effort_(effort),
+        timer_(instance),
+        core_(instance.with_microbatches(core_size(instance))),
+        core_timer_(core_),
+        core_scheduler_(core_) {
+    certificate_.bound = lower_bound(problem);
+    certificate_.makespan = kNever;
+    BoundProblem core_problem = problem;
+    core_problem.num_microbatches = core_.num_microbatches;
+    core_bound_ = lower_bound(core_problem).value;
+  }
+
+  AutoSchedule run() && {
+    add_named();
+    const bool thorough = effort_ == Effort::kThorough;
+    if (!is_optimal()) add_standard_rules();
+    if (!is_optimal()) tighten();
+    if (!is_optimal()) exhaust(kFirstNodes);
+    if (!is_optimal() && thorough) search_by_layers(kFirstLayerStates);
+    if (!is_optimal() && thorough) add_rules_like_named();
+    if (!is_optimal() && thorough) search_rules();
+    if (!is_optimal() && thorough) add_rules_within_deadlines();
+    if (!is_optimal() && thorough) add_beams();
+    if (!is_optimal() && thorough) improve();
+    if (!is_optimal() && thorough) tighten();
+    if (!is_optimal() && thorough) exhaust(kNodes);
+    if (!is_optimal() && thorough) search_by_layers(kLayerStates);
+    return std::move(*this).result();
+  }
+
+ private:
+  struct Trial {
+    Policy policy;
+    double makespan;
+  };
+
+  bool is_optimal() const { return certificate_.makespan <= certificate_.bound.value + kSameTime; }
+  bool is_core_whole() const { return core_.num_microbatches == instance_.num_microbatches; }
+
+  void add_named() {
+    for (Seed& seed : named_seeds(instance_, effort_ == Effort::kThorough)) {
+      if (!fits_memory(seed.orders, instance_)) continue;
+      const double makespan = timer_.makespan(seed.orders);
+      if (seed.same_backward) {
+        certificate_.named.push_back({seed.name, seed.makespan.value_or(makespan)});
+      }
+      offer(std::move(seed.orders), makespan, seed.name);
+    }
+    std::stable_sort(certificate_.named.begin(),
+                     certificate_.named.end(),
+                     [](const auto& a, const auto& b) { return a.makespan < b.makespan; });
+  }
+
+  void tighten() {
+    certificate_.bound = tightened(certificate_.bound, problem_, certificate_.makespan);
+  }
+
+  void try_on_core(Policy policy) {
+    const double makespan = core_scheduler_.run(policy);
+    certificate_.num_scheduled += static_cast<int64_t>(core_.num_actions());
+    trials_.push_back({std::move(policy), makespan});
+  }
+
+  void sort_trials() {
+    std::stable_sort(trials_.begin(), trials_.end(), [](const Trial& a, const Trial& b) {
+      return a.makespan < b.makespan;
+    });
+  }
+
+  void add_standard_rules() {
+    for (Policy& policy : standard_policies(core_)) try_on_core(std::move(policy));
+    add_best_rules();
+  }
+
+  // Few microbatches do not tell which rule is best for all. Thorough: tries all rules.
+  void add_best_rules() {
+    sort_trials();
+    const size_t count = effort_ == Effort::kThorough ? trials_.size() : 1;
+    for (size_t i = 0; i < count && !is_optimal(); ++i) {
+      add_whole(trials_[i].policy, "list_scheduler");
+    }
+  }
+
+  // Rules like the named schedules, also those that need more memory.
+  void add_rules_like_named() {
+    for (const Seed& seed : named_seeds(core_, true)) {
+      if (core_timer_.makespan(seed.orders) == kNever) continue;
+      const std::vector<double>& starts = core_timer_.starts();
+      for (const Policy& policy : policies_after(seed.orders, starts, core_)) {
+        const double makespan = core_scheduler_.run(policy);
+        certificate_.num_scheduled += static_cast<int64_t>(core_.num_actions());
+        offer_core(core_scheduler_.orders(), makespan, "list_scheduler like " + seed.name);
+      }
+      for (Policy& policy : periodic_policies_after(seed.orders, starts, core_)) {
+        try_on_core(std::move(policy));
+      }
+    }
+    sort_trials();
+    add_whole(trials_.front().policy, "list_scheduler");
+  }
+
+  // Rules near the best ones.
+  void search_rules() {
+    constexpr size_t kStarts = 4;
+    for (size_t i = 0; i < std::min(kStarts, trials_.size()) && !is_optimal(); ++i) {
+      const FoundRule found =
+          search_rule(core_scheduler_,
+                      core_,
+                      trials_[i].policy,
+                      {.target = core_bound_, .max_actions = kRuleActions / kStarts, .seed = i});
+      certificate_.num_scheduled += found.num_scheduled;
+      add_whole(found.policy, "rule_search");
+    }
+  }
+
+  // Follows a rule for all microbatches; and for few, whose steady state is then repeated.
+  void add_whole(const Policy& policy, const char* name) {
+    const double core_makespan = core_scheduler_.run(policy);
+    offer_core(core_scheduler_.orders(), core_makespan, name);
+    if (is_core_whole()) return;
+    ListScheduler scheduler(instance_);
+    const double makespan = scheduler.run(policy);
+    certificate_.num_scheduled += static_cast<int64_t>(instance_.num_actions());
+    offer(scheduler.orders(), makespan, name);
+  }
+
+  void offer_core(Orders orders, double makespan, const std::string& name) {
+    if (is_core_whole()) return offer(std::move(orders), makespan, name);
+    core_timer_.makespan(orders);
+    std::optional<Orders> longer = unroll(orders, core_timer_.starts(), core_, instance_);
+    if (!longer) return;
+    offer(std::move(*longer), timer_.makespan(*longer), "cyclic_search, " + name);
+  }
+
+  // Rules for ends a little later than the bound.
+  void add_rules_within_deadlines() {
+    const int64_t most = certificate_.num_scheduled + kDeadlineActions;
+    const auto cost = static_cast<int64_t>(instance_.num_actions());
+    const bool justifies = fits_always(instance_);
+    ListScheduler scheduler(instance_);
+    for (const double longer : {1.0, 1.002, 1.005, 1.01, 1.02, 1.05}) {
+      const auto windows =
+          start_windows(problem_, certificate_.bound.value * longer, kDeadlineSteps);
+      if (!windows) continue;
+      for (const Policy& policy : policies_within(*windows, instance_)) {
+        if (is_optimal() || certificate_.num_scheduled >= most) return;
+        FoundOrders found{.orders = {}, .makespan = scheduler.run(policy), .num_scheduled = cost};
+        found.orders = scheduler.orders();
+        if (justifies) {
+          // Rules that look bad can become the best by it.
+          found = justify_orders(timer_,
+                                 instance_,
+                                 std::move(found.orders),
+                                 {.target = certificate_.bound.value,
+                                  .max_actions = kJustifiedPasses * cost,
+                                  .seed = 1});
+        }
+        certificate_.num_scheduled += found.num_scheduled;
+        offer(std::move(found.orders), found.makespan, "deadlines");
+      }
+    }
+  }
+
+  void add_beams() {
+    BeamRounds rounds(problem_,
+                      instance_,
+                      certificate_.bound.value,
+                      {.orders = best_, .makespan = certificate_.makespan, .num_scheduled = 0});
+    for (FoundOrders& found : rounds.run()) {
+      offer(std::move(found.orders), found.makespan, "beam");
+    }
+    certificate_.num_scheduled += rounds.num_scheduled();
+  }
+
+  void improve() {
+    ContestResult found =
+        improve_best(timer_,
+                     instance_,
+                     std::move(contestants_).take(),
+                     {.target = certificate_.bound.value, .max_actions = kOrderActions});
+    certificate_.num_scheduled += found.num_scheduled;
+    offer(std::move(found.best.orders), found.best.makespan, std::move(found.best.winner));
+  }
+
+  // Looks at all orders, if they are few enough.
+  void exhaust(int64_t max_nodes) {
+    constexpr size_t kMostActions = 200;
+    if (instance_.num_actions() > kMostActions || !can_search_exactly(instance_)) return;
+    ExactResult found = search_exactly(instance_,
+                                       {.below = certificate_.makespan,
+                                        .target = certificate_.bound.value,
+                                        .max_nodes = max_nodes});
+    certificate_.num_scheduled += found.num_nodes;
+    if (found.orders) offer(std::move(*found.orders), found.makespan, "exact_search");
+    if (found.is_complete && !is_optimal()) raise_bound(certificate_.makespan);
+  }
+
+  // Looks at all orders that end by a time, later and later ones up to the best known.
+  void search_by_layers(int64_t max_states) {
+    if (!can_search_layers(instance_)) return;
+    const int64_t num_stages = instance_.num_stages();
+    const auto width = static_cast<size_t>(kLayerWidth / num_stages);
+    int64_t left = max_states / num_stages;
+    const double from = certificate_.bound.value;
+    const double gap = certificate_.makespan - from;
+    for (const double share : {0.25, 0.5, 0.75, 1.0}) {
+      const double end = std::min(from + gap * share, certificate_.makespan - kShorter);
+      if (is_optimal() || end <= from) return;
+      LayerResult found =
+          search_layers(problem_, instance_, {.end = end, .max_states = left, .max_width = width});
+      left -= found.num_states;
+      certificate_.num_scheduled += found.num_states;
+      if (!found.is_complete) return;
+      if (found.orders) {
+        const double makespan = timer_.makespan(*found.orders);
+        offer(std::move(*found.orders), makespan, "layer_search");
+      }
+      raise_bound(found.orders || share == 1.0 ? certificate_.makespan : end);
+      if (left < found.num_states) return;  // a later end takes more
+    }
+  }
+
+  void raise_bound(double value) {
+    certificate_.bound.value = value;
+    certificate_.bound.reason = BoundReason::kExhaustion;
+    certificate_.bound.by_reason[static_cast<size_t>(BoundReason::kExhaustion)] = value;
+  }
+
+  AutoSchedule result() && {
+    certificate_.is_optimal = is_optimal();
+    Schedule schedule = schedule_of(best_, instance_, "auto");
+    validate(schedule);
+    MC_INVARIANT(fits_memory(best_, instance_), "the schedule holds more than the limit");
+    certificate_.peak_memory = peak_memory(best_, instance_);
+    return {std::move(schedule), std::move(certificate_)};
+  }
+
+  void offer(Orders orders, double makespan, std::string winner) {
+    if (effort_ == Effort::kThorough) contestants_.add({orders, makespan, winner});
+    if (makespan >= certificate_.makespan - kSameTime) return;
+    best_ = std::move(orders);
+    certificate_.makespan = makespan;
+    certificate_.winner = std::move(winner);
+  }
+
+  const BoundProblem& problem_;
+  const Instance& instance_;
+  Effort effort_;
+  OrderTimer timer_;
+  Instance core_;  // with fewer microbatches
+  OrderTimer core_timer_;
+  ListScheduler core_scheduler_;
+  std::vector<Trial> trials_;  // rules on the core, the best first
+  double core_bound_ = 0.0;
+  Contestants contestants_;  // of a thorough search
+  Orders best_;
+  Certificate certificate_;
+};
+
+}  // namespace
+
+AutoSchedule auto_schedule(const BoundProblem& problem, Effort effort) {
+  MC_REQUIRE(problem.placement.num_chains() == 1,
+             "the placement has ",
+             problem.placement.num_chains(),
+             " chains; auto schedules place one, in a loop or a V");
+  require_sound(problem);
+  const Instance instance = make_instance(problem);
+  require_feasible(instance);
+  return Portfolio(problem, instance, effort).run();
+}
+
+}  // namespace megacore::pipeline
