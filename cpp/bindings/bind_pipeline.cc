@@ -37,9 +37,6 @@ void bind_action(py::module_& module) {
       .value("SEND_BACKWARD", ActionKind::kSendBackward)
       .value("RECV_BACKWARD", ActionKind::kRecvBackward)
       .value("RECOMPUTE", ActionKind::kRecompute)
-      .value("RELEASE", ActionKind::kRelease)
-      .value("GATHER_PARAMS", ActionKind::kGatherParams)
-      .value("REDUCE_GRADS", ActionKind::kReduceGrads)
       .finalize();
   py::class_<Action>(module, "Action", "One step of a pipeline rank; str() gives its text, 2F0.")
       .def(py::init<int32_t, ActionKind, int32_t>(), "stage"_a, "kind"_a, "microbatch"_a)

@@ -3,14 +3,12 @@
 #include <pybind11/stl.h>
 
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
-#include "megacore/base/check.h"
 #include "megacore/pipeline/program/lowering.h"
-#include "megacore/pipeline/program/passes.h"
+#include "megacore/pipeline/program/recompute.h"
 #include "megacore/pipeline/program/state_machine.h"
 #include "megacore/pipeline/program/validate_programs.h"
 
@@ -45,31 +43,15 @@ auto marked_steps(bool ProgramStep::* mark) {
   };
 }
 
-// The value whose name is `text`, among those of an enumeration in its order.
-template <typename Enum, typename Names>
-Enum named(const std::string& text, const Names& names, const char* what) {
-  std::string choices;
-  size_t i = 0;
-  for (const auto& name : names) {
-    if (text == name) return static_cast<Enum>(i);
-    choices += base::concat(i++ == 0 ? "'" : ", '", name, "'");
-  }
-  throw std::invalid_argument(base::concat(what, " is '", text, "'; it must be one of ", choices));
-}
-
-constexpr std::array<std::string_view, 3> kLevelText = {"compute", "data", "resources"};
-constexpr std::array<std::string_view, 2> kPoolText = {"per_chunk", "shared"};
-
 void bind_program_class(py::module_& module) {
   py::class_<Program>(
       module,
       "Program",
       "One rank's actions with sends and receives, in execution order; iterate over "
       "`actions`. `peers` holds the rank at the other end (-1: not a transfer), "
-      "`acknowledged` how many sends to that rank a receive proves received, `sequences` the "
-      "numbers of messages in their channels, `slots` and `batches` what passes have assigned "
-      "(-1: nothing). `overlaps` and `dropped` are positions: of forwards that run together with "
-      "the next compute action, and of forwards that keep no activations.")
+      "`acknowledged` how many sends to that rank a receive proves received. `overlaps` and "
+      "`dropped` are positions: of forwards that run together with the next compute action, and "
+      "of forwards that keep no activations.")
       .def_readonly("rank", &Program::rank)
       .def_readonly("num_microbatches", &Program::num_microbatches)
       .def_readonly("is_forward_only", &Program::forward_only)
@@ -88,39 +70,19 @@ void bind_program_class(py::module_& module) {
       .def_property_readonly("actions", step_fields(&ProgramStep::action))
       .def_property_readonly("peers", step_fields(&ProgramStep::peer))
       .def_property_readonly("acknowledged", step_fields(&ProgramStep::acknowledged))
-      .def_property_readonly("sequences", step_fields(&ProgramStep::sequence))
-      .def_property_readonly("slots", step_fields(&ProgramStep::slot))
-      .def_property_readonly("batches", step_fields(&ProgramStep::batch))
       .def_property_readonly("overlaps", marked_steps(&ProgramStep::starts_pair))
       .def_property_readonly("dropped", marked_steps(&ProgramStep::drops_activations))
-      .def("slot_counts",
-           &count_slots,
-           NoGil(),
-           "How many buffer slots it has. ValueError without slots.")
       .def("forward_only",
            py::overload_cast<const Program&>(&forward_only),
            NoGil(),
            "The same program without backward and gradient messages, for evaluation.")
       .def(
           "to_text",
-          [](const Program& program, const std::string& level) {
-            return to_text(program, named<ProgramLevel>(level, kLevelText, "level"));
-          },
-          "level"_a = "data",
+          [](const Program& program) { return to_text(program); },
           NoGil(),
-          "The steps, separated by blanks: 'compute' shows compute actions only, 'data' all steps, "
-          "'resources' also message numbers, slots and batches.")
+          "The actions, separated by blanks.")
       .def("__len__", [](const Program& p) { return p.steps.size(); })
       .def(py::self == py::self);
-  py::class_<SlotCounts>(
-      module,
-      "SlotCounts",
-      "Buffer slots of a rank by pool: one per chunk, or one in all. `graph_pairs` is how many "
-      "pairs of a forward and a backward a capture as CUDA graphs needs.")
-      .def_readonly("activations", &SlotCounts::activations)
-      .def_readonly("inputs", &SlotCounts::inputs)
-      .def_readonly("gradients", &SlotCounts::gradients)
-      .def_readonly("graph_pairs", &SlotCounts::graph_pairs);
 }
 
 void bind_lowering(py::module_& module) {
@@ -129,62 +91,32 @@ void bind_lowering(py::module_& module) {
       [](const Schedule& schedule,
          bool in_order,
          int ahead,
-         std::optional<std::pair<int, int>> recompute,
-         bool parameter_sync,
-         bool releases,
-         bool batches,
-         std::optional<std::string> slots) {
-        LoweringOptions options{.receives = in_order ? Receives::kInOrder : Receives::kAhead,
-                                .ahead = ahead,
-                                .recompute = {},
-                                .parameter_sync = parameter_sync,
-                                .releases = releases,
-                                .batches = batches,
-                                .slots = {}};
-        if (recompute) options.recompute = {.keep = recompute->first, .window = recompute->second};
-        if (slots) options.slots = named<SlotPools>(*slots, kPoolText, "slots");
-        return lower(schedule, options);
+         std::optional<std::pair<int, int>> recompute) {
+        const Receives receives = in_order ? Receives::kInOrder : Receives::kAhead;
+        std::vector<Program> programs = lower(schedule, receives, ahead);
+        if (!recompute) return programs;
+        const auto [keep, window] = *recompute;
+        for (Program& program : programs) {
+          program = add_recompute(std::move(program), {.keep = keep, .window = window});
+        }
+        return programs;
       },
       "schedule"_a,
       py::kw_only(),
       "in_order"_a,
       "ahead"_a,
       "recompute"_a,
-      "parameter_sync"_a,
-      "releases"_a,
-      "batches"_a,
-      "slots"_a,
       NoGil());
   module.def("programs_from_actions", &programs_from_actions, "schedule"_a, "rows"_a, NoGil());
   module.def(
       "validate_programs",
-      [](const std::vector<Program>& programs, const std::optional<std::string>& transport) {
-        if (!transport) return validate_programs(programs);
-        const Transport chosen = named<Transport>(*transport, kTransportText, "transport");
-        validate_programs(programs, {&chosen, 1});
-      },
+      [](const std::vector<Program>& programs) { validate_programs(programs); },
       "programs"_a,
-      "transport"_a = py::none(),
       NoGil(),
       "Check the programs of all ranks together: everything is computed and communicated once and "
-      "in order, buffers are used while they are theirs, and no rank waits forever.\n\n"
-      "`transport` says which transfers of a rank share a queue: 'per_channel' (one queue per "
-      "ordered pair of ranks), 'per_pair', 'per_direction' (one for activations, one for "
-      "gradients) or 'per_rank'. By default what the programs were made for. ValueError "
-      "otherwise.");
-  module.def(
-      "transport_report",
-      [](const std::vector<Program>& programs) {
-        const std::vector<std::string> report = transport_report(programs);
-        std::vector<std::pair<std::string, std::optional<std::string>>> rows;
-        for (size_t i = 0; i < report.size(); ++i) {
-          rows.emplace_back(kTransportText[i],
-                            report[i].empty() ? std::nullopt : std::optional(report[i]));
-        }
-        return rows;
-      },
-      "programs"_a,
-      NoGil());
+      "in order, activations that were dropped are recomputed, and no rank waits forever, with a "
+      "queue per ordered pair of ranks if receives are ahead and one per rank if they are in "
+      "order. ValueError otherwise.");
 }
 
 void bind_state_machine(py::module_& module) {

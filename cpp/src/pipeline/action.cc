@@ -31,7 +31,7 @@ std::optional<int32_t> parse_number(std::string_view digits) {
 void append_text(const Action& action, std::string& text) {
   append_number(action.stage, text);
   text += kKindText[static_cast<size_t>(action.kind)];
-  if (!is_per_stage(action.kind)) append_number(action.microbatch, text);
+  append_number(action.microbatch, text);
 }
 
 std::string to_text(const Action& action) {
@@ -48,16 +48,12 @@ Action parse_action(std::string_view text) {
 
   const auto stage = parse_number(text.substr(0, kind_begin));
   const auto kind = find_kind(text.substr(kind_begin, kind_end - kind_begin));
-  const std::string_view digits = text.substr(kind_end);
-  const bool per_stage = kind && is_per_stage(*kind) && digits.empty();
-  const auto microbatch = per_stage ? std::optional(kNoMicrobatch) : parse_number(digits);
-  MC_REQUIRE(
-      stage && kind && microbatch && is_per_stage(*kind) == per_stage,
-      "'",
-      text,
-      "' is not an action; an action is <stage><KIND><microbatch> with KIND one of F B I W "
-      "SEND_F RECV_F SEND_B RECV_B RECOMPUTE RELEASE, for example 2F0, or <stage><KIND> with "
-      "GATHER_PARAMS or REDUCE_GRADS");
+  const auto microbatch = parse_number(text.substr(kind_end));
+  MC_REQUIRE(stage && kind && microbatch,
+             "'",
+             text,
+             "' is not an action; an action is <stage><KIND><microbatch> with KIND one of F B I W "
+             "SEND_F RECV_F SEND_B RECV_B RECOMPUTE, for example 2F0");
   return {.stage = *stage, .kind = *kind, .microbatch = *microbatch};
 }
 

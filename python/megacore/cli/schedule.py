@@ -142,7 +142,7 @@ def _show(args: argparse.Namespace, costs: Costs) -> int:
     from megacore.view import schedule_svg, simulated_trace
 
     schedule = _schedule(args, costs)
-    if args.program is not None:
+    if args.program:
         print_programs(schedule, args)
         return 0
     timeline = schedule.simulate(costs)

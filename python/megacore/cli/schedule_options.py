@@ -30,10 +30,10 @@ def require_options_fit(args: argparse.Namespace) -> None:
     elif args.name is not None and args.name != "auto":
         # Other options are checked by the builders, whose argument names match the options.
         _refuse(args, ("whole_backward",), f"{{}} is for auto only, not for {args.name}")
-    if args.program is None:
-        _refuse(args, _PROGRAM, "{} is for --program LEVEL", "add that, or leave it out")
-    else:
+    if args.program:
         _refuse(args, (*_FILES, "json"), "--program prints the programs only, {} is about times")
+    else:
+        _refuse(args, _PROGRAM, "{} is for --program", "add that, or leave it out")
 
 
 def _refuse(

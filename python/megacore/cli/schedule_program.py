@@ -1,29 +1,23 @@
-"""``megacore schedule --program``: the program of each rank, with messages and collectives."""
+"""``megacore schedule --program``: the program of each rank, with its messages."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from megacore.cli.values import require_at_least, whole_number
 
 if TYPE_CHECKING:
-    from megacore.pipeline import Lowering, Schedule
-
-LEVELS = ("compute", "data", "resources")
+    from megacore.pipeline import Schedule
 
 
 def add_program_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``--program``."""
+    """Add ``--program`` and its options."""
     group = parser.add_argument_group("options of --program")
     group.add_argument(
         "--program",
-        choices=LEVELS,
-        metavar="LEVEL",
-        help="print the program of each rank instead: compute (what it computes), data (with "
-        "messages, collectives and releases) or resources (with peers, sequence numbers and "
-        "buffers)",
+        action="store_true",
+        help="print what each rank executes instead: its compute actions, sends and receives",
     )
     group.add_argument(
         "--receives",
@@ -39,8 +33,8 @@ def add_program_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def lowering_of(args: argparse.Namespace) -> Lowering:
-    """Return the lowering for the options.
+def print_programs(schedule: Schedule, args: argparse.Namespace) -> None:
+    """Print the proved programs of all ranks.
 
     Raises:
         ConfigError: If ``--keep`` is negative.
@@ -49,17 +43,6 @@ def lowering_of(args: argparse.Namespace) -> Lowering:
 
     require_at_least(args, keep=0)
     recompute = None if args.keep is None else Recompute(keep=args.keep)
-    return Lowering(receives=args.receives or "ahead", recompute=recompute)
-
-
-def print_programs(schedule: Schedule, args: argparse.Namespace) -> None:
-    """Print the validated programs of all ranks, and the transports without deadlock."""
-    lowering = lowering_of(args)
+    lowering = Lowering(receives=args.receives or "ahead", recompute=recompute)
     for rank, program in enumerate(schedule.lower(lowering)):
-        print(f"rank {rank}: {program.to_text(args.program)}")
-    report = schedule.transport_report(lowering)
-    safe = [name for name, problem in report.items() if problem is None]
-    print(f"\nfree of deadlock with these queues of messages: {', '.join(safe)}")
-    unsafe = [name for name, problem in report.items() if problem is not None]
-    if unsafe:
-        print(f"not with: {', '.join(unsafe)}", file=sys.stdout)
+        print(f"rank {rank}: {program.to_text()}")

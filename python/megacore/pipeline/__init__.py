@@ -24,7 +24,6 @@ from megacore._core import (
     LowerBound,
     Program,
     ScheduleInfo,
-    SlotCounts,
     StateMachine,
     validate_programs,
 )
@@ -36,8 +35,8 @@ from megacore.pipeline.build import (
     schedule_catalog,
     schedule_table,
 )
+from megacore.pipeline.lowering import Lowering, Recompute
 from megacore.pipeline.partition import partition_layers
-from megacore.pipeline.passes import Lowering, Recompute
 from megacore.pipeline.recorder import ActionRecorder, TimedAction
 from megacore.pipeline.schedule import Schedule
 from megacore.pipeline.timeline import Costs, Event, Timeline
@@ -63,7 +62,6 @@ __all__ = [
     "Recompute",
     "Schedule",
     "ScheduleInfo",
-    "SlotCounts",
     "StateMachine",
     "StepLosses",
     "TimedAction",

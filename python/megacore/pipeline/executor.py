@@ -24,7 +24,6 @@ from megacore.pipeline.activation import (
 )
 from megacore.pipeline.agreement import require_same_schedule
 from megacore.pipeline.execution import (
-    KIND_WORDS,
     BeforeBackward,
     ForwardStep,
     Step,
@@ -93,9 +92,6 @@ class PipelineExecutor:
                 f"position {group.position} of {group.size} in group {group.name}"
             )
         self._chunks = None if chunks is None else _by_stage(program, chunks)
-        unknown = [action for action in program.actions if action.kind not in KIND_WORDS]
-        if unknown:
-            raise ValueError(f"the program holds {unknown[0]}, which the executor does not run")
         activations = StageActivations(
             activation, num_stages=program.num_stages, num_chains=program.num_chains
         )

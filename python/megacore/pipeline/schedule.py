@@ -10,7 +10,7 @@ from typing import Any
 from megacore import _core
 from megacore._core import Action, LowerBound, Program
 from megacore.pipeline.auto import Certificate
-from megacore.pipeline.passes import Lowering, Receives, lower
+from megacore.pipeline.lowering import Lowering, Receives, lower
 from megacore.pipeline.timeline import Costs, Timeline, entries
 
 _DEFAULT_COSTS = Costs()
@@ -170,77 +170,35 @@ class Schedule:
             >>> [program.peers for program in schedule.programs_from([first, last])]
             [[-1, 1, 1, -1], [0, -1, -1, 0]]
         """
-        programs = self._foreign_programs(rows)
+        actions = [[Action.parse(a) if isinstance(a, str) else a for a in row] for row in rows]
+        programs = _core.programs_from_actions(self._native, actions)
         _core.validate_programs(programs)
         return programs
 
-    def _foreign_programs(self, rows: Sequence[Sequence[Action | str]]) -> list[Program]:
-        actions = [[Action.parse(a) if isinstance(a, str) else a for a in row] for row in rows]
-        return _core.programs_from_actions(self._native, actions)
-
     @cached_property
     def _programs_ahead(self) -> list[Program]:
-        return lower(self._native, Lowering.communication(receives="ahead"))
+        return lower(self._native, Lowering(receives="ahead"))
 
     @cached_property
     def _programs_in_order(self) -> list[Program]:
-        return lower(self._native, Lowering.communication(receives="in_order"))
+        return lower(self._native, Lowering(receives="in_order"))
 
     def lower(self, lowering: Lowering = _DEFAULT_LOWERING) -> list[Program]:
-        """Return the programs of all ranks with all that moves data, and the buffers it uses.
-
-        ``program.to_text("compute")``, ``("data")`` and ``("resources")`` show the three levels of
-        a program.
+        """Return what all ranks execute; as ``program``, with more options.
 
         Args:
-            lowering: What to add.
+            lowering: Where receives stand, and whether activations are recomputed.
 
         Raises:
-            ValueError: If the options do not fit together.
+            ValueError: If an option is out of range.
 
         Example:
-            >>> from megacore.pipeline import build_schedule
+            >>> from megacore.pipeline import Recompute, build_schedule
             >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
-            >>> programs = schedule.lower(Lowering(parameter_sync=False, releases=False))
-            >>> programs[0].to_text("compute")
-            '0F0 0F1 0B0 0B1'
-            >>> programs[0].to_text("resources")[:38]
-            '0F0[0] 0SEND_F0->1#0 0RECV_B0<-1#0[0] '
+            >>> schedule.lower(Lowering(recompute=Recompute(keep=1)))[0].to_text()
+            '0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0RECOMPUTE1 0B1'
         """
         return lower(self._native, lowering)
-
-    def transport_report(
-        self, programs: Lowering | Sequence[Sequence[Action | str]] = _DEFAULT_LOWERING
-    ) -> dict[str, str | None]:
-        """Tell on which transports the programs of a lowering run.
-
-        A transport is modelled by which transfers of a rank share a queue. In a queue a transfer
-        waits for all that stand before it, and it happens when both its ends are at the head.
-
-        Args:
-            programs: A lowering, or the programs that another one made, as for ``programs_from``.
-
-        Returns:
-            ``"per_channel"`` (one queue per ordered pair of ranks: gloo), ``"per_pair"`` (NCCL with
-            a communicator of two ranks), ``"per_direction"`` (one for activations and one for
-            gradients) and ``"per_rank"`` (all on one communicator): each with None if they run,
-            else with the reason and the programs as a table.
-
-        Raises:
-            ValueError: If they run nowhere, as something is missing or out of place.
-
-        Example:
-            >>> from megacore.pipeline import build_schedule
-            >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=4)
-            >>> report = schedule.transport_report(Lowering(receives="ahead"))
-            >>> [transport for transport, problem in report.items() if problem is None]
-            ['per_channel', 'per_direction']
-            >>> set(schedule.transport_report(Lowering(receives="in_order")).values())
-            {None}
-        """
-        if isinstance(programs, Lowering):
-            return dict(_core.transport_report(lower(self._native, programs)))
-        return dict(_core.transport_report(self._foreign_programs(programs)))
 
     def simulate(self, costs: Costs = _DEFAULT_COSTS) -> Timeline:
         """Run the schedule on paper: every action as early as its inputs and its rank allow.

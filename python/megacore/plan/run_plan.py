@@ -96,9 +96,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     topology = make_topology(config, world_size)
     schedule = train_schedule(config, world_size)
     timeline = schedule.simulate()
-    programs = schedule.lower(
-        Lowering.communication(receives="ahead", recompute=train_recompute(config))
-    )
+    programs = schedule.lower(Lowering(receives="ahead", recompute=train_recompute(config)))
     stages, further = layers_of_stages(config), mtp_stage(config)
     pp = config.parallel.pp
     ranks, num_params = [], 0

@@ -250,7 +250,7 @@ def _own_program(
     activation: dict[int, ActivationSpec],
 ) -> Program:
     receives = receives_for(groups.pp, activation, overlap=config.pipeline.overlap_p2p)
-    lowering = Lowering.communication(receives=receives, recompute=train_recompute(config))
+    lowering = Lowering(receives=receives, recompute=train_recompute(config))
     return schedule.lower(lowering)[groups.pp.position]
 
 

@@ -10,8 +10,7 @@ namespace {
 TEST(Action, EveryKindSurvivesTextAndBack) {
   for (size_t kind = 0; kind < kKindText.size(); ++kind) {
     for (const int32_t number : {0, 7, 10, 1023, INT32_MAX}) {
-      const auto of_kind = static_cast<ActionKind>(kind);
-      const Action action{number, of_kind, is_per_stage(of_kind) ? kNoMicrobatch : number};
+      const Action action{number, static_cast<ActionKind>(kind), number};
       EXPECT_EQ(parse_action(to_text(action)), action) << to_text(action);
     }
   }
@@ -24,7 +23,6 @@ TEST(Action, TextFollowsThePyTorchCells) {
   EXPECT_EQ(to_text({2, ActionKind::kSendForward, 0}), "2SEND_F0");
   EXPECT_EQ(to_text({10, ActionKind::kRecvBackward, 11}), "10RECV_B11");
   EXPECT_EQ(to_text({3, ActionKind::kRecompute, 4}), "3RECOMPUTE4");
-  EXPECT_EQ(to_text({3, ActionKind::kReduceGrads, kNoMicrobatch}), "3REDUCE_GRADS");
 }
 
 TEST(Action, RefusesWhatIsNotExactlyOneAction) {
@@ -42,7 +40,8 @@ TEST(Action, RefusesWhatIsNotExactlyOneAction) {
                            "2SEND_W0",
                            "2F0;3B1",
                            "2REDUCE_GRADS0",
-                           "2RELEASE",
+                           "2REDUCE_GRADS",
+                           "2RELEASE0",
                            "99999999999F0",
                            "2F99999999999"}) {
     EXPECT_THROW(parse_action(text), std::invalid_argument) << text;

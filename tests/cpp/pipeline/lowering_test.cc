@@ -56,6 +56,34 @@ TEST(Lower, InOrderFollowsTheTimesAtWhichMessagesAreMade) {
             "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1F2 1B2 1SEND_B2");
 }
 
+// Both ends of a pair that overlaps: receives before it, sends behind it.
+TEST(Lower, PairsThatOverlapStayTogether) {
+  const auto schedule = dualpipe_v({.num_ranks = 2, .num_microbatches = 4});
+  EXPECT_TRUE(
+      mentions(to_text(lower(schedule)[1]), "1RECV_F3 2RECV_B1 2F2 1B0 2SEND_F2 1SEND_B0 1F3 2B1"));
+  for (const Receives receives : {Receives::kAhead, Receives::kInOrder}) {
+    for (const int ahead : {0, 1, 3}) {
+      std::vector<Program> programs = lower(schedule, receives, ahead);
+      EXPECT_NO_THROW(validate_programs(programs));
+      size_t num_pairs = 0;
+      for (const Program& program : programs) {
+        for (const ProgramStep& step : program.steps) num_pairs += step.starts_pair ? 1 : 0;
+      }
+      EXPECT_EQ(num_pairs, schedule.overlaps.size());
+    }
+  }
+}
+
+TEST(Lower, ReceivesStandAsFarAheadAsAsked) {
+  const Schedule schedule = gpipe({.num_ranks = 2, .num_microbatches = 4});
+  EXPECT_EQ(to_text(lower(schedule, Receives::kAhead, 0)[1]).substr(0, 35),
+            "1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 ");
+  EXPECT_EQ(to_text(lower(schedule, Receives::kAhead, 2)[1]).substr(0, 40),
+            "1RECV_F0 1RECV_F1 1RECV_F2 1F0 1RECV_F3 ");
+  EXPECT_EQ(message_of([&] { lower(schedule, Receives::kAhead, -1); }).substr(0, 11),
+            "ahead is -1");
+}
+
 // With two ranks, forwards and backwards of different chunks share a channel and are read in
 // another order than they are sent.
 TEST(Lower, KeepsEveryChannelInTheOrderOfSending) {

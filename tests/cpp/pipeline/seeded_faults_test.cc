@@ -6,7 +6,7 @@
 #include <map>
 #include <random>
 
-#include "megacore/pipeline/program/passes.h"
+#include "megacore/pipeline/program/recompute.h"
 #include "random_schedule.h"
 #include "schedule_checks.h"
 
@@ -22,13 +22,12 @@ class Faults {
   std::vector<Program> random_programs() {
     const Schedule schedule =
         random_schedule(random_placement(4, random_), 1 + below(4), coin(), random_);
-    const bool in_order = coin();
-    return lower(schedule,
-                 {.receives = in_order ? Receives::kInOrder : Receives::kAhead,
-                  .ahead = below(3),
-                  .recompute = coin() ? std::optional(Recompute{.keep = below(2)}) : std::nullopt,
-                  .batches = in_order && coin(),
-                  .slots = coin() ? SlotPools::kShared : SlotPools::kPerChunk});
+    const Receives receives = coin() ? Receives::kInOrder : Receives::kAhead;
+    std::vector<Program> programs = lower(schedule, receives, below(3));
+    if (coin()) return programs;
+    const Recompute recompute{.keep = below(2)};
+    for (Program& program : programs) program = add_recompute(std::move(program), recompute);
+    return programs;
   }
 
   // Any step.
@@ -50,7 +49,6 @@ class Faults {
     const auto pair = two_of_a_channel(steps);
     if (!pair) return false;
     std::swap(steps[pair->first], steps[pair->second]);
-    std::swap(steps[pair->first].sequence, steps[pair->second].sequence);
     return true;
   }
 
@@ -73,47 +71,6 @@ class Faults {
                       : gives_input_gradient(s.action.kind));
     });
     return move_behind(steps, *receive, *reader);
-  }
-
-  // What must come behind the last reader, before it.
-  bool release_early(Steps& steps) {
-    const auto release = any(steps, [](const ProgramStep& s) {
-      return s.action.kind == ActionKind::kRelease || s.action.kind == ActionKind::kReduceGrads;
-    });
-    const Action action = steps[*release].action;
-    for (size_t reader = *release; reader-- > 0;) {
-      const Action& other = steps[reader].action;
-      const bool reads = is_compute(other.kind) && other.stage == action.stage &&
-                         (is_per_stage(action.kind) || other.microbatch == action.microbatch);
-      if (reads) return move_behind(steps, reader, *release);
-    }
-    return false;
-  }
-
-  // The slot of another step.
-  bool change_slot(Steps& steps) {
-    const auto victim = any(steps, [](const ProgramStep& s) {
-      return s.slot >= 0 && s.action.kind != ActionKind::kForward && !is_recv(s.action.kind);
-    });
-    ++steps[*victim].slot;
-    return true;
-  }
-
-  // A forward takes a slot that is in use.
-  bool reuse_slot(Steps& steps) {
-    std::map<std::pair<int, int>, int> live;  // by stage and microbatch
-    for (ProgramStep& step : steps) {
-      const auto me = std::pair(step.action.stage, step.action.microbatch);
-      if (step.action.kind == ActionKind::kRelease) live.erase(me);
-      if (step.action.kind != ActionKind::kForward) continue;
-      for (const auto& [other, slot] : live) {
-        if (other.first != step.action.stage) continue;  // pools may be apart
-        step.slot = slot;
-        return true;
-      }
-      live[me] = step.slot;
-    }
-    return false;
   }
 
   // A recomputation that its backward needs, behind it.
@@ -171,9 +128,6 @@ TEST(SeededFaults, AllAreFoundInAThousandRandomPrograms) {
                                    {"swap", &Faults::swap},
                                    {"defer", &Faults::defer},
                                    {"read too early", &Faults::read_too_early},
-                                   {"release early", &Faults::release_early},
-                                   {"change slot", &Faults::change_slot},
-                                   {"reuse slot", &Faults::reuse_slot},
                                    {"recompute late", &Faults::recompute_late}};
   std::map<std::string, int> planted;
   for (unsigned round = 0; round < 1000; ++round) {
@@ -187,7 +141,7 @@ TEST(SeededFaults, AllAreFoundInAThousandRandomPrograms) {
       ++planted[kind.name];
       ASSERT_THROW(validate_programs(bad), std::invalid_argument)
           << kind.name << " in round " << round << " on rank " << program.rank << "\n"
-          << to_text(program, ProgramLevel::kResources);
+          << to_text(program);
     }
   }
   for (const Kind& kind : kinds) EXPECT_GT(planted[kind.name], 300) << kind.name;

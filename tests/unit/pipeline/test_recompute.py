@@ -73,7 +73,7 @@ def run(
         )
         for stage in range(num_chunks)
     ]
-    lowering = Lowering.communication(receives="ahead", recompute=Recompute(keep=keep))
+    lowering = Lowering(receives="ahead", recompute=Recompute(keep=keep))
     program = schedule.lower(lowering)[0]
     dropped = {(a.stage, a.microbatch) for a in program.actions if a.kind == ActionKind.RECOMPUTE}
     executor = PipelineExecutor(

@@ -220,7 +220,7 @@ def test_files_are_written_and_read_back(
         (["1f1b", "--csv", "/nowhere/x.csv"], "cannot write /nowhere/x.csv: there is no folder"),
         (["1f1b", "--trace", "/"], "cannot write /: it is a folder; name a file in it"),
         (["1f1b", "--send=often"], "--send: expected a number, but got 'often'"),
-        (["1f1b", "--program=data", "--keep=x"], "--keep: expected a whole number, but got 'x'"),
+        (["1f1b", "--program", "--keep=x"], "--keep: expected a whole number, but got 'x'"),
         (["1f1b", "--microbatchs=3"], "--microbatches"),
         (["1f1b", "--overlap=2"], "--overlap is 2; it is a share, from 0 to 1"),
         (["1f1b", "--backward-weight=3"], "--backward-weight is 3, but it is a part of --backward"),
@@ -232,13 +232,13 @@ def test_files_are_written_and_read_back(
         (["zb_v", "--pairs=whole"], "has no choice of them; leave them out"),
         (["--from-csv=x.csv", "--pairs=split"], "--pairs is to make one"),
         (["--compare", "--memory-limit=3"], "--memory-limit is about one; leave one of them out"),
-        (["--compare", "--program=data"], "--program is about one; leave one of them out"),
+        (["--compare", "--program"], "--program is about one; leave one of them out"),
         (["1f1b", "--pp=99999999999999"], "99999999999999 is out of range"),
         (["1f1b", "--pp=two"], "--pp: expected a whole number, but got 'two'"),
-        (["1f1b", "--keep=0"], "--keep is for --program LEVEL; add that, or leave it out"),
-        (["1f1b", "--receives=in_order"], "--receives is for --program LEVEL"),
-        (["1f1b", "--program=data", "--json"], "--json is about times; leave one of them out"),
-        (["1f1b", "--program=data", "--svg=x.svg"], "--svg is about times"),
+        (["1f1b", "--keep=0"], "--keep is for --program; add that, or leave it out"),
+        (["1f1b", "--receives=in_order"], "--receives is for --program"),
+        (["1f1b", "--program", "--json"], "--json is about times; leave one of them out"),
+        (["1f1b", "--program", "--svg=x.svg"], "--svg is about times"),
         (["--from-csv=x.csv", "--pp=4"], "--pp is to make one; leave one of them out"),
         (["--from-csv=x.csv", "--memory-limit=4"], "--memory-limit is to make one"),
         (["1f1b", "--forward=1e308", "--send=1e308"], "choose a larger unit of time"),
@@ -263,23 +263,15 @@ def test_work_that_takes_no_time_can_be_shown(capsys: pytest.CaptureFixture[str]
 
 def test_programs_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("1f1b", "--pp=2", "--microbatches=2")
-    code, out, _ = run(capsys, *arguments, "--program=resources")
+    code, out, _ = run(capsys, *arguments, "--program")
     assert code == 0
     assert out.splitlines() == [
-        "rank 0: 0GATHER_PARAMS 0F0[0] 0SEND_F0->1#0 0RECV_B0<-1#0[0] 0F1[1] 0SEND_F1->1#1 "
-        "0RECV_B1<-1#1[1] 0B0[0] 0RELEASE0[0] 0B1[1] 0RELEASE1[1] 0REDUCE_GRADS",
-        "rank 1: 1GATHER_PARAMS 1RECV_F0<-0#0[0] 1F0[0] 1RECV_F1<-0#1[0] 1B0[0] 1SEND_B0->0#0 "
-        "1RELEASE0[0] 1F1[0] 1B1[0] 1SEND_B1->0#1 1RELEASE1[0] 1REDUCE_GRADS",
-        "",
-        "free of deadlock with these queues of messages: per_channel, per_direction",
-        "not with: per_pair, per_rank",
+        "rank 0: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1",
+        "rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
     ]
-    _, out, _ = run(capsys, *arguments, "--program=compute")
-    assert out.startswith("rank 0: 0F0 0F1 0B0 0B1\n")
-    _, out, _ = run(capsys, *arguments, "--program=data", "--keep=0", "--receives=in_order")
+    _, out, _ = run(capsys, *arguments, "--program", "--keep=0", "--receives=in_order")
     assert "0RECOMPUTE1 0B1" in out
-    assert "per_channel, per_pair, per_direction, per_rank" in out
-    code, _, err = run(capsys, *arguments, "--program=data", "--keep=-1")
+    code, _, err = run(capsys, *arguments, "--program", "--keep=-1")
     assert (code, "--keep is -1; it must be at least 0" in err) == (2, True)
 
 

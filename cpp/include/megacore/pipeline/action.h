@@ -3,8 +3,7 @@
 //   to_text({.stage = 2, .kind = ActionKind::kForward, .microbatch = 0});  // "2F0"
 //   parse_action("2RECV_B7");  // stage 2 receives the gradient of its output for microbatch 7
 //
-// The text form is the cell of PyTorch's pipelining CSV: <stage><KIND><microbatch>, and without
-// microbatch for the kinds that are about a whole stage: 2REDUCE_GRADS.
+// The text form is the cell of PyTorch's pipelining CSV: <stage><KIND><microbatch>.
 
 #pragma once
 
@@ -25,31 +24,16 @@ enum class ActionKind : uint8_t {
   kSendBackward,    // SEND_B: send the gradient of the stage's input to the previous stage
   kRecvBackward,    // RECV_B: receive the gradient of the stage's output from the next stage
   kRecompute,       // RECOMPUTE: make the activations again that the forward did not keep
-  kRelease,         // RELEASE: nothing reads the activations any more
-  kGatherParams,    // GATHER_PARAMS: start to collect the stage's parameters; no microbatch
-  kReduceGrads,     // REDUCE_GRADS: start to reduce the stage's gradients; no microbatch
 };
 
 // Text of each kind, indexed by its value.
-inline constexpr std::array<std::string_view, 12> kKindText = {"F",
-                                                               "B",
-                                                               "I",
-                                                               "W",
-                                                               "SEND_F",
-                                                               "RECV_F",
-                                                               "SEND_B",
-                                                               "RECV_B",
-                                                               "RECOMPUTE",
-                                                               "RELEASE",
-                                                               "GATHER_PARAMS",
-                                                               "REDUCE_GRADS"};
-
-inline constexpr int32_t kNoMicrobatch = -1;
+inline constexpr std::array<std::string_view, 9> kKindText = {
+    "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "RECOMPUTE"};
 
 struct Action {
   int32_t stage = 0;
   ActionKind kind = ActionKind::kForward;
-  int32_t microbatch = 0;  // kNoMicrobatch of kinds that are about a whole stage
+  int32_t microbatch = 0;
 
   friend bool operator==(const Action&, const Action&) = default;
 };
@@ -62,10 +46,6 @@ constexpr bool is_recv(ActionKind kind) {
   return kind == ActionKind::kRecvForward || kind == ActionKind::kRecvBackward;
 }
 constexpr bool is_transfer(ActionKind kind) { return is_send(kind) || is_recv(kind); }
-// True for the kinds that are about a stage, not about one of its microbatches.
-constexpr bool is_per_stage(ActionKind kind) {
-  return kind == ActionKind::kGatherParams || kind == ActionKind::kReduceGrads;
-}
 // True for the backward kinds that produce the gradient of the stage's input: B and I.
 constexpr bool gives_input_gradient(ActionKind kind) {
   return kind == ActionKind::kBackward || kind == ActionKind::kBackwardInput;

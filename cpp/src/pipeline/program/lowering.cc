@@ -261,25 +261,32 @@ std::vector<Program> lower_in_order(const Schedule& schedule, int ahead) {
 
 }  // namespace
 
-void number_messages(Program& program) {
-  std::vector<int32_t> counts(2 * static_cast<size_t>(program.placement.num_ranks()), 0);
-  for (ProgramStep& step : program.steps) {
-    if (!is_transfer(step.action.kind) || step.peer < 0) continue;
-    const size_t channel =
-        2 * static_cast<size_t>(step.peer) + (is_send(step.action.kind) ? 0U : 1U);
-    step.sequence = counts[channel]++;
-  }
-}
-
 std::vector<Program> lower(const Schedule& schedule, Receives receives, int ahead) {
   MC_REQUIRE(ahead >= 0,
              "ahead is ",
              ahead,
              "; it is how many compute actions before its reader a receive stands, 0 at least");
-  std::vector<Program> programs =
-      receives == Receives::kAhead ? lower_ahead(schedule, ahead) : lower_in_order(schedule, ahead);
-  for (Program& program : programs) number_messages(program);
-  return programs;
+  return receives == Receives::kAhead ? lower_ahead(schedule, ahead)
+                                      : lower_in_order(schedule, ahead);
+}
+
+Program forward_only(const Program& program) {
+  const Schedule schedule = {.name = "",
+                             .placement = program.placement,
+                             .num_microbatches = program.num_microbatches,
+                             .actions = {},
+                             .offsets = {}};
+  std::vector<Program> programs = lower(forward_only(schedule), program.receives, program.ahead);
+  return std::move(programs[static_cast<size_t>(program.rank)]);
+}
+
+std::string to_text(const Program& program) {
+  std::string text;
+  for (const ProgramStep& step : program.steps) {
+    if (!text.empty()) text += ' ';
+    append_text(step.action, text);
+  }
+  return text;
 }
 
 }  // namespace megacore::pipeline

@@ -8,9 +8,6 @@
 
 namespace megacore::pipeline {
 
-// Numbers the sends and receives of a program, each channel from 0.
-void number_messages(Program& program);
-
 // The receive that a compute action waits for, or nothing when its input is local.
 inline std::optional<ProgramStep> receive_of(const Action& action, const Placement& placement) {
   const bool forward = action.kind == ActionKind::kForward;

@@ -22,12 +22,13 @@ std::string program_report(Programs programs, const std::vector<Mark>& marks, st
 // The same about one step: "rank 1, position 4: 1B0 <text>".
 [[noreturn]] void refuse_step(Programs programs, int rank, int64_t position, std::string text);
 
-// Why the programs stop with a transport, or an empty text. O(steps).
+// Throws unless every rank reaches its end with one queue per channel if receives are ahead, and
+// with one queue per rank if they are in order. O(steps).
 // REQUIRES: every send has one receive in the programs, and every receive one send.
-std::string stop_with_transport(Programs programs, Transport transport);
+void check_deadlock(Programs programs);
 
-// Throws unless what passes have added to the programs is complete and safe. O(steps).
-// REQUIRES: the compute actions are a valid schedule, and the transfers belong to their ranks.
-void check_buffers(Programs programs);
+// Throws unless every backward reads activations that were kept or made again once. O(steps).
+// REQUIRES: the compute actions are a valid schedule.
+void check_recompute(Programs programs);
 
 }  // namespace megacore::pipeline

@@ -31,8 +31,7 @@ std::vector<Program> programs_from_actions(const Schedule& schedule,
                                                      .steps = {}});
     for (const Action& action : rows[rank]) {
       MC_REQUIRE(action.stage >= 0 && action.stage < schedule.num_stages() &&
-                     (is_per_stage(action.kind) ||
-                      (action.microbatch >= 0 && action.microbatch < schedule.num_microbatches)),
+                     action.microbatch >= 0 && action.microbatch < schedule.num_microbatches,
                  "rank ",
                  rank,
                  ", position ",
@@ -46,7 +45,6 @@ std::vector<Program> programs_from_actions(const Schedule& schedule,
                  " microbatches");
       program.steps.push_back(step_of(action, schedule.placement));
     }
-    number_messages(program);
   }
   return programs;
 }

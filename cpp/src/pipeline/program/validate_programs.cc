@@ -34,11 +34,10 @@ void check_agreement(Programs programs) {
                "; programs go in rank order");
     MC_REQUIRE(program.placement == model.placement &&
                    program.num_microbatches == model.num_microbatches &&
-                   program.forward_only == model.forward_only &&
-                   program.receives == model.receives && program.passes == model.passes,
+                   program.forward_only == model.forward_only && program.receives == model.receives,
                "the programs of rank 0 and rank ",
                rank,
-               " differ in placement, number of microbatches, forward_only, receives or passes");
+               " differ in placement, number of microbatches, forward_only or receives");
   }
 }
 
@@ -223,14 +222,14 @@ std::optional<size_t> first_difference(const Ends& channel) {
   return static_cast<size_t>(differ.first - channel.sent.begin());
 }
 
-// Why the ends of some channel do not list the same messages in the same order, or an empty text.
-std::string order_problem(Programs programs, const Channels& channels) {
+// The ends of every channel list the same messages in the same order.
+void check_channel_order(Programs programs, const Channels& channels) {
   for (const auto& [ends, channel] : channels) {
     const auto i = first_difference(channel);
     if (!i) continue;
     const auto [from, to] = ends;
     const int64_t position = channel.send_positions[*i];
-    return program_report(
+    refuse(
         programs,
         {{from, position}, {to, channel.receive_positions[*i]}},
         concat("from rank ",
@@ -245,20 +244,6 @@ std::string order_problem(Programs programs, const Channels& channels) {
                " but received as ",
                to_text(channel.received[*i]),
                ": a channel must be received in the order of sending"));
-  }
-  return {};
-}
-
-// The steps of one end carry the numbers 0, 1, 2, ...
-void check_numbers(Programs programs, int rank, const std::vector<int64_t>& positions) {
-  for (size_t i = 0; i < positions.size(); ++i) {
-    const int32_t sequence =
-        programs[static_cast<size_t>(rank)].steps[static_cast<size_t>(positions[i])].sequence;
-    if (sequence == static_cast<int32_t>(i)) continue;
-    refuse_step(programs,
-                rank,
-                positions[i],
-                concat("is message ", i, " of its channel, but has the number ", sequence));
   }
 }
 
@@ -278,48 +263,16 @@ void check_acknowledged(Programs programs, int32_t to, const Ends& channel) {
   }
 }
 
-// All that does not depend on a transport.
-Channels checked_channels(Programs programs) {
-  check_agreement(programs);
-  validate(schedule_of(programs));
-  return Scan(programs).run();
-}
-
 }  // namespace
 
-void validate_programs(std::span<const Program> programs, std::span<const Transport> transports) {
-  const Channels channels = checked_channels(programs);
-  const std::string problem = order_problem(programs, channels);
-  if (!problem.empty()) throw std::invalid_argument(problem);
-  for (const auto& [ends, channel] : channels) {
-    check_numbers(programs, ends.first, channel.send_positions);
-    check_numbers(programs, ends.second, channel.receive_positions);
-    check_acknowledged(programs, ends.second, channel);
-  }
-  check_buffers(programs);
-  for (const Transport transport : transports) {
-    const std::string stop = stop_with_transport(programs, transport);
-    if (!stop.empty()) throw std::invalid_argument(stop);
-  }
-}
-
 void validate_programs(std::span<const Program> programs) {
-  const bool in_order = !programs.empty() && programs.front().receives == Receives::kInOrder;
-  const Transport transport = in_order ? Transport::kPerRank : Transport::kPerChannel;
-  validate_programs(programs, {&transport, 1});
-}
-
-std::vector<std::string> transport_report(std::span<const Program> programs) {
-  const std::string order = order_problem(programs, checked_channels(programs));
-  std::vector<std::string> report;
-  for (const Transport transport : {Transport::kPerChannel,
-                                    Transport::kPerPair,
-                                    Transport::kPerDirection,
-                                    Transport::kPerRank}) {
-    const std::string stop = stop_with_transport(programs, transport);
-    report.push_back(transport == Transport::kPerChannel && !order.empty() ? order : stop);
-  }
-  return report;
+  check_agreement(programs);
+  validate(schedule_of(programs));
+  const Channels channels = Scan(programs).run();
+  check_channel_order(programs, channels);
+  for (const auto& [ends, channel] : channels) check_acknowledged(programs, ends.second, channel);
+  check_recompute(programs);
+  check_deadlock(programs);
 }
 
 }  // namespace megacore::pipeline

@@ -2,7 +2,7 @@
 //
 //   const std::vector<Program> programs = lower(one_f_one_b({.num_ranks = 2,
 //                                                            .num_microbatches = 2}));
-//   to_text(programs[1]);  // "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+//   to_text(programs[1]);  // "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
 //
 // How to execute a program without blocking: a send or receive only starts the transfer; a compute
 // action first waits for the receives it reads; nothing else waits, except as `acknowledged`
@@ -22,15 +22,10 @@
 //
 // Two actions that overlap stay together: the receives of both stand before them, the sends of both
 // behind them.
-//
-// Programs have three levels. The compute actions are the first. `lower` adds communication, and
-// the passes of passes.h the other movements of data: the second. The third is what they note on
-// the steps: numbers of messages, buffer slots, batches. Each is a text form.
 
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -48,27 +43,10 @@ struct ProgramStep {
   // `peer` have been received for sure, so waiting for them returns at once and their buffers can
   // go.
   int32_t acknowledged = 0;
-  int32_t sequence = -1;  // of a send or receive: its number among the messages of its channel
-  int32_t slot = -1;      // buffer of a compute action, a release or a receive; see assign_slots()
-  int32_t batch = -1;     // of a send or receive: those with one number are posted together
   bool starts_pair = false;        // runs together with the compute action that follows
   bool drops_activations = false;  // a forward whose activations a RECOMPUTE makes again
 
   friend bool operator==(const ProgramStep&, const ProgramStep&) = default;
-};
-
-// From which buffers slots are taken: every chunk has its own, or all chunks of a rank share them.
-enum class SlotPools : uint8_t { kPerChunk, kShared };
-
-// Which passes a program has been through, so that validation knows what must be there.
-struct Passes {
-  bool parameter_sync = false;
-  bool recompute = false;
-  bool releases = false;
-  bool batches = false;
-  std::optional<SlotPools> slots = std::nullopt;
-
-  friend bool operator==(const Passes&, const Passes&) = default;
 };
 
 struct Program {
@@ -79,7 +57,6 @@ struct Program {
   Receives receives = Receives::kAhead;
   std::vector<ProgramStep> steps;  // in execution order
   int ahead = 1;                   // of Receives::kAhead
-  Passes passes = {};
 
   friend bool operator==(const Program&, const Program&) = default;
 };
@@ -99,21 +76,11 @@ std::vector<Program> lower(const Schedule& schedule,
 std::vector<Program> programs_from_actions(const Schedule& schedule,
                                            const std::vector<std::vector<Action>>& rows);
 
-// The program of its rank for forward_only(schedule), with the same placement of receives and those
-// passes that mean something without backward. REQUIRES: every rank of the pipeline runs its
-// program like this.
+// The program of its rank for forward_only(schedule), with the same placement of receives.
+// REQUIRES: every rank of the pipeline runs its program like this.
 Program forward_only(const Program& program);
 
-// How much of a program its text shows.
-enum class ProgramLevel : uint8_t {
-  kCompute,    // compute actions
-  kData,       // and all other steps
-  kResources,  // and what is noted on the steps
-};
-
-// The steps separated by blanks. With resources, 0SEND_F3->1#2 is message 2 to rank 1, 0F3[1] uses
-// slot 1, 0F3[1,dropped] keeps no activations, and a batch stands in braces. A pair that overlaps
-// is (0F4;7B2)OVERLAP_F_B at the levels of compute and resources.
-std::string to_text(const Program& program, ProgramLevel level = ProgramLevel::kData);
+// The actions separated by blanks.
+std::string to_text(const Program& program);
 
 }  // namespace megacore::pipeline

@@ -9,7 +9,6 @@ from megacore import _core
 from megacore._core import Program
 
 Receives = Literal["ahead", "in_order"]
-SlotPools = Literal["per_chunk", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,51 +31,24 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Lowering:
-    """What ``Schedule.lower`` adds to the compute actions.
+    """What ``Schedule.lower`` adds to the compute actions besides sends and receives.
 
     Attributes:
         receives: ``"ahead"`` or ``"in_order"``; see ``Schedule.program``.
         ahead: With ``"ahead"``, how many compute actions before its reader a receive is posted, at
             the least. More hides longer transfers and needs more receive buffers.
         recompute: Adds RECOMPUTE for the activations that are not kept.
-        parameter_sync: Adds GATHER_PARAMS before the first forward of every stage, and REDUCE_GRADS
-            after its last backward.
-        releases: Adds RELEASE after the last action that reads an activation.
-        batches: Groups neighbouring sends and receives that are posted together; needs
-            ``"in_order"``.
-        slots: Numbers the buffers: ``"per_chunk"`` gives each chunk its own, ``"shared"`` lets all
-            chunks of a rank share them. None: no numbers.
     """
 
     receives: Receives = "ahead"
     ahead: int = 1
     recompute: Recompute | None = None
-    parameter_sync: bool = True
-    releases: bool = True
-    batches: bool = False
-    slots: SlotPools | None = "per_chunk"
-
-    @staticmethod
-    def communication(*, receives: Receives, recompute: Recompute | None = None) -> Lowering:
-        """Sends and receives only, and perhaps recomputation: what the executor runs."""
-        return Lowering(
-            receives=receives,
-            recompute=recompute,
-            parameter_sync=False,
-            releases=False,
-            slots=None,
-        )
 
 
 def lower(schedule: _core.Schedule, lowering: Lowering) -> list[Program]:
     """Lower a native schedule and prove the programs of all ranks."""
     if lowering.receives not in ("ahead", "in_order"):
         raise ValueError(f"receives is {lowering.receives!r}; it must be 'ahead' or 'in_order'")
-    if lowering.batches and lowering.receives == "ahead":
-        raise ValueError(
-            "batches need receives='in_order': a compute action waits for a whole batch, which is "
-            "only safe if all transfers follow one order"
-        )
     recompute = lowering.recompute
     if recompute is not None and recompute.window == 0:
         raise ValueError(
@@ -87,10 +59,6 @@ def lower(schedule: _core.Schedule, lowering: Lowering) -> list[Program]:
         in_order=lowering.receives == "in_order",
         ahead=lowering.ahead,
         recompute=None if recompute is None else (recompute.keep, recompute.window or 0),
-        parameter_sync=lowering.parameter_sync,
-        releases=lowering.releases,
-        batches=lowering.batches,
-        slots=lowering.slots,
     )
     _core.validate_programs(programs)
     return programs

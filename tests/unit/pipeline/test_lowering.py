@@ -1,4 +1,4 @@
-"""Lowered programs seen from Python: levels, slots, transports, limits; and closed forms."""
+"""Lowered programs and timelines seen from Python: text, recomputation, limits."""
 
 from __future__ import annotations
 
@@ -15,52 +15,28 @@ from megacore.pipeline import (
     Schedule,
     build_schedule,
     schedule_catalog,
-    validate_programs,
 )
+from megacore.pipeline.lowering import Receives
 
-TRANSPORTS = ["per_channel", "per_pair", "per_direction", "per_rank"]
+RECEIVES: tuple[Receives, ...] = ("ahead", "in_order")
 
 
-def test_a_program_has_three_levels_of_text() -> None:
+def test_a_program_has_a_text() -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     program = schedule.lower(Lowering(recompute=Recompute()))[1]
-    assert program.to_text("compute") == "1F0 1B0 1F1 1B1"
     assert program.to_text() == (
-        "1GATHER_PARAMS 1RECV_F0 1F0 1RECV_F1 1RECOMPUTE0 1B0 1SEND_B0 1RELEASE0 1F1 1RECOMPUTE1 "
-        "1B1 1SEND_B1 1RELEASE1 1REDUCE_GRADS"
-    )
-    assert program.to_text("resources").startswith(
-        "1GATHER_PARAMS 1RECV_F0<-0#0[0] 1F0[0,dropped] 1RECV_F1<-0#1[0] 1RECOMPUTE0[0] 1B0[0]"
+        "1RECV_F0 1F0 1RECV_F1 1RECOMPUTE0 1B0 1SEND_B0 1F1 1RECOMPUTE1 1B1 1SEND_B1"
     )
     assert [str(program.actions[i]) for i in program.dropped] == ["1F0", "1F1"]
-    assert program.slot_counts().activations == [1]
-    assert max(program.slots) == 0
-    assert max(program.sequences) == 1
-    with pytest.raises(ValueError, match="level is 'all'; it must be one of 'compute', 'data', "):
-        program.to_text("all")
-
-
-def test_slots_do_not_grow_with_the_microbatches() -> None:
-    counts = []
-    for m in (16, 64):
-        schedule = build_schedule(
-            "interleaved_1f1b", num_ranks=4, num_chunks=2, num_microbatches=m, group_size=4
-        )
-        rings = schedule.lower()[0].slot_counts()
-        shared = schedule.lower(Lowering(slots="shared"))[0].slot_counts()
-        counts.append((rings.activations, rings.graph_pairs, shared.activations))
-    assert counts == [([8, 4], 12, [11])] * 2
 
 
 @pytest.mark.parametrize(
     ("lowering", "message"),
     [
-        (Lowering(batches=True), "batches need receives='in_order'"),
         (Lowering(ahead=-1), "ahead is -1"),
         (Lowering(recompute=Recompute(keep=-1)), "keep is -1"),
         (Lowering(recompute=Recompute(window=0)), "window is 0; it must be at least 1"),
         (Lowering(receives="late"), "receives is 'late'"),  # type: ignore[arg-type]
-        (Lowering(slots="all"), "slots is 'all'"),  # type: ignore[arg-type]
     ],
 )
 def test_options_that_make_no_sense_are_refused(lowering: Lowering, message: str) -> None:
@@ -68,36 +44,16 @@ def test_options_that_make_no_sense_are_refused(lowering: Lowering, message: str
         build_schedule("1f1b", num_ranks=2, num_microbatches=2).lower(lowering)
 
 
-def test_validation_asks_for_the_transport() -> None:
-    programs = build_schedule("1f1b", num_ranks=2, num_microbatches=4).lower()
-    validate_programs(programs, "per_channel")
-    with pytest.raises(ValueError, match=r"one queue per rank \(per_rank\)"):
-        validate_programs(programs, transport="per_rank")
-    with pytest.raises(ValueError, match="transport is 'tcp'; it must be one of 'per_channel'"):
-        validate_programs(programs, transport="tcp")
-
-
-def test_a_report_names_every_transport() -> None:
-    schedule = build_schedule("zb_v", num_ranks=4, num_microbatches=8)
-    assert list(schedule.transport_report()) == TRANSPORTS
-    in_order = schedule.transport_report(Lowering(receives="in_order", batches=True))
-    assert in_order == dict.fromkeys(TRANSPORTS)
-
-
 @pytest.mark.parametrize("pairs", ["whole", "split"])
-def test_pairs_of_1f1b_run_on_every_transport_with_as_many_slots_as_activations(
+def test_pairs_of_1f1b_run_with_receives_ahead_and_in_order(
     pairs: Literal["whole", "split"],
 ) -> None:
     for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 3)):
         schedule = build_schedule(
             name, num_ranks=3, num_chunks=chunks, num_microbatches=7, pairs=pairs
         )
-        in_order = Lowering(receives="in_order", batches=True, recompute=Recompute(keep=1))
-        assert schedule.transport_report(in_order) == dict.fromkeys(TRANSPORTS)
-        schedule.lower(in_order)
-        programs = schedule.lower(Lowering(slots="shared"))
-        slots = [program.slot_counts().activations for program in programs]
-        assert slots == [[peak] for peak in schedule.simulate().peak_in_flight]
+        for receives in RECEIVES:
+            schedule.lower(Lowering(receives=receives, recompute=Recompute(keep=1)))
 
 
 def test_a_memory_limit_names_the_forward_that_exceeds_it() -> None:
@@ -135,19 +91,13 @@ def named_schedules(draw: st.DrawFn) -> Schedule:
 
 
 @settings(max_examples=60)
-@given(named_schedules(), st.sampled_from(["ahead", "in_order"]), st.integers(0, 3))
-def test_slots_are_as_many_as_the_simulation_holds(
-    schedule: Schedule, receives: str, keep: int
+@given(named_schedules(), st.sampled_from(RECEIVES), st.integers(0, 3))
+def test_ranks_recompute_unless_they_keep_all_that_the_simulation_holds(
+    schedule: Schedule, receives: Receives, keep: int
 ) -> None:
     peaks = schedule.simulate().peak_in_flight
     schedule.validate(memory_limit=peaks)
-    lowering = Lowering(
-        receives=receives,  # type: ignore[arg-type]
-        recompute=Recompute(keep=keep),
-        batches=receives == "in_order",
-        slots="shared",
-    )
+    lowering = Lowering(receives=receives, recompute=Recompute(keep=keep))
     for program, peak in zip(schedule.lower(lowering), peaks, strict=True):
-        assert program.slot_counts().activations == [peak]
         rank_keeps = [a for i, a in enumerate(program.actions) if i not in program.dropped]
         assert len(rank_keeps) < len(program.actions) or keep >= peak
