@@ -1,6 +1,6 @@
-"""Mixture of experts: routers, dispatchers and layers; which hot experts to clone, and for whom.
+"""Mixture of experts: routers, dispatchers, layers and cloning of hot experts (ECHO).
 
-What computes on tensors loads torch on first use; planning does without it.
+Names that need torch are imported on first use; planning does not need torch.
 """
 
 from __future__ import annotations

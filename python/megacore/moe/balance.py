@@ -1,10 +1,10 @@
-"""Losses that keep the experts balanced, and how their gradients join the training loss.
+"""Load-balancing losses and the injection of their gradients into the backward pass.
 
-Every definition here is made so that a layout changes nothing. Statistics of the tokens are summed
-over the ranks that hold the other tokens; gradients are those of one process. The rule that ties it
-together: *the router's loss of one data-parallel and context-parallel rank is a mean over its
-tokens, like the training loss, and gradients of ranks are averaged*. Only where tensor parallelism
-splits the sequence, gradients of ranks are added up; there each rank takes its share of the mean.
+Every definition here is independent of the parallel layout. Token statistics are summed over the
+ranks that hold the other tokens; gradients equal those of a single process. The common rule: *the
+router's loss of one data-parallel and context-parallel rank is a mean over its tokens, like the
+training loss, and gradients are averaged over ranks*. Only where tensor parallelism splits the
+sequence, gradients are summed over ranks; each rank then contributes its share of the mean.
 
 Shapes: S this rank's part of the sequence, B batch, E experts, k choices per token.
 """
@@ -24,15 +24,15 @@ from megacore.parallel.process_groups import Group
 
 @dataclass(frozen=True, kw_only=True)
 class RouterGroups:
-    """Which ranks hold other tokens than this one.
+    """Process groups whose members hold other tokens than this rank.
 
     Attributes:
         sequence_parallel: The tp group if sequence parallelism splits the sequence over it; a group
             of one if its ranks all route the same tokens.
         cp: The context-parallel group, which splits sequences.
         dp_cp: All ranks of the data-parallel and context-parallel axes.
-        holders: All ranks with this router; those of both copies of the model where a pipeline has
-            two, through which different microbatches flow. Default: ``dp_cp``.
+        holders: All ranks with a replica of this router. If a pipeline holds two copies of the
+            model for different microbatches, the ranks of both copies. Default: ``dp_cp``.
     """
 
     sequence_parallel: Group = field(default_factory=Group.solo)
@@ -49,25 +49,25 @@ def load_balancing_loss(
     groups: RouterGroups,
     memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``E * sum over e of (share of assignments to e) * (mean score of e)``; 1 if balanced.
+    """Compute ``E * sum_e (share of assignments to e) * (mean score of e)``; 1 if balanced.
 
-    The product makes the pool of tokens matter. ``"sequence"`` takes one sequence at a time and
-    averages over sequences, so the loss of a global batch does not depend on how the batch is cut
-    into microbatches and ranks. ``"batch"`` takes all tokens of a microbatch on all data-parallel
-    ranks together. It lets sequences specialise, but it depends on the number of microbatches of a
-    step: layouts agree if they have the same number of them.
+    Because of the product, the loss depends on the pool of tokens. ``"sequence"`` treats each
+    sequence separately and averages over sequences, so the loss of a global batch does not depend
+    on its division into microbatches and ranks. ``"batch"`` pools all tokens of a microbatch on all
+    data-parallel ranks. It allows sequences to specialise, but depends on the number of
+    microbatches of a step: layouts agree if they have the same number of microbatches.
 
     Args:
         scores_SBE: Scores of all experts that sum to 1 for each token, ``(S, B, E)``.
         expert_ids_SBK: The choices, ``(S, B, k)``, int64.
         kind: The pool.
-        groups: Who holds the other tokens of the pool.
-        memo: That of a recomputed region around the call; sums over ranks are then made once.
+        groups: Groups that hold the other tokens of the pool.
+        memo: Memo of an enclosing recomputed region; sums over ranks are then computed once.
 
     Returns:
-        One loss per pool, ``(P,)``, with this rank's part of the gradient; and the value of their
-        mean without any. Averaged over ranks and microbatches the value is that of the global
-        batch. Without tokens it is 0.
+        One loss per pool, ``(P,)``, with this rank's part of the gradient; and the detached mean
+        value. Averaged over ranks and microbatches, the value is that of the global batch. Without
+        tokens it is 0.
 
     Sync:
         One all-reduce over each group of the pool.
@@ -109,16 +109,16 @@ def load_balancing_loss(
 
 
 def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]:
-    """Mean over tokens of ``logsumexp(logits)**2``, which keeps logits small.
+    """Compute the mean of ``logsumexp(logits)**2`` over tokens, which keeps logits small.
 
     Args:
         logits_SBE: ``(S, B, E)``.
         groups: For the share of the mean under sequence parallelism.
 
     Returns:
-        One loss per sequence, ``(B,)``, with this rank's part of the gradient; and the mean over
-        this rank's tokens without any. Averaged over ranks and microbatches the value is that of
-        the global batch.
+        One loss per sequence, ``(B,)``, with this rank's part of the gradient; and the detached
+        mean over this rank's tokens. Averaged over ranks and microbatches, the value is that of the
+        global batch.
 
     Source:
         ST-MoE, arXiv:2202.08906, equation 5.
@@ -129,15 +129,16 @@ def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]
 
 
 def inject_gradient(x: Tensor, loss: Tensor, factor: float | Tensor) -> Tensor:
-    """Return ``x`` and let the backward pass also start at the mean of ``factor * loss``.
+    """Return ``x`` and inject the gradient of the mean of ``factor * loss`` into the backward pass.
 
-    So a loss in the middle of a pipeline takes part in training without travelling to its end.
+    A loss of an intermediate pipeline stage thereby contributes to training without being sent to
+    the last stage.
 
     Args:
-        x: Any tensor on the way to the training loss.
-        loss: A scalar, or some whose mean counts.
-        factor: What they are multiplied by: one number, or one for each. A tensor is read in the
-            backward pass, not before, so it may be filled in after the forward passes of a step.
+        x: Any tensor that the training loss depends on.
+        loss: A scalar, or several values whose mean is used.
+        factor: Multiplier: one number, or one per loss value. A tensor is read in the backward
+            pass, not before, so it may be filled in after the forward passes of a step.
 
     Example:
         >>> x, y = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
@@ -160,7 +161,7 @@ class _InjectGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dtype, device, shape = ctx.loss
         if not isinstance(ctx.factor, Tensor):
-            # Not as_tensor: a number of the host would be copied, and the host wait for the copy.
+            # Not as_tensor: it copies a host number to the device, which is a host sync.
             mean = torch.full(shape, ctx.factor, dtype=dtype, device=device)
         else:
             mean = ctx.factor.to(device, dtype).flatten().expand(shape.numel()).view(shape)
@@ -168,7 +169,7 @@ class _InjectGradient(torch.autograd.Function):
 
 
 def _count_choices(expert_ids_SBK: Tensor, pools: int, num_experts: int) -> Tensor:
-    """Choices of each expert, ``(pools, E)`` int64; a sequence is a pool, or all are one."""
+    """Count the choices of each expert per pool, ``(pools, E)`` int64."""
     per_pool = expert_ids_SBK.numel() // max(1, pools)
     flat = expert_ids_SBK.transpose(0, 1).reshape(pools, per_pool)
     return flat.new_zeros(pools, num_experts).scatter_add_(1, flat, torch.ones_like(flat))

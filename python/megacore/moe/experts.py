@@ -1,7 +1,7 @@
-"""The experts of one rank: two grouped matrix products with an activation between them.
+"""The experts of one rank: two grouped GEMMs with an activation in between.
 
 Shapes: M rows of all local experts, L local experts, F inner width of an expert on this rank (its
-share, if etp splits experts), H hidden.
+shard, if etp splits experts), H hidden.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Activation = Literal["swiglu", "gelu"]
 
 
 class GroupedExperts(nn.Module):
-    """``fc2(activation(fc1(x)))`` for each expert's own rows, times the weight of each row.
+    """Grouped MLP ``fc2(activation(fc1(x)))`` over each expert's rows, times each row's weight.
 
     The weight is applied between the two products, where rows are narrow; since ``fc2`` is linear
-    and has no bias, that is the same as weighting the result.
+    and has no bias, this is equivalent to weighting the result.
 
     Args:
         fc1: ``(L, 2, F, H)`` for SwiGLU, gate first; ``(L, F, H)`` for GELU.
         fc2: ``(L, H, F)``.
-        activation: What is between them.
+        activation: Activation between ``fc1`` and ``fc2``.
 
     Raises:
-        ValueError: If the shapes do not fit each other.
+        ValueError: If the shapes are inconsistent.
     """
 
     def __init__(self, fc1: nn.Parameter, fc2: nn.Parameter, *, activation: Activation) -> None:
@@ -49,15 +49,17 @@ class GroupedExperts(nn.Module):
     def forward(
         self, arrived: ExpertRows | None, clones: CloneExchange | None = None
     ) -> Tensor | None:
-        """Compute the experts' results.
+        """Compute the expert outputs.
 
         Args:
-            arrived: Rows of the local experts and behind them those of ``clones``. ``None`` only
-                starts to send the weights of clones; a call, so that weights are current.
-            clones: Clones that other ranks hold for this one, and that it holds for others.
+            arrived: Rows of the local experts, followed by the rows of ``clones``. With ``None``
+                the call only starts the transfer of clone weights; as a call of the module it runs
+                the hooks that make the parameters current.
+            clones: Clone exchange of this layer: clones of this rank's experts on other ranks, and
+                of other ranks' experts here.
 
         Returns:
-            ``(M, H)``; this rank's part of a sum if etp splits experts.
+            ``(M, H)``; a partial sum if etp splits experts.
         """
         activate = swiglu if self.activation == "swiglu" else gelu
         if arrived is None:

@@ -1,4 +1,4 @@
-"""An MoE layer: route tokens, bring them to their experts, compute, bring the results back.
+"""MoE layer: routing, dispatch, expert computation, combine.
 
 Shapes: S this rank's part of the sequence, B batch, H hidden, E experts.
 """
@@ -22,13 +22,13 @@ Mapping = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class MoECounts:
-    """What happened in a layer since its counts were reset, on this rank.
+    """Counters of a layer on this rank since their last reset.
 
     Attributes:
-        tokens_per_expert: Copies that each expert was given from this rank's tokens, ``(E,)``
-            int64. Dropped copies are not among them.
-        num_dropped: Copies that no expert saw, int64 scalar.
-        num_over_budget: Those of them that a static buffer had no room for, int64 scalar.
+        tokens_per_expert: Copies of this rank's tokens sent to each expert, ``(E,)`` int64,
+            excluding dropped copies.
+        num_dropped: Dropped copies, int64 scalar.
+        num_over_budget: Dropped copies that exceeded a static buffer, int64 scalar.
         losses: Sums over forward passes of the load-balancing loss and of the z-loss, each with its
             coefficient, ``(2,)`` float32.
     """
@@ -40,20 +40,20 @@ class MoECounts:
 
 
 class MoELayer(nn.Module):
-    """Routed experts, and perhaps a shared one that sees every token.
+    """Routed experts, and optionally a shared expert that processes every token.
 
-    Where tensor parallelism gives all its ranks the same tokens, each rank routes a share of them,
-    so no token is counted twice; ``take_share`` and ``join_shares`` say how.
+    If all tensor-parallel ranks hold the same tokens, ``take_share`` selects the tokens that each
+    rank routes, so that no token is counted twice, and ``join_shares`` gathers the results.
 
     Args:
         router: Chooses experts.
-        dispatcher: Moves tokens.
+        dispatcher: Exchanges tokens between ranks.
         experts: The experts of this rank.
-        shared: The shared expert: takes and returns what the layer does. ``None`` for none.
-        overlap_shared: Compute the shared expert while tokens travel.
-        take_share: From the layer's input to the tokens that this rank routes, ``(S', B, H)``.
-            Default: all of them.
-        join_shares: Back from the results of these tokens to the layer's output.
+        shared: The shared expert, with the input and output shapes of the layer. ``None`` for none.
+        overlap_shared: Compute the shared expert while the dispatch is in flight.
+        take_share: Maps the layer's input to the tokens that this rank routes, ``(S', B, H)``.
+            Default: all tokens.
+        join_shares: Maps the results of these tokens to the layer's output.
         echo: Clones of hot experts; the dispatcher then moves tokens to ``echo.places``.
     """
 
@@ -101,15 +101,15 @@ class MoELayer(nn.Module):
         """Apply the layer.
 
         Args:
-            x_SBH: ``(S, B, H)``, normed.
-            names: Names of the tokens that this rank routes; jitter needs them.
-            loss_factor: What the mean loss of this microbatch is multiplied by on its way into the
-                backward pass; the router's losses get the same factor. See `TopKRouter.forward`.
-            memo: That of a recomputed region around the layer: tokens then go where they went
-                before, and nothing is counted twice.
+            x_SBH: ``(S, B, H)``, normalized.
+            names: Identifiers of the tokens that this rank routes; required for jitter.
+            loss_factor: Factor between the mean loss of this microbatch and the root of the
+                backward pass; applied to the router's losses too. See `TopKRouter.forward`.
+            memo: Memo of a recomputed region around the layer: recomputation then reuses the
+                routing decisions, and nothing is counted twice.
 
         Returns:
-            What the residual stream gains, ``(S, B, H)``.
+            The layer output to add to the residual stream, ``(S, B, H)``.
         """
         memo = Memo() if memo is None else memo
         tokens_SBH, routing = self.route(x_SBH, names, loss_factor=loss_factor, memo=memo)
@@ -124,7 +124,7 @@ class MoELayer(nn.Module):
         loss_factor: float | Tensor,
         memo: Memo,
     ) -> tuple[Tensor, RoutingResult]:
-        """The first part of :meth:`forward`: this rank's tokens and their experts."""
+        """Route this rank's tokens: the first phase of :meth:`forward`."""
         tokens_SBH = x_SBH if self._take_share is None else self._take_share(x_SBH)
         routing: RoutingResult = self.router(
             tokens_SBH, names=names, loss_factor=loss_factor, memo=memo
@@ -132,7 +132,7 @@ class MoELayer(nn.Module):
         return tokens_SBH, routing
 
     def plan(self, routing: RoutingResult, *, memo: Memo) -> DispatchPlan:
-        """The second part: which copy goes where. Up to here no size depends on the routing."""
+        """Plan the dispatch: the second phase. So far no tensor shape depends on the routing."""
         decided = memo.once(lambda: _without_gradient(self._decide(routing)))
         plan = replace(decided, probs=routing.probs)
         if not memo.is_replay:
@@ -142,7 +142,7 @@ class MoELayer(nn.Module):
     def finish(
         self, x_SBH: Tensor, tokens_SBH: Tensor, plan: DispatchPlan, *, memo: Memo
     ) -> Tensor:
-        """The rest: to the experts and back.
+        """Dispatch, compute the experts and combine: the last phase.
 
         Sync:
             Waits for the device where the dispatcher has to read sizes.
@@ -153,7 +153,7 @@ class MoELayer(nn.Module):
             self.experts(None, clones)
         splits = memo.once(lambda: self.dispatcher.read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
-        # Between the start and the end of the exchange.
+        # Overlaps with the exchange in flight.
         shared_SBH = self.shared(x_SBH) if self.shared and self.overlap_shared else None
         arrived = pending.finish()
         rows = self.dispatcher.combine(self.experts(arrived, clones), arrived, splits)
@@ -166,7 +166,7 @@ class MoELayer(nn.Module):
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH
 
     def counts(self) -> MoECounts:
-        """What happened since :meth:`reset_counts`; the tensors go on counting."""
+        """Return the counters since :meth:`reset_counts`, as live tensors."""
         return MoECounts(
             tokens_per_expert=self.tokens_per_expert,
             num_dropped=self.num_dropped,
@@ -175,7 +175,7 @@ class MoELayer(nn.Module):
         )
 
     def reset_counts(self) -> None:
-        """Start counting anew; also forgets what the router's bias would learn from."""
+        """Reset all counters, including the token counts for the router's bias update."""
         for count in vars(self.counts()).values():
             count.zero_()
         if self.echo is not None:

@@ -1,4 +1,4 @@
-"""Choose experts for each token: the routers of Mixtral, Qwen3-MoE and DeepSeek-V3, and between.
+"""Top-k routers: those of Mixtral, Qwen3-MoE and DeepSeek-V3, and combinations of their options.
 
 Shapes: S this rank's part of the sequence, B batch, T = S * B tokens, H hidden, E experts, k
 choices per token.
@@ -26,7 +26,7 @@ _TINY = 1e-20
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How a router scores experts, chooses among them and weighs them.
+    """Configuration of a router: scores, choice and weights of experts.
 
     Mixtral is the default with ``top_k=2``. Qwen3-MoE may set ``normalize=False``. DeepSeek-V3 has
     ``score_function="sigmoid"``, ``expert_bias=True``, ``num_groups=8``, ``groups_top_k=4`` and
@@ -36,24 +36,25 @@ class RouterConfig:
         num_experts: E.
         top_k: k.
         score_function: Turns logits into scores.
-        softmax_after_top_k: Rank the logits and take the softmax of the chosen ones only. Otherwise
-            the softmax is over all experts; it is the same after normalization.
+        softmax_after_top_k: Rank the logits and apply the softmax to the chosen logits only.
+            Otherwise the softmax is over all experts; both are equal after normalization.
         normalize: Divide the scores of the chosen experts by their sum.
-        scaling_factor: Multiplies the weights at the end.
+        scaling_factor: Factor on the final weights.
         num_groups: Groups of consecutive experts. Only experts of the best groups can be chosen.
-        groups_top_k: How many groups are the best ones.
-        group_score_top: The score of a group is the sum of that many of its best scores.
-        expert_bias: Add a bias to each expert's score when choosing, not when weighing. It follows
-            the load, see :func:`update_expert_biases`.
-        expert_bias_rate: How much the bias changes in a step.
+        groups_top_k: Number of groups that can be chosen from.
+        group_score_top: Number of best scores in a group whose sum is the score of the group.
+        expert_bias: Add a bias to each expert's score for the choice, not for the weight. The bias
+            follows the load, see :func:`update_expert_biases`.
+        expert_bias_rate: Change of the bias per step.
         aux_loss_coef: Weight of the load-balancing loss; 0 for none.
-        aux_loss_type: Its pool of tokens, see :func:`megacore.moe.balance.load_balancing_loss`.
+        aux_loss_type: Token pool of that loss, see
+            :func:`megacore.moe.balance.load_balancing_loss`.
         z_loss_coef: Weight of the z-loss; 0 for none.
-        jitter: Each input of the router is multiplied by a number in ``[1 - jitter, 1 + jitter]``
-            in training.
-        force_balanced: Give every expert the same number of tokens, whatever the scores; for
-            benchmarks.
-        fp32: Compute the logits in float32, whatever the dtype of the model.
+        jitter: Multiply each router input by a random number in ``[1 - jitter, 1 + jitter]`` in
+            training.
+        force_balanced: Assign the same number of tokens to every expert regardless of the scores;
+            for benchmarks.
+        fp32: Compute the logits in float32, regardless of the dtype of the model.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -109,13 +110,13 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenNames:
-    """What identifies the tokens of a forward pass in every layout.
+    """Layout-independent identifiers of the tokens of a forward pass.
 
     Attributes:
         step: Optimizer step.
         sample_ids_B: Global sample ids, ``(B,)``, int64.
         positions_S: Positions of this rank's tokens in the whole sequence, ``(S,)``, int64.
-        keys: The keys of this step on the device, see `StepKeys`; ``None`` to compute them.
+        keys: Keys of this step on the device, see `StepKeys`; ``None`` to compute the keys.
     """
 
     step: int
@@ -126,7 +127,7 @@ class TokenNames:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingResult:
-    """Where the tokens of one forward pass go.
+    """Expert assignment and auxiliary losses of one forward pass.
 
     Attributes:
         probs: Weight of each choice, ``(T, k)``, float32.
@@ -134,8 +135,8 @@ class RoutingResult:
         tokens_per_expert: Choices per expert among this rank's tokens, ``(E,)``, int64.
         aux_loss: Value of the load-balancing loss times its coefficient, a scalar without gradient;
             ``None`` without that loss. Averaged over ranks and microbatches it is the value of the
-            global batch. Its gradient is already part of ``probs``.
-        z_loss: Likewise for the z-loss.
+            global batch. Its gradient is already attached to ``probs``.
+        z_loss: The same for the z-loss.
     """
 
     probs: Tensor
@@ -146,29 +147,29 @@ class RoutingResult:
 
 
 class Tape(Protocol):
-    """Keeps decisions, or makes them as they were; see `megacore.moe.routing_trace.RoutingTape`."""
+    """Recorder or replayer of decisions; see `megacore.moe.routing_trace.RoutingTape`."""
 
     def choose(self, layer: int, names: TokenNames, decide: Callable[[], Tensor]) -> Tensor:
-        """The experts of some tokens, ``(T, k)`` int64; ``decide`` takes the best ones."""
+        """Choose experts, ``(T, k)`` int64; ``decide`` computes the router's own choice."""
 
 
 class TopKRouter(nn.Module):
-    """Scores the experts for each token and chooses the best.
+    """Router that scores the experts for each token and chooses the best k.
 
     Args:
-        config: What to compute.
+        config: Routing options.
         weight: The router's matrix, ``(E, H)``. It is replicated over tp; with sequence parallelism
             its gradient must be summed over tp.
-        groups: Ranks that hold other tokens.
+        groups: Groups that hold the other tokens.
         seed: Seed of the run, for jitter.
         layer: Global index of the layer, for jitter.
 
     Attributes:
         expert_bias: ``(E,)``, float32, a buffer of the module; ``None`` without
-            ``config.expert_bias``. It is state of the training, to be saved in checkpoints.
+            ``config.expert_bias``. Training state, saved in checkpoints.
         tokens_seen: ``(E,)``, int64: choices per expert in training since the last update of the
             bias. Not saved: it is zero between steps.
-        tape: Records or replays decisions in training, if set. Tokens then need names.
+        tape: Records or replays decisions in training, if set. ``names`` is then required.
 
     Example:
         >>> router = TopKRouter(RouterConfig(num_experts=2, top_k=1), nn.Parameter(torch.eye(2)))
@@ -207,7 +208,7 @@ class TopKRouter(nn.Module):
 
     @property
     def random_uses(self) -> tuple[str, ...]:
-        """What it draws random numbers for, in the words of `StepKeys`."""
+        """Purposes of the router's random numbers, as `StepKeys` identifies them."""
         if self.config.jitter == 0.0:
             return ()
         return (f"router jitter|{self.seed}|{{step}}|{self.layer}",)
@@ -225,24 +226,24 @@ class TopKRouter(nn.Module):
 
         Args:
             hidden: ``(S, B, H)``, or ``(S, H)`` for one sequence.
-            names: The tokens' names. Jitter needs them.
-            loss_factor: What a mean over the tokens of this microbatch is multiplied by on its way
-                into the number that ``backward`` starts from, such as the loss scale divided by the
-                number of microbatches. The gradients of the auxiliary losses get the same factor. A
-                tensor is read in the backward pass. It may be ``(B,)``: a factor for the mean over
-                the tokens of each sequence, whose mean then is the microbatch's part. A pool
-                over ranks (``aux_loss_type="batch"``) takes the mean of all their factors,
+            names: Token identifiers; required for jitter.
+            loss_factor: Factor between a mean over the tokens of this microbatch and the number
+                that ``backward`` starts from, such as the loss scale divided by the number of
+                microbatches. The gradients of the auxiliary losses get the same factor. A tensor is
+                read in the backward pass. With shape ``(B,)`` it holds a factor for the token mean
+                of each sequence, and the mean over sequences is the microbatch's contribution. A
+                pool over ranks (``aux_loss_type="batch"``) uses the mean of all factors, computed
                 in the forward pass.
-            expert_ids: Choices made before, ``(T, k)``, int64, to be used instead of the best ones
+            expert_ids: Precomputed choices, ``(T, k)``, int64, used instead of the best experts
                 (see :class:`megacore.moe.routing_trace.RoutingLog`).
-            memo: That of a recomputed region around the router.
+            memo: Memo of a recomputed region around the router.
 
         Raises:
-            ValueError: If shapes do not fit, or if jitter lacks names.
+            ValueError: If shapes are inconsistent, or if jitter is enabled without ``names``.
 
         Sync:
-            None on the device. The load-balancing loss needs an all-reduce over the groups of its
-            pool in training, nothing in groups of one.
+            None on the device. In training, the load-balancing loss does an all-reduce over the
+            groups of its pool, except groups of one.
         """
         if hidden.dim() == 2:
             hidden = hidden[:, None]
@@ -291,7 +292,7 @@ class TopKRouter(nn.Module):
         loss_factor: float | Tensor,
         memo: Memo,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The probabilities, by which the auxiliary losses get gradients, and these losses."""
+        """Compute the auxiliary losses and attach their gradients to the probabilities."""
         config = self.config
         aux_value = z_value = None
         if config.aux_loss_coef > 0.0:
@@ -312,7 +313,7 @@ class TopKRouter(nn.Module):
         return probs, aux_value, z_value
 
     def _pool_factor(self, factor: float | Tensor, memo: Memo) -> float | Tensor:
-        """What the load-balancing loss is multiplied by on its way into the backward pass."""
+        """Compute the gradient factor of the load-balancing loss for its pool."""
         if not isinstance(factor, Tensor) or factor.dim() == 0:
             return factor
         if self.config.aux_loss_type == "sequence":
@@ -327,7 +328,7 @@ class TopKRouter(nn.Module):
         return memo.once(mean_over_ranks)
 
     def _logits(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:
-        """``(S, B, E)``; float32 unless the model is wider or ``fp32`` is off."""
+        """Compute logits, ``(S, B, E)``; float32, or float64 for a float64 input."""
         weight = self.weight
         if self.config.fp32 and hidden_SBH.dtype.itemsize < 4:
             hidden_SBH = hidden_SBH.float()
@@ -371,14 +372,14 @@ class TopKRouter(nn.Module):
 
 @torch.no_grad()
 def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
-    """Raise the bias of experts with less than the mean load by the rate, lower that of the others.
+    """Raise the bias of experts below the mean load by the rate; lower it for those above the mean.
 
-    Call it once per optimizer step. The load is that of all tokens of the step, as integers, so
-    every layout makes the same update.
+    Call it once per optimizer step. The load counts all tokens of the step, in integers, so every
+    layout makes the same update.
 
     Args:
         routers: All routers of this rank with an expert bias, in the same order on all ranks of
-            their groups; they share their groups.
+            their groups; all routers must have the same groups.
 
     Sync:
         One all-reduce over each of the groups that hold other tokens.
@@ -414,7 +415,7 @@ def _scores(logits: Tensor, config: RouterConfig) -> Tensor:
 
 
 def _normalized(scores: Tensor, config: RouterConfig) -> Tensor:
-    """Scores that sum to 1 for each token."""
+    """Normalize scores to a sum of 1 for each token."""
     if config.score_function == "softmax":
         return scores
     return scores / (scores.sum(-1, keepdim=True) + _TINY)
@@ -431,7 +432,7 @@ def _weights(logits: Tensor, scores: Tensor, expert_ids: Tensor, config: RouterC
 
 
 def _only_best_groups(ranked: Tensor, config: RouterConfig) -> Tensor:
-    """Scores with those of other groups replaced by minus infinity."""
+    """Mask the scores of experts outside the best groups with minus infinity."""
     per_group = config.num_experts // config.num_groups
     grouped = ranked.view(ranked.shape[0], config.num_groups, per_group)
     num_best = min(config.group_score_top, grouped.shape[2])
@@ -442,7 +443,7 @@ def _only_best_groups(ranked: Tensor, config: RouterConfig) -> Tensor:
 
 
 def _balanced_choices(logits: Tensor, config: RouterConfig, names: TokenNames | None) -> Tensor:
-    """The next k experts for each token, around and around; the names make it layout-free."""
+    """Assign k experts per token round-robin; with ``names``, independent of the layout."""
     if names is None:
         token = torch.arange(logits.shape[0], device=logits.device)
     else:

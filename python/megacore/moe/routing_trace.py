@@ -1,8 +1,8 @@
-"""Record which experts tokens went to, in a folder, step by step, and send them there again.
+"""Recording of routing decisions in a folder, step by step, and their replay.
 
-Choices are kept by optimizer step, layer, global sample and position, so a run may replay them in
-another layout than the one that recorded them. ``routing.json`` says what was recorded; each rank
-writes one file per step with the choices it made.
+Choices are indexed by optimizer step, layer, global sample and position, so a run can replay a
+recording in a different parallel layout. ``routing.json`` describes the recorded run; each rank
+writes one file of its choices per step.
 
 Shapes: S this rank's part of the sequence, B batch, T = S * B tokens, k choices per token.
 """
@@ -31,7 +31,7 @@ _STEP_FILE = re.compile(r"step_(\d{8,})\.rank_\d+\.safetensors")
 
 
 class RoutingLog:
-    """Choices of routers, by name of the token.
+    """Routing choices, indexed by token identifiers.
 
     Example:
         >>> names = TokenNames(
@@ -49,7 +49,7 @@ class RoutingLog:
         self._choices: dict[tuple[int, int, int], Tensor] = {}
 
     def record(self, layer: int, names: TokenNames, expert_ids: Tensor) -> None:
-        """Keep the choices of one forward pass.
+        """Store the choices of one forward pass.
 
         Args:
             layer: Global index of the layer.
@@ -57,10 +57,10 @@ class RoutingLog:
             expert_ids: ``RoutingResult.expert_ids``, ``(T, k)``, int64.
 
         Raises:
-            ValueError: If there are not as many choices as names.
+            ValueError: If the number of choices differs from the number of tokens in ``names``.
 
         Sync:
-            Waits for the device: the log lives on the host.
+            Waits for the device: the log is stored on the host.
         """
         samples, positions = names.sample_ids_B.tolist(), names.positions_S.cpu()
         if expert_ids.shape[0] != len(samples) * positions.numel():
@@ -81,17 +81,17 @@ class RoutingLog:
             self._choices[key] = known
 
     def expert_ids(self, layer: int, names: TokenNames) -> Tensor:
-        """The recorded choices of these tokens, for ``TopKRouter.forward(expert_ids=...)``.
+        """Look up the choices of these tokens, for ``TopKRouter.forward(expert_ids=...)``.
 
         Args:
             layer: Global index of the layer.
             names: The tokens.
 
         Returns:
-            ``(T, k)``, int64, on the device of the names.
+            ``(T, k)``, int64, on the device of ``names``.
 
         Raises:
-            KeyError: If a token was not recorded; the message names it.
+            KeyError: If a token was not recorded; the message identifies the token.
 
         Sync:
             Waits for the device.
@@ -115,7 +115,7 @@ class RoutingLog:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was recorded."""
+        """True if nothing was recorded."""
         return not self._choices
 
     def save(self, path: Path) -> None:
@@ -125,7 +125,7 @@ class RoutingLog:
 
     @classmethod
     def load(cls, *paths: Path) -> RoutingLog:
-        """Read a log, or join those of several ranks that each recorded some tokens."""
+        """Read a log, or merge the logs of several ranks that each recorded some tokens."""
         log = cls()
         for path in paths:
             for name, choices in load_file(path).items():
@@ -143,7 +143,7 @@ class RoutingLog:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What must be equal for decisions to fit: the names of tokens, and the experts.
+    """Settings that must match for a replay, because they determine token identifiers or experts.
 
     Attributes:
         settings: Values by key, such as ``"moe.num_experts"``.
@@ -152,7 +152,7 @@ class Recorded:
     settings: Mapping[str, Any]
 
     def difference(self, other: Recorded) -> str | None:
-        """The first setting that differs, in words: ours, then that of ``other``."""
+        """Describe the first setting that differs: this value, then that of ``other``."""
         for key, value in self.settings.items():
             theirs = other.settings.get(key)
             if theirs != value:
@@ -161,15 +161,15 @@ class Recorded:
 
 
 class RoutingRecorder:
-    """Writes the decisions of this rank.
+    """Writer of this rank's routing decisions.
 
-    Rank 0 makes the folder ready when the first step starts: what an earlier run recorded of that
-    step and later ones goes.
+    Rank 0 prepares the folder when the first step starts and deletes recordings of that step and
+    later steps by an earlier run.
 
     Args:
-        folder: On a file system that all ranks share.
-        recorded: Of this run.
-        rank: Of this process.
+        folder: Output folder, on a file system that all ranks share.
+        recorded: Settings of this run.
+        rank: Global rank of this process.
     """
 
     def __init__(self, folder: Path, recorded: Recorded, *, rank: int) -> None:
@@ -180,10 +180,10 @@ class RoutingRecorder:
         self.log = RoutingLog()
 
     def start_step(self, step: int) -> None:
-        """Forget what was not written.
+        """Discard unwritten decisions, and prepare the folder before the first step.
 
         Raises:
-            MegacoreError: On rank 0, if the folder holds something else or cannot be written.
+            MegacoreError: On rank 0, if the folder contains other files or is not writable.
         """
         self.log = RoutingLog()
         if self._rank == 0 and not self._is_ready:
@@ -191,10 +191,10 @@ class RoutingRecorder:
         self._is_ready = True
 
     def finish_step(self, step: int) -> None:
-        """Write the decisions of a step. A file appears when it is complete.
+        """Write the decisions of a step; the file is renamed into place when complete.
 
         Raises:
-            MegacoreError: If it cannot be written.
+            MegacoreError: If the file cannot be written.
         """
         if not self.log.is_empty:
             _writing(self._folder, lambda: self._write(step))
@@ -228,10 +228,10 @@ class RoutingRecorder:
 
 
 class RoutingReplay:
-    """Reads the decisions of a recording, one step at a time.
+    """Reader of a recording, one step at a time.
 
     Args:
-        folder: Of the recording.
+        folder: Folder of the recording.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -242,7 +242,7 @@ class RoutingReplay:
         """Read a step.
 
         Raises:
-            MegacoreError: If it was not recorded, or a file is damaged.
+            MegacoreError: If the step was not recorded, or a file is damaged.
         """
         paths = [path for number, path in step_files(self._folder) if number == step]
         if not paths:
@@ -255,7 +255,7 @@ class RoutingReplay:
             ) from error
 
     def expert_ids(self, layer: int, names: TokenNames) -> Tensor:
-        """As `RoutingLog.expert_ids`.
+        """Look up recorded choices as `RoutingLog.expert_ids` does.
 
         Raises:
             MegacoreError: If a token was not recorded.
@@ -270,32 +270,32 @@ class RoutingReplay:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingTape:
-    """What routers ask in training; see `TopKRouter`.
+    """Recorder and replay that routers use in training; see `TopKRouter`.
 
     Attributes:
-        recorder: Keeps decisions, if any does.
-        replay: Makes them in place of the router, if any does.
+        recorder: Records decisions; ``None`` to disable recording.
+        replay: Replaces the router's decisions; ``None`` to disable replay.
     """
 
     recorder: RoutingRecorder | None = None
     replay: RoutingReplay | None = None
 
     def start_step(self, step: int) -> None:
-        """Get ready for a step, before its first forward pass."""
+        """Prepare for a step, before its first forward pass."""
         for part in (self.recorder, self.replay):
             if part is not None:
                 part.start_step(step)
 
     def finish_step(self, step: int) -> None:
-        """Keep what was decided."""
+        """Write the recorded decisions of a step."""
         if self.recorder is not None:
             self.recorder.finish_step(step)
 
     def choose(self, layer: int, names: TokenNames, decide: Callable[[], Tensor]) -> Tensor:
-        """The experts of some tokens, ``(T, k)`` int64.
+        """Choose the experts of some tokens, ``(T, k)`` int64.
 
         Sync:
-            Waits for the device, with either part.
+            Waits for the device if a recorder or a replay is set.
         """
         ids = decide() if self.replay is None else self.replay.expert_ids(layer, names)
         if self.recorder is not None:
@@ -304,10 +304,10 @@ class RoutingTape:
 
 
 def check_recording_folder(folder: Path) -> None:
-    """Check that a folder may take a recording.
+    """Check that a folder can be used for a recording.
 
     Raises:
-        MegacoreError: If it holds something else.
+        MegacoreError: If the folder contains anything other than a recording.
     """
     if folder.is_dir() and (folder / ABOUT_NAME).exists():
         return
@@ -319,15 +319,15 @@ def check_recording_folder(folder: Path) -> None:
 
 
 def check_replay(folder: Path, recorded: Recorded, *, steps: int) -> None:
-    """Check that a recording fits a run.
+    """Check that a recording matches a run.
 
     Args:
-        folder: Of the recording.
-        recorded: What this run would record.
-        steps: Steps that the run ends with.
+        folder: Folder of the recording.
+        recorded: Settings of this run.
+        steps: Total number of steps at the end of the run.
 
     Raises:
-        MegacoreError: Naming the first thing that does not fit.
+        MegacoreError: With the first mismatch.
     """
     difference = recorded.difference(read_recorded(folder))
     if difference is not None:
@@ -339,10 +339,10 @@ def check_replay(folder: Path, recorded: Recorded, *, steps: int) -> None:
 
 
 def read_recorded(folder: Path) -> Recorded:
-    """What a recording was made of.
+    """Read the settings of a recording.
 
     Raises:
-        MegacoreError: If it is none, or one of another format.
+        MegacoreError: If the folder does not contain a recording of a supported format.
     """
     path = folder / ABOUT_NAME
     try:
@@ -373,7 +373,7 @@ def _no_step(folder: Path, step: int) -> str:
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """The files of a recording with the step of each, by name."""
+    """List the files of a recording as (step, path), sorted by file name."""
     if not folder.is_dir():
         return []
     found = ((_STEP_FILE.fullmatch(path.name), path) for path in sorted(folder.iterdir()))

@@ -1,4 +1,4 @@
-"""What the ``[moe]`` section means for a router and for clones."""
+"""Conversion of the ``[moe]`` section to router and ECHO options."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megacore.moe.router import RouterConfig
 
 
 def router_config(moe: MoEConfig) -> RouterConfig:
-    """The router's part of the section.
+    """Build the router configuration from the ``[moe]`` section.
 
     Raises:
-        ValueError: If its settings contradict each other.
+        ValueError: If the settings contradict each other.
 
     Example:
         >>> router_config(MoEConfig(num_experts=4, score_function="sigmoid")).top_k
@@ -39,7 +39,7 @@ def router_config(moe: MoEConfig) -> RouterConfig:
 
 
 def echo_options(moe: MoEConfig) -> EchoOptions:
-    """The planner's part of ``[moe.echo]``."""
+    """Build the planner options from ``[moe.echo]``."""
     echo = moe.echo
     return EchoOptions(
         num_spare_slots=echo.spare_slots,
@@ -51,7 +51,7 @@ def echo_options(moe: MoEConfig) -> EchoOptions:
 
 
 def num_slot_sets(config: Config) -> int:
-    """Sets of spare slots for weights: one for each microbatch that may be inside layers at a time.
+    """Compute the number of weight slot sets: one per microbatch that can be inside layers at once.
 
     Example:
         >>> num_slot_sets(Config()), num_slot_sets(Config(pipeline={"overlap_moe": True}))
@@ -61,9 +61,10 @@ def num_slot_sets(config: Config) -> int:
 
 
 def echo_receive_factor(moe: MoEConfig, experts_per_rank: int) -> float:
-    """Rows that the ``static`` dispatcher keeps on a rank, as a multiple of the mean load.
+    """Compute the rows of a ``static`` receive buffer, as a multiple of the mean load.
 
-    What the planner guarantees; ``static_budget`` where it guarantees nothing.
+    ``moe.echo.receive_budget`` if set, else the planner's guaranteed factor, else
+    ``moe.static_budget`` if the planner guarantees none.
 
     Example:
         >>> from megacore.config import MoEConfig

@@ -1,10 +1,10 @@
-"""How tokens reach the ranks of their experts: one interface, three ways.
+"""Token dispatchers: one interface, three exchange strategies.
 
-* ``allgather``: all tokens go to all ranks. The host reads one number per layer.
-* ``alltoall``: each copy goes to the rank of its expert. The host reads sizes once per layer.
-* ``static``: the same in buffers of fixed size. The host reads nothing; copies that a buffer has
-  no room for are counted and left out. Rows travel by equal-split all-to-alls
-  (``StaticDispatcher``), or are written straight into memory of peers (``PeerDispatcher``).
+* ``allgather``: all tokens are sent to all ranks. The host reads one number per layer.
+* ``alltoall``: each copy is sent to the rank of its expert. The host reads sizes once per layer.
+* ``static``: the same with buffers of fixed size, without host sync. Copies that exceed a buffer
+  are counted and dropped. Rows are exchanged by equal-split all-to-alls (``StaticDispatcher``), or
+  written directly into peer memory (``PeerDispatcher``).
 """
 
 from __future__ import annotations

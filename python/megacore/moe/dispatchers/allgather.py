@@ -1,4 +1,4 @@
-"""All-gather: every rank sees the tokens of all and computes those of its experts.
+"""The ``allgather`` dispatcher: every rank gathers all tokens and computes its own experts' part.
 
 Shapes: T tokens of this rank, k experts per token, G members of the group, H hidden.
 """
@@ -23,15 +23,15 @@ from megacore.parallel.process_groups import Group
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Gathers all tokens, then adds up what all ranks made of them.
+    """Dispatcher that all-gathers the tokens and reduce-scatters the results.
 
-    Traffic does not depend on the routing: ``G - 1`` times the tokens each way. That is less than
-    an all-to-all where a token has about as many experts as the group has ranks.
+    Traffic does not depend on the routing: ``G - 1`` times the tokens in each direction. This is
+    less than for an all-to-all if a token has about as many experts as the group has ranks.
 
     All members must have equally many tokens in a call; pad to the largest number, or use
-    ``alltoall``. On the CPU ``preprocess`` is an error on every member where they differ: through
-    shared memory a ``RuntimeError``, as the sizes of a collective are compared anyway; on gloo a
-    ``ValueError``, for one more all-gather of a number each. On GPUs nothing compares them.
+    ``alltoall``. On the CPU ``preprocess`` raises an error on every member if the numbers differ: a
+    ``RuntimeError`` over shared memory, whose collectives compare sizes; a ``ValueError`` over
+    gloo, which costs an additional all-gather of one number. On GPUs the numbers are not compared.
     """
 
     captured_fields = (
@@ -45,7 +45,7 @@ class AllGatherDispatcher(Dispatcher):
     )
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
-        """Gather the choices of all tokens, find those of the own experts. See `Dispatcher`."""
+        """Gather the choices of all tokens and select the local experts. See `Dispatcher`."""
         placement, ids_Tk = self.placement, routing.expert_ids
         if self.capacity is not None:
             ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
@@ -68,12 +68,12 @@ class AllGatherDispatcher(Dispatcher):
         )
 
     def read_splits(self, plan: DispatchPlan) -> RowSplits:
-        """Read how many rows the own experts get. See `Dispatcher`."""
+        """Read the number of rows of the local experts. See `Dispatcher`."""
         assert plan.rows_per_member is not None
         return RowSplits(received=(int(plan.rows_per_member.item()),))
 
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:
-        """Gather tokens and weights; they have arrived when this returns. See `Dispatcher`."""
+        """Gather tokens and weights synchronously. See `Dispatcher`."""
         assert splits.received is not None
         (num_rows,) = splits.received
         group = self.placement.group
@@ -82,20 +82,20 @@ class AllGatherDispatcher(Dispatcher):
         return _Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
 
     def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:  # noqa: ARG002
-        """Nothing moves before the sum. See `Dispatcher`."""
+        """Return ``rows`` unchanged: ``postprocess`` communicates. See `Dispatcher`."""
         return rows
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        """Add up the results of each token over all ranks. See `Dispatcher`."""
+        """Sum the results of each token over all ranks. See `Dispatcher`."""
         return reduce_scatter_rows(collect_rows(rows, plan.row_map), self.placement.group)
 
 
 def _gather_choices(ids_Tk: Tensor, group: Group) -> Tensor:
-    """The choices of all members, ``(G * T, k)``, if all have equally many tokens."""
+    """Gather the choices of all members, ``(G * T, k)``; all must have equally many tokens."""
     num_tokens, top_k = ids_Tk.shape
     on_cpu = ids_Tk.device.type == "cpu"
     if on_cpu and group.host is None and group.size > 1:
-        # Unequal sizes would end processes on gloo, and nothing of equal size travels before them.
+        # Unequal sizes abort gloo processes, and no earlier collective of equal size detects them.
         tokens_G = ids_Tk.new_empty(group.size)
         all_gather(tokens_G, ids_Tk.new_full((1,), num_tokens), group)
         require_equal_tokens(tokens_G, group, dispatcher="allgather")

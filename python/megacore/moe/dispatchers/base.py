@@ -1,7 +1,7 @@
-"""What all dispatchers share: the interface and the values they pass on.
+"""Dispatcher interface and the values passed between its calls.
 
-A *copy* is one token on its way to one of its ``k`` experts. A *row map* says in which row each
-copy lies, -1 for a copy that is not sent (see :mod:`megacore.ops.permutation`).
+A *copy* is one token assigned to one of its ``k`` experts. A *row map* holds the row of each copy,
+-1 for a copy that is not sent (see :mod:`megacore.ops.permutation`).
 
 Shapes: T tokens of this rank, k experts per token, E experts, L experts of this rank, G members of
 the group that shares the experts, H hidden.
@@ -26,7 +26,7 @@ from megacore.parallel.process_groups import Group, ProcessGroups
 
 
 class Routing(Protocol):
-    """What a dispatcher needs to know from a router."""
+    """Router output that a dispatcher needs."""
 
     @property
     def probs(self) -> Tensor:
@@ -34,18 +34,18 @@ class Routing(Protocol):
 
     @property
     def expert_ids(self) -> Tensor:
-        """Expert of each copy, ``(T, k)``, int64, different ones for each token."""
+        """Expert of each copy, ``(T, k)``, int64, distinct for each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlacement:
-    """Where the experts of a layer are.
+    """Placement of a layer's experts on ranks.
 
     Attributes:
         group: The ``etp x ep`` ranks that hold all experts once.
         members: Positions in ``group`` of the ranks that share each part of the experts: one row
             per ep position, its etp ranks in order.
-        ep_position: Which part this rank has.
+        ep_position: Index of this rank's part.
         num_experts: Experts of the layer, a multiple of the number of parts.
     """
 
@@ -56,7 +56,7 @@ class ExpertPlacement:
 
     @classmethod
     def of(cls, groups: ProcessGroups, num_experts: int) -> ExpertPlacement:
-        """The placement of ``num_experts`` over the ranks of ``groups``.
+        """Place ``num_experts`` on the ranks of ``groups``.
 
         Raises:
             ValueError: If ep does not divide the experts.
@@ -84,7 +84,7 @@ class ExpertPlacement:
         )
 
     def with_slots(self, num_spare_slots: int) -> ExpertPlacement:
-        """The same ranks with spare slots behind their experts; numbers are places then.
+        """Add spare slots behind each rank's experts; expert numbers then are places.
 
         Example:
             >>> ExpertPlacement.of(ProcessGroups.single(), 8).with_slots(2).num_local
@@ -94,12 +94,12 @@ class ExpertPlacement:
 
     @property
     def ep_size(self) -> int:
-        """Number of parts the experts are dealt into."""
+        """Number of parts that the experts are divided into."""
         return len(self.members)
 
     @property
     def num_local(self) -> int:
-        """Experts of this rank (its share of each, if etp splits them)."""
+        """Number of experts of this rank (etp shards count as experts)."""
         return self.num_experts // self.ep_size
 
     @property
@@ -110,22 +110,22 @@ class ExpertPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchPlan:
-    """What is decided about the tokens of one forward pass, before anything is moved.
+    """Dispatch decisions for the tokens of one forward pass, made before any row is moved.
 
-    It is made on the device without a look at values, so it can be the result of a captured region.
-    Shapes of tensors follow from T, k, E and G alone.
+    A plan is computed on the device without host sync, so it can be the output of a captured
+    region. Tensor shapes depend on T, k, E and G only.
 
     Attributes:
         probs: Weight of each copy, ``(T, k)``, float32, with its gradient.
         row_map: Row of each copy among the rows that are sent, ``(T, k * etp)`` int64; -1 for
             copies that are not sent. Where etp ranks share an expert, each gets a copy.
-        tokens_per_expert: Copies of this rank's tokens for each expert, dropped ones not counted,
+        tokens_per_expert: Copies of this rank's tokens for each expert, without dropped copies,
             ``(E,)`` int64.
         arriving: Copies that each member of the group sends to each local expert, ``(G, L)`` int64.
-        rows_per_member: What the host must read: rows sent to and received from each member,
+        rows_per_member: Sizes that the host must read: rows sent to and received from each member,
             ``(2, G)`` int64, or a single number of rows; ``None`` where sizes are fixed.
-        num_dropped: Copies of this rank's tokens that no expert sees, int64 scalar.
-        num_over_budget: Those among them that a static buffer had no room for, int64 scalar.
+        num_dropped: Dropped copies of this rank's tokens, int64 scalar.
+        num_over_budget: Copies dropped because a static buffer was full, int64 scalar.
     """
 
     probs: Tensor
@@ -139,13 +139,14 @@ class DispatchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """Rows as experts take them: sorted by local expert.
+    """Input rows of the local experts, sorted by expert.
 
     Attributes:
         rows: ``(M, H)``. Rows behind the sum of ``m_splits`` belong to no expert.
         probs: Weight of each row, ``(M,)``, float32.
         m_splits: Rows of each local expert, ``(L,)`` int64, on the device.
-        row_map: Sorted row of each row that arrived, ``(M, 1)`` int64; ``None`` if none moved.
+        row_map: Sorted row of each received row, ``(M, 1)`` int64; ``None`` if rows were received
+            in sorted order.
     """
 
     rows: Tensor
@@ -155,27 +156,27 @@ class ExpertRows:
 
 
 class PendingDispatch(ABC):
-    """Tokens on their way to their experts."""
+    """Dispatch in flight."""
 
     @abstractmethod
     def finish(self) -> ExpertRows:
-        """Wait for the tokens; call it once."""
+        """Wait for the tokens; must be called exactly once."""
 
 
 class Dispatcher(ABC):
-    """Brings tokens to the ranks of their experts and the results back.
+    """Exchange of tokens and results between ranks and the ranks of their experts.
 
     A forward pass calls ``preprocess``, ``read_splits``, ``dispatch``, the experts, ``combine`` and
-    ``postprocess``. A dispatcher keeps nothing between calls: what a later call needs is in the
-    values that the earlier ones return.
+    ``postprocess``. A dispatcher is stateless: the inputs of later calls are returned by earlier
+    calls.
 
     Args:
-        placement: Where the experts are.
+        placement: Placement of the experts.
         capacity: Limit of the copies per expert; ``None`` for no limit.
 
     Attributes:
-        captured_fields: Fields of :class:`DispatchPlan` that later calls read: what must survive
-            if a captured region ends after ``preprocess``.
+        captured_fields: Fields of :class:`DispatchPlan` that later calls read and that a captured
+            region ending after ``preprocess`` must therefore keep.
     """
 
     captured_fields: ClassVar[tuple[str, ...]]
@@ -186,7 +187,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def preprocess(self, routing: Routing) -> DispatchPlan:
-        """Decide which copy goes where.
+        """Plan the destination row of each copy.
 
         Sync:
             Exchanges counts over the group; does not wait for the device.
@@ -194,7 +195,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def read_splits(self, plan: DispatchPlan) -> RowSplits:
-        """Read how many rows travel: the one place where the host waits for the device.
+        """Read the numbers of rows to exchange: the only host sync of a dispatcher.
 
         Sync:
             Waits for the device where ``plan.rows_per_member`` is set; otherwise returns at once.
@@ -202,7 +203,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:
-        """Start to send tokens to the ranks of their experts.
+        """Start sending tokens to the ranks of their experts.
 
         Args:
             x_TH: Tokens of this rank, ``(T, H)``.
@@ -216,15 +217,15 @@ class Dispatcher(ABC):
 
         Args:
             rows: Results, in the order of ``arrived.rows``.
-            arrived: What ``dispatch`` brought.
+            arrived: Result of the dispatch.
             splits: From ``read_splits``.
 
         Returns:
-            Rows as ``plan.row_map`` counts them.
+            Rows, indexed by ``plan.row_map``.
         """
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        """Add up the results of each token.
+        """Sum the results of each token.
 
         Args:
             rows: From ``combine``.
@@ -239,13 +240,14 @@ class Dispatcher(ABC):
 def gather_counts(
     counts_E: Tensor, placement: ExpertPlacement, *, equal_tokens: int | None = None
 ) -> Tensor:
-    """Copies that each member sends to each local expert, ``(G, L)``, from its own ``(E,)``.
+    """Gather the copies that each member sends to each local expert, ``(G, L)``, from ``(E,)``.
 
     Args:
         counts_E: Copies of this rank's tokens for each expert, int64.
-        placement: Where the experts are.
-        equal_tokens: This rank's T, if it must be that of all members. On the CPU it travels with
-            the counts and is compared; on a GPU the host would have to wait for that.
+        placement: Placement of the experts.
+        equal_tokens: This rank's T, if all members must have the same T. On the CPU it is gathered
+            with the counts and compared; on a GPU the comparison would require a host sync and is
+            skipped.
 
     Raises:
         ValueError: On every member, if ``equal_tokens`` differ.
@@ -264,17 +266,17 @@ def gather_counts(
 
 
 def require_equal_tokens(tokens_G: Tensor, group: Group, *, dispatcher: str) -> None:
-    """Refuse unequal numbers of tokens.
+    """Raise an error if members have unequal numbers of tokens.
 
     Args:
-        tokens_G: How many each member has, ``(G,)`` int64, contiguous, on the CPU.
+        tokens_G: Number of tokens of each member, ``(G,)`` int64, contiguous, on the CPU.
         group: The members.
-        dispatcher: The one that needs equal numbers.
+        dispatcher: Name of the dispatcher that requires equal numbers.
 
     Raises:
-        ValueError: If they differ, with the ranks.
+        ValueError: If the numbers differ, with the ranks.
     """
-    # Read as a kernel reads it: not by an operation, which a graph could not record.
+    # Read through the pointer like a kernel: a graph could not record a torch operation here.
     numbers = (ctypes.c_int64 * group.size).from_address(tokens_G.data_ptr())
     ranks_of: dict[int, list[int]] = {}
     for rank, number in zip(group.ranks, numbers, strict=True):
@@ -296,20 +298,21 @@ def _ranks(ranks: list[int]) -> str:
 
 @cache
 def constant(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Numbers of the host as an int64 tensor; made once, as a captured region cannot make it."""
+    """Convert host numbers to an int64 tensor; cached, as a captured region cannot create it."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def rows_of_copies(
     row_in_part_Tk: Tensor, expert_ids_Tk: Tensor, first_row_G: Tensor, placement: ExpertPlacement
 ) -> Tensor:
-    """The row map of copies that go to every member that shares their expert.
+    """Build the row map of copies that are sent to all members that share their expert.
 
     Args:
-        row_in_part_Tk: Place of each copy among those for its part of the experts; -1: not sent.
-        expert_ids_Tk: Expert of each copy; anything where it is not sent.
-        first_row_G: Where the rows for each member begin.
-        placement: Which members share which experts.
+        row_in_part_Tk: Index of each copy among the copies for its part of the experts; -1: not
+            sent.
+        expert_ids_Tk: Expert of each copy; arbitrary for copies that are not sent.
+        first_row_G: First row for each member.
+        placement: Placement of the experts.
 
     Returns:
         ``(T, k * etp)``, int64.

@@ -1,4 +1,4 @@
-"""A limit on the tokens of each expert, and who has to go.
+"""Expert capacity and the choice of dropped tokens.
 
 Shapes: T tokens, k experts per token.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Each rank sends an expert at most its fair share of copies times a factor.
+    """Capacity limit: a rank sends each expert at most its fair share of copies times a factor.
 
     Attributes:
         factor: Multiple of ``copies / experts``.
-        drop_by: Who stays: the copies with the highest weights (of equal ones the first), or the
-            first ones.
-        pad: Always send exactly that many rows to each expert, so that all sizes are known without
-            a look at the device; missing rows are zero.
+        drop_by: Copies that are kept: ``"probs"`` for the highest weights (the first of equal
+            weights), ``"position"`` for the first copies.
+        pad: Always send exactly the capacity's rows to each expert, so that all sizes are known
+            without host sync; missing rows are zero.
     """
 
     factor: float
@@ -31,7 +31,7 @@ class Capacity:
     pad: bool = False
 
     def rows(self, num_copies: int, num_experts: int) -> int:
-        """Rows per expert, at least 1 and never more than all copies.
+        """Compute the rows per expert, at least 1 and at most the number of copies.
 
         Example:
             >>> Capacity(factor=1.25).rows(num_copies=64, num_experts=8)
@@ -44,7 +44,7 @@ class Capacity:
     def limit(self, expert_ids_Tk: Tensor, probs_Tk: Tensor, *, num_experts: int) -> Tensor:
         """Drop the copies that exceed each expert's capacity.
 
-        The weights of a token's other copies stay as they are.
+        The weights of a token's other copies are unchanged.
 
         Args:
             expert_ids_Tk: Expert of each copy.
@@ -65,11 +65,11 @@ class Capacity:
 
 
 def place_in_expert(expert_ids_Tk: Tensor, probs_Tk: Tensor | None) -> Tensor:
-    """Which place each copy takes among those of its expert, ``(T, k)``, from 0.
+    """Compute the rank of each copy among the copies of its expert, ``(T, k)``, from 0.
 
     Args:
         expert_ids_Tk: Expert of each copy.
-        probs_Tk: Copies with higher weights come first; ``None``: the order of the copies.
+        probs_Tk: Weights to sort by, descending; ``None`` for the order of the copies.
     """
     flat = expert_ids_Tk.flatten()
     if probs_Tk is None:
@@ -84,7 +84,7 @@ def place_in_expert(expert_ids_Tk: Tensor, probs_Tk: Tensor | None) -> Tensor:
 
 
 def rows_at(factor: float, num_copies: int, num_parts: int) -> int:
-    """``ceil(factor * num_copies / num_parts)`` of the factor as it is written, in decimals.
+    """Compute ``ceil(factor * num_copies / num_parts)`` with the exact decimal value of the factor.
 
     Example:
         >>> import math

@@ -38,7 +38,7 @@ _PLAN_FIELDS = (
 
 
 class _ExchangeDispatcher(Dispatcher):
-    """Sends every copy to all ranks that share its expert, and adds what they return."""
+    """Base of dispatchers that send copies by all-to-all to all ranks that share their expert."""
 
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:
         """Start the all-to-all. See `Dispatcher`."""
@@ -54,38 +54,38 @@ class _ExchangeDispatcher(Dispatcher):
         )
 
     def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:
-        """All-to-all backwards. See `Dispatcher`."""
+        """Return the results by the reverse all-to-all. See `Dispatcher`."""
         if arrived.row_map is not None:
             rows = collect_rows(rows, arrived.row_map)
         return exchange_rows(rows, self.placement.group, splits.reversed())
 
     def _num_received(self, plan: DispatchPlan) -> int | None:  # noqa: ARG002
-        """Rows that experts get, if more than arrive."""
+        """Fixed number of expert input rows; ``None`` for the number of received rows."""
         return None
 
     @abstractmethod
     def _num_sent(self, plan: DispatchPlan, splits: RowSplits) -> int:
-        """Rows that this rank sends in all."""
+        """Total number of rows that this rank sends."""
 
     @abstractmethod
     def _expert_of_rows(self, plan: DispatchPlan, splits: RowSplits) -> Tensor:
-        """Local expert of each row that will arrive, ``(M,)`` int64; -1 for an empty row."""
+        """Local expert of each received row, ``(M,)`` int64; -1 for an empty row."""
 
 
 class AllToAllDispatcher(_ExchangeDispatcher):
-    """Dropless: as many rows travel as there are copies.
+    """Dropless all-to-all dispatcher with exact sizes.
 
-    Their number depends on the routing, so the host reads it once per layer (``read_splits``).
+    The sizes depend on the routing, so the host reads them once per layer (``read_splits``).
 
     Args:
-        placement: Where the experts are.
+        placement: Placement of the experts.
         capacity: Limit of the copies per expert; ``None`` for no limit.
     """
 
     captured_fields = (*_PLAN_FIELDS, "rows_per_member")
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
-        """Sort copies by expert and tell the others how many come. See `Dispatcher`."""
+        """Sort copies by expert and exchange counts. See `Dispatcher`."""
         placement = self.placement
         ids_Tk = routing.expert_ids
         if self.capacity is not None:
@@ -129,10 +129,10 @@ class AllToAllDispatcher(_ExchangeDispatcher):
 
 
 class StaticBudget:
-    """Rows that the ``static`` dispatcher keeps for each member, as a multiple of the fair share.
+    """Rows per member of a ``static`` buffer, as a multiple of the fair share.
 
-    The layers of a model share one budget, so that a step that ran over it can be run again with a
-    larger one.
+    The layers of a model share one budget, so that a step that exceeded it can be rerun with a
+    larger budget.
 
     Args:
         factor: Multiple of ``copies / ep``.
@@ -143,7 +143,7 @@ class StaticBudget:
 
     @property
     def growth(self) -> float:
-        """How many times the first budget it is now."""
+        """Ratio of the current budget to the initial budget."""
         return self.factor / self._first_factor
 
     def grow(self) -> None:
@@ -151,7 +151,7 @@ class StaticBudget:
         self.factor *= 2.0
 
     def rows(self, *, num_tokens: int, top_k: int, placement: ExpertPlacement) -> int:
-        """Rows per member; never more than can come, which is one per token and local expert.
+        """Compute the rows per member, at most one per token and local expert.
 
         Example:
             >>> from megacore.parallel import ProcessGroups
@@ -164,26 +164,27 @@ class StaticBudget:
 
 
 class StaticDispatcher(_ExchangeDispatcher):
-    """All sizes are fixed before the routing is known, so the host never waits for the device.
+    """All-to-all dispatcher with sizes fixed before the routing is known, without host sync.
 
-    Each rank keeps a buffer of R rows per member of the group. Copies for which a buffer has no
-    room are found on the device and not sent (``plan.num_over_budget`` counts them); among the
-    copies for a member, those for its last experts go first. What becomes of the step then is for
-    the caller to decide. With ``capacity.pad`` the buffers have exactly the capacity's rows for
-    each expert, and nothing can run over them.
+    Each rank has a buffer of R rows per member of the group. Copies that exceed a buffer are found
+    on the device and not sent (``plan.num_over_budget`` counts them); among the copies for a
+    member, the copies for its last experts are dropped first. The caller decides how to handle
+    overflow (``moe.over_budget``). With ``capacity.pad`` the buffers have exactly the capacity's
+    rows for each expert, and overflow is impossible.
 
-    All members must have equally many tokens in a call, as the sizes follow from them; pad to the
-    largest number, or use ``alltoall``. On the CPU their numbers travel with the counts, and where
-    they differ ``preprocess`` is a ``ValueError`` on every member. On GPUs the host would have to
-    wait for the device to compare them, so nothing does: NCCL waits for rows that never come.
+    All members must have equally many tokens in a call, because buffer sizes depend on the number
+    of tokens; pad to the largest number, or use ``alltoall``. On the CPU the numbers are exchanged
+    with the counts, and ``preprocess`` raises ``ValueError`` on every member if they differ. On
+    GPUs a comparison would require a host sync and is omitted: a mismatch makes NCCL hang.
 
     Args:
-        placement: Where the experts are.
+        placement: Placement of the experts.
         budget: Size of the buffers.
         capacity: Limit of the copies per expert; ``None`` for no limit.
-        receive_rows: From the number of tokens of a member and the copies of each to the rows that
-            experts get, whatever arrives; more must not arrive in all, but may come from any
-            member: the buffers hold that much. ``None``: what the buffers hold together.
+        receive_rows: Maps (tokens of a member, copies per token) to the fixed number of expert
+            input rows. The total of received rows must not exceed it, but any single member may
+            send up to that many: each buffer is sized for it. ``None`` for the total size of the
+            buffers.
     """
 
     captured_fields = _PLAN_FIELDS
@@ -201,7 +202,7 @@ class StaticDispatcher(_ExchangeDispatcher):
         self._receive_rows = receive_rows
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
-        """Give each copy a row of a fixed buffer. See `Dispatcher`."""
+        """Assign each copy a row of a fixed buffer. See `Dispatcher`."""
         placement, ids_Tk = self.placement, routing.expert_ids
         num_wanted = ids_Tk.numel()
         if self.capacity is not None:
@@ -223,18 +224,18 @@ class StaticDispatcher(_ExchangeDispatcher):
         )
 
     def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
-        """Equal shares: nothing is read. See `Dispatcher`."""
+        """Return equal splits without reading the device. See `Dispatcher`."""
         return RowSplits()
 
     def num_rows(self, num_tokens: int, top_k: int) -> int:
-        """Rows of the buffer for each member."""
+        """Compute the rows of the buffer for each member."""
         if self._receive_rows is not None:
             most = num_tokens * min(top_k, self.placement.num_local)
             return min(most, self._receive_rows(num_tokens, top_k))
         return rows_per_member(num_tokens, top_k, self.placement, self.budget, self.capacity)
 
     def _rows_in_part(self, ids_Tk: Tensor) -> tuple[Tensor, int]:
-        """Row of each copy in its member's buffer (-1: no room), and the rows of a buffer."""
+        """Compute the row of each copy in its member's buffer (-1: full) and the buffer's rows."""
         placement = self.placement
         num_rows = self.num_rows(*ids_Tk.shape)
         if self.capacity is not None and self.capacity.pad:
@@ -277,14 +278,14 @@ def rows_per_member(
     budget: StaticBudget,
     capacity: Capacity | None,
 ) -> int:
-    """Rows that a static buffer has for what comes from each member.
+    """Compute the rows of a static buffer for each member.
 
     Args:
         num_tokens: Tokens of each member.
         top_k: Copies of each token.
-        placement: Where the experts are.
+        placement: Placement of the experts.
         budget: Size of the buffers.
-        capacity: Limit of the copies per expert, which says the size if it pads.
+        capacity: Limit of the copies per expert; with ``pad`` it determines the size.
     """
     if capacity is not None and capacity.pad:
         per_expert = capacity.rows(num_tokens * top_k, placement.num_experts)
@@ -295,20 +296,20 @@ def rows_per_member(
 def static_receive_rows(
     placement: ExpertPlacement, budget: StaticBudget, capacity: Capacity | None
 ) -> Callable[[int, int], int]:
-    """From tokens of a member and copies of each to the rows of a rank's whole static buffer."""
+    """Build the map from (tokens of a member, copies per token) to a rank's total buffer rows."""
     return lambda num_tokens, top_k: (
         placement.group.size * rows_per_member(num_tokens, top_k, placement, budget, capacity)
     )
 
 
 def place_in_padded(ids_Tk: Tensor, place_Tk: Tensor, per_expert: int, num_local: int) -> Tensor:
-    """Row of each copy in a buffer with ``per_expert`` rows for each local expert; -1: none."""
+    """Compute each copy's row in a buffer of ``per_expert`` rows per local expert; -1: none."""
     rows = ids_Tk.clamp(min=0) % num_local * per_expert + place_Tk
     return rows.masked_fill(ids_Tk < 0, -1)
 
 
 def _per_member(values_P: Tensor, placement: ExpertPlacement) -> Tensor:
-    """A value per part of the experts as a value per member, ``(G,)``."""
+    """Expand a value per part of the experts to a value per member, ``(G,)``."""
     part_of = [0] * placement.group.size
     for part, members in enumerate(placement.members):
         for member in members:

@@ -1,4 +1,4 @@
-"""The choice between memory of peers and collectives for a group."""
+"""Choice between peer memory and collectives for a group."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Transport = Literal["auto", "collective", "peer"]
 def make_peers(
     group: Group, device: torch.device, *, transport: Transport, row_bytes: int
 ) -> Peers | None:
-    """The memory through which the members of ``group`` exchange rows, if they do it that way.
+    """Create the peer memory through which the members of ``group`` exchange rows, if used.
 
     Args:
         group: The ranks that hold all experts once.
-        device: Where their rows are.
+        device: Device of the rows.
         transport: ``moe.static_transport``.
         row_bytes: Size of a row.
 
     Returns:
-        ``None`` for a group of one, and where rows travel by collectives.
+        ``None`` for a group of one, and where rows are exchanged by collectives.
 
     Raises:
         ConfigError: If ``transport`` is ``"peer"`` and the members cannot reach each other's
             memory.
 
     Sync:
-        On CUDA all members find out together whether they can; collective.
+        On CUDA a collective agrees on whether all members can access each other's memory.
     """
     if transport == "collective" or group.size == 1 or device.type not in ("cpu", "cuda"):
         return None

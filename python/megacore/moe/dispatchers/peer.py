@@ -1,7 +1,7 @@
-"""The ``static`` dispatcher over memory of peers: rows go straight to where they are needed.
+"""The ``static`` dispatcher over peer memory: one-sided writes and reads of rows.
 
-Shapes: T tokens of this rank, k experts per token, E experts, G members of the group, C rows that
-a member has room for, H hidden.
+Shapes: T tokens of this rank, k experts per token, E experts, G members of the group, C rows of a
+member's receive buffer, H hidden.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from megacore.parallel.turns import give_turn
 
 
 class PeerDispatcher(Dispatcher):
-    """Pushes each copy into the memory of the ranks of its expert, and pulls the results.
+    """Dispatcher that pushes copies into the memory of the experts' ranks and pulls the results.
 
-    Nothing waits for the device. Rows arrive sorted by expert. Each rank has one buffer for what
-    arrives from all, so it runs over only if too much comes in all; then the copies for its last
-    experts are not sent, and among these those of the last members (``plan.num_over_budget`` counts
-    those of this rank). What becomes of the step then is for the caller to decide.
-    As for ``StaticDispatcher``, all members must have equally many tokens in a call. Where their
-    buffers differ, ``preprocess`` is a ``ValueError`` on every member on the CPU. On GPUs kernels
-    compare them, and the next :meth:`Peers.check` is a ``PeerLostError``; but where memory must be
-    made first, and not on all, a member waits for the others in vain.
+    There is no host sync. Rows are received in expert order. Each rank has one receive buffer for
+    all members, so only the total number of rows can exceed it; then the copies for its last
+    experts are not sent, starting with the copies of the last members (``plan.num_over_budget``
+    counts this rank's copies). The caller decides how to handle overflow (``moe.over_budget``).
+    As for ``StaticDispatcher``, all members must have equally many tokens in a call. If buffer
+    sizes differ, ``preprocess`` raises ``ValueError`` on every member on the CPU. On GPUs kernels
+    compare the sizes, and the next :meth:`Peers.check` raises ``PeerLostError``; but if only some
+    members must first allocate memory, these members block waiting for the others.
 
     Args:
-        placement: Where the experts are.
-        peers: The memory; its group is that of the placement.
-        receive_rows: From the tokens of a member and the copies of each to the rows of a buffer,
-            for all that arrives from all members.
+        placement: Placement of the experts.
+        peers: Peer memory of the placement's group.
+        receive_rows: Maps (tokens of a member, copies per token) to the rows of a receive buffer
+            for all members together.
         capacity: Limit of the copies per expert; ``None`` for no limit.
     """
 
@@ -72,7 +72,7 @@ class PeerDispatcher(Dispatcher):
         self._receive_rows = receive_rows
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
-        """Tell all members how many copies go where, and find a row for each. See `Dispatcher`."""
+        """Exchange counts and assign a destination row to each copy. See `Dispatcher`."""
         placement, ids_Tk = self.placement, routing.expert_ids
         num_wanted, num_rows = ids_Tk.numel(), self._receive_rows(*ids_Tk.shape)
         if self.capacity is not None:
@@ -98,7 +98,7 @@ class PeerDispatcher(Dispatcher):
         )
 
     def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
-        """Nothing is read. See `Dispatcher`."""
+        """Return fixed splits without reading the device. See `Dispatcher`."""
         return RowSplits()
 
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:  # noqa: ARG002
@@ -116,7 +116,7 @@ class PeerDispatcher(Dispatcher):
         return _PendingPush(rows, probs, transfer, m_splits)
 
     def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:  # noqa: ARG002
-        """Pull the results and add up those of each token. See `Dispatcher`."""
+        """Pull the results and sum them per token. See `Dispatcher`."""
         assert isinstance(arrived, PeerExpertRows)
         _check_rows("results", rows, arrived.copies.capacity, "the rows that arrived")
         transfer = _Transfer(self.peers, arrived.copies, rows)
@@ -126,23 +126,23 @@ class PeerDispatcher(Dispatcher):
         return tokens
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:  # noqa: ARG002
-        """Nothing is left to do: pulling adds. See `Dispatcher`."""
+        """Return ``rows`` unchanged: the pull has already summed. See `Dispatcher`."""
         return rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerExpertRows(ExpertRows):
-    """Rows that were pushed here.
+    """Expert rows that were pushed by peers.
 
     Attributes:
-        copies: Where the results of this rank's own tokens will lie.
+        copies: Locations of the results of this rank's own tokens.
     """
 
     copies: CopyMap
 
 
 def _check_rows(name: str, rows: Tensor, num_rows: int, whose: str) -> None:
-    """Refuse what others would read or write past the end of."""
+    """Raise an error for a wrong number of rows, which peers would read or write out of bounds."""
     if rows.dim() != 2 or rows.shape[0] != num_rows:
         raise ValueError(
             f"{name} {describe(rows)} must be a matrix of {num_rows} rows, as {whose} has"
@@ -150,7 +150,7 @@ def _check_rows(name: str, rows: Tensor, num_rows: int, whose: str) -> None:
 
 
 class _Transfer:
-    """What the halves of one exchange know of each other."""
+    """State shared by the start and finish functions of one exchange."""
 
     def __init__(self, peers: Peers, copies: CopyMap, like: Tensor) -> None:
         self.peers = peers
@@ -159,19 +159,19 @@ class _Transfer:
         self._tickets: dict[str, Ticket] = {}
 
     def started(self, way: str, ticket: Ticket) -> None:
-        """Remember an exchange: of the ``"forward"`` or of the ``"backward"`` pass."""
+        """Store the ticket of the ``"forward"`` or ``"backward"`` pass."""
         self._tickets[way] = ticket
 
     def ticket(self, way: str) -> Ticket:
-        """What was remembered, once."""
+        """Remove and return the stored ticket."""
         return self._tickets.pop(way)
 
     def tokens(self) -> Tensor:
-        """Room for this rank's tokens."""
+        """Allocate an uninitialized tensor for this rank's tokens."""
         return self._like.new_empty(self.copies.rows.shape[0], self._like.shape[1])
 
     def rows(self) -> Tensor:
-        """Room for the rows of this rank's experts."""
+        """Allocate an uninitialized tensor for the rows of this rank's experts."""
         return self._like.new_empty(self.copies.capacity, self._like.shape[1])
 
 
@@ -226,7 +226,7 @@ class _FinishDispatch(torch.autograd.Function):
         transfer.started(
             "backward", transfer.peers.start_pull(grad_rows, grad_probs, transfer.copies)
         )
-        # Only say that there are gradients: what travels reaches _StartDispatch by itself.
+        # Placeholders for autograd: _StartDispatch receives the gradients through peer memory.
         return grad_rows, grad_probs, None
 
 

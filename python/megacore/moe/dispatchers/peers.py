@@ -1,12 +1,12 @@
-"""Memory of the members of a group that each one writes into and reads from.
+"""Peer memory of a group, which every member can write and read.
 
-Rows travel without a call that all members make together: a member *pushes* its rows to where
-others need them and raises a flag, or shows its rows and lets the others *pull* them. Push and pull
-are each other's derivative. Where a row lies follows from counts that the members exchange first
+Rows are exchanged by one-sided access instead of collectives: a member *pushes* its rows into the
+buffers of others and sets a flag, or publishes its rows for the others to *pull*. Push and pull are
+each other's gradient. Row positions follow from counts that the members exchange first
 (``cpp/include/megacore/moe/peer_rows.h``).
 
 Shapes: T tokens of this rank, k experts per token, E experts, L experts of this rank, G members of
-the group, C rows that a member has room for, H hidden.
+the group, C rows of a member's receive buffer, H hidden.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from megacore.parallel.process_groups import Group
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PeerCounts:
-    """What a member learns from the counts of all.
+    """Row assignment of a member, computed from the counts of all members.
 
     Attributes:
-        shift: What to add to the row of a copy, sorted by expert, to get its row in the buffer of
-            the ranks of its expert, ``(E,)`` int64. There is no row from ``C`` on.
-        kept: Copies of this rank that there is a row for, ``(E,)`` int64.
-        arriving: Rows that arrive here from each member for each local expert, ``(G, L)`` int64.
+        shift: Offset from the row of a copy, sorted by expert, to its row in the buffer of the
+            ranks of its expert, ``(E,)`` int64. Rows from ``C`` on do not exist.
+        kept: Copies of this rank that have a row, ``(E,)`` int64.
+        arriving: Rows received from each member for each local expert, ``(G, L)`` int64.
     """
 
     shift: Tensor
@@ -51,14 +51,14 @@ class PeerCounts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CopyMap:
-    """Where the copies of this rank's tokens lie.
+    """Locations of the copies of this rank's tokens.
 
     Attributes:
         rows: ``member * C + row`` of each copy, ``(T, k * r)`` int64, -1 for none: ``r`` members
             share an expert, and each gets a copy.
         num_choices: k.
         capacity: C.
-        num_arrived: Rows that arrive here, int64 scalar.
+        num_arrived: Rows that this member receives, int64 scalar.
     """
 
     rows: Tensor
@@ -68,19 +68,19 @@ class CopyMap:
 
     @property
     def repeats(self) -> int:
-        """How many members share an expert."""
+        """Number of members that share an expert."""
         return self.rows.shape[1] // self.num_choices if self.num_choices else 1
 
 
 class Peers(ABC):
-    """The memory of a group of at least two. All layers of a model share it.
+    """Peer memory of a group of at least two members, shared by all layers of a model.
 
     Members call all methods in the same order, with tensors of the same shapes. At most
-    ``PEER_SLOTS`` exchanges of rows are under way at a time.
+    ``PEER_SLOTS`` row exchanges are in flight at a time.
 
     Args:
         group: The members.
-        row_bytes: Size of the largest row, if known; buffers then need not grow later.
+        row_bytes: Size of the largest row, if known; avoids growing the buffers later.
 
     Attributes:
         group: The members.
@@ -94,50 +94,50 @@ class Peers(ABC):
     def exchange_counts(
         self, counts_E: Tensor, placement: ExpertPlacement, capacity: int
     ) -> PeerCounts:
-        """Tell all members how many copies go to each expert, and plan where they lie."""
+        """Exchange the copies per expert with all members, and assign rows."""
 
     @abstractmethod
     def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> Ticket:
-        """Begin to bring tokens, and a number per copy, to the members of their experts."""
+        """Start pushing tokens, and a number per copy, to the members of their experts."""
 
     @abstractmethod
     def finish_push(
         self, ticket: Ticket, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
     ) -> None:
-        """Wait for what was pushed here and fill the rows; zeros behind those that arrived."""
+        """Wait for pushed rows and copy them to ``rows_CH``; the remaining rows are zeroed."""
 
     @abstractmethod
     def start_pull(self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap) -> Ticket:
-        """Show rows, and a number for each, to all members."""
+        """Publish rows, and a number per row, for all members to pull."""
 
     @abstractmethod
     def finish_pull(
         self, ticket: Ticket, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
     ) -> None:
-        """Wait for what the others show; fill in the sum of each token's rows, in their order."""
+        """Wait for published rows and sum each token's rows into ``x_TH``, in order of choices."""
 
     @abstractmethod
     def forget_exchanges(self) -> None:
-        """No exchange is under way any more: all members have given up the same capture.
+        """Free all slots after all members have aborted the same capture.
 
-        What a recording began and did not finish never ran, but it has taken slots, and not on all
-        members the same ones.
+        Exchanges that a capture started and did not finish never ran, but occupy slots, possibly
+        different slots on each member.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Raise if a peer did not come.
+        """Raise an error if waiting for a peer timed out.
 
         Raises:
-            PeerLostError: Naming it.
+            PeerLostError: With the rank of the peer.
 
         Sync:
-            Waits for the device, if it is one that cannot raise errors by itself.
+            Waits for a GPU, whose kernels cannot raise errors themselves.
         """
 
 
 class Slots:
-    """Which slots of one memory are in use. All members take and free them in the same order.
+    """Free list of the slots of one memory. All members take and free slots in the same order.
 
     Example:
         >>> slots = Slots()
@@ -151,10 +151,10 @@ class Slots:
         self.free_all()
 
     def take(self) -> int:
-        """The free slot that was not used for the longest time.
+        """Take the least recently used free slot.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If no slot is free.
         """
         if not self._free:
             raise RuntimeError(
@@ -164,19 +164,19 @@ class Slots:
         return self._free.pop(0)
 
     def free(self, slot: int) -> None:
-        """Give a slot back."""
+        """Mark a slot as free."""
         self._free.append(slot)
 
     def free_all(self) -> None:
-        """Give all slots back; the next ones come in the order of a new memory."""
+        """Free all slots and restore the initial order."""
         self._free = list(range(PEER_SLOTS))
 
 
 class Ticket:
-    """An exchange of rows that is under way.
+    """Row exchange in flight.
 
     Args:
-        memory: What it uses; kept until the exchange is finished.
+        memory: Memory of the exchange, referenced until the exchange is finished.
         slots: The slots of that memory.
     """
 
@@ -198,13 +198,13 @@ class _HostMemory:
 
 
 class HostPeers(Peers):
-    """Processes of one host, through memory that they share.
+    """Shared host memory between processes of one host.
 
-    Every wait is bounded by the group's timeout and ends in a ``RuntimeError`` that names who did
-    not come.
+    Every wait is bounded by the group's timeout and then raises a ``RuntimeError`` with the missing
+    rank.
 
     Raises:
-        ConfigError: If the group shares no memory.
+        ConfigError: If the group has no shared memory.
     """
 
     def __init__(self, group: Group, *, row_bytes: int = 0) -> None:
@@ -217,11 +217,11 @@ class HostPeers(Peers):
     def exchange_counts(
         self, counts_E: Tensor, placement: ExpertPlacement, capacity: int
     ) -> PeerCounts:
-        """Through the memory of all; waits for them. See `Peers`.
+        """Exchange counts through shared memory; waits for all members. See `Peers`.
 
         Raises:
-            ValueError: On every member, if they have room for unequal numbers of rows. It is found
-                before room is made for the rows, for which all members must meet.
+            ValueError: On every member, if capacities differ. This is detected before memory for
+                rows is allocated, which is collective.
         """
         num_experts, num_local = placement.num_experts, placement.num_local
         exchange = self._reserve(num_experts, 0, self._row_bytes).exchange
@@ -246,7 +246,7 @@ class HostPeers(Peers):
         return PeerCounts(shift=shift, kept=kept, arriving=arriving)
 
     def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> Ticket:
-        """Write each copy where it belongs. See `Peers`."""
+        """Write each copy to its row in the peers' buffers. See `Peers`."""
         x_TH, probs_Tk = x_TH.contiguous(), _contiguous(probs_Tk)
         memory = self._reserve(0, copies.capacity, _row_bytes(x_TH))
         ticket = Ticket(memory, memory.slots)
@@ -263,7 +263,7 @@ class HostPeers(Peers):
     def finish_push(
         self, ticket: Ticket, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
     ) -> None:
-        """Copy what has come. See `Peers`."""
+        """Copy the received rows. See `Peers`."""
         _exchange_of(ticket).finish_push(
             slot=ticket.slot,
             rows=rows_CH.data_ptr(),
@@ -276,7 +276,7 @@ class HostPeers(Peers):
         _finish(ticket, rows_CH, probs_C)
 
     def start_pull(self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap) -> Ticket:
-        """Copy rows to where the others see them. See `Peers`."""
+        """Copy rows into shared memory. See `Peers`."""
         rows_CH, probs_C = rows_CH.contiguous(), _contiguous(probs_C)
         memory = self._reserve(0, copies.capacity, _row_bytes(rows_CH))
         ticket = Ticket(memory, memory.slots)
@@ -293,7 +293,7 @@ class HostPeers(Peers):
     def finish_pull(
         self, ticket: Ticket, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
     ) -> None:
-        """Add up rows where they lie. See `Peers`."""
+        """Sum rows directly from shared memory. See `Peers`."""
         _exchange_of(ticket).finish_pull(
             slot=ticket.slot,
             tokens=x_TH.data_ptr(),
@@ -310,10 +310,10 @@ class HostPeers(Peers):
             self._memory.slots.free_all()
 
     def check(self) -> None:
-        """Nothing to do: every wait of the host raises by itself."""
+        """Do nothing: every wait on the host raises its own error."""
 
     def _reserve(self, num_experts: int, capacity: int, row_bytes: int) -> _HostMemory:
-        """The memory, made anew where it is too small. All members do so at the same time."""
+        """Return the memory, reallocated if it is too small; reallocation is collective."""
         old = self._memory
         sizes = (num_experts, capacity, row_bytes)
         if old is not None:
@@ -339,7 +339,7 @@ class HostPeers(Peers):
 
 
 def no_peers(note: str) -> str:
-    """The message for a group that cannot do without collectives."""
+    """Error message for a group without access to peer memory."""
     return (
         "moe.static_transport = peer needs ranks that reach each other's memory, but here is "
         f"{note}; set it to auto or collective"
@@ -359,7 +359,7 @@ def _finish(ticket: Ticket, *written: Tensor | None) -> None:
 
 
 def _number(value: Tensor) -> int:
-    """An int64 scalar as a kernel reads it: not by an operation, which a graph could not record."""
+    """Read an int64 scalar through its pointer: a graph could not record a torch operation."""
     return ctypes.c_int64.from_address(value.data_ptr()).value
 
 

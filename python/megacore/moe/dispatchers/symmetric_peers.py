@@ -1,4 +1,4 @@
-"""Memory of peer GPUs: torch's symmetric memory, and the kernels that write and read there.
+"""Peer memory of GPUs: torch's symmetric memory and the kernels that access it.
 
 Shapes: as in :mod:`megacore.moe.dispatchers.peers`.
 """
@@ -23,12 +23,12 @@ from megacore.parallel.process_groups import Group
 
 
 class _DeviceMemory:
-    """The memory of all members as one of them sees it.
+    """Memory of all members, mapped by one member.
 
     Args:
-        addresses: Of each member's memory, ``(G,)`` int64.
-        owner: Whatever keeps it alive.
-        layout: How it is cut.
+        addresses: Address of each member's memory, ``(G,)`` int64.
+        owner: Object that keeps the memory alive.
+        layout: Layout of the memory.
     """
 
     def __init__(self, addresses: Tensor, owner: object, layout: PeerLayout) -> None:
@@ -40,15 +40,15 @@ class _DeviceMemory:
 
 
 class DevicePeers(Peers):
-    """GPUs that reach each other's memory.
+    """Peer memory of GPUs that can access each other's memory.
 
-    The host waits for nothing. A kernel waits for a peer for at most ``timeout_s``; then all that
-    follows gives NaN, which keeps the optimizer from using it, and :meth:`check` raises.
+    There is no host sync. A kernel waits for a peer for at most ``timeout_s``; after a timeout all
+    following results are NaN, so the optimizer skips them, and :meth:`check` raises.
 
     Args:
         group: The members.
-        device: That of this member.
-        timeout_s: How long to wait for a member.
+        device: Device of this member.
+        timeout_s: Timeout of a wait for a member, seconds.
         row_bytes: Size of the largest row, if known.
     """
 
@@ -58,17 +58,17 @@ class DevicePeers(Peers):
         super().__init__(group, row_bytes=row_bytes)
         self.device = device
         self._timeout_s = timeout_s
-        # Memory that became too small is kept: graphs that were captured go on using it.
+        # Memory that became too small is kept, because captured graphs still use it.
         self._memories: list[_DeviceMemory] = []
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
-        """Make zeroed memory on all members; its addresses ``(G,)`` and what keeps it alive."""
+        """Allocate zeroed memory on all members; returns addresses ``(G,)`` and the owner."""
 
     def exchange_counts(
         self, counts_E: Tensor, placement: ExpertPlacement, capacity: int
     ) -> PeerCounts:
-        """By two kernels. See `Peers`."""
+        """Exchange counts and assign rows by two kernels. See `Peers`."""
         memory = self._reserve(placement.num_experts, capacity, self._row_bytes)
         shape = [placement.num_experts, placement.ep_size, placement.ep_position, capacity]
         peer_exchange.send_counts(counts_E.contiguous(), *self._members(memory), shape)
@@ -76,7 +76,7 @@ class DevicePeers(Peers):
         return PeerCounts(shift=shift, kept=kept, arriving=arriving)
 
     def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> Ticket:
-        """Write each copy where it belongs. See `Peers`."""
+        """Write each copy to its row in the peers' buffers. See `Peers`."""
         x_TH = x_TH.contiguous()
         memory, ticket = self._ticket(copies.capacity, x_TH)
         peer_exchange.start_push(
@@ -93,14 +93,14 @@ class DevicePeers(Peers):
     def finish_push(
         self, ticket: Ticket, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
     ) -> None:
-        """Copy what has come. See `Peers`."""
+        """Copy the received rows. See `Peers`."""
         peer_exchange.finish_push(
             rows_CH, probs_C, copies.num_arrived, *self._members(_memory_of(ticket)), ticket.slot
         )
         ticket.finish()
 
     def start_pull(self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap) -> Ticket:
-        """Copy rows to where the others see them. See `Peers`."""
+        """Copy rows into peer memory. See `Peers`."""
         rows_CH = rows_CH.contiguous()
         memory, ticket = self._ticket(copies.capacity, rows_CH)
         peer_exchange.start_pull(
@@ -115,7 +115,7 @@ class DevicePeers(Peers):
     def finish_pull(
         self, ticket: Ticket, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
     ) -> None:
-        """Add up rows where they lie. See `Peers`."""
+        """Sum rows directly from peer memory. See `Peers`."""
         peer_exchange.finish_pull(
             x_TH,
             probs_Tk,
@@ -133,7 +133,7 @@ class DevicePeers(Peers):
             memory.slots.free_all()
 
     def check(self) -> None:
-        """Raise if a kernel gave up waiting. See `Peers`."""
+        """Raise an error if a wait of a kernel timed out. See `Peers`."""
         for memory in self._memories:
             word = int(memory.state[0])
             if word:
@@ -149,7 +149,7 @@ class DevicePeers(Peers):
         return memory.addresses, memory.state, self.group.position, sizes, self._timeout_s
 
     def _reserve(self, num_experts: int, capacity: int, row_bytes: int) -> _DeviceMemory:
-        """The memory, made anew where it is too small. All members do so at the same time."""
+        """Return the memory, reallocated if it is too small; reallocation is collective."""
         had = (0, 0, 0)
         if self._memories:
             memory = self._memories[-1]
@@ -174,11 +174,11 @@ class DevicePeers(Peers):
 
 
 class SymmetricPeers(DevicePeers):
-    """GPUs of one host, one per rank, through torch's symmetric memory.
+    """Peer memory of GPUs of one host, one per rank, in torch's symmetric memory.
 
     Args:
-        group: The members; :func:`reason_against` must have found nothing.
-        device: That of this member.
+        group: The members; :func:`reason_against` must have returned ``""``.
+        device: Device of this member.
         row_bytes: Size of the largest row, if known.
     """
 
@@ -196,7 +196,7 @@ class SymmetricPeers(DevicePeers):
 
 
 def symmetric_memory(group: Group, device: torch.device, num_bytes: int) -> tuple[Tensor, object]:
-    """Zeroed memory that all members reach: its addresses ``(G,)``, and what keeps it alive.
+    """Allocate zeroed symmetric memory on all members: its addresses ``(G,)`` and its owner.
 
     Sync:
         Waits for the device and for all members.
@@ -217,7 +217,7 @@ def symmetric_memory(group: Group, device: torch.device, num_bytes: int) -> tupl
 
 
 def reason_against(group: Group, device: torch.device) -> str:
-    """Why the members cannot reach each other's memory, or ``""``. Collective; all agree."""
+    """Find the reason why members cannot access each other's memory, or ``""``; collective."""
     host = zlib.crc32(socket.gethostname().encode())
     everyone = _agreed(group, device, host, "" if has_cuda_kernels() else "built without kernels")
     if everyone:
@@ -243,12 +243,12 @@ def _agreed(group: Group, device: torch.device, host: int, problem: str) -> str:
 
 
 def failure_text(word: int, group: Group, timeout_s: float) -> str:
-    """What a kernel that gave up has to say.
+    """Format the failure word of a kernel as an error message.
 
     Args:
-        word: What it left.
-        group: Its members.
-        timeout_s: How long it waited.
+        word: Failure word that the kernel wrote.
+        group: The members.
+        timeout_s: Timeout of the kernel, seconds.
 
     Example:
         >>> word = (3 << 48) | (1 << 32) | 17
@@ -272,7 +272,7 @@ def _memory_of(ticket: Ticket) -> _DeviceMemory:
 
 
 def _timeout_s(group: Group, device: torch.device) -> float:
-    """That of the group's collectives."""
+    """Timeout of the group's collectives, seconds."""
     assert group.handle is not None
     timeout: float = group.handle._get_backend(device).options._timeout.total_seconds()
     return timeout

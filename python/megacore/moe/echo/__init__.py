@@ -1,4 +1,4 @@
 """ECHO: clones of hot experts in spare slots, planned from each microbatch's counts.
 
-Planning (``plan``) does without torch; what computes on tensors is imported from its module.
+Planning (``plan``) does not need torch; tensor code is imported from its own modules.
 """

@@ -1,7 +1,7 @@
-"""Plan where the counts are: counts in, plan out, and the host waits for nothing.
+"""Offload planning on the device of the counts, without host sync.
 
-:func:`plan_offload_on_device` makes the plan of :func:`megacore.moe.plan_offload` from counts that
-lie on a GPU, and leaves it there, for kernels that follow on the same stream.
+:func:`plan_offload_on_device` computes the plan of :func:`megacore.moe.plan_offload` from counts on
+a GPU and leaves it on the GPU, for subsequent kernels on the same stream.
 
 Shapes: R ranks, E experts, k spare slots per rank.
 """
@@ -23,20 +23,20 @@ from megacore.ops.library import define_op, describe
 
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
-    """An offload plan in tensors, all int64 and on the device of the counts.
+    """Offload plan in tensors, all int64 and on the device of the counts.
 
     Attributes:
         method: ``"balanced"`` or ``"echo"``.
         num_experts: E.
         slot_expert: The expert cloned into each slot, ``(R, k)``; -1 where a slot is unused.
         rerouted: Tokens that leave their home expert, ``(R, R, k)``: source rank, destination rank,
-            slot. ``rerouted[rank]`` is what a rank itself has to send.
+            slot. ``rerouted[rank]`` are the tokens of source rank ``rank``.
         load_before: Tokens per rank without the plan, ``(R,)``.
-        load_after: Tokens per rank with it, ``(R,)``.
+        load_after: Tokens per rank with the plan, ``(R,)``.
         summary: ``(5,)``: the highest load, the number of clones, the bound of
             :class:`megacore.moe.OffloadPlan`, whether it holds, and whether the counts were valid
             (1 or 0). A plan from invalid counts has no clones.
-        elapsed_ns: How long the planner has worked, nanoseconds, ``(1,)``.
+        elapsed_ns: Planning time, nanoseconds, ``(1,)``.
     """
 
     method: str
@@ -49,7 +49,7 @@ class DevicePlan:
     elapsed_ns: Tensor
 
     def to_host(self) -> OffloadPlan:
-        """The same plan as the CPU's planner returns it.
+        """Copy the plan to the host, in the form of the CPU planner.
 
         Raises:
             ValueError: If the counts were invalid.
@@ -86,16 +86,17 @@ def plan_offload_on_device(
     min_imbalance: float = 1.0,
     domain_size: int | None = None,
 ) -> DevicePlan:
-    """Plan where the counts lie; bit for bit the plan of ``plan_offload``.
+    """Plan on the device of the counts; the plan is identical to that of ``plan_offload``.
 
     Args:
         tokens_from_rank_to_expert: ``(R, E)``, int64; E a multiple of R.
         num_spare_slots: k. R, E and k are limited by the shared memory of one block: 64 ranks, 512
             experts and 16 slots fit.
         method: As for ``plan_offload``, like the arguments below.
-        tolerance: What the balanced method may leave above the average, as a fraction of it.
-        min_imbalance: Make no clones while the highest load over the mean is at most this.
-        domain_size: Ranks ``[0, n), [n, 2n) ...`` are connected best; balanced method only.
+        tolerance: Allowed excess over the average with the balanced method, as a fraction of it.
+        min_imbalance: Make no clones while max load over mean load is at most this.
+        domain_size: Size n of the domains ``[0, n), [n, 2n) ...`` of fast interconnect; balanced
+            method only.
 
     Returns:
         The plan, on the device of the counts.
@@ -105,8 +106,8 @@ def plan_offload_on_device(
             problem is too large. For CPU tensors also if a count is invalid.
 
     Sync:
-        None on CUDA: one kernel on the current stream, which may be captured. CUDA tensors of an
-        installation without kernels take the CPU's planner, which waits for them.
+        None on CUDA: one kernel on the current stream, which may be captured. In an installation
+        without CUDA kernels, CUDA tensors are copied to the CPU planner, which is a host sync.
 
     Example:
         >>> counts = torch.tensor([[30, 10], [50, 10]])

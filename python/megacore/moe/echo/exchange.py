@@ -1,13 +1,13 @@
-"""Weights travel from home experts to their clones, gradients of the clones travel home.
+"""Exchange of clone weights and clone gradients, and its integration in autograd.
 
-A clone is no parameter. It exists from the moment its weights arrive in a spare slot until the next
-layer needs the slot, and again in the backward pass. Its weight gradient is computed in float32
-into a buffer of the slot and brought home, where one writer adds it to the gradient of the home
-expert, in the order of (rank, slot). Only then does autograd get to see that the parameter's
-gradient is there.
+A clone is not a parameter. It exists from the transfer of its weights into a spare slot until the
+next layer needs the slot, and again in the backward pass. Its weight gradient is computed in
+float32 into a buffer of the slot and sent to the home rank, where a single writer adds it to the
+gradient of the home expert, in the order of (rank, slot). Autograd reports the parameter's gradient
+only after that.
 
-How they travel is for :mod:`megacore.moe.echo.memory` and
-:mod:`megacore.moe.echo.message_exchange`; here is what autograd sees of it.
+The transports are :mod:`megacore.moe.echo.memory` and
+:mod:`megacore.moe.echo.message_exchange`; this module contains the autograd functions.
 
 Shapes: M rows of this rank's experts, L home experts, k slots, N output features, K input features.
 """
@@ -30,13 +30,13 @@ _Set = TypeVar("_Set")
 
 
 def set_of_turn(sets: Sequence[_Set]) -> _Set:
-    """The set of spare slots that the running function may fill.
+    """Select the set of spare slots for the running microbatch.
 
-    Of two microbatches that are computed in turns, each has its own: clones of one stay where they
-    are while the other one has its turn.
+    Two interleaved microbatches use separate sets, so that the clones of one microbatch are
+    preserved while the other microbatch runs.
 
     Raises:
-        ValueError: If there is one set for both.
+        ValueError: If two microbatches are interleaved, but there is only one set.
     """
     place = running_place()
     if place >= len(sets):
@@ -50,9 +50,9 @@ def set_of_turn(sets: Sequence[_Set]) -> _Set:
 class CloneExchange(ABC):
     """Clones of one layer in one forward pass and its backward pass.
 
-    Make it and call :meth:`start` before tokens are dispatched: in the backward pass gradients of
-    clones travel until all that came after it is done. Then :meth:`product` for each projection,
-    and :meth:`watch` around the layer's result.
+    Construct it and call :meth:`start` before tokens are dispatched: the backward pass then
+    overlaps the gradient transfers of clones with everything after that point of the forward pass.
+    Then call :meth:`product` for each projection, and :meth:`watch` on the layer's result.
 
     Args:
         fc1: Weights of the home experts, ``(L, ..., K)``.
@@ -66,13 +66,13 @@ class CloneExchange(ABC):
             self._weights[projection] = _Collect.apply(param, self, projection)  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        """Start to send weights, which must be current."""
+        """Start sending weights; the parameters must be up to date."""
         self.bring((FC1, FC2))
 
     def product(self, projection: int, rows: Tensor, m_splits: Tensor) -> Tensor:
         """Multiply rows of home experts and clones, ``(M, K)``, by their weights: ``(M, N)``.
 
-        Clones come last, so their weights may still be under way while home experts are computed.
+        Clones are computed last, so their weights may be in flight while home experts are computed.
         """
         result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             rows, self._weights[projection], m_splits, self, projection
@@ -80,21 +80,21 @@ class CloneExchange(ABC):
         return result
 
     def watch(self, result: Tensor) -> Tensor:
-        """Return the layer's result; its backward pass brings the clones' weights back."""
+        """Return ``result``; its backward pass starts sending the clones' weights again."""
         watched: Tensor = _Watch.apply(result, self)  # type: ignore[no-untyped-call]
         return watched
 
     def home_weights(self) -> dict[int, Tensor]:
-        """The home experts, ``(L, N, K)``, by projection."""
+        """Collect the weights of the home experts, ``(L, N, K)``, by projection."""
         return {key: param.detach().flatten(1, -2) for key, param in self._params.items()}
 
     def home_weight_grad(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, weight: Tensor
     ) -> Tensor:
-        """The gradient of the home experts for autograd; nothing of weight if it has gone already.
+        """Compute the weight gradient of the home experts for autograd.
 
-        Where the parameter has a ``main_grad``, the gradient is added to it here. The result then
-        only says that there was one.
+        If the parameter has a ``main_grad``, the gradient is accumulated into ``main_grad`` here,
+        and the result is a placeholder of zeros.
         """
         add_to = torch.ops.megacore.grouped_gemm_weight_grad_
         main_grad = main_grad_of(self._params[projection])
@@ -110,18 +110,18 @@ class CloneExchange(ABC):
 
     @abstractmethod
     def bring(self, order: tuple[int, ...]) -> None:
-        """Start to send weights, projections in this order."""
+        """Start sending weights, projections in this order."""
 
     @abstractmethod
     def multiply(
         self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
     ) -> None:
-        """Multiply the rows of clones by their weights, for which it waits, into ``out``.
+        """Wait for the clones' weights and multiply the clones' rows by them into ``out``.
 
         Args:
-            projection: Of which product.
-            rows: Of home experts and clones, ``(M, K)``.
-            m_splits: How many rows each home expert and each slot has.
+            projection: Index of the projection.
+            rows: Rows of home experts and clones, ``(M, K)``.
+            m_splits: Number of rows of each home expert and each slot.
             num_local: L.
             out: ``(M, N)``; rows of clones are written.
         """
@@ -130,36 +130,36 @@ class CloneExchange(ABC):
     def multiply_back(
         self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
     ) -> None:
-        """The same for the gradient of the rows: from ``(M, N)`` to ``(M, K)``."""
+        """Compute the input gradient of the clones' rows: from ``(M, N)`` to ``(M, K)``."""
 
     @abstractmethod
     def start_weight_grads(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
     ) -> None:
-        """Compute the weight gradients of the clones here, and let all begin to travel home.
+        """Compute the weight gradients of this rank's clones, and start sending them home.
 
         Args:
-            projection: Of which product.
+            projection: Index of the projection.
             grad: Gradient of the product, ``(M, N)``.
-            rows: What was multiplied, ``(M, K)``.
-            m_splits: How many rows each home expert and each slot has.
-            like: The home experts.
+            rows: Input rows of the product, ``(M, K)``.
+            m_splits: Number of rows of each home expert and each slot.
+            like: Weights of the home experts.
         """
 
     def finish_weight_grads(self, projection: int, total: Tensor) -> None:  # noqa: B027
-        """Add gradients of clones elsewhere to those of the home experts, if it must be now.
+        """Add remote clones' gradients to those of the home experts, if it must happen now.
 
         Args:
-            projection: Of which product.
-            total: Gradients of the home experts, ``(L, N, K)``, with their own part.
+            projection: Index of the projection.
+            total: Gradients of the home experts, ``(L, N, K)``, including the local contribution.
         """
 
     def add_to_home(self, projection: int, total: Tensor) -> None:  # noqa: B027
-        """The same as late as possible: when autograd is about to report the parameter."""
+        """Add remote clones' gradients as late as possible, before autograd reports the sum."""
 
 
 class _Collect(torch.autograd.Function):
-    """A parameter as the products see it; its gradient is complete with those of its clones."""
+    """Identity on a parameter whose backward pass adds the gradients of the clones."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, exchange: CloneExchange, projection: int) -> Tensor:
@@ -182,7 +182,7 @@ class _Collect(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """A grouped product whose last groups have their weights in the slots."""
+    """Grouped GEMM whose last groups take their weights from the spare slots."""
 
     @staticmethod
     def forward(
@@ -213,14 +213,14 @@ class _Product(torch.autograd.Function):
             grad_rows = torch.ops.megacore.grouped_gemm_input_grad(grad, weight, home_splits)
             exchange.multiply_back(projection, grad, m_splits, num_local, grad_rows)
         if ctx.needs_input_grad[1]:
-            # Home experts meanwhile: the gradients of the clones travel.
+            # The transfer of clone gradients overlaps with the home experts' gradients.
             exchange.start_weight_grads(projection, grad, rows, m_splits, weight)
             grad_weight = exchange.home_weight_grad(projection, grad, rows, home_splits, weight)
         return grad_rows, grad_weight, None, None, None
 
 
 class _Watch(torch.autograd.Function):
-    """Notices the beginning of a layer's backward pass."""
+    """Identity that starts sending the clones' weights at the beginning of the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, exchange: CloneExchange) -> Tensor:

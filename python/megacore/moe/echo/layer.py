@@ -1,11 +1,11 @@
 """ECHO in a layer: plan clones from this microbatch's counts and send tokens to them.
 
-Every rank gathers the counts of all, makes the same plan, and gives each of its copies the number
-of a *place*: a home expert or a spare slot of some rank (see ``reroute.py``). To a dispatcher
-places are experts like others, ``L + k`` on each rank. All of it stays on the device.
+Every rank gathers the counts of all ranks, computes the same plan, and maps each of its copies to a
+*place*: a home expert or a spare slot of some rank (see ``reroute.py``). A dispatcher treats places
+as experts, ``L + k`` on each rank. All steps run on the device.
 
 Shapes: T tokens of this rank, k choices per token, E experts, G members of the group that shares
-the experts, R parts that the experts are dealt into (``G / etp``), P places of all ranks.
+the experts, R parts that the experts are divided into (``G / etp``), P places of all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megacore.parallel.process_groups import Group
 
 @dataclass(frozen=True, kw_only=True)
 class EchoOptions:
-    """What :func:`megacore.moe.plan_offload` is given; see there."""
+    """Options of :func:`megacore.moe.plan_offload`."""
 
     num_spare_slots: int
     method: Literal["balanced", "echo"] = "balanced"
@@ -49,10 +49,10 @@ class EchoOptions:
     domain_size: int | None = None
 
     def guaranteed_factor(self, experts_per_rank: int) -> float | None:
-        """Highest load over the mean that no routing can exceed; ``None`` where nobody knows.
+        """Compute the bound of max load over mean load for any routing; ``None`` if unknown.
 
-        With fewer slots than experts per rank it is the load that no planner can prevent, which the
-        balanced one comes within a few percent of.
+        With fewer slots than experts per rank it is the load that no planner can prevent; the
+        balanced planner is within a few percent of it.
 
         Example:
             >>> EchoOptions(num_spare_slots=4).guaranteed_factor(4)
@@ -69,19 +69,19 @@ class EchoOptions:
 
 @dataclass(kw_only=True)
 class EchoCounts:
-    """Sums over the plans of a layer since they were reset, on this rank.
+    """Sums over the plans of a layer since the last reset, on this rank.
 
-    They are summed on the device and read when a step's other counts are.
+    The sums are accumulated on the device and read together with the other counters of a step.
 
     Attributes:
-        num_plans: Plans made, one per forward pass.
-        highest_before: Load of the fullest rank without the plan.
-        highest_after: Load of the fullest rank with it.
-        mean_load: Load of each rank if all had the same.
-        num_clones: Experts cloned.
+        num_plans: Number of plans, one per forward pass.
+        highest_before: Max load over ranks without the plan.
+        highest_after: Max load over ranks with the plan.
+        mean_load: Mean load over ranks.
+        num_clones: Number of clones.
         num_moved: Copies of tokens computed by clones.
-        bytes_sent: What this rank sent for clones: weights, in both passes, and gradients.
-        plan_us: Time to plan, microseconds.
+        bytes_sent: Bytes that this rank sent for clones: weights, in both passes, and gradients.
+        plan_us: Planning time, microseconds.
     """
 
     num_plans: float = 0.0
@@ -95,16 +95,16 @@ class EchoCounts:
 
     @property
     def imbalance_before(self) -> float:
-        """Highest load over the mean without clones, over all plans."""
+        """Max load over mean load without clones, over all plans."""
         return self.highest_before / self.mean_load if self.mean_load else 1.0
 
     @property
     def imbalance_after(self) -> float:
-        """Highest load over the mean with clones, over all plans."""
+        """Max load over mean load with clones, over all plans."""
         return self.highest_after / self.mean_load if self.mean_load else 1.0
 
     def as_record(self) -> dict[str, float]:
-        """What ``metrics.jsonl`` says of a layer, from sums over all ranks.
+        """Convert sums over all ranks to the fields of a layer in ``metrics.jsonl``.
 
         Example:
             >>> EchoCounts(num_plans=2, highest_before=30, highest_after=20, mean_load=20,
@@ -127,16 +127,16 @@ class EchoCounts:
 
     @classmethod
     def of_list(cls, values: list[float]) -> EchoCounts:
-        """From :meth:`as_list`, perhaps summed over ranks."""
+        """Build counts from :meth:`as_list`, optionally summed over ranks."""
         return cls(**{each.name: value for each, value in zip(fields(cls), values, strict=True)})
 
 
 class ReceiveBudget:
-    """Rows that a rank keeps for its experts with the ``static`` dispatcher.
+    """Rows of a rank's expert input with the ``static`` dispatcher.
 
     Args:
         factor: Rows as a multiple of the mean load of a rank.
-        growth: The budget that grows when a step that ran over is run again.
+        growth: Budget that grows when a step that exceeded it is rerun.
     """
 
     def __init__(self, factor: float, growth: StaticBudget) -> None:
@@ -144,23 +144,23 @@ class ReceiveBudget:
         self._growth = growth
 
     def rows(self, *, num_tokens: int, top_k: int, placement: ExpertPlacement) -> int:
-        """Rows for all that comes from all members; never more than can come.
+        """Compute the rows for all members together, at most the largest possible number.
 
         Args:
             num_tokens: Tokens of each member.
             top_k: Copies of each token.
-            placement: Where the places are.
+            placement: Placement of home experts and spare slots.
         """
         copies = num_tokens * placement.group.size
         factor = self.factor * self._growth.growth
-        # Slightly less before rounding up, so that 1.01 x 100 is 101.
+        # Subtract an epsilon before rounding up, so that 1.01 x 100 is 101.
         wanted = math.ceil(factor * copies * top_k / placement.ep_size - 1e-6)
         return min(wanted, copies * min(top_k, placement.num_local))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rerouted:
-    """Where the copies of one forward pass go: what a dispatcher is given.
+    """Routing of one forward pass in terms of places, the input of a dispatcher.
 
     Attributes:
         probs: Weight of each copy, ``(T, k)``, float32.
@@ -173,7 +173,7 @@ class Rerouted:
 
 @dataclass(frozen=True, kw_only=True)
 class EchoPlan(DispatchPlan):
-    """A dispatcher's plan with the clones that it sends tokens to.
+    """Dispatch plan with the clones that receive tokens.
 
     Attributes:
         offload: The clones, the same on all members of the group.
@@ -183,22 +183,22 @@ class EchoPlan(DispatchPlan):
 
 
 class Echo:
-    """Clones for one layer.
+    """Expert cloning for one layer.
 
     Args:
-        placement: Where home experts are.
-        options: For the planner.
-        ep: The ranks of a plan: one of each part of the experts, this rank among them.
-        slots: Memory for clones, which layers share.
-        capacity: Limit of the copies per expert, before any is rerouted.
-        budget: Limit of the rows that a rank can take; ``None`` for no limit.
-        reaches_memory: Whether ranks write into each other's memory: clones travel that way, and
-            the dispatcher itself leaves out what finds no room.
-        device: Where tokens are.
+        placement: Placement of the home experts.
+        options: Planner options.
+        ep: The ranks of a plan: one per part of the experts, including this rank.
+        slots: Memory for clones, shared by all layers.
+        capacity: Limit of the copies per expert, applied before rerouting.
+        budget: Limit of the rows that a rank can receive; ``None`` for no limit.
+        reaches_memory: Whether ranks access each other's memory: clones are then exchanged through
+            it, and the dispatcher itself drops copies that exceed a buffer.
+        device: Device of the tokens.
 
     Attributes:
         slots: Memory for clones.
-        sums: What has happened since :meth:`reset_counts`, in the order of `EchoCounts`, float64.
+        sums: Sums since :meth:`reset_counts`, in the order of `EchoCounts`, float64.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Echo:
         self._reaches_memory = reaches_memory
 
     def plan(self, routing: Routing, dispatcher: Dispatcher) -> EchoPlan:
-        """Choose clones, send copies to them, and let the dispatcher plan the way.
+        """Choose clones, reroute copies to them, and plan the dispatch.
 
         Sync:
             Gathers counts over the group; does not wait for the device.
@@ -233,7 +233,7 @@ class Echo:
         plan = dispatcher.preprocess(kept)
         values = {each.name: getattr(plan, each.name) for each in fields(plan)}
         expert_of_place = self._expert_of_place(offload)
-        # Losses and metrics know experts, not places; the last entry is that of unused slots.
+        # Losses and metrics are per expert, not per place; the last entry is for unused slots.
         counts = wanted.new_zeros(offload.num_experts + 1)
         counts.scatter_add_(0, expert_of_place, plan.tokens_per_expert)
         values["tokens_per_expert"] = counts[:-1]
@@ -242,11 +242,11 @@ class Echo:
         return EchoPlan(**values, offload=offload)
 
     def clones(self, experts: GroupedExperts, plan: EchoPlan) -> CloneExchange:
-        """The exchange of weights and gradients of a forward pass that goes by ``plan``.
+        """Create the exchange of clone weights and gradients for a forward pass with ``plan``.
 
         Sync:
-            Waits for the device where clones travel as messages: where ranks do not reach each
-            other's memory, and with all dispatchers but ``static``.
+            Waits for the device if clones are sent as messages: if ranks cannot access each other's
+            memory, and with all dispatchers except ``static``.
         """
         if self._reaches_memory:
             fc1, fc2 = (w.detach().flatten(1, -2) for w in (experts.fc1, experts.fc2))
@@ -270,7 +270,7 @@ class Echo:
 
     @property
     def counts(self) -> EchoCounts:
-        """What has happened since :meth:`reset_counts`.
+        """Counters since :meth:`reset_counts`.
 
         Sync:
             Waits for the device.
@@ -278,12 +278,12 @@ class Echo:
         return EchoCounts.of_list(self.sums.tolist())
 
     def reset_counts(self) -> None:
-        """Start counting anew."""
+        """Reset the counters to zero."""
         self.sums.zero_()
 
     @property
     def receive_rows(self) -> Callable[[int, int], int] | None:
-        """From tokens of a member and copies of each to the rows of a rank; ``None``: no limit."""
+        """Map from (tokens of a member, copies per token) to a rank's rows; ``None``: no limit."""
         budget = self._budget
         if budget is None:
             return None
@@ -293,7 +293,7 @@ class Echo:
 
     @torch.no_grad()
     def _choose(self, routing: Routing) -> tuple[DevicePlan, Tensor, Rerouted]:
-        """Clones, the place of each copy, and the copies that find room there."""
+        """Choose clones, the place of each copy, and the copies that fit the budget."""
         ids_Tk, placement = routing.expert_ids, self.placement
         if self._capacity is not None:
             ids_Tk = self._capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
@@ -339,14 +339,14 @@ class Echo:
         self.sums[_BYTES_SENT] += num_bytes
 
     def _gather(self, counts: Tensor) -> Tensor:
-        """Counts of all members, ``(G, number)``."""
+        """Gather the counts of all members, ``(G, number)``."""
         group = self.placement.group
         gathered = counts.new_empty(group.size * counts.shape[0])
         all_gather(gathered, counts, group)
         return gathered.view(group.size, -1)
 
     def _fit(self, place_ids: Tensor) -> Tensor:
-        """Leave out copies that their rank has no row for: of the last places the last copies."""
+        """Drop copies beyond their rank's rows: the last copies of the last places."""
         if self.receive_rows is None or self._reaches_memory or self._always_fits:
             return place_ids
         rows = self.receive_rows(*place_ids.shape)
@@ -365,7 +365,7 @@ class Echo:
 
     @property
     def _always_fits(self) -> bool:
-        """Whether the planner's bound is a theorem, and rows are kept for it."""
+        """True if the planner's bound is proved and the budget covers it."""
         budget, local = self._budget, self.placement.num_local
         guaranteed = self.options.guaranteed_factor(local)
         return (

@@ -1,9 +1,9 @@
-"""Memory of spare slots that ranks reach: nobody asks the host what goes where.
+"""Spare-slot buffers in peer memory. Ranks write weights directly, without host sync.
 
-Home experts push their weights into the spare slots that a plan names, and pull the gradients of
-their clones from there. Who writes what follows from the plan's slot table, which is read where it
-lies (``cpp/include/megacore/moe/clone_board.h``). So the host reads nothing, and all of it can be
-part of a CUDA graph.
+Home ranks push weights into the spare slots of a plan, and pull the gradients of the clones from
+there. Sources and destinations follow from the plan's slot table, which is read on its device
+(``cpp/include/megacore/moe/clone_board.h``). There is no host sync, so the exchange can be captured
+in a CUDA graph.
 
 Shapes: R ranks, L home experts, k slots, N output features, K input features.
 """
@@ -35,21 +35,21 @@ from megacore.parallel.process_groups import Group
 
 
 class CloneMemory(ABC):
-    """The spare slots of a rank, which all ranks of a group reach. All layers share it.
+    """Spare slots of a rank in memory accessible to all ranks of a group, shared by all layers.
 
-    Ranks call all methods in the same order. Whatever must not be written or read yet is waited
-    for; on a GPU it is the device that waits.
+    Ranks call all methods in the same order. Methods wait until memory may be read or written; on a
+    GPU the device waits, not the host.
 
     Args:
         group: The ranks of the plans, by position.
         num_slots: k.
-        fc1: Weights of a layer's home experts, ``(L, N, K)``; those of all layers have this shape.
-        fc2: Likewise.
-        has_grads: Whether slots have gradients; a further set of slots for weights has none.
+        fc1: Weights of a layer's home experts, ``(L, N, K)``; the shape is equal in all layers.
+        fc2: Weights of the second projection, as for ``fc1``.
+        has_grads: Whether slots have gradients; additional sets for weights have none.
 
     Attributes:
         group: The ranks.
-        layout: How memory is cut, the same on all ranks.
+        layout: Layout of the memory, the same on all ranks.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CloneMemory(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Weights and gradients in all slots of this rank."""
+        """Bytes of the weights and gradients in all slots of this rank."""
         numel = sum(shape.numel() for shape in self._shapes.values())
         return self._num_slots * numel * (self._dtype.itemsize + self._grad_width)
 
@@ -75,10 +75,10 @@ class CloneMemory(ABC):
         return self._grad_dtype.itemsize if self._has_grads else 0
 
     def _slots_in(self, buffer: Tensor) -> dict[tuple[int, bool], Tensor]:
-        """All slots of this rank, ``(k, N, K)``, by projection and whether they hold gradients.
+        """Create views of this rank's slots, ``(k, N, K)``, by (projection, is gradient).
 
         Args:
-            buffer: The memory as bytes, cut as ``layout`` says.
+            buffer: The memory as bytes, in the layout ``layout``.
         """
         slots = {}
         for projection, one in self._shapes.items():
@@ -92,35 +92,35 @@ class CloneMemory(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Let the slots be written: nothing that comes later needs what is in them."""
+        """Allow peers to overwrite the slots: this rank no longer needs the contents."""
 
     @abstractmethod
     def push(self, projection: int, weights: Tensor, plan: DevicePlan) -> None:
-        """Write home experts, ``(L, N, K)``, to where the plan has clones of them."""
+        """Write home experts, ``(L, N, K)``, to the slots of their clones in the plan."""
 
     @abstractmethod
     def weights(self, projection: int, plan: DevicePlan) -> Tensor:
-        """Clones, ``(k, N, K)``, when they have come; unused slots hold anything."""
+        """Wait for the clones, ``(k, N, K)``; contents of unused slots are undefined."""
 
     def join(self) -> None:  # noqa: B027
-        """Let what follows wait for this rank's own pushes."""
+        """Make subsequent work wait for this rank's own pushes."""
 
     @abstractmethod
     def grads(self, projection: int) -> Tensor:
-        """Memory for their gradients, when nobody needs those before any more, ``(k, N, K)``."""
+        """Reserve the gradient buffers, ``(k, N, K)``; waits until their last use was collected."""
 
     @abstractmethod
     def offer_grads(self, projection: int, plan: DevicePlan) -> None:
-        """Let others read the gradients."""
+        """Allow other ranks to read the gradients."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise if a rank did not come.
+        """Raise an error if waiting for a rank timed out.
 
         Raises:
-            PeerLostError: Naming it.
+            PeerLostError: With the missing rank.
 
         Sync:
-            Waits for the device, if it is one that cannot raise errors by itself.
+            Waits for a GPU, whose kernels cannot raise errors themselves.
         """
 
     @abstractmethod
@@ -136,13 +136,13 @@ class CloneMemory(ABC):
 
 
 class HostCloneMemory(CloneMemory):
-    """Processes of one host, through memory that they share.
+    """Spare slots in shared memory of processes of one host.
 
-    Every wait is bounded by the group's timeout and ends in a ``RuntimeError`` that names who did
-    not come.
+    Every wait is bounded by the group's timeout and then raises a ``RuntimeError`` with the missing
+    rank.
 
     Args:
-        window: The memory; see `CloneMemory` for the rest.
+        window: The memory; see `CloneMemory` for the other arguments.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class HostCloneMemory(CloneMemory):
         self._native.open()
 
     def push(self, projection: int, weights: Tensor, plan: DevicePlan) -> None:
-        """Waits until all ranks have opened their slots. See `CloneMemory`."""
+        """Wait until all ranks have opened their slots, then push. See `CloneMemory`."""
         self._check(projection, weights)
         weights = weights.contiguous()
         self._native.push(
@@ -174,13 +174,13 @@ class HostCloneMemory(CloneMemory):
         )
 
     def weights(self, projection: int, plan: DevicePlan) -> Tensor:
-        """Waits until all ranks have pushed. See `CloneMemory`."""
+        """Wait until all ranks have pushed. See `CloneMemory`."""
         del plan
         self._native.wait_for_weights(projection)
         return self._slots[projection, False]
 
     def grads(self, projection: int) -> Tensor:
-        """Waits until all ranks have collected. See `CloneMemory`."""
+        """Wait until all ranks have collected. See `CloneMemory`."""
         self._native.reserve_grads(projection)
         return self._slots[projection, True]
 
@@ -190,7 +190,7 @@ class HostCloneMemory(CloneMemory):
         self._native.offer_grads(projection)
 
     def collect(self, projection: int, total: Tensor, plan: DevicePlan) -> None:
-        """Waits until all ranks have offered. See `CloneMemory`."""
+        """Wait until all ranks have offered, then add. See `CloneMemory`."""
         self._check(projection, total)
         assert total.is_contiguous()
         assert total.dtype == self._grad_dtype
@@ -212,15 +212,16 @@ class HostCloneMemory(CloneMemory):
 
 
 class DeviceCloneMemory(CloneMemory):
-    """GPUs that reach each other's memory; see ``cuda/include/megacore/cuda/clone_exchange.h``.
+    """Spare slots in peer memory of GPUs; see ``cuda/include/megacore/cuda/clone_exchange.h``.
 
-    The host waits for nothing. Weights are pushed on a stream of their own, while tokens travel and
-    home experts are computed. A kernel waits for a rank for at most the group's timeout; then
-    gradients become NaN, which keeps the optimizer from using them, and :meth:`check` raises.
+    There is no host sync. Weights are pushed on a separate stream, overlapping with the dispatch of
+    tokens and the computation of home experts. A kernel waits for a rank for at most the group's
+    timeout; after a timeout gradients become NaN, so the optimizer skips them, and :meth:`check`
+    raises.
 
     Args:
-        beside: The set of slots with the gradients, if this is a further one without: where one has
-            failed the other one has as well. See `CloneMemory` for the rest.
+        beside: The set of slots that holds the gradients, if this is an additional set for weights;
+            both sets share one failure word. See `CloneMemory` for the other arguments.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class DeviceCloneMemory(CloneMemory):
         self._is_pushing = True
 
     def push(self, projection: int, weights: Tensor, plan: DevicePlan) -> None:
-        """On a stream of its own. See `CloneMemory`."""
+        """Push on a separate stream. See `CloneMemory`."""
         self._check(projection, weights)
         weights = weights.contiguous()
         with torch.cuda.stream(self._side):
@@ -268,7 +269,7 @@ class DeviceCloneMemory(CloneMemory):
         plan.slot_expert.record_stream(self._side)
 
     def weights(self, projection: int, plan: DevicePlan) -> Tensor:
-        """Home experts have been computed when the device waits. See `CloneMemory`."""
+        """Wait on the device, after the home experts' computation. See `CloneMemory`."""
         self.join()
         self._launch("clones_wait", projection, plan)
         return self._slots[projection, False]
@@ -290,7 +291,7 @@ class DeviceCloneMemory(CloneMemory):
         self._launch("clones_collect", projection, plan, total)
 
     def check(self) -> None:
-        """Raise if a kernel gave up waiting. See `CloneMemory`."""
+        """Raise an error if a wait of a kernel timed out. See `CloneMemory`."""
         word = int(self._failure)
         if word:
             _, member, _ = peer_failure(word)
@@ -340,7 +341,7 @@ def _view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...
 def clone_layout(
     num_slots: int, fc1: Tensor, fc2: Tensor, *, has_grads: bool = True
 ) -> CloneLayout:
-    """How the memory for clones of these experts, ``(L, N, K)``, is cut."""
+    """Compute the memory layout for clones of these experts, ``(L, N, K)``."""
     width = torch.promote_types(fc1.dtype, torch.float32).itemsize if has_grads else 0
     return CloneLayout(
         num_slots=num_slots,
@@ -354,15 +355,16 @@ def clone_layout(
 def make_clone_memory(
     group: Group, num_slots: int, fc1: Tensor, fc2: Tensor, *, num_sets: int = 1
 ) -> tuple[CloneMemory, ...]:
-    """Make sets of slots on all ranks of a group; collective.
+    """Allocate sets of slots on all ranks of a group; collective.
 
-    Only the first set has gradients: they are written, offered and collected in one turn.
+    Only the first set has gradients, because they are written, offered and collected without
+    yielding to the other microbatch.
 
     Returns:
-        Nothing, on all ranks, where they do not reach each other's memory.
+        The sets; an empty tuple on all ranks if they cannot access each other's memory.
 
     Raises:
-        RuntimeError: On GPUs, while a graph is captured: run the same once before.
+        RuntimeError: On GPUs during graph capture; run the same shapes once before.
     """
     if fc1.device.type == "cpu" and group.host is not None:
         host: list[CloneMemory] = []
@@ -383,5 +385,5 @@ def make_clone_memory(
 
 
 def bytes_of_expert(experts: Tensor) -> int:
-    """Size of one of them."""
+    """Compute the size of one expert, bytes."""
     return experts[0].numel() * experts.element_size()

@@ -1,4 +1,4 @@
-"""Clones of a layer in memory that ranks reach; see :mod:`megacore.moe.echo.memory`.
+"""Clone exchange through peer memory; see :mod:`megacore.moe.echo.memory`.
 
 Shapes: M rows of this rank's experts, L home experts, k slots, N output features, K input features.
 """
@@ -16,14 +16,14 @@ from megacore.ops.gemm_parts import part_input_grad_, part_product_, part_weight
 
 
 class MemoryClones(CloneExchange):
-    """Clones of one layer in one forward pass and its backward pass.
+    """Clones of one layer in one forward pass and its backward pass, in peer memory.
 
     Args:
-        sets: The spare slots; weights go by turns, gradients are in the first set.
-        plan: Which clones there are, on the device.
+        sets: The spare slots: one set per interleaved microbatch; gradients are in the first set.
+        plan: The clones, on the device.
         fc1: Weights of the home experts, ``(L, ..., K)``.
         fc2: Weights of the home experts, ``(L, ..., K)``.
-        on_sent: Gets the bytes that this rank sends, an int64 scalar on the device.
+        on_sent: Callback with the bytes that this rank sends, an int64 scalar on the device.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MemoryClones(CloneExchange):
         self._on_sent = on_sent
 
     def bring(self, order: tuple[int, ...]) -> None:
-        """Slots are filled anew each time, so it does not matter who used them. See base."""
+        """Fill the slots unconditionally, regardless of their last user. See `CloneExchange`."""
         self._filled = set_of_turn(self._sets)
         self._filled.open()
         weights = self.home_weights()
@@ -79,5 +79,5 @@ class MemoryClones(CloneExchange):
         self._on_sent((held >= 0).sum() * bytes_of_expert(grads))
 
     def finish_weight_grads(self, projection: int, total: Tensor) -> None:
-        """Pull: others may not overwrite what has not been read. See `CloneExchange`."""
+        """Pull now, because peers cannot reuse their buffers before. See `CloneExchange`."""
         self._sets[0].collect(projection, total, self._plan)

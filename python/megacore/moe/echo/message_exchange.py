@@ -1,9 +1,9 @@
-"""Clones by messages: one from rank to rank for each clone and projection.
+"""Clone exchange by point-to-point messages, one per clone and projection.
 
-Only slots in use travel. Both ends know the plan, so nobody asks and nobody who has nothing to send
-takes part. Messages between two ranks match by their order: all ranks of a group run their layers
-and backward passes in the same one. The host has to read the plan, which waits for the device;
-:mod:`megacore.moe.echo.memory` does without.
+Only slots in use are sent. Both ends know the plan, so requests are unnecessary and ranks without
+clones do not participate. Messages between two ranks match by order: all ranks of a group run their
+layers and backward passes in the same order. The host has to read the plan, which is a host sync;
+:mod:`megacore.moe.echo.memory` avoids it.
 
 Shapes: L home experts, k slots, N output features, K input features.
 """
@@ -26,7 +26,7 @@ from megacore.parallel.process_groups import Group
 
 @dataclass(frozen=True, kw_only=True)
 class CloneRoutes:
-    """The part of a plan that is about this rank's experts and slots.
+    """Part of a plan that concerns this rank's experts and slots.
 
     Attributes:
         group: The ranks of the plan, by position.
@@ -42,7 +42,7 @@ class CloneRoutes:
 
     @classmethod
     def of(cls, plan: OffloadPlan, group: Group) -> CloneRoutes:
-        """The routes of the rank at ``group.position``."""
+        """Extract the routes of the rank at ``group.position``."""
         local, me = plan.num_experts // plan.num_ranks, group.position
         held = plan.slot_expert[me]
         used = np.flatnonzero(held >= 0)
@@ -59,7 +59,7 @@ class CloneRoutes:
 
 
 class WeightSlots:
-    """One set of spare slots for weights, one user at a time.
+    """Set of spare slots for weights, with one owner at a time.
 
     Args:
         num_slots: k.
@@ -68,7 +68,7 @@ class WeightSlots:
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._weights: dict[int, Tensor] = {}
-        # Whose clones are here or on their way, and what is under way, by projection.
+        # Owner of the clones present or in flight, and the transfers in flight, by projection.
         self._owner: object = None
         self._arriving: dict[int, list[dist.Work]] = {}
         self._leaving: list[dist.Work] = []
@@ -76,13 +76,13 @@ class WeightSlots:
     def bring(
         self, owner: object, routes: CloneRoutes, weights: dict[int, Tensor], order: tuple[int, ...]
     ) -> int:
-        """Start to fill the slots with the clones of ``owner``; if they are here, do nothing.
+        """Start filling the slots with the clones of ``owner``, unless they are already present.
 
         Args:
-            owner: Who uses the slots: the same object finds its clones still there.
-            routes: Which clones.
+            owner: Identity of the user: clones are reused if the owner is the same object.
+            routes: The clones to transfer.
             weights: The home experts, ``(L, N, K)``, by projection.
-            order: In which order projections travel.
+            order: Order of the projections.
 
         Returns:
             Bytes that this rank sends.
@@ -103,12 +103,12 @@ class WeightSlots:
         return num_bytes
 
     def weights(self, projection: int, num_used: int) -> Tensor:
-        """Clones in the first slots, ``(num_used, N, K)``; waits until they have arrived."""
+        """Wait for the clones in the first slots, ``(num_used, N, K)``."""
         _wait(self._arriving.pop(projection, []))
         return self._weights[projection][:num_used]
 
     def finish(self) -> None:
-        """Wait for all weights under way, also those that nobody came to use."""
+        """Wait for all weights in flight, including unused ones."""
         for projection in list(self._arriving):
             _wait(self._arriving.pop(projection))
         _wait(self._leaving)
@@ -117,24 +117,24 @@ class WeightSlots:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held so far."""
+        """Bytes allocated so far."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
 
 
 class SlotBuffers:
-    """The spare slots of a rank: memory for clones, shared by all layers.
+    """Spare slots of a rank: memory for clones, shared by all layers.
 
-    Weights are in use from before tokens leave until they have been multiplied, so of microbatches
-    that are computed in turns each needs a set of its own. Gradients are written and begin to
-    travel in one turn: one set serves all.
+    Weights are in use from before the dispatch until the multiplication, so interleaved
+    microbatches need separate sets. Gradients are written and sent without yielding to the other
+    microbatch, so one set is sufficient.
 
     Args:
         num_slots: k.
-        num_sets: Microbatches that may be inside layers at a time: 2 if they are computed in turns.
+        num_sets: Microbatches that may be inside layers at a time: 2 if they are interleaved.
 
     Attributes:
         num_slots: k.
-        sets: Where weights go that travel as messages.
+        sets: Slots for weights that are sent as messages.
     """
 
     def __init__(self, num_slots: int, num_sets: int = 1) -> None:
@@ -145,11 +145,11 @@ class SlotBuffers:
         self._memory: tuple[CloneMemory, ...] | None = None
 
     def memory(self, group: Group, fc1: Tensor, fc2: Tensor) -> tuple[CloneMemory, ...]:
-        """Slots that the other ranks write into, for layers with these weights, ``(L, N, K)``.
+        """Get the slots in peer memory for layers with these weights, ``(L, N, K)``.
 
         Returns:
-            As many sets as there are, the first one with gradients; none, on all ranks, where they
-            do not reach each other's memory.
+            ``num_sets`` sets, the first with gradients; an empty tuple on all ranks if they cannot
+            access each other's memory.
 
         Sync:
             The first call is collective.
@@ -161,12 +161,12 @@ class SlotBuffers:
         return self._memory
 
     def check(self) -> None:
-        """Raise if a rank did not come; see `CloneMemory.check`."""
+        """Raise an error if waiting for a rank timed out; see `CloneMemory.check`."""
         for memory in self._memory or ():
             memory.check()
 
     def grads(self, projection: int, like: Tensor, num_used: int) -> Tensor:
-        """Memory for gradients of the first slots; waits until those before have left it."""
+        """Get gradient buffers of the first slots; waits until earlier sends from them are done."""
         _wait(self._grads_leaving.pop(projection, []))
         dtype = torch.promote_types(like.dtype, torch.float32)
         return _buffer(self._grads, projection, self.num_slots, like, dtype)[:num_used]
@@ -174,41 +174,42 @@ class SlotBuffers:
     def exchange_grads(
         self, projection: int, routes: CloneRoutes, staging: Tensor
     ) -> tuple[list[dist.Work], int]:
-        """Start to send what lies in :meth:`grads` home, and to receive what lies elsewhere.
+        """Start sending the gradients in :meth:`grads` home, and receiving those of remote clones.
 
         Args:
-            projection: Of which product.
-            routes: Which clones.
-            staging: Where gradients of clones held elsewhere go, in the order of ``outgoing``.
+            projection: Index of the projection.
+            routes: The clones.
+            staging: Receive buffer for the gradients of remote clones, in the order of
+                ``outgoing``.
 
         Returns:
-            What to wait for before ``staging`` is read, and the bytes that this rank sends.
+            Work handles to wait for before reading ``staging``, and the bytes that this rank sends.
         """
         sent = [(rank, self._grads[projection][slot]) for slot, rank in routes.incoming]
         received = [(rank, staging[i]) for i, (rank, _) in enumerate(routes.outgoing)]
         leaving, arriving = _post(sent, received, routes.group, 2 + projection)
-        # Those before may still be on their way if none leave now: gloo forgets a message whose
-        # work is let go of, and the other rank would wait for ever.
+        # Extend rather than replace: earlier sends may be in flight if this call sends nothing,
+        # and gloo cancels a message whose work handle is released, which would hang the receiver.
         self._grads_leaving.setdefault(projection, []).extend(leaving)
         return arriving, _bytes_of(sent)
 
     def num_bytes(self) -> int:
-        """Memory held so far; the first forward and backward passes allocate it."""
+        """Count the bytes allocated so far; the first forward and backward passes allocate."""
         shared = sum(memory.num_bytes for memory in self._memory or ())
         grads = sum(tensor.numel() * tensor.element_size() for tensor in self._grads.values())
         return shared + grads + sum(each.num_bytes for each in self.sets)
 
 
 class MessageClones(CloneExchange):
-    """Clones of one layer in one forward pass and its backward pass.
+    """Clones of one layer in one forward pass and its backward pass, sent as messages.
 
     Args:
         slots: The rank's spare slots.
-        routes: Which clones there are.
-        owner: What is the same object if the forward pass runs again.
+        routes: The clones of this rank.
+        owner: Identity of the forward pass; the same object when it is recomputed.
         fc1: Weights of the home experts, ``(L, ..., K)``.
         fc2: Weights of the home experts, ``(L, ..., K)``.
-        on_sent: Gets the bytes that this rank sends, as it sends them.
+        on_sent: Callback with the bytes of each send of this rank.
     """
 
     def __init__(
@@ -229,20 +230,20 @@ class MessageClones(CloneExchange):
         self._coming_home: dict[int, tuple[Tensor, list[dist.Work]]] = {}
 
     def bring(self, order: tuple[int, ...]) -> None:
-        """Start to send weights, unless they are still there. See `CloneExchange`."""
+        """Start sending weights, unless the slots still hold them. See `CloneExchange`."""
         self._filled = set_of_turn(self._slots.sets)
         self._on_sent(self._filled.bring(self._owner, self._routes, self.home_weights(), order))
 
     def multiply(
         self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
     ) -> None:
-        """Waited for even if there is no row for a clone. See `CloneExchange`."""
+        """Wait for the clones in use, even without rows for them. See `CloneExchange`."""
         self._multiply(torch.ops.megacore.grouped_gemm, projection, rows, m_splits, num_local, out)
 
     def multiply_back(
         self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
     ) -> None:
-        """The same for the gradient of rows. See `CloneExchange`."""
+        """Compute the input gradient of the clones' rows. See `CloneExchange`."""
         product = torch.ops.megacore.grouped_gemm_input_grad
         self._multiply(product, projection, grad, m_splits, num_local, out)
 
@@ -264,7 +265,7 @@ class MessageClones(CloneExchange):
     def start_weight_grads(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
     ) -> None:
-        """Compute the gradients of the clones here and send them. See `CloneExchange`."""
+        """Compute the gradients of this rank's clones and send them. See `CloneExchange`."""
         routes = self._routes
         if routes.num_used:
             num_home, splits = self._clone_rows(m_splits, like.shape[0])
@@ -279,7 +280,7 @@ class MessageClones(CloneExchange):
         self._on_sent(num_bytes)
 
     def add_to_home(self, projection: int, total: Tensor) -> None:
-        """Wait for gradients and add them. See `CloneExchange`."""
+        """Wait for the remote gradients and add them. See `CloneExchange`."""
         if projection not in self._coming_home:
             return
         staging, works = self._coming_home.pop(projection)
@@ -288,7 +289,7 @@ class MessageClones(CloneExchange):
             total[expert].add_(value)
 
     def _clone_rows(self, m_splits: Tensor, num_local: int) -> tuple[int, Tensor]:
-        """Rows of home experts, and how many each slot in use has."""
+        """Compute the rows of all home experts, and the rows of each slot in use."""
         clones = m_splits[num_local : num_local + self._routes.num_used]
         return int(m_splits[:num_local].sum()), clones
 
@@ -296,14 +297,13 @@ class MessageClones(CloneExchange):
 def _post(
     sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]], group: Group, tag: int
 ) -> tuple[list[dist.Work], list[dist.Work]]:
-    """Start one message per tensor, to or from the position that stands with it.
+    """Start one message per tensor, to or from the group position paired with it.
 
-    All in one call: NCCL would run messages one after another, and two ranks that both send first
-    would wait for each other.
+    Messages are batched in one call: NCCL would serialize individual messages, and two ranks that
+    both send first would deadlock.
 
     Returns:
-        What to wait for before tensors that were sent are written, and before received ones are
-        read.
+        Work handles to wait for before writing sent tensors, and before reading received tensors.
     """
     messages = [(dist.isend, *each) for each in sent] + [(dist.irecv, *each) for each in received]
     if not messages:
@@ -322,7 +322,7 @@ def _post(
 def _buffer(
     buffers: dict[int, Tensor], projection: int, num_slots: int, like: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The one of this projection; made anew if experts have another size."""
+    """Return the buffer for this projection, reallocated if the expert shape changed."""
     shape = (num_slots, *like.shape[1:])
     buffer = buffers.get(projection)
     if buffer is None or buffer.shape != shape or buffer.dtype != dtype:

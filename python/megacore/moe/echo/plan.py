@@ -1,10 +1,10 @@
-"""Plan which hot experts are cloned into spare slots, so that no rank is overloaded.
+"""Planner for cloning hot experts into spare slots, so that no rank is overloaded.
 
 Every rank of an expert-parallel group holds ``experts_per_rank`` home experts and
 ``num_spare_slots`` spare slots. From the number of tokens that every rank's router sends to every
 expert, the planner decides which experts are cloned into which slots and how many tokens of every
-source rank go to each clone. All arithmetic is in integers, so every rank that sees the same counts
-computes the same plan.
+source rank go to each clone. All arithmetic is in integers, so ranks with the same counts compute
+the same plan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METHODS = ("balanced", "echo")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OffloadPlan:
-    """Where experts are cloned and which tokens move; all arrays are read-only int64.
+    """Clones of experts and the tokens they receive; all arrays are read-only int64.
 
     R ranks, E experts of which rank p is the home of ``[p * E / R, (p + 1) * E / R)``, k slots.
 
@@ -35,14 +35,14 @@ class OffloadPlan:
         num_experts: E.
         slot_expert: The expert cloned into each slot, ``(R, k)``; -1 where a slot is unused.
         rerouted: Tokens that leave their home expert, ``(R, R, k)``: source rank, destination rank,
-            slot. A source's tokens for an expert that are not here stay with the home expert.
+            slot. All other tokens for an expert are computed by its home expert.
         load_before: Tokens per rank without the plan, ``(R,)``.
-        load_after: Tokens per rank with it, ``(R,)``.
+        load_after: Tokens per rank with the plan, ``(R,)``.
         max_load: The highest ``load_after``.
         num_clones: Slots in use.
-        bound: Rows a rank's static receive buffer needs for this total number of tokens. Balanced:
-            the average with the tolerance, rounded, or ``min_imbalance`` times the average where
-            that is more. Documented: the floor average and the remainder it leaves over.
+        bound: Rows a rank's static receive buffer needs for this total number of tokens.
+            ``"balanced"``: the average with the tolerance, rounded, or ``min_imbalance`` times the
+            average if that is larger. ``"echo"``: the floor average plus the remainder.
         bound_holds: Whether ``max_load <= bound``. Always true for the balanced method with at
             least as many slots as experts per rank.
     """
@@ -70,29 +70,29 @@ class OffloadPlan:
 
     @property
     def mean_load(self) -> float:
-        """Tokens per rank if all had the same."""
+        """Mean number of tokens per rank."""
         return float(self.load_before.sum()) / self.num_ranks
 
     @property
     def imbalance_before(self) -> float:
-        """The highest load without the plan over the mean; 1 is perfect (and: no tokens)."""
+        """Max load over mean load without the plan; 1 is perfect (also without tokens)."""
         return self._over_mean(int(self.load_before.max()))
 
     @property
     def imbalance_after(self) -> float:
-        """The highest load with the plan over the mean; 1 is perfect (and: no tokens)."""
+        """Max load over mean load with the plan; 1 is perfect (also without tokens)."""
         return self._over_mean(self.max_load)
 
     @property
     def num_moved_tokens(self) -> int:
-        """Tokens that are computed by a clone."""
+        """Number of tokens computed by clones."""
         return int(self.rerouted.sum())
 
     def _over_mean(self, load: int) -> float:
         return load / self.mean_load if self.mean_load > 0 else 1.0
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are the same plan, array by array."""
+        """Compare two plans field by field."""
         if not isinstance(other, OffloadPlan):
             return NotImplemented
         mine, theirs = vars(self), vars(other)
@@ -101,7 +101,7 @@ class OffloadPlan:
     __hash__ = None  # type: ignore[assignment]
 
     def to_text(self) -> str:
-        """The plan as a table: one line per rank, its load before and after, and its clones.
+        """Format the plan as a table: one line per rank, its load before and after, and its clones.
 
         Example:
             >>> plan = plan_offload([[30, 10], [50, 10]], num_spare_slots=1, tolerance=0.0)
@@ -151,37 +151,39 @@ def plan_offload(
     min_imbalance: float = 1.0,
     domain_size: int | None = None,
 ) -> OffloadPlan:
-    """Choose the clones and the tokens that go to them.
+    """Choose the clones and the tokens that they receive.
 
     Args:
         tokens_from_rank_to_expert: ``(R, E)``, any integer type, numpy, torch or nested lists; E a
-            multiple of R. Entry ``[r, e]`` is how many tokens rank r's router sends to expert e; a
-            token that chose several experts counts for each. At most 2^31 - 1 tokens per expert.
+            multiple of R. Entry ``[r, e]`` is the number of tokens that rank r's router sends to
+            expert e; a token that chose several experts counts for each. At most 2^31 - 1 tokens
+            per expert.
         num_spare_slots: Slots for clones on every rank, k, in [0, 1024].
         method: ``"balanced"`` keeps every rank at or below the average plus ``tolerance`` whenever
-            slots allow it, and always with at least E / R slots. ``"echo"`` is the planner that the
-            ECHO documents describe, to compare with.
-        tolerance: What the balanced method may leave above the average, as a fraction of it, in
-            [0, 1]: each percent saves clones, and a clone costs moving an expert's weights.
-        min_imbalance: Make no clones while the highest load over the mean is at most this, >= 1.
-        domain_size: Ranks ``[0, n), [n, 2n) ...`` are connected best, for instance by NVLink; n
-            divides R. Clones stay inside a domain as far as the goal can be reached so, and leave
-            it only for the rest. Balanced method only; ``None`` treats all ranks alike.
+            slots allow it, and always with at least E / R slots. ``"echo"`` is the planner of the
+            ECHO documents, for comparison.
+        tolerance: Allowed excess over the average with the balanced method, as a fraction of the
+            average, in [0, 1]. A larger tolerance saves clones, each of which costs a transfer of
+            an expert's weights.
+        min_imbalance: Make no clones while max load over mean load is at most this, >= 1.
+        domain_size: Ranks ``[0, n), [n, 2n) ...`` form domains of fast interconnect, for instance
+            NVLink; n divides R. Clones are placed outside their domain only for the load that
+            cannot be balanced inside it. Balanced method only; ``None`` for a single domain.
 
     Returns:
-        The plan. It depends on nothing but the arguments.
+        The plan, a pure function of the arguments.
 
     Raises:
-        ValueError: If the counts are not a matrix of non-negative integers whose columns divide
-            over its rows, or an option is out of range or unknown.
+        ValueError: If the counts are not a matrix of non-negative integers whose number of columns
+            is a multiple of its number of rows, or an option is out of range or unknown.
 
     Sync:
         Runs on the CPU. A CUDA tensor is copied to the host, which waits for the device;
-        :func:`~megacore.moe.echo.device_plan.plan_offload_on_device` plans where it lies.
+        :func:`~megacore.moe.echo.device_plan.plan_offload_on_device` plans on the device.
 
     Source:
-        documented: Megatron-LM pull request 2368; both are specified in ``docs/echo.md`` and
-        checked against independent implementations in ``tests/unit/moe``.
+        ``"echo"``: Megatron-LM pull request 2368; both methods are specified in ``docs/echo.md``
+        and checked against independent implementations in ``tests/unit/moe``.
 
     Example:
         >>> plan = plan_offload([[30, 10], [50, 10]], num_spare_slots=1, tolerance=0.0)
@@ -216,7 +218,7 @@ def plan_offload(
 def require_options(
     method: str, tolerance: float, min_imbalance: float, domain_size: int | None
 ) -> None:
-    """Raise ValueError where an option of a planner is out of range."""
+    """Raise ValueError if an option of a planner is out of range."""
     if method not in METHODS:
         from megacore.config import did_you_mean
 
@@ -246,7 +248,7 @@ def _integer_matrix(counts: npt.ArrayLike | torch.Tensor) -> Counts:
 
 
 def _torch_to_numpy(counts: Any) -> npt.NDArray[Any]:
-    # Not isinstance: planning on numpy arrays should not load torch.
+    # Not isinstance, because planning on numpy arrays must not import torch.
     if counts.is_floating_point() or counts.is_complex():  # numpy does not know all of torch's
         raise ValueError(f"the counts are {counts.dtype}; numbers of tokens are integers")
     array: npt.NDArray[Any] = counts.detach().cpu().numpy()

@@ -1,4 +1,4 @@
-"""Send copies of tokens to clones instead of to the home of their expert, as a plan says.
+"""Rerouting of token copies from home experts to clones according to a plan.
 
 With a plan every rank has ``L + k`` *places* for experts: its L home experts, then its k spare
 slots. Places are numbered rank by rank: home expert e is place ``e // L * (L + k) + e % L``, slot s
@@ -25,12 +25,12 @@ from megacore.ops.token_kernels import kernel_or
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SourceRow:
-    """What one source rank does with its copies: a row of a plan. All int64, on one device.
+    """Row of a plan for one source rank. All int64, on one device.
 
     Attributes:
         total: Copies of the source rank for each expert, ``(E,)``.
-        first: How many of them come before those that are rerouted now, ``(E,)``: where several
-            ranks make up one source rank, those of the ones before.
+        first: Offset of this rank's copies within the source rank's copies, ``(E,)``: if several
+            ranks form one source rank, the number of copies of the preceding ranks.
         slot_expert: The expert cloned into each slot, ``(R, k)``; -1 where a slot is unused.
         tokens: Copies of this source rank that go to each slot, ``(R, k)``.
     """
@@ -42,22 +42,22 @@ class SourceRow:
 
 
 def reroute(expert_ids: Tensor, probs: Tensor, row: SourceRow) -> tuple[Tensor, Tensor]:
-    """The place that computes each copy, and its weight there.
+    """Compute the place of each copy and its weight there.
 
-    Copies of an expert are counted in the order of ``expert_ids``, and those that go to a clone are
-    spread evenly among them. The gradient of the weights comes back through the same map.
+    Copies of an expert are counted in the order of ``expert_ids``, and the copies for each clone
+    are spread evenly over that order. The gradient of the weights follows the same map.
 
     Args:
         expert_ids: Expert of each copy, ``(T, k)``, int64; -1 for no copy.
         probs: Weight of each copy, ``(T, k)``.
-        row: What this rank does with its copies.
+        row: The plan's row for this source rank.
 
     Returns:
         Places, ``(T, k)`` int64, -1 for no copy; and weights, ``(T, k)``, zero for no copy.
 
     Raises:
         ValueError: On the CPU, if an expert does not exist or has more copies than the row says, or
-            if the row moves more copies than there are. On CUDA these are no copies.
+            if the row moves more copies than there are. On CUDA such copies are not sent.
 
     Sync:
         None: on CUDA kernels on the current stream, which may be captured.
@@ -85,7 +85,7 @@ def reroute_ids_reference(
     left = total[expert]
     place = expert // local * (local + num_slots) + expert % local
     taken = expert_ids < 0
-    # One slot after the other takes its share of what those before it have left.
+    # Each slot takes its share of the copies that the preceding slots have left.
     for slot in range(num_ranks * num_slots):
         rank, number = divmod(slot, num_slots)
         is_mine = slot_expert[rank, number] == expert
@@ -101,21 +101,21 @@ def reroute_ids_reference(
 def reroute_tokens(
     routing_map: Tensor, probs: Tensor, plan: OffloadPlan, ep_rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Reroute the tokens of one source rank; the gradient of ``probs`` goes back the same way.
+    """Reroute the tokens of one source rank; differentiable with respect to ``probs``.
 
     Args:
         routing_map: Either the chosen experts, ``(T, k)`` int64, -1 for no choice, or for each
             token and expert whether it was chosen, ``(T, E)`` bool.
         probs: Weights in the same shape.
-        plan: Made from the counts of all ranks.
-        ep_rank: Which source rank of the plan these tokens are.
+        plan: Plan from the counts of all ranks.
+        ep_rank: Source rank of these tokens in the plan.
 
     Returns:
-        The same with places instead of experts: ``(T, k)`` ids and weights, or
-        ``(T, R * (L + slots))`` bool and weights; weights are zero where no copy goes.
+        Map and weights with places instead of experts: ``(T, k)`` ids and weights, or
+        ``(T, R * (L + slots))`` bool and weights; weights without a copy are zero.
 
     Raises:
-        ValueError: If shapes do not fit, or the plan was made for other counts.
+        ValueError: If shapes are inconsistent, or the plan was made for other counts.
 
     Example:
         >>> from megacore.moe import plan_offload
@@ -140,7 +140,7 @@ def reroute_tokens(
     ids = torch.where(routing_map, experts, -1)
     places, weights = reroute(ids, probs, _row_for(ids, plan, ep_rank))
     num_places = num_places_of(plan)
-    # Choices that do not exist share one more column at the end, which is cut off.
+    # Missing choices are scattered into an additional last column, which is removed below.
     column = torch.where(places < 0, num_places, places)
     shape = (routing_map.shape[0], num_places + 1)
     rerouted_map = routing_map.new_zeros(shape).scatter(1, column, routing_map)
@@ -149,7 +149,7 @@ def reroute_tokens(
 
 
 def num_places_of(plan: OffloadPlan) -> int:
-    """Home experts and spare slots of all ranks."""
+    """Count the home experts and spare slots of all ranks."""
     return plan.num_experts + plan.num_ranks * plan.num_spare_slots
 
 
