@@ -1,4 +1,4 @@
-"""What rank 0 prints: a start table, a progress bar or plain lines, and a summary."""
+"""Console output of rank 0: a start table, a progress bar or plain lines, and a summary."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, kw_only=True)
 class StartInfo:
-    """What is said before the first step.
+    """Contents of the start table.
 
     Attributes:
         name: Name of the run.
-        layout: The ranks and how they share the work, e.g. ``"4 ranks = tp 2 x pp 2 (gloo, cpu)"``.
-        model: The model in words.
+        layout: The parallel layout, e.g. ``"4 ranks = tp 2 x pp 2 (gloo, cpu)"``.
+        model: Description of the model.
         num_parameters: Parameters of the whole model, each counted once.
         data: Description of the training text.
         num_tokens: Tokens of the training part.
-        unigram_entropy: Of the training part, nats per token.
-        schedule: The pipeline schedule in words.
+        unigram_entropy: Unigram entropy of the training part, nats per token.
+        schedule: Description of the pipeline schedule.
         steps: Steps of the whole run.
         first_step: First step that will run; above 0 after resuming.
-        run_dir: Where results go.
+        run_dir: Output folder.
         resumed_from: The checkpoint that was loaded.
-        notes: Anything else worth a line, e.g. checkpoints that were passed over.
+        notes: Additional lines, e.g. skipped checkpoints.
     """
 
     name: str
@@ -56,7 +56,7 @@ class StartInfo:
     notes: tuple[str, ...] = ()
 
     def rows(self) -> list[tuple[str, str]]:
-        """Name and value of each line of the start table."""
+        """Build the lines of the start table as (name, value)."""
         entropy = f"unigram entropy {self.unigram_entropy:.3f} nats"
         left = f"{self.first_step + 1:,} to {self.steps:,}"
         rows = [
@@ -75,16 +75,16 @@ class StartInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What is said after the last step.
+    """Contents of the end summary.
 
     Attributes:
         loss: Training loss at the end.
         validation_loss: Last validation loss, if there was one.
-        unigram_entropy: Of the training text, nats per token.
+        unigram_entropy: Unigram entropy of the training text, nats per token.
         tokens_per_s: Average over the run.
         wall_time_s: Wall time of the run in seconds.
         num_skipped: Steps skipped because of a non-finite gradient.
-        files: What was written, by what it is: ``{"report": path, ...}``.
+        files: Output files by name: ``{"report": path, ...}``.
     """
 
     loss: float
@@ -97,10 +97,10 @@ class RunSummary:
 
 
 class Console:
-    """The only place of the trainer that prints; all ranks but 0 make a silent one.
+    """Console of a run, the only part of the trainer that prints; silent on all ranks but 0.
 
-    A live progress bar on a terminal; readable lines every ``every`` steps otherwise. Use it as a
-    context manager, so that the bar is taken down however the run ends.
+    Shows a live progress bar on a terminal, else plain lines every ``every`` steps. Use it as a
+    context manager, so that the progress bar is removed on every exit.
 
     Args:
         steps: Steps of the whole run.
@@ -135,11 +135,11 @@ class Console:
 
     @property
     def is_live(self) -> bool:
-        """Whether a progress bar is shown."""
+        """True if a progress bar is shown."""
         return self._progress is not None
 
     def start(self, info: StartInfo) -> None:
-        """Print the start table; the clock of the time left starts here."""
+        """Print the start table and start the clock of the remaining-time estimate."""
         self._started = time.monotonic()
         self._table(info.rows())
         self._rich.print()
@@ -162,7 +162,7 @@ class Console:
         self._line(text)
 
     def finish(self, summary: RunSummary) -> None:
-        """Take the bar down and print the end summary."""
+        """Remove the progress bar and print the end summary."""
         self._stop()
         if self._silent:
             return
@@ -210,7 +210,7 @@ class Console:
         progress = self._progress
         assert progress is not None
         if self._task is None:
-            # Added with the first step, so that the estimate leaves out loading and building.
+            # Added with the first step, so that the estimate excludes loading and building.
             self._task = progress.add_task(
                 "train", total=self._steps, completed=self._first_step, metrics=""
             )
@@ -260,7 +260,7 @@ class Console:
 
 
 def short_count(number: int) -> str:
-    """A count with three significant digits.
+    """Format a count with three significant digits.
 
     Example:
         >>> short_count(950), short_count(442958), short_count(12_000_000_000)
@@ -273,7 +273,7 @@ def short_count(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span for people.
+    """Format a time span.
 
     Example:
         >>> duration(4.2), duration(95), duration(7322)
@@ -287,7 +287,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], *, width: int = 40) -> str:
-    """A curve in one line of text; each character is the mean of a stretch of values.
+    """Draw a curve in one line of text; each character is the mean of a range of values.
 
     Example:
         >>> sparkline([5.0, 3.0, 2.0, 1.0])

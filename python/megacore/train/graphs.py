@@ -1,4 +1,4 @@
-"""CUDA graphs in training: when to capture, what a capture depends on, what a step replays."""
+"""CUDA graphs in training: capture, conditions for recapture, replay."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ from megacore.train.step import EagerStep
 
 
 class StepGraphs:
-    """A ``StepRunner`` that captures an eager step after some steps and replays it.
+    """``StepRunner`` that captures an eager step after warmup steps and replays it.
 
-    Each step is compared with the captured one first. Graphs of parts of layers are installed in
-    the layers, so the eager passes replay them.
+    Each step is first compared with the captured step. Partial graphs are installed in the layers,
+    so the eager passes replay them.
 
     Args:
         config: A resolved configuration with ``graphs.mode`` not ``"off"``.
         eager: Passes and update to capture.
         program: This rank's actions of one step.
-        hidden: What layers take and return.
+        hidden: Specification of layer inputs and outputs.
 
     Attributes:
         keys: Keys of a step's random numbers on the device.
-        notes: What to tell the user; :meth:`take_notes` takes them out.
-        predicted: What the last capture was predicted to take.
-        measured: What it took; objects and pool are known on a GPU only.
+        notes: Messages for the user; :meth:`take_notes` returns and clears them.
+        predicted: Predicted memory of the last capture.
+        measured: Measured memory of the last capture; objects and pool are known on a GPU only.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class StepGraphs:
 
     @property
     def partial(self) -> PartialGraphs | None:
-        """The graphs of parts of layers; ``None`` before their capture."""
+        """Graphs of layer scopes; ``None`` before their capture."""
         return self._partial
 
     # ---- training --------------------------------------------------------------------------------
 
     def start(self, step: int, batches: Sequence[Microbatch]) -> None:
-        """Set the step's random numbers; capture if it is time to. Collective.
+        """Set the step's random keys; capture after warmup or on a change. Collective.
 
         Args:
             step: Number of the step.
-            batches: Its microbatches.
+            batches: Microbatches of the step.
 
         Raises:
-            CaptureError: If something cannot be captured and ``on_failure`` is ``"error"``.
+            CaptureError: If the capture fails and ``on_failure`` is ``"error"``.
             ReplayError: If the step differs from the capture and ``on_change`` is ``"error"``.
         """
         self.keys.set_step(step)
@@ -132,7 +132,7 @@ class StepGraphs:
 
     @property
     def includes_update(self) -> bool:
-        """Whether the graph of the whole step ends with the optimizer's step."""
+        """True if the full-step graph includes the optimizer step."""
         return "training" in self._full and self._settings.include_optimizer
 
     def passes(
@@ -140,8 +140,8 @@ class StepGraphs:
     ) -> Tensor:
         """Replay the captured step, with the update if :attr:`includes_update`.
 
-        Runs the eager passes before the capture, with graphs of parts of layers, and for a
-        recorder, which a graph cannot serve.
+        Runs the eager passes before the capture, with partial graphs, and with a recorder, because
+        a graph cannot record actions.
         """
         graph = self._full.get("training") if recorder is None else None
         self._is_updated = graph is not None and self.includes_update
@@ -153,11 +153,11 @@ class StepGraphs:
         return numbers
 
     def update(self, sums: Tensor, *, lr: float) -> StepResult:
-        """Run the optimizer's step, unless the replayed graph has run it."""
+        """Run the optimizer step, unless the replayed graph included it."""
         return StepResult(sums) if self._is_updated else self._eager.update(sums, lr=lr)
 
     def validate(self, batches: Sequence[Microbatch]) -> Tensor:
-        """Replay a validation; the first one after the capture of training is captured."""
+        """Replay a validation; captured at the first validation after the training capture."""
         if "training" not in self._full or self._gave_up_validation:
             return self._eager.validate(self._prepared(batches))
         inputs = _inputs_of(batches)
@@ -186,12 +186,12 @@ class StepGraphs:
         return sums
 
     def take_notes(self) -> list[str]:
-        """What there is to tell the user since the last time."""
+        """Return and clear the messages since the last call."""
         notes, self.notes = self.notes, []
         return notes
 
     def reset(self) -> None:
-        """Give up all graphs; the next step captures again."""
+        """Discard all graphs; the next step captures again."""
         for chunk in self._chunks:
             for layer in transformer_layers(chunk):
                 layer.captured = None
@@ -206,11 +206,11 @@ class StepGraphs:
     # ---- capture ---------------------------------------------------------------------------------
 
     def _capture(self, signature: CaptureSignature, batches: Sequence[Microbatch]) -> None:
-        # What cannot run without storage cannot be captured either, but the capture says it better.
+        # A step that fails the prediction also fails the capture, with a better error message.
         with suppress(RuntimeError):
             self.predicted = predict_graphs(self._config, self._program)
             self.notes.append(f"capturing {self.predicted.text()}")
-        # A captured region can wait only for transfers that it has started itself.
+        # A captured region cannot wait for transfers that were started outside the capture.
         self._optimizer.finish_param_gather()
         before = self._before = DeviceMemory.now()
 
@@ -230,7 +230,7 @@ class StepGraphs:
         self.notes.append(f"training goes on without graphs: {failure}")
 
     def _attempt(self, capture: Callable[[], None]) -> CaptureError | None:
-        """Capture on all ranks, or tell why a rank could not; raise it unless asked to go on."""
+        """Capture on all ranks; on failure of any rank, raise or return it by ``on_failure``."""
         failure: CaptureError | None = None
         try:
             with buffers_kept(self._chunks):
@@ -248,7 +248,7 @@ class StepGraphs:
         failing = [rank for rank, text in enumerate(told) if text]
         if not failing:
             return None
-        # No rank is in the middle of an exchange, whatever a rank that stopped has begun.
+        # No exchange is in flight on any rank, so slots taken by the aborted capture can be freed.
         for chunk in self._chunks:
             if chunk.moe_peers is not None:
                 chunk.moe_peers.forget_exchanges()
@@ -261,7 +261,7 @@ class StepGraphs:
         return failure
 
     def _leaves_others_waiting(self, failure: CaptureError) -> bool:
-        """Whether other ranks wait for messages of this one, not for its word on the capture."""
+        """True if other ranks wait for messages of this rank and cannot reach the agreement."""
         topology = self._groups.topology
         if self._settings.mode == "full":
             return failure.is_abrupt and topology.world_size > 1
@@ -277,13 +277,13 @@ class StepGraphs:
                 if not self._settings.include_optimizer:
                     return [sums]
                 lr, veto = static[-2:]
-                # A graph cannot run the passes again: a step to repeat changes nothing.
+                # A graph cannot rerun the passes: a step to rerun must leave all state unchanged.
                 veto = veto + eager.experts.num_to_rerun()
                 return [eager.update(sums, lr=lr, veto=veto).numbers]
 
-        # What the update starts, only a graph of its own could wait for.
+        # A gather started inside the graph could not be awaited outside of it.
         optimizer.gathers_at_once = False
-        # No warmup and no capture changes weights, wherever it runs in earnest.
+        # lr 0 and veto 1: warmup and capture must not change weights if a backend executes them.
         inputs = self._inputs(batches, lr=0.0, veto=1.0)
         self._full["training"] = FullIterationGraph(
             "the training step", function, inputs, backend=self._backend()
@@ -291,26 +291,26 @@ class StepGraphs:
         self._marks = optimizer.grad_marks()
 
     def _prepared(self, batches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Microbatches as captured code takes them: with keys, and numbers for parts of layers."""
+        """Attach the random keys, and for partial graphs the numbers, to microbatches."""
         return [
             replace(batch, number=number if self._partial is not None else None, keys=self.keys)
             for number, batch in enumerate(batches)
         ]
 
     def _static(self, static: Sequence[Tensor]) -> list[Microbatch]:
-        """Microbatches of the static inputs of a graph."""
+        """Build microbatches from the static inputs of a graph."""
         num = self._eager.num_microbatches
         batched = [static[3 * number : 3 * number + 3] for number in range(num)]
         return self._prepared(
             [
-                # The keys hold what depends on the step.
+                # The step is unused: its effect is in the keys.
                 Microbatch(tokens=tokens, labels=labels, sample_ids=sample_ids, step=-1)
                 for tokens, labels, sample_ids in batched
             ]
         )
 
     def _inputs(self, batches: Sequence[Microbatch], *, lr: float, veto: float) -> list[Tensor]:
-        """All inputs of a captured training step: microbatches, and numbers for its update."""
+        """Collect the inputs of a captured training step: microbatches, and update scalars."""
         inputs = _inputs_of(batches)
         if self._settings.include_optimizer:
             double = torch.float64
@@ -379,14 +379,14 @@ class StepGraphs:
         return tuple(chunk.moe_budget.factor for chunk in self._chunks)
 
     def _is_own_change(self, signature: CaptureSignature) -> bool:
-        """Whether only the budgets have grown, which is what over_budget = "rerun" asks for."""
+        """True if only the budgets differ, as over_budget = "rerun" causes."""
         assert self._captured is not None
         name = "rows of static buffers"
         same = {**signature.facts, name: self._captured.facts[name]}
         return same == dict(self._captured.facts)
 
     def _measured_text(self, before: DeviceMemory) -> str:
-        """What the capture took, beside what it was predicted to take."""
+        """Format the measured memory of the capture next to the prediction."""
         if self._partial is not None:
             count, sizes = self._partial.num_graphs, [self._partial.static_bytes()]
         else:

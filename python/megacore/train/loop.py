@@ -32,20 +32,20 @@ from megacore.train.trainer import Trainer, build_trainer
 
 
 def train(config: Config, context: RankContext) -> int:
-    """Train as ``config`` says: the whole life of one rank.
+    """Run the training of ``config`` on one rank, from construction to report.
 
     Rank 0 writes ``config.toml``, ``run.json``, ``metrics.jsonl``, ``timeline.json`` and
     ``report.html`` into ``run.dir``; every rank writes its pieces of the checkpoints.
 
     Args:
         config: Resolved configuration, the same on every rank.
-        context: Which rank this is and where it computes.
+        context: Rank, world size and device of this process.
 
     Returns:
         Exit status 0.
 
     Raises:
-        MegacoreError: For everything a user can mend.
+        MegacoreError: For every error that a user can fix.
     """
     started = time.monotonic()
     trainer = build_trainer(config, world_size=context.world_size, device=context.device)
@@ -56,7 +56,7 @@ def train(config: Config, context: RankContext) -> int:
             config.checkpoint.resume, filled(config.checkpoint.dir), groups=trainer.groups
         )
         start = _resume(trainer, found)
-        # Last, when nothing more can be wrong: a mistake moves nobody's results.
+        # Last, after all checks, so that a failed start does not move earlier results.
         moved = make_place(config, found.path, trainer.groups)
         run = _Run(trainer, found, saver, start=start, notes=moved + notes)
         try:
@@ -68,7 +68,7 @@ def train(config: Config, context: RankContext) -> int:
 
 
 def _resume(trainer: Trainer, found: FoundCheckpoint) -> TrainState:
-    """Load what was found; return where the run stands."""
+    """Load the found checkpoint, if any, and return the training state."""
     if found.path is None:
         return TrainState(step=0, samples=0, optimizer={})
     optimizer = trainer.optimizer
@@ -101,10 +101,10 @@ def _make_saver(trainer: Trainer) -> CheckpointSaver:
 
 
 def _check_room_to_save(trainer: Trainer, saver: CheckpointSaver) -> tuple[str, ...]:
-    """Prove that checkpoints can be written; return a note if failures are tolerated.
+    """Check that checkpoints can be written; returns a note on a tolerated lack of disk space.
 
-    A full disk may get room by the time of the first checkpoint. A folder that cannot be written to
-    is a mistake whatever failures do.
+    A full disk may have space again at the first checkpoint. An unwritable folder is an error
+    regardless of ``checkpoint.on_failure``.
     """
     settings = trainer.config.checkpoint
     try:
@@ -119,7 +119,7 @@ def _check_room_to_save(trainer: Trainer, saver: CheckpointSaver) -> tuple[str, 
 
 
 class _Run:
-    """Steps of one rank, with everything that is written and shown around them."""
+    """Steps of one rank, with their validation, metrics, checkpoints and console output."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class _Run:
         self._saver = saver
         self._config = config
         self._first_step = first_step
-        # Not 0 if the batch size has changed: the data go on where they were.
+        # Not 0 if the batch size has changed, so that the data continue at the same sample.
         self._sample_offset = start.samples - start.step * config.train.global_batch_size
         self._is_main = trainer.groups.rank == 0
         self._dir = Path(filled(config.run.dir))
@@ -160,7 +160,7 @@ class _Run:
         self._console.start(self._start_info(found, notes))
 
     def loop(self) -> None:
-        """Run the steps that are left."""
+        """Run the remaining steps."""
         config = self._config
         for step in range(self._first_step, config.train.steps):
             recorder = self._new_recorder(step)
@@ -180,7 +180,7 @@ class _Run:
                 self._save(step + 1)
 
     def finish(self, *, wall_time_s: float) -> None:
-        """Save at the end if asked to, write the report, print the summary. Collective."""
+        """Save at the end if configured, write the report, print the summary. Collective."""
         if self._config.checkpoint.interval == 0 and self._last is not None:
             self._save(self._config.train.steps)
         if self._saver is not None:
@@ -194,11 +194,11 @@ class _Run:
             )
         elif self._is_main:
             self._console.finish(self._summary(self._last, wall_time_s, files))
-        # Rank 0 writes the report; the others stay until it is there.
+        # Other ranks must not exit before rank 0 has written the report.
         barrier(self._trainer.groups.world)
 
     def close(self) -> None:
-        """Take the progress bar down, close the metrics file, leave no save behind unasked."""
+        """Remove the progress bar, close the metrics file and abandon a save in flight."""
         if self._saver is not None:
             self._saver.abandon()
         self._console.__exit__(None, None, None)
@@ -206,7 +206,7 @@ class _Run:
             self._metrics.close()
 
     def _choose_traced_step(self) -> int:
-        """The configured step, or the second one of a run that resumes after it; -1 for none."""
+        """Choose the step to trace: as configured, at least the second of this run; -1: none."""
         wanted = filled(self._config.run.trace_step)
         if wanted < 0:
             return -1
@@ -243,7 +243,7 @@ class _Run:
 
     def _write(self, record: StepRecord) -> None:
         if self._last is None and self._is_main:
-            # A run that is stopped leaves what a report needs, one without a step leaves nothing.
+            # Written with the first step, so that a stopped run can still be reported.
             write_info(self._dir, self._info(wall_time_s=None))
         self._last = record
         self._seconds += record.step_time_s

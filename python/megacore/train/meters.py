@@ -1,4 +1,4 @@
-"""Sums over a step: loads, losses and full buffers of experts, losses of multi-token prediction."""
+"""Meters of a step: expert loads, MoE losses, buffer overflow, multi-token prediction losses."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from megacore.parallel.process_groups import ProcessGroups
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMetrics:
-    """What one step did with its tokens, over all ranks; equal on every rank.
+    """MoE metrics of one step, summed over all ranks; equal on every rank.
 
     Attributes:
         load: Copies that each expert computed, by global index of the MoE layer.
-        num_dropped: Copies that no expert saw, all layers together.
-        num_over_budget: Those of them that a static buffer had no room for.
+        num_dropped: Dropped copies of all layers.
+        num_over_budget: Copies dropped because a static buffer was full.
         aux_loss: Sum over layers of the load-balancing loss, with its coefficient.
-        z_loss: Likewise for the z-loss.
-        num_reruns: How often the step was run again with a larger budget.
-        echo: What clones did, by global index of the MoE layer; empty without clones. Sums over all
-            ranks, each of which counts the plans that it takes part in.
+        z_loss: Sum over layers of the z-loss, with its coefficient.
+        num_reruns: Number of reruns of the step with a larger budget.
+        echo: Clone counters by global index of the MoE layer; empty without clones. Sums over all
+            ranks, each of which counts its own plans.
     """
 
     load: dict[int, tuple[int, ...]]
@@ -44,7 +44,7 @@ class ExpertMetrics:
 
     @property
     def imbalance(self) -> float:
-        """Highest load of an expert over the mean of its layer, of the worst layer; 1 is balanced.
+        """Max over layers of max expert load over mean expert load; 1 is balanced.
 
         Example:
             >>> ExpertMetrics(load={0: (3, 1), 1: (2, 2)}, num_dropped=0, num_over_budget=0,
@@ -54,7 +54,7 @@ class ExpertMetrics:
         return max(max(load) * len(load) / max(1, sum(load)) for load in self.load.values())
 
     def as_record(self, *, with_load: bool = True) -> dict[str, Any]:
-        """What ``metrics.jsonl`` says; the load of every expert is a long list in a large model."""
+        """Convert to the fields of ``metrics.jsonl``; ``with_load`` adds every expert's load."""
         load = {str(layer): list(load) for layer, load in self.load.items()}
         echo = {str(layer): counts.as_record() for layer, counts in self.echo.items()}
         return {
@@ -70,7 +70,7 @@ class ExpertMetrics:
 
 
 class ExpertWatch:
-    """Counts of all MoE layers of this rank, and the policy for full buffers.
+    """Counters of all MoE layers of this rank, and the policy for buffer overflow.
 
     Args:
         chunks: Model chunks of this rank.
@@ -78,7 +78,7 @@ class ExpertWatch:
         num_layers: Layers of the whole model.
         groups: Process groups of this rank.
         num_microbatches: Microbatches per data-parallel rank and step.
-        device: Where this rank computes.
+        device: Device of this rank.
     """
 
     def __init__(
@@ -98,24 +98,23 @@ class ExpertWatch:
         self._peers = {chunk.moe_peers for chunk in chunks if chunk.moe_peers is not None}
         self._layers = {index: layer for c in chunks for index, layer in c.moe_layers().items()}
         self._indices = moe.moe_layers(num_layers)
-        # Values of losses are averaged over microbatches and the ranks of a stage.
+        # Loss values are averaged over microbatches and the ranks of a stage.
         self._num_values = num_microbatches * groups.topology.world_size // groups.topology.pp
         self._num_reruns = 0
         echo = moe.echo.spare_slots > 0 and groups.ep.size > 1
         self._row_size = moe.num_experts + 4 + (len(EchoCounts().as_list()) if echo else 0)
 
     def attempts(self, what: str) -> Iterator[None]:
-        """Yield once, and again for each time that a step must be run again. Collective.
+        """Yield once for the first attempt, and once for each rerun of the step. Collective.
 
-        A step is run again with larger budgets if tokens found no room and the policy is
-        ``"rerun"``.
+        A step is rerun with larger budgets if a buffer overflowed and the policy is ``"rerun"``.
 
         Args:
-            what: The step in words, for the message.
+            what: Description of the step for the error message.
 
         Raises:
-            MegacoreError: If tokens found no room and the policy is ``"error"``.
-            PeerLostError: If a peer did not come while rows travelled between GPUs.
+            MegacoreError: If a buffer overflowed and the policy is ``"error"``.
+            PeerLostError: If a peer timed out in an exchange between GPUs.
 
         Sync:
             Waits for the device after each attempt if the dispatcher is ``static`` and the policy
@@ -127,7 +126,7 @@ class ExpertWatch:
             yield
 
     def _must_rerun(self, what: str) -> bool:
-        """Whether tokens found no room on any rank; if so, budgets have grown. Collective."""
+        """Check for buffer overflow on any rank, and if so grow the budgets. Collective."""
         if not self._has_policy:
             return False
         total = self.num_to_rerun()
@@ -148,9 +147,9 @@ class ExpertWatch:
         return True
 
     def num_to_rerun(self) -> Tensor:
-        """Copies of this rank without room, for which a step is no good; 0-d int64, on the device.
+        """Count this rank's over-budget copies, which invalidate a step; 0-d int64, on the device.
 
-        0 if the policy is to drop them.
+        0 if the policy is ``"drop"``.
         """
         total = torch.zeros((), dtype=torch.int64, device=self._device)
         for layer in self._layers.values() if self._has_policy else ():
@@ -159,11 +158,11 @@ class ExpertWatch:
 
     @property
     def _has_policy(self) -> bool:
-        """Whether tokens without room in a buffer end the step, or repeat it."""
+        """True if buffer overflow raises an error or causes a rerun."""
         return self._moe.dispatcher == "static" and self._moe.over_budget != "drop"
 
     def extra(self) -> Tensor:
-        """This rank's counts, to be summed over the world: 1-D, fp64; empty without experts."""
+        """Collect this rank's counts for a sum over all ranks: 1-D, fp64; empty without experts."""
         zeros = torch.zeros(self._row_size, dtype=torch.float64, device=self._device)
         rows = []
         for index in self._indices:
@@ -183,13 +182,13 @@ class ExpertWatch:
         return torch.cat(rows) if rows else zeros[:0]
 
     def finish_step(self, sums: Tensor, *, skipped: bool) -> ExpertMetrics | None:
-        """Make metrics of the summed :meth:`extra`; let biases follow the load. Collective.
+        """Convert the summed :meth:`extra` to metrics and update the router biases. Collective.
 
         Returns:
             ``None`` for a model without experts.
 
         Raises:
-            PeerLostError: If a peer did not come while rows travelled between GPUs.
+            PeerLostError: If a peer timed out in an exchange between GPUs.
         """
         if not self._indices:
             return None
@@ -217,7 +216,7 @@ class ExpertWatch:
         )
 
     def _budget_text(self) -> str:
-        """The setting that says how large buffers are, with its value."""
+        """Format the setting of the buffer size with its value."""
         if self._row_size == self._moe.num_experts + 4:
             return f"moe.static_budget = {self._budgets[0].factor:g}"
         factor = echo_receive_factor(self._moe, self._moe.num_experts // self._groups.ep.size)
@@ -236,13 +235,13 @@ class ExpertWatch:
 
 
 class PredictionWatch:
-    """Adds up the losses of all depths over a step.
+    """Sums over a step of the multi-token prediction losses of all depths.
 
     Args:
         chunks: Model chunks of this rank.
-        num_depths: Layers for multi-token prediction of the whole model.
+        num_depths: Multi-token prediction layers of the whole model.
         groups: Process groups of this rank.
-        device: Where this rank computes.
+        device: Device of this rank.
     """
 
     def __init__(
@@ -253,7 +252,7 @@ class PredictionWatch:
         groups: ProcessGroups,
         device: torch.device,
     ) -> None:
-        # The ranks of a tp group compute the same losses.
+        # The ranks of a tp group compute the same losses, so only one of them counts.
         counts = groups.tp.position == 0
         self._sums = [chunk.mtp_sums for chunk in chunks if chunk.head is not None and counts]
         self._zeros = torch.zeros(2, num_depths, dtype=torch.float64, device=device)
@@ -264,13 +263,13 @@ class PredictionWatch:
             sums.zero_()
 
     def extra(self) -> Tensor:
-        """This rank's part, to be summed over the world: 1-D, fp64; empty without such layers."""
+        """Collect this rank's part of a global sum: 1-D, fp64; empty without MTP layers."""
         total = self._zeros.clone()
         for sums in self._sums:
             total += sums
         return total.flatten()
 
     def losses(self, sums: Tensor) -> tuple[float, ...]:
-        """Of the summed :meth:`extra` the mean loss of each depth, nats per predicted token."""
+        """Compute each depth's mean loss from the summed :meth:`extra`, nats per token."""
         totals, counts = sums.view(2, -1)
         return tuple((totals / counts.clamp(min=1)).tolist())

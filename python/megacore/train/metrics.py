@@ -1,4 +1,4 @@
-"""One JSON object per step in ``metrics.jsonl``, flushed at once, continued on resume."""
+"""Step metrics in ``metrics.jsonl``: one JSON object per step, flushed at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megacore.train.meters import ExpertMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What ``metrics.jsonl`` says about one step.
+    """Metrics of one step in ``metrics.jsonl``.
 
     Attributes:
         step: Number of the step, from 0.
@@ -27,9 +27,9 @@ class StepRecord:
         num_skipped: Steps skipped so far because of a non-finite gradient.
         samples: Samples consumed so far, this step included.
         validation_loss: Loss on validation data after the step; ``None`` where it was not measured.
-        experts: What became of tokens in MoE layers; ``None`` for a model without.
+        experts: Metrics of MoE layers; ``None`` for a dense model.
         mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token.
-        with_load: Whether the load of every expert is told.
+        with_load: Whether to include the load of every expert.
     """
 
     step: int
@@ -46,11 +46,12 @@ class StepRecord:
     with_load: bool = True
 
     def to_json(self) -> str:
-        """One line. A value that is not finite becomes ``null``, since JSON has no NaN.
+        """Format as one line. A non-finite value becomes ``null``, since JSON has no NaN.
 
-        An unmeasured ``validation_loss`` and empty ``mtp_losses`` are left out. What is known of
-        experts becomes ``expert_load`` (a list per MoE layer, by its index), ``expert_imbalance``,
-        ``num_dropped_copies``, ``num_over_budget``, ``num_reruns``, ``aux_loss`` and ``z_loss``.
+        An unmeasured ``validation_loss`` and empty ``mtp_losses`` are omitted. ``experts`` becomes
+        ``expert_load`` (a list per MoE layer, by its index), ``expert_imbalance``,
+        ``num_dropped_copies``, ``num_over_budget``, ``num_reruns``, ``aux_loss``, ``z_loss`` and,
+        with clones, ``echo``.
         """
         data = asdict(self)
         del data["experts"], data["with_load"]
@@ -68,14 +69,14 @@ class StepRecord:
 
 
 class MetricsWriter:
-    """Appends records to a metrics file. Use it on rank 0 only.
+    """Append-only writer of a metrics file, for rank 0 only.
 
-    A new run starts an empty file. A resumed one keeps the records of the steps before
-    ``resume_step`` and drops the rest (steps that ran after the checkpoint was taken, or a line cut
-    off by a crash), so each step occurs once.
+    A new run starts an empty file. A resumed run keeps the records of the steps before
+    ``resume_step`` and removes the rest (steps after the checkpoint, or a line truncated by a
+    crash), so each step occurs once.
 
     Args:
-        path: The file; its folder is made.
+        path: The file; its folder is created.
         resume_step: The first step that will be written; 0 for a new run.
     """
 
@@ -86,7 +87,7 @@ class MetricsWriter:
         self._file: TextIO = self.path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
-        """Append one record; it is in the file when this returns."""
+        """Append one record and flush the file."""
         self._file.write(record.to_json() + "\n")
         self._file.flush()
 

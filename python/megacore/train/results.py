@@ -1,4 +1,4 @@
-"""What a run leaves behind at its end: the timeline of one step and the report."""
+"""Results of a finished run: the timeline of one step and the report."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ TRACE_NAME = "trace.json"
 def write_results(
     trainer: Trainer, recorder: ActionRecorder | None, *, step: int, info: RunInfo
 ) -> dict[str, Path]:
-    """Write ``run.json``, ``report.html`` and, of a recorded step, its timeline and trace.
+    """Write ``run.json``, ``report.html`` and the timeline and trace of the recorded step, if any.
 
-    Collective: every rank sends what it recorded; rank 0 writes.
+    Collective: recorded events are gathered on all ranks, and rank 0 writes.
 
     Args:
-        trainer: This rank's parts.
-        recorder: The recorded step; ``None`` on every rank if none was.
+        trainer: Training components of this rank.
+        recorder: The recorded step; ``None`` on every rank if no step was recorded.
         step: Number of the recorded step.
-        info: What the report says about the run.
+        info: Contents of the report.
 
     Returns:
-        What was written, by a name for people; empty on all ranks but 0.
+        Files by display name; empty on all ranks but 0.
     """
     directory = Path(filled(trainer.config.run.dir))
     recorded = gather_objects(recorder.events() if recorder else [], trainer.groups.world)
@@ -59,15 +59,15 @@ def write_results(
 
 
 def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: int) -> RunTimeline:
-    """Put a measured step beside what the schedule predicts for its own action times.
+    """Build a timeline of a measured step and the simulation of its schedule.
 
-    The prediction takes, for each stage, the mean time of its F, B, I and W; what differs then is
-    what a schedule does not know: transfers, waiting for a core, passes that take longer than
-    others.
+    The simulation uses, for each stage, the mean measured time of its F, B, I and W. Differences
+    are therefore effects outside the schedule: transfers, contention for cores, variation between
+    passes.
 
     Args:
         schedule: The schedule that ran.
-        events: What all ranks recorded, in microseconds of one clock.
+        events: Recorded events of all ranks, in microseconds of one clock.
         step: Number of the step, from 0.
     """
     events = _one_after_another(schedule, events)
@@ -91,7 +91,7 @@ def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: in
 
 
 def _one_after_another(schedule: Schedule, events: Sequence[TimedAction]) -> list[TimedAction]:
-    """Cut the time of every pair that ran in turns in two, as a simulation shows pairs."""
+    """Split the time of every interleaved pair in two sequential parts, as a simulation does."""
     seconds: dict[str, str] = {}
     for rank in range(schedule.num_ranks):
         actions = [str(action) for action in schedule.actions(rank)]
@@ -116,7 +116,7 @@ def run_info(
     wall_time_s: float | None,
     resumed_from: Path | None,
 ) -> RunInfo:
-    """What the report says about the run besides metrics and settings.
+    """Collect the description of the run for the report.
 
     ``wall_time_s`` is ``None`` for a run that has not ended.
     """

@@ -1,9 +1,9 @@
 """One optimizer step and one validation pass, in any layout.
 
-``TrainStep.train`` is a step from top to bottom. It joins the machines of a step: the pipeline
-executor (forward and backward passes), the gradient buffers (which reduce) and the optimizer; it
-knows no schedule and no layout, which are in the program, the groups and the buffers. Passes and
-update are run by a ``StepRunner``: ``EagerStep`` here, or ``StepGraphs``, which wraps it.
+``TrainStep.train`` is one complete step. It combines the pipeline executor (forward and backward
+passes), the gradient buffers (reduction) and the optimizer. It is independent of schedule and
+layout, which are encoded in the program, the groups and the buffers. Passes and update are run by a
+``StepRunner``: ``EagerStep`` here, or ``StepGraphs``, which wraps it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepMetrics:
         grad_norm: Norm of the averaged gradient before clipping.
         skipped: Whether a non-finite gradient made every rank skip the update.
         step_time_s: Wall time of the step on this rank, seconds.
-        experts: Loads, drops and losses of MoE layers; ``None`` for a model without.
+        experts: Loads, drops and losses of MoE layers; ``None`` for a dense model.
         mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token.
     """
 
@@ -52,7 +52,7 @@ class StepMetrics:
 
 
 class StepRunner(Protocol):
-    """Runs the passes and the update of a step, eagerly or as graphs."""
+    """Interface that runs the passes and the update of a step, eagerly or as graphs."""
 
     def start(self, step: int, batches: Sequence[Microbatch]) -> None:
         """Prepare for the passes of a step. Collective."""
@@ -67,18 +67,18 @@ class StepRunner(Protocol):
         """
 
     def update(self, sums: Tensor, *, lr: float) -> StepResult:
-        """Finish the reduction, clip, update the parameters and start to gather them."""
+        """Finish the reduction, clip, update the parameters and start gathering them."""
 
     def validate(self, batches: Sequence[Microbatch]) -> Tensor:
-        """Run all forward passes; return ``(sum of losses, number of steps or tokens)``."""
+        """Run all forward passes and return ``(sum of losses, number of steps or tokens)``."""
 
 
 class TrainStep:
-    """Runs training steps and validations of one rank.
+    """Training steps and validations of one rank.
 
     Args:
         eager: Passes and update of this rank.
-        runner: What runs them instead, such as graphs of them.
+        runner: Replacement runner for passes and update, such as ``StepGraphs``; default ``eager``.
     """
 
     def __init__(self, eager: EagerStep, *, runner: StepRunner | None = None) -> None:
@@ -93,19 +93,19 @@ class TrainStep:
 
         Args:
             step: Number of the step, from 0.
-            source: Where microbatches come from.
+            source: Source of microbatches.
             lr: Learning rate of this step.
-            recorder: Gets the start and end of every pipeline action when given.
+            recorder: Records the start and end of every pipeline action; ``None`` to disable.
 
         Returns:
             The metrics of the step.
 
         Raises:
-            PeerLostError: If another rank went away.
-            MegacoreError: If tokens found no room in a static buffer and that is an error.
+            PeerLostError: If another rank was lost.
+            MegacoreError: If a static buffer overflows and ``moe.over_budget`` is ``"error"``.
 
         Sync:
-            Waits for the device: the metrics are numbers.
+            Waits for the device to read the metrics.
         """
         start = time.perf_counter()
         eager, runner = self._eager, self._runner
@@ -130,7 +130,7 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, source: BatchSource, *, num_steps: int) -> float:
-        """Mean loss over ``num_steps`` global batches, without dropout. Equal on every rank."""
+        """Compute the mean loss over ``num_steps`` global batches without dropout, on all ranks."""
         eager = self._eager
         eager.optimizer.finish_param_gather()
         for chunk in eager.chunks:
@@ -160,7 +160,7 @@ class TrainStep:
 
 
 class EagerStep:
-    """Passes and update of one rank, run operation by operation.
+    """Eager passes and update of one rank.
 
     Args:
         chunks: Model chunks of this pipeline rank, in stage order.
@@ -169,10 +169,10 @@ class EagerStep:
         executor: Runs ``program`` on ``chunks``.
         program: This rank's actions of a training step; validation runs its forward passes.
         num_microbatches: Microbatches per data-parallel rank and step.
-        experts: Counts of the MoE layers of ``chunks``.
-        predictions: Sums of the losses of multi-token prediction.
-        per_token: The loss is the mean over all tokens of the global batch, instead of the mean
-            over microbatches of their means.
+        experts: Counters of the MoE layers of ``chunks``.
+        predictions: Sums of the multi-token prediction losses.
+        per_token: Average the loss over all tokens of the global batch, instead of over the means
+            of microbatches.
     """
 
     def __init__(
@@ -211,16 +211,16 @@ class EagerStep:
         }
 
     def fetch(self, source: BatchSource, step: int) -> list[Microbatch]:
-        """All microbatches of a step, in order."""
+        """Fetch all microbatches of a step, in order."""
         return [source(step, number) for number in range(self.num_microbatches)]
 
     def reset_counts(self) -> None:
-        """Zero the counts of experts and the sums of multi-token losses."""
+        """Zero the expert counters and the sums of multi-token prediction losses."""
         self.experts.reset_counts()
         self.predictions.reset()
 
     def start(self, step: int, batches: Sequence[Microbatch]) -> None:
-        """Prepare for the passes of a step: eager passes need nothing."""
+        """Do nothing: eager passes need no preparation."""
 
     def passes(
         self,
@@ -241,19 +241,19 @@ class EagerStep:
         return self._loss_sums(losses, loss_scale=scale)
 
     def update(self, sums: Tensor, *, lr: float | Tensor, veto: Tensor | None = None) -> StepResult:
-        """Run the optimizer's step; the losses and the counts of experts are summed with its norm.
+        """Run the optimizer step; its norm reduction also sums the losses and expert counters.
 
         Args:
             sums: From :meth:`passes`.
             lr: Learning rate.
-            veto: Not 0 if nothing may change, on the device.
+            veto: Device scalar; non-zero to leave all state unchanged.
         """
         extra = torch.cat((sums, self.predictions.extra(), self.experts.extra()))
         num_tokens = sums[1] if self._per_token else None
         return self.optimizer.step(lr=lr, extra=extra, num_tokens=num_tokens, veto=veto)
 
     def split_extra(self, extra: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The parts of ``StepResult.extra``: losses, multi-token losses, counts of experts."""
+        """Split ``StepResult.extra`` into losses, multi-token losses and expert counters."""
         num_mtp = self.predictions.extra().numel()
         return extra[:2], extra[2 : 2 + num_mtp], extra[2 + num_mtp :]
 
@@ -263,7 +263,7 @@ class EagerStep:
         return self._loss_sums(losses)
 
     def _before_backward(self, stage: int, microbatch: int) -> None:
-        # Gradients are final with the last action of the stage that adds to them.
+        # The last backward action of a stage completes its gradients.
         is_last = self._last_backwards[stage] == microbatch
         self.optimizer.before_backward(is_last=is_last)
 
@@ -279,7 +279,7 @@ class EagerStep:
             output: Tensor = chunk(hidden, batch, keep_activations=keep)
             if output.dim() > 0:
                 return output
-            # The mean loss of the tokens that count, as it goes into the loss of the step.
+            # Scale the mean loss of the unmasked tokens to its share of the step's loss.
             if self._per_token:
                 return output * batch.loss_factor, self._num_tokens(batch)
             return output / self.num_microbatches * loss_scale
@@ -287,10 +287,10 @@ class EagerStep:
         return forward_step
 
     def _weighted(self, batch: Microbatch, loss_scale: Tensor | float) -> Microbatch:
-        """The microbatch with the factors of its loss: by tokens, or one share of the mean."""
+        """Attach loss factors to a microbatch: per token, or an equal share of the mean."""
         if not self._per_token:
             factor = loss_scale / self.num_microbatches
-            # Captured code reads it from a tensor, which must outlive the capture.
+            # Captured code reads the factor from a tensor, which must outlive the capture.
             if batch.keys is not None and not isinstance(factor, Tensor):
                 factor = self._constants.setdefault(
                     factor, torch.full((), factor, device=self.device)
@@ -303,24 +303,24 @@ class EagerStep:
         )
 
     def _num_tokens(self, batch: Microbatch) -> Tensor:
-        """Tokens of this rank's share of a microbatch that count in the loss."""
+        """Count the unmasked tokens of this rank's share of a microbatch."""
         assert batch.labels is not None
         return (self.chunks[0].region.share(batch.labels) >= 0).sum()
 
     def _sample_factors(self, batch: Microbatch) -> Tensor:
-        """Factors for losses in the middle: a sample counts as often as its tokens do.
+        """Compute the factors of auxiliary losses: a sample is weighted by its unmasked tokens.
 
-        A microbatch's own number of tokens would not do: which samples it joins, and which part of
-        a sample a cp rank has, are matters of the layout.
+        The number of tokens of a microbatch cannot be used, because the samples in a microbatch and
+        a cp rank's part of a sample depend on the layout.
         """
         assert batch.labels is not None
         num_tokens_B = (batch.labels >= 0).sum(1)
         return num_tokens_B.float() * (batch.shape[0] / self.groups.cp.size)
 
     def _loss_sums(self, losses: StepLosses, *, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """``(sum of losses, number of steps or tokens)``, of one rank per data-parallel replica.
+        """Compute ``(sum of losses, number of steps or tokens)``, on one tp rank of the last stage.
 
-        With two copies of the model each last stage has a part of the step's microbatches.
+        With two copies of the model, each last stage computes some of the step's microbatches.
         """
         if not losses or self.groups.tp.position != 0:
             return torch.zeros(2, dtype=torch.float64, device=self.device)

@@ -1,7 +1,7 @@
-"""All parts of one rank's training, built top to bottom from a resolved configuration.
+"""Construction of one rank's training components from a resolved configuration.
 
 Every decision that ranks must agree on (layout, schedule, buffer plan, data order) is a pure
-function of the configuration, so no rank ever has to ask another.
+function of the configuration, so agreement needs no communication.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megacore.train.step import BatchSource, EagerStep, StepMetrics, TrainStep
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """One rank's parts.
+    """Training components of one rank.
 
     Attributes:
         config: Resolved configuration.
@@ -57,9 +57,9 @@ class Trainer:
         schedule: The pipeline schedule of a training step, all ranks.
         chunks: Model chunks of this rank.
         optimizer: Optimizer over the parameters of ``chunks``.
-        graphs: CUDA graphs of training steps; ``None`` without.
-        device: Where the model lives.
-        routing: Records or replays the decisions of routers, or neither.
+        graphs: CUDA graphs of training steps; ``None`` without graphs.
+        device: Device of the model.
+        routing: Recorder and replay of routing decisions, both optional.
     """
 
     config: Config
@@ -76,7 +76,7 @@ class Trainer:
     def train_step(
         self, step: int, *, sample_offset: int = 0, recorder: ActionRecorder | None = None
     ) -> StepMetrics:
-        """Run optimizer step number ``step`` (from 0) on the samples that `microbatch` says.
+        """Run optimizer step number ``step`` (from 0) on the samples selected by `microbatch`.
 
         See :meth:`TrainStep.train`.
         """
@@ -88,7 +88,7 @@ class Trainer:
         return metrics
 
     def pieces(self) -> list[ParamPiece]:
-        """All state of this rank that a checkpoint keeps, as views to save from or load into."""
+        """List all checkpointed state of this rank, as views to save from or load into."""
         buffers = [
             ParamPiece(info=info, start=0, end=value.numel(), tensors={"main_param": value})
             for chunk in self.chunks
@@ -97,18 +97,18 @@ class Trainer:
         return self.optimizer.pieces() + buffers
 
     def learning_rate(self, step: int) -> float:
-        """Learning rate of step ``step``."""
+        """Compute the learning rate of step ``step``."""
         return learning_rate(step, config=self.config.optimizer, steps=self.config.train.steps)
 
     def evaluate(self) -> float:
-        """Mean loss over the same ``train.eval_steps`` validation batches each time."""
+        """Compute the mean loss over a fixed set of ``train.eval_steps`` validation batches."""
         if self.data.validation is None:
             raise DataError("there is no validation data; set train.eval_interval = 0")
         batches = self._batches(self.data.validation)
         return self.step.evaluate(batches, num_steps=self.config.train.eval_steps)
 
     def layout_text(self) -> str:
-        """The layout for people, e.g. ``"tp 2 x pp 2, 4 processes on cpu"``."""
+        """Format the layout, e.g. ``"tp 2 x pp 2, 4 processes on cpu"``."""
         topology = self.groups.topology
         axes = {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp, "dp": topology.dp}
         product = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
@@ -121,7 +121,7 @@ class Trainer:
         return f"{product}, {where}" if product else where
 
     def model_text(self) -> str:
-        """The model for people."""
+        """Format a summary of the model."""
         model = self.config.model
         return (
             f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
@@ -129,11 +129,11 @@ class Trainer:
         )
 
     def data_text(self) -> str:
-        """The data for people."""
+        """Format a summary of the data."""
         return f"{self.data.source.name}, {self.data.tokenizer.name} tokens"
 
     def schedule_text(self) -> str:
-        """The schedule for people."""
+        """Format a summary of the schedule."""
         pipeline = self.config.pipeline
         chunks = f", {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
         if pipeline.copies > 1:
@@ -163,15 +163,15 @@ class Trainer:
 
 
 def build_trainer(config: Config, *, world_size: int, device: torch.device) -> Trainer:
-    """Build every part of this rank. Collective: all ranks call it together.
+    """Build all components of this rank; collective.
 
     Args:
         config: Resolved configuration.
-        world_size: Number of ranks. ``torch.distributed`` is initialised already if above 1.
-        device: Where this rank computes.
+        world_size: Number of ranks. Above 1, ``torch.distributed`` must be initialized.
+        device: Device of this rank.
 
     Raises:
-        ConfigError: If the layout does not fit the model or the world.
+        ConfigError: If the layout is invalid for the model or the number of ranks.
         DataError: If the data is missing or too small.
     """
     groups = _make_groups(config, world_size)
@@ -281,12 +281,12 @@ def _make_groups(config: Config, world_size: int) -> ProcessGroups:
 
 
 def _attach_tape(config: Config, chunks: Sequence[GPTChunk], *, rank: int) -> RoutingTape:
-    """Give the routers of this rank what records and replays, as the settings say.
+    """Create the routing recorder and replay of the configuration, and attach them to all routers.
 
     Args:
         config: Resolved configuration.
         chunks: Model chunks of this rank.
-        rank: Of this process.
+        rank: Global rank of this process.
     """
     moe = config.moe
     tape = RoutingTape(
