@@ -1,1 +1,1 @@
-"""Starting ranks, watching them, and saying why a run ended."""
+"""Process launch, health monitoring and exit reporting of ranks."""

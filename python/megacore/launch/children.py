@@ -1,4 +1,4 @@
-"""The ranks of one machine as child processes: started together, watched, and never left behind."""
+"""Ranks of one machine as child processes: start, supervision and cleanup."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from megacore.launch.messages import complain, leave, print_outcome, stopped_too
 from megacore.launch.peers import describe_exit
 from megacore.launch.worker import Outcome, Reporter, Worker, run_rank, use_threads
 
-SETTLE_S = 1.0  # after a first failure: time for its cause to show up, if this was a victim
-GRACE_S = 2.5  # after a first failure: time for survivors to end by themselves
+SETTLE_S = 1.0  # after a first failure: time to detect its cause, if that rank was a victim
+GRACE_S = 2.5  # after a first failure: time for survivors to exit on their own
 KILL_S = 2.0  # after SIGTERM: time before SIGKILL
 PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass
 class Rank:
-    """One child process and what is known of its end."""
+    """Child process and its exit state."""
 
     number: int
     process: BaseProcess
@@ -43,12 +43,12 @@ class Rank:
 
     @property
     def identity(self) -> str:
-        """The rank and its process, for people."""
+        """Display name of the rank and its process."""
         return f"rank {self.number} (pid {self.process.pid} on host {socket.gethostname()})"
 
 
 class Ranks:
-    """The children of `run_ranks_local`."""
+    """Child processes of `run_ranks_local`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Ranks:
         self._signal = 0
 
     def start(self) -> None:
-        """Start all children; signals are held back until each has its own handlers."""
+        """Start all children; signals stay blocked until each child has its own handlers."""
         forks = self._options.forks
         context: ForkContext | SpawnContext = (
             multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
@@ -94,7 +94,7 @@ class Ranks:
                 self._ranks.append(Rank(number=number, process=process, pipe=receiver))
 
     def watch(self, store: Store, signals: socket.socket) -> int:
-        """Wait for the children; on a first failure or signal end all. Returns the exit code."""
+        """Wait for the children, end all on the first failure or signal; returns the exit code."""
         deadline = float("inf")
         settled = float("inf")
         told = False
@@ -116,13 +116,13 @@ class Ranks:
         return self._exit_code()
 
     def terminate(self) -> None:
-        """Ask all running children to end."""
+        """Send SIGTERM to all running children."""
         for rank in self._ranks:
             if rank.process.is_alive():
                 rank.process.terminate()
 
     def kill(self) -> None:
-        """End all running children, also suspended ones, and reap them."""
+        """Send SIGKILL to all running children, including suspended ones, and reap them."""
         for rank in self._ranks:
             if rank.process.is_alive():
                 rank.process.kill()
@@ -152,11 +152,11 @@ class Ranks:
 
     def _on_signal(self, number: int) -> None:
         if self._signal:
-            self.kill()  # The user insists.
+            self.kill()  # Second signal: the user does not want to wait.
         self._signal = number
 
     def _failed(self) -> list[Rank]:
-        """Ranks that ended badly and not because we asked them to."""
+        """List the ranks that failed; none after a signal to the launcher."""
         if self._signal:
             return []
         return [
@@ -167,7 +167,7 @@ class Ranks:
         ]
 
     def _record(self, store: Store) -> None:
-        """Tell the survivors which child died without a word, and how."""
+        """Record a child that died without reporting an outcome, for the survivors' messages."""
         for rank in self._failed():
             code = rank.process.exitcode
             if rank.outcome is None and code is not None:
@@ -177,7 +177,7 @@ class Ranks:
                 return
 
     def _tell(self) -> bool:
-        """Print the story of the rank that failed first."""
+        """Print the outcome of the rank that failed first."""
         first = first_failure(self._failed())
         others = self._nproc - 1
         if first.outcome is None:
@@ -185,7 +185,7 @@ class Ranks:
             how = describe_exit(code) if code is not None else "no answer"
             complain(f"{first.identity} went away: {how}{stopped_too(others)}")
         else:
-            # Told once, here, even if another rank was the first to report the same mistake.
+            # Printed only here, even if another rank was the first to report the same mistake.
             outcome = dataclasses.replace(first.outcome, first=True)
             print_outcome(outcome, options=self._options, num_others=others)
         return True
@@ -202,7 +202,7 @@ class Ranks:
 
 
 def first_failure(failed: Sequence[Rank]) -> Rank:
-    """The rank to blame: one with a reason of its own before victims, then the earliest."""
+    """Select the rank that caused the failure: ranks with their own error first, then by time."""
 
     def order(rank: Rank) -> tuple[bool, float]:
         if rank.outcome is None:
@@ -227,7 +227,7 @@ def _blocked_signals() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Child:
-    """What a child needs to know; picklable."""
+    """Arguments of a child process; picklable."""
 
     rank: int
     nproc: int
@@ -238,10 +238,10 @@ class _Child:
 
 
 def _child_main(child: _Child, pipe: Connection, inherited: socket.socket | None) -> None:
-    """Body of a child process. Never returns: the parent's exit handlers are not ours to run."""
+    """Run a child process. Never returns: a child must not run the parent's exit handlers."""
     _die_with_parent(child.parent_pid)
     signal.set_wakeup_fd(-1)
-    # The terminal sends Ctrl-C to all processes; the parent alone decides what it means.
+    # The terminal sends SIGINT to all processes, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -272,8 +272,8 @@ def _child_main(child: _Child, pipe: Connection, inherited: socket.socket | None
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent ends, however that happens."""
+    """Make Linux kill this process on any exit of its parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        os._exit(1)  # The parent was faster.
+        os._exit(1)  # The parent exited before prctl took effect.

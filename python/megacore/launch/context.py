@@ -1,4 +1,4 @@
-"""What a rank knows about itself, and how it reaches the key-value store that all ranks share."""
+"""Context of a rank: rank numbers, device, and access to the shared key-value store."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Backend = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How ranks are started and watched.
+    """Options for starting and monitoring ranks.
 
     Attributes:
-        backend: ``"gloo"`` puts ranks on the CPU, ``"nccl"`` gives each its own GPU.
-        timeout_s: Seconds after which a collective operation gives up.
-        peer_timeout_s: Seconds of silence after which a rank counts as lost.
-        error_dir: Folder for ``rank_XX.err`` files; ``None`` writes none.
+        backend: ``"gloo"`` places ranks on the CPU, ``"nccl"`` assigns each rank its own GPU.
+        timeout_s: Timeout of collectives, seconds.
+        peer_timeout_s: Seconds without heartbeat after which a rank counts as lost.
+        error_dir: Folder for ``rank_XX.err`` files; ``None`` writes no files.
         debug: Show full tracebacks.
-        threads: Threads per rank for computing on the CPU; ``None`` shares the cores.
-        start_method: How to start local ranks. Default: fork with gloo, since forked ranks share
-            memory and start at once; spawn with NCCL, since CUDA does not survive a fork. Spawned
+        threads: CPU compute threads per rank; ``None`` divides the cores among the ranks.
+        start_method: Start method of local ranks. Default: fork with gloo, since forked ranks share
+            memory and start quickly; spawn with NCCL, since CUDA does not support fork. Spawned
             ranks need a picklable worker.
     """
 
@@ -43,30 +43,30 @@ class LaunchOptions:
 
     @property
     def forks(self) -> bool:
-        """Whether local ranks are forked."""
+        """True if local ranks are forked."""
         if self.start_method is None:
             return self.backend == "gloo"
         return self.start_method == "fork"
 
     @property
     def timeout(self) -> timedelta:
-        """``timeout_s`` as torch wants it."""
+        """``timeout_s`` as a timedelta, for torch."""
         return timedelta(seconds=self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAddress:
-    """Where the store listens, and the prefix of this attempt's keys."""
+    """Address of the store, and key prefix of this attempt."""
 
     host: str
     port: int
     prefix: str = "megacore"
 
     def connect(self, *, timeout_s: float, is_server: bool = False) -> TCPStore:
-        """A new connection to the store.
+        """Open a new connection to the store.
 
         Raises:
-            ConfigError: If nothing answers there within ``timeout_s``.
+            ConfigError: If the store does not answer within ``timeout_s``.
         """
         try:
             return TCPStore(
@@ -86,18 +86,18 @@ class StoreAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """One rank: who it is, its device, and the store shared with its peers.
+    """Rank numbers, device and shared store of one rank.
 
     Attributes:
         rank: Global rank.
         world_size: Number of ranks.
         local_rank: Position among the ranks of this machine.
         local_world_size: Number of ranks of this machine.
-        device: Where this rank computes.
+        device: Device of this rank.
         backend: Communication library of the default process group.
-        address: Where the store listens.
-        store: A connection to the store, for the main thread.
-        launched_by: Who started the process.
+        address: Address of the store.
+        store: Connection to the store, for the main thread.
+        launched_by: Launcher of the process.
     """
 
     rank: int
@@ -112,10 +112,10 @@ class RankContext:
 
 
 def agree(context: RankContext, name: str, value: str) -> None:
-    """Make sure that every rank has the same ``value``, before any collective operation.
+    """Check through the store that every rank has the same ``value``, before any collective.
 
     Raises:
-        ConfigError: If another rank came first with another value; the message shows both.
+        ConfigError: If an earlier rank has set another value; the message shows both.
     """
     mine = f"{value}\n{context.rank}"
     first = context.store.compare_set(f"agree/{name}", "", mine).decode()
@@ -128,12 +128,12 @@ def agree(context: RankContext, name: str, value: str) -> None:
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher such as torchrun started this process as a rank."""
+    """Check if a launcher such as torchrun started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank_device(backend: Backend, local_rank: int) -> torch.device:
-    """The device of a rank: its own GPU with NCCL, else the CPU.
+    """Select the device of a rank: its own GPU with NCCL, else the CPU.
 
     Raises:
         ConfigError: If there are fewer GPUs than ranks on this machine.
@@ -152,10 +152,10 @@ def rank_device(backend: Backend, local_rank: int) -> torch.device:
 
 
 def context_from_environment(options: LaunchOptions) -> RankContext:
-    """The context of a rank started by torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_*``).
+    """Build the context of a rank started by torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_*``).
 
     Raises:
-        ConfigError: If a variable is missing or no number, or the store does not answer.
+        ConfigError: If a variable is missing or not a number, or the store does not answer.
     """
     rank, world_size = _number("RANK"), _number("WORLD_SIZE")
     if not 0 <= rank < world_size:
@@ -169,7 +169,7 @@ def context_from_environment(options: LaunchOptions) -> RankContext:
         port=_number("MASTER_PORT"),
         prefix=f"megacore/{attempt}",
     )
-    # torchrun's agent hosts the store; launchers that only set variables leave it to rank 0.
+    # torchrun's agent hosts the store; with launchers that only set variables, rank 0 hosts it.
     agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = address.connect(timeout_s=30.0, is_server=rank == 0 and not agent_hosts_store)
     store.set_timeout(options.timeout)
@@ -198,12 +198,12 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text: torch appends C++ frames to it."""
+    """Extract the first line of an error's text, because torch appends C++ frames."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def free_listener() -> socket.socket:
-    """A socket that listens on a free port of this machine only."""
+    """Open a socket that listens on a free port of the loopback interface."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     listener.set_inheritable(False)
     return listener

@@ -1,14 +1,13 @@
-"""A watch over the other ranks: whoever goes away first is named by every survivor.
+"""Health monitoring of ranks: every survivor reports the rank that failed first.
 
 Each rank runs a daemon thread with its own connection to the store. The thread writes a heartbeat
-and watches a few neighbours on a ring of ranks, so the load per rank does not grow with the world.
-Three signs say that a rank is lost: its process on this machine has ended; it was silent for too
-long; or it reported its own error. The first sign that reaches the store wins (``compare_set``), so
-all ranks tell the same story.
+and polls a few neighbours on a ring of ranks, so the load per rank is independent of the world
+size. A rank is lost if its process on this machine has ended, if its heartbeat has stopped for too
+long, or if it has reported its own error. The first failure recorded in the store wins
+(``compare_set``), so all ranks report the same failure.
 
-A survivor usually learns of the loss by an error of a collective operation;
-`FailureMonitor.culprit` then says who caused it. A survivor that stays blocked is ended by the
-thread.
+A survivor usually detects the loss through an error of a collective; `FailureMonitor.culprit` then
+identifies the rank that caused it. The thread ends a survivor that stays blocked.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 NUM_WATCHED = 8  # ranks that each rank watches
 STORE_HOST = -1  # the "rank" of a lost store
-GRACE_S = 2.0  # time for a blocked main thread to end by itself
+GRACE_S = 2.0  # time for a blocked main thread to exit on its own
 FAILURE_KEY = "health/failure"
 STOPPED = "it was stopped by a signal"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -46,7 +45,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first loss of a run: who, and why."""
+    """First loss of a rank in a run, with its reason."""
 
     rank: int
     who: str
@@ -56,24 +55,24 @@ class Failure:
         return f"{self.who} went away: {self.reason}"
 
     def to_error(self) -> PeerLostError:
-        """The error that survivors end with."""
+        """Convert to the error that survivors raise."""
         return PeerLostError(str(self))
 
 
 def record_failure(store: Store, failure: Failure) -> Failure:
-    """Put ``failure`` into the store unless there is one already; returns the one that counts."""
+    """Store ``failure`` unless a failure is already stored; returns the stored failure."""
     text = json.dumps(asdict(failure))
     return Failure(**json.loads(store.compare_set(FAILURE_KEY, "", text)))
 
 
 class FailureMonitor:
-    """Heartbeat and watch of one rank. Use it through `failure_monitor`.
+    """Heartbeat and peer monitoring of one rank. Use it through `failure_monitor`.
 
     Args:
         context: The rank.
-        peer_timeout_s: Seconds of silence after which a rank counts as lost.
-        on_end: Called from the thread just before it ends the process, with the sentence to show
-            (empty if there is nothing to say) and the exit code.
+        peer_timeout_s: Seconds without heartbeat after which a rank counts as lost.
+        on_end: Called from the thread just before it ends the process, with the message to show
+            (may be empty) and the exit code.
     """
 
     def __init__(
@@ -103,18 +102,18 @@ class FailureMonitor:
     # ---- main thread ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Announce this rank and begin to watch."""
+        """Publish this rank's identity and start monitoring."""
         self._ask(lambda store: store.set(self._key("who"), self._identity.to_json()))
         self._beat(0)
         self._thread.start()
 
     def announce_end(self, how: Literal["done", "stopped"]) -> None:
-        """Tell the others why this rank will fall silent: work done, or stopped by a signal."""
+        """Publish why this rank's heartbeat will stop: work done, or stopped by a signal."""
         with contextlib.suppress(RuntimeError):
             self._ask(lambda store: store.set(self._key("end"), how))
 
     def stop(self) -> None:
-        """End the watch."""
+        """Stop monitoring."""
         self._stopped.set()
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"\0")
@@ -131,17 +130,17 @@ class FailureMonitor:
             return mine
 
     def culprit(self, *, patience_s: float, blame_stopped: bool = True) -> Failure | None:
-        """Who went away first, as soon as it is known; ``None`` if nobody did for ``patience_s``.
+        """Find the rank that failed first; ``None`` if no failure is found within ``patience_s``.
 
         A survivor calls this when a collective operation failed.
 
         Args:
-            patience_s: How long to wait for an answer, seconds.
-            blame_stopped: Whether a rank that ended because of a signal counts. It does not for one
-                that was asked to end itself: somebody is stopping the whole run.
+            patience_s: Time to wait for a failure, seconds.
+            blame_stopped: Whether a rank that ended because of a signal counts. Not set by a rank
+                that itself received a signal, because the whole run is then being stopped.
         """
         start = time.monotonic()
-        # A launcher of ours sees the death of its child and knows the signal: let it speak first.
+        # The megacore launcher knows the exit signal of a dead child, so its record is preferred.
         look_after = start + (1.0 if self._context.launched_by == "megacore" else 0.0)
         while True:
             try:
@@ -156,7 +155,7 @@ class FailureMonitor:
 
     @property
     def wake_fd(self) -> int:
-        """File descriptor for `signal.set_wakeup_fd`: a signal wakes the thread at once."""
+        """File descriptor for `signal.set_wakeup_fd`, through which signals wake the thread."""
         return self._wake_sender.fileno()
 
     # ---- thread --------------------------------------------------------------------------------
@@ -171,7 +170,7 @@ class FailureMonitor:
                 self._end(None, 128 + signal_number)
             now = time.monotonic()
             if now - last > self._interval_s + self._peer_timeout_s / 2:
-                self._forgive(now)  # We were suspended ourselves: silence of others proves nothing.
+                self._forgive(now)  # After own suspension, missing heartbeats prove nothing.
             last = now
             try:
                 self._beat(count)
@@ -183,13 +182,13 @@ class FailureMonitor:
                 self._end(failure, 1)
 
     def _sleep(self, seconds: float) -> int:
-        """Wait; returns early, with the number of a signal that asks to end, or 0."""
+        """Wait, interrupted by signals; returns the number of a termination signal, or 0."""
         ready, _, _ = select.select([self._wake_receiver], [], [], seconds)
         received = self._wake_receiver.recv(64) if ready else b""
         return next((number for number in received if number in ENDING_SIGNALS), 0)
 
     def _end(self, failure: Failure | None, exit_code: int) -> None:
-        """Let the main thread end by itself for a while, then end the process."""
+        """Give the main thread time to exit on its own, then end the process."""
         if self._stopped.wait(GRACE_S):
             return
         failure = failure or self.culprit(patience_s=0.0)
@@ -224,7 +223,7 @@ class FailureMonitor:
         return None
 
     def _reason(self, rank: int, otherwise: str) -> str | None:
-        """Why a rank is gone; ``None`` if its work was done."""
+        """Determine the reason for a rank's end; ``None`` if its work was done."""
         end = self._get(f"health/end/{rank}")
         if end == b"done":
             self._finished.add(rank)
@@ -238,7 +237,7 @@ class FailureMonitor:
         return f"silent for {seconds:.1f} s{stopped}"
 
     def _is_busy(self, rank: int) -> bool:
-        """Whether a silent rank of this machine computes: native code can hold up its thread."""
+        """Check if a silent rank of this machine uses CPU; native code can block its heartbeat."""
         identity = self._who(rank)
         state = local_state(identity) if identity else None
         if state is None:
@@ -294,10 +293,10 @@ class FailureMonitor:
         return self._ask(lambda store: store.get(key) if store.check([key]) else None)
 
     def _ask(self, request: Callable[[Store], T]) -> T:
-        """One request to the store; a broken connection is replaced once.
+        """Send one request to the store; a broken connection is replaced once.
 
-        A request that timed out may only mean that this process was suspended, and its connection
-        cannot be used again, since the late answer would be taken for the next one.
+        A request can time out because this process was suspended. Its connection cannot be reused,
+        since the late reply would be read as the reply to the next request.
         """
         with self._lock:
             try:
@@ -320,10 +319,11 @@ class FailureMonitor:
 def failure_monitor(
     context: RankContext, *, peer_timeout_s: float, on_end: Callable[[str, int], None]
 ) -> Iterator[FailureMonitor]:
-    """Watch the other ranks while the block runs.
+    """Monitor the other ranks while the block runs.
 
-    In the main thread, SIGTERM and SIGINT also wake the watch: the main thread gets `SystemExit` or
-    `KeyboardInterrupt`, and if it stays blocked in a collective operation, the process is ended.
+    If called in the main thread, SIGTERM and SIGINT also wake the monitor: the main thread gets
+    `SystemExit` or `KeyboardInterrupt`, and if it stays blocked in a collective operation, the
+    monitor ends the process.
     """
     monitor = FailureMonitor(context, peer_timeout_s=peer_timeout_s, on_end=on_end)
     monitor.start()

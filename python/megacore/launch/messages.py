@@ -1,4 +1,4 @@
-"""What a launcher prints about the end of its ranks, and how a process leaves."""
+"""Exit messages of the launcher, and immediate process exit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SHOW_CURSOR = "\x1b[?25h"
 def print_outcome(
     outcome: Outcome, *, options: LaunchOptions, num_others: int = 0, all_ranks: bool = False
 ) -> None:
-    """Show how a rank ended, on standard error.
+    """Print the outcome of a rank to standard error.
 
     Args:
-        outcome: How it ended.
-        options: Say whether and where tracebacks go.
-        num_others: Ranks that were stopped because of it.
-        all_ranks: Every rank prints for itself, so a survivor says which one it is.
+        outcome: The outcome.
+        options: Options for tracebacks (``debug``, ``error_dir``).
+        num_others: Number of ranks that were stopped because of this outcome.
+        all_ranks: Whether every rank prints its own outcome; a survivor then adds its rank number.
     """
     if not outcome.first or not outcome.sentence:
         return
@@ -46,7 +46,7 @@ def _where_traceback_is(outcome: Outcome, error_dir: Path | None) -> str:
 
 
 def stopped_too(num_others: int) -> str:
-    """What became of the other ranks, as the end of a sentence."""
+    """Format the number of stopped ranks as the end of a sentence."""
     if num_others < 1:
         return ""
     others = "rank was" if num_others == 1 else f"{num_others} ranks were"
@@ -55,13 +55,13 @@ def stopped_too(num_others: int) -> str:
 
 def complain(sentence: str) -> None:
     """Print a sentence to standard error."""
-    # A rank that died while it showed a progress bar left the cursor hidden, in the bar's line.
+    # A rank that died with a progress bar on screen leaves the cursor hidden in the bar's line.
     tidy = CLEAR_LINE + SHOW_CURSOR if sys.stderr.isatty() else ""
     print(f"{tidy}megacore: {sentence}", file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> None:
-    """End the process at once: lost connections would block an orderly exit."""
+    """End the process immediately, because lost connections would block an orderly exit."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

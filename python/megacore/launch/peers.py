@@ -1,4 +1,4 @@
-"""Who a process is, and whether it still runs: facts about processes of one machine."""
+"""Identity and liveness of processes of one machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A rank's process, precise enough to look it up again.
+    """Unique identity of a rank's process.
 
     Attributes:
         rank: Global rank.
         pid: Process id.
-        host: Name of the machine, for people.
-        space: Machine and process-id namespace; equal only where ``pid`` means the same process.
-        start: Start time of the process in clock ticks since boot, which tells reused ids apart.
+        host: Display name of the machine.
+        space: Machine and process-id namespace; ``pid`` is comparable only if it is equal.
+        start: Start time of the process in clock ticks since boot, which distinguishes reused ids.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Identity:
 
     @staticmethod
     def mine(rank: int) -> Identity:
-        """The identity of the calling process."""
+        """Get the identity of the calling process."""
         pid = os.getpid()
         state = process_state(pid)
         return Identity(
@@ -42,12 +42,12 @@ class Identity:
         )
 
     def to_json(self) -> str:
-        """Text form."""
+        """Serialize to JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Identity:
-        """Inverse of `to_json`."""
+        """Parse the result of `to_json`."""
         return Identity(**json.loads(text))
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessState:
-    """What the kernel says about a process.
+    """State of a process from ``/proc``.
 
     Attributes:
         code: ``R`` running, ``S`` sleeping, ``T`` stopped, ``Z`` dead but not yet reaped, ...
@@ -70,12 +70,12 @@ class ProcessState:
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """The state of a process of this machine; ``None`` if it is gone or cannot be read."""
+    """Read the state of a process of this machine; ``None`` if it has ended or is unreadable."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name, in parentheses, may hold spaces; fields are numbered from 1 in proc(5).
+    # The name, in parentheses, may contain spaces; fields are numbered from 1 in proc(5).
     fields = text.rpartition(")")[2].split()
     return ProcessState(
         code=fields[0], cpu_ticks=int(fields[11]) + int(fields[12]), start=int(fields[19])
@@ -83,7 +83,7 @@ def process_state(pid: int) -> ProcessState | None:
 
 
 def is_dead(identity: Identity) -> bool:
-    """Whether the process has surely ended. Always false for a process of another machine."""
+    """Check if the process has certainly ended; always false for a process of another machine."""
     if identity.space != _process_space() or not Path("/proc/self/stat").exists():
         return False
     state = process_state(identity.pid)
@@ -91,7 +91,7 @@ def is_dead(identity: Identity) -> bool:
 
 
 def local_state(identity: Identity) -> ProcessState | None:
-    """The state of a process if it is of this machine and alive."""
+    """Read the state of a process; ``None`` if it has ended or runs on another machine."""
     if identity.space != _process_space() or is_dead(identity):
         return None
     return process_state(identity.pid)
@@ -106,7 +106,7 @@ def _process_space() -> str:
 
 
 def describe_exit(exitcode: int) -> str:
-    """What a process's exit code means, in words.
+    """Describe the exit code of a process.
 
     Example:
         >>> describe_exit(-9)

@@ -1,9 +1,9 @@
-"""Start ranks on this machine, or join those that torchrun started.
+"""Launch of ranks on this machine, or as a rank started by torchrun.
 
 `run_ranks_local` forks one process per rank from a parent that has imported torch once (with NCCL
-it spawns them, because CUDA does not survive a fork). The parent holds the store, so that no rank's
-death takes it away; it sees every child end, names the one that caused the end, and leaves no
-process behind.
+it spawns the processes, because CUDA does not support fork). The parent hosts the store, so that
+the store survives the death of any rank. The parent detects every child's exit, reports the child
+that caused a failure, and ends all remaining children.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ __all__ = [
 
 
 def run_ranks_local(nproc: int, worker: Worker, *, options: LaunchOptions | None = None) -> int:
-    """Run ``worker`` on ``nproc`` ranks of this machine and wait for them.
+    """Run ``worker`` on ``nproc`` ranks of this machine and wait for the ranks.
 
-    What went wrong, if anything, is one message on standard error.
+    A failure is reported as one message on standard error.
 
     Args:
         nproc: Number of ranks.
         worker: Called in each rank with its `RankContext`; returns an exit code. With NCCL it must
             be picklable.
-        options: How to start and watch.
+        options: Options for starting and monitoring.
 
     Returns:
-        0, or the exit code of the failure: 2 for a mistake of the user, 1 for an error or a lost
+        0, or the exit code of the failure: 2 for a user error, 1 for an internal error or a lost
         rank, 130 or 143 after an interrupt.
 
     Raises:
-        ConfigError: If there are fewer GPUs than ranks, or the run's folder cannot be written to.
+        ConfigError: If there are fewer GPUs than ranks, or the run's folder is not writable.
     """
     options = options or LaunchOptions()
     _check_gpus(nproc, options)
     _prepare_folder(options, range(nproc))
-    # Fork while this process has no threads: the store, which runs one, starts afterwards.
+    # Fork while this process has no threads: the store starts a thread, so it is created later.
     with free_listener() as listener, _wake_on_signals() as signals:
         port = listener.getsockname()[1]
         address = StoreAddress(host="127.0.0.1", port=port)
@@ -86,7 +86,7 @@ def run_ranks_local(nproc: int, worker: Worker, *, options: LaunchOptions | None
 
 
 def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) -> int:
-    """Run ``worker`` as the rank that torchrun made of this process.
+    """Run ``worker`` in this process as a rank started by torchrun.
 
     Returns:
         The exit code, as `run_ranks_local`.
@@ -99,7 +99,7 @@ def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) 
     use_threads(options.threads, num_processes=context.local_world_size)
 
     def prepare_and_work(context: RankContext) -> int:
-        # Here, under watch, because a mistake that all ranks find is told once.
+        # Inside the monitored worker, so that an error on all ranks is reported once.
         _prepare_folder(options, [context.rank])
         return worker(context)
 
@@ -124,7 +124,7 @@ def _check_gpus(nproc: int, options: LaunchOptions) -> None:
 
 
 def _prepare_folder(options: LaunchOptions, ranks: Iterable[int]) -> None:
-    """Prove that the run's folder can be written to; remove old tracebacks of ``ranks``."""
+    """Check that the run's folder is writable, and remove old tracebacks of ``ranks``."""
     if options.error_dir is None:
         return
     try:
@@ -140,10 +140,10 @@ def _prepare_folder(options: LaunchOptions, ranks: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def _wake_on_signals() -> Iterator[socket.socket]:
-    """A socket that receives the numbers of SIGINT and SIGTERM instead of their usual effect."""
+    """Redirect SIGINT and SIGTERM to a socket that receives the signal numbers."""
     receiver, sender = socket.socketpair()
     if threading.current_thread() is not threading.main_thread():
-        # Only the main thread may take over signals; they keep their usual effect.
+        # Only the main thread can set signal handlers; elsewhere signals keep their usual effect.
         with receiver, sender:
             yield receiver
         return

@@ -1,4 +1,4 @@
-"""What a rank does around its work: join the others, be watched, and explain how it ended."""
+"""Process lifecycle of one rank: rendezvous, health monitoring, exit reporting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megacore.launch.failure import FailureMonitor, failure_monitor
 
 Worker = Callable[[RankContext], int]
 
-# Words of gloo, NCCL and the store when the other end of a connection is gone or silent.
+# Words in the errors of gloo, NCCL and the store when a peer is lost or does not respond.
 CONNECTION_WORDS = (
     "connection",
     "socket",
@@ -38,16 +38,16 @@ CONNECTION_WORDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a rank ended.
+    """Exit status of a rank.
 
     Attributes:
         rank: Global rank.
-        kind: ``done``; ``mistake`` of the user (its sentence says all); ``error``, an unexpected
-            one; ``victim`` of another rank; ``stopped`` by a signal.
+        kind: ``done``; ``mistake``: a user error, fully explained by ``sentence``; ``error``: an
+            unexpected error; ``victim`` of another rank; ``stopped`` by a signal.
         exit_code: Exit code of the rank.
-        sentence: What to tell the user; empty when there is nothing to say.
+        sentence: Message for the user; empty for no message.
         traceback: Full traceback of an error, for a file.
-        first: Whether this rank was the first to fail; the others repeat its story.
+        first: False if another rank has already reported the same mistake.
         time_s: `time.monotonic` of the end, comparable among processes of one machine.
     """
 
@@ -61,11 +61,11 @@ class Outcome:
 
 
 class Reporter:
-    """Passes on a rank's outcome once, whichever thread is first, and writes ``rank_XX.err``.
+    """Reporter of a rank's first outcome from any thread, which also writes ``rank_XX.err``.
 
     Args:
         rank: Global rank.
-        deliver: Where the outcome goes: a pipe to the launcher, or standard error.
+        deliver: Receives the outcome: a pipe to the launcher, or a printer to standard error.
         error_dir: Folder of the ``.err`` file; ``None`` for no file.
     """
 
@@ -78,7 +78,7 @@ class Reporter:
         self._once = threading.Lock()
 
     def __call__(self, outcome: Outcome) -> int:
-        """Deliver ``outcome``, whatever signals come meanwhile; returns its exit code."""
+        """Deliver ``outcome`` with signals blocked; returns its exit code."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             if self._once.acquire(blocking=False):
@@ -91,7 +91,7 @@ class Reporter:
     def _write(self, outcome: Outcome) -> None:
         if self._error_dir is None or outcome.kind not in ("error", "victim"):
             return
-        # The file is a courtesy: a full disk must not hide the error itself.
+        # The file is optional: a full disk must not hide the error itself.
         with contextlib.suppress(OSError):
             self._error_dir.mkdir(parents=True, exist_ok=True)
             text = f"{outcome.sentence}\n\n{outcome.traceback}".strip() + "\n"
@@ -99,7 +99,7 @@ class Reporter:
 
 
 def error_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its traceback.
+    """Build the path of a rank's traceback file.
 
     Example:
         >>> str(error_file(Path("runs/x"), 3))
@@ -109,10 +109,10 @@ def error_file(folder: Path, rank: int) -> Path:
 
 
 def run_rank(context: RankContext, worker: Worker, options: LaunchOptions, report: Reporter) -> int:
-    """Join the process group, run ``worker`` under watch, and report how it ended.
+    """Join the process group, run ``worker`` with health monitoring, and report the outcome.
 
     Returns:
-        The exit code: the worker's, 2 for a mistake of the user, 1 for an error or a lost peer.
+        The exit code: the worker's, 2 for a user error, 1 for an internal error or a lost peer.
     """
 
     def end_from_monitor(sentence: str, exit_code: int) -> None:
@@ -143,7 +143,7 @@ def _work_and_explain(
         except Exception as error:
             return _explain(error, context, monitor, options)
     except (SystemExit, KeyboardInterrupt) as stop:
-        # The signal may also have come while an error was being explained.
+        # The signal may also have been received while an error was being explained.
         return _explain_stop(stop, context, monitor)
     return Outcome(rank=context.rank, kind="done", exit_code=exit_code)
 
@@ -151,14 +151,14 @@ def _work_and_explain(
 def _work(context: RankContext, worker: Worker, options: LaunchOptions) -> int:
     init_process_group(context, options)
     exit_code = worker(context)
-    # A rank that leaves early resets connections that others may still read from.
+    # A rank that exits early resets connections that others may still read from.
     dist.barrier()
     return exit_code
 
 
 def init_process_group(context: RankContext, options: LaunchOptions) -> None:
-    """Make the default process group of ``context``'s world."""
-    # Connections are made on first use: most pairs of ranks never talk to each other.
+    """Initialize the default process group of ``context``'s world."""
+    # Connect on first use, because most pairs of ranks never communicate.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
         context.backend,
@@ -173,7 +173,7 @@ def init_process_group(context: RankContext, options: LaunchOptions) -> None:
 def _explain(
     error: Exception, context: RankContext, monitor: FailureMonitor, options: LaunchOptions
 ) -> Outcome:
-    """Why the worker ended: its own mistake, its own error, or another rank."""
+    """Classify the worker's error: user error, internal error, or failure of another rank."""
     trace = "".join(traceback.format_exception(error))
     rank = context.rank
     if isinstance(error, RuntimeError) and not isinstance(error, MegacoreError):
@@ -209,7 +209,7 @@ def _explain(
 def _explain_stop(
     error: SystemExit | KeyboardInterrupt, context: RankContext, monitor: FailureMonitor
 ) -> Outcome:
-    """A signal: torchrun ends the survivors of a lost rank with SIGTERM; they too name it."""
+    """Explain an exit by a signal, such as torchrun's SIGTERM to the survivors of a lost rank."""
     patience_s = 1.5 if context.launched_by == "torchrun" else 0.0
     culprit = monitor.culprit(patience_s=patience_s, blame_stopped=False)
     if culprit is not None:
@@ -235,7 +235,7 @@ def _last_frame(error: BaseException) -> str:
 
 
 def use_threads(threads: int | None, *, num_processes: int) -> None:
-    """Set the number of threads, or share this machine's cores. Must come first after a fork."""
+    """Set the number of CPU threads, by default a share of the cores; call first after a fork."""
     if threads is not None:
         torch.set_num_threads(threads)
         return
