@@ -1,4 +1,4 @@
-"""Finding out early whether a folder can be written to."""
+"""Early write check for output folders."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def probe_folder(folder: Path) -> None:
-    """Make ``folder`` where it is missing and write a small file into it, which goes away again.
+    """Create ``folder`` if it is missing, and check that a small temporary file can be written.
 
     Raises:
-        OSError: If either fails. :func:`describe_os_error` says why in words.
+        OSError: If either fails. :func:`describe_os_error` formats the reason.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(0, "it is a file, not a folder", str(folder))
@@ -21,7 +21,7 @@ def probe_folder(folder: Path) -> None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """The reason of an error of the file system, without numbers and file names.
+    """Format the reason of an ``OSError``, without numbers and file names.
 
     Example:
         >>> describe_os_error(OSError(28, "No space left on device", "x"))

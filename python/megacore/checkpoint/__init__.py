@@ -1,9 +1,9 @@
-"""Saving and loading a run, from any layout to any layout.
+"""Checkpoint save and load, between arbitrary layouts.
 
-The format is that of `torch.distributed.checkpoint`: tensors of full shape, no ranks. A checkpoint
-appears under its name only when it is complete: all ranks write into ``step_00000100.partial``,
-flush to disk, read back and meet; then rank 0 writes the index, renames the folder and points
-``latest`` at it. Whatever goes wrong on one rank is raised on all of them, so none is left waiting.
+The format is that of `torch.distributed.checkpoint`: tensors of full shape, independent of ranks. A
+checkpoint gets its name only when it is complete: all ranks write into ``step_00000100.partial``,
+flush to disk, read back and synchronize; then rank 0 writes the index, renames the folder and
+updates ``latest``. An error on one rank is raised on all ranks, so no rank blocks.
 """
 
 from __future__ import annotations

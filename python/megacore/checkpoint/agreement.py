@@ -1,4 +1,4 @@
-"""Work that must succeed on all ranks or fail on all of them."""
+"""Collective actions that succeed on all ranks or fail on all ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 def gather_results(action: Callable[[], T], groups: ProcessGroups) -> list[T]:
-    """Run ``action`` on every rank and return the results of all, by rank. Collective.
+    """Run ``action`` on every rank and return the results of all ranks, by rank. Collective.
 
     Raises:
-        MegacoreError: On every rank, of the kind and with the words of the first rank on which
+        MegacoreError: On every rank, with the type and message of the first rank on which
             ``action`` failed. An ``OSError`` becomes a :class:`CheckpointError`; any other error is
-            our own bug and is raised as it is where it happened.
+            a bug and is re-raised unchanged on the rank where it occurred.
     """
     result: T | None = None
     failure: Exception | None = None
     try:
         result = action()
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # any error, because the other ranks must not wait for this one
         failure = error
     kind = type(failure) if isinstance(failure, MegacoreError) else CheckpointError
     outcomes = all_gather_objects((kind, _describe(failure), result), groups.world)

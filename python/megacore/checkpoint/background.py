@@ -1,4 +1,4 @@
-"""A save behind the step: a copy of the state, a thread, and a group for its agreements."""
+"""Background save: staging copy of the state, writer thread, and a separate process group."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megacore.checkpoint.planner import ChunkSavePlanner
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.process_groups import ProcessGroups
 
-# The slowest disk decides; a rank that is lost is found by the failure monitor.
+# Long enough for slow disks; lost ranks are detected by the failure monitor.
 _PATIENCE = timedelta(hours=1)
-# What a process that ends still grants a save that is nearly done, in seconds.
+# Time that a process waits at its end for a save in flight, seconds.
 _GRACE_S = 1.0
 
 
 def background_groups(groups: ProcessGroups) -> ProcessGroups:
-    """The same groups with a world of its own for one background thread per rank. Collective.
+    """Create groups with a separate world group for one background thread per rank. Collective.
 
-    Collectives of two threads on one group would mix; those of an own gloo group do not meet the
-    others, and need no device.
+    Collectives of two threads on one group could be matched wrongly; a separate gloo group is
+    isolated from the others and needs no device.
     """
     if groups.world.handle is None:
         return groups
@@ -38,21 +38,21 @@ def background_groups(groups: ProcessGroups) -> ProcessGroups:
         group_desc="megacore checkpoint",
     )
     world = replace(groups.world, name="checkpoint", handle=handle, host=None)
-    # Ranks connect at first use, through the store. Now, while one thread uses it: two of each rank
-    # could wait for each other.
+    # Ranks connect at first use, through the store. Connect now, while only one thread per rank
+    # uses the store, because two threads could deadlock.
     all_gather_objects(None, world)
     return replace(groups, world=world)
 
 
 class Staging:
-    """Host memory that holds one rank's part of a checkpoint; made once, used for every save."""
+    """Host staging buffers of one rank's part of a checkpoint, reused by every save."""
 
     def __init__(self) -> None:
         self._buffers: dict[MetadataIndex, Tensor] = {}
 
     @torch.no_grad()
     def copy(self, planner: ChunkSavePlanner, plan: SavePlan) -> ChunkSavePlanner:
-        """Copy what this rank writes; returns a planner over the copies.
+        """Copy the tensors that this rank writes; returns a planner over the copies.
 
         Sync:
             Waits for the device.
@@ -72,10 +72,10 @@ class Staging:
 
 
 class BackgroundTask:
-    """An action in a thread that does not keep the process alive.
+    """Action in a daemon thread.
 
     Args:
-        action: What to do.
+        action: Callable to run.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -86,21 +86,21 @@ class BackgroundTask:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """True if the action has ended, with or without error."""
         return not self._thread.is_alive()
 
     def result(self) -> None:
-        """Wait for the end.
+        """Wait for the action to end.
 
         Raises:
-            Exception: What the action raised.
+            Exception: The error of the action.
         """
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def abandon(self) -> None:
-        """Leave it to itself, after a last moment to get done."""
+        """Wait a short grace period, then ignore the action."""
         self._thread.join(timeout=_GRACE_S)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written with a checksum, and compared with it ever after."""
+"""Checkpoint files with checksums, computed on write and verified on read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileSum:
-    """What a file must hold.
+    """Expected length and checksum of a file.
 
     Attributes:
-        num_bytes: Its length.
-        crc32: CRC-32 of its bytes.
+        num_bytes: Length of the file.
+        crc32: CRC-32 of the file's bytes.
     """
 
     num_bytes: int
@@ -33,27 +33,27 @@ class FileSum:
 
 
 class ChecksumWriter(FileSystemWriter):
-    """Writes files as `torch.distributed.checkpoint` does, and remembers what went into them.
+    """Writer of `torch.distributed.checkpoint` that records checksums.
 
     Args:
-        folder: Where the files go.
+        folder: Output folder.
 
     Attributes:
-        sums: What was written, by name of the file.
+        sums: Length and checksum of each written file, by file name.
     """
 
     def __init__(self, folder: Path) -> None:
-        # Copying ahead would touch the current GPU, which in a thread is the first one.
+        # Copying ahead would use the current GPU, which in a new thread is the first GPU.
         super().__init__(folder, sync_files=True, per_thread_copy_ahead=0)
         self.sums: dict[str, FileSum] = {}
         self.fs = _ChecksumFileSystem(self.sums)
 
 
 def check_size(path: Path, expected: FileSum) -> None:
-    """Check that a file is there in full length.
+    """Check that a file exists with its full length.
 
     Raises:
-        CheckpointError: If it is not.
+        CheckpointError: If the file is missing or has another length.
     """
     try:
         size = path.stat().st_size
@@ -70,10 +70,10 @@ def check_size(path: Path, expected: FileSum) -> None:
 
 
 def check_content(path: Path, expected: FileSum) -> None:
-    """Read a file and compare every bit with its checksum.
+    """Read a file and verify its checksum.
 
     Raises:
-        CheckpointError: If it is missing, cut off, unreadable or damaged.
+        CheckpointError: If the file is missing, truncated, unreadable or damaged.
     """
     check_size(path, expected)
     crc32 = 0
@@ -100,7 +100,7 @@ def write_durably(path: Path, text: str) -> FileSum:
 
 
 def flush_folder(path: Path) -> None:
-    """Flush the names in a folder to disk."""
+    """Flush the directory entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,7 +109,7 @@ def flush_folder(path: Path) -> None:
 
 
 class _ChecksumFile(io.BufferedWriter):
-    """A file opened for writing that sums up what it is given."""
+    """File opened for writing that computes the length and checksum of its content."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -131,7 +131,7 @@ class _ChecksumFile(io.BufferedWriter):
 
 
 class _ChecksumFileSystem(FileSystem):
-    """The local file system; files that are written appear in ``sums`` when they are closed."""
+    """Local file system that adds written files to ``sums`` when they are closed."""
 
     def __init__(self, sums: dict[str, FileSum]) -> None:
         self._sums = sums
@@ -147,7 +147,7 @@ class _ChecksumFileSystem(FileSystem):
             with file:
                 yield file
         except Exception as error:
-            # torch's own complaint about its archive would hide that the disk is full.
+            # torch's own error about its archive would hide that the disk is full.
             raise file.error or error from error
         self._sums[Path(path).name] = file.sum
 

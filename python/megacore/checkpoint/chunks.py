@@ -1,8 +1,8 @@
-"""Logical tensors and the boxes of them that a rank holds.
+"""Logical tensors and the boxes (chunks) of these tensors that a rank holds.
 
-A checkpoint knows tensors of full shape, such as ``exp_avg.layers.0.norm``, and no ranks. What a
-rank optimizes is a flat range of its tensor-parallel shard, which is no box in general: it is cut
-into a few boxes, the units that `torch.distributed.checkpoint` writes, finds and reads.
+A checkpoint contains tensors of full shape, such as ``exp_avg.layers.0.norm``, independent of
+ranks. A rank optimizes a flat range of its tensor-parallel shard. In general such a range is not a
+box, so it is divided into a few boxes, the units of `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from megacore.optim import ParamPiece
 from megacore.parallel.params import ShardPosition
 from megacore.parallel.process_groups import ProcessGroups
 
-# What the optimizer keeps per parameter; generation needs the first only.
+# Kind of the main parameters, the only optimizer state that generation needs.
 MAIN_PARAM = "main_param"
-# A reader takes whole chunks into memory, so none is larger; at most 16 MiB in float32.
+# A reader loads whole chunks into memory, so their size is limited: 16 MiB in float32.
 MAX_CHUNK_NUMEL = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A box of a logical tensor, with its values on this rank.
+    """Box of a logical tensor, with its values on this rank.
 
     Attributes:
         key: Name of the logical tensor, e.g. ``"main_param.layers.0.norm"``.
-        full_shape: Its shape.
-        offsets: Where the box begins.
-        tensor: The values, in the shape of the box: read them to save, fill them in place to load.
+        full_shape: Shape of the logical tensor.
+        offsets: First index of the box in each dimension.
+        tensor: The values, in the shape of the box: read to save, filled in place to load.
     """
 
     key: str
@@ -43,7 +43,7 @@ class Chunk:
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """Name of the logical tensor of a parameter.
+    """Build the name of the logical tensor of a parameter.
 
     Example:
         >>> tensor_key("exp_avg", "layers.0.norm")
@@ -55,12 +55,12 @@ def tensor_key(kind: str, name: str) -> str:
 def chunks_of(
     pieces: Iterable[ParamPiece], groups: ProcessGroups, *, max_numel: int = MAX_CHUNK_NUMEL
 ) -> list[Chunk]:
-    """Cut what a rank holds into boxes of the logical tensors.
+    """Divide the pieces of a rank into boxes of the logical tensors.
 
     Args:
-        pieces: What this rank holds.
+        pieces: Pieces of this rank.
         groups: Process groups of this rank.
-        max_numel: No box has more elements.
+        max_numel: Largest number of elements of a box.
     """
     chunks = []
     for piece in pieces:
@@ -86,16 +86,16 @@ def chunks_of(
 def boxes_of_range(
     shape: tuple[int, ...], start: int, end: int, *, max_numel: int = MAX_CHUNK_NUMEL
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements ``[start, end)`` of a flattened tensor into boxes, in order.
+    """Divide elements ``[start, end)`` of a flattened tensor into boxes, in order.
 
-    Without the limit there are at most ``2 * len(shape) - 1``: the rest of a row, whole rows, the
-    beginning of a row, and the same in each outer dimension.
+    Without the limit there are at most ``2 * len(shape) - 1`` boxes: the rest of a row, whole rows,
+    the beginning of a row, and the same in each outer dimension.
 
     Args:
         shape: Shape of the tensor.
         start: First element.
         end: One past the last element.
-        max_numel: Boxes with more elements are cut further.
+        max_numel: Largest number of elements of a box.
 
     Returns:
         Offsets and sizes of each box.
@@ -109,7 +109,7 @@ def boxes_of_range(
     strides = list(accumulate(reversed(shape[1:]), int.__mul__, initial=1))[::-1]
     boxes = []
     while start < end:
-        # The outermost dimension of which a whole slice begins here, is wanted, and is not too big.
+        # The outermost dimension with a whole slice that starts here and is within both limits.
         dim, stride = next(
             (dim, stride)
             for dim, stride in enumerate(strides)
@@ -124,6 +124,6 @@ def boxes_of_range(
 
 
 def whole(key: str, shape: torch.Size, dtype: torch.dtype) -> Chunk:
-    """A logical tensor as a single box, to be filled."""
+    """Create a single uninitialized box for a whole logical tensor."""
     tensor = torch.empty(shape, dtype=dtype)
     return Chunk(key=key, full_shape=tuple(shape), offsets=(0,) * len(shape), tensor=tensor)

@@ -1,4 +1,4 @@
-"""Which checkpoint to start from."""
+"""Selection of the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megacore.parallel.process_groups import ProcessGroups
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """What there is to resume from.
+    """Checkpoint to resume from.
 
     Attributes:
-        path: The checkpoint folder; ``None`` to start anew.
-        skipped: Why newer checkpoints were passed over, one sentence each.
-        verified: Whether its files were compared with their checksums already.
+        path: The checkpoint folder; ``None`` to start from scratch.
+        skipped: Reasons for skipping newer checkpoints, one sentence each.
+        verified: Whether the checksums of the files were already verified.
     """
 
     path: Path | None
@@ -42,15 +42,15 @@ class FoundCheckpoint:
 def find_checkpoint(
     resume: str | None, directory: str | Path, *, groups: ProcessGroups
 ) -> FoundCheckpoint:
-    """Decide what to resume from. Collective: rank 0 looks, all ranks get its answer.
+    """Select the checkpoint to resume from. Collective: rank 0 reads the folder for all ranks.
 
-    With ``"auto"`` the ranks share the work of comparing a checkpoint with its checksums, so a
-    damaged one is found before anything of it is loaded.
+    With ``"auto"`` all ranks verify the checksums together, each a share of the files, so that a
+    damaged checkpoint is detected before it is loaded.
 
     Args:
-        resume: ``None`` to start anew; ``"auto"`` for the newest sound checkpoint of
-            ``directory``, or to start anew if it holds none at all; else the path of a checkpoint,
-            which must exist.
+        resume: ``None`` to start from scratch; ``"auto"`` for the newest intact checkpoint of
+            ``directory``, or to start from scratch if there is no checkpoint; else the path of a
+            checkpoint, which must exist.
         directory: Folder of the run's checkpoints.
         groups: Process groups of this rank.
 
@@ -67,14 +67,14 @@ def find_checkpoint(
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """The checkpoint folder that a path means: itself, or the latest one below it.
+    """Resolve a path to a checkpoint folder: the path itself, or the latest checkpoint below it.
 
     Args:
         path: A checkpoint folder, a folder of checkpoints, its ``latest`` file, or a run's folder.
 
     Raises:
-        CheckpointError: If there is none, with what there is instead, or if ``latest`` names
-            something else than a checkpoint folder beside it.
+        CheckpointError: If there is no checkpoint, or if ``latest`` does not contain the name of a
+            checkpoint folder.
     """
     path = Path(path)
     if path.name == LATEST_NAME and path.is_file():
@@ -111,7 +111,7 @@ def _newest_sound(directory: Path, groups: ProcessGroups) -> FoundCheckpoint:
             continue
         return FoundCheckpoint(path=folder, skipped=tuple(skipped), verified=True)
     if skipped:
-        # Starting anew would bury the run under another one.
+        # Starting from scratch would replace the run's results.
         count = (
             "the only checkpoint" if len(skipped) == 1 else f"none of {len(skipped)} checkpoints"
         )
@@ -133,10 +133,10 @@ def _newest_first(directory: Path) -> list[Path]:
 
 
 def verify_files(folder: Path, groups: ProcessGroups) -> CheckpointIndex:
-    """Compare all files of a checkpoint with their checksums, each rank a share. Collective.
+    """Verify the checksums of all files of a checkpoint, each rank a share. Collective.
 
     Raises:
-        CheckpointError: On every rank, naming a file that is missing or damaged.
+        CheckpointError: On every rank, with the name of a missing or damaged file.
     """
 
     def verify_share() -> CheckpointIndex:
@@ -159,7 +159,7 @@ def _check_latest(file: Path) -> None:
 
 
 def _read_latest(directory: Path) -> Path | None:
-    # A run killed right after a checkpoint got its name has left the new `latest` unfinished.
+    # A run killed right after the rename of a checkpoint leaves the new `latest` as .partial.
     names = [_first_line(directory / name) for name in (LATEST_NAME + PARTIAL_SUFFIX, LATEST_NAME)]
     if names[1]:
         names.append(names[1] + REPLACED_SUFFIX)
@@ -168,7 +168,7 @@ def _read_latest(directory: Path) -> Path | None:
 
 
 def _first_line(file: Path) -> str:
-    """The text of a file of one line; empty if there is none."""
+    """Read the text of a one-line file; empty if the file is missing or unreadable."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""Folders of checkpoints and the index of one, without any communication.
+"""Checkpoint folders and the index of a checkpoint; no communication.
 
-A checkpoint is a folder ``step_00000100`` as `torch.distributed.checkpoint` writes it, with our
-``index.json`` beside its ``.metadata``. See ``docs/checkpoints.md`` for the fields.
+A checkpoint is a folder ``step_00000100`` in the format of `torch.distributed.checkpoint`, with an
+additional ``index.json`` next to ``.metadata``. See ``docs/checkpoints.md`` for the fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INDEX_NAME = "index.json"
 METADATA_NAME = ".metadata"
 LATEST_NAME = "latest"
 PARTIAL_SUFFIX = ".partial"
-# A checkpoint that is about to be replaced by one of the same step; it counts until that is there.
+# A checkpoint being replaced by one of the same step; valid until the replacement is complete.
 REPLACED_SUFFIX = ".replaced"
 
 _STEP_FOLDER = re.compile(rf"step_(\d{{8,}})({re.escape(REPLACED_SUFFIX)})?")
@@ -34,14 +34,14 @@ _STEP_FOLDER = re.compile(rf"step_(\d{{8,}})({re.escape(REPLACED_SUFFIX)})?")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Where a run stands, apart from its tensors: counters that no layout changes.
+    """Progress counters of a run, independent of the layout.
 
-    The order of data, the learning rate and dropout follow from these numbers.
+    The order of data, the learning rate and dropout are functions of these numbers.
 
     Attributes:
-        step: Steps finished, skipped ones included; the next step has this number, from 0.
+        step: Finished steps, including skipped updates; the number of the next step, from 0.
         samples: Samples consumed.
-        optimizer: Numbers of the optimizer, see `DistributedOptimizer.scalars`.
+        optimizer: Scalars of the optimizer, see `DistributedOptimizer.scalars`.
     """
 
     step: int
@@ -54,10 +54,10 @@ class CheckpointIndex:
     """The content of ``index.json``.
 
     Attributes:
-        state: Where the run stood.
+        state: Progress of the run.
         config: The resolved configuration of the run, as plain values.
-        topology: Sizes of the layout that wrote the checkpoint; for people, loading ignores it.
-        files: What each other file of the checkpoint must hold.
+        topology: Sizes of the layout that wrote the checkpoint; informative, ignored by loading.
+        files: Length and checksum of each other file of the checkpoint.
     """
 
     state: TrainState
@@ -66,13 +66,13 @@ class CheckpointIndex:
     files: dict[str, FileSum]
 
     def to_json(self) -> str:
-        """The text of ``index.json``."""
+        """Format the text of ``index.json``."""
         data = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         return _to_text({**data, "crc32": _checksum(data)})
 
 
 def step_folder(step: int) -> str:
-    """Name of the folder of a checkpoint.
+    """Build the folder name of a checkpoint.
 
     Example:
         >>> step_folder(100)
@@ -82,7 +82,7 @@ def step_folder(step: int) -> str:
 
 
 def is_step_folder(name: str) -> bool:
-    """Whether a folder of this name is a finished checkpoint.
+    """Check if a folder of this name is a finished checkpoint.
 
     Example:
         >>> is_step_folder("step_00000100"), is_step_folder("../step_00000100")
@@ -92,11 +92,11 @@ def is_step_folder(name: str) -> bool:
 
 
 def step_folders(directory: Path) -> list[tuple[int, Path]]:
-    """Finished checkpoint folders of a directory with their steps, oldest step first."""
+    """List the finished checkpoints of a directory as (step, folder), oldest step first."""
     if not directory.is_dir():
         return []
     found: dict[int, Path] = {}
-    for path in sorted(directory.iterdir(), reverse=True):  # a replaced one before its successor
+    for path in sorted(directory.iterdir(), reverse=True):  # .replaced before its replacement
         match = _STEP_FOLDER.fullmatch(path.name)
         if match and path.is_dir():
             found[int(match[1])] = path
@@ -107,7 +107,7 @@ def read_index(folder: Path) -> CheckpointIndex:
     """Read and check ``index.json`` of one checkpoint folder.
 
     Raises:
-        CheckpointError: If it is missing, damaged, or of another format version.
+        CheckpointError: If the index is missing, damaged, or of another format version.
     """
     path = folder / INDEX_NAME
     try:
@@ -141,20 +141,20 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def check_files(folder: Path, index: CheckpointIndex) -> None:
-    """Check that every file of a checkpoint is there in full length.
+    """Check that every file of a checkpoint exists with its full length.
 
     Raises:
-        CheckpointError: Naming the first file that is not.
+        CheckpointError: With the name of the first file that is missing or has another length.
     """
     for name, expected in index.files.items():
         check_size(folder / name, expected)
 
 
 def read_metadata(folder: Path, index: CheckpointIndex) -> Metadata:
-    """The description of all tensors that `torch.distributed.checkpoint` left.
+    """Read the tensor metadata of `torch.distributed.checkpoint`.
 
     Raises:
-        CheckpointError: If it is missing, damaged or unreadable.
+        CheckpointError: If the metadata is missing, damaged or unreadable.
     """
     path = folder / METADATA_NAME
     if METADATA_NAME not in index.files:
@@ -168,15 +168,15 @@ def read_metadata(folder: Path, index: CheckpointIndex) -> Metadata:
 
 
 def without_advice(error: CheckpointError) -> str:
-    """What is wrong, without the advice to take another checkpoint."""
+    """Format an error without the advice to use another checkpoint."""
     return str(error).removesuffix(ADVICE).removesuffix("otherwise ").rstrip(";, ")
 
 
 def _is_intact(text: str, data: Mapping[str, Any]) -> bool:
-    """Whether a text is, to the bit, what `CheckpointIndex.to_json` writes."""
+    """Check if a text is identical to the output of `CheckpointIndex.to_json`."""
     summed = {name: value for name, value in data.items() if name != "crc32"}
     try:
-        # The texts too: 1e-05 and 1E-05 are the same number.
+        # Compare the texts too, because 1e-05 and 1E-05 are the same number.
         return data.get("crc32") == _checksum(summed) and text == _to_text(data)
     except ValueError:  # a number that is not finite, which is never written
         return False

@@ -1,4 +1,4 @@
-"""A checkpoint and a configuration from a model in the folder format of Hugging Face."""
+"""Import of a Hugging Face model folder as a checkpoint and a configuration."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megacore.parallel import ProcessGroups
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "config.toml"
 
-# Moments of nothing are zero; a step count of zero starts the learning rate anew.
+# Initial moments are zero; step 0 restarts the learning-rate schedule.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Far below that of a training from scratch, which would undo the weights.
+# Far below the learning rate for training from scratch, which would destroy the weights.
 _LEARNING_RATE = 2e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedRun:
-    """What an import wrote.
+    """Result of an import.
 
     Attributes:
-        config_path: Settings that train the model further.
+        config_path: Configuration file for further training.
         checkpoint: The checkpoint's folder.
         config: The settings, resolved for one process.
         num_params: Parameters of the model.
@@ -51,16 +51,16 @@ def import_checkpoint(
 ) -> ImportedRun:
     """Read a model and write it as a checkpoint of step 0, in this process.
 
-    The tokenizer is copied if there is one. Nothing is written before the model was read.
+    The tokenizer is copied if there is one. Nothing is written before the model has been read.
 
     Args:
-        folder: Holds ``config.json`` and ``*.safetensors``, perhaps ``tokenizer.json``.
-        out: Gets ``config.toml``, ``checkpoints`` and the tokenizer. It must be new or empty.
-        seq_length: Tokens per sequence. Default: the longest the model was made for.
+        folder: Folder with ``config.json``, ``*.safetensors`` and optionally ``tokenizer.json``.
+        out: Output folder for ``config.toml``, ``checkpoints`` and the tokenizer; must be new or
+            empty.
+        seq_length: Tokens per sequence. Default: the maximum of the model.
 
     Raises:
-        MegacoreError: If the model cannot be imported, or ``out`` holds something or cannot be
-            written.
+        MegacoreError: If the model cannot be imported, or ``out`` is not empty or not writable.
     """
     folder, out = Path(folder), Path(out)
     _check_free(out)
@@ -105,7 +105,7 @@ def _check_free(out: Path) -> None:
 def _settings(
     imported: ImportedModel, out: Path, *, tokenizer: bool, name: str
 ) -> dict[str, dict[str, Any]]:
-    """What the file says: all of the model, little else."""
+    """Build the settings of the configuration file: the model, and the few others it needs."""
     settings: dict[str, dict[str, Any]] = {
         "model": imported.model.model_dump(exclude_none=True),
         "moe": imported.moe.model_dump(exclude_none=True, exclude_defaults=True),

@@ -1,4 +1,4 @@
-"""Reading a checkpoint into any layout."""
+"""Checkpoint load into any layout."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def load_checkpoint(
 ) -> TrainState:
     """Fill the tensors of ``pieces`` from a checkpoint of any layout. Collective.
 
-    On the layout that wrote the checkpoint this restores every bit; on another one too, since
-    nothing is computed, only cut differently.
+    The state is restored bit for bit on any layout, because values are only redistributed, not
+    recomputed.
 
     Args:
         path: A checkpoint folder, the folder of all checkpoints, or a run's folder.
-        pieces: What this rank holds; their tensors are overwritten.
+        pieces: Pieces of this rank; their tensors are overwritten.
         groups: Process groups of this rank.
-        config: The present configuration as plain values; used to explain a misfit.
-        verified: `find_checkpoint` has compared the files with their checksums just now.
+        config: The current configuration as plain values; used to explain a mismatch.
+        verified: Whether `find_checkpoint` has already verified the checksums.
 
     Returns:
-        Where the run stood.
+        Progress of the run.
 
     Raises:
         CheckpointError: On every rank, if the checkpoint is missing, damaged, of another format, or
-            of another model. The pieces may be partly filled then.
+            of another model. The pieces may then be partly filled.
 
     Sync:
         Waits for all ranks.
@@ -61,7 +61,7 @@ def load_checkpoint(
     fit = _Fit(folder, index, metadata, config or {})
     names = gather_results(lambda: fit.check(pieces), groups)
     fit.check_left_over(set().union(*names))
-    # Boxes need no limit here: it is what is stored that must fit into memory.
+    # No limit on box sizes here: memory is bounded by the stored chunks.
     chunks = chunks_of(pieces, groups, max_numel=1 << 62)
     on_every_rank(lambda: _fill(folder, metadata, chunks), groups)
     return index.state
@@ -91,7 +91,7 @@ def load_full_weights(path: str | Path) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 class _Fit:
-    """Whether a model can be filled from a checkpoint."""
+    """Check that a model can be loaded from a checkpoint."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _Fit:
         self._differences = _differences(index.config, config)
 
     def check(self, pieces: Sequence[ParamPiece]) -> set[str]:
-        """Check that every piece can be filled; return the names of the parameters."""
+        """Check that every piece can be filled, and return the names of the parameters."""
         for piece in pieces:
             info = piece.info
             stored = self._params.get(info.name)
@@ -128,7 +128,7 @@ class _Fit:
         return {piece.info.name for piece in pieces}
 
     def check_left_over(self, used: set[str]) -> None:
-        """Check that no parameter of the checkpoint is without a place."""
+        """Check that every parameter of the checkpoint is used."""
         left_over = sorted(set(self._params) - used)
         if left_over:
             raise CheckpointError(
@@ -138,7 +138,7 @@ class _Fit:
 
 
 def _stored_tensors(metadata: Metadata, kind: str) -> dict[str, TensorStorageMetadata]:
-    """The logical tensors of one kind by name of their parameters."""
+    """Select the logical tensors of one kind, by parameter name."""
     prefix = tensor_key(kind, "")
     return {
         key.removeprefix(prefix): stored
@@ -149,21 +149,21 @@ def _stored_tensors(metadata: Metadata, kind: str) -> dict[str, TensorStorageMet
 
 @torch.no_grad()
 def _fill(folder: Path, metadata: Metadata, chunks: Sequence[Chunk]) -> None:
-    """Read what the chunks need; every rank for itself, there is nothing to agree upon."""
+    """Fill the chunks from the stored files, without communication."""
     reader = FileSystemReader(folder)
     planner = ChunkLoadPlanner(chunks)
     planner.set_up_planner({}, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     try:
         reader.read_data(planner.create_local_plan(), planner).wait()
-    except Exception as error:  # the files are as they were written: it is their content
+    except Exception as error:  # checksums match, so the content itself is unreadable
         raise CheckpointError(
             f"cannot read checkpoint {folder}: {type(error).__name__}: {error}; {ADVICE}"
         ) from error
 
 
 def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Settings of the model that differ, as the end of a sentence."""
+    """Format the model settings that differ, as the end of a sentence."""
     found = []
     for section in ("model", "moe"):
         theirs, ours = stored.get(section, {}), present.get(section, {})

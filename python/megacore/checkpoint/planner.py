@@ -1,7 +1,7 @@
-"""What `torch.distributed.checkpoint` asks about our chunks: who writes which, who reads which.
+"""Save and load planners of `torch.distributed.checkpoint` for chunks.
 
-Both planners implement its public interfaces from the ground up. Its default ones take tensors and
-DTensors only, whose part on a rank is one box.
+Both planners implement the public interfaces directly. The default planners support only tensors
+and DTensors, whose part on a rank is one box.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from megacore.errors import CheckpointError
 
 
 class ChunkSavePlanner(SavePlanner):
-    """Plans to write chunks; a chunk that several ranks hold is written by one of them.
+    """Save planner for chunks; a chunk with several replicas is written by one rank.
 
     Args:
-        chunks: What this rank holds.
+        chunks: Chunks of this rank.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = {MetadataIndex(chunk.key, chunk.offsets): chunk for chunk in chunks}
 
     def over(self, values: Mapping[MetadataIndex, Tensor]) -> ChunkSavePlanner:
-        """The same plans for other values of some of the chunks, those that this rank writes."""
+        """Create a planner with other values for the chunks that this rank writes."""
         return ChunkSavePlanner(
             [replace(self._chunks[index], tensor=tensor) for index, tensor in values.items()]
         )
@@ -61,14 +61,14 @@ class ChunkSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Nothing to do: the chunks are the state."""
+        """Do nothing: the chunks are the state."""
 
     def create_local_plan(self) -> SavePlan:
-        """List everything that this rank holds."""
+        """List all chunks of this rank."""
         return SavePlan([_write_item(index, chunk) for index, chunk in self._chunks.items()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Give each chunk to one rank and describe the whole; equal input gives equal output.
+        """Assign each chunk to one rank and build the metadata; deterministic.
 
         Raises:
             RuntimeError: If the chunks do not tile the tensors.
@@ -77,24 +77,24 @@ class ChunkSavePlanner(SavePlanner):
         for key, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata)  # we write nothing else
             _check_tiling(key, stored)
-        # So that a reader without our names gets {"main_param": {"layers.0.norm": ...}, ...}.
+        # For generic readers, which rebuild {"main_param": {"layers.0.norm": ...}, ...}.
         names = {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
         return plans, replace(metadata, planner_data=names)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take the plan as it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The values of a chunk."""
+        """Look up the values of a chunk."""
         return self._chunks[write_item.index].tensor
 
 
 class ChunkLoadPlanner(LoadPlanner):
-    """Plans to fill chunks from whatever boxes a checkpoint has.
+    """Load planner that fills chunks from the boxes of a checkpoint.
 
     Args:
-        chunks: What this rank wants; every key is in the checkpoint, with the same shape.
+        chunks: Chunks to fill; every key is in the checkpoint, with the same shape.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
@@ -107,14 +107,14 @@ class ChunkLoadPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: ARG002
     ) -> None:
-        """Take what the checkpoint holds; the chunks are the state."""
+        """Store the metadata of the checkpoint; the chunks are the state."""
         self._metadata = metadata or self._metadata
 
     def create_local_plan(self) -> LoadPlan:
         """Find the stored boxes that each chunk overlaps."""
         return LoadPlan(
             [
-                # A tied parameter may be held twice, so a chunk is known by its number.
+                # A tied parameter may occur twice, so a chunk is identified by its number.
                 replace(item, dest_index=MetadataIndex(chunk.key, chunk.offsets, number))
                 for number, chunk in enumerate(self._chunks)
                 for item in self._read_items(chunk)
@@ -122,15 +122,15 @@ class ChunkLoadPlanner(LoadPlanner):
         )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to agree upon."""
+        """Return the plans unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Take the plan as it is."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuse them: only tensors are asked for.
+        """Raise an error, because checkpoints contain tensors only.
 
         Raises:
             CheckpointError: Always.
@@ -141,7 +141,7 @@ class ChunkLoadPlanner(LoadPlanner):
         )
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of a chunk that one read fills."""
+        """Select the part of a chunk that one read fills."""
         assert read_item.dest_index.index is not None  # set above
         part = self._chunks[read_item.dest_index.index].tensor
         for dim, (start, length) in enumerate(
@@ -151,7 +151,7 @@ class ChunkLoadPlanner(LoadPlanner):
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: it was filled in place."""
+        """Do nothing: the tensor was filled in place."""
 
     def _read_items(self, chunk: Chunk) -> list[ReadItem]:
         stored = self._metadata.state_dict_metadata[chunk.key]
@@ -160,7 +160,7 @@ class ChunkLoadPlanner(LoadPlanner):
 
 
 def num_bytes(metadata: Metadata) -> int:
-    """Size of all tensors of a checkpoint."""
+    """Compute the size of all tensors of a checkpoint, bytes."""
     total = 0
     for stored in metadata.state_dict_metadata.values():
         assert isinstance(stored, TensorStorageMetadata)  # we write nothing else
@@ -187,7 +187,7 @@ def _write_item(index: MetadataIndex, chunk: Chunk) -> WriteItem:
 
 
 def _share_out(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Leave each chunk to the holder with the least to write."""
+    """Assign each chunk to the holder with the smallest load so far."""
     holders: dict[MetadataIndex, list[int]] = {}
     sizes: dict[MetadataIndex, int] = {}
     for rank, plan in enumerate(plans):
@@ -212,7 +212,7 @@ def _item_bytes(item: WriteItem) -> int:
 
 
 def _check_tiling(key: str, stored: TensorStorageMetadata) -> None:
-    """Boxes that overlap only themselves and have the right volume together tile a tensor."""
+    """Check that the boxes tile the tensor: no overlaps, and the right total volume."""
     volume = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
     pairs = len(create_read_items_for_chunk_list(key, stored, stored.chunks))
     if pairs != len(stored.chunks) or volume != math.prod(stored.size):

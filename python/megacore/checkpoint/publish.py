@@ -1,6 +1,6 @@
-"""The folder of checkpoints: checked before the first step, filled and emptied by renames.
+"""Early checks of the checkpoint folder, and atomic publication and removal by renames.
 
-At any moment a checkpoint is there as a whole or not at all.
+At any time a checkpoint exists completely or not at all.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megacore.parallel.process_groups import ProcessGroups
 def check_checkpoint_folder(
     directory: str | Path, *, num_bytes: int, groups: ProcessGroups
 ) -> None:
-    """Make the folder of checkpoints and prove that they can be written there. Collective.
+    """Create the checkpoint folder and check that checkpoints can be written there. Collective.
 
-    Every rank writes a small file, rank 0 looks whether it sees all of them, and whether there is
-    room for one checkpoint. The small files go away again.
+    Every rank writes a small file; rank 0 checks that all files are visible and that there is disk
+    space for one checkpoint. The small files are then removed.
 
     Args:
         directory: Folder of all checkpoints of the run, on a file system that all ranks share.
@@ -82,10 +82,10 @@ def _check_probes(directory: Path, world_size: int) -> None:
 
 
 def prepare(partial: Path, *, num_bytes: int) -> None:
-    """Clear what interrupted saves left behind and make the folder to write into.
+    """Remove the leftovers of interrupted saves and create the folder to write into.
 
     Raises:
-        DiskFullError: If there is no room for ``num_bytes`` of tensors.
+        DiskFullError: If there is not enough space for ``num_bytes`` of tensors.
     """
     directory = partial.parent
     directory.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,10 @@ def check_room(directory: Path, *, num_bytes: int) -> None:
     """Check that a checkpoint with ``num_bytes`` of tensors fits on the disk of ``directory``.
 
     Raises:
-        DiskFullError: If it does not.
+        DiskFullError: If the checkpoint does not fit.
     """
     free = shutil.disk_usage(directory).free
-    # Headers and the index come on top of the tensors.
+    # Allow for headers and the index in addition to the tensors.
     needed = num_bytes + num_bytes // 50 + (1 << 20)
     if free < needed:
         raise DiskFullError(
@@ -117,15 +117,15 @@ def check_room(directory: Path, *, num_bytes: int) -> None:
 
 
 def publish(partial: Path, index: CheckpointIndex, *, keep: int) -> None:
-    """Make the written folder the newest checkpoint and remove old ones.
+    """Publish the written folder as the newest checkpoint, and remove old checkpoints.
 
     Args:
-        partial: Folder with all files in it.
-        index: What they are.
-        keep: Of the checkpoints up to this step only the newest ``keep`` stay.
+        partial: Folder with all files.
+        index: Index of the checkpoint.
+        keep: Number of checkpoints up to this step to keep.
 
     Raises:
-        CheckpointError: If rank 0 does not see every file in full length.
+        CheckpointError: If a file is missing or truncated for rank 0.
     """
     directory = partial.parent
     try:
@@ -140,7 +140,7 @@ def publish(partial: Path, index: CheckpointIndex, *, keep: int) -> None:
     replaced = final.with_name(final.name + REPLACED_SUFFIX)
     if final.exists():  # the same step once more, after resuming from an earlier one
         final.rename(replaced)
-    # Written before the folder has its name: it counts from the moment when the folder is there.
+    # Written before the folder is renamed: it takes effect as soon as the folder exists.
     latest = directory / (LATEST_NAME + PARTIAL_SUFFIX)
     write_durably(latest, final.name + "\n")
     flush_folder(directory)
@@ -150,14 +150,14 @@ def publish(partial: Path, index: CheckpointIndex, *, keep: int) -> None:
     flush_folder(directory)
     if replaced.exists():
         _remove(replaced)
-    # Later steps belong to a continuation that was abandoned; they are the user's to delete.
+    # Later steps belong to an abandoned continuation; deleting them is left to the user.
     so_far = [path for step, path in step_folders(directory) if step <= index.state.step]
     for old in so_far[: -max(1, keep)]:
         _remove(old)
 
 
 def _settle_latest(directory: Path) -> None:
-    """Finish what a run killed right after its last rename has left, before it is overwritten."""
+    """Finish the update of ``latest`` of a run that was killed right after its last rename."""
     partial = directory / (LATEST_NAME + PARTIAL_SUFFIX)
     try:
         name = partial.read_text(encoding="utf-8").strip()
@@ -168,7 +168,7 @@ def _settle_latest(directory: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint so that no moment shows half of it under its name."""
+    """Delete a checkpoint atomically: rename the folder first, then delete it."""
     doomed = folder.with_name(f"{folder.name}.old{PARTIAL_SUFFIX}")
     _delete(doomed)
     folder.rename(doomed)
@@ -176,7 +176,7 @@ def _remove(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder; of a symbolic link, which somebody made on purpose, only the link."""
+    """Delete a folder; for a symbolic link, which was made on purpose, delete only the link."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():

@@ -1,4 +1,4 @@
-"""A whole model from a checkpoint of any layout, in one process, to generate text with."""
+"""Restoration of a complete model from a checkpoint of any layout, in one process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megacore.parallel import ProcessGroups
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredModel:
-    """What a checkpoint holds.
+    """Model, configuration and tokenizer of a checkpoint.
 
     Attributes:
         model: Embedding, all layers and head, float32, on one device.
-        config: Configuration of the run that saved it.
-        tokenizer: The tokenizer it was trained with.
+        config: Configuration of the run that saved the checkpoint.
+        tokenizer: The tokenizer that the model was trained with.
     """
 
     model: GPTChunk
@@ -32,15 +32,15 @@ class RestoredModel:
 
 
 def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> RestoredModel:
-    """Build the model of a checkpoint and fill it.
+    """Build the model of a checkpoint and load its weights.
 
     Args:
         path: A checkpoint folder, the folder of all checkpoints, or a run's folder.
-        device: Where the weights go.
+        device: Device of the weights.
 
     Raises:
         CheckpointError: If the checkpoint is missing, damaged or of another model.
-        DataError: If its tokenizer cannot be read.
+        DataError: If the tokenizer cannot be read.
     """
     values, weights = load_full_weights(path)
     config = config_from_values(values, source=str(path))
@@ -51,7 +51,7 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
         has_head=True,
         groups=ProcessGroups.single(),
         device=device,
-        # One process needs no exchange, and a text should not depend on who shares its batch.
+        # Without a capacity limit, a text does not depend on the other texts of its batch.
         moe=config.moe.model_copy(update={"dispatcher": "alltoall", "capacity_factor": None}),
     )
     _fill(model, weights, path)

@@ -1,7 +1,7 @@
-"""One run per folder: a lock while it lives, and a place for what a former run left.
+"""Exclusive run folders: a lock during the run, and archiving of an earlier run's results.
 
-A run that starts anew never writes over the results of another one. They move to
-``previous-1``, ``previous-2``, …, where ``megacore generate`` and the report still read them.
+A run that starts from scratch never overwrites the results of another run. Those are moved to
+``previous-1``, ``previous-2``, …, where ``megacore generate`` and the report can still read them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megacore.parallel.process_groups import ProcessGroups
 
 LOCK_NAME = ".lock"
 PREVIOUS = "previous-"
-# Results show that a run got somewhere; its settings and tracebacks go with them.
+# Results prove that a run has made progress; its settings and tracebacks are moved with them.
 _RESULTS = ("metrics.jsonl", "run.json", "timeline.json", "trace.json", "report.html")
 _COMPANIONS = ("config.toml", "rank_*.err")
-# Settings that shape what a run computes, besides the model's and the data's.
+# Settings that affect the computation, in addition to those of the model and the data.
 _TRAIN_KEYS = ("seed", "global_batch_size")
 # Used once, at the start of a fresh run.
 _START_KEYS = frozenset({"init_std"})
@@ -39,10 +39,10 @@ _START_KEYS = frozenset({"init_std"})
 
 @contextlib.contextmanager
 def hold_folders(config: Config, groups: ProcessGroups) -> Iterator[None]:
-    """Keep other runs out of the folders of this one. Collective at the start.
+    """Lock the folders of this run against other runs. Collective at the start.
 
     Rank 0 holds an advisory lock on ``<run.dir>/.lock``, and on one in ``checkpoint.dir`` if that
-    lies elsewhere. The system releases them when the process ends, however it ends.
+    is not inside ``run.dir``. The system releases the locks on any exit of the process.
 
     Raises:
         ConfigError: On every rank, if another run holds a folder.
@@ -65,13 +65,13 @@ def hold_folders(config: Config, groups: ProcessGroups) -> Iterator[None]:
 
 
 def _lock(folder: Path, setting: str) -> TextIO | None:
-    """The locked file; ``None`` where none can be made or the file system knows no locks."""
+    """Open and lock the lock file; ``None`` if it cannot be created or locks are unsupported."""
     path = folder / LOCK_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8")
     except OSError:
-        return None  # the probes of both folders say what is wrong with it
+        return None  # the probes of both folders report the reason
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -94,18 +94,18 @@ def _lock(folder: Path, setting: str) -> TextIO | None:
 
 
 def make_place(config: Config, found: Path | None, groups: ProcessGroups) -> tuple[str, ...]:
-    """Move a former run's results aside unless this run continues it. Collective.
+    """Move an earlier run's results aside unless this run continues that run. Collective.
 
     Args:
         config: Resolved configuration.
-        found: The checkpoint this run starts from; ``None`` if it starts anew.
+        found: The checkpoint this run starts from; ``None`` to start from scratch.
         groups: Process groups of this rank.
 
     Returns:
-        A sentence about what was moved, if anything was.
+        A note if results were moved, else an empty tuple.
 
     Raises:
-        ConfigError: On every rank, if it cannot be moved.
+        ConfigError: On every rank, if the results cannot be moved.
     """
     if found is not None and _continues(found, config):
         return ()
@@ -113,7 +113,7 @@ def make_place(config: Config, found: Path | None, groups: ProcessGroups) -> tup
 
 
 def _continues(found: Path, config: Config) -> bool:
-    """Whether a checkpoint belongs to the run in ``run.dir``."""
+    """Check if a checkpoint belongs to the run in ``run.dir``."""
     run, path = _run_dir(config).resolve(), found.resolve()
     if path.parent == _checkpoint_dir(config).resolve():
         return True
@@ -133,7 +133,7 @@ def _set_aside(config: Config) -> tuple[str, ...]:
     name = _free_name(homes)
     moves: list[tuple[Path, Path]] = []
     if has_checkpoints:
-        # With the folder's own name below previous-N, so that it can be resumed like any run.
+        # Keep the relative path below previous-N, so that it can be resumed like any run.
         below = checkpoints.resolve().relative_to(run.resolve()) if inside else Path()
         base = run if inside else checkpoints
         moves += [(path, base / name / below / path.name) for path in _saved(checkpoints)]
@@ -154,7 +154,7 @@ def _set_aside(config: Config) -> tuple[str, ...]:
 
 
 def _saved(checkpoints: Path) -> list[Path]:
-    """Everything of ours in a folder of checkpoints; ``latest`` goes first, lest it dangle."""
+    """List the files of a checkpoint folder to move; ``latest`` first, so that it never dangles."""
     latest = checkpoints / LATEST_NAME
     folders = sorted(checkpoints.glob("step_*"))  # leftovers too
     return [*([latest] if latest.is_file() else []), *folders]
@@ -175,7 +175,7 @@ def _has_content(path: Path) -> bool:
 
 
 def changed_settings(found: Path, config: Config) -> tuple[str, ...]:
-    """Sentences about settings that change what is computed and differ from the checkpoint's.
+    """List notes on settings that affect the computation and differ from the checkpoint.
 
     Args:
         found: The checkpoint that this run continues from.
@@ -186,7 +186,7 @@ def changed_settings(found: Path, config: Config) -> tuple[str, ...]:
 
 
 def compare_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str, ...]:
-    """As `changed_settings`, from plain values.
+    """List the notes of `changed_settings` from plain values.
 
     Example:
         >>> compare_settings({"train": {"seed": 1, "steps": 9}}, {"train": {"seed": 2, "steps": 8}})
@@ -214,5 +214,5 @@ def _checkpoint_dir(config: Config) -> Path:
 
 
 def _is_inside(folder: Path, parent: Path) -> bool:
-    """Whether ``folder`` really lies in ``parent``, with symbolic links followed."""
+    """Check if ``folder`` is inside ``parent``, with symbolic links resolved."""
     return folder.resolve().is_relative_to(parent.resolve())

@@ -1,4 +1,4 @@
-"""Saving a run: plan once; then write, verify and publish, in the step or behind it."""
+"""Checkpoint save: plan once; then write, verify and publish, synchronously or in background."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from megacore.parallel.process_groups import ProcessGroups
 
 @dataclass(frozen=True, kw_only=True)
 class _WritePlan:
-    """Who writes what, the same for every save of a run.
+    """Assignment of chunks to writers, the same for every save of a run.
 
     Attributes:
-        held: Everything this rank holds.
-        mine: What of it this rank writes.
-        metadata: Description of the whole checkpoint.
+        held: All chunks of this rank.
+        mine: Chunks that this rank writes.
+        metadata: Metadata of the whole checkpoint.
     """
 
     held: list[WriteItem]
@@ -47,27 +47,27 @@ class _WritePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Written:
-    """What one rank reports about its part."""
+    """Write results of one rank."""
 
     results: list[WriteResult]
     sums: dict[str, FileSum]
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of one run. Collective: all ranks make it and call it together.
+    """Checkpoint writer of one run. Construction and all saves are collective.
 
-    Chunks held by several ranks (replicas) are written by one of them; which one is chosen so that
-    all ranks write about the same amount. Copies of shared parameters are not written.
+    A chunk with several replicas is written by one rank, chosen so that all ranks write about the
+    same amount. Copies of shared parameters are not written.
 
     Args:
         directory: Folder of all checkpoints of the run, on a file system that all ranks share.
-        pieces: Returns what this rank holds; the same ranges each time.
+        pieces: Returns the pieces of this rank; the same ranges each time.
         groups: Process groups of this rank.
         config: The resolved configuration as plain values (``config.model_dump(mode="json")``).
-        keep: After success, of the checkpoints up to that step only the newest ``keep`` stay.
+        keep: Number of checkpoints up to the saved step to keep after success.
         in_background: Copy the state and return from `save`, while a thread writes and publishes.
-            It talks to the threads of the other ranks over a gloo group of its own.
-        tolerant: Return the sentence of a save that failed instead of raising it.
+            The threads of all ranks communicate over a separate gloo group.
+        tolerant: Return the error message of a failed save instead of raising the error.
     """
 
     def __init__(
@@ -95,18 +95,17 @@ class CheckpointSaver:
             self._staging = Staging()
 
     def save(self, state: TrainState) -> str | None:
-        """Write one checkpoint; in the background, begin to, once the former one is finished.
+        """Write one checkpoint, or start a background save after the previous one has finished.
 
         Args:
-            state: Where the run stands.
+            state: Progress of the run.
 
         Returns:
-            Why a save failed, if failures are tolerated and there is one.
+            Error message of a failed save if failures are tolerated, else ``None``.
 
         Raises:
-            CheckpointError: On every rank, if the disk is too full or a rank cannot write; the
-                previous checkpoints are untouched then. In the background: if the former save
-                failed.
+            CheckpointError: On every rank, if the disk is too full or a rank cannot write; earlier
+                checkpoints are then unchanged. In the background: if the previous save failed.
 
         Sync:
             Waits for the device. Waits for all ranks unless in the background.
@@ -121,7 +120,7 @@ class CheckpointSaver:
         return former
 
     def poll(self) -> str | None:
-        """Say if a background save has failed meanwhile; costs nothing while one runs.
+        """Poll a background save for failure, without blocking while it is in flight.
 
         Returns:
             As `save`.
@@ -144,12 +143,12 @@ class CheckpointSaver:
         return None if task is None else self._judge(task.result)
 
     def abandon(self) -> None:
-        """Give up a background save because the process ends; it may still come through."""
+        """Abandon a background save at the end of the process; it may still succeed."""
         if self._task is not None:
             self._task.abandon()
 
     def num_bytes(self) -> int:
-        """Size of the tensors of one checkpoint. Collective at the first call."""
+        """Compute the size of a checkpoint's tensors, bytes. Collective at the first call."""
         return num_bytes(self._planned(self._planner()).metadata)
 
     def _judge(self, action: Callable[[], None]) -> str | None:
@@ -239,9 +238,9 @@ def _write_mine(partial: Path, planner: ChunkSavePlanner, plan: SavePlan) -> _Wr
 def _finish_dcp(
     partial: Path, metadata: Metadata, written: Sequence[_Written]
 ) -> dict[str, FileSum]:
-    """Write ``.metadata``, which makes the folder one that DCP reads; return all files."""
+    """Write ``.metadata``, so that DCP can read the folder, and return the sums of all files."""
     writer = ChecksumWriter(partial)
-    # A copy, as it adds where everything is.
+    # A copy, because finish() adds the storage locations to the metadata.
     writer.finish(replace(metadata), [report.results for report in written])
     sums = dict(writer.sums)
     for report in written:
