@@ -1,7 +1,7 @@
-"""One transformer layer: attention, then SwiGLU or experts, behind norms, on the residual stream.
+"""Pre-norm transformer layer: attention, then SwiGLU or experts, on the residual stream.
 
-A part whose activations are recomputed ends in a matrix product where it can: the product is not
-computed again, only its input.
+A recomputed part ends in a matrix product if possible, because then only the input of the product
+is recomputed, not the product.
 
 Shapes: S sequence, B batch, H hidden.
 """
@@ -22,7 +22,7 @@ from megacore.parallel.batch import Microbatch
 
 
 class LayerGraphs(Protocol):
-    """Graphs of a part of a layer, which run the whole of it (``models/captured.py``)."""
+    """Runner of a layer whose scopes are captured as graphs (``models/captured.py``)."""
 
     def run(
         self,
@@ -32,11 +32,11 @@ class LayerGraphs(Protocol):
         rotary: tuple[Tensor, Tensor],
         again: frozenset[str],
     ) -> Tensor:
-        """``(S[/tp], B, H)`` to the same shape."""
+        """Run the whole layer: ``(S[/tp], B, H)`` to the same shape."""
 
 
 class MLP(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``; gate and up are one column-parallel layer."""
+    """SwiGLU MLP ``down(silu(gate(x)) * up(x))``; gate and up are one column-parallel layer."""
 
     def __init__(self, name: str, context: ModelContext, *, width: int) -> None:
         super().__init__()
@@ -45,19 +45,19 @@ class MLP(nn.Module):
         self.down = RowLinear(f"{name}.down", width, context=context)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        """``(S[/tp], B, H)`` to the same shape."""
+        """Apply the MLP: ``(S[/tp], B, H)`` to the same shape."""
         return self.finish(self.gate_up(x_SBH))
 
     def finish(self, x_SBF: Tensor) -> Tensor:
-        """From the output of ``gate_up``."""
+        """Apply the activation and ``down`` to the output of ``gate_up``."""
         output: Tensor = self.down(swiglu(x_SBF))
         return output
 
 
 class TransformerLayer(nn.Module):
-    """A pre-norm layer; ``index`` counts over the whole model and names the parameters.
+    """Pre-norm layer; ``index`` is the global layer index, used in parameter names.
 
-    Whether it has an MLP or experts follows from its index and the ``[moe]`` section.
+    The index and the ``[moe]`` section determine whether the layer has an MLP or experts.
     """
 
     def __init__(self, index: int, context: ModelContext) -> None:
@@ -77,7 +77,7 @@ class TransformerLayer(nn.Module):
         else:
             self.mlp = MLP(f"{name}.mlp", context, width=context.shape.ffn)
         self.mlp_dropout = ResidualDropout(layer=index, site=Site.MLP, context=context)
-        # Set while graphs of a part of the layer exist.
+        # Set while partial graphs of the layer exist.
         self.captured: LayerGraphs | None = None
 
     def forward(
@@ -88,7 +88,7 @@ class TransformerLayer(nn.Module):
         *,
         keep_activations: bool = False,
     ) -> Tensor:
-        """``(S[/tp], B, H)`` to the same shape; see ``GPTChunk`` for ``keep_activations``."""
+        """Apply the layer, ``(S[/tp], B, H)``; see ``GPTChunk`` for ``keep_activations``."""
         again = frozenset[str]() if keep_activations else self._recompute
         if self.captured is not None and self.training and batch.number is not None:
             return self.captured.run(self, x_SBH, batch, rotary, again)

@@ -1,4 +1,4 @@
-"""What clones of experts will cost and guarantee in a run, computed without starting one."""
+"""Predicted memory, traffic and load bound of expert clones in a run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from megacore.parallel import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class EchoPlanned:
-    """Memory, traffic and bound on each rank.
+    """Memory, traffic and load bound of each rank.
 
     Attributes:
         num_spare_slots: Slots of a rank, shared by all its layers.
-        num_slot_sets: Sets of them for weights: 2 where two microbatches are computed in turns.
+        num_slot_sets: Sets of slots for weights: 2 if two microbatches are interleaved.
         slot_weight_bytes: Weights in all sets of slots of a rank.
-        slot_grad_bytes: Gradients of one set, float32; they serve all.
-        clone_traffic_bytes: What one clone of one microbatch sends: weights in both passes, and its
+        slot_grad_bytes: Gradients of one set, float32, shared by all sets.
+        clone_traffic_bytes: Traffic of one clone in one microbatch: weights in both passes, and its
             gradient.
-        mean_rows: Rows of a rank and microbatch if all ranks had the same.
-        guaranteed_rows: Rows that no rank exceeds, whatever the router does: what a static buffer
-            keeps. With fewer slots than experts per rank, the least that any planner could promise.
-        guaranteed_factor: Those over the mean. Both ``None`` for a planner without a bound.
-        is_theorem: Whether the bound is proved: slots for every expert of a rank.
-        text: All of it for people.
+        mean_rows: Mean rows per rank and microbatch.
+        guaranteed_rows: Bound of the rows of a rank for any routing; the size of a static buffer.
+            With fewer slots than experts per rank, the smallest bound of any planner.
+        guaranteed_factor: ``guaranteed_rows`` over the mean. Both are ``None`` for a planner
+            without a bound.
+        is_theorem: Whether the bound is proved: there is a slot for every expert of a rank.
+        text: Summary for display.
     """
 
     num_spare_slots: int
@@ -45,7 +46,7 @@ def plan_echo(config: Config, topology: Topology) -> EchoPlanned:
     """Plan the clones of a resolved configuration.
 
     Raises:
-        ValueError: If the configuration has no spare slots, or no ranks to share experts.
+        ValueError: If the configuration has no spare slots, or no expert parallelism.
     """
     moe, echo, parallel = config.moe, config.moe.echo, config.parallel
     if echo.spare_slots == 0:

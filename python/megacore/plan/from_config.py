@@ -1,4 +1,4 @@
-"""Layout, schedule and messages of a run, as pure functions of its resolved configuration."""
+"""Layout, schedule and activation specs of a run, as pure functions of its configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megacore.pipeline.executor import ActivationSpec
 
 
 def embedding_ranks(config: Config) -> tuple[int, ...]:
-    """Positions in the pipeline of all stages that use the embedding.
+    """Find the pipeline ranks of all stages that use the embedding.
 
     Example:
         >>> embedding_ranks(Config(parallel={"pp": 4}))
@@ -38,7 +38,7 @@ def embedding_ranks(config: Config) -> tuple[int, ...]:
 
 
 def make_topology(config: Config, world_size: int) -> Topology:
-    """The layout that the ``[parallel]`` section describes."""
+    """Build the topology of the ``[parallel]`` section."""
     parallel = config.parallel
     return Topology(
         world_size=world_size,
@@ -52,10 +52,10 @@ def make_topology(config: Config, world_size: int) -> Topology:
 
 
 def train_schedule(config: Config, world_size: int) -> Schedule:
-    """The schedule of one training step.
+    """Build the schedule of one training step.
 
     Raises:
-        ConfigError: If it cannot be built; the message names the nearest sizes that can.
+        ConfigError: If the schedule cannot be built; the message lists the nearest valid sizes.
     """
     pipeline, num_microbatches = config.pipeline, config.num_microbatches(world_size)
     options: dict[str, Any] = {}
@@ -82,16 +82,16 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
 
 
 def train_recompute(config: Config) -> Recompute | None:
-    """Which microbatches of a training step are recomputed; ``None`` for none."""
+    """Build the recompute policy of a training step; ``None`` without recomputation."""
     train = config.train
     return None if train.recompute == "none" else Recompute(keep=train.recompute_keep)
 
 
 def activation_specs(config: Config, device: torch.device) -> dict[int, ActivationSpec]:
-    """What each stage but the last sends on; with two copies of the model, each stage of both.
+    """Build the output spec of each stage except the last, for every copy of the model.
 
-    ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``; behind layers for multi-token
-    prediction the outputs of all depths, one behind another.
+    ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``; from the stage of the
+    multi-token prediction layers on, the outputs of all depths, concatenated along the sequence.
     """
     num_stages, further = len(layers_of_stages(config)), mtp_stage(config)
     plain = activation_spec(config, device)
@@ -105,7 +105,7 @@ def activation_specs(config: Config, device: torch.device) -> dict[int, Activati
 
 
 def activation_spec(config: Config, device: torch.device) -> ActivationSpec:
-    """What a stage sends on: ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``."""
+    """Build the spec: ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``."""
     model, parallel = config.model, config.parallel
     slices = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
     sequence = model.seq_length // slices

@@ -1,7 +1,7 @@
-"""What a capture will take, before it is made, and what it took: graphs, static tensors, memory.
+"""Predicted and measured memory of CUDA graphs: graph objects, static tensors, pool.
 
-A captured part runs once without storage (torch's meta device), which tells the shapes of its
-results and of all that autograd keeps for its backward pass.
+For the prediction, a captured part runs once on torch's meta device, which yields the shapes of its
+results and of all tensors that autograd saves for the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
 from megacore.pipeline import ActionKind, Program
 
-# What the driver keeps for a graph besides its tensors; an assumption, not a measurement.
+# Driver memory per graph in addition to its tensors; an assumption, not a measurement.
 GRAPH_OBJECT_BYTES = 64 << 10
 _WHOLE = ("attn", "mlp", "moe")
 _PARTS = ("objects", "static_inputs", "boundary", "pool")
@@ -32,17 +32,17 @@ _PARTS = ("objects", "static_inputs", "boundary", "pool")
 
 @dataclass(frozen=True, kw_only=True)
 class GraphBytes:
-    """What the graphs of one rank take.
+    """Memory of the graphs of one rank, bytes.
 
     Attributes:
-        num_graphs: Recorded graphs.
-        objects: The graphs themselves.
+        num_graphs: Number of recorded graphs.
+        objects: Graph objects.
         static_inputs: Tensors that calls copy their arguments into.
-        boundary: Results of captured parts and gradients that enter and leave them, those of
-            parameters included.
-        pool: What captured passes keep for later ones: forward passes for their backward passes,
-            and these for their weight halves. What a pass needs for itself only is not counted;
-            on a GPU, each microbatch that is alive at once has such memory of its own.
+        boundary: Results of captured parts and their incoming and outgoing gradients, including
+            those of parameters.
+        pool: Tensors that captured passes save for later passes: forward for backward passes, and
+            backward passes for their weight halves. Temporary memory of a pass is not counted; on a
+            GPU, each microbatch in flight has its own.
     """
 
     num_graphs: int
@@ -53,11 +53,11 @@ class GraphBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Total bytes."""
         return self.objects + self.static_inputs + self.boundary + self.pool
 
     def text(self) -> str:
-        """For people.
+        """Format for display.
 
         Example:
             >>> GraphBytes(num_graphs=2, objects=1 << 20, static_inputs=0, boundary=0,
@@ -81,7 +81,7 @@ class _PartBytes:
 
 
 def predict_graphs(config: Config, program: Program) -> GraphBytes:
-    """What the graphs of a pipeline rank will take.
+    """Predict the memory of the graphs of a pipeline rank.
 
     With tensor parallelism the sizes are those of one rank's share of a layer.
 
@@ -112,7 +112,7 @@ def predict_graphs(config: Config, program: Program) -> GraphBytes:
 
 
 def _whole_steps(config: Config, num_microbatches: int, pool: int) -> GraphBytes:
-    """One graph of a training step, and perhaps one of evaluation."""
+    """Predict full-step graphs: one for training, and one for evaluation if enabled."""
     tokens = config.train.microbatch_size * (2 * config.model.seq_length + 1)
     count = 2 if config.train.eval_interval > 0 else 1
     inputs = count * num_microbatches * tokens * torch.int64.itemsize
@@ -127,7 +127,7 @@ def _whole_steps(config: Config, num_microbatches: int, pool: int) -> GraphBytes
 
 
 def _single_parts(plan: CapturePlan, flat: list[_PartBytes], pool: int) -> GraphBytes:
-    """A graph for each pass of each part."""
+    """Predict partial graphs: one for each pass of each part."""
     static = static_bytes(
         plan,
         input_bytes=sorted({part.inputs for part in flat}),
@@ -163,7 +163,7 @@ def _layers_of(config: Config, program: Program) -> list[list[int]]:
 
 
 def _signatures(parts: list[_PartBytes]) -> list[int]:
-    """Parts with inputs of one size share buffers."""
+    """Number the input sizes of the parts; parts with the same number share input buffers."""
     distinct = sorted({part.inputs for part in parts})
     return [distinct.index(part.inputs) for part in parts]
 
@@ -171,7 +171,7 @@ def _signatures(parts: list[_PartBytes]) -> list[int]:
 def _parts_of(
     config: Config, layers: list[int], scopes: tuple[str, ...], *, splits: bool
 ) -> list[_PartBytes]:
-    """The captured parts of some layers; layers of one kind are alike."""
+    """Measure the captured parts of some layers, once per kind of layer."""
     known: dict[bool, list[_PartBytes]] = {}
     found: list[_PartBytes] = []
     for index in layers:
@@ -215,7 +215,7 @@ def _one_part(
     kept = _Kept(chunk, length)
     with saved_tensors_hooks(kept.pack, lambda tensor: tensor):
         results = parts[0](*args, **named)
-    # Kernels add gradients of experts to the buffer themselves.
+    # Kernels accumulate expert gradients directly into the gradient buffer.
     added = {id(param) for info, param in chunk.param_infos() if info.expert}
     own = [param for param in parts[0].parameters() if id(param) not in added]
     slices = parallel.tp if parallel.sequence_parallel else 1
@@ -231,7 +231,7 @@ def _one_part(
 
 
 def _delayed_bytes(x: Tensor, results: dict[str, Tensor]) -> int:
-    """What the first half of a backward pass keeps for the weight half, given gradients aside."""
+    """Compute the bytes saved for the weight half of a backward pass, without given gradients."""
     flowing = [result for result in results.values() if result.requires_grad]
     grads = [torch.empty_like(result) for result in flowing]
     _, delayed = backward_inputs([get_gradient_edge(r) for r in flowing], grads, [x])
@@ -247,10 +247,10 @@ def _delayed_bytes(x: Tensor, results: dict[str, Tensor]) -> int:
 
 
 class _Kept:
-    """Counts what autograd keeps, parameters and attention matrices aside.
+    """Counter of the tensors that autograd saves, except parameters and attention matrices.
 
-    The attention kernels of devices keep no matrix of queries by keys; the formulas that stand for
-    them on the meta device do.
+    Device attention kernels do not save a queries-by-keys matrix; the formulas that replace them on
+    the meta device do.
     """
 
     def __init__(self, chunk: GPTChunk, length: int) -> None:
@@ -259,7 +259,7 @@ class _Kept:
         self._found: dict[int, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
-        # A result that its own step kept, or these hooks for it, would hold the step for good.
+        # Detached, because a saved result that references its own node would be a reference cycle.
         kept = tensor.detach()
         is_matrix = tensor.shape[-2:] == (self._length, self._length)
         storage = tensor.untyped_storage()._cdata
@@ -277,11 +277,11 @@ class _Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Memory of the GPU in use; all zero without one.
+    """GPU memory in use; all zero without a GPU.
 
     Attributes:
-        reserved: Bytes that torch's allocator holds, those of graphs' pools included.
-        others: Bytes that are in use besides: the driver's, with its graphs, and other processes'.
+        reserved: Bytes reserved by torch's allocator, including graph pools.
+        others: Other bytes in use: by the driver, including graph objects, and other processes.
     """
 
     reserved: int = 0
@@ -289,7 +289,7 @@ class DeviceMemory:
 
     @classmethod
     def now(cls) -> DeviceMemory:
-        """What is in use now.
+        """Measure the memory in use, after emptying the allocator's cache.
 
         Sync:
             Waits for the device.
@@ -297,7 +297,7 @@ class DeviceMemory:
         if not torch.cuda.is_available():
             return cls()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what is only kept for later does not count
+        torch.cuda.empty_cache()  # cached free blocks do not count
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
         return cls(reserved=reserved, others=total - free - reserved)
@@ -306,12 +306,12 @@ class DeviceMemory:
 def measured_bytes(
     num_graphs: int, static: Sequence[Mapping[str, int]], before: DeviceMemory
 ) -> GraphBytes:
-    """What graphs took.
+    """Measure the memory of graphs.
 
     Args:
-        num_graphs: How many there are.
-        static: For each that holds some, bytes of static tensors by use, as ``static_bytes`` tells.
-        before: The memory before the capture. Without a GPU, objects and pool are not known: 0.
+        num_graphs: Number of graphs.
+        static: Bytes of static tensors by use, as ``static_bytes`` returns; one entry per owner.
+        before: Memory before the capture. Without a GPU, objects and pool are unknown and 0.
     """
     now = DeviceMemory.now()
     inputs = sum(sizes.get("static_inputs", 0) for sizes in static)
@@ -327,7 +327,7 @@ def measured_bytes(
 
 
 def measured_text(found: GraphBytes, predicted: GraphBytes | None, *, has_device: bool) -> str:
-    """Both for people, the prediction in brackets.
+    """Format measured memory for display, with the prediction in brackets.
 
     Example:
         >>> parts = {"num_graphs": 2, "static_inputs": 1 << 20, "boundary": 0}

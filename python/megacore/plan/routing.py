@@ -1,4 +1,4 @@
-"""Whether a run can record and replay routing decisions: ``moe.record_routing`` and so on."""
+"""Checks of ``moe.record_routing`` and ``moe.replay_routing`` before a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megacore.config import Config
 from megacore.errors import MegacoreError
 from megacore.moe.routing_trace import Recorded, check_recording_folder, check_replay
 
-# What names tokens and what they mean, and what names experts.
+# Settings that determine token identifiers, token contents, and experts.
 _KEYS = (
     "moe.num_experts",
     "moe.top_k",
@@ -25,10 +25,11 @@ _KEYS = (
 
 
 def check_routing(config: Config) -> None:
-    """Check the folders of both settings, without making or reading any decisions.
+    """Check the folders of both settings, without reading or writing decisions.
 
     Raises:
-        MegacoreError: If a recording does not fit the run, or there is no place for one.
+        MegacoreError: If a recording does not match the run, a folder cannot be used for a
+            recording, or ``graphs.mode`` is not ``"off"``.
     """
     moe = config.moe
     wanted = [
@@ -46,7 +47,7 @@ def check_routing(config: Config) -> None:
 
 
 def recorded_settings(config: Config) -> Recorded:
-    """What a recording keeps of a run, to tell whether it fits another one."""
+    """Select the settings of a run that a replay must match."""
     values = config.model_dump()
     return Recorded(
         settings={key: values[section][name] for key in _KEYS for section, name in [key.split(".")]}

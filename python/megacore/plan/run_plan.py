@@ -1,7 +1,7 @@
-"""What a run will look like on every rank, computed without starting one.
+"""Static plan of a run on every rank, computed without starting the run.
 
-The numbers are not estimates: layers, parameters, buffers and schedule come from the same planners
-that the ranks ask. Parameters are counted on a model without storage (torch's meta device).
+The numbers are not estimates: layers, parameters, buffers and schedule are computed by the planners
+that the ranks use. Parameters are counted on a model on torch's meta device.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ from megacore.plan.routing import check_routing
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """One rank; all ranks of a pipeline position are alike, up to the padding of a shard.
+    """Plan of one rank; ranks of a pipeline position are equal except for shard padding.
 
     Attributes:
         pp_rank: Position on the pipeline axis.
-        layers: Layers of each of its model chunks, half open.
-        mtp_layers: Likewise those for multi-token prediction.
-        num_params: Parameters it holds (after tensor parallelism).
+        layers: Layers of each model chunk of the rank, half open.
+        mtp_layers: Multi-token prediction layers of each model chunk.
+        num_params: Parameters of the rank (after tensor parallelism).
         param_bytes: Parameter buffer, with padding.
-        grad_bytes: Gradient buffer, float32, with padding.
-        optimizer_bytes: Moments, and main parameters unless those are float32 anyway, of the rank's
-            shard.
+        grad_bytes: Gradient buffer, with padding.
+        optimizer_bytes: Moments, and main parameters unless the parameters are float32, of the
+            rank's shard.
         bucket_numels: Elements of each gradient bucket, with padding, in the order of the backward
             pass.
-        peak_in_flight: Largest number of microbatches, counted per chunk, whose activations it
-            holds at once.
-        peak_kept: Likewise of those that keep all activations; the others are recomputed.
-        busy_fraction: Part of a step's makespan in which it computes.
-        graphs: What its CUDA graphs take; ``None`` without.
+        peak_in_flight: Largest number of microbatches in flight, counted per chunk.
+        peak_kept: Largest number of those that keep all activations; the others are recomputed.
+        busy_fraction: Fraction of a step's makespan in which the rank computes.
+        graphs: Memory of the rank's CUDA graphs; ``None`` without graphs.
     """
 
     pp_rank: int
@@ -61,21 +60,21 @@ class RankPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Parameters, gradients and optimizer state."""
+        """Bytes of parameters, gradients and optimizer state."""
         return self.param_bytes + self.grad_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A whole run.
+    """Plan of a whole run.
 
     Attributes:
         topology: Layout of the ranks.
         num_params: Parameters of the model, each counted once.
-        num_active_params: Those that one token meets; fewer where a token sees few experts.
+        num_active_params: Active parameters per token; fewer than ``num_params`` with experts.
         num_microbatches: Microbatches per data-parallel rank and step.
-        bubble_fraction: Part of the pipeline ranks' time that is idle, if a backward pass takes
-            twice as long as a forward pass and messages take no time.
+        bubble_fraction: Idle fraction of the pipeline ranks' time, if a backward pass takes twice
+            as long as a forward pass and messages take no time.
         ranks: One entry per pipeline position.
     """
 
@@ -91,7 +90,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     """Plan a run of a resolved configuration.
 
     Raises:
-        ValueError: If the layout, the layers or the schedule do not work out.
+        ValueError: If the layout, the layers or the schedule are invalid.
     """
     topology = make_topology(config, world_size)
     schedule = train_schedule(config, world_size)
@@ -103,7 +102,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     for pp_rank in range(pp):
         mine = stages_of_ranks(config)[pp_rank]
         infos = _param_infos(config, mine)
-        if pp_rank < pp // config.pipeline.copies:  # the other ranks hold the same
+        if pp_rank < pp // config.pipeline.copies:  # the other ranks hold the second copy
             num_params += sum(
                 math.prod(info.full_shape) for info in infos if not info.is_shared_copy
             )
@@ -141,7 +140,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
 
 
 def _peak_kept(program: Program) -> int:
-    """Most forwards whose activations are all there at once."""
+    """Count the largest number of microbatches with all activations at once."""
     dropped = {
         (action.stage, action.microbatch)
         for action in program.actions
@@ -160,17 +159,16 @@ def _peak_kept(program: Program) -> int:
 
 
 def buffer_layouts(config: Config, world_size: int, *, shard: int | None = None) -> list[str]:
-    """Say which parameter lies where in the buffers of each pipeline position, as text.
+    """Format the parameter layout of the buffers of each pipeline position.
 
     Args:
         config: Resolved configuration.
         world_size: Number of ranks.
-        shard: Instead of all parameters list the ranges that one of the ranks that share a buffer
-            owns, the one at this position among them.
+        shard: List only the ranges of this shard of each buffer; ``None`` for all parameters.
 
     Raises:
-        ConfigError: If no buffer has so many shards.
-        ValueError: If the layout or the layers do not work out.
+        ConfigError: If no buffer has that many shards.
+        ValueError: If the layout or the layers are invalid.
     """
     topology = make_topology(config, world_size)
     texts, most = [], 0
@@ -219,10 +217,10 @@ def _shard_lines(members: list[ParamInfo], plan: BufferPlan, shard: int) -> list
 
 
 def check_plan(config: Config, world_size: int) -> None:
-    """Make layout, layer partition and schedule once, as every rank will, to find mistakes early.
+    """Build layout, layer partition and schedule once, to detect errors before ranks start.
 
     Raises:
-        ConfigError: With the sentence of the planner that refuses.
+        ConfigError: With the message of the planner that failed.
     """
     try:
         make_topology(config, world_size)
@@ -236,7 +234,7 @@ def check_plan(config: Config, world_size: int) -> None:
 
 
 def _param_infos(config: Config, mine: list[int]) -> list[ParamInfo]:
-    """Descriptions of the parameters of one pipeline rank, in order, without making them."""
+    """List the parameter infos of one pipeline rank, in order, on the meta device."""
     chunks = build_stages(config, sorted(mine), ProcessGroups.single(), device="meta")
     return [info for chunk in chunks for info, _ in chunk.param_infos()]
 
@@ -275,7 +273,7 @@ def _buffer_sizes(config: Config, infos: list[ParamInfo], topology: Topology) ->
 
 
 def memory_row_of(config: Config) -> MemoryRow:
-    """Bytes per parameter in a run of this configuration."""
+    """Compute the bytes per parameter in a run of this configuration."""
     optimizer = config.optimizer
     grads = config.train.dtype if optimizer.grad_dtype == "param" else "float32"
     return memory_row(params=config.train.dtype, grads=grads, moments=optimizer.moments_dtype)
@@ -284,7 +282,7 @@ def memory_row_of(config: Config) -> MemoryRow:
 def _buffer_plans(
     config: Config, infos: list[ParamInfo], topology: Topology
 ) -> list[tuple[list[ParamInfo], BufferPlan]]:
-    """What ``make_buffers`` will lay out, and of which parameters; all have one dtype."""
+    """Plan the buffers of ``make_buffers``, with their parameters; all have one dtype."""
     by_kind: dict[tuple[bool, bool], list[ParamInfo]] = {}
     for info in infos:
         by_kind.setdefault(buffer_kind(info), []).append(info)
