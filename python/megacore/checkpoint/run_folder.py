@@ -90,7 +90,7 @@ def _lock(folder: Path, setting: str) -> TextIO | None:
     return file
 
 
-# ---- what a former run left ----------------------------------------------------------------------
+# ---- results of an earlier run -------------------------------------------------------------------
 
 
 def make_place(config: Config, found: Path | None, groups: ProcessGroups) -> tuple[str, ...]:

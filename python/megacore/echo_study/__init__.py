@@ -1,1 +1,1 @@
-"""Planners of clones side by side, on synthetic and recorded routings; no run uses it."""
+"""Comparison of clone planners on synthetic and recorded routings; not used by training runs."""

@@ -1,8 +1,8 @@
-"""What others do about hot experts, written here to compare with.
+"""Baseline load balancers, for comparison.
 
-An EPLB-style balancer replicates experts by load and then places *all* of them anew. It is meant
-to run once in a while on past loads, since it moves almost every expert; each replica takes an
-equal part of its expert's tokens.
+An EPLB-style balancer replicates experts by load and then places *all* replicas from scratch. It is
+intended to run occasionally on past loads, since it moves almost every expert; each replica
+receives an equal part of its expert's tokens.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """Which experts a rank computes; nothing is at home by definition.
+    """Placement of expert replicas on ranks, without home experts.
 
     Attributes:
         rank_experts: ``(R, E / R + k)`` int64, the experts on each rank; one may occur repeatedly.
-        num_replicas: ``(E,)`` int64, how often each expert occurs, at least once.
+        num_replicas: ``(E,)`` int64, number of replicas of each expert, at least 1.
     """
 
     rank_experts: Counts
     num_replicas: Counts
 
     def rank_loads(self, expert_loads: Counts) -> npt.NDArray[np.float64]:
-        """Tokens per rank, ``(R,)``, when replicas share their expert's tokens equally."""
+        """Compute the tokens per rank, ``(R,)``, with tokens divided equally among replicas."""
         loads: npt.NDArray[np.float64] = self._shares(expert_loads).sum(axis=1)
         return loads
 
@@ -44,19 +44,19 @@ class Placement:
 
     @property
     def num_moved_experts(self) -> int:
-        """Experts on another rank than their home: each needs its weights sent."""
+        """Number of replicas outside their expert's home rank; each costs a weight transfer."""
         return int(self._away().sum())
 
     def num_moved_tokens(self, expert_loads: Counts) -> float:
-        """Tokens computed on another rank than their expert's home."""
+        """Count tokens computed outside their expert's home rank."""
         return float(self._shares(expert_loads)[self._away()].sum())
 
 
 def place_by_load(expert_loads: Counts, *, num_ranks: int, num_spare_slots: int) -> Placement:
-    """Replicate the hottest experts, then place all replicas, the heaviest first.
+    """Replicate the hottest experts, then place all replicas by descending load.
 
-    Every spare slot goes to the expert with the most tokens per replica. Then each replica, by
-    descending load, goes to the rank with the least load that has room for another expert.
+    Every spare slot is assigned to the expert with the most tokens per replica. Then each replica,
+    by descending load, is placed on the least loaded rank that has a free slot.
 
     Args:
         expert_loads: Tokens per expert, ``(E,)``; this step's or an earlier one's.

@@ -1,6 +1,6 @@
-"""The steps of the documented ECHO planner, one function each, to look at and to test.
+"""Steps of the documented ECHO planner, one function each, for inspection and tests.
 
-``plan_offload(..., method="echo")`` runs them natively, one after the other: :func:`floor_average`,
+``plan_offload(..., method="echo")`` runs these steps natively in sequence: :func:`floor_average`,
 :func:`spare_capacity`, :func:`spillover`, :func:`assign_spillover`, :func:`top_pieces`, and per
 cloned expert :func:`breadth_first_shares` and :func:`depth_first_shares`. Sorts are stable and the
 lowest index wins a tie; integers only.
@@ -20,7 +20,7 @@ Piece = tuple[int, int, int]
 
 
 def floor_average(rank_loads: Sequence[int]) -> int:
-    """Average load of a rank, rounded down.
+    """Compute the average load of a rank, rounded down.
 
     Raises:
         ValueError: If there are no ranks.
@@ -33,7 +33,7 @@ def floor_average(rank_loads: Sequence[int]) -> int:
 
 
 def spare_capacity(rank_loads: Sequence[int], average: int) -> list[int]:
-    """Free room of each rank: what its load is below the average, at least 0.
+    """Compute the spare capacity of each rank: average minus load, at least 0.
 
     Example:
         >>> spare_capacity([500, 200, 300, 400], 350)
@@ -43,10 +43,11 @@ def spare_capacity(rank_loads: Sequence[int], average: int) -> list[int]:
 
 
 def spillover(expert_loads: Sequence[int], *, num_ranks: int, average: int) -> list[int]:
-    """Tokens each expert should give away, so that every rank gives what it has above the average.
+    """Compute the tokens to offload per expert, so that no rank keeps more than the average.
 
-    In every rank the running sum over experts in ascending order is cut at the average: the hottest
-    experts spill first, and at most one expert of a rank is split. Of equal ones the later spills.
+    In every rank the prefix sum over experts in ascending order of load is cut at the average: the
+    hottest experts spill first, and at most one expert of a rank is split. Of equal loads the later
+    expert spills first.
 
     Raises:
         ValueError: If the experts do not divide over the ranks.
@@ -59,7 +60,7 @@ def spillover(expert_loads: Sequence[int], *, num_ranks: int, average: int) -> l
 
 
 def interval_overlap(chunks: Sequence[int], buckets: Sequence[int]) -> list[Piece]:
-    """Non-empty overlaps of chunks and buckets that are laid end to end from 0, left to right.
+    """Compute the non-empty overlaps of consecutive chunks and consecutive buckets, both from 0.
 
     Example:
         >>> interval_overlap([100, 150], [80, 120])
@@ -69,7 +70,7 @@ def interval_overlap(chunks: Sequence[int], buckets: Sequence[int]) -> list[Piec
 
 
 def assign_spillover(spillover: Sequence[int], spare_capacity: Sequence[int]) -> list[Piece]:
-    """Which rank takes how much of which expert: overlaps of both, sorted descending.
+    """Assign spilled tokens to ranks by overlaps of spillover and capacity, sorted descending.
 
     A piece is (expert, rank, tokens).
 
@@ -81,9 +82,10 @@ def assign_spillover(spillover: Sequence[int], spare_capacity: Sequence[int]) ->
 
 
 def top_pieces(pieces: Sequence[Piece], *, num_spare_slots: int) -> list[tuple[int, int, int, int]]:
-    """Each rank's largest pieces, one per slot, as (expert, rank, slot, tokens) by rank and slot.
+    """Select each rank's largest pieces, one per slot, as (expert, rank, slot, tokens).
 
-    The largest is in slot 0; of equal pieces the lowest expert comes first.
+    The result is sorted by rank and slot. The largest piece is in slot 0; ties are broken by the
+    lowest expert.
 
     Example:
         >>> top_pieces([(5, 1, 100), (1, 1, 20), (1, 2, 60)], num_spare_slots=1)
@@ -93,11 +95,11 @@ def top_pieces(pieces: Sequence[Piece], *, num_spare_slots: int) -> list[tuple[i
 
 
 def breadth_first_shares(tokens: Sequence[int], amounts: Sequence[int]) -> list[list[int]]:
-    """Proportional share of every source in every amount, rounded down; one row per source.
+    """Compute each source's proportional share of each amount, rounded down; a row per source.
 
     Args:
-        tokens: Of one expert, from each source rank; below 2^31 in all.
-        amounts: Tokens of its clones; each at most the sum of ``tokens``.
+        tokens: Tokens of one expert from each source rank; the sum is below 2^31.
+        amounts: Tokens of the expert's clones; each at most the sum of ``tokens``.
 
     Example:
         >>> breadth_first_shares([30, 50, 20], [83])
@@ -109,7 +111,7 @@ def breadth_first_shares(tokens: Sequence[int], amounts: Sequence[int]) -> list[
 
 
 def depth_first_shares(tokens_left: Sequence[int], missing: Sequence[int]) -> list[list[int]]:
-    """What the first pass left open, filled from the sources in rank order; one row per source.
+    """Fill the remainder of the first pass from the sources in rank order; one row per source.
 
     Example:
         >>> depth_first_shares([6, 9, 4], [2])

@@ -1,4 +1,4 @@
-"""A recording of routing decisions as the counts that planners of clones work on."""
+"""Conversion of recorded routing decisions to the token counts that clone planners use."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megacore.moe.routing_trace import read_recorded, step_files
 
 
 def recorded_counts(folder: Path, *, num_ranks: int) -> tuple[int, Iterator[Counts]]:
-    """Counts of a run with ``moe.record_routing``, for any number of ranks.
+    """Load the counts of a run with ``moe.record_routing``, for any number of ranks.
 
-    Tokens of a step, by sample and position, are dealt to the ranks in equal runs.
+    Tokens of a step, by sample and position, are divided into equal contiguous ranges per rank.
 
     Args:
-        folder: Of the recording.
+        folder: Folder of the recording.
         num_ranks: R.
 
     Returns:
         The number of experts E, and one matrix ``(R, E)`` for each step and layer, steps first.
 
     Raises:
-        MegacoreError: If the folder holds no recording or a file cannot be read.
-        ValueError: If the experts do not divide over the ranks.
+        MegacoreError: If the folder does not contain a recording or a file cannot be read.
+        ValueError: If the number of experts is not a multiple of the number of ranks.
     """
     num_experts = read_recorded(folder).settings.get("moe.num_experts")
     if not isinstance(num_experts, int) or num_experts < 1:

@@ -1,4 +1,4 @@
-"""Replay routings through all planners and tell how well each does."""
+"""Evaluation of all planners on given routings."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megacore.moe.echo.plan import Counts, OffloadPlan, plan_offload
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One planner on one matrix of counts.
+    """Result of one planner on one matrix of counts.
 
     Attributes:
-        imbalance: Highest load of a rank over the mean, with the plan.
+        imbalance: Max load over mean load of ranks, with the plan.
         num_clones: Experts whose weights must be sent to another rank.
         num_moved_tokens: Tokens computed on another rank than their expert's home.
-        remote_fraction: Part of all tokens that leave their source rank; None where the planner
-            does not say which source's tokens go where.
-        bound_holds: Whether every rank fits the planner's static buffer; None where it has none.
-        plan_us: Time to plan, microseconds; 0 where there is no plan.
+        remote_fraction: Fraction of all tokens that leave their source rank; None if the planner
+            does not assign tokens by source rank.
+        bound_holds: Whether every rank fits the planner's static buffer; None without such a bound.
+        plan_us: Planning time, microseconds; 0 without a plan.
     """
 
     imbalance: float
@@ -36,7 +36,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSummary:
-    """One planner over all steps of a workload; means unless the name says otherwise."""
+    """Summary of one planner over all steps of a workload; means, except fields named otherwise."""
 
     workload: str
     planner: str
@@ -51,7 +51,7 @@ class PlannerSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
-    """What planners are given; see :func:`megacore.moe.plan_offload`."""
+    """Planner options; see :func:`megacore.moe.plan_offload`."""
 
     num_spare_slots: int = 2
     tolerance: float = 0.01
@@ -67,12 +67,12 @@ def simulate(
     """Run every planner on every step; one summary per planner, in the order of ``PLANNERS``.
 
     Args:
-        workload: A name to print.
+        workload: Display name of the workload.
         steps: Counts ``(R, E)`` per step.
-        options: For all planners.
+        options: Options of all planners.
 
     Raises:
-        ValueError: If there are no steps, or an option or a matrix is illegal.
+        ValueError: If there are no steps, or an option or a matrix is invalid.
     """
     results: dict[str, list[StepResult]] = {planner: [] for planner in PLANNERS}
     previous: Counts | None = None
@@ -142,16 +142,16 @@ def _run_eplb(counts: Counts, known: Counts, options: SimulationOptions) -> Step
 
 
 def remote_fraction(counts: Counts, plan: OffloadPlan) -> float:
-    """Part of all tokens that are computed on another rank than the one that routed them.
+    """Compute the fraction of tokens that are computed outside the rank that routed them.
 
     Args:
-        counts: ``(R, E)`` as planned.
-        plan: Made from them.
+        counts: ``(R, E)``, the counts of the plan.
+        plan: Plan from ``counts``.
     """
     num_ranks, num_experts = counts.shape
     source = np.arange(num_ranks)
     at_home = counts.reshape(num_ranks, num_ranks, num_experts // num_ranks)[source, source].sum()
-    # A source's own experts lose what clones elsewhere take of its tokens.
+    # Subtract a source's tokens for its own experts that clones on other ranks compute.
     home = plan.slot_expert // (num_experts // num_ranks)
     taken = sum(plan.rerouted[rank][home == rank].sum() for rank in range(num_ranks))
     local = at_home - taken + plan.rerouted[source, source].sum()
@@ -176,11 +176,11 @@ def _summarise(workload: str, planner: str, results: Sequence[StepResult]) -> Pl
 
 
 def table(summaries: Sequence[PlannerSummary]) -> str:
-    """Summaries as text, one line each.
+    """Format summaries as a table, one line each.
 
-    Columns: highest load over the mean, mean and worst over the steps; clones (expert weights sent)
-    per step; tokens computed away from home per step; part of the tokens that cross ranks; part of
-    the steps in which the static buffer's bound held; microseconds to plan.
+    Columns: max load over mean load, mean and worst over the steps; clones (expert weights sent)
+    per step; tokens computed outside their home rank per step; fraction of tokens that cross ranks;
+    fraction of steps in which the static buffer's bound held; planning time in microseconds.
     """
     header = (
         "workload",

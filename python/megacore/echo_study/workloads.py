@@ -1,9 +1,9 @@
-"""Synthetic routings: how many tokens every rank sends to every expert, step by step.
+"""Synthetic routings: token counts per source rank and expert, step by step.
 
 Tokens choose their experts one by one, without replacement, in proportion to the experts'
-popularity (an exponential race, the same as Gumbel top-k), so counts have the noise of a real
-router and no expert gets more tokens than there are. What differs is how popularity is spread and
-how it moves from step to step.
+popularity (an exponential race, equivalent to Gumbel top-k), so counts have the noise of a real
+router and no expert gets more tokens than there are. Workloads differ in the distribution of
+popularity and its change from step to step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Counts = npt.NDArray[np.int64]
 
 WORKLOADS = ("zipf", "lognormal", "drift", "bursts")
 
-# How much a rank's own data shifts the popularity of experts, standard deviation of the logarithm.
+# Variation of expert popularity between ranks, standard deviation of the logarithm.
 _SOURCE_VARIATION = 0.1
 _DRIFT_CORRELATION = 0.9
 _BURST_FACTOR = 6.0
@@ -30,7 +30,7 @@ _BURST_SHARE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingShape:
-    """The sizes of one expert-parallel MoE layer.
+    """Sizes of one expert-parallel MoE layer.
 
     Attributes:
         num_ranks: Expert-parallel ranks.
@@ -64,7 +64,7 @@ MODEL_SHAPES = {"deepseek-v3": (256, 8), "qwen3": (128, 8), "mixtral": (8, 2)}
 def routing_steps(
     name: str, shape: RoutingShape, *, num_steps: int, seed: int, skew: float = 0.6
 ) -> Iterator[Counts]:
-    """Counts ``(num_ranks, num_experts)`` int64, one matrix per step; the same for the same seed.
+    """Generate counts ``(num_ranks, num_experts)`` int64 per step; deterministic in the seed.
 
     Args:
         name: ``"zipf"``: popularity 1/1, 1/2, 1/3 ... over experts in random order, fixed.
@@ -73,13 +73,13 @@ def routing_steps(
             ``"bursts"``: the same as drift, and in each step 2 percent of the experts (at least
             one) are 6 times as popular.
         shape: Sizes of the layer.
-        num_steps: How many matrices.
-        seed: Of the random generator.
+        num_steps: Number of matrices.
+        seed: Seed of the random generator.
         skew: Standard deviation of the logarithm of popularity; not for ``"zipf"``. 0.25 is mild,
             1.2 severe.
 
     Raises:
-        ValueError: If there is no such workload.
+        ValueError: If the workload is unknown.
     """
     if name not in WORKLOADS:
         raise ValueError(f"no workload is called {name!r}; there are {', '.join(WORKLOADS)}")
@@ -110,7 +110,7 @@ def _burst(name: str, shape: RoutingShape, random: np.random.Generator) -> Float
 
 
 def _route(log_popularity: Floats, shape: RoutingShape, random: np.random.Generator) -> Counts:
-    """One matrix of counts; ``log_popularity`` is ``(num_ranks, num_experts)``."""
+    """Sample one matrix of counts; ``log_popularity`` is ``(num_ranks, num_experts)``."""
     counts = np.empty((shape.num_ranks, shape.num_experts), np.int64)
     slowness = np.exp(-log_popularity).astype(np.float32)
     for rank in range(shape.num_ranks):

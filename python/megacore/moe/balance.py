@@ -131,8 +131,8 @@ def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]
 def inject_gradient(x: Tensor, loss: Tensor, factor: float | Tensor) -> Tensor:
     """Return ``x`` and inject the gradient of the mean of ``factor * loss`` into the backward pass.
 
-    A loss of an intermediate pipeline stage thereby contributes to training without being sent to
-    the last stage.
+    A loss of an intermediate pipeline stage contributes to training without being sent to the last
+    stage.
 
     Args:
         x: Any tensor that the training loss depends on.

@@ -412,7 +412,7 @@ def _inputs_of(batches: Sequence[Microbatch]) -> list[Tensor]:
 
 
 def _digest(config: Config) -> str:
-    """Sixteen digits that change with any setting that changes what is computed."""
+    """Hash the settings that affect the computation to sixteen hexadecimal digits."""
     included = {"model", "parallel", "pipeline", "moe", "train", "optimizer"}
     values = config.model_dump(include=included)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""Pictures and traces of schedules, measured steps and layouts.
+"""SVG pictures and traces of schedules, measured steps and layouts.
 
-The values drawn here (``Schedule``, ``Timeline``, ``Topology``) do not know this package.
+The classes drawn here (``Schedule``, ``Timeline``, ``Topology``) do not depend on this package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A pipeline step as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Trace of a pipeline step for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Every rank is a process with a row per stream (compute, send, receive), every message an arrow from
-the row of its sender to that of its receiver, and a counter shows the activations a rank holds.
+Every rank is a process with a row per stream (compute, send, receive). Every message is an arrow
+from its sender's row to its receiver's row. A counter shows the activations held by a rank.
 
 Source: the Trace Event Format of Chrome.
 """
@@ -28,7 +28,7 @@ _CATEGORIES = {
 }
 _SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 _RECEIVES = (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
-# Colour names of the format, so that kinds can be told apart without a legend.
+# Colour names of the format, so that kinds are distinguishable without a legend.
 _COLOURS = {
     ActionKind.FORWARD: "thread_state_running",
     ActionKind.BACKWARD: "thread_state_iowait",
@@ -38,7 +38,7 @@ _COLOURS = {
 
 
 class TracedAction(NamedTuple):
-    """One compute action, in microseconds."""
+    """Compute action, in microseconds."""
 
     rank: int
     action: Action
@@ -47,7 +47,7 @@ class TracedAction(NamedTuple):
 
 
 class TracedMessage(NamedTuple):
-    """One message from one rank to another, in microseconds."""
+    """Message between two ranks, in microseconds."""
 
     sender: int
     receiver: int
@@ -64,14 +64,14 @@ def trace_document(
     waits: Iterable[TracedAction] = (),
     about: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return a trace as the JSON object that viewers read.
+    """Return a trace as a JSON object in the Trace Event Format.
 
     Args:
-        actions: Compute actions of all ranks. What overlaps in time gets a row each: the two of a
-            pair that run in turns, and messages of one stream.
-        messages: Between them.
-        waits: Receives for which a rank stood still; shown in its compute row.
-        about: Facts about the whole, kept in the file.
+        actions: Compute actions of all ranks. Actions that overlap in time, such as interleaved
+            pairs, get separate rows, as do messages of one stream.
+        messages: Messages between the actions.
+        waits: Receives that blocked a rank; shown in the rank's compute row.
+        about: Metadata stored in the file.
     """
     trace = _Trace()
     by_rank: defaultdict[int, list[TracedAction]] = defaultdict(list)
@@ -95,11 +95,11 @@ def trace_document(
 
 @dataclass
 class _Trace:
-    """The events of a trace while it is made."""
+    """Builder of the events of a trace."""
 
     names: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    # By rank and stream: the end of the last slice of each of its rows.
+    # (rank, stream) -> end of the last slice of each row.
     row_ends: defaultdict[tuple[int, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -110,7 +110,7 @@ class _Trace:
         self._row(rank, _STREAMS.index("compute"), 0.0, 0.0)
 
     def add_compute(self, traced: TracedAction) -> None:
-        """An action, or the wait for a message."""
+        """Add an action, or the wait for a message."""
         rank, action, start_us, end_us = traced
         tid = self._row(rank, _STREAMS.index("compute"), start_us, end_us)
         at = {"pid": rank, "tid": tid, "ts": start_us, "dur": end_us - start_us}
@@ -123,7 +123,7 @@ class _Trace:
             self.events.append({"ph": "X", "name": f"wait for {action}", **about, **at})
 
     def add_memory(self, rank: int, actions: Sequence[TracedAction]) -> None:
-        """A counter of what the rank holds: from a forward until its B or W, if there is one."""
+        """Add a counter of held activations: from a forward until its B, or W if there is one."""
         freed = {
             (action.action.stage, action.action.microbatch)
             for action in actions
@@ -160,7 +160,7 @@ class _Trace:
             self.events.append({**arrow, "bp": "e"} if phase == "f" else arrow)
 
     def _row(self, rank: int, stream: int, start: float, end: float) -> int:
-        """The first row of a stream that is free from ``start`` on; its thread number."""
+        """Find the first row of a stream that is free from ``start`` on, as a thread number."""
         ends = self.row_ends[rank, stream]
         lane = next((lane for lane, taken in enumerate(ends) if taken <= start), len(ends))
         tid = stream * _LANES + lane
@@ -187,7 +187,7 @@ def simulated_trace(
     Args:
         schedule: The schedule.
         costs: Times of the actions.
-        unit_us: Microseconds that stand for a unit of cost.
+        unit_us: Microseconds per unit of cost.
 
     Example:
         >>> from megacore.pipeline import build_schedule
@@ -218,12 +218,12 @@ def measured_trace(
 ) -> dict[str, Any]:
     """Return the trace of a measured step.
 
-    Messages last from the end of the action that made them to the start of the one that read them.
-    The time a rank waited for one stands in its compute row.
+    A message lasts from the end of the action that produced it to the start of the action that
+    reads it. Waiting for a message is shown in the compute row.
 
     Args:
         schedule: The schedule that ran.
-        events: What all ranks recorded: ``rank``, ``action`` (text), ``start_us``, ``end_us``.
+        events: Recorded events of all ranks: ``rank``, ``action`` (text), ``start_us``, ``end_us``.
         pipelines: The ranks of each pipeline, in pipeline order.
     """
     spans: dict[tuple[int, Action], tuple[float, float]] = {}
@@ -252,9 +252,9 @@ def measured_trace(
 
 
 def _channels(schedule: Schedule) -> list[tuple[int, int, Action, Action]]:
-    """Every message: sender, receiver and its action on either side.
+    """List every message: sender, receiver, and the action on both sides.
 
-    The messages of a channel are received in the order in which they are sent.
+    The messages of a channel are received in the order of their sends.
     """
     sends: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     receives: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
@@ -273,12 +273,12 @@ def _channels(schedule: Schedule) -> list[tuple[int, int, Action, Action]]:
 
 
 def _maker(sent: Action, done: Mapping[tuple[int, Action], Any], rank: int) -> Action:
-    """The action whose output a send takes: F, or the B or I that ran."""
+    """Find the action whose output is sent: F, or the B or I that ran."""
     return _counterpart(sent, sent.kind is ActionKind.SEND_FORWARD, done, rank)
 
 
 def _reader(received: Action, done: Mapping[tuple[int, Action], Any], rank: int) -> Action:
-    """The action that reads what a receive brings."""
+    """Find the action that reads a received message."""
     return _counterpart(received, received.kind is ActionKind.RECV_FORWARD, done, rank)
 
 

@@ -1,4 +1,4 @@
-"""The colours of schedule pictures: a hue per kind of action, a shade per model chunk."""
+"""Colours of schedule pictures: a hue per kind of action, a shade per model chunk."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megacore._core import ActionKind
 
 @dataclass(frozen=True, kw_only=True)
 class KindColour:
-    """How one kind of action looks.
+    """Colour of one kind of action.
 
     Attributes:
-        name: For people.
-        letter: For style names.
-        hue: In degrees.
-        saturation: In [0, 1].
+        name: Display name.
+        letter: Letter for style names.
+        hue: Hue, degrees.
+        saturation: Saturation, in [0, 1].
     """
 
     name: str
@@ -32,7 +32,7 @@ class KindColour:
         return red, green, blue
 
     def is_deep(self, chunk: int, num_chunks: int) -> bool:
-        """Whether white text reads better than black on the shade of a chunk."""
+        """Check if white text is more readable than black on the shade of a chunk."""
         red, green, blue = self.rgb(chunk, num_chunks)
         return 0.299 * red + 0.587 * green + 0.114 * blue < 140
 

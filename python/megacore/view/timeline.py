@@ -1,4 +1,4 @@
-"""A picture of a pipeline: ranks as rows, time to the right, simulated or measured."""
+"""SVG timeline of a pipeline: ranks as rows, time to the right, simulated or measured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ fill:rgb(27,36,48)}
 
 @dataclass(frozen=True, kw_only=True)
 class _Box:
-    """One compute action to draw."""
+    """Compute action to draw."""
 
     row: int
     action: Action
@@ -55,7 +55,7 @@ class _Box:
 
 @dataclass(frozen=True, kw_only=True)
 class _Frame:
-    """Where time and rows are on the page, in pixels."""
+    """Mapping of time and rows to page coordinates, in pixels."""
 
     left: float
     top: float
@@ -97,25 +97,25 @@ def timeline_svg(
 ) -> str:
     """Return a timeline as one SVG document: a row per rank, a box per action, time to the right.
 
-    Forward and backward have a hue each, the chunks of a rank are shades of it, and a box carries
-    its microbatch number where that fits. What stays grey is the bubble. The picture follows the
-    light or dark setting of its viewer. Communication among the events is not drawn.
+    Forward and backward have different hues, chunks of a rank have different shades, and a box
+    shows its microbatch number if it fits. The bubble is grey. The picture follows the light or
+    dark setting of its viewer. Communication events are not drawn.
 
     Args:
         events: ``Timeline.events``, ``ActionRecorder.events()`` of all ranks, or anything with
             ``rank``, ``action`` (an ``Action`` or its text) and start and end, as fields ``start``
-            and ``end`` or ``start_us`` and ``end_us``, or as a tuple in that order. Times may begin
-            anywhere; the first start is drawn as 0.
+            and ``end`` or ``start_us`` and ``end_us``, or as a tuple in that order. Times are drawn
+            relative to the first start.
         title: Heading.
         unit: Unit of the times, e.g. ``"ms"``, shown at the axis. Fields in ``_us`` are converted
-            to milliseconds and get this unit by themselves.
-        width: Width in pixels; by default what the labels need.
-        makespan: Length of the time axis; give the same to two pictures to compare them. By default
-            the last end.
-        background: Whether to fill the page; without it the page below shines through.
+            to milliseconds, which is then the default unit.
+        width: Width in pixels; by default wide enough for the labels.
+        makespan: Length of the time axis; use the same value to compare two pictures. Default: the
+            last end.
+        background: Whether to fill the page; without it the background is transparent.
 
     Returns:
-        The document. With no compute action among the events, a picture that says so.
+        The document. Without compute actions, a picture with a note.
 
     Example:
         >>> svg = timeline_svg([(0, "0F0", 0, 1), (0, "0B0", 1, 3)], title="one rank")

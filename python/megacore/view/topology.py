@@ -1,4 +1,4 @@
-"""A picture of a topology: a box per node, a cell per rank, a panel per axis, groups in colours."""
+"""SVG picture of a topology: a box per node, a cell per rank, a panel per axis, coloured groups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COLOURS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Panel:
-    """The groups of one axis, and the nodes to draw them on."""
+    """Groups of one axis, and the nodes to draw."""
 
     axis: str
     groups: npt.NDArray[np.int32]  # (num_groups, group_size)
@@ -54,7 +54,7 @@ class _Panel:
 
     @property
     def ranks(self) -> npt.NDArray[np.int64]:
-        """The ranks to draw, increasing."""
+        """Ranks to draw, increasing."""
         nodes = np.asarray(self.nodes, dtype=np.int64)[:, None]
         ranks = (nodes * self.gpus_per_node + np.arange(self.gpus_per_node)).ravel()
         return ranks[ranks < self.groups.size]
@@ -67,7 +67,7 @@ def topology_svg(topology: Topology, *, gpus_per_node: int = 8) -> str:
     number form a group. Of a large world, a panel shows the nodes that the groups of node 0 reach.
 
     Args:
-        topology: What to draw.
+        topology: The topology to draw.
         gpus_per_node: Ranks that share a node; rank ``r`` is on node ``r // gpus_per_node``.
 
     Raises:
