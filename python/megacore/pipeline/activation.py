@@ -1,4 +1,4 @@
-"""What pipeline stages send to each other, and over which transport."""
+"""Specifications of the messages between pipeline stages, and choice of the transport."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megacore.parallel.process_groups import Group
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSpec:
-    """What one stage sends to the next, and back as a gradient.
+    """Specification of an activation that a stage sends to the next stage, and of its gradient.
 
     Attributes:
         shape: Shape of every message.
-        dtype: Its dtype.
-        device: Where it lives.
+        dtype: Dtype of every message.
+        device: Device of every message.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class ActivationSpec:
 
 
 class StageActivations:
-    """What every stage of a pipeline sends on: the same for all, or by stage.
+    """Output specifications of all pipeline stages: one for all stages, or one per stage.
 
     Args:
         activation: One description for all stages, or one for each stage but the last of a chain,
@@ -95,15 +95,15 @@ class StageActivations:
 
     @property
     def specs(self) -> list[ActivationSpec]:
-        """What is sent on, by ascending stage."""
+        """Output specifications by ascending stage."""
         return list(self._by_stage.values())
 
     def of_output(self, stage: int) -> ActivationSpec:
-        """Return what a stage gives to the next one."""
+        """Return the specification of a stage's output."""
         return self._by_stage[stage]
 
     def of_message(self, receiver: int, *, forward: bool) -> ActivationSpec:
-        """Return what a stage gets: its input, or else the gradient of its output."""
+        """Return the specification of a stage's input, or of the gradient of its output."""
         return self._by_stage[receiver - 1 if forward else receiver]
 
 
@@ -134,7 +134,7 @@ def receives_for(
 
 
 def uses_nccl(group: Group, device: torch.device) -> bool:
-    """Whether the messages of a group go over NCCL."""
+    """Check if the messages of a group use NCCL."""
     if group.handle is None or device.type != "cuda":
         return False
     return "nccl" in dist.get_backend_config(group.handle)

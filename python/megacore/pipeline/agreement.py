@@ -1,4 +1,4 @@
-"""Whether all ranks of a pipeline have the same schedule."""
+"""Check that all ranks of a pipeline have the same schedule."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _MAX_STAGES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What is proved of an ``auto`` schedule, for the costs and limits it was made for.
+    """Proved properties of an ``auto`` schedule, for the costs and limits of its search.
 
     Attributes:
         makespan: Simulated time of the schedule, in the unit of the costs.
@@ -33,7 +33,7 @@ class Certificate:
         winner: The method that found the schedule; the name of a schedule if that was the best.
         named: Makespans of the named schedules that solve the same problem within the memory
             limit, fastest first. The makespan is never above them.
-        peak_memory: What each rank holds at most, in the unit of the memory limit.
+        peak_memory: Peak memory of each rank, in the unit of the memory limit.
         num_scheduled: Actions scheduled in all trials.
         effort: How thorough the search was.
     """

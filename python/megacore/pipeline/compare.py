@@ -38,7 +38,7 @@ class ComparedSchedule:
 
     @property
     def gap(self) -> float | None:
-        """How far the makespan is above the bound, as a share of the bound."""
+        """Excess of the makespan over the bound, as a fraction of the bound."""
         if self.bound is None or self.bound.value <= 0:
             return None
         return max(self.timeline.makespan / self.bound.value - 1, 0.0)

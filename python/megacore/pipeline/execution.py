@@ -70,19 +70,19 @@ class Track:
         self.stages_per_chain = program.num_stages // program.num_chains
 
     def is_first(self, stage: int) -> bool:
-        """Whether a stage takes no input from another one."""
+        """Check if a stage is the first of its chain, without input from another stage."""
         return stage % self.stages_per_chain == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether a stage ends in the loss."""
+        """Check if a stage is the last of its chain, which computes the loss."""
         return (stage + 1) % self.stages_per_chain == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    """What the backward pass of a stage and microbatch needs; the graph holds the rest.
+    """Saved state for the backward pass of a stage and microbatch, besides the autograd graph.
 
-    The output itself is not among it: its memory is free as soon as it was sent.
+    The output itself is not saved, so its memory is freed after the send.
     """
 
     hidden: Tensor | None

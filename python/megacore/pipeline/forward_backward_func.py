@@ -21,7 +21,7 @@ ForwardStepFunc: TypeAlias = Callable[[Any, Any], tuple[Tensor, LossFunc]]
 
 
 class StepReports(list[Any]):
-    """What the loss function reported, by microbatch.
+    """Reports of the loss function, by microbatch.
 
     Attributes:
         num_tokens: Sum of the numbers of tokens, on the device; ``None`` if none came.
@@ -192,7 +192,7 @@ def _chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _require_pair(returned: Any) -> tuple[Tensor, LossFunc]:
-    """What a forward step function returned, if it is what `ForwardStepFunc` says."""
+    """Check that the result of a forward step function has the form of `ForwardStepFunc`."""
     if isinstance(returned, (tuple, list)) and len(returned) == 2:
         return returned[0], returned[1]
     many = isinstance(returned, (tuple, list))
@@ -203,7 +203,7 @@ def _require_pair(returned: Any) -> tuple[Tensor, LossFunc]:
 
 
 def _require_parts(returned: Any) -> Sequence[Any]:
-    """What a loss function returned, if it is what `LossFunc` says."""
+    """Check that the result of a loss function has the form of `LossFunc`."""
     if isinstance(returned, (tuple, list)) and len(returned) in (2, 3):
         if isinstance(returned[0], Tensor):
             return returned

@@ -1,4 +1,4 @@
-"""What lowering adds to a schedule."""
+"""Options of the lowering of a schedule to programs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Receives = Literal["ahead", "in_order"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Which microbatches keep their activations, and which make them again before backward.
+    """Recompute policy: microbatches that keep their activations, and those that recompute them.
 
-    Of every ``window`` forwards of a rank, in its order, the first ``keep`` keep them.
+    Of every ``window`` forwards of a rank, in its order, the first ``keep`` keep their activations.
 
     Attributes:
-        keep: How many; 0 recomputes all.
-        window: By default as many as the rank holds at once, so that memory for ``keep`` full
-            activations is used all the time.
+        keep: Number of forwards that keep their activations; 0 recomputes all.
+        window: Default: the number of microbatches that the rank holds at once, so that memory for
+            ``keep`` full activations is used all the time.
 
     Source: ``num_microbatches_with_partial_activation_checkpoints`` of Megatron-LM.
     """
@@ -31,7 +31,7 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Lowering:
-    """What ``Schedule.lower`` adds to the compute actions besides sends and receives.
+    """Options of the programs that ``Schedule.lower`` makes of a schedule.
 
     Attributes:
         receives: ``"ahead"`` or ``"in_order"``; see ``Schedule.program``.

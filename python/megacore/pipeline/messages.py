@@ -25,13 +25,13 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """How the messages of a pipeline travel.
+    """Process groups and specifications of the messages of a pipeline.
 
     Attributes:
         to_higher: Group for messages to a rank of higher position.
         to_lower: Group for messages to a rank of lower position; may be the same.
-        activations: What each stage sends on.
-        debug: Let a header travel ahead of each message, and check it.
+        activations: Output specification of each stage.
+        debug: Send a header before each message, and check it on receipt.
 
     Raises:
         ValueError: If a header cannot describe the messages.
@@ -43,7 +43,7 @@ class Transport:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what the receiver of a header could not read."""
+        """Raise ``ValueError`` if a header cannot describe the messages, in debug mode."""
         for spec in self.activations.specs if self.debug else ():
             if len(spec.shape) > _MAX_DIMS or spec.dtype not in _DTYPES:
                 names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)

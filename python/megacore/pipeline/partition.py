@@ -1,4 +1,4 @@
-"""Which layers live on which pipeline stage."""
+"""Partition of layers into pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the passes of a step would run if each took the mean time of its stage and kind.
+"""Predicted timeline of a step if each pass takes the mean time of its stage and kind.
 
 ``Schedule.simulate`` knows B only as I and W together. Measured, a whole backward takes less than
 its two halves do, and stages of DualPipe run both.
@@ -15,12 +15,12 @@ from megacore.pipeline.timeline import Event
 
 # By stage and kind of pass.
 PassTimes = Mapping[tuple[int, ActionKind], float]
-# What a pass makes: the output (F), the gradient of the input (B, also of I) or those of weights.
+# Result of a pass: the output (F), the gradient of the input (B, also of I) or those of weights.
 _Value = tuple[ActionKind, int, int]
 
 
 def mean_times(events: Sequence[TimedAction]) -> dict[tuple[int, ActionKind], float]:
-    """Mean time of each stage's passes by kind, and of its waits for messages, in microseconds.
+    """Compute the mean time of each stage's passes and message waits by kind, in microseconds.
 
     Example:
         >>> events = [TimedAction(0, "2F0", 0.0, 3.0), TimedAction(0, "2F1", 4.0, 9.0)]
@@ -79,7 +79,7 @@ def predict(schedule: Schedule, times: PassTimes) -> list[Event]:
 
 
 def _in_units(schedule: Schedule, rank: int) -> Iterator[list[Action]]:
-    """What a rank starts at once: one pass, or a pair that overlaps."""
+    """Yield the units that a rank starts at once: one pass, or a pair that overlaps."""
     actions, firsts = schedule.actions(rank), set(schedule.overlaps(rank))
     for position, action in enumerate(actions):
         if position in firsts:

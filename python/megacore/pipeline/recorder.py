@@ -1,4 +1,4 @@
-"""When the actions of a real step ran."""
+"""Recording of the times of a step's actions."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ _DEFAULT_LOWERING = Lowering()
 
 
 class Schedule:
-    """What every pipeline rank computes, and in which order. Immutable and always valid.
+    """Compute actions of every pipeline rank, in order. Immutable and always valid.
 
-    Make one with ``build_schedule``, ``from_text`` or ``from_csv``. Two schedules are equal when
-    every rank runs the same actions in the same order, whatever their names.
+    Create a schedule with ``build_schedule``, ``from_text`` or ``from_csv``. Schedules are equal if
+    every rank runs the same actions in the same order, regardless of names.
     """
 
     def __init__(self, native: _core.Schedule, certificate: Certificate | None = None) -> None:
@@ -36,7 +36,7 @@ class Schedule:
 
     @property
     def certificate(self) -> Certificate | None:
-        """How good an ``auto`` schedule is, proved; None for all others and for pickled copies."""
+        """Proved properties of an ``auto`` schedule; None for others and for pickled copies."""
         return self._certificate
 
     @property
@@ -66,7 +66,7 @@ class Schedule:
 
     @property
     def is_forward_only(self) -> bool:
-        """Whether it is for evaluation: no backward actions."""
+        """True if the schedule has no backward actions, for evaluation."""
         return self._native.is_forward_only
 
     def stages(self, rank: int) -> list[int]:

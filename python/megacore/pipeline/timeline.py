@@ -1,4 +1,4 @@
-"""When actions run: costs, the simulated timeline, and its picture in text."""
+"""Timing of actions: costs, the simulated timeline, and its text picture."""
 
 from __future__ import annotations
 

@@ -402,7 +402,7 @@ def _install(part: CapturedPart, calls: dict[int, Any]) -> None:
 
 
 def _inputs_of(batches: Sequence[Microbatch]) -> list[Tensor]:
-    """The tensors of all microbatches of a step in a row."""
+    """Flatten the microbatches of a step to a list of tensors."""
     inputs: list[Tensor] = []
     for batch in batches:
         if batch.labels is None:
