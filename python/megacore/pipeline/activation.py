@@ -117,7 +117,7 @@ def receives_for(
 
     Args:
         group: The pipeline's ranks.
-        activation: What stages send to each other.
+        activation: Specification of the messages between stages.
         overlap: Whether transfers run beside compute. By default on all backends but NCCL, where
             each direction needs a group of its own (``ProcessGroups.create(pp_channels=True)``).
 

@@ -135,7 +135,7 @@ def _require_searchable(num_ranks: int, num_chunks: int, num_microbatches: int) 
 
 
 def _require_sum(costs: Costs, num_stages: int, num_microbatches: int) -> None:
-    """Refuse costs of which no makespan can be told, as a simulation does."""
+    """Raise an error if the sum of the costs may overflow, as a simulation does."""
     stages = [
         entries(cost) for cost in (costs.forward, costs.backward_input, costs.backward_weight)
     ]

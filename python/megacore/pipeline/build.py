@@ -15,7 +15,7 @@ SCHEDULE_NAMES = tuple(info.name for info in _core.schedule_catalog())
 
 
 def schedule_catalog() -> list[ScheduleInfo]:
-    """Return what is known of every named schedule, in the order in which they are best presented.
+    """Return the properties of every named schedule, in display order.
 
     Each has ``name``, ``summary``, ``source``, ``constraints`` on the sizes, ``placement``
     (``"loop"``, ``"v"`` or ``"bidirectional"``), ``num_chunks`` per rank (0: any number),
@@ -116,7 +116,7 @@ def build_schedule(
 
 
 def _check_options(name: str, own: Mapping[str, Any], search: Mapping[str, Any]) -> None:
-    """Refuse what the named schedule, or the search, does not take, then names that are unknown."""
+    """Raise an error for options that the schedule or the search lacks, then for unknown names."""
     for option, value in (own if name == AUTO else search).items():
         if value is not None and name == AUTO:
             raise ValueError(f"{option} is {value}, but 'auto' finds its own; leave it out")
@@ -126,7 +126,7 @@ def _check_options(name: str, own: Mapping[str, Any], search: Mapping[str, Any])
 
 
 def require_schedule_name(name: str) -> None:
-    """Refuse what names no schedule.
+    """Raise an error if a name is not that of a schedule.
 
     Raises:
         ValueError: If it is none of ``SCHEDULE_NAMES`` and not ``"auto"``; names the nearest one.

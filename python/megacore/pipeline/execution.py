@@ -1,4 +1,4 @@
-"""One walk through a program: the tensors under way, and a handler per kind of action."""
+"""One execution of a program: the tensors in flight, and a handler per kind of action."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megacore.parallel.turns import Turns, spare_work
 from megacore.pipeline.messages import Incoming, Messages, Transport
 from megacore.pipeline.recorder import ActionRecorder
 
-# What a stage returns: its output; the last one a scalar loss, or (loss, number of tokens).
+# Result of a stage: its output; on the last stage a scalar loss, or (loss, number of tokens).
 StageOutput: TypeAlias = Tensor | tuple[Tensor, Tensor | int]
-# (model chunk, input or None on the first stage, microbatch) -> what the stage returns.
+# (model chunk, input or None on the first stage, microbatch) -> result of the stage.
 ForwardStep: TypeAlias = Callable[[nn.Module, Tensor | None, int], StageOutput]
 # (stage, microbatch), called before the action that adds to the gradients of parameters.
 BeforeBackward: TypeAlias = Callable[[int, int], None]
@@ -50,8 +50,8 @@ class StepLosses(list[Tensor]):
     """The losses of one step on a rank that has a last stage, in the order of the microbatches.
 
     Attributes:
-        num_tokens: Sum of the numbers of tokens that came with the losses, a scalar on their
-            device; ``None`` if none came.
+        num_tokens: Sum of the numbers of tokens returned with the losses, a scalar on their
+            device; ``None`` if none were returned.
     """
 
     num_tokens: Tensor | None = None
@@ -132,8 +132,8 @@ class Step:
             ActionKind.SEND_BACKWARD: self._send,
             ActionKind.RECV_FORWARD: self._receive,
             ActionKind.RECV_BACKWARD: self._receive,
-            # The stage does it itself, layer by layer as gradients arrive, so that the activations
-            # of one layer are there at a time. `Program.dropped` told it in its forward pass.
+            # The stage recomputes layer by layer in its backward pass, so that the activations of
+            # only one layer exist at a time. It is set up in the forward pass (`Program.dropped`).
             ActionKind.RECOMPUTE: lambda _: None,
         }
         machine = self._track.machine

@@ -45,32 +45,32 @@ __all__ = [
 
 
 class PipelineExecutor:
-    """Runs a program, step after step.
+    """Executor of a program, step after step.
 
     Args:
         program: This rank's program.
-        chunks: Its model chunks, in the order of ``program.stages``; ``None`` if every ``run``
-            brings them: the executor then keeps no model alive.
+        chunks: Model chunks of the rank, in the order of ``program.stages``; ``None`` if every
+            ``run`` is passed its chunks: the executor then keeps no model alive.
         group: The pipeline's ranks; positions in it are the program's ranks.
-        activation: What stages send to each other; where that differs, by the stage that sends it
-            forward: one entry for each stage but the last one.
-        recorder: Gets the start and end of every compute action and of every wait for a message.
+        activation: Specification of the messages between stages; if stages differ, one entry per
+            sending stage, for each stage but the last one.
+        recorder: Records the start and end of every compute action and of every message wait.
         channels: Groups of the same ranks for messages to higher and to lower positions. NCCL needs
             them for a program with receives ahead. By default ``group`` for both.
-        debug: Let a header travel ahead of every message, and refuse a message that is not the one
-            expected. Costs a small message each, and transfers no longer run beside compute.
-        overlap_pairs: Run forwards and backwards that the schedule pairs (``Program.overlaps``) in
-            turns: where one waits for rows that travel to experts, the other computes.
-        schedule: What the program is a part of. Given on all ranks, it is compared between them
-            before the channels are opened: one small all-gather, here only.
+        debug: Send a header before every message, and raise an error for an unexpected message.
+            Costs a small message each, and transfers no longer overlap with compute.
+        overlap_pairs: Interleave forwards and backwards that the schedule pairs
+            (``Program.overlaps``): while one waits for an expert dispatch, the other computes.
+        schedule: The schedule of the program. If passed on all ranks, it is compared between ranks
+            before the channels are opened, by one small all-gather.
 
     Raises:
-        ValueError: If program, chunks and groups do not belong together.
+        ValueError: If program, chunks and groups are inconsistent.
         ConfigError: On all ranks, if their schedules differ.
 
     Sync:
-        Connects the channels, so all ranks of the pipeline make their executors together, several
-        of them in one order.
+        Connects the channels: construction is collective over the pipeline's ranks, and several
+        executors must be constructed in the same order on all ranks.
     """
 
     def __init__(

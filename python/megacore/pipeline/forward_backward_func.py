@@ -24,7 +24,7 @@ class StepReports(list[Any]):
     """Reports of the loss function, by microbatch.
 
     Attributes:
-        num_tokens: Sum of the numbers of tokens, on the device; ``None`` if none came.
+        num_tokens: Sum of the numbers of tokens, on the device; ``None`` if none were returned.
     """
 
     num_tokens: Tensor | None = None
@@ -55,8 +55,8 @@ class ForwardBackwardFunc:
         self._group_size = group_size
         self._per_token = per_token
         self._receives: Literal["ahead", "in_order"] = receives_for(group, activation)
-        # By numbers of chunks and microbatches, as all ranks count them. Executors know no model:
-        # each step brings its own, so none is kept alive.
+        # By numbers of chunks and microbatches, which are equal on all ranks. Chunks are passed to
+        # each run, so that executors keep no model alive.
         self._schedules: dict[tuple[int, int], Schedule] = {}
         self._executors: dict[tuple[int, int], PipelineExecutor] = {}
 

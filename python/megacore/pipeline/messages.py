@@ -1,7 +1,7 @@
 """The messages of one step between the ranks of a pipeline.
 
 Sends and receives only start transfers. Each message is kept alive until it is known to have been
-received; a receive is waited for by whoever reads it.
+received. The action that reads a received message waits for it.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Transport:
 
 @dataclass(kw_only=True)
 class Incoming:
-    """A receive under way.
+    """Receive in flight.
 
     Attributes:
         action: The receive.
         peer: Position of the sender.
         acknowledged: Sends to the peer that the message's arrival proves received.
-        tensor: Where the message will be.
+        tensor: Receive buffer.
         work: The transfer; in debug mode first that of the header.
-        header: The header under way, in debug mode.
+        header: The header in flight, in debug mode.
     """
 
     action: Action
@@ -91,7 +91,7 @@ class Messages:
         self._num_seen: dict[int, int] = defaultdict(int)
 
     def send(self, action: Action, peer: int, message: Tensor) -> None:
-        """Start to send what an action carries."""
+        """Start sending the message of an action."""
         transport = self._transport
         forward = action.kind == ActionKind.SEND_FORWARD
         receiver = action.stage + (1 if forward else -1)
@@ -113,7 +113,7 @@ class Messages:
             self._finish(peer, self._num_done[peer] + 1)
 
     def receive(self, action: Action, peer: int, acknowledged: int) -> Incoming:
-        """Start to receive what an action brings."""
+        """Start receiving the message of an action."""
         transport = self._transport
         forward = action.kind == ActionKind.RECV_FORWARD
         spec = transport.activations.of_message(action.stage, forward=forward)
@@ -143,7 +143,7 @@ class Messages:
         return incoming
 
     def wait(self, incoming: Incoming) -> Tensor:
-        """Wait for a message, and let go of what its arrival proves received."""
+        """Wait for a message, and release sent messages that its arrival acknowledges."""
         group = self._transport.group(sender=incoming.peer, receiver=self._position)
         try:
             while incoming.header is not None:

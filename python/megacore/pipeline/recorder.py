@@ -59,7 +59,7 @@ class ActionRecorder:
         self._spans.append((action, start, self._now_ns()))
 
     def events(self) -> list[TimedAction]:
-        """Return what was recorded, in the order in which it ended."""
+        """Return the recorded actions, in the order of their ends."""
         return [
             TimedAction(self._rank, str(action), start / 1e3, end / 1e3)
             for action, start, end in self._spans

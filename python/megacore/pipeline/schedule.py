@@ -78,7 +78,7 @@ class Schedule:
         return self._native.actions(rank)
 
     def overlaps(self, rank: int) -> list[int]:
-        """Return the positions of the forwards of a rank that run together with what follows them.
+        """Return the positions of a rank's forwards that overlap with the action after them.
 
         Source: DualPipe, arXiv:2412.19437.
         """
@@ -127,9 +127,9 @@ class Schedule:
         return Schedule(self._native.forward_only())
 
     def program(self, rank: int, *, receives: Receives = "ahead") -> Program:
-        """Return what one rank executes: its actions, with sends and receives.
+        """Return the program of one rank: its actions, with sends and receives.
 
-        The programs of all ranks are made and proved together at the first call.
+        The programs of all ranks are built and validated together at the first call.
 
         Args:
             rank: Pipeline rank.
@@ -232,7 +232,7 @@ class Schedule:
         Args:
             costs: Times of the actions; ``overlap`` must be 0.
             memory_limit: Activations that a rank may hold, one number for all ranks or one per
-                rank. By default what the ranks of this schedule hold.
+                rank. Default: the peak of the ranks of this schedule.
 
         Returns:
             The bound: ``value``, ``reason`` (its name), ``explanation`` (a sentence) and
@@ -312,7 +312,7 @@ class Schedule:
             raise ValueError(f"{path}: {error}") from None
 
     def __eq__(self, other: object) -> bool:
-        """Compare what the ranks run; names do not matter."""
+        """Compare the actions of all ranks; names are ignored."""
         return isinstance(other, Schedule) and self._native == other._native
 
     __hash__ = None  # type: ignore[assignment]

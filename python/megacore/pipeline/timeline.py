@@ -51,7 +51,7 @@ def entries(value: _Number | Sequence[_Number]) -> list[_Number]:
         >>> entries(2.0), entries((1.0, 2.0))
         ([2.0], [1.0, 2.0])
     """
-    # Arrays are no sequences to Python; those without a dimension are one number.
+    # Arrays are not a Sequence; arrays without a dimension are one number.
     is_one = not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
     return [cast(_Number, value)] if is_one else list(cast(Sequence[_Number], value))
 
@@ -75,8 +75,8 @@ class Timeline:
         busy: Time each rank spends in actions.
         peak_in_flight: Largest number of (stage, microbatch) pairs whose activations each rank
             holds at once.
-        exposed: Time each rank idles only because a message is still under way: what it would save
-            at once if messages took no time.
+        exposed: Time that each rank idles only because a message is in flight: its immediate saving
+            if messages took no time.
     """
 
     def __init__(self, schedule: _core.Schedule, times: _core.Timeline) -> None:
@@ -149,7 +149,7 @@ class Timeline:
     def to_text(self) -> str:
         """Draw the timeline with one row per rank and time going right.
 
-        An action stands where it starts, followed by dashes while it runs.
+        An action is printed at its start, followed by dashes while it runs.
         """
         grid = Grid.of(self.events)
         return "\n".join(grid.lines(0, grid.num_columns))
@@ -185,7 +185,7 @@ class Grid:
         """Cut time into columns: exactly where durations have a common unit, else rounded.
 
         Args:
-            events: What the grid shows.
+            events: Events to show.
             makespan: Where the columns end at the least, if other ranks are busy for longer.
         """
         events = list(events)
