@@ -1,6 +1,6 @@
 # make demo      sets everything up and trains a small GPT with experts on four processes of this machine
 # make test      sets everything up and runs the tests (GPU tests are skipped where there is no GPU)
-# make test-all  the same, then the campaigns: C++ under sanitizers, long matrices, kills, random searches
+# make test-all  the same, then C++ under sanitizers and the campaigns: complete matrices, many kills
 # make build     editable install for development
 # make cuda      installs with the CUDA kernels, GPU or not, and tests what can be tested without a GPU
 # make lint / fmt / bench / clean
@@ -38,7 +38,7 @@ help:
 # ---- environment --------------------------------------------------------------------------------
 $(VENV)/.base: constraints.txt
 	@scripts/system_packages.sh
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)  # pip comes last
 	@$(PROGRESS) "Installing torch and the build tools" build/base.log \
 	    $(PIP) install $(PIP_ARGS) -c constraints.txt scikit-build-core pybind11 ninja cmake torch
 	@touch $@
@@ -49,23 +49,25 @@ $(VENV)/.tools: $(VENV)/.base
 	    transformers ruff mypy clang-format codespell pre-commit
 	@touch $@
 
-# What the last install was asked to build: another wish is another install.
+# What the last install was made of: other settings, or a file more or less, are another install.
+SETTINGS = $(MEGACORE_CUDA) $(MEGACORE_CUDA_ARCHS) $(WERROR) $(shell echo $(sort $(SOURCES)) | cksum)
 $(VENV)/.settings: FORCE
 	@mkdir -p $(VENV)
-	@echo "$(MEGACORE_CUDA) $(MEGACORE_CUDA_ARCHS) $(WERROR)" | cmp -s - $@ || \
-	    echo "$(MEGACORE_CUDA) $(MEGACORE_CUDA_ARCHS) $(WERROR)" > $@
+	@echo "$(SETTINGS)" | cmp -s - $@ || echo "$(SETTINGS)" > $@
 FORCE:
 
-# The build directory is kept between installs, so only what changed is compiled again.
+# The build directory is kept between installs, so only what changed is compiled again. After `make
+# build` the installation stays editable.
 $(VENV)/.installed: $(VENV)/.base $(VENV)/.settings $(SOURCES)
-	@$(INSTALL) .
+	@$(INSTALL) $(if $(wildcard $(VENV)/.editable),-e) .
 	@touch $@
 
 install: $(VENV)/.installed
 
 build: $(VENV)/.tools $(VENV)/.settings
+	@rm -f $(VENV)/.installed
 	@$(INSTALL) -e .
-	@touch $(VENV)/.installed
+	@touch $(VENV)/.editable $(VENV)/.installed
 
 # ---- what people run ----------------------------------------------------------------------------
 demo: install

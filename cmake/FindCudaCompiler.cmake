@@ -23,7 +23,9 @@ function(megacore_local_archs result)
         if(arch GREATER_EQUAL 90)
           string(APPEND arch "a")
         endif()
-        list(APPEND archs "${arch}")
+        if(NOT arch LESS 80)
+          list(APPEND archs "${arch}")
+        endif()
       endforeach()
       list(REMOVE_DUPLICATES archs)
     endif()
@@ -35,6 +37,7 @@ function(megacore_local_archs result)
 endfunction()
 
 string(REGEX REPLACE "[, ]+" ";" MEGACORE_CUDA_ARCHS "${MEGACORE_CUDA_ARCHS}")
+list(REMOVE_ITEM MEGACORE_CUDA_ARCHS "")
 if(MEGACORE_CUDA_ARCHS STREQUAL "" AND DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(MEGACORE_CUDA_ARCHS "${CMAKE_CUDA_ARCHITECTURES}")
 endif()
@@ -49,11 +52,14 @@ if(wanted STREQUAL "AUTO")
   if(MEGACORE_CUDA_ARCHS STREQUAL "")
     set(wanted "OFF")
     message(STATUS
-      "CUDA kernels left out: no GPU on this machine. MEGACORE_CUDA=ON pip install . builds them for "
-      "sm_90a and sm_100a, MEGACORE_CUDA_ARCHS=90a for one architecture")
+      "CUDA kernels left out: no GPU of compute capability 8.0 or newer on this machine. MEGACORE_CUDA=ON "
+      "pip install . builds them for sm_90a and sm_100a, MEGACORE_CUDA_ARCHS=90a for one architecture")
   endif()
 endif()
 if(NOT wanted STREQUAL "OFF")
+  if(CMAKE_VERSION VERSION_LESS 3.26)
+    message(FATAL_ERROR "CUDA kernels need CMake 3.26 or newer, got ${CMAKE_VERSION}; MEGACORE_CUDA=OFF builds without")
+  endif()
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     set(MEGACORE_HAS_NVCC yes)
@@ -62,7 +68,8 @@ if(NOT wanted STREQUAL "OFF")
       "MEGACORE_CUDA=ON, but no CUDA compiler works here. Put nvcc on PATH or set CUDACXX to it; "
       "or use MEGACORE_CUDA=AUTO (CUDA only where a GPU and nvcc are found) or OFF.")
   else()
-    message(WARNING
+    # Not a WARNING: CMake breaks its lines, and make shows the first one.
+    message(NOTICE
       "CUDA kernels left out: a GPU or MEGACORE_CUDA_ARCHS asks for them, but no CUDA compiler works here. Put nvcc "
       "on PATH or set CUDACXX to it. MEGACORE_CUDA=OFF silences this, MEGACORE_CUDA=ON makes it an error.")
   endif()

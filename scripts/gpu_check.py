@@ -283,7 +283,7 @@ def build_steps(capability: Sequence[int], limit_s: float) -> list[Step]:
         steps.append(Step(name="requirements", command=command, limit_s=60.0))
     settings = ["MEGACORE_CUDA=ON"]
     if arch := {"9.0": "90a", "10.0": "100a"}.get(".".join(map(str, capability))):
-        settings.append(f"CMAKE_CUDA_ARCHITECTURES={arch}-real")
+        settings.append(f"MEGACORE_CUDA_ARCHS={arch}")
     defines = [f"--config-settings=cmake.define.{setting}" for setting in settings]
     env = {}
     if root := os.environ.get("CUTLASS_ROOT"):  # the build runs elsewhere

@@ -57,8 +57,16 @@ def test_without_a_gpu_no_device_code_is_built_though_nvcc_is_there(machine: Mac
     assert done.returncode == 0, done.stderr
     assert not machine.started.exists()
     (line,) = [line for line in done.stdout.splitlines() if "CUDA kernels left out" in line]
-    assert "no GPU on this machine" in line
+    assert "no GPU of compute capability 8.0 or newer" in line
     assert "MEGACORE_CUDA=ON pip install ." in line
+
+
+def test_gpus_that_are_too_old_are_left_out(machine: Machine) -> None:
+    machine.add_gpus("7.5")
+    done = machine.configure("MEGACORE_CUDA=AUTO", "MEGACORE_CUDA_ARCHS= ")
+    assert done.returncode == 0, done.stderr
+    assert not machine.started.exists()
+    assert "compute capability 8.0 or newer" in done.stdout
 
 
 def test_off_is_silent(machine: Machine) -> None:
@@ -82,7 +90,7 @@ def test_an_nvcc_that_does_not_work_is_an_error_if_asked_for(machine: Machine) -
 
 
 def test_gpus_at_hand_choose_the_architectures(machine: Machine) -> None:
-    machine.add_gpus("9.0", "8.0", "9.0")
+    machine.add_gpus("9.0", "8.0", "7.5", "9.0")
     done = machine.configure("MEGACORE_CUDA=AUTO")
     assert machine.started.exists()
     assert "CUDA kernels wanted for 90a;80" in done.stdout

@@ -170,11 +170,9 @@ def test_the_build_is_for_the_device_and_offline(
     monkeypatch.setenv("CUTLASS_ROOT", "relative")
     (build,) = gpu_check.build_steps([9, 0], 300.0)
     assert "--no-index" in build.command
-    assert any("CMAKE_CUDA_ARCHITECTURES=90a-real" in word for word in build.command)
+    assert any("MEGACORE_CUDA_ARCHS=90a" in word for word in build.command)
     assert build.env == {"CUTLASS_ROOT": str(Path("relative").resolve())}
-    assert not any(
-        "ARCHITECTURES" in word for word in gpu_check.build_steps([8, 6], 300.0)[0].command
-    )
+    assert not any("CUDA_ARCHS" in word for word in gpu_check.build_steps([8, 6], 300.0)[0].command)
 
 
 def test_only_whole_names_of_folders_are_replaced(gpu_check: ModuleType) -> None:
