@@ -292,9 +292,9 @@ class EagerStep:
             factor = loss_scale / self.num_microbatches
             # Captured code reads the factor from a tensor, which must outlive the capture.
             if batch.keys is not None and not isinstance(factor, Tensor):
-                factor = self._constants.setdefault(
-                    factor, torch.full((), factor, device=self.device)
-                )
+                if factor not in self._constants:
+                    self._constants[factor] = torch.full((), factor, device=self.device)
+                factor = self._constants[factor]
             return replace(batch, loss_factor=factor)
         return replace(
             batch,
