@@ -11,12 +11,16 @@ endif()
 # of its own (wgmma, TMA) that the plain target leaves out.
 function(megacore_local_archs result)
   set(archs "")
+  if(EXISTS /dev/nvidia0)
+    set(archs "90a;100a")  # a GPU, of unknown architecture unless nvidia-smi names it
+  endif()
   find_program(MEGACORE_NVIDIA_SMI nvidia-smi NO_CACHE)
   if(MEGACORE_NVIDIA_SMI)
     execute_process(
       COMMAND "${MEGACORE_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
       OUTPUT_VARIABLE text ERROR_QUIET RESULT_VARIABLE status TIMEOUT 30)
     if(status EQUAL 0)
+      set(archs "")
       string(REGEX MATCHALL "[0-9]+\\.[0-9]" capabilities "${text}")
       foreach(capability IN LISTS capabilities)
         string(REPLACE "." "" arch "${capability}")
@@ -29,9 +33,6 @@ function(megacore_local_archs result)
       endforeach()
       list(REMOVE_DUPLICATES archs)
     endif()
-  endif()
-  if(archs STREQUAL "" AND EXISTS /dev/nvidia0)
-    set(archs "90a;100a")  # a GPU of unknown architecture
   endif()
   set(${result} "${archs}" PARENT_SCOPE)
 endfunction()

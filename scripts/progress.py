@@ -59,4 +59,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:  # the command has received the signal, too
+        raise SystemExit(130) from None
