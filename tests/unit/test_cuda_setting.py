@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+# As `make`: that of the virtual environment first; one of a distribution may be too old for CUDA.
+CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+pytestmark = pytest.mark.skipif(CMAKE is None, reason="needs cmake")
 
 
 class Machine:
@@ -35,7 +39,7 @@ class Machine:
         env = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "CUDA_HOME")}
         return subprocess.run(
             [
-                "cmake",
+                str(CMAKE),
                 *("-S", str(ROOT), "-B", str(self.folder / "build")),
                 *("-DMEGACORE_PYTHON=OFF", *(f"-D{setting}" for setting in settings)),
             ],
