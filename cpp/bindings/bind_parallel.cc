@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "bindings.h"
@@ -107,8 +108,7 @@ Topology make_topology(int64_t world_size,
 
 std::byte* bytes_at(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
-std::unique_ptr<HostComm> make_host_comm(const std::string& name,
-                                         bool create,
+std::unique_ptr<HostComm> make_host_comm(std::optional<std::pair<int64_t, int>> segment,
                                          int position,
                                          std::vector<int> ranks,
                                          int64_t slot_bytes,
@@ -121,13 +121,14 @@ std::unique_ptr<HostComm> make_host_comm(const std::string& name,
       throw py::error_already_set();
     }
   };
-  return std::make_unique<HostComm>(
-      create ? HostSegment::create(name, bytes) : HostSegment::open(name, bytes),
-      parallel::HostCommConfig{.position = position,
-                               .ranks = std::move(ranks),
-                               .slot_bytes = slot_bytes,
-                               .timeout_s = timeout_s,
-                               .while_waiting = run_signal_handlers});
+  return std::make_unique<HostComm>(segment
+                                        ? HostSegment::open(segment->first, segment->second, bytes)
+                                        : HostSegment::create(bytes),
+                                    parallel::HostCommConfig{.position = position,
+                                                             .ranks = std::move(ranks),
+                                                             .slot_bytes = slot_bytes,
+                                                             .timeout_s = timeout_s,
+                                                             .while_waiting = run_signal_handlers});
 }
 
 void bind_host_enums(py::module_& module) {
@@ -155,8 +156,7 @@ void bind_host_comm(py::module_& module) {
   py::class_<HostComm>(module, "HostComm")
       .def(py::init(&make_host_comm),
            py::kw_only(),
-           py::arg("name"),
-           py::arg("create"),
+           py::arg("segment"),
            py::arg("position"),
            py::arg("ranks"),
            py::arg("slot_bytes"),
@@ -164,11 +164,12 @@ void bind_host_comm(py::module_& module) {
            no_gil())
       .def_static(
           "segment_bytes", &HostComm::segment_bytes, py::arg("num_members"), py::arg("slot_bytes"))
-      .def_static("remove_name", &HostSegment::remove, py::arg("name"))
       .def_static("can_reduce", &parallel::can_reduce, py::arg("dtype"), py::arg("output_dtype"))
       .def_property_readonly("position", &HostComm::position)
       .def_property_readonly("size", &HostComm::size)
       .def_property_readonly("slot_bytes", &HostComm::slot_bytes)
+      .def_property_readonly("file", [](HostComm& self) { return self.segment().file(); })
+      .def("close_file", [](HostComm& self) { self.segment().close_file(); })
       .def("barrier", &HostComm::barrier, no_gil())
       .def(
           "all_reduce",

@@ -58,15 +58,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def segments() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob("megacore-*")]
-
-
-def abandoned_segments() -> list[str]:
-    """Those whose maker no longer runs; other test runs may be making theirs just now."""
-    return [name for name in segments() if not Path("/proc", name.split("-")[1]).exists()]
-
-
 # ---- the same bits -------------------------------------------------------------------------------
 
 
@@ -227,7 +218,6 @@ def test_many_groups_at_once_keep_their_values_apart() -> None:
     assert all(wrong == [] for wrong, _ in results)
     # Groups of one rank have no path; all others share memory, equal rank lists one segment.
     assert all(paths == {"alone", "shared memory"} for _, paths in results)
-    assert abandoned_segments() == []
 
 
 def sums_over_all_groups(rank: int, layouts: list[dict[str, int]]) -> tuple[list[str], set[str]]:
@@ -270,10 +260,10 @@ def descriptions(_rank: int) -> tuple[str, str]:
 
 
 @pytest.mark.dist
-def test_a_dev_shm_that_is_too_small_leaves_the_groups_on_gloo() -> None:
+def test_too_little_memory_leaves_the_groups_on_gloo() -> None:
     for total, text in run_ranks(2, sum_with_huge_slots):
         assert total == 2.0
-        assert "over gloo: /dev/shm has " in text
+        assert "over gloo: the host has " in text
         assert "would take more than half" in text
 
 
@@ -309,7 +299,6 @@ def paths_with_rank_3_elsewhere(rank: int) -> tuple[str, str]:
 def test_a_member_that_cannot_open_the_segment_keeps_all_on_gloo() -> None:
     for note in run_ranks(3, note_if_rank_1_cannot_open):
         assert note == "rank 1 out of luck"
-    assert abandoned_segments() == []
 
 
 def note_if_rank_1_cannot_open(rank: int) -> str:
@@ -347,30 +336,17 @@ def message_of_disagreement(rank: int) -> str:
 
 
 @pytest.mark.dist
-def test_nothing_is_left_in_dev_shm_even_when_ranks_are_killed() -> None:
-    seen = run_ranks(2, kill_yourself_in_a_group, may_die=(0, 1))
-    assert seen == [None, None]
-    assert abandoned_segments() == []
+def test_nothing_remains_of_memory_that_has_no_name() -> None:
+    assert run_ranks(2, open_memory_files) == [[], []]
 
 
-def kill_yourself_in_a_group(_rank: int) -> None:
+def open_memory_files(_rank: int) -> list[str]:
     groups = groups_of(layout={"tp": 2})
     assert groups.tp.host is not None
     barrier(groups.tp)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.dist
-def test_segments_have_no_name_once_the_groups_are_made() -> None:
-    assert run_ranks(2, segments_of_my_group) == [[], []]
-
-
-def segments_of_my_group(_rank: int) -> list[str]:
-    groups = groups_of()
-    barrier(groups.world)
-    makers = [None] * 2
-    dist.all_gather_object(makers, str(os.getpid()))
-    return [name for name in segments() if name.split("-")[1] in makers]
+    assert not list(Path("/dev/shm").glob("megacore*"))
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [link for link in links if "memfd:megacore" in link]
 
 
 @pytest.mark.dist

@@ -298,7 +298,7 @@ std::unique_ptr<HostWindow> HostComm::make_window(int64_t bytes, int64_t num_par
   const int64_t segment_bytes = HostWindow::segment_bytes(bytes, num_parts);
   std::optional<HostSegment> own;
   try {
-    own.emplace(HostSegment::create_unnamed(segment_bytes));
+    own.emplace(HostSegment::create(segment_bytes));
   } catch (const std::runtime_error&) {  // no memory, or no Linux: told to the others below
   }
   struct Place {
@@ -318,7 +318,7 @@ std::unique_ptr<HostWindow> HostComm::make_window(int64_t bytes, int64_t num_par
       const Place& place = places[static_cast<size_t>(p)];
       if (place.file >= 0 && failed == 0 && p != position()) {
         segments.push_back(
-            HostSegment::open_unnamed(place.pid, static_cast<int>(place.file), segment_bytes));
+            HostSegment::open(place.pid, static_cast<int>(place.file), segment_bytes));
       } else if (failed == 0 && p == position()) {
         segments.push_back(std::move(*own));
       }

@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -17,15 +18,9 @@ namespace {
 
 using base::concat;
 
-[[noreturn]] void fail(const char* what, const std::string& name, int64_t bytes, int error) {
-  throw std::runtime_error(concat("cannot ",
-                                  what,
-                                  " a shared-memory segment of ",
-                                  bytes,
-                                  " bytes at ",
-                                  name,
-                                  ": ",
-                                  std::generic_category().message(error)));
+[[noreturn]] void fail(const std::string& what, int64_t bytes, int error) {
+  throw std::runtime_error(
+      concat("cannot ", what, " of ", bytes, " bytes: ", std::generic_category().message(error)));
 }
 
 #if defined(__linux__)
@@ -48,8 +43,7 @@ class Descriptor {
   int number_;
 };
 
-// MAP_POPULATE among the flags: a page fault per page in the first collective would cost more.
-std::byte* map(const Descriptor& file, const std::string& name, int64_t bytes, int flags) {
+std::byte* map(const Descriptor& file, int64_t bytes, int flags) {
   void* memory = mmap(nullptr,
                       static_cast<size_t>(bytes),
                       PROT_READ | PROT_WRITE,
@@ -57,22 +51,9 @@ std::byte* map(const Descriptor& file, const std::string& name, int64_t bytes, i
                       file.number(),
                       0);
   if (memory == MAP_FAILED) {
-    fail("map", name, bytes, errno);
+    fail("map a shared-memory segment", bytes, errno);
   }
   return static_cast<std::byte*>(memory);
-}
-
-// Maps an open file of the right size.
-std::byte* map_existing(const Descriptor& file, const std::string& name, int64_t bytes, int flags) {
-  struct stat info{};
-  if (file.number() < 0 || fstat(file.number(), &info) != 0) {
-    fail("open", name, bytes, errno);
-  }
-  if (info.st_size != bytes) {
-    throw std::runtime_error(concat(
-        "the shared-memory segment at ", name, " has ", info.st_size, " bytes, not ", bytes));
-  }
-  return map(file, name, bytes, flags);
 }
 
 #endif
@@ -81,71 +62,43 @@ std::byte* map_existing(const Descriptor& file, const std::string& name, int64_t
 
 #if defined(__linux__)
 
-HostSegment HostSegment::create(const std::string& name, int64_t bytes) {
+HostSegment HostSegment::create(int64_t bytes) {
   MC_REQUIRE(bytes >= 1, "a segment of ", bytes, " bytes; it needs at least 1");
-  const Descriptor file(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, S_IRUSR | S_IWUSR));
+  Descriptor file(memfd_create("megacore", MFD_CLOEXEC));
   if (file.number() < 0) {
-    fail("create", name, bytes, errno);
-  }
-  try {
-    const int error = posix_fallocate(file.number(), 0, bytes);
-    if (error != 0) {
-      fail("reserve", name, bytes, error);
-    }
-    return {map(file, name, bytes, MAP_POPULATE), bytes, true};
-  } catch (...) {
-    remove(name);
-    throw;
-  }
-}
-
-HostSegment HostSegment::open(const std::string& name, int64_t bytes) {
-  const Descriptor file(shm_open(name.c_str(), O_RDWR, 0));
-  return {map_existing(file, name, bytes, MAP_POPULATE), bytes, true};
-}
-
-void HostSegment::remove(const std::string& name) { shm_unlink(name.c_str()); }
-
-HostSegment HostSegment::create_unnamed(int64_t bytes) {
-  MC_REQUIRE(bytes >= 1, "a segment of ", bytes, " bytes; it needs at least 1");
-  const std::string name = "megacore";
-  Descriptor file(memfd_create(name.c_str(), MFD_CLOEXEC));
-  if (file.number() < 0) {
-    fail("create", name, bytes, errno);
+    fail("create a shared-memory segment", bytes, errno);
   }
   const int error = posix_fallocate(file.number(), 0, bytes);
   if (error != 0) {
-    fail("reserve", name, bytes, error);
+    fail("reserve a shared-memory segment", bytes, error);
   }
-  HostSegment segment(map(file, name, bytes, MAP_POPULATE), bytes, true);
+  HostSegment segment(map(file, bytes, MAP_POPULATE), bytes, true);
   segment.file_ = file.release();
   return segment;
 }
 
-HostSegment HostSegment::open_unnamed(int64_t pid, int file_number, int64_t bytes) {
+HostSegment HostSegment::open(int64_t pid, int file_number, int64_t bytes) {
   const std::string name = concat("/proc/", pid, "/fd/", file_number);
   const Descriptor file(::open(name.c_str(), O_RDWR | O_CLOEXEC));
-  return {map_existing(file, name, bytes, 0), bytes, true};
+  struct stat info{};
+  if (file.number() < 0 || fstat(file.number(), &info) != 0) {
+    fail(concat("open the shared-memory segment ", name), bytes, errno);
+  }
+  if (info.st_size != bytes) {
+    throw std::runtime_error(concat(
+        "the shared-memory segment ", name, " must have ", bytes, " bytes, got ", info.st_size));
+  }
+  return {map(file, bytes, 0), bytes, true};
 }
 
 #else
 
-HostSegment HostSegment::create(const std::string& name, int64_t bytes) {
-  fail("create", name, bytes, ENOSYS);
+HostSegment HostSegment::create(int64_t bytes) {
+  fail("create a shared-memory segment", bytes, ENOSYS);
 }
 
-HostSegment HostSegment::open(const std::string& name, int64_t bytes) {
-  fail("open", name, bytes, ENOSYS);
-}
-
-void HostSegment::remove(const std::string&) {}
-
-HostSegment HostSegment::create_unnamed(int64_t bytes) {
-  fail("create", "megacore", bytes, ENOSYS);
-}
-
-HostSegment HostSegment::open_unnamed(int64_t pid, int, int64_t bytes) {
-  fail("open", concat("process ", pid), bytes, ENOSYS);
+HostSegment HostSegment::open(int64_t pid, int, int64_t bytes) {
+  fail(concat("open a shared-memory segment of process ", pid), bytes, ENOSYS);
 }
 
 #endif

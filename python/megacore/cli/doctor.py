@@ -97,6 +97,8 @@ def _torch() -> dict[str, str]:
 
 
 def _machine() -> dict[str, str]:
+    from megacore.parallel.host_memory import meminfo
+
     disk = shutil.disk_usage(Path.cwd())
     facts = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -104,7 +106,7 @@ def _machine() -> dict[str, str]:
         "free disk here": f"{disk.free / GIB:.1f} GiB of {disk.total / GIB:.1f}",
         "open files": f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} per process",
     }
-    memory = _meminfo()
+    memory = meminfo()
     if memory:
         facts["free memory"] = (
             f"{memory['MemAvailable'] / GIB:.1f} GiB of {memory['MemTotal'] / GIB:.1f}"
@@ -119,15 +121,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _meminfo() -> dict[str, int]:
-    """Return ``/proc/meminfo`` in bytes; empty if the file does not exist."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if "kB" in line}
 
 
 def _try_two_processes() -> dict[str, str]:

@@ -1,19 +1,19 @@
 """Shared memory between the ranks of one host: the fast path of collectives on CPU tensors.
 
-A group whose members all run on one host, with a common ``/dev/shm``, exchanges CPU tensors through
+A group whose members run on one host, in one process-id namespace, exchanges CPU tensors through
 one memory segment instead of gloo's sockets. ``collectives`` uses this path automatically if a
 group has it. Sums are in the order of positions, in float32 for bfloat16 and float16, so all
 members get bitwise equal results; ``reduce_scatter`` is bitwise equal to gloo.
 
-The segment is unlinked as soon as all members have opened it, so nothing remains in ``/dev/shm``
-however the processes end.
+The segment is a file without a name (``memfd_create``), which members open through the creator's
+``/proc/<pid>/fd``: nothing remains however the processes end, and the size of ``/dev/shm`` is no
+limit.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from megacore._core import HostComm, HostDtype, HostReduction, HostWindow
 
 DEFAULT_SLOT_BYTES = 1 << 20
-SHM_FOLDER = Path("/dev/shm")
+MEMINFO = Path("/proc/meminfo")
 
 HOST_DTYPES = MappingProxyType(
     {
@@ -150,15 +150,13 @@ class Place:
     Attributes:
         host: Name of the machine.
         boot: Boot id of the machine.
-        pids: Process-id namespace; process ids are comparable inside one namespace.
-        shm: Device of ``/dev/shm``; containers have separate ones.
+        pids: Process-id namespace; a process is reachable by its id inside one namespace.
         problem: Reason why this process cannot share memory, or empty.
     """
 
     host: str
     boot: str = ""
     pids: int = 0
-    shm: int = 0
     problem: str = ""
 
     @staticmethod
@@ -170,7 +168,6 @@ class Place:
                 host=host,
                 boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
                 pids=Path("/proc/self/ns/pid").stat().st_ino,
-                shm=SHM_FOLDER.stat().st_dev,
             )
         except OSError as error:
             return Place(host=host, problem=f"{host} lacks {error.filename} ({error.strerror})")
@@ -224,19 +221,17 @@ class HostConnector:
         members = range(len(ranks))
         texts = [self._get(f"{key}/place/{i}", ranks, i) for i in members]
         places = [Place(**json.loads(text)) for text in texts]
-        segment = f"/megacore-{os.getpid()}-{secrets.token_hex(8)}"
         needed = HostComm.segment_bytes(len(ranks), self._slot_bytes_for(ranks))
         note = refusal(dict(zip(ranks, places, strict=True)), segment_bytes=needed)
         comm = None
         if not note:
-            comm, note = self._open(segment, ranks, 0)
+            comm, note = self._open(None, ranks, 0)
+        segment = (os.getpid(), comm.file) if comm is not None else None
         self._store.set(f"{key}/offer", json.dumps({"segment": segment, "note": note}))
         if comm is None:
             return HostPath(note=note)
-        try:
-            answers = [self._get(f"{key}/answer/{i}", ranks, i) for i in members[1:]]
-        finally:
-            HostComm.remove_name(segment)
+        answers = [self._get(f"{key}/answer/{i}", ranks, i) for i in members[1:]]
+        comm.close_file()
         note = next((answer for answer in answers if answer), "")
         self._store.set(f"{key}/verdict", note)
         return _path(comm, note)
@@ -245,18 +240,22 @@ class HostConnector:
         offer = json.loads(self._get(f"{key}/offer", ranks, 0))
         if offer["note"]:
             return HostPath(note=offer["note"])
-        comm, note = self._open(offer["segment"], ranks, position)
+        pid, file = offer["segment"]
+        comm, note = self._open((pid, file), ranks, position)
         self._store.set(f"{key}/answer/{position}", note)
         return _path(comm, self._get(f"{key}/verdict", ranks, 0))
 
     def _open(
-        self, segment: str, ranks: Sequence[int], position: int
+        self, segment: tuple[int, int] | None, ranks: Sequence[int], position: int
     ) -> tuple[HostComm | None, str]:
-        """Return the communicator, or the reason why it could not be opened."""
+        """Create a communicator, or open the segment of another process.
+
+        Returns:
+            The communicator, and the reason why there is none, or ``""``.
+        """
         try:
             comm = HostComm(
-                name=segment,
-                create=position == 0,
+                segment=segment,
                 position=position,
                 ranks=ranks,
                 slot_bytes=self._slot_bytes_for(ranks),
@@ -293,7 +292,7 @@ def refusal(places: dict[int, Place], *, segment_bytes: int) -> str:
 
     Args:
         places: Global rank -> its place, this rank first.
-        segment_bytes: Size of the segment, limited to half of the free memory.
+        segment_bytes: Size of the segment, limited to half of the available memory.
 
     Example:
         >>> refusal({0: Place(host="a"), 1: Place(host="b")}, segment_bytes=1)
@@ -311,24 +310,25 @@ def refusal(places: dict[int, Place], *, segment_bytes: int) -> str:
         if place != first:
             return (
                 f"ranks {first_rank} and {rank} on {first.host} are in different containers "
-                "(they share no /dev/shm or no process ids)"
+                "(they share no process ids)"
             )
-    free = free_bytes(SHM_FOLDER)
+    free = meminfo().get("MemAvailable", 0)
     if 2 * segment_bytes > free:
         return (
-            f"/dev/shm has {_mib(free)} MiB free, and the group's {_mib(segment_bytes)} MiB would "
-            "take more than half; give it more (docker run --shm-size)"
+            f"the host has {_mib(free)} MiB of memory available, and the group's "
+            f"{_mib(segment_bytes)} MiB would take more than half"
         )
     return ""
 
 
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the file system of ``folder``; 0 if the folder does not exist."""
+def meminfo() -> dict[str, int]:
+    """Return ``/proc/meminfo`` in bytes; empty if the file does not exist."""
     try:
-        facts = os.statvfs(folder)
+        lines = MEMINFO.read_text().splitlines()
     except OSError:
-        return 0
-    return facts.f_bavail * facts.f_frsize
+        return {}
+    facts = (line.replace(":", "").split() for line in lines)
+    return {fact[0]: 1024 * int(fact[1]) for fact in facts if len(fact) == 3}
 
 
 def _path(comm: HostComm | None, note: str) -> HostPath:

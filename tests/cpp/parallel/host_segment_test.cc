@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <filesystem>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -12,18 +11,9 @@
 namespace megacore::parallel {
 namespace {
 
-std::string unique_name(const std::string& what) {
-  return "/megacore-test-" + std::to_string(getpid()) + "-" + what;
-}
-
-bool exists(const std::string& name) { return std::filesystem::exists("/dev/shm" + name); }
-
 TEST(HostSegment, IsSharedAndStartsAtZero) {
-  const std::string name = unique_name("shared");
-  const HostSegment mine = HostSegment::create(name, 10000);
-  const HostSegment theirs = HostSegment::open(name, 10000);
-  HostSegment::remove(name);
-  EXPECT_FALSE(exists(name));
+  const HostSegment mine = HostSegment::create(10000);
+  const HostSegment theirs = HostSegment::open(getpid(), mine.file(), 10000);
   EXPECT_NE(mine.data(), theirs.data());
   EXPECT_EQ(theirs.data()[9999], std::byte{0});
   mine.data()[9999] = std::byte{42};
@@ -31,37 +21,28 @@ TEST(HostSegment, IsSharedAndStartsAtZero) {
 }
 
 TEST(HostSegment, OutlivesTheOneWhoCreatedIt) {
-  const std::string name = unique_name("outlives");
-  auto mine = std::make_unique<HostSegment>(HostSegment::create(name, 4096));
-  const HostSegment moved = std::move(*mine);
+  auto mine = std::make_unique<HostSegment>(HostSegment::create(4096));
+  HostSegment moved = std::move(*mine);
   mine.reset();
-  const HostSegment theirs = HostSegment::open(name, 4096);
-  HostSegment::remove(name);
+  const HostSegment theirs = HostSegment::open(getpid(), moved.file(), 4096);
+  moved.close_file();
   moved.data()[0] = std::byte{1};
   EXPECT_EQ(theirs.data()[0], std::byte{1});
 }
 
-TEST(HostSegment, SaysWhyItCannotBeMade) {
-  const std::string name = unique_name("taken");
-  const HostSegment first = HostSegment::create(name, 4096);
-  EXPECT_THROW(HostSegment::create(name, 4096), std::runtime_error);
-  EXPECT_TRUE(exists(name));  // not ours to remove
-  EXPECT_THROW(HostSegment::open(name, 8192), std::runtime_error);
-  HostSegment::remove(name);
-  HostSegment::remove(name);
+TEST(HostSegment, SaysWhyItCannotBeMadeOrOpened) {
+  EXPECT_THROW(HostSegment::create(0), std::invalid_argument);
+  HostSegment first = HostSegment::create(4096);
+  const int file = first.file();
+  EXPECT_THROW(HostSegment::open(getpid(), file, 8192), std::runtime_error);
+  first.close_file();
+  EXPECT_EQ(first.file(), -1);
   try {
-    HostSegment::open(name, 4096);
-    FAIL() << "opened a removed segment";
+    HostSegment::open(getpid(), file, 4096);
+    FAIL() << "opened a closed segment";
   } catch (const std::runtime_error& error) {
     EXPECT_NE(std::string(error.what()).find("No such file"), std::string::npos) << error.what();
   }
-  EXPECT_THROW(HostSegment::create(name, 0), std::invalid_argument);
-}
-
-TEST(HostSegment, MoreThanThereIsLeavesNothingBehind) {
-  const std::string name = unique_name("huge");
-  EXPECT_THROW(HostSegment::create(name, int64_t{1} << 60), std::runtime_error);
-  EXPECT_FALSE(exists(name));
 }
 
 }  // namespace

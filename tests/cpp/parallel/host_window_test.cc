@@ -154,18 +154,19 @@ TEST(HostWindow, ATaskOutsideIsRefused) {
 
 // Real processes: the windows of a HostComm, then the end of one member.
 TEST(HostWindow, ProcessesSeeEachOthersMemoryAndEnd) {
-  const std::string name = "/megacore-window-test-" + std::to_string(getpid());
   const int64_t slot_bytes = 1024;
   const int64_t bytes = HostComm::segment_bytes(2, slot_bytes);
-  const auto join = [&](int position) {
+  const auto join = [&](HostSegment segment, int position) {
     return std::make_unique<HostComm>(
-        position == 0 ? HostSegment::create(name, bytes) : HostSegment::open(name, bytes),
+        std::move(segment),
         HostCommConfig{.position = position, .ranks = {10, 11}, .slot_bytes = slot_bytes});
   };
-  auto first = join(0);
+  auto first = join(HostSegment::create(bytes), 0);
+  const pid_t parent = getpid();
+  const int file = first->segment().file();
   const pid_t child = fork();
   if (child == 0) {
-    auto second = join(1);
+    auto second = join(HostSegment::open(parent, file, bytes), 1);
     const auto window = second->make_window(64, 1);
     if (window == nullptr) {
       _exit(2);
@@ -179,7 +180,7 @@ TEST(HostWindow, ProcessesSeeEachOthersMemoryAndEnd) {
   }
   const auto window = first->make_window(64, 1);
   ASSERT_NE(window, nullptr);
-  HostSegment::remove(name);
+  first->segment().close_file();
   std::iota(floats(*window), floats(*window) + 4, 0.0F);
   window->offer(0);
   window->reduce_scatter({.part = 0, .numel = 2});

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +20,11 @@ from megacore.parallel.host_memory import (
     HostConnector,
     HostPath,
     Place,
-    free_bytes,
+    meminfo,
     refusal,
 )
 
-HERE = Place(host="a", boot="1", pids=7, shm=9)
+HERE = Place(host="a", boot="1", pids=7)
 
 
 def with_threads(size: int, member: Callable[[int], Any]) -> list[Any]:
@@ -43,8 +44,9 @@ def connect_all(size: int, **settings: Any) -> list[HostPath]:
     return with_threads(size, member)
 
 
-def my_segments() -> list[Path]:
-    return list(Path("/dev/shm").glob(f"megacore-{os.getpid()}-*"))
+def my_segments() -> list[str]:
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [link for link in links if "memfd:megacore" in link]
 
 
 def test_equal_places_may_share() -> None:
@@ -54,18 +56,14 @@ def test_equal_places_may_share() -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (Place(host="b", boot="2", pids=7, shm=9), "its ranks are on 2 hosts (a, b)"),
+        (Place(host="b", boot="2", pids=7), "its ranks are on 2 hosts (a, b)"),
         (
-            Place(host="a", boot="1", pids=8, shm=9),
+            Place(host="a", boot="1", pids=8),
             "ranks 3 and 4 on a are in different containers",
         ),
         (
-            Place(host="a", boot="1", pids=7, shm=1),
-            "ranks 3 and 4 on a are in different containers",
-        ),
-        (
-            Place(host="a", problem="a lacks /dev/shm"),
-            "rank 4 cannot share memory: a lacks /dev/shm",
+            Place(host="a", problem="a lacks /proc"),
+            "rank 4 cannot share memory: a lacks /proc",
         ),
     ],
 )
@@ -74,28 +72,27 @@ def test_other_places_may_not_share(other: Place, reason: str) -> None:
 
 
 def test_a_segment_may_take_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "free_bytes", lambda _folder: 64 << 20)
+    monkeypatch.setattr(host_memory, "meminfo", lambda: {"MemAvailable": 64 << 20})
     assert refusal({0: HERE, 1: HERE}, segment_bytes=32 << 20) == ""
     assert refusal({0: HERE, 1: HERE}, segment_bytes=(32 << 20) + 1) == (
-        "/dev/shm has 64.0 MiB free, and the group's 32.0 MiB would take more than half; "
-        "give it more (docker run --shm-size)"
+        "the host has 64.0 MiB of memory available, and the group's 32.0 MiB would take more "
+        "than half"
     )
-    assert free_bytes(Path("/no such folder")) == 0
 
 
 def test_this_process_knows_its_place() -> None:
     mine = Place.mine()
     assert mine == Place.mine()
     assert mine.problem == ""
-    assert mine.shm == Path("/dev/shm").stat().st_dev
 
 
-def test_a_system_without_proc_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host_memory, "SHM_FOLDER", tmp_path / "none")
-    assert "none (No such file or directory)" in Place.mine().problem
+def test_memory_of_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert 0 < meminfo()["MemAvailable"] <= meminfo()["MemTotal"]
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "none")
+    assert meminfo() == {}
 
 
-def test_members_connect_and_leave_no_name() -> None:
+def test_members_connect_and_leave_no_file_open() -> None:
     paths = connect_all(3)
     assert my_segments() == []
     communicators = [path.communicator for path in paths]
@@ -131,16 +128,21 @@ def test_a_member_that_cannot_open_makes_all_refuse(monkeypatch: pytest.MonkeyPa
     assert my_segments() == []
 
 
-def test_a_full_dev_shm_makes_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    # statvfs may promise more than there is when the memory is reserved.
-    monkeypatch.setattr(host_memory, "free_bytes", lambda _folder: 1 << 62)
-    for path in connect_all(2, slot_bytes=1 << 50):
+def test_memory_that_cannot_be_reserved_makes_all_refuse() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # Python ignores its signal
+    try:
+        paths = connect_all(2, slot_bytes=1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for path in paths:
         assert path.communicator is None
         assert path.note.startswith("rank 5 cannot reserve a shared-memory segment of ")
+        assert path.note.endswith("File too large")
     assert my_segments() == []
 
 
-def test_a_member_that_never_comes_leaves_no_name() -> None:
+def test_a_member_that_never_comes_leaves_no_file_open() -> None:
     connector = HostConnector(HashStore(), prefix="test", timeout_s=0.2, slot_bytes=4096)
     with pytest.raises(
         RuntimeError, match=r"rank 9 \(position 1\) did not come to connect ranks 8, 9"
@@ -172,14 +174,13 @@ def test_waiting_for_a_member_may_be_given_up() -> None:
 def test_native_mistakes_become_python_errors() -> None:
     settings = {"position": 0, "ranks": [0], "slot_bytes": 64, "timeout_s": 1.0}
     with pytest.raises(
-        RuntimeError, match=r"cannot open a shared-memory segment of .* No such file"
+        RuntimeError, match=r"open the shared-memory segment /proc/\d+/fd/-2 of .* No such file"
     ):
-        HostComm(name="/megacore-none", create=False, **settings)
+        HostComm(segment=(os.getpid(), -2), **settings)
     with pytest.raises(ValueError, match="slot_bytes is 65; it must be a multiple of 64"):
-        HostComm(name=f"/megacore-{os.getpid()}-x", create=True, **{**settings, "slot_bytes": 65})
-    HostComm.remove_name(f"/megacore-{os.getpid()}-x")
-    comm = HostComm(name=f"/megacore-{os.getpid()}-y", create=True, **settings)
-    HostComm.remove_name(f"/megacore-{os.getpid()}-y")
+        HostComm(segment=None, **{**settings, "slot_bytes": 65})
+    comm = HostComm(segment=None, **settings)
+    comm.close_file()
     assert (comm.position, comm.size, comm.slot_bytes) == (0, 1, 64)
     with pytest.raises(ValueError, match="avg needs a floating point type, not int32"):
         comm.all_reduce(data=0, numel=0, dtype=HostDtype.INT32, op=HostReduction.AVG)
@@ -196,9 +197,7 @@ def test_native_mistakes_become_python_errors() -> None:
 
 
 def test_inference_tensors_work() -> None:
-    name = f"/megacore-{os.getpid()}-z"
-    comm = HostComm(name=name, create=True, position=0, ranks=[0], slot_bytes=64, timeout_s=1.0)
-    HostComm.remove_name(name)
+    comm = HostComm(segment=None, position=0, ranks=[0], slot_bytes=64, timeout_s=1.0)
     communicator = HostCommunicator(comm)
     with torch.inference_mode():
         tensor = torch.arange(100.0)

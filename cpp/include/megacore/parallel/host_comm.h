@@ -5,8 +5,9 @@
 // is sufficient. Tensors of any size are transferred in chunks. A waiting member first yields its
 // core and then sleeps, so members may outnumber cores.
 //
-//   HostSegment::create("/job-7", HostComm::segment_bytes(2, 1 << 20));   // by one process
-//   HostComm comm(HostSegment::open("/job-7", ...), {.position = 0, .ranks = {0, 1}});
+//   auto segment = HostSegment::create(HostComm::segment_bytes(2, 1 << 20));  // in one process
+//   HostComm comm(std::move(segment), {.position = 0, .ranks = {0, 1}});
+//   HostComm comm(HostSegment::open(pid, file, ...), {.position = 1, .ranks = {0, 1}});  // others
 //   comm.all_reduce(data, numel, HostDtype::kFloat32, HostReduction::kSum);
 //
 // Results. Sums run in the order of positions, as in reduce_parts, for any slot size: all members
@@ -68,6 +69,7 @@ class HostComm {
   int position() const { return config_.position; }
   int size() const { return static_cast<int>(config_.ranks.size()); }
   int64_t slot_bytes() const { return config_.slot_bytes; }
+  HostSegment& segment() { return segment_; }
 
   // Returns when every member has called it.
   void barrier();
