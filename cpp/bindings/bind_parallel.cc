@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings.h"
+#include "megacore/base/check.h"
 #include "megacore/parallel/axis_order.h"
 #include "megacore/parallel/host_comm.h"
 #include "megacore/parallel/host_window.h"
@@ -168,6 +169,7 @@ void bind_host_comm(py::module_& module) {
       .def_property_readonly("position", &HostComm::position)
       .def_property_readonly("size", &HostComm::size)
       .def_property_readonly("slot_bytes", &HostComm::slot_bytes)
+      .def_property_readonly("timeout_s", &HostComm::timeout_s)
       .def_property_readonly("file", [](HostComm& self) { return self.segment().file(); })
       .def("close_file", [](HostComm& self) { self.segment().close_file(); })
       .def("barrier", &HostComm::barrier, no_gil())
@@ -245,6 +247,39 @@ void bind_host_window(py::module_& module) {
       .def("offer", &HostWindow::offer, py::arg("part"))
       .def("is_offered", &HostWindow::is_offered, py::arg("part"))
       .def("wait_until_taken", &HostWindow::wait_until_taken, py::arg("part"), no_gil())
+      .def(
+          "data_of",
+          [](const HostWindow& self, int position) {
+            MC_REQUIRE(position >= 0 && position < self.size(),
+                       "position is ",
+                       position,
+                       "; it must be in [0, ",
+                       self.size(),
+                       ")");
+            return reinterpret_cast<uintptr_t>(self.data(position));
+          },
+          py::arg("position"))
+      .def("wait_for_offer_of",
+           &HostWindow::wait_for_offer_of,
+           py::arg("position"),
+           py::kw_only(),
+           py::arg("part"),
+           py::arg("round"),
+           py::arg("limit_s"),
+           no_gil())
+      .def("take_from",
+           &HostWindow::take_from,
+           py::arg("position"),
+           py::kw_only(),
+           py::arg("part"),
+           py::arg("round"))
+      .def("wait_for_take_by",
+           &HostWindow::wait_for_take_by,
+           py::arg("position"),
+           py::kw_only(),
+           py::arg("part"),
+           py::arg("limit_s"),
+           no_gil())
       .def(
           "reduce_scatter",
           [](HostWindow& self,

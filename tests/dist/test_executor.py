@@ -99,8 +99,10 @@ def run_alone(num_stages: int, num_microbatches: int) -> tuple[list[float], Grad
     return losses, grads_of(dict(enumerate(stages)))
 
 
-def pipeline_group(rank: int, size: int) -> Group:
-    groups = ProcessGroups.create(Topology(world_size=size, pp=size), timeout_s=20.0)
+def pipeline_group(rank: int, size: int, *, host_memory: bool = True) -> Group:
+    groups = ProcessGroups.create(
+        Topology(world_size=size, pp=size), timeout_s=20.0, host_memory=host_memory
+    )
     assert groups.pp.position == rank
     return groups.pp
 
@@ -111,10 +113,10 @@ def my_chunks(schedule: Schedule, rank: int) -> tuple[dict[int, nn.Module], nn.M
 
 
 def run_pipeline(
-    rank: int, schedule: Schedule, receives: str
+    rank: int, schedule: Schedule, receives: str, host_memory: bool
 ) -> tuple[list[float], Grads, list[float], Grads]:
     """Train two steps and evaluate in between; returns first losses and grads, then the others."""
-    group = pipeline_group(rank, schedule.num_ranks)
+    group = pipeline_group(rank, schedule.num_ranks, host_memory=host_memory)
     chunks, last = my_chunks(schedule, rank)
     executor = PipelineExecutor(
         schedule.program(rank, receives=receives),
@@ -134,13 +136,14 @@ def run_pipeline(
     return losses, grads, again, grads_of(chunks)
 
 
+@pytest.mark.parametrize("host_memory", [True, False], ids=["shared", "gloo"])
 @pytest.mark.parametrize(("name", "pp", "chunks", "microbatches"), CASES)
 def test_pipeline_equals_one_process_bit_for_bit(
-    name: str, pp: int, chunks: int, microbatches: int
+    name: str, pp: int, chunks: int, microbatches: int, host_memory: bool
 ) -> None:
     schedule = build_schedule(name, num_ranks=pp, num_chunks=chunks, num_microbatches=microbatches)
     expected_losses, expected_grads = run_alone(schedule.num_stages, microbatches)
-    results = run_ranks(pp, run_pipeline, schedule, "ahead")
+    results = run_ranks(pp, run_pipeline, schedule, "ahead", host_memory)
     assert results[-1][0] == expected_losses
     assert results[-1][2] == expected_losses
     assert all(losses == [] for losses, *_ in results[:-1])
@@ -153,10 +156,11 @@ def test_pipeline_equals_one_process_bit_for_bit(
             assert torch.equal(grads[key], value), key
 
 
-def test_receives_in_order_give_the_same() -> None:
+@pytest.mark.parametrize("host_memory", [True, False], ids=["shared", "gloo"])
+def test_receives_in_order_give_the_same(host_memory: bool) -> None:
     schedule = build_schedule("interleaved_1f1b", num_ranks=2, num_chunks=2, num_microbatches=5)
     expected_losses, expected_grads = run_alone(4, 5)
-    results = run_ranks(2, run_pipeline, schedule, "in_order")
+    results = run_ranks(2, run_pipeline, schedule, "in_order", host_memory)
     assert results[-1][0] == expected_losses
     assert all(
         torch.equal((results[0][1] | results[1][1])[k], g) for k, g in expected_grads.items()
@@ -168,7 +172,7 @@ def test_v_placement_hands_over_on_the_rank_that_holds_both_stages() -> None:
         "rank 0: 0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1\nrank 1: 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1\n"
     )
     expected_losses, expected_grads = run_alone(4, 2)
-    results = run_ranks(2, run_pipeline, schedule, "ahead")
+    results = run_ranks(2, run_pipeline, schedule, "ahead", True)
     assert results[0][0] == expected_losses  # rank 0 holds the last stage
     assert results[1][0] == []
     assert all(
@@ -237,22 +241,30 @@ def test_an_error_in_forward_step_names_the_action() -> None:
     )
 
 
-def connect_to_a_dead_rank(rank: int, schedule: Schedule) -> list[str]:
-    group = pipeline_group(rank, 2)
+def connect_to_a_dead_rank(rank: int, schedule: Schedule, host_memory: bool) -> str:
+    group = pipeline_group(rank, 2, host_memory=host_memory)
     dist.all_reduce(torch.zeros(1), group=group.handle)  # the ranks are connected
     if rank == 1:
         os._exit(1)
     try:
         PipelineExecutor(schedule.program(rank), None, group=group, activation=SPEC)
     except RuntimeError as error:
-        return error.__notes__
-    return []
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return ""
 
 
-def test_a_rank_that_is_gone_before_the_first_step_is_named() -> None:
+@pytest.mark.parametrize(
+    ("host_memory", "named"),
+    [
+        (True, "lost a peer: the process of rank 1 (position 1, pid "),
+        (False, "\nwhile opening the channel to pipeline rank 1 (rank 1)"),
+    ],
+    ids=["shared", "gloo"],
+)
+def test_a_rank_that_is_gone_before_the_first_step_is_named(host_memory: bool, named: str) -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
-    notes = run_ranks(2, connect_to_a_dead_rank, schedule, may_die={1})[0]
-    assert notes == ["while opening the channel to pipeline rank 1 (rank 1)"]
+    text = run_ranks(2, connect_to_a_dead_rank, schedule, host_memory, may_die={1})[0]
+    assert named in text
 
 
 def send_wrong_shape(rank: int, schedule: Schedule) -> str:
@@ -391,9 +403,9 @@ def test_memory_is_bounded_by_what_the_schedule_holds(name: str) -> None:
         assert left == 0
 
 
-def evaluate_with_one_output(rank: int, num_microbatches: int) -> list[float]:
+def evaluate_with_one_output(rank: int, num_microbatches: int, host_memory: bool) -> list[float]:
     """The first stage writes every output into the same memory; the second is slow to read it."""
-    groups = ProcessGroups.create(Topology(world_size=2, pp=2), host_memory=False)
+    group = pipeline_group(rank, 2, host_memory=host_memory)
     size = 1 << 16  # more than a message that gloo sends at once
     held = torch.zeros(size)
 
@@ -406,11 +418,13 @@ def evaluate_with_one_output(rank: int, num_microbatches: int) -> list[float]:
     executor = PipelineExecutor(
         build_schedule("1f1b", num_ranks=2, num_microbatches=num_microbatches).program(rank),
         [nn.Identity()],
-        group=groups.pp,
+        group=group,
         activation=ActivationSpec(shape=(size,), dtype=torch.float32, device="cpu"),
     )
     return [loss.item() for loss in executor.run(step, forward_only=True)]
 
 
-def test_in_evaluation_a_module_may_write_its_output_over_the_one_before() -> None:
-    assert run_ranks(2, evaluate_with_one_output, 6)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+@pytest.mark.parametrize("host_memory", [True, False], ids=["shared", "gloo"])
+def test_in_evaluation_a_module_may_write_its_output_over_the_one_before(host_memory: bool) -> None:
+    # More messages than a channel in shared memory has slots.
+    assert run_ranks(2, evaluate_with_one_output, 9, host_memory)[1] == list(map(float, range(9)))

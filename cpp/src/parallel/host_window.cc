@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -143,7 +144,7 @@ bool HostWindow::is_offered(int64_t part) const {
 
 void HostWindow::wait_until_offered(int64_t part) {
   check_task({.part = part});
-  wait_for(part, &HostWindow::offered, "the start of an exchange");
+  wait_for_all(part, &HostWindow::offered, "the start of an exchange of bucket");
 }
 
 void HostWindow::take(int64_t part) {
@@ -153,7 +154,7 @@ void HostWindow::take(int64_t part) {
 
 void HostWindow::reduce_scatter(const Task& task) {
   check_task(task);
-  wait_for(task.part, &HostWindow::offered, "reduce_scatter");
+  wait_for_all(task.part, &HostWindow::offered, "reduce_scatter of bucket");
   const int64_t start = task.offset + config_.position * task.numel * bytes_of(task.dtype);
   std::vector<const std::byte*> parts;
   for (int p = 0; p < size(); ++p) {
@@ -170,7 +171,7 @@ void HostWindow::reduce_scatter(const Task& task) {
 
 void HostWindow::all_gather(const Task& task) {
   check_task(task);
-  wait_for(task.part, &HostWindow::offered, "all_gather");
+  wait_for_all(task.part, &HostWindow::offered, "all_gather of bucket");
   const int64_t slice = task.numel * bytes_of(task.dtype);
   // Each member begins behind itself, so that not all read from one at a time.
   for (int step = 1; step < size(); ++step) {
@@ -190,19 +191,60 @@ void HostWindow::finish(int64_t part) {
 
 void HostWindow::wait_until_taken(int64_t part) {
   check_task({.part = part});
-  wait_for(part, &HostWindow::taken, "the end of a collective");
+  wait_for_all(part, &HostWindow::taken, "the end of a collective of bucket");
 }
 
-void HostWindow::wait_for(int64_t part, Flags (HostWindow::*flags)(int) const, const char* what) {
+bool HostWindow::wait_for_offer_of(int position, int64_t part, uint32_t round, double limit_s) {
+  check_message(position, part);
+  return wait_for({position, position + 1},
+                  part,
+                  {.round = round, .flags = &HostWindow::offered, .what = "a message in slot"},
+                  limit_s);
+}
+
+void HostWindow::take_from(int position, int64_t part, uint32_t round) {
+  check_message(position, part);
+  set(taken(config_.position)[static_cast<size_t>(part)], round, member(config_.position));
+}
+
+bool HostWindow::wait_for_take_by(int position, int64_t part, double limit_s) {
+  check_message(position, part);
+  return wait_for({position, position + 1},
+                  part,
+                  {.round = rounds_[static_cast<size_t>(part)],
+                   .flags = &HostWindow::taken,
+                   .what = "the receipt of the message in slot"},
+                  limit_s);
+}
+
+void HostWindow::check_message(int position, int64_t part) const {
+  check_task({.part = part});
+  MC_REQUIRE(position >= 0 && position < size(),
+             "position is ",
+             position,
+             "; it must be in [0, ",
+             size(),
+             ")");
+}
+
+void HostWindow::wait_for_all(int64_t part, FlagsOf flags, const char* what) {
+  wait_for({0, size()},
+           part,
+           {.round = rounds_[static_cast<size_t>(part)], .flags = flags, .what = what},
+           std::numeric_limits<double>::infinity());
+}
+
+bool HostWindow::wait_for(Positions positions, int64_t part, const Wait& wait, double limit_s) {
   const auto index = static_cast<size_t>(part);
-  const uint32_t round = rounds_[index];
+  const uint32_t round = wait.round;
   const Clock::time_point start = Clock::now();
+  const double end_s = std::min(limit_s, config_.timeout_s);
   double looked_s = 0.0;
-  for (int p = 0; p < size(); ++p) {
-    std::atomic<uint32_t>& flag = (this->*flags)(p)[index];
+  for (int p = positions.begin; p < positions.end; ++p) {
+    std::atomic<uint32_t>& flag = (this->*wait.flags)(p)[index];
     const auto is_set = [&] { return has_reached(flag.load(std::memory_order_acquire), round); };
-    while (!is_soon(is_set)) {
-      const double left_s = config_.timeout_s - seconds_since(start);
+    while (limit_s > 0.0 ? !is_soon(is_set) : !is_set()) {
+      const double left_s = end_s - seconds_since(start);
       member(p).num_sleepers.fetch_add(1);
       const uint32_t value = flag.load();
       if (!has_reached(value, round)) {
@@ -216,25 +258,28 @@ void HostWindow::wait_for(int64_t part, Flags (HostWindow::*flags)(int) const, c
         config_.while_waiting();
       }
       const double waited_s = seconds_since(start);
-      if (waited_s - looked_s < kLookEveryS && waited_s < config_.timeout_s) {
+      if (waited_s - looked_s < kLookEveryS && waited_s < end_s) {
         continue;
       }
       looked_s = waited_s;
       const auto is_missing = [&](int other) {
-        return !has_reached((this->*flags)(other)[index].load(), round);
+        return !has_reached((this->*wait.flags)(other)[index].load(), round);
       };
       std::vector<int> missing;
-      for (int other = p; other < size(); ++other) {
+      for (int other = p; other < positions.end; ++other) {
         // One that has come and then left is no loss to this exchange: looked at in this order.
         if (is_missing(other) && is_lost(other) && is_missing(other)) {
-          throw_lost(other, part, what);
+          throw_lost(other, part, wait.what);
         }
         if (is_missing(other)) {
           missing.push_back(other);
         }
       }
+      if (waited_s >= end_s && end_s < config_.timeout_s && !missing.empty()) {
+        return false;
+      }
       if (waited_s >= config_.timeout_s && !missing.empty()) {
-        throw std::runtime_error(concat(about(part, what),
+        throw std::runtime_error(concat(about(part, wait.what),
                                         " timed out after ",
                                         config_.timeout_s,
                                         " s: ",
@@ -243,6 +288,7 @@ void HostWindow::wait_for(int64_t part, Flags (HostWindow::*flags)(int) const, c
       }
     }
   }
+  return true;
 }
 
 bool HostWindow::is_lost(int position) const {
@@ -281,7 +327,7 @@ std::string HostWindow::about(int64_t part, const char* what) const {
   for (const int rank : config_.ranks) {
     ranks += concat(ranks.empty() ? "" : ", ", rank);
   }
-  return concat(what, " of bucket ", part, " over ranks ", ranks, " of this host");
+  return concat(what, " ", part, " over ranks ", ranks, " of this host");
 }
 
 }  // namespace megacore::parallel

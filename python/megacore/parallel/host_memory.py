@@ -72,6 +72,11 @@ class HostCommunicator:
         """Bytes of shared memory per member."""
         return 2 * self._comm.slot_bytes
 
+    @property
+    def timeout_s(self) -> float:
+        """Seconds to wait for a member."""
+        return self._comm.timeout_s
+
     def all_reduce_(self, tensor: Tensor, *, op: str) -> None:
         """Reduce in place over all members."""
         self._comm.all_reduce(

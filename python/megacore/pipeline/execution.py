@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megacore._core import Action, ActionKind, Program, StateMachine
 from megacore.ops.split_backward import DeferredWeightGrads, backward_input, whole_backward
 from megacore.parallel.turns import Turns, spare_work
-from megacore.pipeline.messages import Incoming, Messages, Transport
+from megacore.pipeline.messages import Incoming, Transport
 from megacore.pipeline.recorder import ActionRecorder
 
 # Result of a stage: its output; on the last stage a scalar loss, or (loss, number of tokens).
@@ -111,7 +111,7 @@ class Step:
         self._recorder = recorder
         self._before_backward = before_backward
         self._trains = not track.program.is_forward_only
-        self._messages = Messages(transport)
+        self._messages = transport.start_step()
         # By stage and microbatch.
         self._inputs: dict[tuple[int, int], Tensor | Incoming] = {}
         self._output_grads: dict[tuple[int, int], Tensor | Incoming] = {}

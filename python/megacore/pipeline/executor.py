@@ -30,7 +30,7 @@ from megacore.pipeline.execution import (
     StepLosses,
     Track,
 )
-from megacore.pipeline.messages import Transport, connect
+from megacore.pipeline.messages import Transport, connect, open_mailbox
 from megacore.pipeline.recorder import ActionRecorder
 from megacore.pipeline.schedule import Schedule
 
@@ -107,9 +107,6 @@ class PipelineExecutor:
                 f"the channels have the ranks {to_higher.ranks} and {to_lower.ranks}, but group "
                 f"{group.name} has {group.ranks}"
             )
-        self._transport = Transport(
-            to_higher=to_higher, to_lower=to_lower, activations=activations, debug=debug
-        )
         self._track = Track(program)
         self._forward_track = self._track
         if not program.is_forward_only:
@@ -118,7 +115,15 @@ class PipelineExecutor:
         self._turns = Turns() if overlap_pairs else None
         if schedule is not None:
             require_same_schedule(schedule, group, device=activations.device)
-        connect(self._transport, {peer for peer in program.peers if peer >= 0})
+        self._transport = Transport(
+            to_higher=to_higher,
+            to_lower=to_lower,
+            activations=activations,
+            mailbox=None if debug else open_mailbox(program, group, activations),
+            debug=debug,
+        )
+        if self._transport.mailbox is None:
+            connect(self._transport, {peer for peer in program.peers if peer >= 0})
 
     def run(
         self,

@@ -1,21 +1,26 @@
 """The messages of one step between the ranks of a pipeline.
 
 Sends and receives only start transfers. Each message is kept alive until it is known to have been
-received. The action that reads a received message waits for it.
+received. The action that reads a received message waits for it. Ranks of one host exchange CPU
+tensors through a mailbox in shared memory, all others through the backend of their group.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from megacore._core import Action, ActionKind
+from megacore._core import Action, ActionKind, Program
 from megacore.parallel.async_collectives import is_capturing
 from megacore.parallel.collectives import irecv, isend
+from megacore.parallel.mailbox import Channel, Mailbox
 from megacore.parallel.process_groups import Group
 from megacore.pipeline.activation import ActivationSpec, StageActivations
 
@@ -31,6 +36,7 @@ class Transport:
         to_higher: Group for messages to a rank of higher position.
         to_lower: Group for messages to a rank of lower position; may be the same.
         activations: Output specification of each stage.
+        mailbox: Shared memory for all messages; ``None``: the groups' backend sends them.
         debug: Send a header before each message, and check it on receipt.
 
     Raises:
@@ -40,6 +46,7 @@ class Transport:
     to_higher: Group
     to_lower: Group
     activations: StageActivations
+    mailbox: Mailbox | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -56,6 +63,10 @@ class Transport:
         """Return the group in which one rank sends to another."""
         return self.to_higher if sender < receiver else self.to_lower
 
+    def start_step(self) -> Messages:
+        """Return the sends and receives of one step."""
+        return BackendMessages(self) if self.mailbox is None else MailboxMessages(self)
+
 
 @dataclass(kw_only=True)
 class Incoming:
@@ -64,22 +75,86 @@ class Incoming:
     Attributes:
         action: The receive.
         peer: Position of the sender.
+    """
+
+    action: Action
+    peer: int
+
+
+class Messages(Protocol):
+    """Sends and receives of one rank in one step."""
+
+    def send(self, action: Action, peer: int, message: Tensor) -> None:
+        """Start sending the message of an action."""
+
+    def receive(self, action: Action, peer: int, acknowledged: int) -> Incoming:
+        """Start receiving the message of an action.
+
+        Args:
+            action: The receive.
+            peer: Position of the sender.
+            acknowledged: Sends to the peer that the message's arrival proves received.
+        """
+
+    def wait(self, incoming: Incoming) -> Tensor:
+        """Wait for a message."""
+
+    def finish_all(self) -> None:
+        """Wait until the backend needs no message of this rank any more."""
+
+
+class MailboxMessages:
+    """Messages through shared memory."""
+
+    def __init__(self, transport: Transport) -> None:
+        assert transport.mailbox is not None
+        self._mailbox = transport.mailbox
+        self._transport = transport
+
+    def send(self, action: Action, peer: int, message: Tensor) -> None:
+        """See `Messages`."""
+        forward = action.kind == ActionKind.SEND_FORWARD
+        receiver = action.stage + (1 if forward else -1)
+        self._transport.activations.of_message(receiver, forward=forward).require(
+            message, "the message"
+        )
+        with _about_peer(self._transport, action, peer):
+            self._mailbox.send((receiver, forward), message)
+
+    def receive(self, action: Action, peer: int, acknowledged: int) -> Incoming:  # noqa: ARG002
+        """See `Messages`."""
+        return Incoming(action=action, peer=peer)
+
+    def wait(self, incoming: Incoming) -> Tensor:
+        """See `Messages`."""
+        forward = incoming.action.kind == ActionKind.RECV_FORWARD
+        with _about_peer(self._transport, incoming.action, incoming.peer):
+            return self._mailbox.receive((incoming.action.stage, forward))
+
+    def finish_all(self) -> None:
+        """See `Messages`."""
+        self._mailbox.flush()
+
+
+@dataclass(kw_only=True)
+class _Transfer(Incoming):
+    """Receive in flight through a backend.
+
+    Attributes:
         acknowledged: Sends to the peer that the message's arrival proves received.
         tensor: Receive buffer.
         work: The transfer; in debug mode first that of the header.
         header: The header in flight, in debug mode.
     """
 
-    action: Action
-    peer: int
     acknowledged: int
     tensor: Tensor
     work: Work
     header: Tensor | None
 
 
-class Messages:
-    """Sends and receives of one rank in one step."""
+class BackendMessages:
+    """Messages through the backend of the groups."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -87,7 +162,7 @@ class Messages:
         self._waiting: dict[int, deque[tuple[list[Work], list[Tensor]]]] = defaultdict(deque)
         self._num_done: dict[int, int] = defaultdict(int)
         # In debug mode: messages whose header was not looked at yet, and how many were.
-        self._unseen: dict[int, deque[Incoming]] = defaultdict(deque)
+        self._unseen: dict[int, deque[_Transfer]] = defaultdict(deque)
         self._num_seen: dict[int, int] = defaultdict(int)
 
     def send(self, action: Action, peer: int, message: Tensor) -> None:
@@ -130,7 +205,7 @@ class Messages:
             from_position=peer,
             tag=tags[-1] if header is None else tags[0],
         )
-        incoming = Incoming(
+        incoming = _Transfer(
             action=action,
             peer=peer,
             acknowledged=acknowledged,
@@ -144,17 +219,11 @@ class Messages:
 
     def wait(self, incoming: Incoming) -> Tensor:
         """Wait for a message, and release sent messages that its arrival acknowledges."""
-        group = self._transport.group(sender=incoming.peer, receiver=self._position)
-        try:
+        assert isinstance(incoming, _Transfer)
+        with _about_peer(self._transport, incoming.action, incoming.peer):
             while incoming.header is not None:
                 self._see_next(incoming.peer)
             incoming.work.wait()
-        except Exception as error:
-            error.add_note(
-                f"while waiting for {incoming.action} from pipeline rank {incoming.peer} "
-                f"(rank {group.ranks[incoming.peer]})"
-            )
-            raise
         self._finish(incoming.peer, incoming.acknowledged)
         return incoming.tensor
 
@@ -191,6 +260,43 @@ class Messages:
         tag = _tags(stage, forward=forward, debug=True)[-1]
         incoming.work = irecv(incoming.tensor, group, from_position=peer, tag=tag)
         incoming.header = None
+
+
+@contextmanager
+def _about_peer(transport: Transport, action: Action, peer: int) -> Iterator[None]:
+    """Add a note with the peer to errors."""
+    try:
+        yield
+    except Exception as error:
+        rank = transport.to_higher.ranks[peer]
+        receives = action.kind in (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
+        what = "waiting for" if receives else "in"
+        direction = "from" if receives else "to"
+        error.add_note(f"while {what} {action} {direction} pipeline rank {peer} (rank {rank})")
+        raise
+
+
+def open_mailbox(program: Program, group: Group, activations: StageActivations) -> Mailbox | None:
+    """Create shared memory for the messages of a program. Collective over a pipeline's ranks.
+
+    Returns:
+        The mailbox; ``None``, on all ranks, if they do not share memory.
+    """
+    if activations.device.type != "cpu" or group.host is None:
+        return None
+    counts = Counter(
+        (action.stage + (1 if action.kind == ActionKind.SEND_FORWARD else -1), action.kind, peer)
+        for action, peer in zip(program.actions, program.peers, strict=True)
+        if action.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
+    )
+    channels: dict[Hashable, Channel] = {}
+    for (receiver, kind, peer), count in counts.items():
+        forward = kind == ActionKind.SEND_FORWARD
+        spec = activations.of_message(receiver, forward=forward)
+        channels[receiver, forward] = Channel(
+            receiver=peer, shape=spec.shape, dtype=spec.dtype, depth=min(count, 2 * group.size)
+        )
+    return Mailbox.open(channels, group)
 
 
 def connect(transport: Transport, peers: set[int]) -> None:

@@ -69,6 +69,7 @@ class HostComm {
   int position() const { return config_.position; }
   int size() const { return static_cast<int>(config_.ranks.size()); }
   int64_t slot_bytes() const { return config_.slot_bytes; }
+  double timeout_s() const { return config_.timeout_s; }
   HostSegment& segment() { return segment_; }
 
   // Returns when every member has called it.

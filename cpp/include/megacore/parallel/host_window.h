@@ -98,15 +98,35 @@ class HostWindow {
   // Returns when no member needs the last offer of `part`; at once if it was never offered.
   void wait_until_taken(int64_t part);
 
+  // Messages: a part that only one member offers and only one other takes. The receiver waits for
+  // the `round`-th offer, reads from data(sender), and takes it; then the sender may write the next
+  // one. Both waits return false if that has not happened after `limit_s`, and throw as above.
+  bool wait_for_offer_of(int position, int64_t part, uint32_t round, double limit_s);
+  void take_from(int position, int64_t part, uint32_t round);
+  bool wait_for_take_by(int position, int64_t part, double limit_s);
+
  private:
   using Flags = std::span<std::atomic<uint32_t>>;
+  using FlagsOf = Flags (HostWindow::*)(int) const;
+
+  struct Positions {
+    int begin;
+    int end;
+  };
+  struct Wait {
+    uint32_t round;  // that the flags of all positions must reach
+    FlagsOf flags;
+    const char* what;  // for messages
+  };
 
   WindowMember& member(int position) const;
   Flags offered(int position) const;
   Flags taken(int position) const;
   void check_task(const Task& task) const;
   void finish(int64_t part);
-  void wait_for(int64_t part, Flags (HostWindow::*flags)(int) const, const char* what);
+  void check_message(int position, int64_t part) const;
+  void wait_for_all(int64_t part, FlagsOf flags, const char* what);
+  bool wait_for(Positions positions, int64_t part, const Wait& wait, double limit_s);
   bool is_lost(int position) const;
   [[noreturn]] void throw_lost(int position, int64_t part, const char* what) const;
   std::string who(const std::vector<int>& positions) const;
