@@ -246,6 +246,8 @@ void bind_host_window(py::module_& module) {
       .def_property_readonly("bytes", &HostWindow::bytes)
       .def("offer", &HostWindow::offer, py::arg("part"))
       .def("is_offered", &HostWindow::is_offered, py::arg("part"))
+      .def("wait_until_offered", &HostWindow::wait_until_offered, py::arg("part"), no_gil())
+      .def("take", &HostWindow::take, py::arg("part"))
       .def("wait_until_taken", &HostWindow::wait_until_taken, py::arg("part"), no_gil())
       .def(
           "data_of",

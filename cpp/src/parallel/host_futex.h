@@ -35,20 +35,32 @@ inline double seconds_since(std::chrono::steady_clock::time_point start) {
 // Whether `is_over` becomes true before it pays to sleep. A member that waits looks a few times,
 // then offers its core to others for a while. Offering lets peers run that have no core of their
 // own, and spares a core without other work the way into sleep and back, which takes longer than
-// most waits.
+// most waits. On a core with other work an offer costs a time slice of that work, while the
+// scheduler runs a woken sleeper at once: after a long offer, the next waits sleep without one.
 template <typename IsOver>
 bool is_soon(const IsOver& is_over) {
   constexpr int kNumLooks = 10;
   constexpr std::chrono::microseconds kOffer(50);
+  constexpr std::chrono::microseconds kLongOffer(200);
+  constexpr int kNumWithoutOffer = 64;
+  static thread_local int num_without_offer = 0;
   for (int look = 0; look < kNumLooks; ++look) {
     if (is_over()) {
       return true;
     }
     pause_processor();
   }
+  if (num_without_offer > 0) {
+    --num_without_offer;
+    return false;
+  }
   const auto start = std::chrono::steady_clock::now();
   while (!is_over()) {
-    if (std::chrono::steady_clock::now() - start > kOffer) {
+    const auto waited = std::chrono::steady_clock::now() - start;
+    if (waited > kLongOffer) {
+      num_without_offer = kNumWithoutOffer;
+    }
+    if (waited > kOffer) {
       return false;
     }
     std::this_thread::yield();

@@ -9,6 +9,7 @@ function                    forward                                backward
 ``reduce_scatter_rows``     reduce-scatter                         all-gather
 ==========================  =====================================  ================================
 
+Groups of one host exchange CPU tensors through shared memory, all others through their backend.
 Computation between ``start_exchange`` and ``finish`` overlaps with the exchange; in the backward
 pass its gradient overlaps with the exchange of the row gradients. Members must start their
 exchanges in the same order. Over a group of one, rows are returned unchanged.
@@ -78,6 +79,14 @@ def all_to_all_async(
     if group.handle is None:
         return rows, PendingCollective()
     received = rows.new_empty(splits.num_received(rows.shape[0]), *rows.shape[1:])
+    if not rows.is_cuda and group.host is not None and (host := group.host.exchange()) is not None:
+        equal = (rows.shape[0] // group.size,) * group.size
+        sent, got = splits.sent or equal, splits.received or equal
+        started = host.start(rows, sent)
+        return received, PendingCollective(
+            complete=lambda: host.finish(started, received, got),
+            is_ready=lambda: host.is_ready(started),
+        )
     work = dist.all_to_all_single(
         received,
         rows,

@@ -27,6 +27,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megacore._core import HostComm, HostDtype, HostReduction, HostWindow
+from megacore.parallel.host_exchange import NUM_EXCHANGES, HostExchange
 
 DEFAULT_SLOT_BYTES = 1 << 20
 MEMINFO = Path("/proc/meminfo")
@@ -66,6 +67,8 @@ class HostCommunicator:
 
     def __init__(self, comm: HostComm) -> None:
         self._comm = comm
+        self._exchange: HostExchange | None = None
+        self._has_tried_exchange = False
 
     @property
     def bytes_per_member(self) -> int:
@@ -129,6 +132,22 @@ class HostCommunicator:
     def barrier(self) -> None:
         """Wait until every member has arrived."""
         self._comm.barrier()
+
+    def exchange(self) -> HostExchange | None:
+        """Return the all-to-all of the group, made by the first call, which is collective.
+
+        Returns:
+            ``None`` on all members if one lacks the memory.
+        """
+        if not self._has_tried_exchange:
+            self._has_tried_exchange = True
+            num_bytes = HostExchange.window_bytes(self._comm.size)
+            window = self.make_window(num_bytes, num_parts=NUM_EXCHANGES)
+            if window is not None:
+                self._exchange = HostExchange(
+                    window, position=self._comm.position, size=self._comm.size
+                )
+        return self._exchange
 
     def make_window(self, num_bytes: int, *, num_parts: int) -> HostWindow | None:
         """Allocate memory that all members can read; ``None`` on all if one allocation fails."""
