@@ -1,15 +1,11 @@
 #include <pybind11/numpy.h>
-#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "bindings.h"
-#include "megacore/moe/documented.h"
 #include "megacore/moe/offload_plan.h"
-#include "megacore/moe/source_split.h"
 
 namespace py = pybind11;
 
@@ -89,88 +85,8 @@ void bind_offload_plan(py::module_& module) {
       py::arg("domain_size"));
 }
 
-// The documented planner's steps, for `megacore.echo_study.documented`.
-void bind_documented_steps(py::module_& module) {
-  using Values = std::vector<int64_t>;
-  module.def(
-      "floor_average",
-      [](const Values& rank_loads) { return moe::floor_average(rank_loads); },
-      py::arg("rank_loads"));
-  module.def(
-      "spare_capacity",
-      [](const Values& rank_loads, int64_t average) {
-        return moe::spare_capacity(rank_loads, average);
-      },
-      py::arg("rank_loads"),
-      py::arg("average"));
-  module.def(
-      "spillover",
-      [](const Values& expert_loads, int64_t num_ranks, int64_t average) {
-        return moe::spillover(expert_loads, num_ranks, average);
-      },
-      py::arg("expert_loads"),
-      py::kw_only(),
-      py::arg("num_ranks"),
-      py::arg("average"));
-  using PieceTuple = std::tuple<int64_t, int64_t, int64_t>;
-  const auto to_tuples = [](const std::vector<moe::Piece>& pieces) {
-    std::vector<PieceTuple> tuples;
-    for (const moe::Piece& piece : pieces) {
-      tuples.emplace_back(piece.chunk, piece.bucket, piece.tokens);
-    }
-    return tuples;
-  };
-  module.def(
-      "interval_overlap",
-      [to_tuples](const Values& chunks, const Values& buckets) {
-        return to_tuples(moe::interval_overlap(chunks, buckets));
-      },
-      py::arg("chunks"),
-      py::arg("buckets"));
-  module.def(
-      "assign_spillover",
-      [to_tuples](const Values& spillover, const Values& spare_capacity) {
-        return to_tuples(moe::assign_spillover(spillover, spare_capacity));
-      },
-      py::arg("spillover"),
-      py::arg("spare_capacity"));
-  module.def(
-      "top_pieces",
-      [](const std::vector<PieceTuple>& pieces, int64_t num_spare_slots) {
-        std::vector<moe::Piece> values;
-        for (const auto& [expert, rank, tokens] : pieces) {
-          values.push_back({expert, rank, tokens});
-        }
-        std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> clones;
-        for (const moe::Clone& clone : moe::top_pieces(values, num_spare_slots)) {
-          clones.emplace_back(clone.expert, clone.rank, clone.slot, clone.tokens);
-        }
-        return clones;
-      },
-      py::arg("pieces"),
-      py::kw_only(),
-      py::arg("num_spare_slots"));
-  module.def(
-      "breadth_first_shares",
-      [](const Values& tokens, const Values& amounts) {
-        return moe::breadth_first_shares(tokens, amounts);
-      },
-      py::arg("tokens"),
-      py::arg("amounts"));
-  module.def(
-      "depth_first_shares",
-      [](const Values& tokens_left, const Values& missing) {
-        return moe::depth_first_shares(tokens_left, missing);
-      },
-      py::arg("tokens_left"),
-      py::arg("missing"));
-}
-
 }  // namespace
 
-void bind_moe(py::module_& module) {
-  bind_offload_plan(module);
-  bind_documented_steps(module);
-}
+void bind_moe(py::module_& module) { bind_offload_plan(module); }
 
 }  // namespace megacore::bindings

@@ -1,4 +1,5 @@
 #include <cstdint>
+#include <string>
 
 #include "bindings.h"
 #include "megacore/cuda/plan_offload.h"
@@ -15,7 +16,7 @@ void bind_plan(py::module_& module) {
          int64_t num_ranks,
          int64_t num_experts,
          int64_t num_spare_slots,
-         bool is_balanced,
+         const std::string& method,
          int64_t tolerance_per_million,
          int64_t min_imbalance_per_million,
          int64_t domain_size,
@@ -26,10 +27,11 @@ void bind_plan(py::module_& module) {
          uintptr_t summary,
          uintptr_t elapsed_ns,
          uintptr_t stream) {
-        cuda::plan_offload({.spec = {.shape = {.num_ranks = num_ranks,
-                                               .num_experts = num_experts,
-                                               .num_spare_slots = num_spare_slots},
-                                     .is_balanced = is_balanced,
+        cuda::plan_offload({.shape = {.num_ranks = num_ranks,
+                                      .num_experts = num_experts,
+                                      .num_spare_slots = num_spare_slots},
+                            .spec = {.method = moe::plan_method(method),
+                                     .num_spare_slots = num_spare_slots,
                                      .tolerance_per_million = tolerance_per_million,
                                      .min_imbalance_per_million = min_imbalance_per_million,
                                      .domain_size = domain_size},
@@ -47,7 +49,7 @@ void bind_plan(py::module_& module) {
       py::arg("num_ranks"),
       py::arg("num_experts"),
       py::arg("num_spare_slots"),
-      py::arg("is_balanced"),
+      py::arg("method"),
       py::arg("tolerance_per_million"),
       py::arg("min_imbalance_per_million"),
       py::arg("domain_size"),

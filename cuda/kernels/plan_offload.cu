@@ -73,8 +73,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t start_ns = nanoseconds();
   moe::TeamPlanner<DeviceTeam, DeviceWarp>(DeviceTeam{},
                                            DeviceWarp{},
+                                           params.shape,
                                            params.spec,
-                                           PlanMemory(memory, params.spec.shape, num_runs),
+                                           PlanMemory(memory, params.shape, num_runs),
                                            params.counts,
                                            params.plan)
       .run();
@@ -96,36 +97,21 @@ int64_t runs_for(const PlanShape& shape) {
   return num_runs;
 }
 
-void require_spec(const moe::TeamSpec& spec) {
-  const PlanShape& shape = spec.shape;
+void require_shape(const PlanShape& shape) {
   MC_REQUIRE(shape.num_ranks >= 1 && shape.num_experts >= shape.num_ranks &&
                  shape.num_experts % shape.num_ranks == 0 && shape.num_experts <= moe::kMaxExperts,
              shape.num_experts,
              " experts do not divide over ",
              shape.num_ranks,
              " ranks");
-  MC_REQUIRE(shape.num_spare_slots >= 0, "num_spare_slots is ", shape.num_spare_slots);
-  MC_REQUIRE(spec.domain_size >= 1 && shape.num_ranks % spec.domain_size == 0,
-             "domain_size is ",
-             spec.domain_size,
-             "; it must divide the number of ranks, ",
-             shape.num_ranks);
-  MC_REQUIRE(spec.tolerance_per_million >= 0 && spec.tolerance_per_million <= moe::kMillion,
-             "the tolerance is ",
-             spec.tolerance_per_million,
-             " millionths of the average; it must be in [0, 1000000]");
-  MC_REQUIRE(spec.min_imbalance_per_million >= moe::kMillion &&
-                 spec.min_imbalance_per_million <= 1000 * moe::kMillion,
-             "the minimum imbalance is ",
-             spec.min_imbalance_per_million,
-             " millionths of the average; it must be in [1000000, 1000000000]");
 }
 
 }  // namespace
 
 void plan_offload(const PlanOffloadParams& params, cudaStream_t stream) {
-  require_spec(params.spec);
-  const PlanShape& shape = params.spec.shape;
+  const PlanShape& shape = params.shape;
+  require_shape(shape);
+  moe::require_spec(params.spec, shape.num_ranks);
   const int64_t num_runs = runs_for(shape);
   const int64_t bytes = bytes_for(shape, num_runs);
   MC_REQUIRE(bytes <= kMaxSharedBytes,

@@ -68,25 +68,45 @@ def documented_plan(counts: Matrix, num_spare_slots: int) -> tuple[Matrix, list[
         candidates.sort(key=lambda e: (-assignment[e][p], e))
         for slot, e in enumerate(candidates[:num_spare_slots]):
             slot_expert[p][slot], amounts[p][slot] = e, assignment[e][p]
-    rerouted = [[[0] * num_spare_slots for _ in range(num_ranks)] for _ in range(num_ranks)]
+    return slot_expert, split_sources(counts, slot_expert, amounts, locality_first=False)
+
+
+def split_sources(
+    counts: Matrix, slot_expert: Matrix, amounts: Matrix, *, locality_first: bool
+) -> list[Matrix]:
+    """Tokens of every source for every clone, ``(sources, ranks, slots)``.
+
+    ``amounts`` has the tokens of each slot. With ``locality_first`` clones and home experts take
+    tokens of their own ranks before the rest is shared.
+    """
+    num_ranks, num_experts, num_slots = len(counts), len(counts[0]), len(slot_expert[0])
+    rerouted = [[[0] * num_slots for _ in range(num_ranks)] for _ in range(num_ranks)]
     for e in range(num_experts):
         places = [
-            (p, s)
-            for p in range(num_ranks)
-            for s in range(num_spare_slots)
-            if slot_expert[p][s] == e
+            (p, s) for p in range(num_ranks) for s in range(num_slots) if slot_expert[p][s] == e
         ]
-        tokens = [row[e] for row in counts]
-        for r in range(num_ranks):
-            for p, s in places:
-                rerouted[r][p][s] = int(Fraction(tokens[r], sum(tokens)) * amounts[p][s])
-        left = [tokens[r] - sum(rerouted[r][p][s] for p, s in places) for r in range(num_ranks)]
-        missing = [amounts[p][s] - sum(row[p][s] for row in rerouted) for p, s in places]
-        extra = overlap_matrix(left, missing)
+        left = [row[e] for row in counts]
+        missing = [amounts[p][s] for p, s in places]
+        stays_home = sum(left) - sum(missing)
+        if locality_first:
+            for j, (p, s) in enumerate(places):
+                rerouted[p][p][s] = min(left[p], missing[j])
+                left[p] -= rerouted[p][p][s]
+                missing[j] -= rerouted[p][p][s]
+            home = e // (num_experts // num_ranks)
+            left[home] -= min(left[home], stays_home)
+        floors = [
+            [int(Fraction(left[r], sum(left)) * m) if sum(left) else 0 for m in missing]
+            for r in range(num_ranks)
+        ]
+        rest = overlap_matrix(
+            [left[r] - sum(floors[r]) for r in range(num_ranks)],
+            [m - sum(row[j] for row in floors) for j, m in enumerate(missing)],
+        )
         for r in range(num_ranks):
             for j, (p, s) in enumerate(places):
-                rerouted[r][p][s] += extra[r][j]
-    return slot_expert, rerouted
+                rerouted[r][p][s] += floors[r][j] + rest[r][j]
+    return rerouted
 
 
 def violations(

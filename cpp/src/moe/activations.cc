@@ -5,6 +5,7 @@
 
 #include "megacore/base/check.h"
 #include "megacore/base/low_precision.h"
+#include "megacore/base/vector_clones.h"
 #include "parallel_for.h"
 
 namespace megacore::moe {
@@ -150,26 +151,17 @@ template <typename Float>
   return sum_of(lanes);
 }
 
-// As MC_VECTOR_CLONES, with the instructions on 16-bit lanes that bfloat16 wants: avx512f alone has
-// none.
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && \
-    !defined(__SANITIZE_THREAD__)
-#define MC_WIDE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define MC_WIDE_CLONES
-#endif
-
 // Only plain functions can be compiled once per vector width.
 #define MC_ACTIVATION(kind, suffix, Float)                                             \
-  MC_WIDE_CLONES void kind##_##suffix(                                                 \
+  MC_VECTOR_CLONES_V4 void kind##_##suffix(                                            \
       const Float* __restrict__ x, float prob, Float* __restrict__ y, int64_t width) { \
     kind##_row(x, prob, y, width);                                                     \
   }                                                                                    \
-  MC_WIDE_CLONES float kind##_backward_##suffix(const Float* __restrict__ grad_y,      \
-                                                const Float* __restrict__ x,           \
-                                                float prob,                            \
-                                                Float* __restrict__ grad_x,            \
-                                                int64_t width) {                       \
+  MC_VECTOR_CLONES_V4 float kind##_backward_##suffix(const Float* __restrict__ grad_y, \
+                                                     const Float* __restrict__ x,      \
+                                                     float prob,                       \
+                                                     Float* __restrict__ grad_x,       \
+                                                     int64_t width) {                  \
     return kind##_backward_row(grad_y, x, prob, grad_x, width);                        \
   }
 

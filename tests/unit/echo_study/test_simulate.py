@@ -28,7 +28,7 @@ COUNTS = np.array([[30, 10], [50, 10]])
     "module",
     [
         "moe.echo.plan",
-        *("echo_study.documented", "echo_study.baselines", "echo_study.workloads"),
+        *("echo_study.baselines", "echo_study.workloads"),
         "echo_study.simulate",
     ],
 )

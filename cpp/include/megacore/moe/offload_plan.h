@@ -1,4 +1,4 @@
-// Plan of clones: hot experts in spare slots, and their tokens.
+// Plan of clones: hot experts in spare slots, and their tokens. Computed by team_planner.h.
 //
 // Every rank computes the same plan from the same counts: integers only, ties go to the lowest
 // index.
@@ -10,33 +10,12 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
+#include "megacore/moe/plan_spec.h"
 #include "megacore/moe/token_counts.h"
 
 namespace megacore::moe {
-
-enum class PlanMethod {
-  kDocumented,  // documented.h
-  kBalanced,    // balanced.h
-};
-
-// "echo" and "balanced". Throws std::invalid_argument for any other name.
-PlanMethod plan_method(std::string_view name);
-
-inline constexpr int64_t kMaxSpareSlots = 1024;
-
-struct PlanSpec {
-  PlanMethod method = PlanMethod::kBalanced;
-  int64_t num_spare_slots = 1;
-  // Balanced only: room above the average that is not worth a clone, in millionths of the average.
-  int64_t tolerance_per_million = 10'000;
-  // No clones while the highest load is at most this many millionths of the average.
-  int64_t min_imbalance_per_million = kMillion;
-  // Balanced only: see BalancedSpec. 0 means all ranks.
-  int64_t domain_size = 0;
-};
 
 struct OffloadPlan {
   int64_t num_ranks = 0;
@@ -57,9 +36,8 @@ struct OffloadPlan {
   friend bool operator==(const OffloadPlan&, const OffloadPlan&) = default;
 };
 
-// Throws std::invalid_argument for bad counts (see sum_loads), slots outside [0, 1024], a
-// tolerance outside [0, 10^6], a minimum imbalance outside [10^6, 10^9], a domain size that does
-// not divide the number of ranks, or a domain with the documented method.
+// Throws std::invalid_argument for bad counts (see sum_loads) and bad options (see require_spec),
+// std::logic_error if the bound of the balanced planner is violated.
 OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec);
 
 }  // namespace megacore::moe

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "megacore/base/host_device.h"
+#include "megacore/moe/plan_spec.h"
 #include "megacore/moe/planner_math.h"
 
 // Marks team code: device code for the CUDA compiler, host code otherwise.
@@ -48,16 +49,6 @@ struct SoloTeam {
   MC_TEAM_CODE void sync() const {}
 };
 
-struct PlanShape {
-  int64_t num_ranks = 1;
-  int64_t num_experts = 1;
-  int64_t num_spare_slots = 0;
-
-  MC_HOST_DEVICE int64_t experts_per_rank() const { return num_experts / num_ranks; }
-  MC_HOST_DEVICE int64_t num_slots() const { return num_ranks * num_spare_slots; }
-  MC_HOST_DEVICE int64_t home(int64_t expert) const { return expert / experts_per_rank(); }
-};
-
 // The clones of a plan by (rank, slot).
 struct SlotTable {
   int64_t* expert = nullptr;  // -1 where unused
@@ -70,6 +61,8 @@ struct RunMemory {
   int64_t* slots_left = nullptr;  // (rank,)
   int64_t* largest = nullptr;     // (rank,) the most of `remaining`; Rule::kBestFill only
   int64_t* sends = nullptr;       // (rank,) clones made of its experts
+  uint64_t* donor = nullptr;      // (rank,) most_key of its surplus; 0 if it cannot give
+  uint64_t* receiver = nullptr;   // (rank,) most_key of its slack; 0 if it cannot receive
   int64_t* remaining = nullptr;   // (expert,) tokens still on the home expert
   SlotTable clones = {};
   Score* score = nullptr;
@@ -85,6 +78,15 @@ struct SplitMemory {
   int64_t* missing_after = nullptr;  // (clone,) after the proportional shares
 };
 
+// What every thread needs to know of a plan, written by one.
+struct PlanFacts {
+  int64_t is_valid = 1;        // no count is negative or too large
+  int64_t total = 0;           // tokens
+  int64_t highest_load = 0;    // of a rank
+  int64_t largest_expert = 0;  // its tokens
+  int64_t num_spilling = 0;    // experts that spill; documented planner only
+};
+
 // A planner's memory, cut from one array of 64-bit words.
 class PlanMemory {
  public:
@@ -93,12 +95,12 @@ class PlanMemory {
       : words_(memory), shape_(shape), num_runs_(num_runs) {}
 
   MC_HOST_DEVICE static int64_t words_of_run(const PlanShape& shape) {
-    const int64_t run = 4 * shape.num_ranks + shape.num_experts + 2 * shape.num_slots() + kScore;
-    return larger(run, 6 * shape.num_ranks);
+    const int64_t run = 6 * shape.num_ranks + shape.num_experts + 2 * shape.num_slots() + kScore;
+    return run;  // a split needs 6 * num_ranks
   }
   MC_HOST_DEVICE static int64_t words(const PlanShape& shape, int64_t num_runs) {
     return shape.num_experts + shape.num_ranks + 2 * shape.num_slots() + kFacts +
-           larger(num_runs * words_of_run(shape), 2 * shape.num_experts + shape.num_ranks);
+           larger(num_runs * words_of_run(shape), 3 * shape.num_experts + shape.num_ranks);
   }
 
   MC_HOST_DEVICE int64_t num_runs() const { return num_runs_; }
@@ -108,36 +110,42 @@ class PlanMemory {
     int64_t* table = ranks() + shape_.num_ranks;
     return {table, table + shape_.num_slots()};
   }
-  // Facts computed by one thread for all: whether the counts are valid, total, highest load.
-  MC_HOST_DEVICE int64_t* facts() const {
-    return ranks() + shape_.num_ranks + 2 * shape_.num_slots();
+  MC_HOST_DEVICE PlanFacts& facts() const {
+    return *reinterpret_cast<PlanFacts*>(ranks() + shape_.num_ranks + 2 * shape_.num_slots());
   }
-  // (expert,), (expert,), (rank,): the documented planner's, where the runs of the other one lie.
-  MC_HOST_DEVICE int64_t* spilled() const { return facts() + kFacts; }
-  MC_HOST_DEVICE int64_t* spilled_start() const { return spilled() + shape_.num_experts; }
-  MC_HOST_DEVICE int64_t* room_start() const { return spilled_start() + shape_.num_experts; }
+  // (expert,), (expert,), (expert,), (rank,): the documented planner's, in place of runs.
+  MC_HOST_DEVICE int64_t* spilled() const { return scratch(); }
+  MC_HOST_DEVICE int64_t* spilling() const { return spilled() + shape_.num_experts; }
+  MC_HOST_DEVICE int64_t* spilling_start() const { return spilling() + shape_.num_experts; }
+  MC_HOST_DEVICE int64_t* room_start() const { return spilling_start() + shape_.num_experts; }
 
   MC_HOST_DEVICE RunMemory run(int64_t index) const {
     const int64_t ranks = shape_.num_ranks;
-    int64_t* at = facts() + kFacts + index * words_of_run(shape_);
-    int64_t* table = at + 4 * ranks + shape_.num_experts;
+    int64_t* at = scratch() + index * words_of_run(shape_);
+    int64_t* table = at + 6 * ranks + shape_.num_experts;
     return {.load = at,
             .slots_left = at + ranks,
             .largest = at + 2 * ranks,
             .sends = at + 3 * ranks,
-            .remaining = at + 4 * ranks,
+            .donor = reinterpret_cast<uint64_t*>(at + 4 * ranks),
+            .receiver = reinterpret_cast<uint64_t*>(at + 5 * ranks),
+            .remaining = at + 6 * ranks,
             .clones = {table, table + shape_.num_slots()},
             .score = reinterpret_cast<Score*>(table + 2 * shape_.num_slots())};
   }
   MC_HOST_DEVICE SplitMemory split(int64_t index) const {
     const int64_t ranks = shape_.num_ranks;
-    int64_t* at = facts() + kFacts + index * words_of_run(shape_);
+    int64_t* at = scratch() + index * words_of_run(shape_);
     return {at, at + ranks, at + 2 * ranks, at + 3 * ranks, at + 4 * ranks, at + 5 * ranks};
   }
 
  private:
   static constexpr int64_t kScore = sizeof(Score) / sizeof(int64_t);
-  static constexpr int64_t kFacts = 4;
+  static constexpr int64_t kFacts = sizeof(PlanFacts) / sizeof(int64_t);
+
+  MC_HOST_DEVICE int64_t* scratch() const {
+    return ranks() + shape_.num_ranks + 2 * shape_.num_slots() + kFacts;
+  }
 
   int64_t* words_;
   PlanShape shape_;

@@ -1,32 +1,55 @@
-// The offload planners for a team of threads: one block of a GPU, or one thread of the CPU.
+// The offload planners for a team of threads: one block of a GPU, or one thread of the CPU. Plans
+// do not depend on the team. Nothing is allocated and nothing throws.
 //
-// The plans are bitwise equal to those of plan_offload (offload_plan.h), with the same arithmetic
-// (planner_math.h). In contrast, nothing is allocated, nothing throws, and ranks, experts, rules
-// and goals are processed in parallel:
+// Balanced. The goal is the average load plus a tolerance. A step moves tokens of one expert from a
+// rank above the goal (donor) to a rank below it with a free slot (receiver). Unlike in the
+// documented planner, a donor may give more than its surplus and take tokens of another rank later,
+// so that slots are fully used. Four rules for the choice of donor, receiver and amount run to
+// completion; the best result is used. If none reached the goal, which happens with few slots and
+// very uneven loads, further goals between it and the best load are tried.
 //
-//   - the four rules of the balanced planner, and the goals of a refinement, by one warp each;
-//   - the documented planner without sorting: where an expert or a rank lies on the line is a sum
-//     over those before it;
-//   - the split of an expert's tokens over its sources by one warp per expert.
+// Two invariants simplify the steps. A donor has received nothing before: receivers stop at the
+// goal. And after a step the expert, the receiver or the donor is exhausted, so no rank ever holds
+// two copies of one expert.
+//
+// Bound. With at least as many slots as experts per rank, the goal is always reached: under
+// Rule::kWholeRank the most loaded rank h fills the least loaded rank u alone. h has only its own
+// tokens, and more than the goal, so they suffice; at most experts_per_rank of its experts are
+// cloned to u, whose slots were all free; u ends exactly at the goal. Each such fill reduces the
+// number of ranks below the goal by one, and while a rank is above the goal one is below it.
+//
+// Documented. Ranks above the average spill tokens, the hottest experts first; ranks below it have
+// room. Both are sorted, largest first, and laid on one line as intervals; where a spilled chunk
+// overlaps a room, that many tokens move: one pass, no search. Each rank keeps the largest of its
+// pieces, one per spare slot; the rest stays at home.
+//
+//   loads of 4 ranks        500 200 300 400        average, rounded down: 350
+//   room                      0 150  50   0
+//   spilled per rank        150   0   0  50
+//
+// Where the documents are ambiguous: sorts are stable and the lowest index wins a tie; pieces
+// without room or slot stay on the home expert; all arithmetic is exact in integers.
+// Source: Megatron-LM pull request 2368 ("ECHO"), arXiv:2603.07685 section 4.3.7.
+//
+// Sources. Of the tokens of a clone every source gives its proportional share, rounded down; the
+// remainder is taken source by source in rank order. With the balanced planner a clone first gets
+// the tokens of its own rank and the home expert keeps those of its own rank.
+//
+// In parallel: rules and goals by one warp each; the documented planner without sorting, since
+// where an expert or a rank lies on the line is a sum over those before it; the split of an
+// expert's tokens over its sources by one warp per expert. O(runs * slots * (ranks + experts per
+// rank)) for the balanced planner; runs is 4 if the goal is reached at once and at most 100.
 
 #pragma once
 
 #include <cstdint>
 
+#include "megacore/moe/greedy_run.h"
+#include "megacore/moe/plan_spec.h"
 #include "megacore/moe/planner_math.h"
-#include "megacore/moe/team_greedy.h"
 #include "megacore/moe/team_memory.h"
 
 namespace megacore::moe {
-
-// As PlanSpec, with sizes; checked by the caller.
-struct TeamSpec {
-  PlanShape shape = {};
-  bool is_balanced = true;
-  int64_t tolerance_per_million = 0;
-  int64_t min_imbalance_per_million = kMillion;
-  int64_t domain_size = 1;  // the number of ranks where all are alike
-};
 
 // As OffloadPlan.
 struct TeamPlanSummary {
@@ -51,27 +74,34 @@ class TeamPlanner {
   // `counts` is (rank, expert); memory and plan belong to the team.
   MC_TEAM_CODE TeamPlanner(const Team& team,
                            const Warp& warp,
-                           const TeamSpec& spec,
+                           const PlanShape& shape,
+                           const PlanSpec& spec,
                            const PlanMemory& memory,
                            const int64_t* counts,
                            const TeamPlan& plan)
       : team_(team),
         warp_(warp),
         spec_(spec),
-        s_(spec.shape),
+        s_(shape),
+        domain_size_(spec.domain_size == 0 ? shape.num_ranks : spec.domain_size),
         m_(memory),
         counts_(counts),
         plan_(plan) {}
 
   MC_TEAM_CODE void run() {
     sum_loads();
-    const int64_t total = m_.facts()[1];
+    plan();
+  }
+
+  // As run(), where the loads and the facts of the memory are written already.
+  MC_TEAM_CODE void plan() {
+    const int64_t total = m_.facts().total;
     const int64_t no_plan_up_to =
         scaled_average(total, s_.num_ranks, spec_.min_imbalance_per_million);
-    const bool is_wanted = m_.facts()[0] != 0 && m_.facts()[2] > no_plan_up_to;
+    const bool is_wanted = m_.facts().is_valid != 0 && m_.facts().highest_load > no_plan_up_to;
     clear();
     if (is_wanted && s_.num_slots() > 0) {  // the same for every thread
-      if (spec_.is_balanced) {
+      if (spec_.is_balanced()) {
         race(goal_load(total, s_.num_ranks, spec_.tolerance_per_million));
       } else {
         assign_spillover(total / s_.num_ranks);
@@ -83,6 +113,8 @@ class TeamPlanner {
   }
 
  private:
+  static constexpr int64_t kNoLimit = int64_t{1} << 62;
+
   MC_TEAM_CODE bool is_first() const { return team_.thread() == 0; }
 
   MC_TEAM_CODE void sum_loads() {
@@ -101,11 +133,11 @@ class TeamPlanner {
       m_.experts()[e] = sum;
     }
     if (is_first()) {
-      m_.facts()[0] = 1;
+      m_.facts().is_valid = 1;
     }
     team_.sync();
     if (is_bad != 0) {
-      m_.facts()[0] = 0;  // whoever finds one writes the same
+      m_.facts().is_valid = 0;  // whoever finds one writes the same
     }
     for (int64_t p = team_.thread(); p < s_.num_ranks; p += team_.threads()) {
       int64_t load = 0;
@@ -123,11 +155,18 @@ class TeamPlanner {
         const auto load = static_cast<uint64_t>(m_.ranks()[p]);
         highest = load > highest ? load : highest;
       }
+      uint64_t largest = 0;
+      for (int64_t e = warp_.lane(); e < s_.num_experts; e += warp_.lanes()) {
+        const auto tokens = static_cast<uint64_t>(m_.experts()[e]);
+        largest = tokens > largest ? tokens : largest;
+      }
       total = warp_.sum(total);
       highest = warp_.max(highest);
+      largest = warp_.max(largest);
       if (warp_.lane() == 0) {
-        m_.facts()[1] = total;
-        m_.facts()[2] = static_cast<int64_t>(highest);
+        m_.facts().total = total;
+        m_.facts().highest_load = static_cast<int64_t>(highest);
+        m_.facts().largest_expert = static_cast<int64_t>(largest);
       }
     }
     team_.sync();
@@ -216,13 +255,13 @@ class TeamPlanner {
       for (int64_t i = team_.warp(); i < count; i += team_.warps()) {
         const int64_t number = first + i;
         const RunMemory memory = m_.run(i);
-        TeamGreedyRun<Warp> run(warp_, memory, s_);
-        run.run(static_cast<Rule>(number % kNumRules),
-                goal_of_round(number / kNumRules, missed, reached),
-                spec_.domain_size,
-                m_.ranks(),
-                m_.experts());
-        const Score score = run.score(least_load, spec_.domain_size);
+        GreedyRun<Warp> run(warp_, memory, s_);
+        const bool is_done = run.run(static_cast<Rule>(number % kNumRules),
+                                     goal_of_round(number / kNumRules, missed, reached),
+                                     has_best ? best.load : kNoLimit,
+                                     domain_size_,
+                                     {m_.ranks(), m_.experts(), m_.facts().largest_expert});
+        const Score score = is_done ? run.score(least_load, domain_size_) : Score{.load = kNoLimit};
         if (warp_.lane() == 0) {
           *memory.score = score;
         }
@@ -258,37 +297,79 @@ class TeamPlanner {
   MC_TEAM_CODE void assign_spillover(int64_t average) {
     const int64_t per_rank = s_.experts_per_rank();
     for (int64_t e = team_.thread(); e < s_.num_experts; e += team_.threads()) {
-      const int64_t first = e / per_rank * per_rank;
-      const int64_t mine = m_.experts()[e];
-      int64_t below = 0;
-      for (int64_t f = first; f < first + per_rank; ++f) {
-        const int64_t other = m_.experts()[f];
-        below += other < mine || (other == mine && f < e) ? other : 0;
-      }
-      m_.spilled()[e] = larger(0, below + mine - average) - larger(0, below - average);
+      m_.spilled()[e] = m_.ranks()[e / per_rank] > average ? spilled(e, average) : 0;
     }
     for (int64_t p = team_.thread(); p < s_.num_ranks; p += team_.threads()) {
-      const int64_t mine = larger(0, average - m_.ranks()[p]);
-      int64_t start = 0;
-      for (int64_t q = 0; q < s_.num_ranks; ++q) {
-        const int64_t other = larger(0, average - m_.ranks()[q]);
-        start += stands_before(other, q, mine, p) ? other : 0;
-      }
-      m_.room_start()[p] = start;
+      m_.room_start()[p] = room_start(p, average);
     }
     team_.sync();
-    for (int64_t e = team_.thread(); e < s_.num_experts; e += team_.threads()) {
-      const int64_t mine = m_.spilled()[e];
-      int64_t start = 0;
-      for (int64_t f = 0; f < s_.num_experts; ++f) {
-        start += stands_before(m_.spilled()[f], f, mine, e) ? m_.spilled()[f] : 0;
-      }
-      m_.spilled_start()[e] = start;
+    list_spilling();
+    team_.sync();
+    for (int64_t i = team_.thread(); i < num_spilling(); i += team_.threads()) {
+      m_.spilling_start()[i] = spilling_start(i);
     }
     team_.sync();
     for (int64_t p = team_.warp(); p < s_.num_ranks; p += team_.warps()) {
-      take_pieces(p, larger(0, average - m_.ranks()[p]));
+      if (m_.ranks()[p] < average) {
+        take_pieces(p, average - m_.ranks()[p]);
+      }
     }
+  }
+
+  // Tokens above the average when the experts of the rank of `expert` are summed in ascending
+  // order.
+  MC_TEAM_CODE int64_t spilled(int64_t expert, int64_t average) const {
+    const int64_t per_rank = s_.experts_per_rank();
+    const int64_t first = expert / per_rank * per_rank;
+    const int64_t mine = m_.experts()[expert];
+    int64_t below = 0;
+    for (int64_t f = first; f < first + per_rank; ++f) {
+      const int64_t other = m_.experts()[f];
+      below += other < mine || (other == mine && f < expert) ? other : 0;
+    }
+    return larger(0, below + mine - average) - larger(0, below - average);
+  }
+
+  MC_TEAM_CODE int64_t room_start(int64_t rank, int64_t average) const {
+    const int64_t mine = larger(0, average - m_.ranks()[rank]);
+    int64_t start = 0;
+    for (int64_t q = 0; q < s_.num_ranks; ++q) {
+      const int64_t other = larger(0, average - m_.ranks()[q]);
+      start += stands_before(other, q, mine, rank) ? other : 0;
+    }
+    return start;
+  }
+
+  // The experts that spill, in ascending order: few of all.
+  MC_TEAM_CODE void list_spilling() const {
+    if (team_.warp() != 0) {
+      return;
+    }
+    int64_t count = 0;
+    for (int64_t first = 0; first < s_.num_experts; first += warp_.lanes()) {
+      const int64_t e = first + warp_.lane();
+      const bool spills = e < s_.num_experts && m_.spilled()[e] > 0;
+      int64_t found = 0;
+      const int64_t at = count + warp_.before(spills, found);
+      if (spills) {
+        m_.spilling()[at] = e;
+      }
+      count += found;
+    }
+    if (warp_.lane() == 0) {
+      m_.facts().num_spilling = count;
+    }
+  }
+  MC_TEAM_CODE int64_t num_spilling() const { return m_.facts().num_spilling; }
+
+  MC_TEAM_CODE int64_t spilling_start(int64_t index) const {
+    const int64_t mine = m_.spilled()[m_.spilling()[index]];
+    int64_t start = 0;
+    for (int64_t i = 0; i < num_spilling(); ++i) {
+      const int64_t other = m_.spilled()[m_.spilling()[i]];
+      start += stands_before(other, i, mine, index) ? other : 0;
+    }
+    return start;
   }
 
   // The largest pieces of a rank, one per slot; of equal ones the lowest expert first.
@@ -297,10 +378,11 @@ class TeamPlanner {
     uint64_t last = ~uint64_t{0};
     for (int64_t slot = 0; slot < s_.num_spare_slots; ++slot) {
       uint64_t best = 0;
-      for (int64_t e = warp_.lane(); e < s_.num_experts; e += warp_.lanes()) {
-        const int64_t start = m_.spilled_start()[e];
-        const int64_t tokens = overlap({start, start + m_.spilled()[e]}, bucket);
-        const uint64_t key = tokens > 0 ? most_key(tokens, e) : 0;
+      for (int64_t i = warp_.lane(); i < num_spilling(); i += warp_.lanes()) {
+        const int64_t expert = m_.spilling()[i];
+        const int64_t start = m_.spilling_start()[i];
+        const int64_t tokens = overlap({start, start + m_.spilled()[expert]}, bucket);
+        const uint64_t key = tokens > 0 ? most_key(tokens, expert) : 0;
         best = key < last && key > best ? key : best;
       }
       last = warp_.max(best);
@@ -332,9 +414,16 @@ class TeamPlanner {
   MC_TEAM_CODE void split_expert(int64_t first_slot, const SplitMemory& m) const {
     const SlotTable chosen = m_.chosen();
     const int64_t expert = chosen.expert[first_slot];
+    uint64_t has_earlier = 0;
+    for (int64_t i = warp_.lane(); i < first_slot; i += warp_.lanes()) {
+      has_earlier |= chosen.expert[i] == expert ? 1 : 0;
+    }
+    if (warp_.max(has_earlier) != 0) {
+      return;
+    }
     int64_t num_clones = 0;
     int64_t moved = 0;
-    for (int64_t first = 0; first < s_.num_slots(); first += warp_.lanes()) {
+    for (int64_t first = first_slot; first < s_.num_slots(); first += warp_.lanes()) {
       const int64_t slot = first + warp_.lane();
       const bool is_clone = slot < s_.num_slots() && chosen.expert[slot] == expert;
       int64_t found = 0;
@@ -345,12 +434,6 @@ class TeamPlanner {
       }
       num_clones += found;
     }
-    warp_.sync();
-    const bool is_first_slot = m.slot[0] == first_slot;
-    warp_.sync();  // all have looked before the next expert of this warp
-    if (!is_first_slot) {
-      return;
-    }
     const int64_t stays_home = m_.experts()[expert] - warp_.sum(moved);
     for (int64_t r = warp_.lane(); r < s_.num_ranks; r += warp_.lanes()) {
       m.left[r] = counts_[r * s_.num_experts + expert];
@@ -359,17 +442,21 @@ class TeamPlanner {
     for (int64_t j = warp_.lane(); j < num_clones; j += warp_.lanes()) {
       const int64_t rank = m.slot[j] / s_.num_spare_slots;  // another one for every clone
       const int64_t tokens = chosen.tokens[m.slot[j]];
-      m.own[j] = spec_.is_balanced ? smaller(m.left[rank], tokens) : 0;
+      m.own[j] = spec_.is_balanced() ? smaller(m.left[rank], tokens) : 0;
       m.missing[j] = tokens - m.own[j];
       m.left[rank] -= m.own[j];
     }
     warp_.sync();
     const int64_t home = s_.home(expert);
-    if (spec_.is_balanced && warp_.lane() == 0) {
+    if (spec_.is_balanced() && warp_.lane() == 0) {
       m.left[home] -= smaller(m.left[home], stays_home);
     }
     warp_.sync();
     share(m, num_clones);
+  }
+
+  MC_TEAM_CODE int64_t& rerouted(int64_t source, int64_t slot) const {
+    return plan_.rerouted[source * s_.num_slots() + slot];
   }
 
   // Proportional shares rounded down, then the remainder in the order of the sources.
@@ -384,6 +471,7 @@ class TeamPlanner {
       int64_t given = 0;
       for (int64_t r = warp_.lane(); r < s_.num_ranks; r += warp_.lanes()) {
         const int64_t part = proportional_floor(m.left[r], m.missing[j], total);
+        rerouted(r, m.slot[j]) = part;
         m.left_over[r] -= part;
         given += part;
       }
@@ -408,10 +496,9 @@ class TeamPlanner {
       Interval wanted;
       for (int64_t j = 0; j < num_clones; ++j) {
         wanted = {wanted.end, wanted.end + m.missing_after[j]};
-        const bool is_own = m.slot[j] / s_.num_spare_slots == r;
-        plan_.rerouted[r * s_.num_slots() + m.slot[j]] =
-            (is_own ? m.own[j] : 0) + proportional_floor(m.left[r], m.missing[j], total) +
-            overlap(source, wanted);
+        const int64_t own_slot = m.slot[j] - r * s_.num_spare_slots;
+        const bool is_own = own_slot >= 0 && own_slot < s_.num_spare_slots;
+        rerouted(r, m.slot[j]) += (is_own ? m.own[j] : 0) + overlap(source, wanted);
       }
     }
     warp_.sync();  // before the next expert of this warp
@@ -426,11 +513,15 @@ class TeamPlanner {
     }
     for (int64_t p = team_.warp(); p < s_.num_ranks; p += team_.warps()) {
       int64_t gained = 0;
+      const int64_t first_expert = p * s_.experts_per_rank();
       for (int64_t i = warp_.lane(); i < s_.num_slots(); i += warp_.lanes()) {
-        if (chosen.expert[i] >= 0) {
-          gained -= s_.home(chosen.expert[i]) == p ? chosen.tokens[i] : 0;
-          gained += i / s_.num_spare_slots == p ? chosen.tokens[i] : 0;
-        }
+        const int64_t expert = chosen.expert[i];
+        const bool is_home =
+            expert >= first_expert && expert < first_expert + s_.experts_per_rank();
+        gained -= is_home ? chosen.tokens[i] : 0;
+      }
+      for (int64_t i = warp_.lane(); i < s_.num_spare_slots; i += warp_.lanes()) {
+        gained += chosen.tokens[p * s_.num_spare_slots + i];  // 0 where unused
       }
       gained = warp_.sum(gained);
       if (warp_.lane() == 0) {
@@ -454,11 +545,11 @@ class TeamPlanner {
     TeamPlanSummary summary;
     summary.max_load = static_cast<int64_t>(warp_.max(max_load));
     summary.num_clones = warp_.sum(num_clones);
-    const int64_t goal = spec_.is_balanced
+    const int64_t goal = spec_.is_balanced()
                              ? goal_load(total, s_.num_ranks, spec_.tolerance_per_million)
                              : total / s_.num_ranks + total % s_.num_ranks;
     summary.bound = larger(goal, no_plan_up_to);
-    summary.is_valid = m_.facts()[0];
+    summary.is_valid = m_.facts().is_valid;
     summary.bound_holds = summary.is_valid != 0 && summary.max_load <= summary.bound ? 1 : 0;
     if (warp_.lane() == 0) {
       *plan_.summary = summary;
@@ -467,8 +558,9 @@ class TeamPlanner {
 
   Team team_;
   Warp warp_;
-  TeamSpec spec_;
+  PlanSpec spec_;
   PlanShape s_;
+  int64_t domain_size_;
   PlanMemory m_;
   const int64_t* counts_;
   TeamPlan plan_;

@@ -131,7 +131,7 @@ def plan_offload_on_device(
         *_plan_offload(
             counts,
             num_spare_slots,
-            method == "balanced",
+            method,
             round(tolerance * 1e6),
             round(min_imbalance * 1e6),
             domain_size or 0,
@@ -142,19 +142,19 @@ def plan_offload_on_device(
 def _plan_cuda(
     counts: Tensor,
     num_spare_slots: int,
-    is_balanced: bool,
+    method: str,
     tolerance: int,
     min_imbalance: int,
     domain_size: int,
 ) -> tuple[Tensor, ...]:
     if not has_cuda_kernels():
         on_host = _plan_cpu(
-            counts.cpu(), num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size
+            counts.cpu(), num_spare_slots, method, tolerance, min_imbalance, domain_size
         )
         return tuple(part.to(counts.device) for part in on_host)
     counts = counts.contiguous()
     num_ranks, num_experts = counts.shape
-    plan = _plan_fake(counts, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size)
+    plan = _plan_fake(counts, num_spare_slots, method, tolerance, min_imbalance, domain_size)
     names = ("slot_expert", "rerouted", "load_before", "load_after", "summary", "elapsed_ns")
     with torch.cuda.device(counts.device):
         cuda_kernels().plan_offload(
@@ -162,10 +162,10 @@ def _plan_cuda(
             num_ranks=num_ranks,
             num_experts=num_experts,
             num_spare_slots=num_spare_slots,
-            is_balanced=is_balanced,
+            method=method,
             tolerance_per_million=tolerance,
             min_imbalance_per_million=min_imbalance,
-            domain_size=domain_size or num_ranks,
+            domain_size=domain_size,
             **{name: part.data_ptr() for name, part in zip(names, plan, strict=True)},
             stream=torch.cuda.current_stream().cuda_stream,
         )
@@ -175,7 +175,7 @@ def _plan_cuda(
 def _plan_cpu(
     counts: Tensor,
     num_spare_slots: int,
-    is_balanced: bool,
+    method: str,
     tolerance: int,
     min_imbalance: int,
     domain_size: int,
@@ -183,7 +183,7 @@ def _plan_cpu(
     start = time.perf_counter_ns()
     plan = _core.plan_offload(
         counts.contiguous().numpy(),
-        method="balanced" if is_balanced else "echo",
+        method=method,
         num_spare_slots=num_spare_slots,
         tolerance_per_million=tolerance,
         min_imbalance_per_million=min_imbalance,
@@ -199,7 +199,7 @@ def _plan_cpu(
     )
 
 
-def _plan_fake(counts: Tensor, num_spare_slots: int, *options: bool | int) -> tuple[Tensor, ...]:
+def _plan_fake(counts: Tensor, num_spare_slots: int, *options: str | int) -> tuple[Tensor, ...]:
     del options
     num_ranks = counts.shape[0]
     return (
@@ -213,7 +213,7 @@ def _plan_fake(counts: Tensor, num_spare_slots: int, *options: bool | int) -> tu
 
 
 _plan_offload = define_op(
-    "plan_offload(Tensor counts, SymInt num_spare_slots, bool is_balanced, int tolerance,"
+    "plan_offload(Tensor counts, SymInt num_spare_slots, str method, int tolerance,"
     " int min_imbalance, int domain_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_plan_cpu,
     cuda=_plan_cuda,

@@ -7,56 +7,30 @@ import random
 import numpy as np
 import pytest
 
-from megacore.echo_study import documented
 from megacore.moe import plan_offload
-from tests.support.offload_oracle import documented_plan, overlap_matrix
-
-
-def test_average_and_spare_capacity_of_the_example() -> None:
-    loads = [500, 200, 300, 400]
-    average = documented.floor_average(loads)
-    assert average == 350
-    assert documented.spare_capacity(loads, average) == [0, 150, 50, 0]
-
-
-@pytest.mark.parametrize(
-    ("loads", "expected"),
-    [([50, 100, 150, 200], [0, 0, 50, 200]), ([200, 50, 150, 100], [200, 0, 50, 0])],
-)
-def test_spillover_of_the_example_does_not_depend_on_the_order(
-    loads: list[int], expected: list[int]
-) -> None:
-    spilled = documented.spillover(loads, num_ranks=1, average=250)
-    assert spilled == expected
-    assert sum(spilled) == sum(loads) - 250
+from tests.support.offload_oracle import documented_plan, overlap_matrix, split_sources
 
 
 def test_small_overlap_example_as_corrected() -> None:
-    assert documented.interval_overlap([100, 150], [80, 120]) == [
-        (0, 0, 80),
-        (0, 1, 20),
-        (1, 1, 100),
-    ]
     assert overlap_matrix([100, 150], [80, 120]) == [[80, 20], [0, 100]]
 
 
-def test_large_overlap_example() -> None:
-    pieces = documented.assign_spillover([0, 80, 0, 0, 50, 100, 0, 30], [0, 120, 60, 0])
-    assert pieces == [(5, 1, 100), (1, 1, 20), (1, 2, 60)]
-    assert documented.top_pieces(pieces, num_spare_slots=2) == [
-        (5, 1, 0, 100),
-        (1, 1, 1, 20),
-        (1, 2, 0, 60),
-    ]
-    assert documented.top_pieces(pieces, num_spare_slots=1) == [(5, 1, 0, 100), (1, 2, 0, 60)]
-
-
-def test_two_passes_of_the_example() -> None:
-    assert documented.breadth_first_shares([30, 50, 20], [80]) == [[24], [40], [16]]
-    floors = documented.breadth_first_shares([30, 50, 20], [83])
-    assert floors == [[24], [41], [16]]
-    left = [30 - 24, 50 - 41, 20 - 16]
-    assert documented.depth_first_shares(left, [83 - 81]) == [[2], [0], [0]]
+@pytest.mark.parametrize(
+    ("num_spare_slots", "slot_expert", "moved"),
+    [
+        (1, [[-1], [5], [-1], [1]], [[0], [100], [0], [60]]),
+        (2, [[-1, -1], [5, 1], [-1, -1], [1, -1]], [[0, 0], [100, 20], [0, 0], [60, 0]]),
+    ],
+)
+def test_large_overlap_example(
+    num_spare_slots: int, slot_expert: list[list[int]], moved: list[list[int]]
+) -> None:
+    # Spillover 80 of expert 1 and 100 of expert 5, room 120 on rank 1 and 60 on rank 3.
+    counts = np.zeros((4, 8), np.int64)
+    counts[0] = [100, 160, 60, 0, 110, 170, 100, 20]
+    plan = plan_offload(counts, num_spare_slots=num_spare_slots, method="echo")
+    assert plan.slot_expert.tolist() == slot_expert
+    assert plan.rerouted.sum(axis=0).tolist() == moved
 
 
 def test_example_of_two_passes_within_a_plan() -> None:
@@ -68,17 +42,6 @@ def test_example_of_two_passes_within_a_plan() -> None:
     slot_expert, rerouted = documented_plan(counts.tolist(), 1)
     assert plan.slot_expert.tolist() == slot_expert == [[-1], [0], [0]]
     assert plan.rerouted.tolist() == rerouted
-
-
-def test_steps_reject_negative_sizes_and_impossible_clones() -> None:
-    with pytest.raises(ValueError, match="at least 0"):
-        documented.interval_overlap([1, -1], [2])
-    with pytest.raises(ValueError, match="the expert has 50"):
-        documented.breadth_first_shares([30, 20], [51])
-    with pytest.raises(ValueError, match="3 experts do not divide over 2 ranks"):
-        documented.spillover([1, 2, 3], num_ranks=2, average=1)
-    with pytest.raises(ValueError, match="no ranks"):
-        documented.floor_average([])
 
 
 def random_counts(rng: random.Random) -> list[list[int]]:
@@ -103,6 +66,20 @@ def test_plan_equals_the_oracle_bit_for_bit(seed: int) -> None:
         slot_expert, rerouted = documented_plan(counts, num_spare_slots)
         assert plan.slot_expert.tolist() == slot_expert, counts
         assert plan.rerouted.tolist() == rerouted, counts
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_sources_of_balanced_plans_equal_the_oracle(seed: int) -> None:
+    rng = random.Random(seed)
+    num_clones = 0
+    for _ in range(1500):
+        counts = random_counts(rng)
+        plan = plan_offload(counts, num_spare_slots=rng.randint(1, 4), tolerance=0.0)
+        moved = plan.rerouted.sum(axis=0).tolist()
+        expected = split_sources(counts, plan.slot_expert.tolist(), moved, locality_first=True)
+        assert plan.rerouted.tolist() == expected, counts
+        num_clones += plan.num_clones
+    assert num_clones > 1000
 
 
 def test_plan_of_a_large_layer_equals_the_oracle() -> None:

@@ -1,0 +1,89 @@
+// Size and options of an offload plan, for the planner on the CPU (offload_plan.h) and on a GPU.
+
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "megacore/base/check.h"
+#include "megacore/base/host_device.h"
+#include "megacore/moe/planner_math.h"
+
+namespace megacore::moe {
+
+inline constexpr int64_t kMaxSpareSlots = 1024;
+inline constexpr int64_t kMostImbalancePerMillion = 1000 * kMillion;
+
+struct PlanShape {
+  int64_t num_ranks = 1;
+  int64_t num_experts = 1;
+  int64_t num_spare_slots = 0;  // of a rank
+
+  MC_HOST_DEVICE int64_t experts_per_rank() const { return num_experts / num_ranks; }
+  MC_HOST_DEVICE int64_t num_slots() const { return num_ranks * num_spare_slots; }
+  MC_HOST_DEVICE int64_t home(int64_t expert) const { return expert / experts_per_rank(); }
+};
+
+enum class PlanMethod {
+  kDocumented,  // see team_planner.h
+  kBalanced,
+};
+
+// "echo" and "balanced". Throws std::invalid_argument for any other name.
+inline PlanMethod plan_method(std::string_view name) {
+  if (name == "echo") {
+    return PlanMethod::kDocumented;
+  }
+  MC_REQUIRE(name == "balanced",
+             "no offload planner is called \"",
+             name,
+             "\"; there are \"balanced\" and \"echo\"");
+  return PlanMethod::kBalanced;
+}
+
+struct PlanSpec {
+  PlanMethod method = PlanMethod::kBalanced;
+  int64_t num_spare_slots = 1;
+  // Balanced only: room above the average that is not worth a clone, in millionths of the average.
+  int64_t tolerance_per_million = 10'000;
+  // No clones while the highest load is at most this many millionths of the average.
+  int64_t min_imbalance_per_million = kMillion;
+  // Balanced only. Ranks [0, n), [n, 2n) ... have the fastest links; clones stay inside such a
+  // domain if the goal can be reached that way, and leave it only for the rest. 0: all ranks are
+  // alike.
+  int64_t domain_size = 0;
+
+  MC_HOST_DEVICE bool is_balanced() const { return method == PlanMethod::kBalanced; }
+};
+
+// Throws std::invalid_argument for slots outside [0, 1024], a tolerance outside [0, 10^6], a
+// minimum imbalance outside [10^6, 10^9], a domain size that does not divide the number of ranks,
+// or a domain with the documented method.
+inline void require_spec(const PlanSpec& spec, int64_t num_ranks) {
+  MC_REQUIRE(spec.num_spare_slots >= 0 && spec.num_spare_slots <= kMaxSpareSlots,
+             "num_spare_slots is ",
+             spec.num_spare_slots,
+             "; it must be in [0, ",
+             kMaxSpareSlots,
+             "]");
+  MC_REQUIRE(spec.tolerance_per_million >= 0 && spec.tolerance_per_million <= kMillion,
+             "the tolerance is ",
+             spec.tolerance_per_million,
+             " millionths of the average; it must be in [0, 1000000]");
+  MC_REQUIRE(spec.min_imbalance_per_million >= kMillion &&
+                 spec.min_imbalance_per_million <= kMostImbalancePerMillion,
+             "the minimum imbalance is ",
+             spec.min_imbalance_per_million,
+             " millionths of the average; it must be in [1000000, 1000000000]");
+  MC_REQUIRE(spec.domain_size >= 0 && (spec.domain_size == 0 || num_ranks % spec.domain_size == 0),
+             "domain_size is ",
+             spec.domain_size,
+             "; it must divide the number of ranks, ",
+             num_ranks);
+  MC_REQUIRE(spec.domain_size == 0 || spec.is_balanced(),
+             "domain_size is ",
+             spec.domain_size,
+             ", but only the balanced planner knows domains");
+}
+
+}  // namespace megacore::moe
