@@ -29,19 +29,19 @@ from megacore.moe import plan_offload, plan_offload_on_device
 from megacore.moe.dispatchers.peers import CopyMap
 from megacore.moe.dispatchers.symmetric_peers import DevicePeers
 from megacore.ops import (
-    collect_rows,
     has_cuda_kernels,
+    permute,
     sort_by_expert,
-    spread_rows,
     swiglu,
     top_k,
+    unpermute,
 )
 from megacore.ops.activations import swiglu_reference
 from megacore.ops.optim import sum_of_squares
 from megacore.ops.permutation import (
-    collect_rows_reference,
+    permute_reference,
     sort_by_expert_reference,
-    spread_rows_reference,
+    unpermute_reference,
 )
 from megacore.ops.topk import top_k_reference
 from megacore.parallel.process_groups import Group
@@ -129,13 +129,13 @@ def moving_kernels(shape: tuple[int, ...]) -> dict[str, tuple[Run, Run, int]]:
 
     return {
         "permute": (
-            lambda: spread_rows(tokens, row_map, num_rows),
-            lambda: spread_rows_reference(tokens, row_map, num_rows),
+            lambda: permute(tokens, row_map, num_rows),
+            lambda: permute_reference(tokens, row_map, num_rows),
             moved,
         ),
         "unpermute": (
-            lambda: collect_rows(rows, row_map, probs),
-            lambda: collect_rows_reference(rows, row_map, probs),
+            lambda: unpermute(rows, row_map, probs),
+            lambda: unpermute_reference(rows, row_map, probs),
             moved,
         ),
         "row dots": (lambda: row_dots(tokens, rows, row_map), dots_by_torch, moved),
@@ -175,12 +175,12 @@ def peer_kernels(shape: tuple[int, ...]) -> dict[str, tuple[Run, Run, int]]:
         # Written to the buffer and copied out of it; or copied to it and read there.
         "peer push": (
             push,
-            lambda: spread_rows_reference(tokens, row_map, num_rows),
+            lambda: permute_reference(tokens, row_map, num_rows),
             moved_tokens + 3 * moved_rows,
         ),
         "peer pull": (
             pull,
-            lambda: collect_rows_reference(rows, row_map),
+            lambda: unpermute_reference(rows, row_map),
             moved_tokens + 3 * moved_rows,
         ),
     }

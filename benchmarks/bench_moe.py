@@ -43,12 +43,12 @@ from megacore.moe.dispatchers import (
     StaticDispatcher,
     static_receive_rows,
 )
-from megacore.ops import grouped_gemm, permute_tokens, swiglu, unpermute_tokens
+from megacore.ops import grouped_gemm, permute, sort_by_expert, swiglu, unpermute
 from megacore.ops.activations import swiglu_reference
 from megacore.ops.permutation import (
-    collect_rows_reference,
+    permute_reference,
     sort_by_expert_reference,
-    spread_rows_reference,
+    unpermute_reference,
 )
 from megacore.parallel import ProcessGroups, Topology
 from megacore.train.trainer import build_trainer
@@ -185,20 +185,21 @@ def bench_rows(arguments: argparse.Namespace, dtype: torch.dtype) -> None:
     x = torch.randn(tokens, hidden).to(dtype)
     chosen = torch.rand(tokens, experts).topk(k).indices
     probs = torch.rand(tokens, k)
-    moved = permute_tokens(x, chosen, experts)
+    row_map, _ = sort_by_expert(chosen, experts)
+    rows = permute(x, row_map, tokens * k)
     inner = torch.randn(tokens * k, 2 * width).to(dtype)
     row_probs = torch.rand(tokens * k)
 
     def reference_permute() -> None:
         row_map, _ = sort_by_expert_reference(chosen, experts)
-        spread_rows_reference(x, row_map, tokens * k)
+        permute_reference(x, row_map, tokens * k)
 
     ms = medians(
         {
-            "permute": lambda: permute_tokens(x, chosen, experts),
+            "permute": lambda: permute(x, sort_by_expert(chosen, experts)[0], tokens * k),
             "permute torch": reference_permute,
-            "unpermute": lambda: unpermute_tokens(moved.rows, moved.row_map, probs),
-            "unpermute torch": lambda: collect_rows_reference(moved.rows, moved.row_map, probs),
+            "unpermute": lambda: unpermute(rows, row_map, probs),
+            "unpermute torch": lambda: unpermute_reference(rows, row_map, probs),
             "swiglu": lambda: swiglu(inner, row_probs),
             "swiglu torch": lambda: swiglu_reference(inner, row_probs),
         },

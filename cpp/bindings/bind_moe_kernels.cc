@@ -239,25 +239,25 @@ void def_row_operation(py::module_& module,
 void bind_rows(py::module_& module) {
   def_row_operation(
       module,
-      "spread_rows",
+      "permute",
       {"tokens", "weights", "rows"},
       [](auto element, uintptr_t tokens, uintptr_t weights, uintptr_t rows, auto... shape) {
         using Float = decltype(element);
-        moe::spread_rows(pointer<const Float>(tokens),
-                         pointer<const float>(weights),
-                         pointer<Float>(rows),
-                         shape...);
+        moe::permute(pointer<const Float>(tokens),
+                     pointer<const float>(weights),
+                     pointer<Float>(rows),
+                     shape...);
       });
   def_row_operation(
       module,
-      "collect_rows",
+      "unpermute",
       {"rows", "weights", "tokens"},
       [](auto element, uintptr_t rows, uintptr_t weights, uintptr_t tokens, auto... shape) {
         using Float = decltype(element);
-        moe::collect_rows(pointer<const Float>(rows),
-                          pointer<const float>(weights),
-                          pointer<Float>(tokens),
-                          shape...);
+        moe::unpermute(pointer<const Float>(rows),
+                       pointer<const float>(weights),
+                       pointer<Float>(tokens),
+                       shape...);
       });
   def_row_operation(
       module,

@@ -89,7 +89,7 @@ void def_row_operation(py::module_& module,
 void bind_rows(py::module_& module) {
   def_row_operation(
       module,
-      "spread_rows",
+      "permute",
       +[](const cuda::RowMap& map,
           FloatType type,
           cudaStream_t stream,
@@ -97,13 +97,13 @@ void bind_rows(py::module_& module) {
           uintptr_t weights,
           uintptr_t rows,
           uintptr_t is_written) {
-        cuda::spread_rows({.tokens = device_pointer<const void>(tokens),
-                           .weights = device_pointer<const float>(weights),
-                           .rows = device_pointer<void>(rows),
-                           .is_written = device_pointer<uint8_t>(is_written),
-                           .map = map,
-                           .type = type},
-                          stream);
+        cuda::permute({.tokens = device_pointer<const void>(tokens),
+                       .weights = device_pointer<const float>(weights),
+                       .rows = device_pointer<void>(rows),
+                       .is_written = device_pointer<uint8_t>(is_written),
+                       .map = map,
+                       .type = type},
+                      stream);
       },
       "tokens",
       "weights",
@@ -111,19 +111,19 @@ void bind_rows(py::module_& module) {
       "is_written");
   def_row_operation(
       module,
-      "collect_rows",
+      "unpermute",
       +[](const cuda::RowMap& map,
           FloatType type,
           cudaStream_t stream,
           uintptr_t rows,
           uintptr_t weights,
           uintptr_t tokens) {
-        cuda::collect_rows({.rows = device_pointer<const void>(rows),
-                            .weights = device_pointer<const float>(weights),
-                            .tokens = device_pointer<void>(tokens),
-                            .map = map,
-                            .type = type},
-                           stream);
+        cuda::unpermute({.rows = device_pointer<const void>(rows),
+                         .weights = device_pointer<const float>(weights),
+                         .tokens = device_pointer<void>(tokens),
+                         .map = map,
+                         .type = type},
+                        stream);
       },
       "rows",
       "weights",

@@ -31,12 +31,12 @@ __device__ __forceinline__ Pack<Float, kPack> scaled(const Pack<Float, kPack>& p
 }
 
 template <typename Float, int kPack>
-__global__ void __launch_bounds__(kRowThreads) spread_kernel(const Float* __restrict__ tokens,
-                                                             const float* __restrict__ weights,
-                                                             Float* __restrict__ rows,
-                                                             uint8_t* __restrict__ is_written,
-                                                             RowMap map,
-                                                             int lanes) {
+__global__ void __launch_bounds__(kRowThreads) permute_kernel(const Float* __restrict__ tokens,
+                                                              const float* __restrict__ weights,
+                                                              Float* __restrict__ rows,
+                                                              uint8_t* __restrict__ is_written,
+                                                              RowMap map,
+                                                              int lanes) {
   const Team team = team_of(lanes);
   const int vectors = static_cast<int>(map.width / kPack);
   const int choices = static_cast<int>(map.num_choices);
@@ -108,11 +108,11 @@ __global__ void __launch_bounds__(kRowThreads) clear_kernel(Float* __restrict__ 
 }
 
 template <typename Float, int kPack>
-__global__ void __launch_bounds__(kRowThreads) collect_kernel(const Float* __restrict__ rows,
-                                                              const float* __restrict__ weights,
-                                                              Float* __restrict__ tokens,
-                                                              RowMap map,
-                                                              int lanes) {
+__global__ void __launch_bounds__(kRowThreads) unpermute_kernel(const Float* __restrict__ rows,
+                                                                const float* __restrict__ weights,
+                                                                Float* __restrict__ tokens,
+                                                                RowMap map,
+                                                                int lanes) {
   const Team team = team_of(lanes);
   const int vectors = static_cast<int>(map.width / kPack);
   const int choices = static_cast<int>(map.num_choices);
@@ -216,7 +216,7 @@ constexpr int64_t kShortRowBytes = 64;
 
 }  // namespace
 
-void spread_rows(const SpreadParams& params, cudaStream_t stream) {
+void permute(const PermuteParams& params, cudaStream_t stream) {
   const RowMap& map = params.map;
   require_sizes(map);
   if (map.num_rows == 0 || map.width == 0) {
@@ -227,15 +227,15 @@ void spread_rows(const SpreadParams& params, cudaStream_t stream) {
   check(clear_all
             ? cudaMemsetAsync(params.rows, 0, static_cast<size_t>(map.num_rows * row_bytes), stream)
             : cudaMemsetAsync(params.is_written, 0, static_cast<size_t>(map.num_rows), stream),
-        "clearing memory for spread_rows");
+        "clearing memory for permute");
   const bool are_aligned = is_packed(params.tokens) && is_packed(params.rows);
   with_float_type(params.type, are_aligned, map.width, [&]<typename Float, int kPack>() {
     auto* rows = static_cast<Float*>(params.rows);
     uint8_t* is_written = clear_all ? nullptr : params.is_written;
     if (map.num_tokens > 0 && map.num_choices > 0) {
       const int lanes = lanes_for(map.width / kPack);
-      launch("spread_rows",
-             spread_kernel<Float, kPack>,
+      launch("permute",
+             permute_kernel<Float, kPack>,
              groups_of(map.num_tokens, lanes),
              stream,
              static_cast<const Float*>(params.tokens),
@@ -248,7 +248,7 @@ void spread_rows(const SpreadParams& params, cudaStream_t stream) {
     if (!clear_all) {
       LaunchShape shape = groups_of(divided_up(map.num_rows, kWarp), kWarp);
       shape.block_rows = std::min(divided_up(map.width / kPack, kClearedPacks), int64_t{65535});
-      launch("spread_rows",
+      launch("permute",
              clear_kernel<Float, kPack>,
              shape,
              stream,
@@ -260,7 +260,7 @@ void spread_rows(const SpreadParams& params, cudaStream_t stream) {
   });
 }
 
-void collect_rows(const CollectParams& params, cudaStream_t stream) {
+void unpermute(const UnpermuteParams& params, cudaStream_t stream) {
   const RowMap& map = params.map;
   require_sizes(map);
   if (map.num_tokens == 0 || map.width == 0) {
@@ -269,8 +269,8 @@ void collect_rows(const CollectParams& params, cudaStream_t stream) {
   const bool are_aligned = is_packed(params.tokens) && is_packed(params.rows);
   with_float_type(params.type, are_aligned, map.width, [&]<typename Float, int kPack>() {
     const int lanes = lanes_for(map.width / kPack);
-    launch("collect_rows",
-           collect_kernel<Float, kPack>,
+    launch("unpermute",
+           unpermute_kernel<Float, kPack>,
            groups_of(map.num_tokens, lanes),
            stream,
            static_cast<const Float*>(params.rows),

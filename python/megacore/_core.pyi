@@ -811,7 +811,7 @@ def reroute_copies(
 def top_k(
     *, scores: int, rows: int, columns: int, k: int, chosen: int, num_threads: int
 ) -> None: ...
-def spread_rows(
+def permute(
     *,
     tokens: int,
     weights: int,
@@ -824,7 +824,7 @@ def spread_rows(
     is_bfloat16: bool,
     num_threads: int,
 ) -> None: ...
-def collect_rows(
+def unpermute(
     *,
     rows: int,
     weights: int,

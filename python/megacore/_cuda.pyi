@@ -110,7 +110,7 @@ def sort_by_expert(
     workspace: int,
     stream: int,
 ) -> None: ...
-def spread_rows(
+def permute(
     *,
     tokens: int,
     weights: int,
@@ -124,7 +124,7 @@ def spread_rows(
     dtype: str,
     stream: int,
 ) -> None: ...
-def collect_rows(
+def unpermute(
     *,
     rows: int,
     weights: int,

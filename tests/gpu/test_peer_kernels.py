@@ -10,7 +10,7 @@ from megacore.errors import PeerLostError
 from megacore.moe.dispatchers import ExpertPlacement
 from megacore.moe.dispatchers.peers import CopyMap, PeerCounts
 from megacore.moe.dispatchers.symmetric_peers import DevicePeers
-from megacore.ops import collect_rows, has_cuda_kernels, peer_exchange, sort_by_expert, spread_rows
+from megacore.ops import has_cuda_kernels, peer_exchange, permute, sort_by_expert, unpermute
 from megacore.ops.permutation import permute_probs
 from megacore.parallel.process_groups import Group
 from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
@@ -158,7 +158,7 @@ def random_ids(
 def by_concatenation(tokens: list[Tensor], maps: list[CopyMap], capacity: int) -> list[Tensor]:
     """What a push leaves on every member, by the operations for one rank."""
     joined = torch.cat([copies.rows for copies in maps])
-    everything = spread_rows(torch.cat(tokens), joined, len(maps) * capacity)
+    everything = permute(torch.cat(tokens), joined, len(maps) * capacity)
     return list(everything.split(capacity))
 
 
@@ -187,7 +187,7 @@ def test_rows_go_where_one_rank_would_put_them_and_come_back(
         for p in range(num_members):
             assert torch.equal(pushed[p][0], expected[p])
             assert torch.equal(pushed[p][1], row_probs[p])
-            sums = collect_rows(torch.cat(expected), maps[p].rows)
+            sums = unpermute(torch.cat(expected), maps[p].rows)
             torch.testing.assert_close(pulled[p][0], sums, rtol=1e-6, atol=1e-6)
             kept = (maps[p].rows.view(33, 3, repeats) >= 0).sum(-1)
             torch.testing.assert_close(pulled[p][1], probs[p] * kept)

@@ -11,13 +11,13 @@ import torch
 
 from megacore.moe import plan_offload, plan_offload_on_device
 from megacore.ops import (
-    collect_rows,
     cuda_kernels,
     gelu,
+    permute,
     sort_by_expert,
-    spread_rows,
     swiglu,
     top_k,
+    unpermute,
 )
 from megacore.ops.gemm_cuda import Product, launch_grouped
 from megacore.ops.optim import AdamWSettings, StepRules, adamw_step_, decide_step_, sum_of_squares
@@ -51,7 +51,7 @@ def test_small_tokens_there_and_back(dtype: torch.dtype, width: int) -> None:
     row_map, counts = sort_by_expert(chosen, 9)
     tokens = torch.ones(37, width, dtype=dtype, device="cuda", requires_grad=True)
     weights = torch.rand(37, 3, device="cuda", requires_grad=True)
-    back = collect_rows(spread_rows(tokens, row_map, 120, weights), row_map, weights)
+    back = unpermute(permute(tokens, row_map, 120, weights), row_map, weights)
     back.sum().backward()
     assert int(counts.sum()) == int((chosen >= 0).sum())
     assert tokens.grad is not None

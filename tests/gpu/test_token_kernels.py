@@ -11,20 +11,18 @@ from torch import Tensor
 from torch.library import opcheck
 
 from megacore.ops import (
-    collect_rows,
     gelu,
     has_cuda_kernels,
+    permute,
     permute_probs,
-    permute_tokens,
     sort_by_expert,
-    spread_rows,
     swiglu,
     top_k,
-    unpermute_tokens,
+    unpermute,
 )
 from megacore.ops.activations import gelu_reference, swiglu_reference
 from megacore.ops.optim import sum_of_squares
-from megacore.ops.permutation import collect_rows_reference, spread_rows_reference
+from megacore.ops.permutation import permute_reference, unpermute_reference
 from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
 
 pytestmark = [
@@ -112,8 +110,8 @@ def test_an_expert_or_row_out_of_range_is_no_copy() -> None:
     assert counts.tolist() == [2, 1]
     tokens = torch.arange(1.0, 4.0, device="cuda")[:, None].expand(-1, 40)
     with poisoned_memory():
-        rows = spread_rows(tokens, row_map, 2)  # row 2 does not exist
-        back = collect_rows(rows, row_map)
+        rows = permute(tokens, row_map, 2)  # row 2 does not exist
+        back = unpermute(rows, row_map)
     assert rows[:, 0].tolist() == [1.0, 3.0]
     assert back[:, 39].tolist() == [1.0, 0.0, 3.0]
 
@@ -152,9 +150,9 @@ def test_rows_and_their_gradients(
         return [rows, *first, back, *second]
 
     with poisoned_memory():
-        found = run((spread_rows, collect_rows), lambda t: t.cuda(), lambda t: t.cuda())
+        found = run((permute, unpermute), lambda t: t.cuda(), lambda t: t.cuda())
     expected = run(
-        (spread_rows_reference, collect_rows_reference),
+        (permute_reference, unpermute_reference),
         lambda t: t.double(),
         lambda t: t.double() if t.is_floating_point() else t,
     )
@@ -165,9 +163,7 @@ def test_rows_and_their_gradients(
     unused[used] = False
     assert not found[0].detach().cpu()[unused].any()
     if not weighted:  # copies keep their bits
-        assert torch.equal(
-            found[0].detach().cpu(), spread_rows_reference(tokens, row_map, num_rows)
-        )
+        assert torch.equal(found[0].detach().cpu(), permute_reference(tokens, row_map, num_rows))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -178,12 +174,12 @@ def test_unused_rows_are_not_read_and_odd_pointers_are_fine(dtype: torch.dtype) 
     rows = storage[1:].view(120, 64)  # no 16-byte boundary
     used = row_map[row_map >= 0]
     rows[used] = torch.randn(len(used), 64, device="cuda", dtype=dtype)
-    found = collect_rows(rows, row_map)
+    found = unpermute(rows, row_map)
     assert torch.isfinite(found).all()
-    expected = collect_rows_reference(rows.nan_to_num(), row_map)
+    expected = unpermute_reference(rows.nan_to_num(), row_map)
     assert_close(found, expected, TOLERANCE[dtype])
-    again = spread_rows(found, row_map, 120)
-    assert torch.equal(again, spread_rows_reference(found, row_map, 120))
+    again = permute(found, row_map, 120)
+    assert torch.equal(again, permute_reference(found, row_map, 120))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -273,11 +269,11 @@ def expert_layer(
     """From the router's scores to the sum over experts, with a cheap stand-in for the products."""
     chosen = top_k(scores, k)
     probs = torch.softmax(scores, dim=-1).gather(1, chosen)
-    moved = permute_tokens(x, chosen, num_experts, num_rows=x.shape[0] * k + 16)
-    row_probs = permute_probs(probs, moved.row_map, moved.rows.shape[0])
-    hidden = swiglu(torch.cat([moved.rows, moved.rows * scale], dim=-1), row_probs)
-    out = unpermute_tokens(hidden, moved.row_map)
-    return out, moved.tokens_per_expert, moved.row_map
+    row_map, tokens_per_expert = sort_by_expert(chosen, num_experts)
+    rows = permute(x, row_map, x.shape[0] * k + 16)
+    row_probs = permute_probs(probs, row_map, rows.shape[0])
+    hidden = swiglu(torch.cat([rows, rows * scale], dim=-1), row_probs)
+    return unpermute(hidden, row_map), tokens_per_expert, row_map
 
 
 def layer_inputs(seed: int, device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -336,7 +332,7 @@ def test_the_kernels_run_on_the_current_stream() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         tokens.mul_(2.0)
-        rows = spread_rows(tokens, row_map, 4096)
+        rows = permute(tokens, row_map, 4096)
     assert not stream.query()
     torch.cuda.synchronize()
     assert rows.min().item() == 2.0
@@ -372,8 +368,8 @@ def test_the_operations_keep_torchs_rules() -> None:
     opcheck(ops.top_k.default, (tokens.detach(), 2))
     opcheck(ops.row_dots.default, (tokens.detach(), rows.detach(), row_map))
     for w in (None, weights):
-        opcheck(ops.spread_rows.default, (tokens, row_map, 8, w))
-        opcheck(ops.collect_rows.default, (rows, row_map, w))
+        opcheck(ops.permute.default, (tokens, row_map, 8, w))
+        opcheck(ops.unpermute.default, (rows, row_map, w))
     probs = torch.rand(4, device="cuda", requires_grad=True)
     for p in (None, probs):
         opcheck(ops.swiglu.default, (tokens, p))

@@ -199,12 +199,12 @@ void top_k(const float* scores,
 }
 
 template <typename Float>
-void spread_rows(const Float* tokens,
-                 const float* weights,
-                 Float* rows,
-                 const RowMap& map,
-                 int64_t width,
-                 int num_threads) {
+void permute(const Float* tokens,
+             const float* weights,
+             Float* rows,
+             const RowMap& map,
+             int64_t width,
+             int num_threads) {
   check_map(map, width, num_threads);
   std::vector<bool> is_written(static_cast<size_t>(map.num_rows));
   for (int64_t i = 0; i < map.num_tokens * map.num_choices; ++i) {
@@ -235,12 +235,12 @@ void spread_rows(const Float* tokens,
 }
 
 template <typename Float>
-void collect_rows(const Float* rows,
-                  const float* weights,
-                  Float* tokens,
-                  const RowMap& map,
-                  int64_t width,
-                  int num_threads) {
+void unpermute(const Float* rows,
+               const float* weights,
+               Float* tokens,
+               const RowMap& map,
+               int64_t width,
+               int num_threads) {
   check_map(map, width, num_threads);
   const auto run = [&](int64_t begin, int64_t end) {
     std::vector<float> sum(static_cast<size_t>(width));
@@ -280,11 +280,9 @@ void row_dots(const Float* tokens,
   parallel_for(map.num_tokens, grain(map, width), num_threads, run);
 }
 
-#define MC_INSTANTIATE(Float)                                           \
-  template void spread_rows<Float>(                                     \
-      const Float*, const float*, Float*, const RowMap&, int64_t, int); \
-  template void collect_rows<Float>(                                    \
-      const Float*, const float*, Float*, const RowMap&, int64_t, int); \
+#define MC_INSTANTIATE(Float)                                                                      \
+  template void permute<Float>(const Float*, const float*, Float*, const RowMap&, int64_t, int);   \
+  template void unpermute<Float>(const Float*, const float*, Float*, const RowMap&, int64_t, int); \
   template void row_dots<Float>(const Float*, const Float*, float*, const RowMap&, int64_t, int);
 MC_INSTANTIATE(float)
 MC_INSTANTIATE(uint16_t)

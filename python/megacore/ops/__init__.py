@@ -8,30 +8,19 @@ from __future__ import annotations
 from megacore.ops.activations import gelu, swiglu
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
 from megacore.ops.gemm import grouped_gemm, main_grad_of
-from megacore.ops.permutation import (
-    Permuted,
-    collect_rows,
-    permute_probs,
-    permute_tokens,
-    sort_by_expert,
-    spread_rows,
-    unpermute_tokens,
-)
+from megacore.ops.permutation import permute, permute_probs, sort_by_expert, unpermute
 from megacore.ops.topk import top_k
 
 __all__ = [
-    "Permuted",
-    "collect_rows",
     "cuda_kernels",
     "gelu",
     "grouped_gemm",
     "has_cuda_kernels",
     "main_grad_of",
+    "permute",
     "permute_probs",
-    "permute_tokens",
     "sort_by_expert",
-    "spread_rows",
     "swiglu",
     "top_k",
-    "unpermute_tokens",
+    "unpermute",
 ]

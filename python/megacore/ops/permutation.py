@@ -1,15 +1,15 @@
 """Permutation of tokens into expert order and back.
 
 A *row map* ``(T, k)`` has the row of each copy of each token; ``-1`` marks a copy that does not
-exist. All functions are based on two operations that are each other's derivative: *spread* copies
-tokens to their rows, *collect* sums the rows of each token.
+exist. All functions are based on two operations that are each other's derivative: :func:`permute`
+copies tokens to their rows, :func:`unpermute` sums the rows of each token.
 
 Shapes: T tokens, k choices per token, H features, R rows, E experts.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,81 +18,6 @@ from megacore import _core
 from megacore.ops import token_kernels
 from megacore.ops.library import define_gradient, define_op, describe
 from megacore.ops.token_kernels import kernel_or, takes_experts, takes_float
-
-
-class Permuted(NamedTuple):
-    """Copies of tokens in expert order.
-
-    Attributes:
-        rows: The copies, ``(R, H)``. Rows past ``sum(tokens_per_expert)`` are zero.
-        row_map: Row of each copy, ``(T, k)``, int64; -1 for dropped ones.
-        tokens_per_expert: Copies per expert, ``(E,)``, int64.
-    """
-
-    rows: Tensor
-    row_map: Tensor
-    tokens_per_expert: Tensor
-
-
-def permute_tokens(
-    tokens: Tensor, expert_of: Tensor, num_experts: int, *, num_rows: int | None = None
-) -> Permuted:
-    """Copy each token once per chosen expert, sorted by expert and then by token.
-
-    Args:
-        tokens: ``(T, H)``, any float dtype.
-        expert_of: Chosen experts, ``(T, k)``, int64, each in ``[0, E)``, or -1 for no copy.
-        num_experts: E.
-        num_rows: R, if the caller has a bound below ``T * k``.
-
-    Returns:
-        The rows, the row map for :func:`unpermute_tokens`, and the copies per expert.
-
-    Raises:
-        ValueError: If shapes do not fit or, on the CPU, if an id is out of range or ``num_rows`` is
-            too small.
-
-    Sync:
-        None. Shapes of the results depend on shapes only.
-
-    Example:
-        >>> moved = permute_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), 2)
-        >>> moved.rows.flatten().tolist(), moved.row_map.flatten().tolist()
-        ([2.0, 1.0], [1, 0])
-    """
-    row_map, tokens_per_expert = sort_by_expert(expert_of, num_experts)
-    if num_rows is None:
-        num_rows = expert_of.numel()
-    return Permuted(spread_rows(tokens, row_map, num_rows), row_map, tokens_per_expert)
-
-
-def unpermute_tokens(
-    rows: Tensor, row_map: Tensor, probs: Tensor | None = None, num_tokens: int | None = None
-) -> Tensor:
-    """Sum the rows of each token, each times its weight; the inverse of :func:`permute_tokens`.
-
-    The copies of a token are added in the order of its choices, for any number of threads.
-
-    Args:
-        rows: ``(R, H)``.
-        row_map: From :func:`permute_tokens`, ``(T, k)``.
-        probs: Weights, ``(T, k)``, float32. Default: all one.
-        num_tokens: T, checked against ``row_map``.
-
-    Returns:
-        ``(T, H)``, dtype of ``rows``; zero for a token without copies.
-
-    Raises:
-        ValueError: If shapes do not fit.
-
-    Example:
-        >>> moved = permute_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [0, -1]]), 2)
-        >>> unpermute_tokens(moved.rows, moved.row_map).flatten().tolist()
-        [2.0, 2.0]
-    """
-    if num_tokens is not None and num_tokens != row_map.shape[0]:
-        raise ValueError(f"num_tokens is {num_tokens}, but row_map has {row_map.shape[0]} tokens")
-    return collect_rows(rows, row_map, probs)
 
 
 def permute_probs(probs: Tensor, row_map: Tensor, num_rows: int) -> Tensor:
@@ -104,7 +29,7 @@ def permute_probs(probs: Tensor, row_map: Tensor, num_rows: int) -> Tensor:
         [0.25, 1.0, 0.5, 0.0]
     """
     # Each copy is treated as a token of width 1.
-    return spread_rows(probs.reshape(-1, 1), row_map.reshape(-1, 1), num_rows).flatten()
+    return permute(probs.reshape(-1, 1), row_map.reshape(-1, 1), num_rows).flatten()
 
 
 def sort_by_expert(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -138,10 +63,10 @@ def sort_by_expert_reference(expert_of: Tensor, num_experts: int) -> tuple[Tenso
     return torch.where(flat < 0, -1, rows).view_as(expert_of), counts[:num_experts].clone()
 
 
-def spread_rows(
+def permute(
     tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None = None
 ) -> Tensor:
-    """Compute ``rows[row_map[t, j]] = weights[t, j] * tokens[t]``, all other rows zero.
+    """Copy tokens to their rows: ``rows[row_map[t, j]] = weights[t, j] * tokens[t]``, others zero.
 
     Args:
         tokens: ``(T, H)``.
@@ -154,13 +79,21 @@ def spread_rows(
 
     Raises:
         ValueError: If shapes do not fit or, on the CPU, if a row is out of range.
+
+    Sync:
+        None. Shapes of the results depend on shapes only.
+
+    Example:
+        >>> row_map, _ = sort_by_expert(torch.tensor([[1], [0]]), 2)
+        >>> permute(torch.tensor([[1.0], [2.0]]), row_map, 2).flatten().tolist()
+        [2.0, 1.0]
     """
     _check_rows(tokens, row_map, weights)
-    result: Tensor = _spread_rows(tokens, row_map, num_rows, weights)
+    result: Tensor = _permute(tokens, row_map, num_rows, weights)
     return result
 
 
-def collect_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
+def unpermute(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
     """Sum ``weights[t, j] * rows[row_map[t, j]]`` over ``j`` into ``tokens[t]``, in order of ``j``.
 
     Args:
@@ -169,20 +102,26 @@ def collect_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -
         weights: ``(T, k)``, float32. Default: all one.
 
     Returns:
-        ``(T, H)``, dtype of ``rows``; summed in float32 for narrower dtypes.
+        ``(T, H)``, dtype of ``rows``; summed in float32 for narrower dtypes, in one order for any
+        number of threads; zero for a token without copies.
 
     Raises:
         ValueError: If shapes do not fit or, on the CPU, if a row is out of range.
+
+    Example:
+        >>> row_map, _ = sort_by_expert(torch.tensor([[1, 0], [0, -1]]), 2)
+        >>> unpermute(torch.tensor([[1.0], [2.0], [4.0]]), row_map).flatten().tolist()
+        [5.0, 2.0]
     """
     _check_rows(None, row_map, weights)
-    result: Tensor = _collect_rows(rows, row_map, weights)
+    result: Tensor = _unpermute(rows, row_map, weights)
     return result
 
 
-def spread_rows_reference(
+def permute_reference(
     tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None = None
 ) -> Tensor:
-    """Compute :func:`spread_rows` with torch operations, on any device."""
+    """Compute :func:`permute` with torch operations, on any device."""
     copies = tokens[:, None, :].expand(-1, row_map.shape[1], -1)
     if weights is not None:
         copies = (copies.to(_wide_dtype(tokens.dtype)) * weights[..., None]).to(tokens.dtype)
@@ -191,8 +130,8 @@ def spread_rows_reference(
     return out.index_copy(0, index, copies.reshape(-1, tokens.shape[1]))[:num_rows].clone()
 
 
-def collect_rows_reference(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Compute :func:`collect_rows` with torch operations, on any device."""
+def unpermute_reference(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute :func:`unpermute` with torch operations, on any device."""
     wide = _wide_dtype(rows.dtype)
     total = rows.new_zeros(row_map.shape[0], rows.shape[1], dtype=wide)
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
@@ -249,13 +188,13 @@ def _sort_cpu(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return row_map, counts
 
 
-def _spread_cpu(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
+def _permute_cpu(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
     if tokens.dtype not in _NATIVE:
-        return spread_rows_reference(tokens, row_map, num_rows, weights)
+        return permute_reference(tokens, row_map, num_rows, weights)
     tokens, row_map = tokens.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     rows = tokens.new_empty(num_rows, tokens.shape[1])
-    _core.spread_rows(
+    _core.permute(
         tokens=tokens.data_ptr(),
         weights=0 if weights is None else weights.data_ptr(),
         rows=rows.data_ptr(),
@@ -264,13 +203,13 @@ def _spread_cpu(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor 
     return rows
 
 
-def _collect_cpu(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+def _unpermute_cpu(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     if rows.dtype not in _NATIVE:
-        return collect_rows_reference(rows, row_map, weights)
+        return unpermute_reference(rows, row_map, weights)
     rows, row_map = rows.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     tokens = rows.new_empty(row_map.shape[0], rows.shape[1])
-    _core.collect_rows(
+    _core.unpermute(
         rows=rows.data_ptr(),
         weights=0 if weights is None else weights.data_ptr(),
         tokens=tokens.data_ptr(),
@@ -310,12 +249,12 @@ def _sort_fake(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(expert_of), expert_of.new_empty(num_experts)
 
 
-def _spread_fake(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
+def _permute_fake(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
     del row_map, weights
     return tokens.new_empty(num_rows, tokens.shape[1])
 
 
-def _collect_fake(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+def _unpermute_fake(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     del weights
     return rows.new_empty(row_map.shape[0], rows.shape[1])
 
@@ -331,17 +270,17 @@ _sort_by_expert = define_op(
     cuda=kernel_or(sort_by_expert_reference, token_kernels.sort_by_expert, takes_experts),
     fake=_sort_fake,
 )
-_spread_rows = define_op(
-    "spread_rows(Tensor tokens, Tensor row_map, SymInt num_rows, Tensor? weights) -> Tensor",
-    cpu=_spread_cpu,
-    cuda=kernel_or(spread_rows_reference, token_kernels.spread_rows, takes_float),
-    fake=_spread_fake,
+_permute = define_op(
+    "permute(Tensor tokens, Tensor row_map, SymInt num_rows, Tensor? weights) -> Tensor",
+    cpu=_permute_cpu,
+    cuda=kernel_or(permute_reference, token_kernels.permute, takes_float),
+    fake=_permute_fake,
 )
-_collect_rows = define_op(
-    "collect_rows(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
-    cpu=_collect_cpu,
-    cuda=kernel_or(collect_rows_reference, token_kernels.collect_rows, takes_float),
-    fake=_collect_fake,
+_unpermute = define_op(
+    "unpermute(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
+    cpu=_unpermute_cpu,
+    cuda=kernel_or(unpermute_reference, token_kernels.unpermute, takes_float),
+    fake=_unpermute_fake,
 )
 _row_dots = define_op(
     "row_dots(Tensor tokens, Tensor rows, Tensor row_map) -> Tensor",
@@ -351,38 +290,38 @@ _row_dots = define_op(
 )
 
 
-def _spread_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     tokens, row_map, _, weights = inputs
     ctx.save_for_backward(None if weights is None else tokens, row_map, weights)
 
 
-def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _permute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     tokens, row_map, weights = ctx.saved_tensors
-    grad_tokens = _collect_rows(grad, row_map, weights) if ctx.needs_input_grad[0] else None
+    grad_tokens = _unpermute(grad, row_map, weights) if ctx.needs_input_grad[0] else None
     grad_weights = None
     if weights is not None and ctx.needs_input_grad[3]:
         grad_weights = _row_dots(tokens, grad, row_map).to(weights.dtype)
     return grad_tokens, None, None, grad_weights
 
 
-def _collect_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     rows, row_map, weights = inputs
     ctx.num_rows = rows.shape[0]
     ctx.save_for_backward(None if weights is None else rows, row_map, weights)
 
 
-def _collect_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, row_map, weights = ctx.saved_tensors
     grad_rows = None
     if ctx.needs_input_grad[0]:
-        grad_rows = _spread_rows(grad, row_map, ctx.num_rows, weights)
+        grad_rows = _permute(grad, row_map, ctx.num_rows, weights)
     grad_weights = None
     if weights is not None and ctx.needs_input_grad[2]:
         grad_weights = _row_dots(grad, rows, row_map).to(weights.dtype)
     return grad_rows, None, grad_weights
 
 
-define_gradient("spread_rows", _spread_backward, _spread_setup)
-define_gradient("collect_rows", _collect_backward, _collect_setup)
+define_gradient("permute", _permute_backward, _permute_setup)
+define_gradient("unpermute", _unpermute_backward, _unpermute_setup)

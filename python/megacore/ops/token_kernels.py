@@ -67,14 +67,14 @@ def sort_by_expert(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
     return row_map, counts
 
 
-def spread_rows(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
+def permute(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
     """Copy tokens to their rows and zero the others; rows out of range count as missing copies."""
     tokens, row_map = tokens.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     rows = tokens.new_empty(num_rows, tokens.shape[1])
     is_written = tokens.new_empty(num_rows, dtype=torch.uint8)
     _launch(
-        "spread_rows",
+        "permute",
         tokens,
         tokens=tokens.data_ptr(),
         weights=_pointer(weights),
@@ -85,13 +85,13 @@ def spread_rows(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor 
     return rows
 
 
-def collect_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+def unpermute(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     """Sum the rows of each token in the order of its choices."""
     rows, row_map = rows.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     tokens = rows.new_empty(row_map.shape[0], rows.shape[1])
     _launch(
-        "collect_rows",
+        "unpermute",
         rows,
         rows=rows.data_ptr(),
         weights=_pointer(weights),

@@ -150,28 +150,27 @@ void check_rows(const RowCase& c) {
 
   std::vector<Float> rows = poison<Float>(num_rows * c.width + skew), expected = rows;
   std::vector<uint8_t> is_written(static_cast<size_t>(num_rows), 7);
-  cuda::spread_rows({.tokens = tokens.data() + skew,
-                     .weights = weights,
-                     .rows = rows.data() + skew,
-                     .is_written = is_written.data(),
-                     .map = on_device,
-                     .type = kTypeOf<Float>},
-                    nullptr);
-  moe::spread_rows(tokens.data() + skew, weights, expected.data() + skew, on_host, c.width, 1);
+  cuda::permute({.tokens = tokens.data() + skew,
+                 .weights = weights,
+                 .rows = rows.data() + skew,
+                 .is_written = is_written.data(),
+                 .map = on_device,
+                 .type = kTypeOf<Float>},
+                nullptr);
+  moe::permute(tokens.data() + skew, weights, expected.data() + skew, on_host, c.width, 1);
   const auto bits_from = [&](std::vector<Float>& all) {
     return std::vector<Float>(all.begin() + skew, all.end());
   };
   EXPECT_EQ(bits_from(rows), bits_from(expected));
 
   std::vector<Float> sums = poison<Float>(c.tokens * c.width + skew), expected_sums = sums;
-  cuda::collect_rows({.rows = source.data() + skew,
-                      .weights = weights,
-                      .tokens = sums.data() + skew,
-                      .map = on_device,
-                      .type = kTypeOf<Float>},
-                     nullptr);
-  moe::collect_rows(
-      source.data() + skew, weights, expected_sums.data() + skew, on_host, c.width, 1);
+  cuda::unpermute({.rows = source.data() + skew,
+                   .weights = weights,
+                   .tokens = sums.data() + skew,
+                   .map = on_device,
+                   .type = kTypeOf<Float>},
+                  nullptr);
+  moe::unpermute(source.data() + skew, weights, expected_sums.data() + skew, on_host, c.width, 1);
   expect_near(bits_from(sums),
               bits_from(expected_sums),
               kTypeOf<Float> == FloatType::kFloat32 ? 1e-6F : 8e-3F);

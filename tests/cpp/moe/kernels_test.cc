@@ -110,17 +110,17 @@ TEST(Permutation, SortsByExpertThenTokenThenChoice) {
                std::invalid_argument);
 }
 
-TEST(Permutation, SpreadAndCollectFollowTheMap) {
+TEST(Permutation, PermuteAndUnpermuteFollowTheMap) {
   const std::vector<int64_t> rows = {2, 0, 3, -1};
   const RowMap map{.rows = rows.data(), .num_tokens = 2, .num_choices = 2, .num_rows = 5};
   const auto tokens = eighths(2 * 19, 4);
   const std::vector<float> weights = {0.5F, 2.0F, 0.25F, 7.0F};
   for (const int threads : {1, 3}) {
     std::vector<float> spread(5 * 19, 9.0F);
-    spread_rows(tokens.data(), weights.data(), spread.data(), map, 19, threads);
+    permute(tokens.data(), weights.data(), spread.data(), map, 19, threads);
     std::vector<float> collected(tokens.size(), 9.0F);
     const float* ones = nullptr;
-    collect_rows(spread.data(), ones, collected.data(), map, 19, threads);
+    unpermute(spread.data(), ones, collected.data(), map, 19, threads);
     std::vector<float> dots(4, 9.0F);
     row_dots(tokens.data(), spread.data(), dots.data(), map, 19, threads);
     float square = 0.0F;
@@ -140,7 +140,7 @@ TEST(Permutation, SpreadAndCollectFollowTheMap) {
   }
   const RowMap narrow{.rows = rows.data(), .num_tokens = 2, .num_choices = 2, .num_rows = 3};
   std::vector<float> spread(3 * 19);
-  EXPECT_THROW(spread_rows(tokens.data(), weights.data(), spread.data(), narrow, 19, 1),
+  EXPECT_THROW(permute(tokens.data(), weights.data(), spread.data(), narrow, 19, 1),
                std::invalid_argument);
 }
 

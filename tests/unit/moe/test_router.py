@@ -20,10 +20,11 @@ from megacore.moe.router import (
 from megacore.moe.routing_trace import RoutingLog
 from megacore.ops import (
     grouped_gemm,
+    permute,
     permute_probs,
-    permute_tokens,
+    sort_by_expert,
     swiglu,
-    unpermute_tokens,
+    unpermute,
 )
 
 
@@ -368,11 +369,12 @@ def experts_by_loop(x: Tensor, routed: RoutingResult, w1: Tensor, w2: Tensor) ->
 
 
 def experts_by_ops(x: Tensor, routed: RoutingResult, w1: Tensor, w2: Tensor) -> Tensor:
-    moved = permute_tokens(x, routed.expert_ids, w1.shape[0])
-    probs = permute_probs(routed.probs, moved.row_map, moved.rows.shape[0])
-    inner = swiglu(grouped_gemm(moved.rows, w1, moved.tokens_per_expert), probs)
-    rows = grouped_gemm(inner, w2, moved.tokens_per_expert)
-    return unpermute_tokens(rows, moved.row_map)
+    row_map, counts = sort_by_expert(routed.expert_ids, w1.shape[0])
+    moved = permute(x, row_map, row_map.numel())
+    probs = permute_probs(routed.probs, row_map, row_map.numel())
+    inner = swiglu(grouped_gemm(moved, w1, counts), probs)
+    rows = grouped_gemm(inner, w2, counts)
+    return unpermute(rows, row_map)
 
 
 @settings(max_examples=25, deadline=None)

@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from megacore.ops import collect_rows, permute_probs, permute_tokens, top_k, unpermute_tokens
+from megacore.ops import permute, permute_probs, sort_by_expert, top_k, unpermute
 from megacore.ops.permutation import (
-    collect_rows_reference,
-    sort_by_expert,
+    permute_reference,
     sort_by_expert_reference,
-    spread_rows,
-    spread_rows_reference,
+    unpermute_reference,
 )
 from megacore.ops.topk import top_k_reference
 
@@ -44,22 +42,23 @@ def test_rows_are_sorted_by_expert_then_token_then_choice(case: tuple[int, int, 
     _, k, num_experts, _ = case
     expert_of = choices(*case)
     tokens = torch.arange(1.0, expert_of.shape[0] + 1)[:, None].expand(-1, 3)
-    moved = permute_tokens(tokens, expert_of, num_experts)
+    row_map, tokens_per_expert = sort_by_expert(expert_of, num_experts)
+    rows = permute(tokens, row_map, expert_of.numel())
     order = rows_by_loop(expert_of, num_experts)
-    assert moved.rows.shape == (expert_of.numel(), 3)
-    assert moved.rows[: len(order), 0].tolist() == [token + 1 for token, _ in order]
-    assert not moved.rows[len(order) :].any()
-    assert [moved.row_map[t, j].item() for t, j in order] == list(range(len(order)))
-    assert int((moved.row_map == -1).sum()) == expert_of.numel() - len(order)
+    assert rows.shape == (expert_of.numel(), 3)
+    assert rows[: len(order), 0].tolist() == [token + 1 for token, _ in order]
+    assert not rows[len(order) :].any()
+    assert [row_map[t, j].item() for t, j in order] == list(range(len(order)))
+    assert int((row_map == -1).sum()) == expert_of.numel() - len(order)
     expected = [int((expert_of == e).sum()) for e in range(num_experts)]
-    assert moved.tokens_per_expert.tolist() == expected
+    assert tokens_per_expert.tolist() == expected
     for a, b in zip(
         sort_by_expert(expert_of, num_experts),
         sort_by_expert_reference(expert_of, num_experts),
         strict=True,
     ):
         assert torch.equal(a, b)
-    back = unpermute_tokens(moved.rows, moved.row_map)
+    back = unpermute(rows, row_map)
     assert torch.equal(back, tokens * (expert_of >= 0).sum(1, keepdim=True))
     assert k == expert_of.shape[1]
 
@@ -80,13 +79,9 @@ def test_native_kernels_equal_the_references_to_the_bit_or_rounding(
     def both(native: bool) -> list[Tensor]:
         a = tokens.clone().requires_grad_()
         p = None if weights is None else weights.clone().requires_grad_()
-        spread, collect = (
-            (spread_rows, collect_rows)
-            if native
-            else (spread_rows_reference, collect_rows_reference)
-        )
-        rows = spread(a, row_map, num_rows, p)
-        out = collect(rows, row_map, p)
+        move, back = (permute, unpermute) if native else (permute_reference, unpermute_reference)
+        rows = move(a, row_map, num_rows, p)
+        out = back(rows, row_map, p)
         out.float().square().sum().backward()
         assert a.grad is not None
         found = [rows, out, a.grad]
@@ -105,8 +100,8 @@ def test_native_kernels_equal_the_references_to_the_bit_or_rounding(
 def test_probabilities_follow_their_copies() -> None:
     expert_of = torch.tensor([[1, 0], [0, -1], [1, 1]])
     probs = torch.tensor([[0.1, 0.2], [0.3, 9.0], [0.5, 0.6]], requires_grad=True)
-    moved = permute_tokens(torch.zeros(3, 1), expert_of, 2)
-    per_row = permute_probs(probs, moved.row_map, 6)
+    row_map, _ = sort_by_expert(expert_of, 2)
+    per_row = permute_probs(probs, row_map, 6)
     assert torch.equal(per_row, torch.tensor([0.2, 0.3, 0.1, 0.5, 0.6, 0.0]))
     (per_row * torch.arange(6.0)).sum().backward()
     assert probs.grad is not None
@@ -115,24 +110,23 @@ def test_probabilities_follow_their_copies() -> None:
 
 def test_fewer_rows_are_enough_when_the_caller_knows_it() -> None:
     expert_of = torch.tensor([[-1], [0], [-1]])
-    assert permute_tokens(torch.ones(3, 2), expert_of, 1, num_rows=1).rows.tolist() == [[1.0, 1.0]]
+    row_map, _ = sort_by_expert(expert_of, 1)
+    assert permute(torch.ones(3, 2), row_map, 1).tolist() == [[1.0, 1.0]]
     with pytest.raises(ValueError, match="row 0 of copy 0 of token 1 is not among the 0 rows"):
-        permute_tokens(torch.ones(3, 2), expert_of, 1, num_rows=0)
+        permute(torch.ones(3, 2), row_map, 0)
 
 
 def test_mistakes_are_explained() -> None:
     with pytest.raises(ValueError, match="copy 1 is for expert 2; there are 2"):
-        permute_tokens(torch.ones(2, 1), torch.tensor([[0], [2]]), 2)
+        sort_by_expert(torch.tensor([[0], [2]]), 2)
     with pytest.raises(ValueError, match="expert -2"):
-        permute_tokens(torch.ones(1, 1), torch.tensor([[-2]]), 2)
+        sort_by_expert(torch.tensor([[-2]]), 2)
     with pytest.raises(ValueError, match="must have one T"):
-        permute_tokens(torch.ones(3, 1), torch.tensor([[0], [1]]), 2)
+        permute(torch.ones(3, 1), torch.tensor([[0], [1]]), 2)
     with pytest.raises(ValueError, match=r"must be \(T, k\) int64"):
-        permute_tokens(torch.ones(1, 1), torch.tensor([0]), 2)
-    with pytest.raises(ValueError, match="num_tokens is 2, but row_map has 1"):
-        unpermute_tokens(torch.ones(1, 1), torch.tensor([[0]]), None, 2)
+        sort_by_expert(torch.tensor([0]), 2)
     with pytest.raises(ValueError, match="must have the shape of row_map"):
-        unpermute_tokens(torch.ones(1, 1), torch.tensor([[0]]), torch.ones(2, 1))
+        unpermute(torch.ones(1, 1), torch.tensor([[0]]), torch.ones(2, 1))
 
 
 def test_torch_can_trace_and_differentiate_the_operations() -> None:
@@ -146,11 +140,11 @@ def test_torch_can_trace_and_differentiate_the_operations() -> None:
     opcheck(ops.top_k.default, (tokens.detach(), 2))
     opcheck(ops.row_dots.default, (tokens.detach(), rows.detach(), row_map))
     for w in (weights, None):
-        opcheck(ops.spread_rows.default, (tokens, row_map, 8, w))
-        opcheck(ops.collect_rows.default, (rows, row_map, w))
+        opcheck(ops.permute.default, (tokens, row_map, 8, w))
+        opcheck(ops.unpermute.default, (rows, row_map, w))
     wide = [x.detach().double().requires_grad_() for x in (tokens, rows, weights)]
-    assert torch.autograd.gradcheck(lambda t, _, w: spread_rows(t, row_map, 8, w), wide)
-    assert torch.autograd.gradcheck(lambda _, r, w: collect_rows(r, row_map, w), wide)
+    assert torch.autograd.gradcheck(lambda t, _, w: permute(t, row_map, 8, w), wide)
+    assert torch.autograd.gradcheck(lambda _, r, w: unpermute(r, row_map, w), wide)
 
 
 @settings(max_examples=80, deadline=None)

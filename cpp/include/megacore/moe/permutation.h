@@ -39,21 +39,21 @@ void top_k(const float* scores,
 // rows[map[t][j]] = weights[t][j] * tokens[t], all other rows zero; a null `weights` is all ones.
 // Float is float or uint16_t (bfloat16). REQUIRES: rows of the map in range, num_threads >= 1.
 template <typename Float>
-void spread_rows(const Float* tokens,
-                 const float* weights,
-                 Float* rows,
-                 const RowMap& map,
-                 int64_t width,
-                 int num_threads);
+void permute(const Float* tokens,
+             const float* weights,
+             Float* rows,
+             const RowMap& map,
+             int64_t width,
+             int num_threads);
 
 // tokens[t] = sum over j of weights[t][j] * rows[map[t][j]]. REQUIRES: as above.
 template <typename Float>
-void collect_rows(const Float* rows,
-                  const float* weights,
-                  Float* tokens,
-                  const RowMap& map,
-                  int64_t width,
-                  int num_threads);
+void unpermute(const Float* rows,
+               const float* weights,
+               Float* tokens,
+               const RowMap& map,
+               int64_t width,
+               int num_threads);
 
 // dots[t][j] = tokens[t] . rows[map[t][j]], 0 for missing copies. REQUIRES: as above.
 template <typename Float>

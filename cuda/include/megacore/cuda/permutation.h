@@ -43,7 +43,7 @@ struct RowMap {
   int64_t width = 0;  // elements of a row
 };
 
-struct SpreadParams {
+struct PermuteParams {
   const void* tokens = nullptr;    // (num_tokens, width)
   const float* weights = nullptr;  // (num_tokens, num_choices) optional
   void* rows = nullptr;            // (num_rows, width) written everywhere
@@ -53,9 +53,9 @@ struct SpreadParams {
 };
 
 // rows[map[t][j]] = weights[t][j] * tokens[t], all other rows zero.
-void spread_rows(const SpreadParams& params, cudaStream_t stream);
+void permute(const PermuteParams& params, cudaStream_t stream);
 
-struct CollectParams {
+struct UnpermuteParams {
   const void* rows = nullptr;      // (num_rows, width) read where the map points
   const float* weights = nullptr;  // (num_tokens, num_choices) optional
   void* tokens = nullptr;          // (num_tokens, width) written
@@ -64,7 +64,7 @@ struct CollectParams {
 };
 
 // tokens[t] = sum over j of weights[t][j] * rows[map[t][j]], summed in fp32 in the order of j.
-void collect_rows(const CollectParams& params, cudaStream_t stream);
+void unpermute(const UnpermuteParams& params, cudaStream_t stream);
 
 struct RowDotsParams {
   const void* tokens = nullptr;  // (num_tokens, width)

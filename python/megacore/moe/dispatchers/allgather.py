@@ -16,7 +16,7 @@ from megacore.moe.dispatchers.base import (
     Routing,
     require_equal_tokens,
 )
-from megacore.ops.permutation import collect_rows, permute_probs, sort_by_expert, spread_rows
+from megacore.ops.permutation import permute, permute_probs, sort_by_expert, unpermute
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.exchange import RowSplits, gather_rows, reduce_scatter_rows
 from megacore.parallel.process_groups import Group
@@ -77,7 +77,7 @@ class AllGatherDispatcher(Dispatcher):
         assert splits.received is not None
         (num_rows,) = splits.received
         group = self.placement.group
-        rows = spread_rows(gather_rows(x_TH, group), plan.row_map, num_rows)
+        rows = permute(gather_rows(x_TH, group), plan.row_map, num_rows)
         probs = permute_probs(gather_rows(plan.probs, group), plan.row_map, num_rows)
         return _Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
 
@@ -87,7 +87,7 @@ class AllGatherDispatcher(Dispatcher):
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Sum the results of each token over all ranks. See `Dispatcher`."""
-        return reduce_scatter_rows(collect_rows(rows, plan.row_map), self.placement.group)
+        return reduce_scatter_rows(unpermute(rows, plan.row_map), self.placement.group)
 
 
 def _gather_choices(ids_Tk: Tensor, group: Group) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megacore.moe.dispatchers.capacity import Capacity
-from megacore.ops.permutation import collect_rows
+from megacore.ops.permutation import unpermute
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.exchange import RowSplits
 from megacore.parallel.process_groups import Group, ProcessGroups
@@ -234,7 +234,7 @@ class Dispatcher(ABC):
         Returns:
             ``(T, H)``.
         """
-        return collect_rows(rows, plan.row_map)
+        return unpermute(rows, plan.row_map)
 
 
 def gather_counts(

@@ -24,7 +24,7 @@ from megacore.moe.dispatchers.base import (
     rows_of_copies,
 )
 from megacore.moe.dispatchers.capacity import Capacity, place_in_expert, rows_at
-from megacore.ops.permutation import collect_rows, permute_probs, sort_by_expert, spread_rows
+from megacore.ops.permutation import permute, permute_probs, sort_by_expert, unpermute
 from megacore.parallel.exchange import PendingRows, RowSplits, exchange_rows, start_exchange
 
 _PLAN_FIELDS = (
@@ -46,7 +46,7 @@ class _ExchangeDispatcher(Dispatcher):
         group, repeats = self.placement.group, plan.row_map.shape[1] // plan.probs.shape[1]
         probs = plan.probs if repeats == 1 else plan.probs.repeat_interleave(repeats, dim=1)
         return _PendingExchange(
-            start_exchange(spread_rows(x_TH, plan.row_map, num_rows), group, splits),
+            start_exchange(permute(x_TH, plan.row_map, num_rows), group, splits),
             start_exchange(permute_probs(probs, plan.row_map, num_rows), group, splits),
             self._expert_of_rows(plan, splits),
             self.placement.num_local,
@@ -56,7 +56,7 @@ class _ExchangeDispatcher(Dispatcher):
     def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:
         """Return the results by the reverse all-to-all. See `Dispatcher`."""
         if arrived.row_map is not None:
-            rows = collect_rows(rows, arrived.row_map)
+            rows = unpermute(rows, arrived.row_map)
         return exchange_rows(rows, self.placement.group, splits.reversed())
 
     def _num_received(self, plan: DispatchPlan) -> int | None:  # noqa: ARG002
@@ -335,7 +335,7 @@ class _PendingExchange(PendingDispatch):
         row_map, m_splits = sort_by_expert(self._expert_of_row_M[:, None], self._num_local)
         num_rows = rows.shape[0] if self._num_rows is None else self._num_rows
         return ExpertRows(
-            rows=spread_rows(rows, row_map, num_rows),
+            rows=permute(rows, row_map, num_rows),
             probs=permute_probs(probs[:, None], row_map, num_rows),
             m_splits=m_splits,
             row_map=row_map,
