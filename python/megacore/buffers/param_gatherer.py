@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -12,6 +11,7 @@ from megacore.buffers.grad_reducer import buckets_in_backward_order
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
 from megacore.errors import MegacoreError
 from megacore.parallel.async_collectives import PendingCollective
+from megacore.parallel.params import before_use
 
 
 class StaleWeightsError(MegacoreError, RuntimeError):
@@ -163,7 +163,7 @@ class ParamGatherer:
                 continue
             seen.add(id(module))
             owned.update(mine)
-            module.register_forward_pre_hook(_before(weakref.ref(self), mine))
+            before_use(module, _before(weakref.ref(self), mine))
         for param, name in enumerate(self._names):
             if param not in owned:
                 raise ValueError(
@@ -183,8 +183,8 @@ def _forward_to(gatherer: weakref.ref[ParamGatherer], offset: int) -> Callable[[
     return on_grad
 
 
-def _before(gatherer: weakref.ref[ParamGatherer], params: list[int]) -> Callable[..., None]:
-    def before_forward(_module: nn.Module, _args: Any) -> None:
+def _before(gatherer: weakref.ref[ParamGatherer], params: list[int]) -> Callable[[], None]:
+    def before_forward() -> None:
         target = gatherer()
         if target is not None:
             target.before_forward(params)

@@ -46,15 +46,11 @@ class GroupedExperts(nn.Module):
         self.fc2 = fc2
         self.activation = activation
 
-    def forward(
-        self, arrived: ExpertRows | None, clones: CloneExchange | None = None
-    ) -> Tensor | None:
+    def forward(self, arrived: ExpertRows, clones: CloneExchange | None = None) -> Tensor:
         """Compute the expert outputs.
 
         Args:
-            arrived: Rows of the local experts, followed by the rows of ``clones``. With ``None``
-                the call only starts the transfer of clone weights; as a call of the module it runs
-                the hooks that make the parameters current.
+            arrived: Rows of the local experts, followed by the rows of ``clones``.
             clones: Clone exchange of this layer: clones of this rank's experts on other ranks, and
                 of other ranks' experts here.
 
@@ -62,10 +58,6 @@ class GroupedExperts(nn.Module):
             ``(M, H)``; a partial sum if etp splits experts.
         """
         activate = swiglu if self.activation == "swiglu" else gelu
-        if arrived is None:
-            if clones is not None:
-                clones.start()
-            return None
         rows, probs, m_splits = arrived.rows, arrived.probs, arrived.m_splits
         if clones is not None:
             inner = clones.product(FC1, rows, m_splits)

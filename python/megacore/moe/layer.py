@@ -16,6 +16,7 @@ from megacore.moe.echo.layer import Echo, EchoPlan
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.recompute import Memo
+from megacore.parallel.params import use_params
 
 Mapping = Callable[[Tensor], Tensor]
 
@@ -150,7 +151,8 @@ class MoELayer(nn.Module):
         clones = None
         if self.echo is not None and isinstance(plan, EchoPlan):
             clones = self.echo.clones(self.experts, plan)
-            self.experts(None, clones)
+            use_params(self.experts)
+            clones.start()
         splits = memo.once(lambda: self.dispatcher.read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
         # Overlaps with the exchange in flight.

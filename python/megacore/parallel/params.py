@@ -7,11 +7,11 @@ Checkpoints store full tensors, so any layout can read the checkpoints of any ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.parallel.process_groups import ProcessGroups
 
@@ -30,7 +30,6 @@ class ParamInfo:
         sequence_parallel: The parameter is replicated over tp, but each tp rank had only part of
             the activations (mostly a slice of the sequence), so its gradient is partial and must
             be summed over tp.
-            must be summed over tp.
         weight_decay: Whether weight decay applies (to matrices, not to norm weights).
         shared: Name of a set of parameters that must stay equal across pipeline stages;
             ``"embedding"`` for tied word embeddings on the first and the last stage. Their
@@ -251,3 +250,22 @@ def unshard(shards: Sequence[Tensor], info: ParamInfo, *, ep_size: int = 1) -> T
     if info.ep_dim is None:
         return joined[0].clone(memory_format=torch.contiguous_format)
     return torch.cat(joined, dim=info.ep_dim)
+
+
+def before_use(module: nn.Module, wait: Callable[[], None]) -> None:
+    """Call ``wait`` before every use of the module's own parameters.
+
+    A call of the module is a use; code that reads the parameters elsewhere calls
+    :func:`use_params` first.
+    """
+    module.__dict__.setdefault(_WAITS, []).append(wait)
+    module.register_forward_pre_hook(lambda _module, _args: wait())
+
+
+def use_params(module: nn.Module) -> None:
+    """Make the module's own parameters current, for a use outside of its forward pass."""
+    for wait in module.__dict__.get(_WAITS, ()):
+        wait()
+
+
+_WAITS = "_waits_before_use"
