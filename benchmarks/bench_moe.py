@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from _common import header, on_gloo_ranks, options
-from megacore.config import Config, load_config, resolve
-from megacore.moe import AllToAllDispatcher, GroupedExperts, MoELayer, RouterConfig, TopKRouter
+from megacore.config import Config, MoEConfig, load_config, resolve
+from megacore.moe import AllToAllDispatcher, GroupedExperts, MoELayer, TopKRouter
 from megacore.moe.dispatchers import (
     Dispatcher,
     ExpertPlacement,
@@ -273,7 +273,7 @@ def our_layer(theirs: nn.Module, size: LayerSize) -> MoELayer:
     fc1 = weights["experts.gate_up_proj"].detach().clone()
     return MoELayer(
         router=TopKRouter(
-            RouterConfig(num_experts=size.experts, top_k=size.top_k),
+            MoEConfig(num_experts=size.experts, top_k=size.top_k),
             nn.Parameter(weights["gate.weight"].detach().clone()),
         ),
         dispatcher=AllToAllDispatcher(ExpertPlacement.of(ProcessGroups.single(), size.experts)),

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megacore.config import MoEConfig
 from megacore.moe.balance import RouterGroups
-from megacore.moe.router import RouterConfig, TokenNames, TopKRouter, update_expert_biases
+from megacore.moe.router import TokenNames, TopKRouter, update_expert_biases
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.collectives import all_reduce_
 from tests.support.distributed import run_ranks
@@ -21,7 +22,7 @@ Kind = Literal["sequence", "batch"]
 
 
 def make_router(kind: Kind, groups: RouterGroups) -> TopKRouter:
-    config = RouterConfig(
+    config = MoEConfig(
         num_experts=EXPERTS,
         top_k=2,
         aux_loss_coef=0.5,

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megacore.config import MoEConfig
 from megacore.moe.dispatchers import Capacity, ExpertPlacement, StaticBudget, StaticDispatcher
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
-from megacore.moe.router import RouterConfig, TokenNames, TopKRouter
+from megacore.moe.router import TokenNames, TopKRouter
 from megacore.ops.counter_random import StepKeys
 from megacore.ops.gemm_cuda import takes_kernel
 from megacore.parallel import ProcessGroups
@@ -64,7 +65,7 @@ def make_layer(case: str) -> MoELayer:
     placement = ExpertPlacement.of(ProcessGroups.single(), EXPERTS)
     return MoELayer(
         router=TopKRouter(
-            RouterConfig(num_experts=EXPERTS, top_k=2, **settings), weight(EXPERTS, HIDDEN)
+            MoEConfig(num_experts=EXPERTS, top_k=2, **settings), weight(EXPERTS, HIDDEN)
         ),
         dispatcher=StaticDispatcher(placement, budget=StaticBudget(budget), capacity=capacity),
         experts=GroupedExperts(

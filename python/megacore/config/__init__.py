@@ -19,7 +19,7 @@ from megacore.config.load import (
     split_overrides,
 )
 from megacore.config.model import ModelConfig
-from megacore.config.moe import MoEConfig
+from megacore.config.moe import EchoConfig, MoEConfig
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.parallel import ParallelConfig
 from megacore.config.pipeline import PipelineConfig
@@ -33,6 +33,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "EchoConfig",
     "GraphsConfig",
     "MoEConfig",
     "ModelConfig",

@@ -10,8 +10,8 @@ from torch import nn
 from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
+from megacore.moe.echo.layer import num_slot_sets
 from megacore.moe.echo.message_exchange import SlotBuffers
-from megacore.moe.settings import num_slot_sets
 from megacore.parallel.process_groups import ProcessGroups
 
 

@@ -25,11 +25,10 @@ from megacore.moe.dispatchers import (
     make_peers,
     static_receive_rows,
 )
-from megacore.moe.echo.layer import Echo, ReceiveBudget
+from megacore.moe.echo.layer import Echo, ReceiveBudget, receive_factor
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
-from megacore.moe.settings import echo_options, echo_receive_factor, router_config
 from megacore.ops.recompute import Memo
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
@@ -56,7 +55,7 @@ class MoEBlock(nn.Module):
         moe, groups, region = context.moe, context.groups, context.region
         self.tokens = Region(group=region.group, sequence_parallel=True, cp=region.cp)
         router = TopKRouter(
-            router_config(moe),
+            moe,
             context.params.normal(
                 ParamInfo(
                     name=f"{name}.router",
@@ -174,10 +173,10 @@ def _echo(context: ModelContext) -> Echo | None:
     placement = ExpertPlacement.of(groups, moe.num_experts)
     budget = None
     if moe.dispatcher == "static":
-        budget = ReceiveBudget(echo_receive_factor(moe, placement.num_local), context.budget)
+        budget = ReceiveBudget(receive_factor(moe, placement.num_local), context.budget)
     return Echo(
         placement,
-        echo_options(moe),
+        moe.echo,
         ep=groups.ep,
         slots=context.slots,
         capacity=_capacity(moe),

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from megacore.moe.experts import GroupedExperts
     from megacore.moe.layer import MoELayer
     from megacore.moe.router import (
-        RouterConfig,
         RoutingResult,
         TokenNames,
         TopKRouter,
@@ -41,7 +40,6 @@ __all__ = [
     "GroupedExperts",
     "MoELayer",
     "OffloadPlan",
-    "RouterConfig",
     "RouterGroups",
     "RoutingLog",
     "RoutingResult",
@@ -62,7 +60,6 @@ _MODULES = {
     "ExpertPlacement": "dispatchers",
     "GroupedExperts": "experts",
     "MoELayer": "layer",
-    "RouterConfig": "router",
     "RouterGroups": "balance",
     "RoutingLog": "routing_trace",
     "RoutingResult": "router",

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megacore.config.router import check_router
+from megacore.config import MoEConfig
 from megacore.moe.balance import RouterGroups, inject_gradient, load_balancing_loss, z_loss
 from megacore.ops import top_k
 from megacore.ops.counter_random import StepKeys, key_of, token_numbers, uniform
@@ -22,90 +22,6 @@ from megacore.parallel.collectives import all_reduce_
 
 # As in DeepSeek-V3; far below any sum of softmax scores.
 _TINY = 1e-20
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterConfig:
-    """Configuration of a router: scores, choice and weights of experts.
-
-    Mixtral is the default with ``top_k=2``. Qwen3-MoE may set ``normalize=False``. DeepSeek-V3 has
-    ``score_function="sigmoid"``, ``expert_bias=True``, ``num_groups=8``, ``groups_top_k=4`` and
-    ``scaling_factor=2.5``.
-
-    Attributes:
-        num_experts: E.
-        top_k: k.
-        score_function: Turns logits into scores.
-        softmax_after_top_k: Rank the logits and apply the softmax to the chosen logits only.
-            Otherwise the softmax is over all experts; both are equal after normalization.
-        normalize: Divide the scores of the chosen experts by their sum.
-        scaling_factor: Factor on the final weights.
-        num_groups: Groups of consecutive experts. Only experts of the best groups can be chosen.
-        groups_top_k: Number of groups that can be chosen from.
-        group_score_top: Number of best scores in a group whose sum is the score of the group.
-        expert_bias: Add a bias to each expert's score for the choice, not for the weight. The bias
-            follows the load, see :func:`update_expert_biases`.
-        expert_bias_rate: Change of the bias per step.
-        aux_loss_coef: Weight of the load-balancing loss; 0 for none.
-        aux_loss_type: Token pool of that loss, see
-            :func:`megacore.moe.balance.load_balancing_loss`.
-        z_loss_coef: Weight of the z-loss; 0 for none.
-        jitter: Multiply each router input by a random number in ``[1 - jitter, 1 + jitter]`` in
-            training.
-        force_balanced: Assign the same number of tokens to every expert regardless of the scores;
-            for benchmarks.
-        fp32: Compute the logits in float32, regardless of the dtype of the model.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> RouterConfig(num_experts=8, top_k=9)
-        Traceback (most recent call last):
-        ...
-        ValueError: top_k = 9: with num_experts = 8 it must lie in [1, 8]
-    """
-
-    num_experts: int
-    top_k: int
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
-    softmax_after_top_k: bool = False
-    normalize: bool = True
-    scaling_factor: float = 1.0
-    num_groups: int = 1
-    groups_top_k: int = 1
-    group_score_top: int = 2
-    expert_bias: bool = False
-    expert_bias_rate: float = 1e-3
-    aux_loss_coef: float = 0.0
-    aux_loss_type: Literal["sequence", "batch"] = "sequence"
-    z_loss_coef: float = 0.0
-    jitter: float = 0.0
-    force_balanced: bool = False
-    fp32: bool = True
-
-    def __post_init__(self) -> None:
-        if self.score_function not in ("softmax", "sigmoid"):
-            raise ValueError(
-                f'score_function is "{self.score_function}"; use "softmax" or "sigmoid"'
-            )
-        if self.aux_loss_type not in ("sequence", "batch"):
-            raise ValueError(f'aux_loss_type is "{self.aux_loss_type}"; use "sequence" or "batch"')
-        check_router(
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            num_groups=self.num_groups,
-            groups_top_k=self.groups_top_k,
-            score_function=self.score_function,
-            softmax_after_top_k=self.softmax_after_top_k,
-        )
-        if self.group_score_top < 1:
-            raise ValueError(f"group_score_top is {self.group_score_top}; it must be at least 1")
-        for name in ("aux_loss_coef", "z_loss_coef", "expert_bias_rate"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if not 0.0 <= self.jitter < 1.0:
-            raise ValueError(f"jitter is {self.jitter}; it must lie in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +73,7 @@ class TopKRouter(nn.Module):
     """Router that scores the experts for each token and chooses the best k.
 
     Args:
-        config: Routing options.
+        config: Options; the router reads those from `score_function` on, `num_experts` and `top_k`.
         weight: The router's matrix, ``(E, H)``. It is replicated over tp; with sequence parallelism
             its gradient must be summed over tp.
         groups: Groups that hold the other tokens.
@@ -172,7 +88,7 @@ class TopKRouter(nn.Module):
         tape: Records or replays decisions in training, if set. ``names`` is then required.
 
     Example:
-        >>> router = TopKRouter(RouterConfig(num_experts=2, top_k=1), nn.Parameter(torch.eye(2)))
+        >>> router = TopKRouter(MoEConfig(num_experts=2, top_k=1), nn.Parameter(torch.eye(2)))
         >>> routed = router(torch.tensor([[3.0, 1.0], [0.0, 2.0]]))
         >>> routed.expert_ids.tolist(), routed.probs.tolist(), routed.tokens_per_expert.tolist()
         ([[0], [1]], [[1.0], [1.0]], [1, 1])
@@ -183,7 +99,7 @@ class TopKRouter(nn.Module):
 
     def __init__(
         self,
-        config: RouterConfig,
+        config: MoEConfig,
         weight: nn.Parameter,
         *,
         groups: RouterGroups | None = None,
@@ -330,7 +246,7 @@ class TopKRouter(nn.Module):
     def _logits(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:
         """Compute logits, ``(S, B, E)``; float32, or float64 for a float64 input."""
         weight = self.weight
-        if self.config.fp32 and hidden_SBH.dtype.itemsize < 4:
+        if self.config.router_fp32 and hidden_SBH.dtype.itemsize < 4:
             hidden_SBH = hidden_SBH.float()
         if self.training and self.config.jitter > 0.0:
             hidden_SBH = self._jitter(hidden_SBH, names)
@@ -388,7 +304,7 @@ def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
         Wang et al., arXiv:2408.15664.
 
     Example:
-        >>> config = RouterConfig(num_experts=2, top_k=1, expert_bias=True)
+        >>> config = MoEConfig(num_experts=2, top_k=1, expert_bias=True)
         >>> router = TopKRouter(config, nn.Parameter(torch.eye(2)))
         >>> _ = router(torch.tensor([[3.0, 1.0], [2.0, 1.0]]))
         >>> update_expert_biases([router])
@@ -410,18 +326,18 @@ def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
         router.tokens_seen.zero_()
 
 
-def _scores(logits: Tensor, config: RouterConfig) -> Tensor:
+def _scores(logits: Tensor, config: MoEConfig) -> Tensor:
     return logits.softmax(-1) if config.score_function == "softmax" else logits.sigmoid()
 
 
-def _normalized(scores: Tensor, config: RouterConfig) -> Tensor:
+def _normalized(scores: Tensor, config: MoEConfig) -> Tensor:
     """Normalize scores to a sum of 1 for each token."""
     if config.score_function == "softmax":
         return scores
     return scores / (scores.sum(-1, keepdim=True) + _TINY)
 
 
-def _weights(logits: Tensor, scores: Tensor, expert_ids: Tensor, config: RouterConfig) -> Tensor:
+def _weights(logits: Tensor, scores: Tensor, expert_ids: Tensor, config: MoEConfig) -> Tensor:
     if config.softmax_after_top_k:
         weights = logits.gather(1, expert_ids).softmax(-1)
     else:
@@ -431,7 +347,7 @@ def _weights(logits: Tensor, scores: Tensor, expert_ids: Tensor, config: RouterC
     return weights if config.scaling_factor == 1.0 else weights * config.scaling_factor
 
 
-def _only_best_groups(ranked: Tensor, config: RouterConfig) -> Tensor:
+def _only_best_groups(ranked: Tensor, config: MoEConfig) -> Tensor:
     """Mask the scores of experts outside the best groups with minus infinity."""
     per_group = config.num_experts // config.num_groups
     grouped = ranked.view(ranked.shape[0], config.num_groups, per_group)
@@ -442,7 +358,7 @@ def _only_best_groups(ranked: Tensor, config: RouterConfig) -> Tensor:
     return grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
 
 
-def _balanced_choices(logits: Tensor, config: RouterConfig, names: TokenNames | None) -> Tensor:
+def _balanced_choices(logits: Tensor, config: MoEConfig, names: TokenNames | None) -> Tensor:
     """Assign k experts per token round-robin; with ``names``, independent of the layout."""
     if names is None:
         token = torch.arange(logits.shape[0], device=logits.device)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megacore.config import Config, filled
-from megacore.moe.settings import echo_options, num_slot_sets
+from megacore.moe.echo.layer import guaranteed_factor, num_slot_sets
 from megacore.parallel import Topology
 
 
@@ -59,7 +59,7 @@ def plan_echo(config: Config, topology: Topology) -> EchoPlanned:
     width = 4 if config.train.dtype == "float32" else 2
     tokens = config.train.microbatch_size * config.model.seq_length // (parallel.cp * parallel.tp)
     mean = float(tokens * etp * moe.top_k)
-    factor = echo_options(moe).guaranteed_factor(local)
+    factor = guaranteed_factor(echo, local)
     planned = EchoPlanned(
         num_spare_slots=echo.spare_slots,
         num_slot_sets=num_slot_sets(config),

@@ -14,7 +14,6 @@ from megacore.config import Config, filled, layers_of_stages, mtp_stage, stages_
 from megacore.errors import ConfigError
 from megacore.models.build import build_stages
 from megacore.models.size import count_parameters
-from megacore.moe.settings import router_config
 from megacore.optim import MemoryRow, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
@@ -227,7 +226,6 @@ def check_plan(config: Config, world_size: int) -> None:
         layers_of_stages(config)
         train_schedule(config, world_size)
         if config.moe.num_experts > 0:
-            router_config(config.moe)
             check_routing(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error

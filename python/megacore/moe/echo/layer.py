@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megacore.config import Config, EchoConfig, MoEConfig
 from megacore.moe.dispatchers import (
     Capacity,
     Dispatcher,
@@ -38,33 +38,49 @@ from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
 
 
-@dataclass(frozen=True, kw_only=True)
-class EchoOptions:
-    """Options of :func:`megacore.moe.plan_offload`."""
+def guaranteed_factor(echo: EchoConfig, experts_per_rank: int) -> float | None:
+    """Compute the bound of max load over mean load for any routing; ``None`` if unknown.
 
-    num_spare_slots: int
-    method: Literal["balanced", "echo"] = "balanced"
-    tolerance: float = 0.01
-    min_imbalance: float = 1.0
-    domain_size: int | None = None
+    With fewer slots than experts per rank it is the load that no planner can prevent; the balanced
+    planner is within a few percent of it.
 
-    def guaranteed_factor(self, experts_per_rank: int) -> float | None:
-        """Compute the bound of max load over mean load for any routing; ``None`` if unknown.
+    Example:
+        >>> guaranteed_factor(EchoConfig(spare_slots=4), 4)
+        1.01
+        >>> guaranteed_factor(EchoConfig(spare_slots=1), 4)
+        1.5625
+    """
+    if echo.planner != "balanced" or echo.spare_slots == 0:
+        return None
+    share = min(1.0, echo.spare_slots / experts_per_rank)
+    worst = (1.0 + share) ** 2 / (4.0 * share)
+    return max(1.0 + echo.tolerance if share == 1.0 else worst, echo.min_imbalance)
 
-        With fewer slots than experts per rank it is the load that no planner can prevent; the
-        balanced planner is within a few percent of it.
 
-        Example:
-            >>> EchoOptions(num_spare_slots=4).guaranteed_factor(4)
-            1.01
-            >>> EchoOptions(num_spare_slots=1).guaranteed_factor(4)
-            1.5625
-        """
-        if self.method != "balanced" or self.num_spare_slots == 0:
-            return None
-        share = min(1.0, self.num_spare_slots / experts_per_rank)
-        worst = (1.0 + share) ** 2 / (4.0 * share)
-        return max(1.0 + self.tolerance if share == 1.0 else worst, self.min_imbalance)
+def receive_factor(moe: MoEConfig, experts_per_rank: int) -> float:
+    """Compute the rows of a ``static`` receive buffer, as a multiple of the mean load.
+
+    ``moe.echo.receive_budget`` if set, else the planner's guaranteed factor, else
+    ``moe.static_budget`` if the planner guarantees none.
+
+    Example:
+        >>> moe = MoEConfig(num_experts=8, echo={"spare_slots": 4, "tolerance": 0.02})
+        >>> receive_factor(moe, 4), receive_factor(moe, 8)
+        (1.02, 1.125)
+    """
+    if moe.echo.receive_budget is not None:
+        return moe.echo.receive_budget
+    return guaranteed_factor(moe.echo, experts_per_rank) or moe.static_budget
+
+
+def num_slot_sets(config: Config) -> int:
+    """Compute the number of weight slot sets: one per microbatch that can be inside layers at once.
+
+    Example:
+        >>> num_slot_sets(Config()), num_slot_sets(Config(pipeline={"overlap_moe": True}))
+        (1, 2)
+    """
+    return 2 if config.pipeline.overlap_moe else 1
 
 
 @dataclass(kw_only=True)
@@ -187,7 +203,7 @@ class Echo:
 
     Args:
         placement: Placement of the home experts.
-        options: Planner options.
+        config: Planner options.
         ep: The ranks of a plan: one per part of the experts, including this rank.
         slots: Memory for clones, shared by all layers.
         capacity: Limit of the copies per expert, applied before rerouting.
@@ -204,7 +220,7 @@ class Echo:
     def __init__(
         self,
         placement: ExpertPlacement,
-        options: EchoOptions,
+        config: EchoConfig,
         *,
         ep: Group,
         slots: SlotBuffers,
@@ -214,8 +230,8 @@ class Echo:
         device: torch.device | None = None,
     ) -> None:
         self.placement = placement
-        self.places = placement.with_slots(options.num_spare_slots)
-        self.options = options
+        self.places = placement.with_slots(config.spare_slots)
+        self.config = config
         self.sums = torch.zeros(len(fields(EchoCounts)), dtype=torch.float64, device=device)
         self._ep = ep
         self.slots = slots
@@ -301,11 +317,11 @@ class Echo:
         members = constant(placement.members, ids_Tk.device)
         plan = plan_offload_on_device(
             counts_GE[members].sum(1),
-            num_spare_slots=self.options.num_spare_slots,
-            method=self.options.method,
-            tolerance=self.options.tolerance,
-            min_imbalance=self.options.min_imbalance,
-            domain_size=self.options.domain_size,
+            num_spare_slots=self.config.spare_slots,
+            method=self.config.planner,
+            tolerance=self.config.tolerance,
+            min_imbalance=self.config.min_imbalance,
+            domain_size=self.config.domain,
         )
         self._count(plan)
         me = placement.ep_position
@@ -367,11 +383,11 @@ class Echo:
     def _always_fits(self) -> bool:
         """True if the planner's bound is proved and the budget covers it."""
         budget, local = self._budget, self.placement.num_local
-        guaranteed = self.options.guaranteed_factor(local)
+        guaranteed = guaranteed_factor(self.config, local)
         return (
             budget is not None
             and guaranteed is not None
-            and self.options.num_spare_slots >= local
+            and self.config.spare_slots >= local
             and budget.factor >= guaranteed
         )
 

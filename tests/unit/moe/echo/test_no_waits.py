@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megacore.config import EchoConfig, MoEConfig
 from megacore.moe.balance import inject_gradient
 from megacore.moe.dispatchers import (
     AllGatherDispatcher,
@@ -22,12 +23,12 @@ from megacore.moe.dispatchers import (
 )
 from megacore.moe.dispatchers.base import constant
 from megacore.moe.echo.device_plan import DevicePlan
-from megacore.moe.echo.layer import Echo, EchoOptions, ReceiveBudget
+from megacore.moe.echo.layer import Echo, ReceiveBudget
 from megacore.moe.echo.memory import CloneMemory
 from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
-from megacore.moe.router import RouterConfig, TokenNames, TopKRouter, update_expert_biases
+from megacore.moe.router import TokenNames, TopKRouter, update_expert_biases
 from megacore.ops.counter_random import StepKeys
 from megacore.ops.recompute import Memo
 from megacore.parallel import ProcessGroups
@@ -69,15 +70,15 @@ CASES = {
 }
 
 ECHOES = {
-    "balanced": EchoOptions(num_spare_slots=SLOTS, tolerance=0.0),
-    "echo": EchoOptions(num_spare_slots=SLOTS, method="echo", min_imbalance=1.1),
+    "balanced": EchoConfig(spare_slots=SLOTS, tolerance=0.0),
+    "echo": EchoConfig(spare_slots=SLOTS, planner="echo", min_imbalance=1.1),
 }
 
 
 def make_layer(
     case: Case, dispatcher: Dispatcher | None = None, echo: Echo | None = None
 ) -> MoELayer:
-    config = RouterConfig(num_experts=EXPERTS, top_k=2, **case.router)
+    config = MoEConfig(num_experts=EXPERTS, top_k=2, **case.router)
     if dispatcher is None:
         budget = StaticBudget(case.budget)
         dispatcher = StaticDispatcher(PLACEMENT, budget=budget, capacity=case.capacity)
@@ -194,7 +195,7 @@ class ReadingMemory(MetaCloneMemory):
         return super().weights(projection, plan)
 
 
-def make_echo_layer(case: Case, options: EchoOptions, *, reaches_memory: bool = True) -> MoELayer:
+def make_echo_layer(case: Case, options: EchoConfig, *, reaches_memory: bool = True) -> MoELayer:
     """A layer of which experts may have clones."""
     budget = StaticBudget(case.budget)
     echo = Echo(
