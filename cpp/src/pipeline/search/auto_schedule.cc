@@ -8,9 +8,7 @@
 #include "megacore/base/check.h"
 #include "megacore/pipeline/validate.h"
 #include "search/beam_rounds.h"
-#include "search/contest.h"
 #include "search/exact_search.h"
-#include "search/justify.h"
 #include "search/layer_search.h"
 #include "search/list_scheduler.h"
 #include "search/policies.h"
@@ -23,9 +21,6 @@ namespace {
 
 // How many actions the trials of a thorough search may schedule.
 constexpr int64_t kRuleActions = 3'000'000;
-constexpr int64_t kDeadlineActions = 2'000'000;
-constexpr int64_t kJustifiedPasses = 10;
-constexpr int64_t kOrderActions = 20'000'000;
 // Partial schedules that a search by layers looks at, before and after all others have tried, and
 // those of equally many actions; all times stages, as one of more stages is larger.
 constexpr int64_t kFirstLayerStates = 400'000;
@@ -33,7 +28,6 @@ constexpr int64_t kLayerStates = 7'200'000;
 constexpr int64_t kLayerWidth = 24'000;
 // A schedule that ends earlier by less is no better.
 constexpr double kShorter = 1e-8;
-// Windows to narrow for rules.
 // Partial solutions that an exact search looks at, before and after all others have tried.
 constexpr int64_t kFirstNodes = 5'000;
 constexpr int64_t kNodes = 300'000;
@@ -90,11 +84,8 @@ class Portfolio {
     if (!is_optimal()) tighten();
     if (!is_optimal()) exhaust(kFirstNodes);
     if (!is_optimal() && thorough) search_by_layers(kFirstLayerStates);
-    if (!is_optimal() && thorough) add_rules_like_named();
     if (!is_optimal() && thorough) search_rules();
-    if (!is_optimal() && thorough) add_rules_within_deadlines();
     if (!is_optimal() && thorough) add_beams();
-    if (!is_optimal() && thorough) improve();
     if (!is_optimal() && thorough) tighten();
     if (!is_optimal() && thorough) exhaust(kNodes);
     if (!is_optimal() && thorough) search_by_layers(kLayerStates);
@@ -154,24 +145,6 @@ class Portfolio {
     }
   }
 
-  // Rules like the named schedules, also those that need more memory.
-  void add_rules_like_named() {
-    for (const Seed& seed : named_seeds(core_, true)) {
-      if (core_timer_.makespan(seed.orders) == kNever) continue;
-      const std::vector<double>& starts = core_timer_.starts();
-      for (const Policy& policy : policies_after(seed.orders, starts, core_)) {
-        const double makespan = core_scheduler_.run(policy);
-        certificate_.num_scheduled += static_cast<int64_t>(core_.num_actions());
-        offer_core(core_scheduler_.orders(), makespan, "list_scheduler like " + seed.name);
-      }
-      for (Policy& policy : periodic_policies_after(seed.orders, starts, core_)) {
-        try_on_core(std::move(policy));
-      }
-    }
-    sort_trials();
-    add_whole(trials_.front().policy, "list_scheduler");
-  }
-
   // Rules near the best ones.
   void search_rules() {
     constexpr size_t kStarts = 4;
@@ -205,54 +178,13 @@ class Portfolio {
     offer(std::move(*longer), timer_.makespan(*longer), "cyclic_search, " + name);
   }
 
-  // Rules for ends a little later than the bound.
-  void add_rules_within_deadlines() {
-    const int64_t most = certificate_.num_scheduled + kDeadlineActions;
-    const auto cost = static_cast<int64_t>(instance_.num_actions());
-    const bool justifies = fits_always(instance_);
-    ListScheduler scheduler(instance_);
-    for (const double longer : {1.0, 1.002, 1.005, 1.01, 1.02, 1.05}) {
-      const auto windows =
-          start_windows(problem_, certificate_.bound.value * longer, kDeadlineSteps);
-      if (!windows) continue;
-      for (const Policy& policy : policies_within(*windows, instance_)) {
-        if (is_optimal() || certificate_.num_scheduled >= most) return;
-        FoundOrders found{.orders = {}, .makespan = scheduler.run(policy), .num_scheduled = cost};
-        found.orders = scheduler.orders();
-        if (justifies) {
-          // Rules that look bad can become the best by it.
-          found = justify_orders(timer_,
-                                 instance_,
-                                 std::move(found.orders),
-                                 {.target = certificate_.bound.value,
-                                  .max_actions = kJustifiedPasses * cost,
-                                  .seed = 1});
-        }
-        certificate_.num_scheduled += found.num_scheduled;
-        offer(std::move(found.orders), found.makespan, "deadlines");
-      }
-    }
-  }
-
   void add_beams() {
-    BeamRounds rounds(problem_,
-                      instance_,
-                      certificate_.bound.value,
-                      {.orders = best_, .makespan = certificate_.makespan, .num_scheduled = 0});
+    BeamRounds rounds(
+        problem_, instance_, certificate_.bound.value, {best_, certificate_.makespan});
     for (FoundOrders& found : rounds.run()) {
       offer(std::move(found.orders), found.makespan, "beam");
     }
     certificate_.num_scheduled += rounds.num_scheduled();
-  }
-
-  void improve() {
-    ContestResult found =
-        improve_best(timer_,
-                     instance_,
-                     std::move(contestants_).take(),
-                     {.target = certificate_.bound.value, .max_actions = kOrderActions});
-    certificate_.num_scheduled += found.num_scheduled;
-    offer(std::move(found.best.orders), found.best.makespan, std::move(found.best.winner));
   }
 
   // Looks at all orders, if they are few enough.
@@ -309,7 +241,6 @@ class Portfolio {
   }
 
   void offer(Orders orders, double makespan, std::string winner) {
-    if (effort_ == Effort::kThorough) contestants_.add({orders, makespan, winner});
     if (makespan >= certificate_.makespan - kSameTime) return;
     best_ = std::move(orders);
     certificate_.makespan = makespan;
@@ -325,7 +256,6 @@ class Portfolio {
   ListScheduler core_scheduler_;
   std::vector<Trial> trials_;  // rules on the core, the best first
   double core_bound_ = 0.0;
-  Contestants contestants_;  // of a thorough search
   Orders best_;
   Certificate certificate_;
 };

@@ -31,9 +31,12 @@ struct BeamResult {
 
 // Adds one action at a time to all partial schedules that it keeps: each goes on in every way in
 // which no rank leaves a gap that the action could fill, and of the results those are kept that
-// promise the earliest end. They are ranked by the mean over ranks of when the rank can end with no
-// further gap, plus `pull` times how late its next action is, plus how late the latest one is; of
-// those that have run the same actions two are kept at most.
+// promise the earliest end. With e(r) when rank r can end with no further gap, and late(r) by how
+// much its latest action to come starts after it is due, the smallest
+//
+//   sum over ranks of (e(r) + pull late(r)) / p  +  max over ranks of late(r)
+//
+// come first; of those that have run the same actions two are kept at most.
 // Source: ways to go on from Giffler and Thompson, Operations Research 8 (1960); the beam from Ow
 // and Morton, International Journal of Production Research 26 (1988).
 // REQUIRES: every rank has room for one activation of each of its stages.

@@ -1,4 +1,9 @@
 // Branch and bound over all orders of a small instance. Private.
+//
+// Idea. A partial solution S is a set of actions done and, per rank, the time it is free. It can
+// end no earlier than, over ranks, the earliest start of what the rank has left, plus the work
+// left, plus the shortest way from its last action to the end. S dominates S' with the same actions
+// done if no rank and no value that is still needed is later in S.
 
 #pragma once
 

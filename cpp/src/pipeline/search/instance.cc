@@ -121,17 +121,6 @@ bool fits_memory(const Orders& orders, const Instance& instance) {
   return std::equal(peaks.begin(), peaks.end(), instance.limit.begin(), std::less_equal<>());
 }
 
-bool fits_always(const Instance& instance) {
-  for (int rank = 0; rank < instance.num_ranks(); ++rank) {
-    int64_t all = 0;
-    for (const int32_t stage : instance.placement.stages_of(rank)) {
-      all += instance.size[static_cast<size_t>(stage)] * instance.num_microbatches;
-    }
-    if (all > instance.limit[static_cast<size_t>(rank)]) return false;
-  }
-  return true;
-}
-
 OrderTimer::OrderTimer(const Instance& instance)
     : instance_(instance),
       counts_(static_cast<size_t>(instance.num_stages()) * 3),

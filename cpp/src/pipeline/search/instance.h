@@ -89,8 +89,6 @@ Schedule schedule_of(const Orders& orders, const Instance& instance, std::string
 std::vector<int64_t> peak_memory(const Orders& orders, const Instance& instance);
 // Whether no rank ever holds more than its limit.
 bool fits_memory(const Orders& orders, const Instance& instance);
-// Whether no order ever holds more than the limits.
-bool fits_always(const Instance& instance);
 
 // Times orders, many of them for one instance. Not thread-safe.
 class OrderTimer {

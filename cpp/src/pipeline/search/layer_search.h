@@ -1,4 +1,10 @@
 // An exact search of all orders with a fused backward, one action after another. Private.
+//
+// Idea. Layer n has all partial schedules of n actions that can end by `end`: those of which every
+// action to come can start by its latest start for that end. With the same actions done, one that
+// has no rank and no value later than another dominates it, so few are left per layer. An empty
+// layer proves that no schedule ends by `end`: a bound that the others miss, since it sees the
+// latency that loops with messages lose.
 
 #pragma once
 

@@ -34,9 +34,6 @@ void ListScheduler::reset() {
 double ListScheduler::run(const Policy& policy, double give_up) {
   reset();
   policy_ = &policy;
-  keys_per_microbatch_ =
-      policy.forward_keys.size() != static_cast<size_t>(instance_.num_stages()) ||
-      instance_.num_microbatches == 1;
   for (int rank = 0; rank < instance_.num_ranks(); ++rank) events_.push({0.0, rank});
   while (!events_.empty()) {
     const auto [now, rank] = events_.top();
@@ -63,7 +60,6 @@ Orders ListScheduler::orders() const {
 }
 
 double ListScheduler::key_of(const std::vector<double>& keys, int stage, int microbatch) const {
-  if (keys_per_microbatch_) return keys[instance_.at(stage, microbatch)];
   return keys[static_cast<size_t>(stage)] + policy_->slope * microbatch;
 }
 
@@ -112,9 +108,7 @@ void ListScheduler::decide(int rank, double now) {
   }
   if (!best.exists()) return;
   if (best.arrival <= now) return start(rank, best.token, now);
-  const double until =
-      policy_->keys_are_deadlines ? std::max(best.arrival, best.key) : best.arrival;
-  const double gap = until - now + kSameTime;
+  const double gap = best.arrival - now + kSameTime;
   if (filler.exists() && instance_.duration(filler.token) <= gap) {
     return start(rank, filler.token, now);
   }

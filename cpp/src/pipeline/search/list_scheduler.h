@@ -16,18 +16,16 @@
 namespace megacore::pipeline {
 
 struct Policy {
-  // Keys of F and of B or I: [num_stages] for microbatch 0, or [num_stages * num_microbatches].
+  // Keys of F and of B or I, [num_stages], for microbatch 0.
   std::vector<double> forward_keys;
   std::vector<double> backward_keys;
-  double slope = 0.0;  // with keys for microbatch 0: what each microbatch adds
+  double slope = 0.0;  // what each microbatch adds
   // A stage holds at most this many activations; empty for no limit but the rank's.
   std::vector<int> caps = {};
   // A W waits for a gap, for more of them than this, or for a forward that needs its memory.
   int backlog = std::numeric_limits<int>::max();
   // How long a rank may wait for an action that is known to arrive.
   double patience = 0.0;
-  // Keys are latest starts: it waits only if what it could run would make that action late.
-  bool keys_are_deadlines = false;
 };
 
 class ListScheduler {
@@ -70,12 +68,11 @@ class ListScheduler {
   const Instance& instance_;
   Part release_;
   const Policy* policy_ = nullptr;  // of the current run
-  bool keys_per_microbatch_ = false;
-  std::vector<int> counts_;       // [stage * 3 + part] started
-  std::vector<double> ends_[2];   // of F and of B, [stage * m + microbatch]; kNever: not started
-  std::vector<double> free_at_;   // [rank]
-  std::vector<int64_t> held_;     // [rank]
-  std::vector<int> num_weights_;  // [rank] W that could run
+  std::vector<int> counts_;         // [stage * 3 + part] started
+  std::vector<double> ends_[2];     // of F and of B, [stage * m + microbatch]; kNever: not started
+  std::vector<double> free_at_;     // [rank]
+  std::vector<int64_t> held_;       // [rank]
+  std::vector<int> num_weights_;    // [rank] W that could run
   std::vector<std::vector<Token>> rows_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
 };

@@ -121,25 +121,6 @@ std::vector<Policy> with_waits(const Policy& policy, const Instance& instance) {
   return policies;
 }
 
-// Keys for every microbatch: the starts of its actions.
-Policy keys_after(const Orders& orders,
-                  const std::vector<double>& starts,
-                  const Instance& instance) {
-  const size_t size = instance.at(instance.num_stages(), 0);
-  Policy policy{.forward_keys = std::vector<double>(size),
-                .backward_keys = std::vector<double>(size)};
-  std::vector<int> counts(static_cast<size_t>(instance.num_stages()) * 2, 0);
-  for (size_t i = 0; i < orders.tokens.size(); ++i) {
-    const auto [stage, part] = orders.tokens[i];
-    if (part == Part::kWeight) continue;
-    const bool forward = part == Part::kForward;
-    const int microbatch = counts[static_cast<size_t>(stage) * 2 + (forward ? 0 : 1)]++;
-    (forward ? policy.forward_keys : policy.backward_keys)[instance.at(stage, microbatch)] =
-        starts[i];
-  }
-  return policy;
-}
-
 // What one rank runs in every period, as intervals of a circle.
 class Circle {
  public:
@@ -270,56 +251,6 @@ std::vector<Policy> standard_policies(const Instance& instance) {
     }
   }
   return policies;
-}
-
-std::vector<Policy> policies_after(const Orders& orders,
-                                   const std::vector<double>& starts,
-                                   const Instance& instance) {
-  return with_waits(keys_after(orders, starts, instance), instance);
-}
-
-std::vector<Policy> policies_within(const StartWindows& windows, const Instance& instance) {
-  const auto between =
-      [](const std::vector<double>& early, const std::vector<double>& late, double part) {
-        std::vector<double> keys(early.size());
-        for (size_t i = 0; i < keys.size(); ++i) keys[i] = late[i] + part * (early[i] - late[i]);
-        return keys;
-      };
-  std::vector<Policy> policies;
-  for (const double part : {0.0, 0.2, 0.4, 0.6}) {
-    Policy policy{
-        .forward_keys = between(windows.earliest_forward, windows.latest_forward, part),
-        .backward_keys = between(windows.earliest_backward, windows.latest_backward, part)};
-    for (const int backlog : {kLate, 0}) {
-      if (backlog == 0 && !instance.split) continue;
-      policy.backlog = backlog;
-      for (const Policy& waiting : with_waits(policy, instance)) {
-        policies.push_back(waiting);
-        if (part > 0.0 || waiting.patience == 0.0) continue;
-        policies.push_back(waiting);
-        policies.back().keys_are_deadlines = true;
-      }
-    }
-  }
-  return policies;
-}
-
-std::vector<Policy> periodic_policies_after(const Orders& orders,
-                                            const std::vector<double>& starts,
-                                            const Instance& instance) {
-  const Policy keys = keys_after(orders, starts, instance);
-  const int middle = instance.num_microbatches / 2;
-  const int later = std::min(middle + instance.num_ranks(), instance.num_microbatches - 1);
-  Policy policy;
-  const double whole =
-      keys.forward_keys[instance.at(0, later)] - keys.forward_keys[instance.at(0, middle)];
-  policy.slope = later > middle ? whole / (later - middle) : 0.0;
-  for (int s = 0; s < instance.num_stages(); ++s) {
-    const size_t at = instance.at(s, middle);
-    policy.forward_keys.push_back(keys.forward_keys[at] - policy.slope * middle);
-    policy.backward_keys.push_back(keys.backward_keys[at] - policy.slope * middle);
-  }
-  return with_waits(policy, instance);
 }
 
 }  // namespace megacore::pipeline
