@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megacore.models.import_hf import import_hf
+from megacore.models.hf import import_hf
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
 from tests.support.distributed import run_ranks

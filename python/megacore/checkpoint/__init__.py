@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megacore.checkpoint.find import FoundCheckpoint, find_checkpoint, resolve_checkpoint
 from megacore.checkpoint.format import CheckpointIndex, TrainState, read_index
-from megacore.checkpoint.load import load_checkpoint, load_full_weights
+from megacore.checkpoint.load import StoredWeights, load_checkpoint, load_full_weights
 from megacore.checkpoint.publish import check_checkpoint_folder
 from megacore.checkpoint.save import CheckpointSaver, save_checkpoint
 
@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointIndex",
     "CheckpointSaver",
     "FoundCheckpoint",
+    "StoredWeights",
     "TrainState",
     "check_checkpoint_folder",
     "find_checkpoint",

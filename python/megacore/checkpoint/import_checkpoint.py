@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-import torch
 
 from megacore.checkpoint import TrainState, save_checkpoint
-from megacore.config import Config, resolve
+from megacore.config import Config, ModelConfig, MoEConfig, resolve
 from megacore.data import load_tokenizer
 from megacore.errors import MegacoreError
 from megacore.files import describe_os_error
-from megacore.models.gpt import GPTChunk
-from megacore.models.import_hf import ImportedModel, import_hf
+from megacore.models.hf import HFWeights, sections_from_hf
+from megacore.models.hf.files import TensorFiles, read_config
 from megacore.optim import ParamPiece
 from megacore.parallel import ProcessGroups
 
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "config.toml"
 
-# Initial moments are zero; step 0 restarts the learning-rate schedule.
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Files that an export copies from the folder of the tokenizer.
+COMPANION_NAMES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 # Far below the learning rate for training from scratch, which would destroy the weights.
 _LEARNING_RATE = 2e-5
 
@@ -49,9 +55,10 @@ class ImportedRun:
 def import_checkpoint(
     folder: str | Path, out: str | Path, *, seq_length: int | None = None
 ) -> ImportedRun:
-    """Read a model and write it as a checkpoint of step 0, in this process.
+    """Read a model and write it as a checkpoint of step 0 with weights only, in this process.
 
     The tokenizer is copied if there is one. Nothing is written before the model has been read.
+    Memory: the float32 weights and the tensors of one parameter.
 
     Args:
         folder: Folder with ``config.json``, ``*.safetensors`` and optionally ``tokenizer.json``.
@@ -64,23 +71,31 @@ def import_checkpoint(
     """
     folder, out = Path(folder), Path(out)
     _check_free(out)
-    imported = import_hf(folder, seq_length=seq_length)
+    hf_config = read_config(folder)
+    model, moe = sections_from_hf(hf_config, seq_length=seq_length)
+    files = TensorFiles(folder)
+    weights = HFWeights(files, hf_config, model, moe)
     tokenizer = folder / TOKENIZER_NAME
     has_tokenizer = tokenizer.is_file()
     if has_tokenizer:
         load_tokenizer(str(tokenizer))
     name = out.absolute().name
-    settings = _settings(imported, out, tokenizer=has_tokenizer, name=name)
+    settings = _settings(model, moe, out, tokenizer=has_tokenizer, name=name)
+    # bfloat16 weights are trained, and exported again, in bfloat16.
+    settings["train"] = {"dtype": str(files.dtype()).removeprefix("torch.")}
     config = resolve(Config.model_validate(settings), 1, cuda=False)
+    pieces = _pieces(weights)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if has_tokenizer:
             shutil.copyfile(tokenizer, out / TOKENIZER_NAME)
+            for companion in COMPANION_NAMES:
+                if (folder / companion).is_file():
+                    shutil.copyfile(folder / companion, out / companion)
         header = f"# Imported from {folder.absolute()}; trains it further.\n\n"
         (out / CONFIG_NAME).write_text(header + tomli_w.dumps(settings), encoding="utf-8")
     except OSError as error:
         raise MegacoreError(f"cannot write to {out}: {describe_os_error(error)}") from error
-    pieces = _pieces(imported.chunk)
     checkpoint = save_checkpoint(
         out / "checkpoints",
         pieces,
@@ -103,32 +118,27 @@ def _check_free(out: Path) -> None:
 
 
 def _settings(
-    imported: ImportedModel, out: Path, *, tokenizer: bool, name: str
+    model: ModelConfig, moe: MoEConfig, out: Path, *, tokenizer: bool, name: str
 ) -> dict[str, dict[str, Any]]:
     """Build the settings of the configuration file: the model, and the few others it needs."""
     settings: dict[str, dict[str, Any]] = {
-        "model": imported.model.model_dump(exclude_none=True),
-        "moe": imported.moe.model_dump(exclude_none=True, exclude_defaults=True),
+        "model": model.model_dump(exclude_none=True),
+        "moe": moe.model_dump(exclude_none=True, exclude_defaults=True),
         "optimizer": {"lr": _LEARNING_RATE},
         "data": {"tokenizer": str((out / TOKENIZER_NAME).absolute())} if tokenizer else {},
-        "checkpoint": {"resume": str(out.absolute())},
+        "checkpoint": {"load_weights": str(out.absolute())},
         "run": {"name": name},
     }
     return {section: values for section, values in settings.items() if values}
 
 
-def _pieces(chunk: GPTChunk) -> list[ParamPiece]:
-    infos = chunk.param_infos()
-    zeros = torch.zeros(max(parameter.numel() for _, parameter in infos))
+def _pieces(weights: HFWeights) -> list[ParamPiece]:
     return [
         ParamPiece(
             info=info,
             start=0,
-            end=parameter.numel(),
-            tensors={
-                "main_param": parameter.detach().view(-1),
-                **{kind: zeros[: parameter.numel()] for kind in _MOMENTS},
-            },
+            end=math.prod(info.full_shape),
+            tensors={"main_param": weights[info.name].float().contiguous().view(-1)},
         )
-        for info, parameter in infos
+        for info in weights.infos.values()
     ]

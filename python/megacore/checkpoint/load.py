@@ -67,27 +67,60 @@ def load_checkpoint(
     return index.state
 
 
-def load_full_weights(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the weights of a checkpoint as whole tensors, in one process.
+class StoredWeights:
+    """Weights of a checkpoint, read as whole tensors on demand, in one process.
 
     Args:
         path: A checkpoint folder, the folder of all checkpoints, or a run's folder.
 
-    Returns:
-        The run's configuration as plain values; each parameter by name, full shape, float32.
+    Attributes:
+        folder: The checkpoint folder.
+        config: The run's configuration as plain values.
 
     Raises:
         CheckpointError: If the checkpoint is missing, damaged or of another format.
     """
-    folder = resolve_checkpoint(path)
-    index = verify_files(folder, ProcessGroups.single())
-    metadata = read_metadata(folder, index)
-    chunks = {
-        name: whole(tensor_key(MAIN_PARAM, name), stored.size, stored.properties.dtype)
-        for name, stored in sorted(_stored_tensors(metadata, MAIN_PARAM).items())
-    }
-    _fill(folder, metadata, list(chunks.values()))
-    return index.config, {name: chunk.tensor for name, chunk in chunks.items()}
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = resolve_checkpoint(path)
+        index = verify_files(self.folder, ProcessGroups.single())
+        self.config = index.config
+        self._metadata = read_metadata(self.folder, index)
+        self._stored = _stored_tensors(self._metadata, MAIN_PARAM)
+
+    def names(self) -> list[str]:
+        """Return the names of all parameters and checkpointed buffers."""
+        return sorted(self._stored)
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read parameters by name: full shape, float32.
+
+        Raises:
+            CheckpointError: If the checkpoint lacks a parameter or cannot be read.
+        """
+        missing = [name for name in names if name not in self._stored]
+        if missing:
+            raise CheckpointError(
+                f"checkpoint {self.folder} has no parameter {missing[0]}, which its own "
+                "configuration asks for; it was written by another version of the model"
+            )
+        chunks = {}
+        for name in names:
+            stored = self._stored[name]
+            key = tensor_key(MAIN_PARAM, name)
+            chunks[name] = whole(key, stored.size, stored.properties.dtype)
+        _fill(self.folder, self._metadata, list(chunks.values()))
+        return {name: chunk.tensor for name, chunk in chunks.items()}
+
+
+def load_full_weights(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read all weights of a checkpoint as whole tensors, in one process; see `StoredWeights`.
+
+    Returns:
+        The run's configuration as plain values; each parameter by name, full shape, float32.
+    """
+    stored = StoredWeights(path)
+    return stored.config, stored.read(stored.names())
 
 
 class _Fit:
@@ -122,8 +155,9 @@ class _Fit:
             for kind in piece.tensors:
                 if tensor_key(kind, info.name) not in self._metadata.state_dict_metadata:
                     raise CheckpointError(
-                        f"checkpoint {self._folder} holds no {kind} of parameter {info.name}, "
-                        f"which is needed to continue training"
+                        f"checkpoint {self._folder} has no {kind} of parameter {info.name}, which "
+                        "is needed to continue training; to start anew from its weights, set "
+                        "checkpoint.load_weights instead of checkpoint.resume"
                     )
         return {piece.info.name for piece in pieces}
 

@@ -16,7 +16,7 @@ def add_parser(subparsers: Any) -> None:
         "import-hf",
         help="make a checkpoint from a model of Hugging Face",
         description="Make a checkpoint and a configuration from a model in the folder format of "
-        "Hugging Face: Llama, Mistral, Mixtral, Qwen3, Qwen3-MoE. Nothing is downloaded.",
+        "Hugging Face. Nothing is downloaded.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -38,3 +38,9 @@ class CheckpointConfig(Section):
         description="`auto` continues from the newest checkpoint if there is one; a path continues "
         "from that checkpoint. Default: start anew.",
     )
+    load_weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hugging Face folder or checkpoint whose weights a fresh start uses: step 0, "
+        "new optimizer state. Ignored if `resume` finds a checkpoint. Default: random weights.",
+    )

@@ -25,6 +25,7 @@ from megacore.parallel.collectives import barrier
 from megacore.pipeline import ActionRecorder
 from megacore.report import RunInfo, write_info
 from megacore.train.console import Console, RunSummary, StartInfo
+from megacore.train.initial_weights import load_initial_weights
 from megacore.train.metrics import MetricsWriter, StepRecord
 from megacore.train.results import run_info, write_results
 from megacore.train.step import StepMetrics
@@ -56,6 +57,8 @@ def train(config: Config, context: RankContext) -> int:
             config.checkpoint.resume, filled(config.checkpoint.dir), groups=trainer.groups
         )
         start = _resume(trainer, found)
+        if found.path is None and config.checkpoint.load_weights is not None:
+            notes += load_initial_weights(trainer, config.checkpoint.load_weights)
         # Last, after all checks, so that a failed start does not move earlier results.
         moved = make_place(config, found.path, trainer.groups)
         run = _Run(trainer, found, saver, start=start, notes=moved + notes)

@@ -158,7 +158,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "missing moments": (
         _edit_metadata(lambda data: data.state_dict_metadata.pop("exp_avg.norm")),
-        r"holds no exp_avg of parameter norm",
+        r"has no exp_avg of parameter norm",
     ),
 }
 

@@ -1,0 +1,15 @@
+"""Models in the folder format of Hugging Face: import and export of weights and configuration."""
+
+from megacore.models.hf.export_hf import HFTensors
+from megacore.models.hf.import_hf import HFWeights, ImportedModel, fill_chunk, import_hf
+from megacore.models.hf.settings import config_to_hf, sections_from_hf
+
+__all__ = [
+    "HFTensors",
+    "HFWeights",
+    "ImportedModel",
+    "config_to_hf",
+    "fill_chunk",
+    "import_hf",
+    "sections_from_hf",
+]

@@ -1,0 +1,272 @@
+"""Files of a Hugging Face model folder: selection, reading and writing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megacore.errors import MegacoreError
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the contents of ``config.json``.
+
+    Raises:
+        MegacoreError: If the file is missing, unreadable or not an object.
+    """
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise MegacoreError(f"{folder} {found}; name the folder that holds config.json")
+    return _read_object(folder / CONFIG_NAME)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MegacoreError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise MegacoreError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise MegacoreError(f"{path} must hold an object, {{...}}, got a {type(content).__name__}")
+    return content
+
+
+class TensorFiles:
+    """Tensors of a folder, read on demand.
+
+    The folder may have other files: an older version of the weights, or the same weights in the
+    publisher's format.
+
+    Args:
+        folder: Folder with the files listed in ``model.safetensors.index.json``, else
+            ``model.safetensors``, else all ``*.safetensors``.
+
+    Raises:
+        MegacoreError: If a file is missing, unreadable or contradicts another one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+        single = folder / WEIGHTS_NAME
+        if (folder / INDEX_NAME).is_file():
+            self._files = _indexed_files(folder / INDEX_NAME)
+            return
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise MegacoreError(
+                f"{folder} holds no *.safetensors file; save the model in that format"
+            )
+        self._files = _places(files)
+
+    def keys(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self._files)
+
+    def __contains__(self, name: object) -> bool:
+        """Check whether there is a tensor of this name."""
+        return name in self._files
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor, in its own dtype.
+
+        Raises:
+            MegacoreError: If its file cannot be read, or it has an unsupported dtype.
+        """
+        path = self._files[name]
+        if path not in self._headers:
+            self._headers[path] = _read_header(path)
+        start, entry = self._headers[path]
+        dtype = DTYPES.get(entry[name]["dtype"])
+        if dtype is None:
+            raise MegacoreError(
+                f"tensor {name} in {path} must have one of the dtypes {', '.join(DTYPES)}, got "
+                f"{entry[name]['dtype']}; convert the model to bfloat16 first"
+            )
+        begin, end = entry[name]["data_offsets"]
+        # Not mapped: pages of a mapping would count as memory until the file is closed.
+        content = torch.empty(end - begin, dtype=torch.uint8)
+        try:
+            with path.open("rb") as file:
+                file.seek(start + begin)
+                num_read = file.readinto(content.numpy().data)
+        except OSError as error:
+            raise MegacoreError(f"cannot read {path}: {error.strerror}") from error
+        if num_read != end - begin:
+            raise MegacoreError(f"cannot read {path}: it ends inside tensor {name}")
+        return content.view(dtype).view(entry[name]["shape"])
+
+    def dtype(self) -> torch.dtype:
+        """Return the most frequent dtype of matrices: float32, bfloat16 or float16."""
+        counts: Counter[str] = Counter()
+        for path in sorted(set(self._files.values())):
+            _, entries = _read_header(path)
+            counts.update(entry["dtype"] for entry in entries.values() if len(entry["shape"]) > 1)
+        return DTYPES.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.float32
+
+
+def _indexed_files(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor according to an index."""
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MegacoreError(f"{index} has no weight_map, from tensors to files; copy it again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise MegacoreError(
+                f"{index} places {name} in {file!r}, which is not the name of a file beside it"
+            )
+        if not (index.parent / file).is_file():
+            raise MegacoreError(
+                f"{index} places {name} in {file}, which does not exist; copy that file too, or "
+                "remove the index if it belongs to other files"
+            )
+    single = index.parent / WEIGHTS_NAME
+    if single.is_file() and WEIGHTS_NAME not in weight_map.values():
+        raise MegacoreError(
+            f"{index.parent} holds both {WEIGHTS_NAME} and {INDEX_NAME}, which names other files; "
+            "remove the one that does not count"
+        )
+    placed = _places(index.parent / file for file in sorted(set(weight_map.values())))
+    for name, file in weight_map.items():
+        if name not in placed or placed[name].name != file:
+            raise MegacoreError(
+                f"{index} places {name} in {file}, which does not hold it; copy both again"
+            )
+    return placed
+
+
+def _places(files: Iterable[Path]) -> dict[str, Path]:
+    """Return the file of each tensor, after the library has checked each file."""
+    placed: dict[str, Path] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                names = list(opened.keys())
+        except (OSError, SafetensorError) as error:
+            raise MegacoreError(f"cannot read {path}: {error}") from error
+        for name in names:
+            if name in placed:
+                raise MegacoreError(
+                    f"{name} is in both {placed[name]} and {path.name}; keep the files of one "
+                    "model only"
+                )
+            placed[name] = path
+    return placed
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the position of the first tensor's bytes, and the entry of each tensor."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+    entries.pop("__metadata__", None)
+    return 8 + length, entries
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Name, dtype and shape of a tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    folder: Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[Tensor],
+    *,
+    max_shard_bytes: int,
+) -> list[Path]:
+    """Write tensors one at a time, into as many files as needed, with an index if several.
+
+    A file is full when the next tensor would exceed the limit; a larger tensor has its own file.
+    The headers follow from ``specs``, so no file is held in memory.
+
+    Args:
+        folder: An existing folder.
+        specs: All tensors, in the order of writing.
+        tensors: Their values, in the same order; any dtype and device.
+        max_shard_bytes: Limit for the tensors of one file, bytes.
+
+    Returns:
+        The files of weights.
+    """
+    shards: list[list[TensorSpec]] = []
+    room = 0
+    for spec in specs:
+        if not shards or spec.num_bytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(spec)
+        room -= spec.num_bytes
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = [WEIGHTS_NAME]
+    values = iter(tensors)
+    for name, shard in zip(names, shards, strict=True):
+        with (folder / name).open("wb") as file:
+            file.write(_header(shard))
+            for spec in shard:
+                value = next(values)
+                assert tuple(value.shape) == spec.shape
+                content = value.to(device="cpu", dtype=spec.dtype).contiguous()
+                file.write(content.view(-1).view(torch.uint8).numpy().data)
+    if len(shards) > 1:
+        weight_map = {
+            spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard
+        }
+        total_size = sum(spec.num_bytes for spec in specs)
+        write_json(
+            folder / INDEX_NAME,
+            {
+                "metadata": {"total_size": total_size},
+                "weight_map": dict(sorted(weight_map.items())),
+            },
+        )
+    return [folder / name for name in names]
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object as an indented JSON file."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for spec in specs:
+        end = start + spec.num_bytes
+        entries[spec.name] = {
+            "dtype": names[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

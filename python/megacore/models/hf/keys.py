@@ -1,0 +1,78 @@
+"""Entries of ``config.json`` and the settings they correspond to, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megacore.errors import MegacoreError
+
+Values = dict[str, Any]
+"""Settings by dotted name, such as ``"model.hidden_size"``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Required:
+    """Marker of an entry that a family needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One entry of ``config.json``.
+
+    Attributes:
+        theirs: Name of the entry; the first is written, all are read.
+        ours: Settings with this value; the first is written.
+        kind: ``int`` for a positive integer, ``float`` for a finite number, ``bool``.
+        default: Value of a missing or empty entry; ``None`` leaves the setting empty.
+    """
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    kind: type = int
+    default: Any = Required()
+
+    def read(self, config: Mapping[str, Any]) -> Any:
+        """Return the value of the entry.
+
+        Raises:
+            MegacoreError: If it is missing and required, or not of its kind.
+        """
+        name = next((name for name in self.theirs if config.get(name) is not None), None)
+        if name is None and isinstance(self.default, Required):
+            raise MegacoreError(
+                f"config.json has no {' or '.join(self.theirs)}, which a {config['model_type']} "
+                "model needs"
+            )
+        return self.default if name is None else checked(name, config[name], self.kind)
+
+
+class LayerRule(Protocol):
+    """Entries that select layers, such as those with experts."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Entries that the rule reads."""
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return settings; ``values`` has those of the keys."""
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the entries for settings."""
+
+
+def checked(name: str, value: Any, kind: type) -> Any:
+    """Return the value of an entry if it is of its kind.
+
+    Raises:
+        MegacoreError: If it is not.
+    """
+    is_flag = isinstance(value, bool)
+    if kind is bool and not is_flag:
+        raise MegacoreError(f"{name} in config.json must be true or false, got {value!r}")
+    if kind is int and (is_flag or not isinstance(value, int) or value < 1):
+        raise MegacoreError(f"{name} in config.json must be a positive integer, got {value!r}")
+    if kind is float and (is_flag or not isinstance(value, int | float)):
+        raise MegacoreError(f"{name} in config.json must be a number, got {value!r}")
+    return float(value) if kind is float else value

@@ -1,0 +1,131 @@
+"""Rows of a family's weight table: one parameter of megacore and its Hugging Face tensors.
+
+A row is read in both directions: `Transform.join` makes the parameter from the tensors, and
+`Transform.split` the tensors from the parameter. Both are linear, so they map gradients as well,
+and exact inverses, so that an import followed by an export preserves every bit. The shapes of the
+tensors follow from the parameter's shape by a `split` on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.models.shape import GPTShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transform:
+    """Invertible map between tensors and one parameter.
+
+    Attributes:
+        join: From the tensors of a row, in its order, to the parameter.
+        split: The inverse: views or copies of parts of the parameter.
+    """
+
+    join: Callable[[Sequence[Tensor], GPTShape], Tensor]
+    split: Callable[[Tensor, GPTShape], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One parameter and its tensors.
+
+    Attributes:
+        theirs: Names of the tensors. ``{layer}`` is the layer's index; a name with ``{expert}``
+            stands for one tensor per expert.
+        transform: The map between them.
+        aliases: Other names and maps that are accepted on import, such as joined experts.
+    """
+
+    theirs: tuple[str, ...]
+    transform: Transform
+    aliases: tuple[Row, ...] = ()
+
+    def names(self, layer: int | None, num_experts: int) -> list[str]:
+        """Return the names of all tensors, expert by expert if there are experts.
+
+        Example:
+            >>> Row(theirs=("e.{expert}.w1", "e.{expert}.w3"), transform=SAME).names(0, 2)
+            ['e.0.w1', 'e.0.w3', 'e.1.w1', 'e.1.w3']
+        """
+        per_expert = any("{expert}" in name for name in self.theirs)
+        return [
+            name.format(layer=layer, expert=expert)
+            for expert in range(num_experts if per_expert else 1)
+            for name in self.theirs
+        ]
+
+
+Table = Mapping[str, Row]
+
+
+def local_name(name: str) -> tuple[int | None, str]:
+    """Split a parameter's name into its layer and its name in the layer, the key of a `Table`.
+
+    Example:
+        >>> local_name("layers.3.attention.qkv"), local_name("final_norm")
+        ((3, 'attention.qkv'), (None, 'final_norm'))
+    """
+    if not name.startswith("layers."):
+        return None, name
+    _, layer, rest = name.split(".", 2)
+    return int(layer), rest
+
+
+def rows_of(layer_name: str, table: Table, num_experts: int) -> Iterator[tuple[Row, list[str]]]:
+    """Yield the row of a parameter and its aliases, each with the names of its tensors.
+
+    Raises:
+        KeyError: If the table has no row for the parameter.
+    """
+    layer, local = local_name(layer_name)
+    row = table[local]
+    for candidate in (row, *row.aliases):
+        yield candidate, candidate.names(layer, num_experts)
+
+
+# ---- transforms ----------------------------------------------------------------------------------
+
+
+def _join_vocab(parts: Sequence[Tensor], shape: GPTShape) -> Tensor:
+    missing = shape.padded_vocab - parts[0].shape[0]
+    return torch.nn.functional.pad(parts[0], (0, 0, 0, missing))
+
+
+def _join_qkv(parts: Sequence[Tensor], shape: GPTShape) -> Tensor:
+    rest = parts[0].shape[1:]
+    return torch.cat([part.reshape(shape.num_kv_heads, -1, *rest) for part in parts], dim=1)
+
+
+def _split_qkv(whole: Tensor, shape: GPTShape) -> Sequence[Tensor]:
+    width = shape.head_dim
+    parts = torch.split_with_sizes(whole, [shape.q_per_kv * width, width, width], dim=1)
+    return [part.flatten(0, 1) for part in parts]
+
+
+def _join_gated_experts(parts: Sequence[Tensor], _shape: GPTShape) -> Tensor:
+    return torch.stack(list(parts)).view(-1, 2, *parts[0].shape)
+
+
+SAME = Transform(join=lambda parts, _: parts[0], split=lambda whole, _: [whole])
+# Rows of the vocabulary, without the padding.
+VOCABULARY = Transform(join=_join_vocab, split=lambda whole, shape: [whole[: shape.vocab]])
+# For each head of keys and values: its query heads, the key and the value.
+QKV = Transform(join=_join_qkv, split=_split_qkv)
+# Tensors of equal shape along a new first dimension: gate and up, or experts.
+STACKED = Transform(
+    join=lambda parts, _: torch.stack(list(parts)), split=lambda whole, _: whole.unbind(0)
+)
+# Gate and up of each expert: `(E, 2, F, H)`.
+GATED_EXPERTS = Transform(
+    join=_join_gated_experts, split=lambda whole, _: whole.flatten(0, 1).unbind(0)
+)
+# All experts in one tensor `(E, 2F, H)`, gate first.
+JOINED_EXPERTS = Transform(
+    join=lambda parts, _: parts[0].view(len(parts[0]), 2, -1, parts[0].shape[2]),
+    split=lambda whole, _: [whole.flatten(1, 2)],
+)

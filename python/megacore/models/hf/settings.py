@@ -1,0 +1,233 @@
+"""Conversion between ``config.json`` and the ``[model]`` and ``[moe]`` sections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from megacore.config import ModelConfig, MoEConfig
+from megacore.errors import MegacoreError
+from megacore.models.hf.families import FAMILIES, Family
+from megacore.models.hf.keys import Values
+from megacore.models.hf.rope import ROPE_NAMES, rope_from_hf, rope_to_hf
+
+# Entries that do not change what the model computes.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "label2id",
+        "max_window_layers",
+        "model_type",
+        "output_router_logits",
+        "pad_token_id",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+# Settings of the sections that do not change what the trained model computes.
+_TRAINING_ONLY = frozenset(
+    {
+        "model.seq_length",
+        "model.vocab_pad_multiple",
+        "model.dropout",
+        "model.init_std",
+        "model.mtp_loss_coef",
+        "moe.first_dense_layers",  # compared as the layers with experts
+        "moe.layer_interval",
+        "moe.shared_overlap",
+        "moe.dispatcher",
+        "moe.static_budget",
+        "moe.static_transport",
+        "moe.over_budget",
+        "moe.capacity_factor",
+        "moe.drop_by",
+        "moe.pad_to_capacity",
+        "moe.expert_bias_rate",
+        "moe.aux_loss_coef",
+        "moe.aux_loss_type",
+        "moe.z_loss_coef",
+        "moe.jitter",
+        "moe.force_balanced",
+        "moe.router_fp32",
+        "moe.record_routing",
+        "moe.replay_routing",
+        "moe.load_interval",
+        "moe.echo",
+    }
+)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the family of a ``config.json``.
+
+    Raises:
+        MegacoreError: If its ``model_type`` is not supported.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise MegacoreError(
+            f"model_type must be one of {', '.join(FAMILIES)} to be imported, got {kind!r}"
+        )
+    return FAMILIES[kind]
+
+
+def sections_from_hf(
+    config: Mapping[str, Any], *, seq_length: int | None = None
+) -> tuple[ModelConfig, MoEConfig]:
+    """Return the ``[model]`` and ``[moe]`` sections of a ``config.json``.
+
+    Args:
+        config: Its content.
+        seq_length: Tokens per sequence. Default: the maximum of the model.
+
+    Raises:
+        MegacoreError: If the family is not supported, or an entry is unknown, missing or has an
+            unsupported value.
+    """
+    family = family_of(config)
+    _check_entries(family, config)
+    values: Values = dict(family.implied)
+    for key in family.keys:
+        value = key.read(config)
+        values |= dict.fromkeys(key.ours, value)
+    values |= rope_from_hf(config, base=family.rope_base)
+    for rule in family.rules:
+        values |= rule.read(config, values)
+    heads = values["model.num_heads"]
+    values["model.num_kv_heads"] = values["model.num_kv_heads"] or heads
+    values["model.head_dim"] = values["model.head_dim"] or values["model.hidden_size"] // heads
+    values["model.seq_length"] = seq_length or values["model.seq_length"]
+    return _sections(values)
+
+
+def config_to_hf(
+    model: ModelConfig, moe: MoEConfig, *, family: str | None = None
+) -> dict[str, Any]:
+    """Return the entries of ``config.json`` that describe a model.
+
+    The family is the first whose ``config.json``, read back, gives the same model.
+
+    Args:
+        model: A resolved ``[model]`` section.
+        moe: A resolved ``[moe]`` section.
+        family: The only ``model_type`` to try. Default: all.
+
+    Raises:
+        MegacoreError: If there is none, with the settings that differ for each family.
+    """
+    if family is not None and family not in FAMILIES:
+        raise MegacoreError(f"the family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    reasons = []
+    for name in FAMILIES if family is None else [family]:
+        config = _entries(FAMILIES[name], model, moe)
+        try:
+            found = sections_from_hf(config, seq_length=model.seq_length)
+        except MegacoreError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        different = differences(found, (model, moe))
+        if not different:
+            return config
+        reasons.append(f"{name} has {', '.join(different)}")
+    raise MegacoreError(
+        f"no supported family of Hugging Face has the shape of this model: {'; '.join(reasons)}"
+    )
+
+
+def differences(
+    found: tuple[ModelConfig, MoEConfig], wanted: tuple[ModelConfig, MoEConfig]
+) -> list[str]:
+    """Return the settings that make two models compute different results.
+
+    Example:
+        >>> sections = ModelConfig(qk_norm=True), MoEConfig()
+        >>> differences((ModelConfig(), MoEConfig()), sections)
+        ['model.qk_norm = False instead of True']
+    """
+    got, expected = _comparable(*found), _comparable(*wanted)
+    return [
+        f"{name} = {got.get(name)!r} instead of {expected.get(name)!r}"
+        for name in sorted(got.keys() | expected.keys())
+        if got.get(name) != expected.get(name)
+    ]
+
+
+def _check_entries(family: Family, config: Mapping[str, Any]) -> None:
+    for name, supported in family.fixed.items():
+        value = config.get(name, supported)
+        if value is not None and value != supported:
+            raise MegacoreError(
+                f"{name} in config.json of a {family.model_type} model must be {supported!r}, got "
+                f"{value!r}, which megacore does not support"
+            )
+    known = {name for key in family.keys for name in key.theirs}
+    known |= {name for rule in family.rules for name in rule.names}
+    known |= family.fixed.keys() | _WITHOUT_EFFECT | ROPE_NAMES
+    for name, value in config.items():
+        # Underscored entries are notes of the program that wrote the file.
+        if name not in known and not name.startswith("_") and value not in (None, False, [], {}, 0):
+            raise MegacoreError(
+                f"config.json has {name} = {value!r}, which is not known for {family.model_type} "
+                "models; remove it if it does not change what the model computes"
+            )
+
+
+def _sections(values: Values) -> tuple[ModelConfig, MoEConfig]:
+    sections: dict[str, dict[str, Any]] = {"model": {}, "moe": {}}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    try:
+        return ModelConfig(**sections["model"]), MoEConfig(**sections["moe"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MegacoreError(
+            f"config.json describes an invalid model: {where}{': ' if where else ''}{first['msg']}"
+        ) from error
+
+
+def _values(model: ModelConfig, moe: MoEConfig) -> Values:
+    values = {f"model.{name}": value for name, value in model}
+    return values | {f"moe.{name}": value for name, value in moe}
+
+
+def _entries(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    values = _values(model, moe)
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{key.theirs[0]: values[key.ours[0]] for key in family.keys},
+        **family.fixed,
+        **rope_to_hf(values),
+    }
+    for rule in family.rules:
+        config |= rule.write(values)
+    return config
+
+
+def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
+    """Return the settings that determine what a model computes, in a normal form."""
+    num_layers = model.mtp_layers.stop
+    moe_layers = moe.moe_layers(num_layers)
+    skipped = set(_TRAINING_ONLY)
+    values = _values(model, moe) | {"layers with experts": moe_layers}
+    if not moe_layers:
+        skipped |= {name for name in values if name.startswith("moe.")}
+    if len(moe_layers) == num_layers:
+        skipped.add("model.ffn_hidden_size")
+    if moe.softmax_after_top_k:
+        # Equal to the softmax over all experts, divided by the sum of the chosen ones.
+        values |= {"moe.softmax_after_top_k": False, "moe.normalize": True}
+    if moe.num_groups == moe.groups_top_k:
+        values |= {"moe.num_groups": 1, "moe.groups_top_k": 1, "moe.group_score_top": 2}
+    return {name: value for name, value in values.items() if name not in skipped}

@@ -1,0 +1,83 @@
+"""Start from the weights of a Hugging Face folder or a checkpoint, with a fresh optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint import load_checkpoint
+from megacore.checkpoint.agreement import on_every_rank
+from megacore.checkpoint.chunks import MAIN_PARAM
+from megacore.errors import MegacoreError
+from megacore.models.hf import HFWeights, sections_from_hf
+from megacore.models.hf.files import CONFIG_NAME, TensorFiles, read_config
+from megacore.models.hf.settings import differences
+from megacore.optim import ParamPiece
+from megacore.parallel import ProcessGroups
+from megacore.parallel.params import ShardPosition, shard
+from megacore.train.trainer import Trainer
+
+
+def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
+    """Fill the weights of a new trainer; the optimizer state stays new. Collective.
+
+    Each rank reads the parameters of its own stages, one at a time.
+
+    Args:
+        trainer: A trainer that has not trained.
+        path: Hugging Face folder, checkpoint folder, folder of checkpoints, or a run's folder.
+
+    Returns:
+        Notes on settings that differ from those of the Hugging Face model.
+
+    Raises:
+        MegacoreError: On every rank, if there are no weights, or they are of another shape.
+    """
+    path, groups = Path(path), trainer.groups
+    pieces = [
+        replace(piece, tensors={MAIN_PARAM: piece.tensors[MAIN_PARAM]})
+        for piece in trainer.pieces()
+    ]
+    notes: tuple[str, ...] = ()
+    if (path / CONFIG_NAME).is_file():
+        notes = on_every_rank(lambda: _fill_from_hf(trainer, path, pieces, groups), groups)
+    else:
+        load_checkpoint(path, pieces, groups=groups, config=trainer.config.model_dump())
+    trainer.optimizer.finish_load(trainer.optimizer.step_count)
+    return notes
+
+
+@torch.no_grad()
+def _fill_from_hf(
+    trainer: Trainer, folder: Path, pieces: list[ParamPiece], groups: ProcessGroups
+) -> tuple[str, ...]:
+    model, moe = trainer.config.model, trainer.config.moe
+    hf_config = read_config(folder)
+    found = sections_from_hf(hf_config, seq_length=model.seq_length)
+    different = differences(found, (model, moe))
+    try:
+        weights = HFWeights(TensorFiles(folder), hf_config, model, moe)
+        _fill(pieces, weights, groups)
+    except MegacoreError as error:
+        # The cause is rather a setting than a file.
+        reason = f"; it has {', '.join(different)}" if different else ""
+        raise MegacoreError(f"checkpoint.load_weights = {folder}: {error}{reason}") from error
+    return tuple(f"{folder} has {text}: the run uses the latter" for text in different)
+
+
+def _fill(pieces: list[ParamPiece], weights: HFWeights, groups: ProcessGroups) -> None:
+    name, local = "", torch.empty(0)
+    for piece in pieces:
+        info = piece.info
+        if info.name != name:
+            name = info.name
+            local = _own_shard(weights, piece, groups)
+        piece.tensors[MAIN_PARAM].copy_(local[piece.start : piece.end])
+
+
+def _own_shard(weights: HFWeights, piece: ParamPiece, groups: ProcessGroups) -> Tensor:
+    info = piece.info
+    return shard(weights[info.name], info, **vars(ShardPosition.of(info, groups))).view(-1)

@@ -1,0 +1,195 @@
+"""``megacore export-hf``: what it writes is what was imported, and what transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.checkpoint import TrainState, save_checkpoint
+from megacore.checkpoint.export_checkpoint import export_checkpoint
+from megacore.checkpoint.import_checkpoint import import_checkpoint
+from megacore.checkpoint.restore import restore_model
+from megacore.cli import main
+from megacore.config import Config, resolve
+from megacore.errors import CheckpointError, MegacoreError
+from megacore.models.hf import config_to_hf, sections_from_hf
+from megacore.models.hf.files import TensorFiles
+from megacore.parallel import ProcessGroups
+from megacore.parallel.batch import Microbatch
+from megacore.train.trainer import build_trainer
+from tests.support.hf_models import MODELS, save_theirs
+
+transformers = pytest.importorskip("transformers")
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    files = TensorFiles(folder)
+    return {name: files[name] for name in files.keys()}  # noqa: SIM118
+
+
+def logits_of(path: Path, tokens: Tensor) -> Tensor:
+    model = restore_model(path).model.eval()
+    batch = Microbatch(tokens=tokens, labels=None, sample_ids=torch.arange(tokens.shape[0]), step=0)
+    return model.logits(None, batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_of_an_import_has_the_same_files(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_theirs(name, tmp_path / "theirs", dtype)
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    kind = json.loads((tmp_path / "theirs" / "config.json").read_text())["model_type"]
+    export_checkpoint(tmp_path / "ours", tmp_path / "back", family=kind)
+    first, second = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "back")
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert tensor.dtype == second[key].dtype, key
+        assert torch.equal(tensor, second[key]), key
+    configs = [
+        json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("theirs", "back")
+    ]
+    assert sections_from_hf(configs[0]) == sections_from_hf(configs[1])
+    assert configs[1]["dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_an_export_and_has_our_logits(name: str, tmp_path: Path) -> None:
+    save_theirs(name, tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "back", max_shard_bytes=20_000)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    tokens = torch.randint(0, 70, (2, 16), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        loaded.eval()(input_ids=tokens).logits.detach(),
+        logits_of(tmp_path / "ours", tokens),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_weights_are_split_into_files_below_the_limit(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    done = export_checkpoint(tmp_path / "ours", tmp_path / "back", max_shard_bytes=20_000)
+    assert len(done.files) > 2
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in done.files}
+    tensors = tensors_of(tmp_path / "back")
+    sizes = dict.fromkeys(index["weight_map"].values(), 0)
+    for name, file in index["weight_map"].items():
+        sizes[file] += tensors[name].nbytes
+    assert max(sizes.values()) <= 20_000
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    assert done.num_params * 4 == sum(sizes.values())
+
+
+def train_from_scratch(folder: Path, changes: dict[str, Any]) -> Config:
+    """A run of one step with a checkpoint, as `megacore train` writes it."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"hidden_size": 32, "num_layers": 2, "num_kv_heads": 2, "seq_length": 16},
+        "train": {"steps": 2, "global_batch_size": 4, "microbatch_size": 2, "eval_interval": 0},
+        "optimizer": {"lr": 1e-2},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    config = resolve(Config(**sections), 1, vocab_size=256, cuda=False)
+    trainer = build_trainer(config, world_size=1, device=torch.device("cpu"))
+    trainer.train_step(0)
+    save_checkpoint(
+        folder / "checkpoints",
+        trainer.pieces(),
+        state=TrainState(step=1, samples=4, optimizer=trainer.optimizer.scalars()),
+        config=config.model_dump(),
+        groups=ProcessGroups.single(),
+    )
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({}, "llama"),
+        ({"model.qk_norm": True, "model.head_dim": 12}, "qwen3"),
+        ({"moe.num_experts": 4, "moe.softmax_after_top_k": True}, "mixtral"),
+        (
+            {"moe.num_experts": 4, "moe.layer_interval": 2, "model.qk_norm": True},
+            "qwen3_moe",
+        ),
+    ],
+)
+def test_a_model_from_scratch_is_exported_as_the_family_of_its_shape(
+    changes: dict[str, Any], family: str, tmp_path: Path
+) -> None:
+    train_from_scratch(tmp_path / "run", changes)
+    done = export_checkpoint(tmp_path / "run", tmp_path / "out", dtype="float32")
+    assert done.config["model_type"] == family
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.config.eos_token_id is None  # not that of the family's first model
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        loaded(input_ids=tokens).logits.detach(),
+        logits_of(tmp_path / "run", tokens),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_a_model_without_a_family_is_refused_with_the_setting_that_differs(tmp_path: Path) -> None:
+    train_from_scratch(tmp_path / "run", {"moe.num_experts": 4, "moe.shared_ffn_hidden_size": 8})
+    with pytest.raises(MegacoreError, match=r"no supported family .* shape of this model") as error:
+        export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert "mixtral has moe.shared_ffn_hidden_size = 0 instead of 8" in str(error.value)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(MegacoreError, match=r"the family must be one of llama, .* got 'gpt2'"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", family="gpt2")
+
+
+def test_families_that_fit_are_found_by_reading_their_configuration_back() -> None:
+    config = resolve(Config(), 1, vocab_size=256, cuda=False)
+    for family in ("llama", "mistral"):
+        entries = config_to_hf(config.model, config.moe, family=family)
+        model, _ = sections_from_hf(entries, seq_length=config.model.seq_length)
+        assert model == config.model.model_copy(update={"init_std": model.init_std})
+    with pytest.raises(MegacoreError, match=r"qwen3 has model.qk_norm = True instead of False"):
+        config_to_hf(config.model, config.moe, family="qwen3")
+
+
+def test_the_command_exports_a_step_with_the_files_of_the_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_theirs("llama", tmp_path / "theirs")
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    made.save(str(tmp_path / "theirs" / "tokenizer.json"))
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    (tmp_path / "theirs" / "generation_config.json").write_text('{"eos_token_id": 1}')
+    assert main(["import-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    capsys.readouterr()
+    run, out = str(tmp_path / "ours"), str(tmp_path / "back")
+    assert main(["export-hf", run, out, "--step=0", "--dtype=float16", "--max-shard-size=1GB"]) == 0
+    assert "float16, as LlamaForCausalLM in 1 file" in capsys.readouterr().out
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        theirs, ours = (tmp_path / folder / name for folder in ("theirs", "back"))
+        assert theirs.read_text() == ours.read_text()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 1
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "back").values()} == {torch.float16}
+
+    assert main(["export-hf", run, out]) == 2
+    assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert main(["export-hf", run, f"{out}2", "--step=7"]) == 2
+    assert "has no checkpoint of step 7; the steps are: 0" in capsys.readouterr().err
+    assert main(["export-hf", run, f"{out}2", "--max-shard-size=big"]) == 2
+    assert "with a unit, such as 500MB or 5GB, got 'big'" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        export_checkpoint(tmp_path / "nowhere", tmp_path / "none")
