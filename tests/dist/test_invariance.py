@@ -154,6 +154,66 @@ def test_layout_gives_the_losses_of_one_process(
     assert losses[STEPS - 1] < losses[0] - 0.5, "the model must have learnt something"
 
 
+# Parts of the architecture, each in layouts that split what it adds.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "biases, partial rotation, llama3 scaling": {
+        "model.qkv_bias": True,
+        "model.output_bias": True,
+        "model.rotary_fraction": 0.5,
+        "model.rope_scaling.type": "llama3",
+        "model.rope_scaling.factor": 4.0,
+        "model.rope_scaling.original_seq_length": 8,
+    },
+    "windows of some layers, yarn": {
+        "model.sliding_window": 6,
+        "model.window_pattern": "wf",
+        "model.rope_scaling.type": "yarn",
+        "model.rope_scaling.factor": 4.0,
+        "model.rope_scaling.original_seq_length": 8,
+    },
+    "layer norm, geglu, soft caps, window": {
+        "model.norm": "layernorm",
+        "model.activation": "geglu",
+        "model.attention_softcap": 2.0,
+        "model.logit_softcap": 5.0,
+        "model.sliding_window": 5,
+    },
+}
+ARCHITECTURE_LAYOUTS = (
+    "tp2",
+    "tp2 sequence parallel",
+    "cp2",
+    "tp2 cp2 sequence parallel",
+    "cp4",
+    "pp4 zb_h1",
+    "tp2 pp2 dualpipe_v, sequence parallel",
+)
+ARCHITECTURE_CASES = [
+    (architecture, layout) for architecture in ARCHITECTURES for layout in ARCHITECTURE_LAYOUTS
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    representatives(
+        ARCHITECTURE_CASES,
+        [
+            ("biases, partial rotation, llama3 scaling", "tp2 pp2 dualpipe_v, sequence parallel"),
+            ("windows of some layers, yarn", "cp4"),
+            ("layer norm, geglu, soft caps, window", "tp2 cp2 sequence parallel"),
+        ],
+    ),
+)
+def test_architectures_have_the_losses_of_one_process(architecture: str, layout: str) -> None:
+    world_size, changes = LAYOUTS[layout]
+    whole = train(0, 1, ARCHITECTURES[architecture])
+    parts = train_on_ranks(world_size, {**changes, **ARCHITECTURES[architecture]})
+    assert parts[0] == pytest.approx(whole[0], rel=1e-5)
+    assert parts[1] == pytest.approx(whole[1], rel=1e-3)
+    assert whole[0] != train(0, 1, {})[0], "the setting must have an effect"
+
+
 @pytest.mark.dist
 def test_a_pipeline_changes_no_bit() -> None:
     # A tied embedding and the clipping norm are sums over ranks: another order than in one process.

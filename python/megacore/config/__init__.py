@@ -18,12 +18,14 @@ from megacore.config.load import (
     setting_homes,
     split_overrides,
 )
+from megacore.config.mla import MLAConfig
 from megacore.config.model import ModelConfig
 from megacore.config.moe import EchoConfig, MoEConfig
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.parallel import ParallelConfig
 from megacore.config.pipeline import PipelineConfig
 from megacore.config.resolve import resolve
+from megacore.config.rope import RopeScalingConfig
 from megacore.config.run import RunConfig
 from megacore.config.sections import Config, section_classes
 from megacore.config.train import TrainSectionConfig
@@ -35,11 +37,13 @@ __all__ = [
     "DataConfig",
     "EchoConfig",
     "GraphsConfig",
+    "MLAConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PipelineConfig",
+    "RopeScalingConfig",
     "RunConfig",
     "TrainSectionConfig",
     "close_words",

@@ -130,7 +130,7 @@ def config_to_toml(config: Config) -> str:
 
     Example:
         >>> from megacore.config import resolve
-        >>> print(config_to_toml(resolve(Config(), 2, cuda=False)).split("\n\n")[1])
+        >>> print(config_to_toml(resolve(Config(), 2, cuda=False)).split("\n\n")[3])
         [parallel]
         tp = 1
         cp = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,8 @@ from megacore.config.base import (
     nearest_multiples,
     nearest_of,
 )
+from megacore.config.mla import MLAConfig
+from megacore.config.rope import RopeScalingConfig
 
 
 class ModelConfig(Section):
@@ -70,13 +72,72 @@ class ModelConfig(Section):
     )
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability.")
     rope_base: float = Field(default=10000.0, gt=0.0, description="Base of the rotary embedding.")
-    norm_eps: float = Field(default=1e-5, gt=0.0, description="Epsilon of RMSNorm.")
+    rotary_fraction: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="Share of a head's elements, from the first, that are rotated.",
+    )
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
+    mla: MLAConfig = MLAConfig()
+    qkv_bias: bool = Field(default=False, description="Biases of queries, keys and values.")
+    output_bias: bool = Field(default=False, description="Bias of the attention output.")
+    sliding_window: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that a token attends to, with itself. Default: all before it.",
+    )
+    window_pattern: str = Field(
+        default="w",
+        pattern=r"^[wf]+$",
+        description="Layers with the window (`w`) and with full attention (`f`), repeated over "
+        "the layers: `wwf` for two with, one without.",
+    )
+    attention_softcap: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Limit c of attention scores, by `c tanh(score / c)`. Needs memory for all "
+        "scores. Default: no limit.",
+    )
+    logit_softcap: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Limit c of logits, by `c tanh(logit / c)`. Default: no limit.",
+    )
+    activation: Literal["swiglu", "geglu"] = Field(
+        default="swiglu",
+        description="Activation of dense layers and shared experts; `geglu` has the tanh form of "
+        "GELU as its gate.",
+    )
+    norm: Literal["rmsnorm", "layernorm"] = Field(
+        default="rmsnorm",
+        description="Norm before blocks and the output layer; `layernorm` has a bias.",
+    )
+    norm_eps: float = Field(default=1e-5, gt=0.0, description="Epsilon of norms.")
     qk_norm: bool = Field(
         default=False, description="RMSNorm of each head's query and key before the rotation."
     )
     init_std: float = Field(
         default=0.02, gt=0.0, description="Standard deviation of initial weights."
     )
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the attention window of a layer.
+
+        Example:
+            >>> config = ModelConfig(sliding_window=8, window_pattern="wwf")
+            >>> [config.window_of(layer) for layer in range(4)]
+            [8, 8, None, 8]
+        """
+        is_full = self.window_pattern[layer % len(self.window_pattern)] == "f"
+        return None if is_full else self.sliding_window
+
+    @property
+    def num_rotated(self) -> int:
+        """Rotated elements of a head: the first `rotary_fraction`, rounded down."""
+        if self.mla.kv_rank:
+            return self.mla.rope_head_dim
+        return int((self.head_dim or self.hidden_size // self.num_heads) * self.rotary_fraction)
 
     @property
     def mtp_layers(self) -> range:
@@ -103,14 +164,34 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
-        if self.head_dim is None:
+        if self.mla.kv_rank:
+            self._check_mla()
+        elif self.head_dim is None:
             self._check_derived_head_dim()
+        if self.num_rotated < 2 or self.num_rotated % 2:
+            raise ValueError(
+                f"rotary_fraction must rotate an even number of elements of a head, at least 2, "
+                f"got {self.rotary_fraction}, which rotates {self.num_rotated}"
+            )
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}; "
                 f"nearest: {nearest_divisors(self.num_kv_heads, self.num_heads)}"
             )
         return self
+
+    def _check_mla(self) -> None:
+        """Check that no setting of grouped queries is set."""
+        defaults = {name: info.default for name, info in type(self).model_fields.items()}
+        names = ("head_dim", "qk_norm", "qkv_bias", "output_bias", "rotary_fraction")
+        found = [name for name in names if getattr(self, name) != defaults[name]]
+        if self.num_kv_heads not in (None, self.num_heads):
+            found.append("num_kv_heads")
+        if found:
+            raise ValueError(
+                f"{found[0]} = {getattr(self, found[0])} has no meaning with mla.kv_rank = "
+                f"{self.mla.kv_rank}; leave it out"
+            )
 
     def _check_derived_head_dim(self) -> None:
         if self.hidden_size % self.num_heads:

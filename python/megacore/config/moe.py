@@ -76,6 +76,12 @@ class MoEConfig(Section):
         ge=1,
         description="Of the layers after the first dense ones, every n-th is an MoE layer.",
     )
+    layer_pattern: str | None = Field(
+        default=None,
+        pattern=r"^[de]+$",
+        description="Dense layers (`d`) and layers with experts (`e`), repeated over the layers, "
+        "in place of `first_dense_layers` and `layer_interval`. Default: those decide.",
+    )
     shared_ffn_hidden_size: int = Field(
         default=0,
         ge=0,
@@ -210,6 +216,9 @@ class MoEConfig(Section):
             >>> [index for index in range(6) if moe.is_moe_layer(index)]
             [2, 4]
         """
+        if self.layer_pattern is not None:
+            letter = self.layer_pattern[index % len(self.layer_pattern)]
+            return self.num_experts > 0 and letter == "e"
         after_dense = index - self.first_dense_layers + 1
         return self.num_experts > 0 and after_dense > 0 and after_dense % self.layer_interval == 0
 
@@ -227,6 +236,14 @@ class MoEConfig(Section):
                 groups_top_k=self.groups_top_k,
                 score_function=self.score_function,
                 softmax_after_top_k=self.softmax_after_top_k,
+            )
+        if self.layer_pattern is not None and (self.first_dense_layers, self.layer_interval) != (
+            0,
+            1,
+        ):
+            raise ValueError(
+                f'layer_pattern = "{self.layer_pattern}" replaces first_dense_layers and '
+                "layer_interval; leave them out"
             )
         if self.static_transport != "auto" and self.dispatcher != "static":
             raise ValueError(

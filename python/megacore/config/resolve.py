@@ -66,7 +66,7 @@ def _fill(config: Config, world_size: int, vocab_size: int | None, cuda: bool | 
         "model": _filling(
             model,
             num_kv_heads=model.num_heads,
-            head_dim=model.hidden_size // model.num_heads,
+            head_dim=None if model.mla.kv_rank else model.hidden_size // model.num_heads,
             ffn_hidden_size=ffn_hidden_size,
             vocab_size=vocab_size,
         ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megacore.models.context_parallel import LowerRightMasks, causal_attention
+from megacore.models.context_parallel import Masks, ScoreRule, causal_attention
 from megacore.models.functional import split_and_rotate
 from megacore.models.layers import ColumnLinear, HeadNorm, ModelContext, RowLinear
 
@@ -22,17 +22,20 @@ class Attention(nn.Module):
     would have ``S * S`` elements per head, and current models train without it.
     """
 
-    def __init__(self, name: str, context: ModelContext) -> None:
+    def __init__(self, name: str, layer: int, context: ModelContext) -> None:
         super().__init__()
-        shape = context.shape
+        shape, config = context.shape, context.config
         self.head_dim = shape.head_dim
         self.num_local_groups = shape.num_kv_heads // context.region.group.size
         self.grouped = shape.q_per_kv > 1
-        self.cp, self.masks = context.region.cp, LowerRightMasks()
-        self.qkv = ColumnLinear(f"{name}.qkv", shape.qkv_full_shape, tp_dim=0, context=context)
+        self.cp, self.masks = context.region.cp, Masks()
+        self.rule = ScoreRule(window=config.window_of(layer), softcap=config.attention_softcap)
+        self.qkv = ColumnLinear(
+            f"{name}.qkv", shape.qkv_full_shape, tp_dim=0, context=context, bias=config.qkv_bias
+        )
         width = shape.num_heads * shape.head_dim
-        self.output = RowLinear(f"{name}.output", width, context=context)
-        normed = context.config.qk_norm
+        self.output = RowLinear(f"{name}.output", width, context=context, bias=config.output_bias)
+        normed = config.qk_norm
         self.q_norm = HeadNorm(f"{name}.q_norm", context) if normed else None
         self.k_norm = HeadNorm(f"{name}.k_norm", context) if normed else None
 
@@ -41,7 +44,8 @@ class Attention(nn.Module):
 
         Args:
             qkv_SBX: Output of the layer ``qkv`` for ``(S[/tp], B, H)``.
-            rotary: Cosines and sines at the positions of these tokens, at least ``(S, D/2)`` each.
+            rotary: Cosines and sines at the positions of these tokens, at least ``(S, R/2)`` each,
+                for R rotated elements of a head.
 
         Returns:
             ``(S[/tp], B, H)``.
@@ -53,7 +57,13 @@ class Attention(nn.Module):
             qkv_SBGX = torch.cat((q, k, heads[..., -1:, :]), dim=-2).flatten(-2)
         q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
         mixed_SBND = causal_attention(
-            q_SBND, k_SBGD, v_SBGD, group=self.cp, grouped=self.grouped, masks=self.masks
+            q_SBND,
+            k_SBGD,
+            v_SBGD,
+            group=self.cp,
+            grouped=self.grouped,
+            masks=self.masks,
+            rule=self.rule,
         )
         output: Tensor = self.output(mixed_SBND.flatten(2))
         return output

@@ -5,7 +5,7 @@ formulas and save fewer tensors. Inputs narrower than float32 are computed in fl
 once at the end.
 
 Shapes: S sequence, B batch, H hidden, F inner width of the MLP, G heads of keys and values, Q heads
-of queries per key head, D head dimension.
+of queries per key head, D head dimension, R rotated elements of a head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 
 def rms_norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -50,23 +50,26 @@ def swiglu(x_SBF: Tensor) -> Tensor:
     return result
 
 
-def rotary_tables(
-    seq_length: int, head_dim: int, *, base: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the rotary angles.
+def geglu(x_SBF: Tensor) -> Tensor:
+    """Compute ``gelu(gate) * up`` for ``x = [gate, up]``: ``(..., 2F)`` to ``(..., F)``.
 
-    Args:
-        seq_length: S.
-        head_dim: D, even.
-        base: Pair i rotates by ``position * base ** (-2 i / D)``.
-        device: Device of the tables.
+    The tanh form of GELU.
 
-    Returns:
-        Two tensors ``(S, D/2)``, float32, computed in float64.
+    Source:
+        Shazeer, arXiv:2002.05202.
     """
-    pair = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angles = torch.outer(torch.arange(seq_length, dtype=torch.float64), base**-pair)
-    return angles.cos().float().to(device), angles.sin().float().to(device)
+    gate, up = x_SBF.chunk(2, dim=-1)
+    return gelu(gate, approximate="tanh") * up
+
+
+def softcap(x: Tensor, limit: float | None) -> Tensor:
+    """Limit values to ``(-limit, limit)`` by ``limit * tanh(x / limit)``; ``None`` for no limit.
+
+    Example:
+        >>> softcap(torch.tensor([0.0, 1e9]), 30.0).tolist()
+        [0.0, 30.0]
+    """
+    return x if limit is None else limit * torch.tanh(x / limit)
 
 
 def split_and_rotate(
@@ -74,13 +77,13 @@ def split_and_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split queries, keys and values, and rotate queries and keys by their positions.
 
-    Half-split form: element i of the first half of a head is rotated with element i of the second
-    half.
+    Half-split form: element i of the first half of the R rotated elements, the first of a head, is
+    rotated with element i of their second half.
 
     Args:
         qkv_SBGX: ``(S, B, G, (Q + 2) * D)``: for each key head its query heads, the key, the value.
-        cos: ``(S, D/2)``, from `rotary_tables`.
-        sin: ``(S, D/2)``, from `rotary_tables`.
+        cos: ``(S, R/2)``, from `RotaryTables`.
+        sin: ``(S, R/2)``, from `RotaryTables`.
         head_dim: D.
 
     Returns:
@@ -93,6 +96,17 @@ def split_and_rotate(
         qkv_SBGX, cos, sin, head_dim
     )
     return result
+
+
+def rotate(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads ``(S, B, N, D)`` by their positions, as `split_and_rotate` does."""
+    result: Tensor = _Rotate.apply(x_SBND, cos, sin)  # type: ignore[no-untyped-call]
+    return result
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums over a tensor: its own, or float32 if that is narrower."""
+    return torch.float32 if x.dtype.itemsize < 4 else x.dtype
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -168,15 +182,36 @@ class _SplitAndRotate(torch.autograd.Function):
         q_per_kv = grad_q.shape[2] // groups
         grad = grad_q.new_empty(sequence, batch, groups, q_per_kv + 2, head_dim)
         grad_q = grad_q.reshape(sequence, batch, groups, q_per_kv, head_dim)
-        # The adjoint of a rotation is the inverse rotation.
+        # The adjoint of a rotation, times a factor, is the inverse rotation, times the factor.
         _rotate_into(grad[..., :-2, :], grad_q, cos, -sin)
         _rotate_into(grad[..., -2:-1, :], grad_k.unsqueeze(3), cos, -sin)
         grad[..., -1, :] = grad_v
         return grad.flatten(3), None, None, None
 
 
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out = x.new_empty(x.shape)
+        _rotate_into(out[:, :, None], x[:, :, None], cos, sin)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        out = grad.new_empty(grad.shape)
+        _rotate_into(out[:, :, None], grad[:, :, None], cos, -sin)
+        return out, None, None
+
+
 def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Write the rotated ``x`` to ``out``, both ``(S, B, G, N, D)``."""
+    num_rotated = 2 * cos.shape[-1]
+    if num_rotated < x.shape[-1]:
+        out[..., num_rotated:] = x[..., num_rotated:]
+        out, x = out[..., :num_rotated], x[..., :num_rotated]
     cos, sin = (table[: x.shape[0], None, None, None] for table in (cos, sin))
     target = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
     x_1, x_2 = _wide(x).chunk(2, dim=-1)

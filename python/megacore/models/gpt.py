@@ -14,13 +14,14 @@ from torch.nn.functional import linear
 
 from megacore.config import ModelConfig, MoEConfig
 from megacore.models.dropout import Site
-from megacore.models.functional import rotary_tables
+from megacore.models.functional import softcap
 from megacore.models.init import ParamFactory
-from megacore.models.layers import ModelContext, ResidualDropout, RMSNorm, VocabEmbedding
+from megacore.models.layers import ModelContext, ResidualDropout, VocabEmbedding, make_norm
 from megacore.models.loss import cross_entropy
 from megacore.models.mappings import Region
 from megacore.models.moe_block import MoEBlock, peers_of
 from megacore.models.predictions import NO_LABEL, Predictions, ahead
+from megacore.models.rotary import RotaryTables
 from megacore.models.shape import GPTShape
 from megacore.models.transformer import TransformerLayer
 from megacore.moe.balance import inject_gradient
@@ -77,8 +78,6 @@ class GPTChunk(nn.Module):
         (torch.Size([]), torch.Size([1, 4, 10]))
     """
 
-    cos: Tensor
-    sin: Tensor
     mtp_sums: Tensor
 
     def __init__(
@@ -141,7 +140,7 @@ class GPTChunk(nn.Module):
         # MTP outputs are concatenated along the sequence dimension and already normalized.
         self._takes_predictions = has_head and predicts_elsewhere
         ends_layers = bool(mtp_layers) or (has_head and not self._takes_predictions)
-        self.final_norm = RMSNorm("final_norm", context) if ends_layers else None
+        self.final_norm = make_norm("final_norm", context) if ends_layers else None
         self.predictions = None
         if mtp_layers:
             tied_weight = _embedding_copy(context) if tied_weight is None else tied_weight
@@ -154,11 +153,7 @@ class GPTChunk(nn.Module):
     def _add_buffers(self, config: ModelConfig, device: torch.device) -> None:
         sums = torch.zeros(2, config.num_mtp_layers, dtype=torch.float64, device=device)
         self.register_buffer("mtp_sums", sums, persistent=False)
-        cos, sin = rotary_tables(
-            self.shape.seq_length, self.shape.head_dim, base=config.rope_base, device=device
-        )
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.tables = RotaryTables(config, config.num_rotated, device=device)
 
     def forward(
         self, hidden_SBH: Tensor | None, batch: Microbatch, *, keep_activations: bool = False
@@ -247,6 +242,11 @@ class GPTChunk(nn.Module):
         return self.head.logits(outputs_SBH, last_only=last_only)
 
     @property
+    def device(self) -> torch.device:
+        """Device of the chunk, also of one without parameters."""
+        return self.mtp_sums.device
+
+    @property
     def embedding_weight(self) -> nn.Parameter | None:
         """The embedding weight of this chunk, or its copy, or ``None``."""
         if self.embedding is not None:
@@ -324,10 +324,11 @@ class GPTChunk(nn.Module):
 
     def rotary(self, sequence: int) -> tuple[Tensor, Tensor]:
         """Return the rotary tables at the positions of this rank's tokens of a sequence."""
+        cos, sin = self.tables(sequence)
         if self.region.cp.size == 1:
-            return self.cos, self.sin
-        positions = self.region.share_positions(sequence, device=self.cos.device)
-        return self.cos[positions], self.sin[positions]
+            return cos, sin
+        positions = self.region.share_positions(sequence, device=cos.device)
+        return cos[positions], sin[positions]
 
 
 class Embedding(nn.Module):
@@ -362,6 +363,7 @@ class Head(nn.Module):
         else:
             self.weight = _embedding_copy(context)
         self.vocab = context.shape.vocab
+        self.softcap = context.config.logit_softcap
         num_rows = self.weight.shape[0]
         self.first_column = context.region.group.position * num_rows
         self.num_columns = min(max(self.vocab - self.first_column, 0), num_rows)
@@ -372,7 +374,7 @@ class Head(nn.Module):
         padded = self.num_columns < self.weight.shape[0]
         weight_VH = self.weight[: self.num_columns] if padded else self.weight
         return cross_entropy(
-            linear(self.region.enter(x_SBH), weight_VH),
+            softcap(linear(self.region.enter(x_SBH), weight_VH), self.softcap),
             self.region.share(labels_BS).t(),
             first_column=self.first_column,
             group=self.region.group,
@@ -387,7 +389,7 @@ class Head(nn.Module):
         group = self.region.group
         full_VSB = local_VSB.new_empty(group.size * local_VSB.shape[0], *local_VSB.shape[1:])
         all_gather(full_VSB, local_VSB.contiguous(), group)
-        return full_VSB[: self.vocab].permute(2, 1, 0).float()
+        return softcap(full_VSB[: self.vocab].permute(2, 1, 0).float(), self.softcap)
 
 
 def _embedding_copy(context: ModelContext) -> nn.Parameter:

@@ -104,6 +104,10 @@ class ParamFactory:
         """Make a vector of ones."""
         return self._make(info, torch.ones(info.full_shape))
 
+    def zeros(self, info: ParamInfo) -> nn.Parameter:
+        """Make a bias of zeros."""
+        return self._make(info, torch.zeros(info.full_shape))
+
     def _make(self, info: ParamInfo, full: Tensor) -> nn.Parameter:
         local = shard(full, info, tp_position=self.tp.position, tp_size=self.tp.size)
         return self._remember(info, local)

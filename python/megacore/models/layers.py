@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, layer_norm, linear
 
 from megacore.config import ModelConfig, MoEConfig
 from megacore.models.dropout import DropoutKey, Site, dropout, dropout_use, keep_mask
@@ -65,6 +65,12 @@ class ModelContext:
         return self.config.init_std / math.sqrt(2 * self.shape.num_layers)
 
 
+def make_norm(name: str, context: ModelContext) -> RMSNorm | LayerNorm:
+    """Make the norm of ``model.norm`` over the last dimension, ``(..., H)`` to the same shape."""
+    kind = LayerNorm if context.config.norm == "layernorm" else RMSNorm
+    return kind(name, context)
+
+
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension; the weight is replicated over tp."""
 
@@ -84,6 +90,30 @@ class RMSNorm(nn.Module):
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Normalize ``(..., H)``; the shape is unchanged."""
         return rms_norm(x_SBH, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the last dimension; weight and bias are replicated over tp."""
+
+    def __init__(self, name: str, context: ModelContext) -> None:
+        super().__init__()
+        self.eps = context.config.norm_eps
+        infos = [
+            ParamInfo(
+                name=part,
+                full_shape=(context.shape.hidden,),
+                tp_dim=None,
+                sequence_parallel=context.region.sequence_parallel,
+                weight_decay=False,
+            )
+            for part in (name, f"{name}_bias")
+        ]
+        self.weight = context.params.ones(infos[0])
+        self.bias = context.params.zeros(infos[1])
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """Normalize ``(..., H)``; the shape is unchanged."""
+        return layer_norm(x_SBH, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class HeadNorm(nn.Module):
@@ -109,40 +139,71 @@ class HeadNorm(nn.Module):
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer without bias whose output features are split over tp.
+    """A linear layer whose output features are split over tp, with a bias if asked for.
 
-    The weight may have several output dimensions, one of which is split. The output is this rank's
-    part with these dimensions flattened.
+    With ``enters=False`` the input is inside the tensor-parallel region already. The weight may
+    have several output dimensions, one of which is split. The output is this rank's part with these
+    dimensions flattened.
     """
 
     def __init__(
-        self, name: str, full_shape: tuple[int, ...], *, tp_dim: int, context: ModelContext
+        self,
+        name: str,
+        full_shape: tuple[int, ...],
+        *,
+        tp_dim: int,
+        context: ModelContext,
+        bias: bool = False,
+        enters: bool = True,
     ) -> None:
         super().__init__()
         self.region = context.region
+        self.enters = enters
         self.weight = context.params.normal(
             ParamInfo(name=name, full_shape=full_shape, tp_dim=tp_dim), std=context.config.init_std
         )
+        self.bias = None
+        if bias:
+            info = ParamInfo(
+                name=f"{name}_bias", full_shape=full_shape[:-1], tp_dim=tp_dim, weight_decay=False
+            )
+            self.bias = context.params.zeros(info)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Project ``(S[/tp], B, H)`` to ``(S, B, output features / tp)``."""
-        return linear(self.region.enter(x_SBH), self.weight.flatten(0, -2))
+        bias = None if self.bias is None else self.bias.flatten()
+        x_SBH = self.region.enter(x_SBH) if self.enters else x_SBH
+        return linear(x_SBH, self.weight.flatten(0, -2), bias)
 
 
 class RowLinear(nn.Module):
-    """A linear layer without bias whose input features are split over tp."""
+    """A linear layer whose input features are split over tp, with a bias if asked for."""
 
-    def __init__(self, name: str, num_inputs: int, *, context: ModelContext) -> None:
+    def __init__(
+        self, name: str, num_inputs: int, *, context: ModelContext, bias: bool = False
+    ) -> None:
         super().__init__()
         self.region = context.region
         self.weight = context.params.normal(
             ParamInfo(name=name, full_shape=(context.shape.hidden, num_inputs), tp_dim=1),
             std=context.output_std,
         )
+        self.bias = None
+        if bias:
+            # Added to the sum over ranks: each rank has its tokens with sequence parallelism.
+            info = ParamInfo(
+                name=f"{name}_bias",
+                full_shape=(context.shape.hidden,),
+                tp_dim=None,
+                sequence_parallel=context.region.sequence_parallel,
+                weight_decay=False,
+            )
+            self.bias = context.params.zeros(info)
 
     def forward(self, x_SBF: Tensor) -> Tensor:
         """Project ``(S, B, input features / tp)`` to ``(S[/tp], B, H)``."""
-        return self.region.leave(linear(x_SBF, self.weight))
+        output_SBH = self.region.leave(linear(x_SBF, self.weight))
+        return output_SBH if self.bias is None else output_SBH + self.bias
 
 
 class VocabEmbedding(nn.Module):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from megacore.models.layers import ModelContext, RMSNorm, VocabEmbedding
+from megacore.models.layers import ModelContext, VocabEmbedding, make_norm
 from megacore.models.transformer import TransformerLayer
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
@@ -37,8 +37,8 @@ class PredictionLayer(nn.Module):
     def __init__(self, index: int, context: ModelContext) -> None:
         super().__init__()
         hidden, name = context.shape.hidden, f"layers.{index}.mtp"
-        self.hidden_norm = RMSNorm(f"{name}.hidden_norm", context)
-        self.embedding_norm = RMSNorm(f"{name}.embedding_norm", context)
+        self.hidden_norm = make_norm(f"{name}.hidden_norm", context)
+        self.embedding_norm = make_norm(f"{name}.embedding_norm", context)
         # Replicated over tp: with sequence parallelism, each rank applies it to its own tokens.
         self.projection = context.params.normal(
             ParamInfo(
@@ -50,7 +50,7 @@ class PredictionLayer(nn.Module):
             std=context.config.init_std,
         )
         self.layer = TransformerLayer(index, context)
-        self.final_norm = RMSNorm(f"{name}.final_norm", context)
+        self.final_norm = make_norm(f"{name}.final_norm", context)
 
     def forward(
         self,

@@ -14,6 +14,9 @@ from megacore.errors import ConfigError
 class GPTShape:
     """Sizes of the whole model, the same for every layout.
 
+    Attributes:
+        rope_head_dim: Rotated elements of a head with latent attention; 0 without.
+
     Example:
         >>> config = ModelConfig(num_kv_heads=2, ffn_hidden_size=384, vocab_size=300)
         >>> shape = GPTShape.from_config(config)
@@ -31,6 +34,7 @@ class GPTShape:
     padded_vocab: int
     seq_length: int
     tie_embeddings: bool
+    rope_head_dim: int = 0
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> GPTShape:
@@ -50,6 +54,7 @@ class GPTShape:
             padded_vocab=config.padded_vocab_size,
             seq_length=config.seq_length,
             tie_embeddings=config.tie_embeddings,
+            rope_head_dim=config.mla.rope_head_dim if config.mla.kv_rank else 0,
         )
 
     @property
@@ -81,7 +86,8 @@ class GPTShape:
 
     def _split_sizes(self, sequence_parallel: bool) -> Iterator[tuple[str, int]]:
         yield "model.num_heads", self.num_heads
-        yield "model.num_kv_heads", self.num_kv_heads
+        if not self.rope_head_dim:
+            yield "model.num_kv_heads", self.num_kv_heads
         yield "model.ffn_hidden_size", self.ffn
         yield "the padded vocabulary", self.padded_vocab
         if sequence_parallel:

@@ -66,22 +66,19 @@ def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> Param
     num_layers = config.mtp_layers.stop
     num_moe = len(moe.moe_layers(num_layers))
     vocab_matrix = shape.padded_vocab * shape.hidden
+    common = _attention_weights(config, shape) + _small_weights(config, shape)
     return ParameterCount(
         embedding=vocab_matrix,
-        per_layer=_attention_weights(shape) + _dense_weights(shape) + _norm_weights(config, shape),
+        per_layer=common + _dense_weights(shape),
         num_layers=num_layers - num_moe,
-        final_norm=shape.hidden,
+        final_norm=_norm_size(config),
         head=0 if shape.tie_embeddings else vocab_matrix,
-        per_moe_layer=_attention_weights(shape)
-        + _moe_weights(shape, moe, experts=moe.num_experts)
-        + _norm_weights(config, shape)
-        if num_moe
-        else 0,
+        per_moe_layer=common + _moe_weights(shape, moe, experts=moe.num_experts) if num_moe else 0,
         num_moe_layers=num_moe,
         per_moe_layer_idle=(moe.num_experts - moe.top_k) * _expert_weights(shape, moe)
         if num_moe
         else 0,
-        per_mtp_layer=2 * shape.hidden**2 + 3 * shape.hidden,
+        per_mtp_layer=2 * shape.hidden**2 + 3 * _norm_size(config),
         num_mtp_layers=config.num_mtp_layers,
     )
 
@@ -91,7 +88,8 @@ def flops_per_token(config: ModelConfig, moe: MoEConfig | None = None) -> int:
 
     ``6 * W + 6 * L * S * A``, with W the weights that a token is multiplied with (the layers, only
     the chosen experts, and the output layer, without padding; not the embedding, which is a
-    lookup), L layers, S the sequence length and A the summed width of the query heads. A product
+    lookup), L layers, S the sequence length and A the summed width of the query heads (the mean
+    with that of the value heads if they differ). A product
     with a weight costs 2 operations in the forward and 4 in the backward pass. Attention
     multiplies a token with the keys and the values of ``S / 2`` tokens on average: ``2 * A * S``
     operations forward, twice that backward. Layers for multi-token prediction count like others,
@@ -109,15 +107,31 @@ def flops_per_token(config: ModelConfig, moe: MoEConfig | None = None) -> int:
     shape, moe = GPTShape.from_config(config), MoEConfig() if moe is None else moe
     num_layers, num_mtp = config.mtp_layers.stop, config.num_mtp_layers
     num_moe = len(moe.moe_layers(num_layers))
-    weights = num_layers * _attention_weights(shape) + (1 + num_mtp) * shape.vocab * shape.hidden
+    weights = num_layers * _attention_weights(config, shape)
+    weights += (1 + num_mtp) * shape.vocab * shape.hidden
     weights += (num_layers - num_moe) * _dense_weights(shape) + num_mtp * 2 * shape.hidden**2
     if num_moe:
         weights += num_moe * _moe_weights(shape, moe, experts=moe.top_k)
-    attention = num_layers * shape.seq_length * shape.num_heads * shape.head_dim
-    return 6 * (weights + attention)
+    attention = num_layers * shape.seq_length * shape.num_heads * _head_width(config, shape)
+    return 6 * (weights + int(attention))
 
 
-def _attention_weights(shape: GPTShape) -> int:
+def _head_width(config: ModelConfig, shape: GPTShape) -> float:
+    """Return the mean width of a query and a value head."""
+    mla = config.mla
+    if mla.kv_rank:
+        return (mla.nope_head_dim + mla.rope_head_dim + mla.v_head_dim) / 2
+    return shape.head_dim
+
+
+def _attention_weights(config: ModelConfig, shape: GPTShape) -> int:
+    if config.mla.kv_rank:
+        mla, heads = config.mla, shape.num_heads
+        q_width = heads * (mla.nope_head_dim + mla.rope_head_dim)
+        q = mla.q_rank * (shape.hidden + q_width) if mla.q_rank else shape.hidden * q_width
+        down = shape.hidden * (mla.kv_rank + mla.rope_head_dim)
+        up = mla.kv_rank * heads * (mla.nope_head_dim + mla.v_head_dim)
+        return q + down + up + heads * mla.v_head_dim * shape.hidden
     groups, group_width, hidden = shape.qkv_full_shape
     qkv = groups * group_width * hidden
     output = hidden * shape.num_heads * shape.head_dim
@@ -139,5 +153,13 @@ def _moe_weights(shape: GPTShape, moe: MoEConfig, *, experts: int) -> int:
     return moe.num_experts * shape.hidden + experts * _expert_weights(shape, moe) + shared
 
 
-def _norm_weights(config: ModelConfig, shape: GPTShape) -> int:
-    return 2 * shape.hidden + (2 * shape.head_dim if config.qk_norm else 0)
+def _small_weights(config: ModelConfig, shape: GPTShape) -> int:
+    """Count the norms and biases of one layer."""
+    biases = shape.num_heads + 2 * shape.num_kv_heads if config.qkv_bias else 0
+    heads = biases * shape.head_dim + (2 * shape.head_dim if config.qk_norm else 0)
+    heads += config.mla.q_rank + config.mla.kv_rank
+    return 2 * _norm_size(config) + heads + (shape.hidden if config.output_bias else 0)
+
+
+def _norm_size(config: ModelConfig) -> int:
+    return config.hidden_size * (2 if config.norm == "layernorm" else 1)

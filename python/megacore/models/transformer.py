@@ -1,4 +1,4 @@
-"""Pre-norm transformer layer: attention, then SwiGLU or experts, on the residual stream.
+"""Pre-norm transformer layer: attention, then an MLP or experts, on the residual stream.
 
 A recomputed part ends in a matrix product if possible, because then only the input of the product
 is recomputed, not the product.
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from megacore.models.attention import Attention
 from megacore.models.dropout import Site
-from megacore.models.functional import swiglu
-from megacore.models.layers import ColumnLinear, ModelContext, ResidualDropout, RMSNorm, RowLinear
+from megacore.models.functional import geglu, swiglu
+from megacore.models.latent_attention import LatentAttention
+from megacore.models.layers import ColumnLinear, ModelContext, ResidualDropout, RowLinear, make_norm
 from megacore.models.moe_block import GatedExpert, MoEBlock
 from megacore.ops.recompute import Memo, recompute, recompute_if
 from megacore.parallel.batch import Microbatch
@@ -36,13 +37,14 @@ class LayerGraphs(Protocol):
 
 
 class MLP(nn.Module):
-    """SwiGLU MLP ``down(silu(gate(x)) * up(x))``; gate and up are one column-parallel layer."""
+    """MLP ``down(activation(gate(x)) * up(x))``; gate and up are one column-parallel layer."""
 
     def __init__(self, name: str, context: ModelContext, *, width: int) -> None:
         super().__init__()
         full_shape = (2, width, context.shape.hidden)
         self.gate_up = ColumnLinear(f"{name}.gate_up", full_shape, tp_dim=1, context=context)
         self.down = RowLinear(f"{name}.down", width, context=context)
+        self.activate = geglu if context.config.activation == "geglu" else swiglu
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP: ``(S[/tp], B, H)`` to the same shape."""
@@ -50,7 +52,7 @@ class MLP(nn.Module):
 
     def finish(self, x_SBF: Tensor) -> Tensor:
         """Apply the activation and ``down`` to the output of ``gate_up``."""
-        output: Tensor = self.down(swiglu(x_SBF))
+        output: Tensor = self.down(self.activate(x_SBF))
         return output
 
 
@@ -65,11 +67,12 @@ class TransformerLayer(nn.Module):
         self.index = index
         self._recompute = context.recompute
         name = f"layers.{index}"
-        self.attention_norm = RMSNorm(f"{name}.attention.norm", context)
-        self.attention = Attention(f"{name}.attention", context)
+        self.attention_norm = make_norm(f"{name}.attention.norm", context)
+        kind = LatentAttention if context.config.mla.kv_rank else Attention
+        self.attention = kind(f"{name}.attention", index, context)
         self.attention_dropout = ResidualDropout(layer=index, site=Site.ATTENTION, context=context)
         is_moe = context.moe.is_moe_layer(index)
-        self.mlp_norm = RMSNorm(f"{name}.{'moe' if is_moe else 'mlp'}.norm", context)
+        self.mlp_norm = make_norm(f"{name}.{'moe' if is_moe else 'mlp'}.norm", context)
         self.mlp: MLP | MoEBlock
         if is_moe:
             shared = _shared_expert(f"{name}.moe", context)

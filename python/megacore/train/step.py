@@ -194,7 +194,7 @@ class EagerStep:
         self.experts = experts
         self.predictions = predictions
         self.num_microbatches = num_microbatches
-        self.device = self.chunks[0].cos.device
+        self.device = self.chunks[0].device
         self._executor = executor
         self._per_token = per_token
         self._constants: dict[float, Tensor] = {}

@@ -62,8 +62,8 @@ def test_an_export_of_an_import_has_the_same_files(
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_an_export_and_has_our_logits(name: str, tmp_path: Path) -> None:
     save_theirs(name, tmp_path / "theirs")
-    import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    export_checkpoint(tmp_path / "ours", tmp_path / "back", max_shard_bytes=20_000)
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ours", seq_length=16)
+    export_checkpoint(tmp_path / "ours", tmp_path / "back", max_shard_bytes=40_000)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", output_loading_info=True
     )
@@ -80,7 +80,7 @@ def test_transformers_loads_an_export_and_has_our_logits(name: str, tmp_path: Pa
 def test_weights_are_split_into_files_below_the_limit(tmp_path: Path) -> None:
     save_theirs("llama", tmp_path / "theirs")
     import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    done = export_checkpoint(tmp_path / "ours", tmp_path / "back", max_shard_bytes=20_000)
+    done = export_checkpoint(tmp_path / "ours", tmp_path / "back", max_shard_bytes=40_000)
     assert len(done.files) > 2
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {path.name for path in done.files}
@@ -88,7 +88,7 @@ def test_weights_are_split_into_files_below_the_limit(tmp_path: Path) -> None:
     sizes = dict.fromkeys(index["weight_map"].values(), 0)
     for name, file in index["weight_map"].items():
         sizes[file] += tensors[name].nbytes
-    assert max(sizes.values()) <= 20_000
+    assert max(sizes.values()) <= 40_000
     assert index["metadata"]["total_size"] == sum(sizes.values())
     assert done.num_params * 4 == sum(sizes.values())
 

@@ -72,7 +72,10 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
     ("text", "expected"),
     [
         ("[modle]\nx = 1\n", ":1: unknown section [modle]; did you mean [model]?"),
-        ("[zzz]\nx = 1\n", ":1: unknown section [zzz]; the sections are model, parallel"),
+        (
+            "[zzz]\nx = 1\n",
+            ":1: unknown section [zzz]; the sections are model, model.rope_scaling, model.mla",
+        ),
         ("lr = 1\n", ":1: lr stands outside any section; did you mean optimizer.lr?"),
         ("[train]\nlr = 1\n", ":2: unknown key train.lr; did you mean optimizer.lr?"),
         ("model = 3\n", ":1: [model] must be a table of settings, but it is 3"),

@@ -6,13 +6,20 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
-from megacore.models.functional import rms_norm, rotary_tables, split_and_rotate, swiglu
+from megacore.config import ModelConfig
+from megacore.models.functional import geglu, rms_norm, split_and_rotate, swiglu
+from megacore.models.rotary import RotaryTables
 from tests.support.models import plain_rotate
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def rotary_tables(sequence: int, head_dim: int, *, base: float) -> tuple[Tensor, Tensor]:
+    config = ModelConfig(seq_length=sequence, rope_base=base)
+    return RotaryTables(config, head_dim, device=torch.device("cpu"))(sequence)
 
 
 def test_rms_norm_equals_torch_forward_and_backward() -> None:
@@ -62,7 +69,7 @@ def test_swiglu_gradient_is_right_for_a_gradient_with_gaps() -> None:
 def test_queries_and_keys_are_rotated_pair_by_pair_and_values_are_not(q_per_kv: int) -> None:
     sequence, batch, groups, head_dim = 5, 2, 2, 6
     qkv = draw(sequence, batch, groups, (q_per_kv + 2) * head_dim)
-    cos, sin = rotary_tables(8, head_dim, base=100.0, device=torch.device("cpu"))
+    cos, sin = rotary_tables(8, head_dim, base=100.0)
     q, k, v = split_and_rotate(qkv, cos, sin, head_dim=head_dim)
     heads = qkv.view(sequence, batch, groups, q_per_kv + 2, head_dim)
     for s in range(sequence):
@@ -77,7 +84,7 @@ def test_queries_and_keys_are_rotated_pair_by_pair_and_values_are_not(q_per_kv: 
 
 @pytest.mark.parametrize("q_per_kv", [1, 2])
 def test_the_gradient_of_the_rotation_is_right(q_per_kv: int) -> None:
-    cos, sin = rotary_tables(3, 4, base=10.0, device=torch.device("cpu"))
+    cos, sin = rotary_tables(3, 4, base=10.0)
     qkv = draw(3, 2, 2, (q_per_kv + 2) * 4).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda x: split_and_rotate(x, cos.double(), sin.double(), head_dim=4), qkv
@@ -85,7 +92,7 @@ def test_the_gradient_of_the_rotation_is_right(q_per_kv: int) -> None:
 
 
 def test_rotated_scores_depend_on_the_distance_only() -> None:
-    cos, sin = rotary_tables(10, 8, base=10.0, device=torch.device("cpu"))
+    cos, sin = rotary_tables(10, 8, base=10.0)
     qkv = draw(1, 1, 1, 24).expand(10, 1, 1, 24)
     q, k, _ = split_and_rotate(qkv, cos.double(), sin.double(), head_dim=8)
     scores = q.view(10, 8) @ k.view(10, 8).T
@@ -95,9 +102,29 @@ def test_rotated_scores_depend_on_the_distance_only() -> None:
 
 
 def test_rotation_of_bfloat16_is_computed_in_float32() -> None:
-    cos, sin = rotary_tables(100, 8, base=10.0, device=torch.device("cpu"))
+    cos, sin = rotary_tables(100, 8, base=10.0)
     qkv = draw(100, 2, 1, 24, dtype=torch.bfloat16)
     q, k, _ = split_and_rotate(qkv, cos, sin, head_dim=8)
     exact_q, exact_k, _ = split_and_rotate(qkv.double(), cos, sin, head_dim=8)
     for ours, exact in ((q, exact_q), (k, exact_k)):
         torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_a_share_of_the_head_is_rotated_and_the_rest_is_unchanged() -> None:
+    cos, sin = rotary_tables(5, 4, base=10.0)
+    qkv = draw(5, 2, 3, 3 * 10).requires_grad_()
+    q, k, v = split_and_rotate(qkv, cos.double(), sin.double(), head_dim=10)
+    heads = qkv.view(5, 2, 3, 3, 10)
+    torch.testing.assert_close(q[..., 4:], heads[..., 0, 4:])
+    for position in range(5):
+        turned = plain_rotate(heads[position, 1, 2, 1, :4], position, 10.0)
+        torch.testing.assert_close(k[position, 1, 2, :4], turned, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(v, heads[..., 2, :])
+    tables = cos.double(), sin.double()
+    assert torch.autograd.gradcheck(lambda x: split_and_rotate(x, *tables, head_dim=10), qkv)
+
+
+def test_geglu_equals_its_formula() -> None:
+    x = draw(3, 2, 10)
+    gate = torch.nn.functional.gelu(x[..., :5], approximate="tanh")
+    torch.testing.assert_close(geglu(x), gate * x[..., 5:])

@@ -21,7 +21,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 def test_logits_and_gradients_are_theirs(name: str, tmp_path: Path) -> None:
     theirs = make_theirs(name)
     theirs.save_pretrained(tmp_path)
-    imported = import_hf(tmp_path)
+    imported = import_hf(tmp_path, seq_length=16)
     ours = imported.chunk
     tokens = torch.randint(0, 70, (2, 17), generator=torch.Generator().manual_seed(1))
     batch = Microbatch(
@@ -33,6 +33,7 @@ def test_logits_and_gradients_are_theirs(name: str, tmp_path: Path) -> None:
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), batch.labels.flatten()).backward()
     ours(None, batch).backward()
     gradients = {key: weight.grad for key, weight in theirs.named_parameters()}
+    gradients |= {key: value for key, value in theirs.named_buffers() if "correction" in key}
     wanted = HFWeights(gradients, theirs.config.to_dict(), imported.model, imported.moe)
     for info, parameter in ours.param_infos():
         distance = (parameter.grad - wanted[info.name]).norm() / wanted[info.name].norm()

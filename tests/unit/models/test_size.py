@@ -16,6 +16,16 @@ def test_the_count_is_that_of_the_model(tied: bool, num_kv_heads: int) -> None:
     assert count_parameters(config).total == sum(p.numel() for _, p in parameters)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"qkv_bias": True}, {"output_bias": True}, {"norm": "layernorm", "num_mtp_layers": 1}],
+)
+def test_biases_and_norms_count(changes: dict[str, object]) -> None:
+    config = tiny_config(**changes)
+    parameters = whole_model(config).param_infos()
+    assert count_parameters(config).total == sum(p.numel() for _, p in parameters)
+
+
 def test_flops_are_those_that_torch_counts_in_the_matrix_products() -> None:
     config = tiny_config(tie_embeddings=False)
     model, batch = whole_model(config), random_batch(config)

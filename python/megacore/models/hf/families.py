@@ -13,13 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.models.hf.keys import Key, LayerRule
-from megacore.models.hf.layer_rules import SparseStep, Windows
+from megacore.models.hf.layer_rules import (
+    FirstDense,
+    GroupLimit,
+    SharedExperts,
+    SparseStep,
+    Windows,
+)
 from megacore.models.hf.rows import (
     GATED_EXPERTS,
+    HEADS,
     JOINED_EXPERTS,
     QKV,
+    ROTATED_HEADS,
+    ROTATED_ROWS,
     SAME,
     STACKED,
+    SWAPPED,
     VOCABULARY,
     Row,
     Table,
@@ -41,7 +51,11 @@ class Family:
         fixed: Entries with their only supported value, which is also the default.
         implied: Settings of every model of the family, which no entry states.
         rules: Entries that select layers.
+        ignored: Entries that follow from others.
+        copies: Names of tensors of each layer for multi-token prediction that repeat a parameter,
+            and the parameter.
         rope_base: Base of the rotary embedding if no entry states it.
+        rotary_fraction: Rotated share of a head if no entry states it; ``None`` if always whole.
     """
 
     model_type: str
@@ -51,7 +65,10 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[LayerRule, ...] = ()
+    ignored: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
     rope_base: float = 10000.0
+    rotary_fraction: float | None = None
 
 
 def _row(*theirs: str, transform: Transform = SAME, aliases: tuple[Row, ...] = ()) -> Row:
@@ -70,7 +87,11 @@ _ATTENTION = {
     "attention.qkv": _row(
         *(f"{LAYER}.self_attn.{name}_proj.weight" for name in "qkv"), transform=QKV
     ),
+    "attention.qkv_bias": _row(
+        *(f"{LAYER}.self_attn.{name}_proj.bias" for name in "qkv"), transform=QKV
+    ),
     "attention.output": _row(f"{LAYER}.self_attn.o_proj.weight"),
+    "attention.output_bias": _row(f"{LAYER}.self_attn.o_proj.bias"),
 }
 _QK_NORM = {
     f"attention.{name}": _row(f"{LAYER}.self_attn.{name}.weight") for name in ("q_norm", "k_norm")
@@ -118,6 +139,42 @@ _LLAMA = {**_ENDS, **_ATTENTION, **_DENSE}
 _MIXTRAL = {**_ENDS, **_ATTENTION, **_experts("block_sparse_moe", "w1", "w3", "w2")}
 _QWEN3 = {**_LLAMA, **_QK_NORM}
 _QWEN3_MOE = {**_QWEN3, **_experts("mlp", "gate_proj", "up_proj", "down_proj")}
+_QWEN2_MOE = {
+    **_QWEN3_MOE,
+    **_mlp("moe.shared", f"{LAYER}.mlp.shared_expert"),
+    "moe.shared_gate": _row(f"{LAYER}.mlp.shared_expert_gate.weight"),
+}
+# Layers for multi-token prediction. Their projection has the embedding's columns first.
+_MTP = {
+    "mtp.hidden_norm": _row(f"{LAYER}.hnorm.weight"),
+    "mtp.embedding_norm": _row(f"{LAYER}.enorm.weight"),
+    "mtp.projection": _row(f"{LAYER}.eh_proj.weight", transform=SWAPPED),
+    "mtp.final_norm": _row(f"{LAYER}.shared_head.norm.weight"),
+}
+_MTP_COPIES = {
+    f"{LAYER}.embed_tokens.weight": "embedding",
+    f"{LAYER}.shared_head.head.weight": "head",
+}
+_GLM4_MOE = {
+    **_QWEN3_MOE,
+    **_MTP,
+    **_mlp("moe.shared", f"{LAYER}.mlp.shared_experts"),
+    "moe.expert_bias": _row(f"{LAYER}.mlp.gate.e_score_correction_bias"),
+}
+_LATENT_ATTENTION = {
+    "attention.norm": _row(f"{LAYER}.input_layernorm.weight"),
+    "attention.q": _row(f"{LAYER}.self_attn.q_proj.weight", transform=ROTATED_HEADS),
+    "attention.q_down": _row(f"{LAYER}.self_attn.q_a_proj.weight"),
+    "attention.q_latent_norm": _row(f"{LAYER}.self_attn.q_a_layernorm.weight"),
+    "attention.q_up": _row(f"{LAYER}.self_attn.q_b_proj.weight", transform=ROTATED_HEADS),
+    "attention.kv_down": _row(
+        f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight", transform=ROTATED_ROWS
+    ),
+    "attention.kv_latent_norm": _row(f"{LAYER}.self_attn.kv_a_layernorm.weight"),
+    "attention.kv_up": _row(f"{LAYER}.self_attn.kv_b_proj.weight", transform=HEADS),
+    "attention.output": _row(f"{LAYER}.self_attn.o_proj.weight"),
+}
+_DEEPSEEK = {**_GLM4_MOE, **_LATENT_ATTENTION}
 
 # ---- config.json ---------------------------------------------------------------------------------
 
@@ -150,6 +207,12 @@ _AUX_LOSS = Key(
 )
 _FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0}
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+_BIAS = Key(
+    theirs=("attention_bias",),
+    ours=("model.qkv_bias", "model.output_bias"),
+    kind=bool,
+    default=False,
+)
 
 _MIXTRAL_KEYS = (
     Key(theirs=("intermediate_size",), ours=("moe.ffn_hidden_size", "model.ffn_hidden_size")),
@@ -166,6 +229,39 @@ _QWEN3_MOE_KEYS = (
     _AUX_LOSS,
 )
 
+_QKV_BIAS = Key(theirs=("qkv_bias",), ours=("model.qkv_bias",), kind=bool, default=True)
+_SHARED_FFN = Key(theirs=("shared_expert_intermediate_size",), ours=("moe.shared_ffn_hidden_size",))
+_DEEPSEEK_MOE_KEYS = (
+    _FFN,
+    _TOP_K,
+    Key(theirs=("n_routed_experts",), ours=("moe.num_experts",)),
+    Key(theirs=("moe_intermediate_size",), ours=("moe.ffn_hidden_size",)),
+    Key(theirs=("routed_scaling_factor",), ours=("moe.scaling_factor",), kind=float, default=1.0),
+)
+_GROUP_KEYS = (
+    Key(theirs=("norm_topk_prob",), ours=("moe.normalize",), kind=bool, default=True),
+    Key(theirs=("n_group",), ours=("moe.num_groups",), default=1),
+    Key(theirs=("topk_group",), ours=("moe.groups_top_k",), default=1),
+)
+_MTP_KEY = Key(
+    theirs=("num_nextn_predict_layers",), ours=("model.num_mtp_layers",), default=0, least=0
+)
+_MLA_KEYS = (
+    *(key for key in _sizes() if key.theirs != ("head_dim",)),
+    Key(theirs=("q_lora_rank",), ours=("model.mla.q_rank",), default=0, null=0),
+    Key(theirs=("kv_lora_rank",), ours=("model.mla.kv_rank",)),
+    Key(theirs=("qk_nope_head_dim",), ours=("model.mla.nope_head_dim",)),
+    Key(theirs=("qk_rope_head_dim",), ours=("model.mla.rope_head_dim",)),
+    Key(theirs=("v_head_dim",), ours=("model.mla.v_head_dim",)),
+)
+# The first two follow from the widths above; the others are for training or serving.
+_DEEPSEEK_IGNORED = ("head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size")
+_DEEPSEEK_V3_ROUTER = {"moe.score_function": "sigmoid", "moe.expert_bias": True}
+_GLM4_KEYS = (
+    Key(theirs=("attention_bias",), ours=("model.qkv_bias",), kind=bool, default=False),
+    Key(theirs=("use_qk_norm",), ours=("model.qk_norm",), kind=bool, default=False),
+)
+
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
@@ -173,8 +269,8 @@ FAMILIES: Mapping[str, Family] = {
             model_type="llama",
             architecture="LlamaForCausalLM",
             table=_LLAMA,
-            keys=(*_sizes(), _FFN),
-            fixed={**_FIXED, **_NO_BIAS, "pretraining_tp": 1},
+            keys=(*_sizes(), _FFN, _BIAS),
+            fixed={**_FIXED, "mlp_bias": False, "pretraining_tp": 1},
         ),
         Family(
             model_type="mistral",
@@ -197,19 +293,89 @@ FAMILIES: Mapping[str, Family] = {
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
             table=_QWEN3,
-            keys=(*_sizes(head_dim=128), _FFN),
-            fixed={**_FIXED, "attention_bias": False},
+            keys=(*_sizes(head_dim=128), _FFN, _BIAS),
+            fixed=_FIXED,
             implied={"model.qk_norm": True},
-            rules=(Windows(switch=True),),
+            rules=(Windows(switch=True, by_layer=True),),
+        ),
+        Family(
+            model_type="qwen2",
+            architecture="Qwen2ForCausalLM",
+            table=_LLAMA,
+            keys=(*_sizes(), _FFN),
+            fixed=_FIXED,
+            implied={"model.qkv_bias": True},
+            rules=(Windows(switch=True, by_layer=True),),
         ),
         Family(
             model_type="qwen3_moe",
             architecture="Qwen3MoeForCausalLM",
             table=_QWEN3_MOE,
-            keys=(*_sizes(head_dim=128), *_QWEN3_MOE_KEYS),
-            fixed={**_FIXED, "attention_bias": False},
+            keys=(*_sizes(head_dim=128), *_QWEN3_MOE_KEYS, _BIAS),
+            fixed=_FIXED,
             implied={"model.qk_norm": True},
             rules=(SparseStep(), Windows(switch=True)),
+        ),
+        Family(
+            model_type="qwen2_moe",
+            architecture="Qwen2MoeForCausalLM",
+            table=_QWEN2_MOE,
+            keys=(*_sizes(), *_QWEN3_MOE_KEYS, _QKV_BIAS, _SHARED_FFN),
+            fixed=_FIXED,
+            implied={"moe.shared_gate": True},
+            rules=(SparseStep(), Windows(switch=True, by_layer=True)),
+        ),
+        Family(
+            model_type="glm4_moe",
+            architecture="Glm4MoeForCausalLM",
+            table=_GLM4_MOE,
+            keys=(
+                *_sizes(norm_eps=1e-5),
+                *_DEEPSEEK_MOE_KEYS,
+                *_GROUP_KEYS,
+                *_GLM4_KEYS,
+                _MTP_KEY,
+            ),
+            fixed=_FIXED,
+            implied=_DEEPSEEK_V3_ROUTER,
+            rules=(FirstDense(default=1), SharedExperts()),
+            copies=_MTP_COPIES,
+            rotary_fraction=0.5,
+        ),
+        Family(
+            model_type="deepseek_v3",
+            architecture="DeepseekV3ForCausalLM",
+            table=_DEEPSEEK,
+            keys=(*_MLA_KEYS, *_DEEPSEEK_MOE_KEYS, *_GROUP_KEYS, _MTP_KEY),
+            # vLLM reads the router's method and score function.
+            fixed={
+                **_FIXED,
+                **_NO_BIAS,
+                "topk_method": "noaux_tc",
+                "scoring_func": "sigmoid",
+                "rope_interleave": True,
+                "pretraining_tp": 1,
+            },
+            implied=_DEEPSEEK_V3_ROUTER,
+            rules=(FirstDense(default=3), SharedExperts()),
+            ignored=_DEEPSEEK_IGNORED,
+            copies=_MTP_COPIES,
+        ),
+        Family(
+            model_type="deepseek_v2",
+            architecture="DeepseekV2ForCausalLM",
+            table=_DEEPSEEK,
+            keys=(*_MLA_KEYS, *_DEEPSEEK_MOE_KEYS),
+            fixed={
+                **_FIXED,
+                **_NO_BIAS,
+                "norm_topk_prob": False,
+                "scoring_func": "softmax",
+                "pretraining_tp": 1,
+            },
+            implied={"moe.normalize": False},
+            rules=(FirstDense(default=0), SharedExperts(), GroupLimit()),
+            ignored=_DEEPSEEK_IGNORED,
         ),
     )
 }

@@ -192,7 +192,8 @@ def describe_params(model: ModelConfig, moe: MoEConfig) -> list[ParamInfo]:
     The order is that of the model: embedding, layers, final norm, head.
     """
     chunk = GPTChunk(
-        model,
+        # Tables of rotary angles have the length of the sequence; parameters do not depend on it.
+        model.model_copy(update={"seq_length": 1}),
         layers=range(model.num_layers),
         has_embedding=True,
         has_head=True,

@@ -26,12 +26,16 @@ class Key:
         ours: Settings with this value; the first is written.
         kind: ``int`` for a positive integer, ``float`` for a finite number, ``bool``.
         default: Value of a missing or empty entry; ``None`` leaves the setting empty.
+        least: Smallest integer.
+        null: Setting that is written as an empty entry.
     """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     kind: type = int
     default: Any = Required()
+    least: int = 1
+    null: Any = None
 
     def read(self, config: Mapping[str, Any]) -> Any:
         """Return the value of the entry.
@@ -45,7 +49,12 @@ class Key:
                 f"config.json has no {' or '.join(self.theirs)}, which a {config['model_type']} "
                 "model needs"
             )
-        return self.default if name is None else checked(name, config[name], self.kind)
+        return self.default if name is None else checked(name, config[name], self.kind, self.least)
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the entry for settings."""
+        value = values[self.ours[0]]
+        return {self.theirs[0]: None if value == self.null else value}
 
 
 class LayerRule(Protocol):
@@ -62,7 +71,7 @@ class LayerRule(Protocol):
         """Return the entries for settings."""
 
 
-def checked(name: str, value: Any, kind: type) -> Any:
+def checked(name: str, value: Any, kind: type, least: int = 1) -> Any:
     """Return the value of an entry if it is of its kind.
 
     Raises:
@@ -71,8 +80,9 @@ def checked(name: str, value: Any, kind: type) -> Any:
     is_flag = isinstance(value, bool)
     if kind is bool and not is_flag:
         raise MegacoreError(f"{name} in config.json must be true or false, got {value!r}")
-    if kind is int and (is_flag or not isinstance(value, int) or value < 1):
-        raise MegacoreError(f"{name} in config.json must be a positive integer, got {value!r}")
+    if kind is int and (is_flag or not isinstance(value, int) or value < least):
+        wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise MegacoreError(f"{name} in config.json must be {wanted}, got {value!r}")
     if kind is float and (is_flag or not isinstance(value, int | float)):
         raise MegacoreError(f"{name} in config.json must be a number, got {value!r}")
     return float(value) if kind is float else value

@@ -18,11 +18,7 @@ class SparseStep:
     names: tuple[str, ...] = ("decoder_sparse_step", "mlp_only_layers")
 
     def read(self, config: Mapping[str, Any], values: Values) -> Values:
-        """Return the settings that select the same layers.
-
-        Raises:
-            MegacoreError: If there are none.
-        """
+        """Return the settings that select the same layers."""
         step = checked("decoder_sparse_step", config.get("decoder_sparse_step") or 1, int)
         dense = config.get("mlp_only_layers") or []
         num_layers = values["model.num_layers"]
@@ -32,20 +28,19 @@ class SparseStep:
 
     def write(self, values: Values) -> dict[str, Any]:
         """Return the entries that select the same layers."""
-        moe_layers = _moe_layers(values)
-        dense = [i for i in range(values["model.num_layers"]) if i not in moe_layers]
+        moe = MoEConfig(num_experts=1, top_k=1, **{name: values[f"moe.{name}"] for name in _PLACES})
+        dense = [i for i in range(values["model.num_layers"]) if not moe.is_moe_layer(i)]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 def moe_layer_settings(wanted: Sequence[int], num_layers: int) -> Values:
     """Return the settings that select these layers for experts.
 
-    Raises:
-        MegacoreError: If there are none.
-
     Example:
         >>> moe_layer_settings([2, 4], 6)
         {'moe.first_dense_layers': 1, 'moe.layer_interval': 2}
+        >>> moe_layer_settings([0, 2, 4], 6)
+        {'moe.layer_pattern': 'ed'}
     """
     for interval in range(1, num_layers + 1):
         for first in range(num_layers):
@@ -54,20 +49,99 @@ def moe_layer_settings(wanted: Sequence[int], num_layers: int) -> Values:
             )
             if section.moe_layers(num_layers) == list(wanted):
                 return {"moe.first_dense_layers": first, "moe.layer_interval": interval}
-    raise MegacoreError(
-        f"layers {list(wanted)} have experts; megacore has every n-th layer after the first dense "
-        "ones"
+    letters = "".join("e" if index in wanted else "d" for index in range(num_layers))
+    return {"moe.layer_pattern": period_of(letters)}
+
+
+def period_of(letters: str) -> str:
+    """Return the shortest text whose repetition begins with all letters.
+
+    Example:
+        >>> period_of("wwfwwfw")
+        'wwf'
+    """
+    return next(
+        letters[:size]
+        for size in range(1, len(letters) + 1)
+        if (letters[:size] * len(letters)).startswith(letters)
     )
 
 
-def _moe_layers(values: Values) -> list[int]:
-    section = MoEConfig(
-        num_experts=1,
-        top_k=1,
-        first_dense_layers=values["moe.first_dense_layers"],
-        layer_interval=values["moe.layer_interval"],
-    )
-    return section.moe_layers(values["model.num_layers"])
+@dataclass(frozen=True, kw_only=True)
+class FirstDense:
+    """Layers with experts: all after the first ``first_k_dense_replace``."""
+
+    default: int
+    names: tuple[str, ...] = ("first_k_dense_replace", "moe_layer_freq")
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the settings that select the same layers."""
+        first = config.get("first_k_dense_replace")
+        first = self.default if first is None else first
+        if not isinstance(first, int) or first < 0 or (config.get("moe_layer_freq") or 1) != 1:
+            raise MegacoreError(
+                "first_k_dense_replace in config.json must be an integer of at least 0, and "
+                f"moe_layer_freq 1, got {first!r} and {config.get('moe_layer_freq')!r}"
+            )
+        return {
+            "moe.first_dense_layers": min(first, values["model.num_layers"]),
+            "moe.layer_interval": 1,
+        }
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the number of first dense layers; others cannot be expressed."""
+        return {"first_k_dense_replace": values["moe.first_dense_layers"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLimit:
+    """Choice of experts in the best groups only, by ``topk_method``."""
+
+    names: tuple[str, ...] = ("topk_method", "n_group", "topk_group")
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
+        """Return the groups; a group's score is that of its best expert.
+
+        Raises:
+            MegacoreError: If there is another method.
+        """
+        method = config.get("topk_method") or "greedy"
+        if method == "greedy":
+            return {"moe.num_groups": 1, "moe.groups_top_k": 1}
+        if method != "group_limited_greedy":
+            raise MegacoreError(
+                f"topk_method in config.json must be greedy or group_limited_greedy, got {method!r}"
+            )
+        return {
+            "moe.num_groups": checked("n_group", config.get("n_group"), int),
+            "moe.groups_top_k": checked("topk_group", config.get("topk_group"), int),
+            "moe.group_score_top": 1,
+        }
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the entries for the same choice."""
+        groups, best = values["moe.num_groups"], values["moe.groups_top_k"]
+        if groups == best:
+            return {"topk_method": "greedy", "n_group": None, "topk_group": None}
+        return {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": best}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExperts:
+    """Shared experts, joined to one expert of their total width."""
+
+    names: tuple[str, ...] = ("n_shared_experts",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the width of all shared experts."""
+        number = config.get("n_shared_experts") or 0
+        number = checked("n_shared_experts", number, int) if number else 0
+        return {"moe.shared_ffn_hidden_size": number * values["moe.ffn_hidden_size"]}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the number of shared experts of the width of the others."""
+        width, unit = values["moe.shared_ffn_hidden_size"], values["moe.ffn_hidden_size"]
+        return {"n_shared_experts": width // unit}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,30 +150,67 @@ class Windows:
 
     Attributes:
         default: Window if the entry is missing.
+        by_layer: Whether layers differ: by ``layer_types``, or by ``max_window_layers``.
         switch: Whether ``use_sliding_window`` must be true for a window.
     """
 
     default: int | None = None
+    by_layer: bool = False
     switch: bool = False
-    names: tuple[str, ...] = ("sliding_window", "use_sliding_window", "layer_types")
+    names: tuple[str, ...] = (
+        "sliding_window",
+        "use_sliding_window",
+        "layer_types",
+        "max_window_layers",
+    )
 
-    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
-        """Check that all layers have full attention.
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the window and the pattern of layers that have it.
 
         Raises:
-            MegacoreError: If a layer has a window.
+            MegacoreError: If the entries are not of these kinds.
         """
         window = config.get("sliding_window", self.default)
         if self.switch and not config.get("use_sliding_window"):
             window = None
-        kinds = set(config.get("layer_types") or ["full_attention"])
-        if window is not None or kinds != {"full_attention"}:
-            raise MegacoreError(
-                f"sliding_window in config.json must be null, got {window} (layers: "
-                f"{', '.join(sorted(kinds))})"
-            )
-        return {}
+        layers = self._kinds(config, values["model.num_layers"])
+        if window is None or "w" not in layers:
+            return {"model.sliding_window": None, "model.window_pattern": "w"}
+        return {
+            "model.sliding_window": checked("sliding_window", window, int),
+            "model.window_pattern": period_of(layers),
+        }
 
-    def write(self, values: Values) -> dict[str, Any]:  # noqa: ARG002
-        """Return the entries for full attention in all layers."""
-        return {"sliding_window": None}
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the entries for the same window and, if layers differ, for their kinds."""
+        window, pattern = values["model.sliding_window"], values["model.window_pattern"]
+        num_layers = values["model.num_layers"]
+        layers = "f" * num_layers if window is None else (pattern * num_layers)[:num_layers]
+        config: dict[str, Any] = {"sliding_window": window if "w" in layers else None}
+        if self.switch:
+            config["use_sliding_window"] = "w" in layers
+        if self.by_layer:
+            config["layer_types"] = [_FULL if kind == "f" else _SLIDING for kind in layers]
+            config["max_window_layers"] = len(layers) - len(layers.lstrip("f"))
+        return config
+
+    def _kinds(self, config: Mapping[str, Any], num_layers: int) -> str:
+        """Return a letter for each layer, as in ``model.window_pattern``."""
+        kinds = config.get("layer_types") if self.by_layer else None
+        if kinds is None and self.by_layer:
+            first: int = min(config.get("max_window_layers", _MAX_WINDOW_LAYERS), num_layers)
+            return "f" * first + "w" * (num_layers - first)
+        if kinds is None:
+            return "w" * num_layers
+        if len(kinds) != num_layers or not set(kinds) <= {_FULL, _SLIDING}:
+            raise MegacoreError(
+                f"layer_types in config.json must name {_FULL} or {_SLIDING} for each of "
+                f"{num_layers} layers, got {kinds!r}"
+            )
+        return "".join("f" if kind == _FULL else "w" for kind in kinds)
+
+
+_PLACES = ("first_dense_layers", "layer_interval", "layer_pattern")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# The default of `transformers` for the families with this entry.
+_MAX_WINDOW_LAYERS = 28

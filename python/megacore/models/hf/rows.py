@@ -111,6 +111,24 @@ def _join_gated_experts(parts: Sequence[Tensor], _shape: GPTShape) -> Tensor:
     return torch.stack(list(parts)).view(-1, 2, *parts[0].shape)
 
 
+def _halves_first(x: Tensor, dim: int, num_rotated: int) -> Tensor:
+    """Reorder the last rotated rows from pairs side by side to two halves."""
+    kept, pairs = torch.split_with_sizes(x, [x.shape[dim] - num_rotated, num_rotated], dim=dim)
+    halves = pairs.reshape(*x.shape[:dim], num_rotated // 2, 2, *x.shape[dim + 1 :]).unbind(dim + 1)
+    return torch.cat((kept, *halves), dim)
+
+
+def _pairs_first(x: Tensor, dim: int, num_rotated: int) -> Tensor:
+    """Invert `_halves_first`."""
+    kept, halves = torch.split_with_sizes(x, [x.shape[dim] - num_rotated, num_rotated], dim=dim)
+    pairs = torch.stack(halves.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
+    return torch.cat((kept, pairs), dim)
+
+
+def _heads(part: Tensor, shape: GPTShape) -> Tensor:
+    return part.view(shape.num_heads, -1, part.shape[-1])
+
+
 SAME = Transform(join=lambda parts, _: parts[0], split=lambda whole, _: [whole])
 # Rows of the vocabulary, without the padding.
 VOCABULARY = Transform(join=_join_vocab, split=lambda whole, shape: [whole[: shape.vocab]])
@@ -123,6 +141,25 @@ STACKED = Transform(
 # Gate and up of each expert: `(E, 2, F, H)`.
 GATED_EXPERTS = Transform(
     join=_join_gated_experts, split=lambda whole, _: whole.flatten(0, 1).unbind(0)
+)
+# Rows of heads, ``(N * D, I)`` to ``(N, D, I)``.
+HEADS = Transform(
+    join=lambda parts, shape: _heads(parts[0], shape), split=lambda whole, _: [whole.flatten(0, 1)]
+)
+# The same, with the last rows of each head rotated in pairs side by side.
+ROTATED_HEADS = Transform(
+    join=lambda parts, shape: _halves_first(_heads(parts[0], shape), 1, shape.rope_head_dim),
+    split=lambda whole, shape: [_pairs_first(whole, 1, shape.rope_head_dim).flatten(0, 1)],
+)
+# The last rows rotated in pairs side by side.
+ROTATED_ROWS = Transform(
+    join=lambda parts, shape: _halves_first(parts[0], 0, shape.rope_head_dim),
+    split=lambda whole, shape: [_pairs_first(whole, 0, shape.rope_head_dim)],
+)
+# The halves of the columns in the other order.
+SWAPPED = Transform(
+    join=lambda parts, _: parts[0].roll(parts[0].shape[1] // 2, 1),
+    split=lambda whole, _: [whole.roll(whole.shape[1] // 2, 1)],
 )
 # All experts in one tensor `(E, 2F, H)`, gate first.
 JOINED_EXPERTS = Transform(

@@ -23,7 +23,6 @@ _WITHOUT_EFFECT = frozenset(
         "eos_token_id",
         "id2label",
         "label2id",
-        "max_window_layers",
         "model_type",
         "output_router_logits",
         "pad_token_id",
@@ -43,6 +42,7 @@ _TRAINING_ONLY = frozenset(
         "model.mtp_loss_coef",
         "moe.first_dense_layers",  # compared as the layers with experts
         "moe.layer_interval",
+        "moe.layer_pattern",
         "moe.shared_overlap",
         "moe.dispatcher",
         "moe.static_budget",
@@ -99,12 +99,13 @@ def sections_from_hf(
     for key in family.keys:
         value = key.read(config)
         values |= dict.fromkeys(key.ours, value)
-    values |= rope_from_hf(config, base=family.rope_base)
+    values |= rope_from_hf(config, base=family.rope_base, fraction=family.rotary_fraction)
     for rule in family.rules:
         values |= rule.read(config, values)
     heads = values["model.num_heads"]
     values["model.num_kv_heads"] = values["model.num_kv_heads"] or heads
-    values["model.head_dim"] = values["model.head_dim"] or values["model.hidden_size"] // heads
+    if "model.head_dim" in values:
+        values["model.head_dim"] = values["model.head_dim"] or values["model.hidden_size"] // heads
     values["model.seq_length"] = seq_length or values["model.seq_length"]
     return _sections(values)
 
@@ -171,7 +172,7 @@ def _check_entries(family: Family, config: Mapping[str, Any]) -> None:
             )
     known = {name for key in family.keys for name in key.theirs}
     known |= {name for rule in family.rules for name in rule.names}
-    known |= family.fixed.keys() | _WITHOUT_EFFECT | ROPE_NAMES
+    known |= set(family.ignored) | family.fixed.keys() | _WITHOUT_EFFECT | ROPE_NAMES
     for name, value in config.items():
         # Underscored entries are notes of the program that wrote the file.
         if name not in known and not name.startswith("_") and value not in (None, False, [], {}, 0):
@@ -184,8 +185,11 @@ def _check_entries(family: Family, config: Mapping[str, Any]) -> None:
 def _sections(values: Values) -> tuple[ModelConfig, MoEConfig]:
     sections: dict[str, dict[str, Any]] = {"model": {}, "moe": {}}
     for key, value in values.items():
-        section, _, name = key.partition(".")
-        sections[section][name] = value
+        section, *inner, name = key.split(".")
+        table = sections[section]
+        for part in inner:
+            table = table.setdefault(part, {})
+        table[name] = value
     try:
         return ModelConfig(**sections["model"]), MoEConfig(**sections["moe"])
     except ValidationError as error:
@@ -197,7 +201,8 @@ def _sections(values: Values) -> tuple[ModelConfig, MoEConfig]:
 
 
 def _values(model: ModelConfig, moe: MoEConfig) -> Values:
-    values = {f"model.{name}": value for name, value in model}
+    values = {f"model.{name}": value for name, value in model if name != "mla"}
+    values |= {f"model.mla.{name}": value for name, value in model.mla}
     return values | {f"moe.{name}": value for name, value in moe}
 
 
@@ -206,13 +211,13 @@ def _entries(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str, An
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{key.theirs[0]: values[key.ours[0]] for key in family.keys},
         **family.fixed,
-        **rope_to_hf(values),
     }
+    for key in family.keys:
+        config |= key.write(values)
     for rule in family.rules:
         config |= rule.write(values)
-    return config
+    return config | rope_to_hf(values)
 
 
 def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
@@ -221,10 +226,18 @@ def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
     moe_layers = moe.moe_layers(num_layers)
     skipped = set(_TRAINING_ONLY)
     values = _values(model, moe) | {"layers with experts": moe_layers}
+    values["windows of layers"] = [model.window_of(layer) for layer in range(model.num_layers)]
+    skipped |= {"model.sliding_window", "model.window_pattern"}
     if not moe_layers:
         skipped |= {name for name in values if name.startswith("moe.")}
     if len(moe_layers) == num_layers:
         skipped.add("model.ffn_hidden_size")
+    if model.mla.kv_rank == 0:
+        skipped |= {name for name in values if name.startswith("model.mla.")} - {
+            "model.mla.kv_rank"
+        }
+    if moe.shared_ffn_hidden_size == 0:
+        values["moe.shared_gate"] = False
     if moe.softmax_after_top_k:
         # Equal to the softmax over all experts, divided by the sum of the chosen ones.
         values |= {"moe.softmax_after_top_k": False, "moe.normalize": True}

@@ -1,0 +1,84 @@
+"""Windows and soft caps of attention, against a loop over queries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.models.context_parallel import Masks, ScoreRule, causal_attention
+from megacore.parallel.process_groups import Group
+from tests.support.models import params_by_name, random_batch, tiny_config, whole_model
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+    """`(S, B, N, D)` from each query's own keys."""
+    result = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    repeats = q.shape[2] // k.shape[2]
+    for position in range(q.shape[0]):
+        first = 0 if rule.window is None else max(0, position - rule.window + 1)
+        for head in range(q.shape[2]):
+            keys, values = (x[first : position + 1, :, head // repeats] for x in (k, v))
+            scores = (q[position, None, :, head] * keys).sum(-1)
+            scores = scores * (rule.scale or q.shape[3] ** -0.5)
+            if rule.softcap is not None:
+                scores = rule.softcap * torch.tanh(scores / rule.softcap)
+            result[position, :, head] = (scores.softmax(0)[..., None] * values).sum(0)
+    return result
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ScoreRule(),
+        ScoreRule(scale=0.7),
+        ScoreRule(window=1),
+        ScoreRule(window=3),
+        ScoreRule(window=50),
+        ScoreRule(softcap=1.5),
+        ScoreRule(window=3, softcap=1.5, scale=2.0),
+    ],
+    ids=str,
+)
+def test_attention_is_that_of_each_query_and_its_keys(rule: ScoreRule, num_kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    inputs = [
+        torch.randn(9, 2, heads, 6, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (4, num_kv_heads, num_kv_heads)
+    ]
+    ours = causal_attention(
+        *inputs, group=Group.solo(), grouped=num_kv_heads < 4, masks=Masks(), rule=rule
+    )
+    expected = by_hand(*inputs, rule)
+    torch.testing.assert_close(ours, expected)
+    grad = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad)
+    )
+
+
+def test_logits_are_capped_in_the_loss_and_in_generation() -> None:
+    config = tiny_config(logit_softcap=0.5)
+    model, batch = whole_model(config), random_batch(config)
+    logits = model.logits(None, batch)
+    assert logits.abs().max() < 0.5
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    torch.testing.assert_close(model(None, batch), expected)
+    plain = whole_model(tiny_config()).logits(None, batch)
+    torch.testing.assert_close(logits, 0.5 * torch.tanh(plain / 0.5))
+
+
+def test_layer_norm_has_a_bias_and_removes_the_mean() -> None:
+    config = tiny_config(norm="layernorm")
+    model = whole_model(config)
+    params = params_by_name(model)
+    assert params["layers.0.attention.norm_bias"].shape == (32,)
+    x = torch.randn(3, 2, 32) + 5.0
+    norm = model.layers[0].attention_norm
+    with torch.no_grad():
+        params["layers.0.attention.norm"].fill_(2.0)
+        params["layers.0.attention.norm_bias"].fill_(1.0)
+    mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+    expected = (x - mean) / (variance + config.norm_eps).sqrt() * 2.0 + 1.0
+    torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
