@@ -178,6 +178,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "model.logit_softcap": 5.0,
         "model.sliding_window": 5,
     },
+    "latent attention": {
+        "model.num_kv_heads": None,
+        "model.mla.kv_rank": 12,
+        "model.mla.q_rank": 20,
+        "model.mla.nope_head_dim": 6,
+        "model.mla.rope_head_dim": 4,
+        "model.mla.v_head_dim": 10,
+    },
+    "latent attention without a latent for queries": {
+        "model.num_kv_heads": None,
+        "model.mla.kv_rank": 12,
+        "model.mla.nope_head_dim": 6,
+        "model.mla.rope_head_dim": 4,
+        "model.mla.v_head_dim": 6,
+        "train.recompute": "selective",
+    },
 }
 ARCHITECTURE_LAYOUTS = (
     "tp2",
@@ -202,6 +218,10 @@ ARCHITECTURE_CASES = [
             ("biases, partial rotation, llama3 scaling", "tp2 pp2 dualpipe_v, sequence parallel"),
             ("windows of some layers, yarn", "cp4"),
             ("layer norm, geglu, soft caps, window", "tp2 cp2 sequence parallel"),
+            ("latent attention", "tp2 cp2 sequence parallel"),
+            ("latent attention", "tp2 pp2 dualpipe_v, sequence parallel"),
+            ("latent attention without a latent for queries", "tp2"),
+            ("latent attention without a latent for queries", "tp2 cp2 sequence parallel"),
         ],
     ),
 )

@@ -28,6 +28,23 @@ QWEN3_MOE = {
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
 }
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+}
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
 QWEN2_MOE = {
     "intermediate_size": 48,
     "moe_intermediate_size": 20,
@@ -42,6 +59,11 @@ GLM4_MOE = {
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
+}
+DEEPSEEK_V2 = {
+    **{key: value for key, value in GLM4_MOE.items() if key != "num_nextn_predict_layers"},
+    **MLA,
+    "routed_scaling_factor": 1.5,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -116,6 +138,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**QWEN2_MOE, "norm_topk_prob": True, "qkv_bias": False},
     ),
     "glm4-moe": ("Glm4Moe", GLM4_MOE),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**GLM4_MOE, **MLA, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE},
+    ),
+    "deepseek-v3 without a latent for queries": (
+        "DeepseekV3",
+        {**GLM4_MOE, **MLA, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v2 without a latent for queries, yarn": (
+        "DeepseekV2",
+        {**DEEPSEEK_V2, "q_lora_rank": None, "rope_parameters": DEEPSEEK_ROPE},
+    ),
     "glm4-moe, groups, qk norm, biases": (
         "Glm4Moe",
         {

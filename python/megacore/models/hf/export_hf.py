@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from megacore.config import ModelConfig, MoEConfig
 from megacore.models.hf.families import FAMILIES
 from megacore.models.hf.files import TensorSpec
-from megacore.models.hf.import_hf import describe_params
+from megacore.models.hf.import_hf import copies_of, describe_params
 from megacore.models.hf.rows import rows_of
 from megacore.models.shape import GPTShape
 from megacore.parallel.params import ParamInfo
@@ -31,20 +32,24 @@ class HFTensors:
     ) -> None:
         self._shape = GPTShape.from_config(model)
         self._table = FAMILIES[family].table
+        self._copies = copies_of(FAMILIES[family], model)
         self._num_experts = moe.num_experts
         self._dtype = dtype
         self.infos = describe_params(model, moe)
+        named = {info.name: info for info in self.infos}
         self.specs = [spec for info in self.infos for spec in self._specs(info)]
+        for copy, name in self._copies:
+            self.specs += [replace(spec, name=copy) for spec in self._specs(named[name])]
 
     def values(self, read: Callable[[str], Tensor]) -> Iterator[Tensor]:
         """Yield the tensors in the order of `specs`.
 
         Args:
-            read: Returns a whole parameter by name; called once for each of `infos`, in order.
+            read: Returns a whole parameter by name; called for one parameter after another.
         """
-        for info in self.infos:
-            row, _ = next(rows_of(info.name, self._table, self._num_experts))
-            yield from row.transform.split(read(info.name), self._shape)
+        for name in (*(info.name for info in self.infos), *(name for _, name in self._copies)):
+            row, _ = next(rows_of(name, self._table, self._num_experts))
+            yield from row.transform.split(read(name), self._shape)
 
     def _specs(self, info: ParamInfo) -> Iterator[TensorSpec]:
         row, names = next(rows_of(info.name, self._table, self._num_experts))

@@ -86,8 +86,12 @@ class HFWeights:
         self._rows = {name: self._row(name, family, moe) for name in self._infos}
         used = {name for _, names in self._rows.values() for name in names}
         if model.tie_embeddings and HEAD in tensors:
-            _check_tied(tensors)
+            _check_equal(tensors, HEAD, EMBEDDING, _TIED_ADVICE)
             used.add(HEAD)
+        for copy, name in copies_of(family, model):
+            if copy in tensors:
+                _check_equal(tensors, copy, self._rows[name][1][0], _COPY_ADVICE)
+                used.add(copy)
         # Older folders contain rotation frequencies, which follow from the configuration.
         left = sorted(
             name for name in set(tensors.keys()) - used if not name.endswith("rotary_emb.inv_freq")
@@ -128,7 +132,24 @@ class HFWeights:
             if not missing:
                 return row, names
         first = next(theirs for theirs in candidates[0][1] if theirs not in self._tensors)
-        raise MegacoreError(f"there is no tensor {first}, which the model needs")
+        layer, _ = local_name(name)
+        advice = ""
+        if layer is not None and layer >= self._shape.num_layers:
+            advice = (
+                "; if the folder has no layers for multi-token prediction, set "
+                "num_nextn_predict_layers to 0 in config.json"
+            )
+        raise MegacoreError(f"there is no tensor {first}, which the model needs{advice}")
+
+
+def copies_of(family: Family, model: ModelConfig) -> list[tuple[str, str]]:
+    """Return the tensors that repeat a parameter, with the parameter's name."""
+    head = "embedding" if model.tie_embeddings else "head"
+    return [
+        (pattern.format(layer=layer), head if name == "head" else name)
+        for layer in model.mtp_layers
+        for pattern, name in family.copies.items()
+    ]
 
 
 def import_hf(
@@ -207,12 +228,19 @@ def describe_params(model: ModelConfig, moe: MoEConfig) -> list[ParamInfo]:
     return sorted(infos, key=lambda info: ends.get(info.name, local_name(info.name)[0] or 0))
 
 
-def _check_tied(tensors: Tensors) -> None:
-    # Folders often have both although they are equal; `transformers` unties differing ones.
-    embedding, head = tensors[EMBEDDING], tensors[HEAD]
-    common = torch.promote_types(embedding.dtype, head.dtype)
-    if embedding.shape != head.shape or not torch.equal(embedding.to(common), head.to(common)):
-        raise MegacoreError(
-            f"tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}; to keep both, set "
-            f"it to false in config.json, else remove {HEAD} from the files"
-        )
+def _check_equal(tensors: Tensors, copy: str, original: str, advice: str) -> None:
+    # Folders often have both although they are equal.
+    first, second = tensors[original], tensors[copy]
+    common = torch.promote_types(first.dtype, second.dtype)
+    if first.shape != second.shape or not torch.equal(first.to(common), second.to(common)):
+        raise MegacoreError(advice.format(copy=copy, original=original))
+
+
+_TIED_ADVICE = (
+    "tie_word_embeddings is true, but {copy} differs from {original}; to keep both, set it to "
+    "false in config.json, else remove {copy} from the files"
+)
+_COPY_ADVICE = (
+    "{copy} differs from {original}, but layers for multi-token prediction share it in megacore; "
+    "remove {copy} from the files to use the shared one"
+)
