@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +62,16 @@ def test_unknown_attribute_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         megacore.nothing  # noqa: B018
+
+
+def test_a_prediction_of_a_plan_does_not_load_torch(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text('[train]\nglobal_batch_size = 2048\nmicrobatch_size = 1\ndtype = "bfloat16"\n')
+    code = f"from megacore.cli import main; main(['plan', {str(path)!r}, '--gpus', '2048'])"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; assert 'torch' not in sys.modules"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr

@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from megacore.plan.echo_plan import EchoPlanned
     from megacore.plan.run_plan import RankPlan, RunPlan
 
+_PREDICTION_OPTIONS = (
+    "device",
+    "nodes_of",
+    "imbalance",
+    "svg",
+    "trace",
+    "search",
+    "top",
+    "write",
+    "tokens",
+    "hours",
+    "price",
+)
+
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
@@ -26,8 +40,9 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         help="show layout, memory and schedule of a run without starting it",
         description="Show layout, memory and schedule of a run without starting it.",
-        usage="megacore plan CONFIG [--world-size N] [--buffers|--shard D|--echo] [--json] "
-        "[--section.key=value ...]",
+        usage="megacore plan CONFIG [--world-size N] [--buffers|--shard D|--echo] [--json]\n"
+        "       megacore plan CONFIG --gpus N[,N...] [--device NAME] [--search] ...\n"
+        "       [--section.key=value ...]",
         epilog="Settings of the file can be changed as for train: --parallel.pp=4",
         allow_abbrev=False,
     )
@@ -49,13 +64,37 @@ def add_parser(subparsers: Any) -> None:
         type=whole_number,
         help="print which ranges of the buffers the data parallel rank D owns",
     )
+    _add_prediction_options(parser)
     parser.add_argument(
         "--echo", action="store_true", help="print what clones of experts cost and guarantee"
     )
 
 
+def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a prediction."""
+    group = parser.add_argument_group("prediction (needs no torch)")
+    group.add_argument("--gpus", metavar="N[,N...]", help="predict memory and time on N devices")
+    group.add_argument("--device", metavar="NAME|FILE", help="kind of device (default: h100)")
+    group.add_argument("--nodes-of", metavar="N", help="devices joined by the fastest links")
+    group.add_argument("--imbalance", metavar="F", help="load of the busiest expert rank / mean")
+    group.add_argument("--svg", metavar="FILE", help="draw the predicted step")
+    group.add_argument("--trace", metavar="FILE", help="write it as a trace for Perfetto")
+    group.add_argument("--search", action="store_true", help="find the best layouts")
+    group.add_argument("--top", metavar="N", help="layouts to list (default: 10)")
+    group.add_argument("--write", metavar="FILE", help="write the configuration of the best layout")
+    group.add_argument("--tokens", metavar="N", help="tokens to train (default: train.steps)")
+    group.add_argument("--hours", metavar="H", help="show the tokens that H hours train")
+    group.add_argument("--price", metavar="P", help="price of a device and hour, for the cost")
+
+
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
+    if args.gpus is not None:
+        _require_no_tables(args)
+        from megacore.cli.plan_forecast import run as predict
+
+        return predict(args)
+    _require_gpus(args)
     from megacore.cli.train import default_nproc, load_with_nproc, resolve_for_training
 
     _require_one_form(args)
@@ -80,6 +119,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(plan, config, world_size)
     return 0
+
+
+def _require_no_tables(args: argparse.Namespace) -> None:
+    """Raise an error for options of the plan without --gpus, which would be ignored."""
+    for name in ("nproc", "buffers", "shard", "echo"):
+        if getattr(args, name) not in (None, False):
+            option = "world-size" if name == "nproc" else name
+            raise ConfigError(f"--{option} does not go with --gpus; leave one out")
+
+
+def _require_gpus(args: argparse.Namespace) -> None:
+    """Raise an error for options of a prediction without the number of devices."""
+    for name in _PREDICTION_OPTIONS:
+        if getattr(args, name) not in (None, False):
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} belongs to a prediction; add --gpus N")
 
 
 def _require_one_form(args: argparse.Namespace) -> None:

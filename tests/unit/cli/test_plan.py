@@ -289,3 +289,108 @@ def test_plan_counts_experts_where_they_are(
         "num_groups = 3 does not divide num_experts = 8; use one of [1, 2, 4, 8]"
         in capsys.readouterr().err
     )
+
+
+# ---- predictions ---------------------------------------------------------------------------------
+
+LARGE = """\
+[model]
+hidden_size = 8192
+num_layers = 80
+num_heads = 64
+num_kv_heads = 8
+ffn_hidden_size = 28672
+vocab_size = 128256
+seq_length = 4096
+tie_embeddings = false
+[parallel]
+tp = 4
+pp = 4
+sequence_parallel = true
+[train]
+dtype = "bfloat16"
+microbatch_size = 1
+global_batch_size = 64
+recompute = "selective"
+[optimizer]
+overlap_grad_reduce = true
+"""
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> str:
+    path = tmp_path / "large.toml"
+    path.write_text(LARGE)
+    return str(path)
+
+
+def test_a_prediction_prints_bytes_time_and_advice(
+    large: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg, trace = tmp_path / "step.svg", tmp_path / "step.json"
+    assert main(["plan", large, "--gpus=64", f"--svg={svg}", f"--trace={trace}"]) == 0
+    out = capsys.readouterr().out
+    assert "fits:" in out
+    assert re.search(r"step \S+ s \(\S+ s to \S+ s\), [\d,]+ tokens/s per GPU", out)
+    assert out.count("tried ") == 3
+    assert svg.read_text().startswith("<svg")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_the_exit_code_says_that_a_run_does_not_fit(
+    large: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [large, "--gpus=16", "--json"]
+    assert main(["plan", *arguments]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "does not fit"
+    assert found["margin_bytes"] < 0
+    assert found["ranks"][0]["total_bytes"] == pytest.approx(
+        sum(found["ranks"][0]["bytes"].values())
+    )
+    assert main(["plan", *arguments, "--device=b300"]) == 0
+
+
+def test_scaling_lists_a_line_for_each_number(
+    large: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", large, "--gpus=64,128", "--tokens=1e9", "--price=2"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ +64 .* 100%$", out, re.MULTILINE)
+    assert re.search(r"^ *128 ", out, re.MULTILINE)
+    assert out.count("cost") == 2
+
+
+def test_the_best_layout_of_a_search_can_be_written_and_planned(
+    large: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = str(tmp_path / "best.toml")
+    assert main(["plan", large, "--gpus=64", "--search", "--top=3", f"--write={best}"]) == 0
+    assert "simulated exactly" in capsys.readouterr().out
+    assert main(["plan", best, "--gpus=64", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert main(["plan", large, "--gpus=64", "--json"]) == 0
+    assert written["step_s"] <= json.loads(capsys.readouterr().out)["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus=64", "--device=h10"], "did you mean h100"),
+        (["--gpus=x"], "--gpus must be whole numbers"),
+        (["--gpus=6"], "does not fit 6 processes (--gpus)"),
+        (["--gpus=64", "--imbalance=0.5"], "--imbalance must be at least 1"),
+        (["--gpus=64", "--nodes-of=0"], "--nodes-of must be a positive whole number"),
+        (["--gpus=64", "--price=2"], "add --tokens or --hours"),
+        (["--gpus=64", "--write=x.toml"], "add --search"),
+        (["--gpus=64", "--world-size=64"], "--world-size does not go with --gpus"),
+        (["--device=h100"], "add --gpus N"),
+    ],
+)
+def test_bad_options_of_a_prediction_are_one_sentence(
+    large: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", large, *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error

@@ -1,0 +1,510 @@
+"""``megacore plan CONFIG --gpus N``: will it fit, how fast, which layout; without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megacore.cli.outputs import require_folder, write_output
+from megacore.config import Config, config_to_toml, load_config, resolve
+from megacore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megacore.plan.device import Device
+    from megacore.plan.forecast import Forecast
+    from megacore.plan.search import SearchResult
+    from megacore.plan.spec import RunSpec
+
+DOES_NOT_FIT = 3
+_BAR = 24
+# Order and letter of each kind in the bars.
+_MEMORY = {
+    "weights": "W",
+    "gradients": "G",
+    "optimizer": "O",
+    "activations": "A",
+    "logits": "L",
+    "transient": "t",
+    "tp buffers": "b",
+    "workspace": "w",
+    "fragmentation": "f",
+    "context": "c",
+    "communicators": "n",
+}
+_TIMES = {
+    "gemm": "G",
+    "attention": "A",
+    "experts": "E",
+    "head": "H",
+    "elementwise": "e",
+    "cast": "q",
+    "recompute": "R",
+    "tp": "T",
+    "cp": "C",
+    "ep": "X",
+    "pp": "P",
+    "dp": "D",
+    "optimizer": "O",
+    "host": "h",
+    "host_step": "h",
+    "contention": "c",
+    "bubble": ".",
+}
+
+
+def _positive(args: argparse.Namespace, name: str, kind: type = float) -> Any:
+    """Parse an option that must be a positive number; ``None`` if it was not given."""
+    text = getattr(args, name)
+    if text is None:
+        return None
+    try:
+        value = kind(text) if kind is float else int(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < 1e18:
+        noun = "a positive number" if kind is float else "a positive whole number"
+        raise ConfigError(f'--{name.replace("_", "-")} must be {noun}, got "{text}"')
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict and print."""
+    from megacore.plan.device import load_device
+
+    counts = [_count(text) for text in args.gpus.split(",")]
+    domain = _positive(args, "nodes_of", int)
+    device = load_device(args.device or "h100", {"link_domain": domain} if domain else None)
+    imbalance = _positive(args, "imbalance") or 1.0
+    if imbalance < 1:
+        raise ConfigError(f"--imbalance must be at least 1 (max load / mean load), got {imbalance}")
+    _positive(args, "tokens"), _positive(args, "hours"), _positive(args, "price")
+    base = load_config(args.config, args.settings)
+    if args.search:
+        return _search(args, base, counts, device, imbalance)
+    if args.write or args.top:
+        raise ConfigError("--write and --top belong to a search; add --search")
+    forecasts = [_forecast(base, gpus, device, imbalance) for gpus in counts]
+    if len(forecasts) > 1:
+        _print_scaling(args, forecasts)
+    elif args.json:
+        print(json.dumps(as_json(forecasts[0]), indent=2))
+    else:
+        _print(args, forecasts[0])
+    _draw(args, forecasts[0])
+    return DOES_NOT_FIT if any(each.verdict == "does not fit" for each in forecasts) else 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 1 << 24:
+        raise ConfigError(f'--gpus must be whole numbers from 1, joined by commas, got "{text}"')
+    return int(text)
+
+
+def resolve_for_plan(config: Config, gpus: int) -> Config:
+    """Resolve a configuration for a prediction, without torch.
+
+    Raises:
+        ConfigError: For an invalid setting, or a vocabulary of unknown size.
+    """
+    vocab = config.model.vocab_size
+    if vocab is None and config.data.tokenizer == "bytes":
+        vocab = 256
+    elif vocab is None:  # imports torch with the rest of the data package
+        from megacore.data import load_tokenizer
+
+        vocab = load_tokenizer(config.data.tokenizer).vocab_size
+    return resolve(config, gpus, vocab_size=vocab, cuda=True, launcher="--gpus")
+
+
+def _forecast(config: Config, gpus: int, device: Device, imbalance: float) -> Forecast:
+    from megacore.plan.config_spec import model_spec, run_spec, state_bytes
+    from megacore.plan.forecast import forecast
+
+    config = resolve_for_plan(config, gpus)
+    try:
+        spec = run_spec(config, gpus, imbalance=imbalance)
+        return forecast(model_spec(config), spec, device, state_bytes(config, gpus))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def as_json(found: Forecast) -> dict[str, Any]:
+    """Return a prediction as plain values, in bytes and seconds."""
+    low, high = _interval(found)
+    return {
+        "device": found.device.name,
+        "calibration": {"origin": found.device.origin, "stack": found.device.stack},
+        "gpus": found.spec.gpus,
+        "verdict": found.verdict,
+        "margin_bytes": found.margin,
+        "capacity_bytes": found.capacity,
+        "ranks": [
+            {
+                "pp_rank": rank.pp_rank,
+                "layers": list(rank.layers),
+                "bytes": {**rank.parts, **rank.outside},
+                "allocated_bytes": rank.allocated,
+                "total_bytes": rank.total,
+            }
+            for rank in found.ranks
+        ],
+        "step_s": found.step.seconds,
+        "step_s_interval": [low, high],
+        "step_parts_s": found.step.parts,
+        "tokens_per_s_per_gpu": found.tokens_per_gpu,
+        "tflops_per_gpu": found.flops_per_gpu / 1e12,
+        "mfu": found.mfu,
+        "flop_convention": _CONVENTION,
+        "assumed": _assumed(found),
+    }
+
+
+_CONVENTION = "causal attention, recomputation not counted, dense peak of the format"
+
+
+def _interval(found: Forecast) -> tuple[float, float]:
+    """Return the step times between which four of five runs are expected."""
+    share = found.device.interval_time
+    return found.step.seconds / (1 + share), found.step.seconds * (1 + share)
+
+
+def _assumed(found: Forecast) -> str:
+    spec = found.spec
+    parts = [
+        f"{spec.attention} attention",
+        f"{spec.loss} loss",
+        f"{spec.grad_bytes * 8}-bit gradients",
+    ]
+    parts.append(f"overlap of {', '.join(sorted(spec.overlap)) or 'nothing'}")
+    if any(found.model.moe_layers):
+        parts.append(f"imbalance {spec.imbalance:g}")
+    return "; ".join(parts)
+
+
+def bar(parts: dict[str, float], letters: dict[str, str], total: float, width: int) -> str:
+    """Draw shares of a total as letters.
+
+    Example:
+        >>> bar({"a": 1.0, "b": 3.0}, {"a": "A", "b": "B"}, 4.0, 8)
+        'AABBBBBB'
+    """
+    drawn, done = "", 0.0
+    for kind, letter in letters.items():
+        done += parts.get(kind, 0.0)
+        drawn += letter * (round(width * done / total) - len(drawn))
+    return drawn
+
+
+def _print(args: argparse.Namespace, found: Forecast) -> None:
+    from megacore.plan.footprint import GIB
+    from megacore.plan.forecast import advise
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 150)
+    console.print(_memory_table(found))
+    legend = ", ".join(f"{letter} {kind}" for kind, letter in _MEMORY.items())
+    console.print(f"GiB of each rank at a pipeline position; {legend}")
+    sign = "left" if found.margin >= 0 else "missing"
+    console.print(
+        f"\n[bold]{found.verdict}[/]: {found.fullest.total / GIB:.1f} of "
+        f"{found.capacity / GIB:.1f} GiB of {found.device.name} on pipeline rank "
+        f"{found.fullest.pp_rank}, {abs(found.margin) / GIB:.1f} GiB {sign} "
+        f"(+-{found.device.interval_memory:.0%} of the tensors)"
+    )
+    low, high = _interval(found)
+    console.print(
+        f"step {_seconds(found.step.seconds)} ({_seconds(low)} to {_seconds(high)}), "
+        f"{found.tokens_per_gpu:,.0f} tokens/s per GPU, {found.flops_per_gpu / 1e12:,.0f} TFLOP/s "
+        f"per GPU, MFU {found.mfu:.1%} ({_CONVENTION})"
+    )
+    parts = found.step.parts
+    console.print(f"time  {bar(parts, _TIMES, found.step.seconds, 60)}")
+    shares = sorted(parts.items(), key=lambda item: -item[1])
+    console.print(
+        "      "
+        + ", ".join(
+            f"{_TIMES[kind]} {kind} {value / found.step.seconds:.0%}"
+            for kind, value in shares
+            if value >= 0.005 * found.step.seconds
+        )
+    )
+    _print_budget(args, found, console)
+    console.print(f"assumed: {_assumed(found)}; calibration: {found.device.origin}")
+    for advice in advise(found):
+        console.print(f"tried   {advice.text}")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _memory_table(found: Forecast) -> Table:
+    from megacore.plan.footprint import GIB
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("pp", "layers"):
+        table.add_column(name, no_wrap=True)
+    shown = ("weights", "gradients", "optimizer", "activations")
+    for name in (*shown, "other", "total"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(f"of {found.capacity / GIB:.0f} GiB", no_wrap=True)
+    rows = list(found.ranks)
+    skipped = len(rows) - 16
+    for rank in rows if skipped <= 0 else rows[:12] + rows[-3:]:
+        parts = {**rank.parts, **rank.outside}
+        width = max(1, round(_BAR * rank.total / found.capacity))
+        drawn = bar(parts, _MEMORY, rank.total, width)
+        over = f"{drawn[:_BAR]}|{drawn[_BAR:]}" if width > _BAR else drawn.ljust(_BAR) + "|"
+        table.add_row(
+            str(rank.pp_rank),
+            " ".join(map(str, rank.layers)),
+            *(f"{rank.parts[kind] / GIB:.1f}" for kind in shown),
+            f"{(rank.total - sum(rank.parts[kind] for kind in shown)) / GIB:.1f}",
+            f"{rank.total / GIB:.1f}",
+            over,
+        )
+    if skipped > 0:
+        table.caption = f"without {skipped + 1} positions in the middle; --json has all"
+    return table
+
+
+def _print_budget(args: argparse.Namespace, found: Forecast, console: Any) -> None:
+    tokens, hours, price = (_positive(args, name) for name in ("tokens", "hours", "price"))
+    if hours:
+        tokens = hours * 3600 * found.tokens_per_gpu * found.spec.gpus
+    elif tokens:
+        hours = tokens / (found.tokens_per_gpu * found.spec.gpus) / 3600
+    elif price:
+        raise ConfigError(
+            "--price needs the tokens or the hours to pay for; add --tokens or --hours"
+        )
+    else:
+        return
+    cost = f", cost {hours * found.spec.gpus * price:,.0f}" if price else ""
+    console.print(
+        f"budget {tokens:.3g} tokens in {hours:,.1f} h of {found.spec.gpus} GPUs "
+        f"({hours * found.spec.gpus:,.0f} GPU hours{cost})"
+    )
+
+
+def _print_scaling(args: argparse.Namespace, found: list[Forecast]) -> None:
+    if args.json:
+        print(json.dumps([as_json(each) for each in found], indent=2))
+        return
+    from megacore.plan.footprint import GIB
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("gpus", "dp", "GiB", "verdict", "step", "tokens/s/GPU", "tokens/s", "efficiency"):
+        table.add_column(name, justify="right", no_wrap=True)
+    first = found[0].tokens_per_gpu
+    for each in found:
+        table.add_row(
+            str(each.spec.gpus),
+            str(each.spec.dp),
+            f"{each.fullest.total / GIB:.1f}",
+            each.verdict,
+            _seconds(each.step.seconds),
+            f"{each.tokens_per_gpu:,.0f}",
+            f"{each.tokens_per_gpu * each.spec.gpus:,.0f}",
+            f"{each.tokens_per_gpu / first:.0%}",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for each in found:
+        _print_budget(args, each, console)
+
+
+def _draw(args: argparse.Namespace, found: Forecast) -> None:
+    from megacore.view import schedule_svg, simulated_trace
+
+    schedule, costs = found.step.schedule, found.step.costs
+    write_output(args.svg, lambda path: path.write_text(schedule_svg(schedule, costs=costs)))
+    write_output(
+        args.trace,
+        lambda path: path.write_text(json.dumps(simulated_trace(schedule, costs=costs))),
+    )
+
+
+# ---- search --------------------------------------------------------------------------------------
+
+
+def _search(
+    args: argparse.Namespace, base: Config, counts: list[int], device: Device, imbalance: float
+) -> int:
+    """Search for the best layouts on each number of devices, and print or write them."""
+    from megacore.plan.config_spec import model_spec, run_spec
+    from megacore.plan.search import search
+
+    top = _positive(args, "top", int) or 10
+    if args.write and len(counts) > 1:
+        raise ConfigError("--write writes one configuration; give one number of --gpus")
+    require_folder(args.write)
+    missing = False
+    for gpus in counts:
+        # The layout of the file need not fit, since it is replaced.
+        config = resolve_for_plan(_without_layout(base, gpus), gpus)
+        spec = replace(run_spec(config, gpus, imbalance=imbalance), stages=())
+        found = search(model_spec(config), spec, device)
+        legal = _legal(base, found.best, gpus, max(top, 1))
+        missing = missing or not legal
+        if args.json:
+            print(json.dumps([{"settings": settings, **as_json(each)} for settings, each in legal]))
+            continue
+        _print_search(found, legal, device)
+        if not legal:
+            continue
+        _print_budget(args, legal[0][1], Console(highlight=False, soft_wrap=True))
+        if args.write:
+            text = config_to_toml(_with_settings(base, legal[0][0], gpus))
+            write_output(args.write, partial(_write_text, text))
+        _draw(args, legal[0][1])
+    return DOES_NOT_FIT if missing else 0
+
+
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _without_layout(base: Config, gpus: int) -> Config:
+    """Return the configuration on one pipeline stage of single ranks."""
+    return _with_settings(
+        base,
+        {
+            "parallel": {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "sequence_parallel": False},
+            "pipeline": _PLAIN_PIPELINE,
+            "train": {"microbatch_size": 1, "recompute": "none", "recompute_keep": 0},
+            "optimizer": {"num_instances": 1},
+        },
+        gpus,
+    )
+
+
+_PLAIN_PIPELINE: dict[str, Any] = {
+    "schedule": "1f1b", "num_chunks": None, "group_size": None, "layout": None,
+    "first_layers": None, "last_layers": None, "account_for_embedding": False,
+    "account_for_loss": False, "overlap_moe": False, "split_weight_grads": False,
+    "memory_limit": None, "placement": "loop",
+}  # fmt: skip
+
+
+def settings_of(spec: RunSpec, num_layers: int) -> dict[str, dict[str, Any]]:
+    """Return the settings of a layout that was found, by section."""
+    stages = spec.pp * spec.chunks
+    missing = -num_layers % stages  # parts that count as layers: embedding, output layer
+    recompute: dict[str, Any] = {"recompute": "none"}
+    if "layer" in spec.recompute:
+        recompute["recompute"] = "full"
+    elif spec.recompute:
+        modules = ",".join(sorted(spec.recompute))
+        recompute = {"recompute": "selective", "recompute_modules": modules}
+    return {
+        "parallel": {
+            "tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "ep": spec.ep, "etp": spec.etp,
+            "sequence_parallel": spec.sequence_parallel,
+        },
+        "pipeline": {
+            **_PLAIN_PIPELINE,
+            "schedule": spec.schedule,
+            "num_chunks": spec.chunks if spec.chunks > 1 else None,
+            "account_for_loss": missing >= 1,
+            "account_for_embedding": missing >= 2,
+            "overlap_moe": "ep" in spec.overlap,
+        },
+        "train": {"microbatch_size": spec.microbatch, **recompute},
+        "optimizer": {
+            "distributed": spec.zero > 0,
+            "overlap_grad_reduce": "dp" in spec.overlap,
+            "overlap_param_gather": "dp" in spec.overlap,
+            "num_instances": 1,
+        },
+    }  # fmt: skip
+
+
+def _with_settings(base: Config, settings: dict[str, dict[str, Any]], gpus: int) -> Config:
+    sections = {
+        name: getattr(base, name).model_copy(update=values) for name, values in settings.items()
+    }
+    sections["run"] = base.run.model_copy(update={"nproc": gpus})
+    return base.model_copy(update=sections)
+
+
+def _legal(
+    base: Config, found: Sequence[Forecast], gpus: int, count: int
+) -> list[tuple[dict[str, dict[str, Any]], Forecast]]:
+    """Return the best layouts that training accepts, predicted again with exact state bytes."""
+    legal: list[tuple[dict[str, dict[str, Any]], Forecast]] = []
+    for each in found:
+        settings = settings_of(each.spec, each.model.layers)
+        try:
+            again = _forecast(
+                _with_settings(base, settings, gpus), gpus, each.device, each.spec.imbalance
+            )
+        except (ConfigError, ValueError):
+            continue
+        if again.verdict == "fits":
+            legal.append((settings, again))
+        if len(legal) == count:
+            break
+    return sorted(legal, key=lambda pair: pair[1].step.seconds)
+
+
+def _print_search(
+    found: SearchResult, legal: list[tuple[dict[str, dict[str, Any]], Forecast]], device: Device
+) -> None:
+    from megacore.plan.footprint import GIB
+
+    console = Console(highlight=False)
+    console.width = max(console.width, 150)
+    console.print(
+        f"{found.tried:,} layouts, {found.fitting:,} fit {device.name}, "
+        f"{found.simulated} simulated exactly",
+        soft_wrap=True,
+    )
+    if not legal:
+        console.print("none fits; use more devices, or a larger kind", soft_wrap=True)
+        return
+    front = {id(each) for each in _front([each for _, each in legal])}
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("", "tp", "cp", "pp", "chunks", "schedule", "ep", "etp", "mb", "recompute",
+                 "overlap", "GiB", "step", "tokens/s/GPU", "limited by"):  # fmt: skip
+        table.add_column(name, no_wrap=True)
+    for _, each in legal:
+        spec = each.spec
+        table.add_row(
+            "*" if id(each) in front else "",
+            *map(str, (spec.tp, spec.cp, spec.pp, spec.chunks, spec.schedule, spec.ep, spec.etp)),
+            str(spec.microbatch),
+            ",".join(sorted(spec.recompute)) or "-",
+            ",".join(sorted(spec.overlap)),
+            f"{each.fullest.total / GIB:.1f}",
+            _seconds(each.step.seconds),
+            f"{each.tokens_per_gpu:,.0f}",
+            _limit(each),
+        )
+    console.print(table)
+    console.print("* no other layout of the table is both faster and smaller")
+
+
+def _front(found: Sequence[Forecast]) -> list[Forecast]:
+    """Return the predictions of which no other one is both faster and smaller, fastest first."""
+    front: list[Forecast] = []
+    for each in found:
+        if not front or each.fullest.total < front[-1].fullest.total:
+            front.append(each)
+    return front
+
+
+def _limit(found: Forecast) -> str:
+    """Name what costs most besides the products that any layout must compute."""
+    needed = ("gemm", "attention", "experts", "head")
+    others = {kind: time for kind, time in found.step.parts.items() if kind not in needed}
+    kind = max(others, key=others.__getitem__)
+    return f"{kind} {others[kind] / found.step.seconds:.0%}"

@@ -1,0 +1,191 @@
+"""Translation of a configuration to the inputs of a prediction, and its exact state bytes.
+
+Nothing here imports torch: parameters are listed from the shapes that the model is built with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megacore._core import plan_buckets
+from megacore.config import Config, filled, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.plan.spec import ModelSpec, RunSpec
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def model_spec(config: Config) -> ModelSpec:
+    """Take the shape of the model from a resolved configuration."""
+    model, moe = config.model, config.moe
+    return ModelSpec(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        ffn=filled(model.ffn_hidden_size),
+        heads=model.num_heads,
+        kv_heads=filled(model.num_kv_heads),
+        head_dim=filled(model.head_dim),
+        vocab=model.padded_vocab_size,
+        seq=model.seq_length,
+        tied=model.tie_embeddings,
+        qk_norm=model.qk_norm,
+        experts=moe.num_experts,
+        top_k=moe.top_k,
+        moe_ffn=filled(moe.ffn_hidden_size),
+        shared_ffn=moe.shared_ffn_hidden_size,
+        shared_gate=moe.shared_gate,
+        experts_gated=moe.activation == "swiglu",
+        moe_layers=tuple(moe.is_moe_layer(index) for index in range(model.mtp_layers.stop)),
+        groups=moe.num_groups,
+        groups_top_k=moe.groups_top_k,
+        mtp=model.num_mtp_layers,
+    )
+
+
+def run_spec(config: Config, gpus: int, *, imbalance: float = 1.0) -> RunSpec:
+    """Take the layout and all choices from a resolved configuration."""
+    parallel, pipeline, train = config.parallel, config.pipeline, config.train
+    optimizer, moe = config.optimizer, config.moe
+    overlap = {
+        "dp": optimizer.overlap_grad_reduce,
+        "pp": bool(pipeline.overlap_p2p),
+        "ep": pipeline.overlap_moe,
+    }
+    state = 2 * _BYTES[optimizer.moments_dtype] + (0 if train.dtype == "float32" else 4)
+    grads = "float32" if optimizer.grad_dtype == "float32" else train.dtype
+    return RunSpec(
+        gpus=gpus,
+        tp=parallel.tp,
+        sequence_parallel=parallel.sequence_parallel,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        chunks=pipeline.chunks,
+        ep=parallel.ep,
+        etp=filled(parallel.etp),
+        microbatch=train.microbatch_size,
+        global_batch=train.global_batch_size,
+        schedule=pipeline.schedule,
+        zero=1 if optimizer.distributed else 0,
+        precision=_PRECISIONS[train.dtype],
+        param_bytes=_BYTES[train.dtype],
+        grad_bytes=_BYTES[grads],
+        state_bytes=state,
+        recompute=frozenset("layer" if name == "full" else name for name in train.recomputed),
+        recompute_keep=train.recompute_keep,
+        overlap=frozenset(name for name, on in overlap.items() if on),
+        dispatcher="allgather" if moe.dispatcher == "allgather" else "alltoall",
+        imbalance=1.0 if moe.force_balanced else imbalance,
+        graphs=config.graphs.mode,
+        attention="flash2",
+        loss="unfused",
+        instances=optimizer.num_instances,
+        stages=tuple(len(layers) for layers in layers_of_stages(config)),
+        group_size=pipeline.group_size,
+        order=parallel.order,
+    )
+
+
+class _Param(NamedTuple):
+    """Elements of a parameter on a rank, and the buffer that it belongs to."""
+
+    numel: int
+    expert: bool = False
+    partial: bool = False
+    shared: bool = False
+
+
+def state_bytes(config: Config, gpus: int) -> list[dict[str, float]]:
+    """Return the bytes of weights, gradients and optimizer state of each pipeline rank, exactly.
+
+    The buffers are those that training allocates, with their padding.
+    """
+    spec = run_spec(config, gpus)
+    return [_rank_state(config, spec, mine) for mine in stages_of_ranks(config)]
+
+
+def _rank_state(config: Config, spec: RunSpec, mine: list[int]) -> dict[str, float]:
+    optimizer, copies = config.optimizer, config.pipeline.copies
+    by_kind: dict[tuple[bool, bool], list[_Param]] = {}
+    for param in _params(config, sorted(mine)):
+        by_kind.setdefault((param.expert, param.partial), []).append(param)
+    numel = owned = 0
+    for (expert, _), params in by_kind.items():
+        ranks = spec.edp if expert else spec.dp * spec.cp
+        plan = plan_buckets(
+            [param.numel for param in params],
+            dp_size=ranks * copies // optimizer.num_instances,
+            bucket_numel=optimizer.bucket_numel,
+            shared=[param.shared for param in params],
+            param_alignment=64,
+            bucket_alignment=None,
+            pad_for_ring=optimizer.pad_buckets,
+        )
+        numel += plan.numel
+        owned += plan.shard_numel if optimizer.distributed else plan.numel
+    return {
+        "weights": numel * spec.param_bytes,
+        "gradients": numel * spec.grad_bytes,
+        "optimizer": owned * spec.state_bytes,
+    }
+
+
+def _params(config: Config, mine: list[int]) -> Iterator[_Param]:
+    """List the parameters of a rank's stages in the order in which the model makes them."""
+    model, parallel = config.model, config.parallel
+    stages, further = layers_of_stages(config), mtp_stage(config)
+    sp = parallel.sequence_parallel
+    matrix = model.padded_vocab_size // parallel.tp * model.hidden_size
+    norm = _Param(model.hidden_size, partial=sp)
+    has_words = False
+    for stage in mine:
+        is_last, predicts = stage == len(stages) - 1, stage == further
+        elsewhere = model.num_mtp_layers > 0 and not predicts
+        if stage == 0:
+            yield _Param(matrix, shared=elsewhere or (model.tie_embeddings and not is_last))
+            has_words = True
+        for index in stages[stage]:
+            yield from _layer_params(config, index)
+        if predicts or (is_last and not elsewhere):
+            yield norm
+        if predicts:
+            if not has_words:
+                yield _Param(matrix, shared=True)
+                has_words = True
+            for index in model.mtp_layers:
+                yield norm
+                yield norm
+                yield _Param(2 * model.hidden_size**2, partial=sp)
+                yield from _layer_params(config, index)
+                yield norm
+        if is_last and not model.tie_embeddings:
+            yield _Param(matrix)
+        elif is_last and not has_words:
+            yield _Param(matrix, shared=True)
+
+
+def _layer_params(config: Config, index: int) -> Iterator[_Param]:
+    model, moe, parallel = config.model, config.moe, config.parallel
+    hidden, tp, sp = model.hidden_size, parallel.tp, parallel.sequence_parallel
+    head = filled(model.head_dim)
+    yield _Param(hidden, partial=sp)
+    yield _Param((model.num_heads + 2 * filled(model.num_kv_heads)) * head * hidden // tp)
+    yield _Param(hidden * model.num_heads * head // tp)
+    if model.qk_norm:
+        yield _Param(head, partial=True)
+        yield _Param(head, partial=True)
+    yield _Param(hidden, partial=sp)
+    if not moe.is_moe_layer(index):
+        yield _Param(2 * filled(model.ffn_hidden_size) // tp * hidden)
+        yield _Param(hidden * filled(model.ffn_hidden_size) // tp)
+        return
+    if moe.shared_ffn_hidden_size:
+        yield _Param(2 * moe.shared_ffn_hidden_size // tp * hidden)
+        yield _Param(hidden * moe.shared_ffn_hidden_size // tp)
+        if moe.shared_gate:
+            yield _Param(hidden, partial=sp)
+    yield _Param(moe.num_experts * hidden, partial=True)
+    experts = moe.num_experts // parallel.ep
+    width = filled(moe.ffn_hidden_size) // filled(parallel.etp)
+    yield _Param(experts * (2 if moe.activation == "swiglu" else 1) * width * hidden, expert=True)
+    yield _Param(experts * width * hidden, expert=True)

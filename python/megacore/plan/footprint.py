@@ -1,0 +1,248 @@
+"""Memory of a rank by kind: state, kept activations in flight, logits, buffers, overheads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megacore.pipeline import ActionKind
+from megacore.plan.device import Device
+from megacore.plan.spec import ModelSpec, RunSpec
+from megacore.plan.step_time import cached_schedule, stage_params
+
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Predicted memory of the ranks at a pipeline position, in bytes.
+
+    Attributes:
+        pp_rank: Position on the pipeline axis.
+        layers: Layers of each of its stages.
+        parts: Bytes by kind, allocated by the program.
+        outside: Bytes by kind outside of tensors: fragmentation, context, communicators.
+    """
+
+    pp_rank: int
+    layers: tuple[int, ...]
+    parts: dict[str, float]
+    outside: dict[str, float]
+
+    @property
+    def allocated(self) -> float:
+        """Bytes of tensors at the peak."""
+        return sum(self.parts.values())
+
+    @property
+    def reserved(self) -> float:
+        """Bytes of tensors with fragmentation."""
+        return self.allocated + self.outside["fragmentation"]
+
+    @property
+    def total(self) -> float:
+        """Bytes that the device must have."""
+        return self.allocated + sum(self.outside.values())
+
+
+def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, float]:
+    """Return the bytes per token that a layer keeps for its backward pass, and without recompute.
+
+    Source: Korthikanti et al., arXiv:2205.05198, extended to grouped queries, latent attention,
+    experts and 8-bit products.
+    """
+    wide = 4 if spec.precision == "fp32" else 2
+    saved = 1 if spec.is_fp8 else wide  # input of a matrix product
+    split = spec.tp if spec.sequence_parallel else 1
+    h, t = model.hidden, spec.tp
+    norm_inputs, norm_outputs = 2 * wide * h / split, 2 * saved * h / split
+    up, core, out = 0.0, 0.0, 0.0
+    if model.kv_lora:
+        latent = wide * (2 * model.q_lora + 2 * model.kv_lora + model.qk_rope)
+        query, value = model.head_dims
+        up = (2 * model.heads * query + model.heads * value) * wide / t
+        core, out = latent, saved * model.heads * value / t
+    else:
+        core = wide * (model.heads + 2 * model.kv_heads) * model.head_dim / t
+        out = saved * model.heads * model.head_dim / t
+    log_sums = 4 * model.heads / t
+    scores = 5 * model.heads * model.seq / t if spec.attention == "unfused" else 0.0
+    masks = h / split * 2 if spec.attention == "unfused" else 0.0
+    if moe:
+        copies = model.top_k / spec.tp * spec.imbalance
+        inner = 2 if model.experts_gated else 1
+        experts = copies * (saved * h + wide * inner * model.moe_ffn)
+        activation = copies * saved * model.moe_ffn
+        permuted = 0.0 if spec.dispatcher in ("deepep", "hybridep") else copies * wide * h
+        shared = (2 * wide + saved) * model.shared_ffn / t
+        mlp = experts + permuted + shared
+    else:
+        mlp = (2 * wide if model.gated else wide) * model.ffn / t
+        activation = saved * model.ffn / t
+    whole = (
+        norm_inputs + norm_outputs + core + up + out + log_sums + scores + masks + mlp + activation
+    )
+    recompute = spec.recompute
+    if "layer" in recompute:
+        return wide * h / split, whole
+    if "op" in recompute:
+        return 0.55 * whole, whole
+    kept = whole
+    if "attention" in recompute:  # with the output projection, whose input is not kept
+        kept -= scores + out + log_sums
+    elif "core_attn" in recompute:
+        kept -= scores
+    if "norm" in recompute:
+        kept -= norm_outputs
+    if ("moe" if moe else "mlp") in recompute:
+        kept -= mlp + activation
+    elif recompute & ({"moe_act"} if moe else {"activation"}):
+        kept -= activation
+    if "mla_up_proj" in recompute:
+        kept -= up
+    return kept, whole
+
+
+def head_bytes(model: ModelSpec, spec: RunSpec) -> float:
+    """Return the bytes per token of logits and loss at their peak."""
+    each = {"fused": 4, "unfused": 10, "eager": 14}[spec.loss]
+    return each * model.vocab / spec.tp
+
+
+def footprints(
+    model: ModelSpec,
+    spec: RunSpec,
+    device: Device,
+    counts: Sequence[int],
+    state: Sequence[Mapping[str, float]] | None = None,
+) -> list[Footprint]:
+    """Predict the memory of the ranks of each pipeline position.
+
+    Args:
+        model: Shape of the model.
+        spec: Layout.
+        device: Calibration.
+        counts: Layers of each stage.
+        state: Exact bytes of weights, gradients and optimizer state of each pipeline rank.
+            Default: computed from the number of weights, without padding.
+    """
+    tokens = spec.microbatch * model.seq / spec.cp
+    by_kind = {moe: layer_bytes(model, spec, moe) for moe in set(model.moe_layers)}
+    kept, working, first = [], 0.0, 0
+    for count in counts:
+        kinds = model.moe_layers[first : first + count]
+        kept.append(tokens * sum(by_kind[moe][0] for moe in kinds))
+        first += count
+    offload = max(0.0, 1 - spec.offload_layers / max(1, model.layers / spec.pp))
+    kept = [each * offload for each in kept]
+    kept[-1] += tokens * sum(by_kind[moe][0] for moe in model.moe_layers[model.layers :])
+    split = spec.tp if spec.sequence_parallel else 1
+    kept[-1] += tokens * (2 * model.hidden / split + 2 * model.hidden / split)
+    working = tokens * max(whole for _, whole in by_kind.values())
+    logits = tokens * head_bytes(model, spec)
+    peaks = in_flight(spec, tuple(kept))
+    found = []
+    stages_of = rank_stages(spec)
+    for rank in range(spec.pp):
+        mine = stages_of[rank]
+        parts = dict(_state(model, spec, counts, mine) if state is None else state[rank])
+        parts["activations"] = peaks[rank]
+        is_last = len(counts) - 1 in mine
+        parts["logits"] = max(0.0, logits - working) if is_last else 0.0
+        parts["transient"] = working
+        if spec.tp > 1:  # gathered input, its gradient and the output before it is scattered
+            parts["tp buffers"] = 3 * 2 * tokens * model.hidden
+        parts["workspace"] = device.memory_workspace * sum(parts.values())
+        found.append(
+            Footprint(
+                pp_rank=rank,
+                layers=tuple(counts[stage] for stage in mine),
+                parts=parts,
+                outside={
+                    "fragmentation": device.memory_fragmentation * sum(parts.values()),
+                    "context": device.memory_context_gib * GIB,
+                    "communicators": device.memory_comm_gib * GIB * _communicators(spec),
+                },
+            )
+        )
+    return found
+
+
+def _communicators(spec: RunSpec) -> int:
+    return sum(size > 2 for size in (spec.tp, spec.cp, spec.dp, spec.ep, spec.pp))
+
+
+def rank_stages(spec: RunSpec) -> list[list[int]]:
+    """Return the stages of each pipeline rank."""
+    schedule = cached_schedule(
+        spec.schedule, spec.pp, 1 if spec.pp == 1 else 2 * spec.pp, spec.chunks, spec.group_size
+    )
+    length = schedule.num_stages // schedule.num_chains
+    return [[stage % length for stage in schedule.stages(rank)] for rank in range(spec.pp)]
+
+
+def _state(
+    model: ModelSpec, spec: RunSpec, counts: Sequence[int], mine: Sequence[int]
+) -> dict[str, float]:
+    sizes = [stage_params(model, spec, counts, stage) for stage in mine]
+    dense, experts = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+    shards = spec.dp * spec.cp // spec.instances
+    expert_shards = max(1, spec.edp // spec.instances)
+    owned = dense / shards + experts / expert_shards
+    both = dense + experts
+    if spec.zero == 0:
+        owned = both
+    if spec.zero < 3:
+        return {
+            "weights": spec.param_bytes * both,
+            "gradients": spec.grad_bytes * both,
+            "optimizer": spec.state_bytes * owned,
+        }
+    layer = sum(model.layer_params(any(model.moe_layers), spec.tp, spec.ep * spec.etp))
+    unsharded = both if spec.pp > 1 else 2 * layer + model.vocab * model.hidden / spec.tp
+    return {
+        "weights": 4 * owned + 2 * unsharded,
+        "gradients": 4 * owned + (4 * unsharded if spec.pp > 1 else 0.0),
+        "optimizer": 8 * owned,
+    }
+
+
+def in_flight(spec: RunSpec, kept: tuple[float, ...]) -> list[float]:
+    """Return the largest sum of kept activations on each pipeline rank over a step."""
+    if spec.pp == 1 and spec.chunks == 1:
+        return [kept[0]]
+    # The peak is reached within the first microbatches; more of them repeat it.
+    microbatches = min(spec.microbatches, 3 * spec.pp)
+    by_rank = _held(spec.schedule, spec.pp, microbatches, spec.chunks, spec.group_size)
+    stages = rank_stages(spec)
+    return [
+        max(
+            sum(count * kept[stage] for count, stage in zip(held, mine, strict=True))
+            for held in by_rank[rank]
+        )
+        for rank, mine in enumerate(stages)
+    ]
+
+
+@lru_cache(maxsize=512)
+def _held(
+    name: str, pp: int, microbatches: int, chunks: int, group_size: int | None
+) -> list[set[tuple[int, ...]]]:
+    """Return what each rank holds at once: microbatches of each of its stages, at local peaks."""
+    schedule = cached_schedule(name, pp, microbatches, chunks, group_size)
+    found = []
+    for rank in range(pp):
+        position = {stage: index for index, stage in enumerate(schedule.stages(rank))}
+        held, peaks, rising = [0] * len(position), set(), False
+        for action in schedule.actions(rank):
+            if action.kind == ActionKind.FORWARD:
+                held[position[action.stage]] += 1
+                rising = True
+            elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                if rising:
+                    peaks.add(tuple(held))
+                held[position[action.stage]] -= 1
+                rising = False
+        found.append(peaks)
+    return found

@@ -1,0 +1,250 @@
+"""Search for the best layouts of a model on a number of devices.
+
+Thousands of layouts are priced by closed forms of their schedules; the best are then simulated
+exactly. Layouts that do not fit the memory are never ranked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from megacore.plan.cost import Cost, LayerCosts
+from megacore.plan.device import Device
+from megacore.plan.footprint import GIB, head_bytes, layer_bytes
+from megacore.plan.forecast import Forecast, forecast
+from megacore.plan.spec import ModelSpec, RunSpec
+from megacore.plan.step_time import p2p_link, per_step
+
+_RECOMPUTE = ("", "norm,activation", "norm,attention,activation", "mlp", "norm,mlp", "layer")
+_RECOMPUTE_MOE = ("", "norm", "norm,attention,activation", "moe", "norm,mlp,moe", "layer")
+# Bubble in units of (pp - 1) times: forward and backward, minus this many weight gradients, over
+# the chunks; and microbatches in flight on the first rank in units of the whole rank, plus a share.
+_SCHEDULES = {
+    "1f1b": (0, 1.0),
+    "interleaved_1f1b": (0, 1.0),
+    "zb_h1": (2, 1.0),
+    "zb_h2": (3, 2.0),
+    "zb_v": (2, 1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """Best layouts.
+
+    Attributes:
+        tried: Number of layouts that were priced.
+        fitting: Number of those that fit.
+        simulated: Number of those that were simulated exactly.
+        best: Predictions that fit, fastest first.
+    """
+
+    tried: int
+    fitting: int
+    simulated: int
+    best: tuple[Forecast, ...]
+
+    @property
+    def pareto(self) -> list[Forecast]:
+        """Layouts of which no other one is both faster and smaller."""
+        front, least = [], float("inf")
+        for each in self.best:
+            if each.fullest.total < least:
+                front.append(each)
+                least = each.fullest.total
+        return front
+
+
+def search(model: ModelSpec, base: RunSpec, device: Device, *, simulate: int = 200) -> SearchResult:
+    """Find the fastest layouts that fit.
+
+    Args:
+        model: Shape of the model.
+        base: Number of devices, batch and all choices that are not searched.
+        device: Calibration.
+        simulate: How many of the best layouts are simulated exactly.
+    """
+    tried, fitting = 0, []
+    capacity = 0.95 * device.peak_memory_gib * GIB
+    for spec, costs in _layer_setups(model, base, device):
+        pricer = _Pricer(model, spec, device, costs)
+        for each in _pipelines(model, spec):
+            tried += 1
+            seconds, num_bytes = pricer.price(each)
+            if num_bytes <= capacity:
+                fitting.append((seconds, tried, each))
+    fitting.sort(key=lambda item: item[:2])
+    found = []
+    for _, _, spec in fitting[:simulate]:
+        try:
+            found.append(forecast(model, spec, device))
+        except ValueError:
+            continue
+    best = sorted((each for each in found if each.verdict == "fits"), key=lambda f: f.step.seconds)
+    return SearchResult(tried=tried, fitting=len(fitting), simulated=len(found), best=tuple(best))
+
+
+def _powers(limit: int) -> Iterator[int]:
+    size = 1
+    while size <= limit:
+        yield size
+        size *= 2
+
+
+def _layer_setups(
+    model: ModelSpec, base: RunSpec, device: Device
+) -> Iterator[tuple[RunSpec, LayerCosts]]:
+    """Yield the layouts of layers with their costs; the pipeline is left at one stage."""
+    moe = any(model.moe_layers)
+    recomputes = [
+        frozenset(filter(None, text.split(","))) for text in (_RECOMPUTE_MOE if moe else _RECOMPUTE)
+    ]
+    for tp in _powers(min(device.link_domain, base.gpus)):
+        if model.heads % tp or model.kv_heads % tp or model.ffn % tp or model.vocab % tp:
+            continue
+        for cp in _powers(max(1, model.seq // 4096)):
+            if base.gpus % (tp * cp):
+                continue
+            for (ep, etp), microbatch, parts in product(
+                _expert_axes(model, base.gpus, tp), (1, 2, 4, 8), recomputes
+            ):
+                if base.global_batch % microbatch:
+                    continue
+                overlaps = [base.overlap | {"dp"}]
+                if ep > 1 and not parts & {"moe", "layer"}:
+                    overlaps.append(base.overlap | {"dp", "ep"})
+                for overlap in overlaps:
+                    spec = replace(
+                        base,
+                        tp=tp,
+                        sequence_parallel=tp > 1,
+                        cp=cp,
+                        pp=1,
+                        chunks=1,
+                        ep=ep,
+                        etp=etp,
+                        microbatch=microbatch,
+                        recompute=parts,
+                        recompute_keep=0,
+                        overlap=overlap,
+                        zero=1,
+                        schedule="1f1b",
+                        stages=(),
+                        group_size=None,
+                    )
+                    yield spec, LayerCosts(model, spec, device)
+
+
+def _expert_axes(model: ModelSpec, gpus: int, tp: int) -> Iterable[tuple[int, int]]:
+    if not any(model.moe_layers):
+        return [(1, 1)]
+    sizes = [ep for ep in range(1, min(model.experts, gpus) + 1) if model.experts % ep == 0]
+    return [
+        (ep, etp)
+        for ep in sizes
+        for etp in sorted({1, tp})
+        if gpus % (ep * etp) == 0 and model.moe_ffn % etp == 0
+    ]
+
+
+def _pipelines(model: ModelSpec, spec: RunSpec) -> Iterator[RunSpec]:
+    """Yield the pipelines of a layout of layers: sizes, chunks and schedules."""
+    rest = spec.gpus // (spec.tp * spec.cp)
+    for pp in range(1, min(rest, model.layers) + 1):
+        dp = rest // pp
+        if rest % pp or spec.global_batch % (dp * spec.microbatch):
+            continue
+        if spec.gpus // pp % (spec.ep * spec.etp):
+            continue
+        microbatches = spec.global_batch // (dp * spec.microbatch)
+        if pp == 1:
+            if "ep" not in spec.overlap:
+                yield spec
+            continue
+        for chunks in range(1, 13):
+            stages = pp * chunks
+            even = any((model.layers + extra) % stages == 0 for extra in (0, 1, 2))
+            if stages > model.layers or not even:
+                continue
+            if chunks == 1:
+                names: tuple[str, ...] = (
+                    ("1f1b",) if "ep" in spec.overlap else ("1f1b", "zb_h1", "zb_h2")
+                )
+            elif microbatches >= pp:
+                names = ("interleaved_1f1b",)
+                if chunks == 2 and "ep" not in spec.overlap:
+                    names += ("zb_v",)
+            else:
+                continue
+            for name in names:
+                yield replace(spec, pp=pp, chunks=chunks, schedule=name)
+
+
+class _Pricer:
+    """Closed-form time and memory of all pipelines of one layout of layers."""
+
+    def __init__(self, model: ModelSpec, spec: RunSpec, device: Device, costs: LayerCosts) -> None:
+        self.model, self.device, self.costs = model, device, costs
+        mean = Cost()
+        for moe in set(model.moe_layers):
+            mean.plus(costs.by_kind[moe], model.moe_layers.count(moe) / len(model.moe_layers))
+        self.mean = mean
+        tokens = spec.microbatch * model.seq / spec.cp
+        layers = {moe: layer_bytes(model, spec, moe) for moe in set(model.moe_layers)}
+        share = {moe: model.moe_layers.count(moe) / len(model.moe_layers) for moe in layers}
+        self.kept = tokens * sum(layers[moe][0] * share[moe] for moe in layers)
+        self.working = tokens * max(whole for _, whole in layers.values())
+        self.logits = tokens * head_bytes(model, spec)
+        if spec.tp > 1:
+            self.working += 6 * tokens * model.hidden
+
+    def price(self, spec: RunSpec) -> tuple[float, float]:
+        """Return seconds and bytes of a step."""
+        model, device, mean = self.model, self.device, self.mean
+        pp, m = spec.pp, spec.microbatches
+        layers = len(model.moe_layers) / pp
+        head = self.costs.head
+        ends = head.total * (1 + model.mtp)
+        rank = layers * mean.total
+        # Layouts that count embedding and head as layers move layers away from the last rank.
+        if model.layers % (pp * spec.chunks):
+            busiest = max(rank, (model.layers + 2) // (pp * spec.chunks) * spec.chunks * mean.total)
+        else:
+            busiest = rank + ends
+        forward, total = layers * mean.forward, layers * mean.total
+        if pp > 1:
+            transfer = p2p_link(spec, device)
+            once = 2 * self.costs.tokens * model.hidden / spec.tp / transfer.bandwidth
+            once += transfer.latency
+            if "pp" not in spec.overlap:
+                busiest += 2 * device.exposed_pp * once * spec.chunks
+                total += 2 * device.exposed_pp * once * spec.chunks
+        fewer, held = _SCHEDULES[spec.schedule]
+        bubble = (pp - 1) * (total - fewer * layers * mean.backward_weight) / spec.chunks
+        counts = [max(1, round(model.layers / pp))] * pp
+        stage = Cost(forward, total - forward)
+        once_per_step = per_step(model, spec, device, counts, [stage] * pp, [0])
+        seconds = m * busiest + max(0.0, bubble) + sum(once_per_step.values())
+        flight = min(m, held * pp - (held - 1)) if pp > 1 else 1.0
+        if spec.chunks > 1 and spec.schedule == "interleaved_1f1b":
+            flight = min(m, pp * (1 + (pp - 1) / (pp * spec.chunks)))
+        return seconds, self._bytes(spec, layers, flight)
+
+    def _bytes(self, spec: RunSpec, layers: float, flight: float) -> float:
+        model, device = self.model, self.device
+        dense = experts = 0.0
+        for moe in set(model.moe_layers):
+            number = layers * model.moe_layers.count(moe) / len(model.moe_layers)
+            shared, own = model.layer_params(moe, spec.tp, spec.ep * spec.etp)
+            dense += number * shared
+            experts += number * own
+        dense += model.vocab * model.hidden / spec.tp
+        owned = dense / (spec.dp * spec.cp) + experts / spec.edp
+        state = (spec.param_bytes + spec.grad_bytes) * (dense + experts)
+        state += spec.state_bytes * owned
+        last = max(self.working, self.logits) if spec.pp == 1 else self.working
+        tensors = (state + flight * layers * self.kept + last) * (1 + device.memory_workspace)
+        outside = device.memory_context_gib + 3 * device.memory_comm_gib
+        return tensors * (1 + device.memory_fragmentation) + outside * GIB

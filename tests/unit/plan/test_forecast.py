@@ -1,0 +1,257 @@
+"""Predictions of memory and time: exact state, published figures, and what must be monotonic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacore.config import Config, resolve
+from megacore.errors import ConfigError
+from megacore.plan.config_spec import model_spec, run_spec, state_bytes
+from megacore.plan.cost import LayerCosts, link
+from megacore.plan.device import fitted_constants, known_devices, load_device
+from megacore.plan.footprint import GIB, footprints, layer_bytes
+from megacore.plan.forecast import advise, forecast
+from megacore.plan.run_plan import plan_run
+from megacore.plan.search import search
+from megacore.plan.spec import ModelSpec, RunSpec
+from megacore.plan.step_time import stage_layers, step_time
+
+# Llama-3 70B with 12 layers, as measured on 8 B200 by SimuMax v1.2.
+LLAMA_12 = ModelSpec(
+    layers=12,
+    hidden=8192,
+    ffn=28672,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128256,
+    seq=4096,
+    moe_layers=(False,) * 12,
+)
+# GPT-3 175B of Korthikanti et al., arXiv:2205.05198.
+GPT_175B = ModelSpec(
+    layers=96,
+    hidden=12288,
+    ffn=49152,
+    heads=96,
+    kv_heads=96,
+    head_dim=128,
+    vocab=51200,
+    seq=2048,
+    tied=True,
+    gated=False,
+    moe_layers=(False,) * 96,
+)
+MOE = replace(
+    LLAMA_12,
+    experts=64,
+    top_k=8,
+    moe_ffn=2048,
+    shared_ffn=2048,
+    moe_layers=(False, *(True,) * 11),
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "measured_gib", "measured_s"),
+    [
+        ({"pp": 2, "global_batch": 128}, 66.55, 5.4365),
+        ({"tp": 2, "sequence_parallel": True, "global_batch": 128}, 60.68, 5.3765),
+        ({"tp": 4, "sequence_parallel": True, "global_batch": 64}, 39.07, 2.9646),
+        ({"tp": 8, "sequence_parallel": True, "global_batch": 32}, 28.29, 2.0737),
+    ],
+)
+def test_published_measurements_are_predicted(
+    layout: dict[str, int], measured_gib: float, measured_s: float
+) -> None:
+    spec = RunSpec(gpus=8, loss="fused", **layout)  # type: ignore[arg-type]
+    found = forecast(LLAMA_12, spec, load_device("b200"))
+    assert found.fullest.allocated / GIB == pytest.approx(measured_gib, rel=0.03)
+    assert found.step.seconds == pytest.approx(measured_s, rel=0.15)
+    assert found.verdict == "fits"
+
+
+def test_activations_follow_the_published_formula() -> None:
+    spec = RunSpec(gpus=64, tp=8, pp=8, sequence_parallel=True, attention="unfused")
+    kept, whole = layer_bytes(GPT_175B, spec, moe=False)
+    heads, seq, hidden = 96, 2048, 12288
+    published = (34 + 5 * heads * seq / hidden) * hidden / 8
+    assert whole == kept == pytest.approx(published, rel=0.01)
+    selective = replace(spec, recompute=frozenset({"core_attn"}))
+    assert layer_bytes(GPT_175B, selective, moe=False)[0] == pytest.approx(
+        34 * hidden / 8, rel=0.02
+    )
+    full = replace(spec, recompute=frozenset({"layer"}))
+    assert layer_bytes(GPT_175B, full, moe=False)[0] == 2 * hidden / 8
+
+
+CASES = [
+    {
+        "model": {
+            "hidden_size": 64,
+            "num_layers": layers,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "vocab_size": 300,
+            "num_mtp_layers": mtp,
+            "qk_norm": bool(experts),
+            "tie_embeddings": tied,
+        },
+        "moe": {
+            "num_experts": experts,
+            "first_dense_layers": 1,
+            "shared_ffn_hidden_size": 32 * bool(experts),
+            "shared_gate": bool(experts),
+        },
+        "parallel": {"pp": pp, "tp": 2, "ep": 2 if experts else 1, "sequence_parallel": sp},
+        "pipeline": {"schedule": schedule},
+        "optimizer": {"distributed": sp},
+        "train": {"dtype": "bfloat16" if tied else "float32", "global_batch_size": 64},
+    }
+    for (schedule, pp, layers), tied, mtp, experts, sp in product(
+        (("1f1b", 1, 3), ("1f1b", 4, 9), ("interleaved_1f1b", 2, 8), ("zb_v", 2, 8)),
+        (True, False),
+        (0, 1),
+        (0, 4),
+        (True, False),
+    )
+    if not (schedule == "1f1b" and pp == 4)
+] + [
+    {
+        "model": {"num_layers": 8, "vocab_size": 300},
+        "parallel": {"pp": 4},
+        "pipeline": {"schedule": "dualpipe"},
+        "train": {"global_batch_size": 512},
+    }
+]
+
+
+@pytest.mark.parametrize("sections", CASES)
+def test_state_bytes_are_those_of_the_buffers(sections: dict[str, dict[str, object]]) -> None:
+    gpus = 8 * sections["parallel"]["pp"]  # type: ignore[operator]
+    config = resolve(Config(**sections), gpus, cuda=False)  # type: ignore[arg-type]
+    plan = plan_run(config, gpus)
+    assert [(r.param_bytes, r.grad_bytes, r.optimizer_bytes) for r in plan.ranks] == [
+        (state["weights"], state["gradients"], state["optimizer"])
+        for state in state_bytes(config, gpus)
+    ]
+    assert model_spec(config).num_params == plan.num_params
+    spec = run_spec(config, gpus)
+    found = forecast(model_spec(config), spec, load_device("h100"), state_bytes(config, gpus))
+    assert len(found.ranks) == len(plan.ranks)
+    assert found.step.seconds > 0
+
+
+layouts = st.builds(
+    RunSpec,
+    gpus=st.just(64),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    ep=st.sampled_from([1, 2, 8]),
+    microbatch=st.sampled_from([1, 2]),
+    global_batch=st.sampled_from([256, 512]),
+    schedule=st.sampled_from(["1f1b", "zb_h1", "gpipe"]),
+    precision=st.sampled_from(["bf16", "fp8"]),
+    overlap=st.sets(st.sampled_from(["dp", "tp", "pp", "ep"])).map(frozenset),
+    dispatcher=st.sampled_from(["alltoall", "deepep", "allgather"]),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(spec=layouts, model=st.sampled_from([LLAMA_12, MOE]))
+def test_parts_add_up_and_choices_move_results_the_right_way(
+    spec: RunSpec, model: ModelSpec
+) -> None:
+    device = load_device("h100")
+    base = forecast(model, spec, device)
+    assert sum(base.step.parts.values()) == pytest.approx(base.step.seconds)
+    assert min(base.step.parts.values()) > -1e-9
+    assert all(part >= 0 for rank in base.ranks for part in rank.parts.values())
+    assert sum(base.layers) == model.layers
+
+    again = forecast(model, replace(spec, recompute=frozenset({"layer"})), device)
+    assert again.step.seconds >= base.step.seconds
+    assert again.fullest.total <= base.fullest.total
+    faster = forecast(model, spec, replace(device, peak_bf16=2 * device.peak_bf16))
+    assert faster.step.seconds <= base.step.seconds * 1.0001
+    hidden = forecast(model, replace(spec, overlap=spec.overlap | {"dp"}), device)
+    assert hidden.step.seconds <= base.step.seconds * 1.0001
+    if model is MOE:
+        skewed = forecast(model, replace(spec, imbalance=1.5), device)
+        assert skewed.step.seconds >= base.step.seconds
+        assert skewed.fullest.total >= base.fullest.total
+
+
+def test_pipeline_time_is_the_simulated_one() -> None:
+    spec = RunSpec(gpus=4, pp=4, global_batch=8, overlap=frozenset({"pp"}))
+    device = load_device("h100")
+    step = step_time(LLAMA_12, spec, device)
+    timeline = step.timeline()
+    once = sum(step.parts[kind] for kind in ("dp", "optimizer", "host_step"))
+    assert step.seconds == pytest.approx(timeline.makespan + once)
+
+
+def test_uneven_layers_leave_room_for_the_output_layer() -> None:
+    model = replace(LLAMA_12, layers=30, moe_layers=(False,) * 30)
+    spec = RunSpec(gpus=4, pp=4)
+    layers = stage_layers(model, spec, LayerCosts(model, spec, load_device("h100")))
+    assert sum(layers) == 30
+    assert layers[-1] == min(layers)
+
+
+def test_groups_across_nodes_use_the_network() -> None:
+    device = load_device("h100")
+    inside, across = link(device, 8, 1), link(device, 16, 1)
+    assert (inside.nodes, across.nodes) == (1, 2)
+    alone = link(device, 16, 8)  # one rank, and so one network interface, on each node
+    assert alone.bandwidth < across.bandwidth <= inside.bandwidth
+    assert inside.ring(1e6) < across.ring(1e6) < alone.ring(1e6)
+    assert link(load_device("gb200"), 64, 1).nodes == 1
+
+
+def test_advice_makes_a_run_fit_that_does_not() -> None:
+    model = replace(LLAMA_12, layers=48, moe_layers=(False,) * 48)
+    spec = RunSpec(gpus=16, tp=8, sequence_parallel=True, global_batch=16, microbatch=4)
+    base = forecast(model, spec, load_device("h100"))
+    assert base.verdict == "does not fit"
+    advice = advise(base)
+    assert advice[0].forecast.fullest.total < base.fullest.total
+    assert "GiB" in advice[0].text
+
+
+def test_search_returns_layouts_that_fit_and_beats_a_given_one() -> None:
+    device = load_device("h100")
+    base = RunSpec(gpus=64, tp=8, sequence_parallel=True, global_batch=128)
+    found = search(LLAMA_12, base, device, simulate=40)
+    assert found.tried > 500
+    assert {each.verdict for each in found.best} == {"fits"}
+    given_time = forecast(LLAMA_12, replace(base, overlap=frozenset({"dp"})), device).step.seconds
+    assert found.best[0].step.seconds <= given_time
+    front = found.pareto
+    assert [each.fullest.total for each in front] == sorted(
+        (each.fullest.total for each in front), reverse=True
+    )
+
+
+def test_at_most_forty_constants_were_fitted() -> None:
+    assert 0 < sum(map(len, fitted_constants().values())) <= 40
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_every_calibration_is_complete(name: str) -> None:
+    device = load_device(name)
+    assert device.peak_bf16 > 0
+    assert device.sources
+    assert footprints(LLAMA_12, RunSpec(gpus=8, pp=2), device, (6, 6))
+
+
+def test_bad_calibrations_are_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"device must be one of .*did you mean h100"):
+        load_device("h10")
+    with pytest.raises(ConfigError, match=r"nowhere.toml: no such calibration file"):
+        load_device("nowhere.toml")
