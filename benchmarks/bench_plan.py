@@ -178,6 +178,7 @@ def read_row(row: dict[str, str]) -> Run:
         overlap=frozenset(filter(None, row["overlap"].split(","))),
         dispatcher="deepep" if dispatcher == "flex" else dispatcher,
         imbalance=1.4 if row["routing"] == "natural" else 1.0,
+        keeps_permuted=dispatcher not in ("flex", "deepep", "hybridep"),
         graphs=graphs,
         loss=loss,
         attention="unfused"

@@ -81,6 +81,8 @@ def run_spec(config: Config, gpus: int, *, imbalance: float = 1.0) -> RunSpec:
         loss="unfused",
         instances=optimizer.num_instances,
         stages=tuple(len(layers) for layers in layers_of_stages(config)),
+        plain_autograd=True,
+        keeps_permuted=False,
         group_size=pipeline.group_size,
         order=parallel.order,
     )

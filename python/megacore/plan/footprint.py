@@ -56,7 +56,8 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     saved = 1 if spec.is_fp8 else wide  # input of a matrix product
     split = spec.tp if spec.sequence_parallel else 1
     h, t = model.hidden, spec.tp
-    norm_inputs, norm_outputs = 2 * wide * h / split, 2 * saved * h / split
+    norm_inputs = 2 * wide * h / split
+    norm_outputs = 2 * saved * h / (1 if spec.plain_autograd else split)
     up, core, out = 0.0, 0.0, 0.0
     if model.kv_lora:
         latent = wide * (2 * model.q_lora + 2 * model.kv_lora + model.qk_rope)
@@ -74,7 +75,7 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
         inner = 2 if model.experts_gated else 1
         experts = copies * (saved * h + wide * inner * model.moe_ffn)
         activation = copies * saved * model.moe_ffn
-        permuted = 0.0 if spec.dispatcher in ("deepep", "hybridep") else copies * wide * h
+        permuted = copies * wide * h if spec.keeps_permuted else 0.0
         shared = (2 * wide + saved) * model.shared_ffn / t
         mlp = experts + permuted + shared
     else:
@@ -104,10 +105,32 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     return kept, whole
 
 
-def head_bytes(model: ModelSpec, spec: RunSpec) -> float:
-    """Return the bytes per token of logits and loss at their peak."""
-    each = {"fused": 4, "unfused": 10, "eager": 14}[spec.loss]
-    return each * model.vocab / spec.tp
+def mlp_width(model: ModelSpec, spec: RunSpec) -> float:
+    """Return the inner width of an MLP or of the experts of a token on a rank."""
+    experts = model.top_k * model.moe_ffn + model.shared_ffn
+    return max(experts if any(model.moe_layers) else 0, model.ffn) / spec.tp
+
+
+def pending_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
+    """Return the bytes per token of output gradients that a layer keeps between I and W."""
+    wide = 4 if spec.precision == "fp32" else 2
+    inner = sum(n / (spec.tp if split else 1) for n, _, split in model.qkv_matrices)
+    if moe:
+        copies = model.top_k / spec.tp * spec.imbalance
+        experts = (2 if model.experts_gated else 1) * model.moe_ffn + model.hidden
+        inner += copies * experts + 2 * model.shared_ffn / spec.tp
+    else:
+        inner += (2 if model.gated else 1) * model.ffn / spec.tp
+    return wide * (inner + 2 * model.hidden)
+
+
+def head_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
+    """Return the bytes per token that the loss keeps, and those at its peak with the logits."""
+    columns = model.vocab / spec.tp
+    peak = {"fused": 4, "unfused": 10, "eager": 14}[spec.loss]
+    if spec.precision == "fp32" and spec.loss == "unfused":
+        peak = 8  # the logits are not copied to float32
+    return 4 * columns, peak * columns
 
 
 def footprints(
@@ -129,26 +152,30 @@ def footprints(
     """
     tokens = spec.microbatch * model.seq / spec.cp
     by_kind = {moe: layer_bytes(model, spec, moe) for moe in set(model.moe_layers)}
-    kept, working, first = [], 0.0, 0
-    for count in counts:
-        kinds = model.moe_layers[first : first + count]
-        kept.append(tokens * sum(by_kind[moe][0] for moe in kinds))
-        first += count
+    kept = _by_stage(counts, model, {moe: tokens * each[0] for moe, each in by_kind.items()})
     offload = max(0.0, 1 - spec.offload_layers / max(1, model.layers / spec.pp))
     kept = [each * offload for each in kept]
-    kept[-1] += tokens * sum(by_kind[moe][0] for moe in model.moe_layers[model.layers :])
     split = spec.tp if spec.sequence_parallel else 1
     kept[-1] += tokens * (2 * model.hidden / split + 2 * model.hidden / split)
     working = tokens * max(whole for _, whole in by_kind.values())
-    logits = tokens * head_bytes(model, spec)
-    peaks = in_flight(spec, tuple(kept))
+    if "layer" in spec.recompute:  # the recomputed layer and the gradients inside of its MLP
+        working += tokens * 3 * (4 if spec.precision == "fp32" else 2) * mlp_width(model, spec)
+    kept_by_loss, logits = (tokens * each for each in head_bytes(model, spec))
+    kept[-1] += kept_by_loss
+    pending = [0.0] * len(counts)
+    if spec.plain_autograd:
+        gradients = {moe: tokens * pending_bytes(model, spec, moe) for moe in by_kind}
+        pending = _by_stage(counts, model, gradients)
+        pending[-1] += kept_by_loss
+    peaks = in_flight(spec, kept, pending)
     found = []
     stages_of = rank_stages(spec)
     for rank in range(spec.pp):
         mine = stages_of[rank]
         parts = dict(_state(model, spec, counts, mine) if state is None else state[rank])
-        parts["activations"] = peaks[rank]
         is_last = len(counts) - 1 in mine
+        # Of the loss of one microbatch, all is counted as logits.
+        parts["activations"] = peaks[rank] - (kept_by_loss if is_last else 0.0)
         parts["logits"] = max(0.0, logits - working) if is_last else 0.0
         parts["transient"] = working
         if spec.tp > 1:  # gathered input, its gradient and the output before it is scattered
@@ -208,41 +235,78 @@ def _state(
     }
 
 
-def in_flight(spec: RunSpec, kept: tuple[float, ...]) -> list[float]:
-    """Return the largest sum of kept activations on each pipeline rank over a step."""
+def _by_stage(
+    counts: Sequence[int], model: ModelSpec, by_kind: Mapping[bool, float]
+) -> list[float]:
+    """Sum a number over the layers of each stage; prediction layers are on the last one."""
+    sums, first = [], 0
+    for count in counts:
+        sums.append(sum(by_kind[moe] for moe in model.moe_layers[first : first + count]))
+        first += count
+    sums[-1] += sum(by_kind[moe] for moe in model.moe_layers[model.layers :])
+    return sums
+
+
+# Peaks of these grow with the number of microbatches.
+_UNBOUNDED = ("gpipe", "looped_bfs", "no_pipelining", "auto")
+
+
+def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) -> list[float]:
+    """Return the largest sum of kept activations on each pipeline rank over a step.
+
+    Args:
+        spec: Layout.
+        kept: Bytes of each stage and microbatch from F to B or W.
+        pending: Further bytes from I to W.
+    """
     if spec.pp == 1 and spec.chunks == 1:
         return [kept[0]]
-    # The peak is reached within the first microbatches; more of them repeat it.
-    microbatches = min(spec.microbatches, 3 * spec.pp)
+    microbatches = spec.microbatches
+    if spec.schedule not in _UNBOUNDED:  # the first microbatches reach the peak
+        microbatches = min(microbatches, 3 * spec.pp)
     by_rank = _held(spec.schedule, spec.pp, microbatches, spec.chunks, spec.group_size)
     stages = rank_stages(spec)
     return [
         max(
-            sum(count * kept[stage] for count, stage in zip(held, mine, strict=True))
-            for held in by_rank[rank]
+            sum(
+                held * kept[stage] + waiting * pending[stage]
+                for (held, waiting), stage in zip(state, mine, strict=True)
+            )
+            for state in by_rank[rank]
         )
         for rank, mine in enumerate(stages)
     ]
 
 
+_Held = tuple[tuple[int, int], ...]
+
+
 @lru_cache(maxsize=512)
 def _held(
     name: str, pp: int, microbatches: int, chunks: int, group_size: int | None
-) -> list[set[tuple[int, ...]]]:
-    """Return what each rank holds at once: microbatches of each of its stages, at local peaks."""
+) -> list[set[_Held]]:
+    """Return what each rank holds at its local peaks.
+
+    For each of its stages: microbatches between F and the end of their backward pass, and those of
+    them between I and W.
+    """
     schedule = cached_schedule(name, pp, microbatches, chunks, group_size)
     found = []
     for rank in range(pp):
         position = {stage: index for index, stage in enumerate(schedule.stages(rank))}
-        held, peaks, rising = [0] * len(position), set(), False
+        held = [[0, 0] for _ in position]
+        peaks: set[_Held] = set()
+        rising = False
         for action in schedule.actions(rank):
-            if action.kind == ActionKind.FORWARD:
-                held[position[action.stage]] += 1
+            mine = held[position[action.stage]]
+            if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT):
+                mine[action.kind == ActionKind.BACKWARD_INPUT] += 1
                 rising = True
-            elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-                if rising:
-                    peaks.add(tuple(held))
-                held[position[action.stage]] -= 1
-                rising = False
+                continue
+            if rising:
+                peaks.add(tuple((a, b) for a, b in held))
+            mine[0] -= 1
+            mine[1] -= action.kind == ActionKind.BACKWARD_WEIGHT
+            rising = False
         found.append(peaks)
     return found

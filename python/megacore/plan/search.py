@@ -196,7 +196,7 @@ class _Pricer:
         share = {moe: model.moe_layers.count(moe) / len(model.moe_layers) for moe in layers}
         self.kept = tokens * sum(layers[moe][0] * share[moe] for moe in layers)
         self.working = tokens * max(whole for _, whole in layers.values())
-        self.logits = tokens * head_bytes(model, spec)
+        self.logits = tokens * head_bytes(model, spec)[1]
         if spec.tp > 1:
             self.working += 6 * tokens * model.hidden
 

@@ -151,6 +151,10 @@ class RunSpec:
         instances: Copies of the sharded optimizer state.
         stages: Layers of each stage as counts; empty to distribute them evenly by cost.
         cp_alltoall: Context parallelism exchanges heads by all-to-all instead of keys and values.
+        plain_autograd: Tensors are saved as megacore's layers save them: inputs gathered for
+            sequence parallelism are kept instead of gathered again, and output gradients wait
+            beside the activations from I to W.
+        keeps_permuted: Permuted rows are kept beside the input of the experts.
         group_size: Microbatches that run through one chunk before the next (interleaving).
         order: Axes from adjacent ranks to far ones.
     """
@@ -184,6 +188,8 @@ class RunSpec:
     instances: int = 1
     stages: tuple[int, ...] = ()
     cp_alltoall: bool = False
+    plain_autograd: bool = False
+    keeps_permuted: bool = True
     group_size: int | None = None
     order: str = "tp-cp-ep-dp-pp"
 
