@@ -58,6 +58,13 @@ class RunConfig(Section):
         description="Step (from 0, below `steps`) whose timeline is recorded; -1 for none. "
         "Default: `steps` / 2.",
     )
+    calibration: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Calibration of the prediction that `run.json` and the report compare with "
+        "the run: a device as in `megacore plan --device`, or a file of `megacore calibrate`. "
+        "Default: that of the GPU's name, and no comparison on other devices.",
+    )
     plain: bool = Field(
         default=False, description="Print plain lines instead of a live progress bar."
     )

@@ -143,7 +143,8 @@ class LayerCosts:
                 again.plus(up)
         cost.plus(mlp)
         cost.add("recompute", 0.0, share * again.forward)
-        cost.stretch("host", self._floor(moe))
+        floor = self._floor(moe)
+        cost.stretch("host", cost.total + floor if device.host_waits else floor)
         if spec.overlap & {"tp", "ep"} or ("dp" in spec.overlap and spec.zero == 3):
             cost.stretch("contention", cost.total * (1 + device.contention_share))
         return cost
@@ -178,7 +179,8 @@ class LayerCosts:
             cost.add("attention", 9 * scores / self.bandwidth, 11 * scores / self.bandwidth)
             return cost
         keys = model.seq / 2
-        rate = device.peak_clock * device.peak_bf16 * device.attention_forward
+        peak = device.peak_fp32 if spec.precision == "fp32" else device.peak_bf16
+        rate = device.peak_clock * peak * device.attention_forward
         rate *= model.seq / (model.seq + device.attention_half)
         if spec.attention == "flash2":
             rate *= device.attention_flash2

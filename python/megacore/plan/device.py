@@ -35,6 +35,7 @@ class Device:
     peak_hbm: float
     peak_memory_gib: float
     peak_clock: float
+    peak_at_once: int
     # [gemm]: fractions of peak, in long runs under the power limit.
     gemm_fp32: float
     gemm_bf16: float
@@ -64,6 +65,7 @@ class Device:
     host_moe_hybridep_ms: float
     host_moe_graphs_ms: float
     host_step_ms: float
+    host_waits: float
     # [link]
     link_domain: int
     link_nvlink: float
@@ -145,6 +147,19 @@ def load_device(name: str, changes: Mapping[str, float] | None = None) -> Device
         if key not in ("name", "origin", "stack", "sources") and not _is_number(value):
             raise ConfigError(f"{path}: {key} must be a number of at least 0, got {value!r}")
     return Device(**values)
+
+
+def match_device(name: str) -> str | None:
+    """Return the calibration of a GPU by the name that its driver gives it.
+
+    Example:
+        >>> match_device("NVIDIA H100 80GB HBM3"), match_device("Tesla T4")
+        ('h100', None)
+    """
+    words = name.lower().replace("-", " ").split()
+    if "a100" in words and "40gb" in name.lower():
+        return "a100-40"
+    return next((known for known in known_devices() if known in words), None)
 
 
 def fitted_constants() -> dict[str, list[str]]:

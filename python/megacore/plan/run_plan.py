@@ -18,6 +18,7 @@ from megacore.optim import MemoryRow, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
 from megacore.pipeline import ActionKind, Lowering, Program
+from megacore.plan.device import load_device
 from megacore.plan.from_config import make_topology, train_recompute, train_schedule
 from megacore.plan.graph_memory import GraphBytes, predict_graphs
 from megacore.plan.routing import check_routing
@@ -219,8 +220,10 @@ def check_plan(config: Config, world_size: int) -> None:
     """Build layout, layer partition and schedule once, to detect errors before ranks start.
 
     Raises:
-        ConfigError: With the message of the planner that failed.
+        ConfigError: With the message of the planner that failed, or an unknown calibration.
     """
+    if config.run.calibration is not None:
+        load_device(config.run.calibration)
     try:
         make_topology(config, world_size)
         layers_of_stages(config)

@@ -156,6 +156,9 @@ def step_time(
         for kind, value in stages[stage % length].parts.items():
             parts[kind] += value * spec.microbatches / schedule.num_chains
     parts["bubble"] = timeline.makespan - timeline.busy[busiest]
+    if 0 < device.peak_at_once < spec.gpus:  # ranks take turns on the cores
+        shared = sum(timeline.busy) * spec.gpus / spec.pp / device.peak_at_once
+        parts["bubble"] += max(0.0, shared - timeline.makespan)
     rank_stages = [stage % length for stage in schedule.stages(busiest)]
     for kind, value in per_step(model, spec, device, counts, stages, rank_stages).items():
         parts[kind] = value

@@ -34,6 +34,8 @@ class RunInfo:
         environment: Versions and hardware, see :func:`collect_environment`.
         resumed_from: The checkpoint from which the run continued.
         config: All settings by section and key, including derived ones.
+        prediction: Predicted and measured time and memory, see
+            ``megacore.plan.learn.compare_with_prediction``; ``None`` without a calibration.
         derived: Keys, as ``"parallel.etp"``, of settings with a derived value.
     """
 
@@ -51,6 +53,7 @@ class RunInfo:
     resumed_from: str | None = None
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     derived: Sequence[str] = field(default_factory=list)
+    prediction: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

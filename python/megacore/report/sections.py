@@ -40,8 +40,21 @@ def header(run: RunFiles) -> str:
     started = f"started {escape(info.started_at)}"
     resumed = f", continued from {escape(info.resumed_from)}" if info.resumed_from else ""
     lines.append(started + resumed)
+    if info.prediction is not None:
+        lines.append(escape(_prediction_text(info.prediction)))
     paragraphs = "".join(f"<p>{line}</p>" for line in lines)
     return f"<header><h1>{escape(info.name)}</h1>{paragraphs}</header>"
+
+
+def _prediction_text(prediction: Mapping[str, Any]) -> str:
+    """Return predicted and measured time of a step and memory, and the term that is most off."""
+    predicted, measured = prediction["predicted"], prediction["measured"]
+    parts = [f"step {measured['step_s']:.3g} s, predicted {predicted['step_s']:.3g} s"]
+    if measured["memory_bytes"]:
+        gib = [each["memory_bytes"] / 2**30 for each in (measured, predicted)]
+        parts.append(f"memory {gib[0]:.1f} GiB, predicted {gib[1]:.1f} GiB")
+    off = prediction["most_off"].rpartition("_")[0].replace("_", " ")
+    return f"{'; '.join(parts)} with {prediction['calibration']}; most off: {off}"
 
 
 def tiles(run: RunFiles) -> str:

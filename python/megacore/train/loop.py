@@ -145,6 +145,7 @@ class _Run:
         self._validation_loss: float | None = None
         self._last: StepRecord | None = None
         self._tokens = self._seconds = 0.0
+        self._step_times_s: list[float] = []
         self._recorder: ActionRecorder | None = None
         self._traced_step = self._choose_traced_step()
         self._started_at = datetime.now()
@@ -189,7 +190,13 @@ class _Run:
         if self._saver is not None:
             self._note_failure(self._saver.finish())
         info = self._info(wall_time_s=wall_time_s)
-        files = write_results(self._trainer, self._recorder, step=self._traced_step, info=info)
+        files = write_results(
+            self._trainer,
+            self._recorder,
+            step=self._traced_step,
+            info=info,
+            step_times_s=self._step_times_s,
+        )
         if self._last is None:
             self._console.note(
                 f"nothing to do: the checkpoint is at step {self._first_step:,} and train.steps is "
@@ -250,6 +257,7 @@ class _Run:
             write_info(self._dir, self._info(wall_time_s=None))
         self._last = record
         self._seconds += record.step_time_s
+        self._step_times_s.append(record.step_time_s)
         self._tokens += record.tokens_per_s * record.step_time_s
         if self._metrics is not None:
             self._metrics.write(record)

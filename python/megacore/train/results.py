@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megacore.config import filled
 from megacore.models.size import count_parameters
 from megacore.parallel.collectives import gather_objects
-from megacore.pipeline import ActionRecorder, Schedule, TimedAction
+from megacore.pipeline import Action, ActionKind, ActionRecorder, Schedule, TimedAction
 from megacore.pipeline.prediction import mean_times, predict
+from megacore.plan.device import match_device
+from megacore.plan.learn import compare_with_prediction
 from megacore.report import (
     RunInfo,
     RunTimeline,
@@ -27,7 +34,12 @@ TRACE_NAME = "trace.json"
 
 
 def write_results(
-    trainer: Trainer, recorder: ActionRecorder | None, *, step: int, info: RunInfo
+    trainer: Trainer,
+    recorder: ActionRecorder | None,
+    *,
+    step: int,
+    info: RunInfo,
+    step_times_s: Sequence[float],
 ) -> dict[str, Path]:
     """Write ``run.json``, ``report.html`` and the timeline and trace of the recorded step, if any.
 
@@ -38,12 +50,14 @@ def write_results(
         recorder: The recorded step; ``None`` on every rank if no step was recorded.
         step: Number of the recorded step.
         info: Contents of the report.
+        step_times_s: Times of all steps of this run.
 
     Returns:
         Files by display name; empty on all ranks but 0.
     """
     directory = Path(filled(trainer.config.run.dir))
     recorded = gather_objects(recorder.events() if recorder else [], trainer.groups.world)
+    peaks = gather_objects(_peak_bytes(trainer.device), trainer.groups.world)
     if trainer.groups.rank != 0:
         return {}
     events = [event for events in recorded for event in events]
@@ -52,10 +66,56 @@ def write_results(
         pipelines = trainer.groups.topology.dense.groups("pp").tolist()
         trace = measured_trace(trainer.schedule, events, pipelines=pipelines)
         (directory / TRACE_NAME).write_text(json.dumps(trace))
+    info = replace(info, prediction=_prediction(trainer, recorded, peaks, step_times_s))
     return {
         "report": write_report(directory, info=info),
         "metrics": directory / "metrics.jsonl",
     }
+
+
+def _peak_bytes(device: torch.device) -> float | None:
+    """Return the most bytes allocated on a GPU; ``None`` on a CPU, which does not count them."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
+
+
+def _prediction(
+    trainer: Trainer,
+    recorded: Sequence[Sequence[TimedAction]],
+    peaks: Sequence[float | None],
+    step_times_s: Sequence[float],
+) -> dict[str, Any] | None:
+    """Compare the run with the prediction of its calibration, if there is one."""
+    config, calibration = trainer.config, trainer.config.run.calibration
+    if calibration is None and trainer.device.type == "cuda":
+        calibration = match_device(torch.cuda.get_device_name(trainer.device))
+    if calibration is None or not step_times_s:
+        return None
+    passes = [
+        sum(
+            event.end_us - event.start_us
+            for event in events
+            if Action.parse(event.action).kind in _PASSES
+        )
+        for events in recorded
+        if events
+    ]
+    return compare_with_prediction(
+        config,
+        trainer.groups.topology.world_size,
+        calibration=calibration,
+        step_times_s=step_times_s,
+        passes_s=statistics.fmean(passes) / 1e6 if passes else None,
+        memory_bytes=max((peak for peak in peaks if peak is not None), default=None),
+    )
+
+
+_PASSES = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+    ActionKind.RECOMPUTE,
+)
 
 
 def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: int) -> RunTimeline:

@@ -1,0 +1,257 @@
+"""Measurement of this machine's constants for predictions, with torch.
+
+Every measurement runs long enough for clocks to settle, repeats, and takes the median.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megacore.config import Config, resolve
+from megacore.models.functional import swiglu
+from megacore.models.gpt import GPTChunk
+from megacore.parallel import ProcessGroups
+from megacore.parallel.batch import Microbatch
+from megacore.plan.device import Device
+
+Report = Callable[[str], None]
+_SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+_ROUNDS = 5
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, *, least: float) -> float:
+    """Measure the median time of a call, over rounds of at least ``least`` seconds in all."""
+    run()
+    times: list[float] = []
+    deadline = time.perf_counter() + least
+    while len(times) < _ROUNDS or time.perf_counter() < deadline:
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(device: torch.device, *, least: float = 1.0, report: Report = print) -> dict[str, Any]:
+    """Measure the constants of one device, by the names of `Device`.
+
+    Args:
+        device: Device to measure.
+        least: Seconds for each measurement.
+        report: Called with the name of each measurement before it starts.
+    """
+    is_cuda = device.type == "cuda"
+    values: dict[str, Any] = {"peak_clock": 1.0}
+    formats = [("fp32", torch.float32)] + ([("bf16", torch.bfloat16)] if is_cuda else [])
+    for name, dtype in formats:
+        report(f"matrix products, {name}")
+        peak, half = _products(device, dtype, least)
+        values |= {f"peak_{name}": peak, f"gemm_{name}": 1.0, "gemm_half": half}
+    if not is_cuda:
+        values |= {"peak_bf16": values["peak_fp32"], "gemm_bf16": 1.0}
+    report("memory")
+    source = torch.zeros((256 << 20 if is_cuda else 16 << 20) // 4, device=device)
+    target = torch.empty_like(source)
+    once = seconds_of(lambda: target.copy_(source), device, least=least)
+    values["peak_hbm"] = 2 * source.nbytes / once
+    values |= _elementwise(device, values["peak_hbm"], least)
+    report("attention")
+    values |= _attention(device, values["peak_bf16" if is_cuda else "peak_fp32"], least)
+    report("operations of a layer")
+    values["host_layer_ms"] = _smallest_layer(device, {}, least)
+    experts = {"num_experts": 4, "top_k": 2, "force_balanced": True}
+    values["host_moe_alltoall_ms"] = _smallest_layer(device, experts, least)
+    if is_cuda:
+        values["peak_memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
+    else:
+        # Experts run one after the other, as products of their own.
+        values |= {**_HOST, "grouped_half": values["gemm_half"], "grouped_efficiency": 1.0}
+    return values
+
+
+# A CPU has no allocator of its own, runs operations as they come, and hides no exchange.
+_HOST: dict[str, float] = {
+    "gemm_launch_us": 0,
+    "host_waits": 1,
+    "host_step_ms": 0,
+    "memory_context_gib": 0,
+    "memory_comm_gib": 0,
+    "memory_fragmentation": 0,
+    "memory_workspace": 0,
+    "exposed_tp": 1,
+    "exposed_tp_overlapped": 1,
+    "exposed_ep_overlapped": 1,
+    "exposed_dp": 1,
+    "exposed_pp": 0,
+    "contention_share": 0,
+}
+
+
+def _products(device: torch.device, dtype: torch.dtype, least: float) -> tuple[float, float]:
+    """Fit the rate of large products and the side that halves it."""
+    sizes = _SIZES[device.type]
+    shapes = [(m, n, k) for m in sizes[-2:] for n, k in zip(sizes, reversed(sizes), strict=True)]
+    shapes += [(size, size, size) for size in sizes[1:]]
+    times = []
+    for m, n, k in shapes:
+        a, b = (torch.ones(*shape, dtype=dtype, device=device) for shape in ((m, k), (k, n)))
+        times.append(seconds_of(lambda a=a, b=b: a @ b, device, least=least / 5))  # type: ignore[misc]
+    work = np.array([2.0 * m * n * k for m, n, k in shapes])
+    sides = np.array(shapes, dtype=float)
+    best = (np.inf, 0.0, 0.0)
+    for half in np.geomspace(2, 1000, 40):
+        rates = work * np.prod(1 + half / sides, axis=1) / np.array(times)
+        spread = float(np.abs(np.log(rates) - np.median(np.log(rates))).mean())
+        best = min(best, (spread, float(np.median(rates)), float(half)))
+    return best[1], best[2]
+
+
+def _elementwise(device: torch.device, hbm: float, least: float) -> dict[str, float]:
+    """Measure an activation and the optimizer's arithmetic against the copying rate."""
+    rows, width = (8192, 8192) if device.type == "cuda" else (1024, 1024)
+    x = torch.ones(rows, 2 * width, device=device)
+    once = seconds_of(lambda: swiglu(x), device, least=least)
+    moved = 3 * rows * width * x.element_size()
+    state = [torch.zeros(rows * width, device=device, requires_grad=True)]
+    state[0].grad = torch.ones_like(state[0])
+    adamw = torch.optim.AdamW(state, fused=True)
+    step = seconds_of(adamw.step, device, least=least)
+    share = min(1.0, 28.0 * rows * width / step / hbm)
+    return {
+        "memory_bound_efficiency": min(1.0, moved / once / hbm),
+        "memory_bound_permute": min(1.0, moved / once / hbm),
+        "memory_bound_optimizer": share,
+    }
+
+
+def _attention(device: torch.device, peak: float, least: float) -> dict[str, float]:
+    """Measure causal attention forward and backward at two lengths."""
+    is_cuda = device.type == "cuda"
+    heads, width = (32, 128) if is_cuda else (4, 64)
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    rates = {}
+    lengths = (1024, 8192) if is_cuda else (128, 1024)
+    for length in lengths:
+        shape = (1, heads, length, width)
+        q, k, v = (torch.ones(shape, dtype=dtype, device=device, requires_grad=True) for _ in "qkv")
+
+        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        out = forward()
+        grad = torch.ones_like(out)
+        once = seconds_of(forward, device, least=least / 2)
+        back = seconds_of(
+            lambda out=out, grad=grad: out.backward(grad, retain_graph=True),  # type: ignore[misc]
+            device,
+            least=least / 2,
+        )
+        flops = 2.0 * heads * length * length * width
+        rates[length] = flops / once, 2.5 * flops / back
+    (short, _), (long, backward) = (rates[length] for length in lengths)
+    # rate(s) = rate * s / (s + half), through both lengths
+    a, b = lengths
+    half = max(0.0, min(4.0 * a, a * b * (long - short) / max(short * b - long * a, 1e-9)))
+    return {
+        "attention_half": half,
+        "attention_forward": long * (b + half) / b / peak,
+        "attention_backward": min(2.0, backward / long),
+        "attention_flash2": 1.0,
+    }
+
+
+def _smallest_layer(device: torch.device, moe: dict[str, Any], least: float) -> float:
+    """Measure forward and backward of a layer too small to compute anything, in milliseconds."""
+    times = []
+    for layers in (1, 5):
+        config = resolve(
+            Config(
+                model={"hidden_size": 32, "num_layers": layers, "num_heads": 2, "seq_length": 4},  # type: ignore[arg-type]
+                moe=moe,  # type: ignore[arg-type]
+            ),
+            1,
+            vocab_size=64,
+            cuda=False,
+        )
+        model = GPTChunk(
+            config.model,
+            layers=range(layers),
+            has_embedding=True,
+            has_head=True,
+            groups=ProcessGroups.single(),
+            moe=config.moe,
+            device=device,
+        )
+        tokens = torch.zeros(1, 4, dtype=torch.int64, device=device)
+        names = torch.zeros(1, dtype=torch.int64)
+        batch = Microbatch(tokens=tokens, labels=tokens, sample_ids=names, step=0)
+        times.append(
+            seconds_of(lambda m=model, b=batch: m(None, b).backward(), device, least=least)  # type: ignore[misc]
+        )
+    return max(0.0, (times[1] - times[0]) / 4 * 1e3)
+
+
+def measure_links(rank_device: torch.device, world_size: int, *, least: float) -> dict[str, float]:
+    """Measure all-gathers of two sizes between ranks of this machine. Collective."""
+    import torch.distributed as dist
+
+    times = {}
+    sizes = (1 << 12, 1 << 24 if rank_device.type == "cuda" else 1 << 20)
+    for numel in sizes:
+        part = torch.zeros(numel, device=rank_device)
+        whole = torch.zeros(numel * world_size, device=rank_device)
+        rounds = []
+        for _ in range(max(_ROUNDS, int(20 * least))):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_gather(list(whole.chunk(world_size)), part)
+            _wait(rank_device)
+            rounds.append(time.perf_counter() - start)
+        times[numel] = statistics.median(rounds)
+    small, large = sizes
+    moved = 4.0 * (world_size - 1) * (large - small)
+    bandwidth = moved / max(times[large] - times[small], 1e-9)
+    latency = max(0.0, times[small] - 4.0 * (world_size - 1) * small / bandwidth)
+    return {
+        "link_nvlink": bandwidth,
+        "link_nvlink_efficiency": 1.0,
+        "link_alltoall_nvlink": 1.0,
+        "link_nvlink_us": latency * 1e6,
+    }
+
+
+def write_calibration(path: Path, base: Device, changes: dict[str, Any], *, stack: str) -> None:
+    """Write a calibration with all constants, those in ``changes`` replaced."""
+    values = {**asdict(base), **changes, "origin": "measured", "stack": stack, "sources": []}
+    names = ("name", "origin", "stack", "sources")
+    document: dict[str, dict[str, Any]] = {"id": {name: values.pop(name) for name in names}}
+    sections = sorted(_SECTIONS, key=len, reverse=True)
+    for key, value in values.items():
+        section = next(each for each in sections if key.startswith(f"{each}_"))
+        document.setdefault(section, {})[key.removeprefix(f"{section}_")] = (
+            float(f"{value:.4g}") if isinstance(value, float) else value
+        )
+    path.write_text(tomli_w.dumps(document), encoding="utf-8")
+
+
+_SECTIONS = (
+    "peak", "gemm", "grouped", "attention", "memory_bound", "host", "link", "exposed",
+    "contention", "memory", "interval",
+)  # fmt: skip
