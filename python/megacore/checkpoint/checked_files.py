@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import zlib
@@ -13,7 +14,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, DiskFullError
+from megacore.files import describe_os_error
 
 ADVICE = 'use another checkpoint (checkpoint.resume = "auto" takes the newest complete one)'
 _BLOCK_BYTES = 1 << 20
@@ -44,7 +46,8 @@ class ChecksumWriter(FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         # Copying ahead would use the current GPU, which in a new thread is the first GPU.
-        super().__init__(folder, sync_files=True, per_thread_copy_ahead=0)
+        # Files are flushed to disk on close; torch would flush before the last bytes are written.
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.sums: dict[str, FileSum] = {}
         self.fs = _ChecksumFileSystem(self.sums)
 
@@ -89,27 +92,71 @@ def check_content(path: Path, expected: FileSum) -> None:
         )
 
 
-def write_durably(path: Path, text: str) -> FileSum:
-    """Write a text file and flush it to disk."""
-    file = _ChecksumFile(path)
-    with file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    return file.sum
+def check_written(path: Path, expected: FileSum) -> None:
+    """Read back a file that was just written and verify its checksum.
+
+    Raises:
+        CheckpointError: If the file differs from the written data.
+    """
+    try:
+        check_content(path, expected)
+    except CheckpointError as error:
+        reason = str(error).removesuffix(ADVICE).removesuffix("otherwise ").rstrip(";, ")
+        raise CheckpointError(
+            f"a checkpoint file differs from the data that was written ({reason}); check the disk, "
+            f"or set checkpoint.dir to another one"
+        ) from error
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file, flush it to disk, and read it back.
+
+    Raises:
+        CheckpointError: If the file cannot be written, or differs from ``text``.
+    """
+    try:
+        with _ChecksumFile(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise write_error(path, error) from error
+    try:
+        check_written(path, file.sum)
+    except CheckpointError:
+        path.unlink(missing_ok=True)  # a damaged `latest` could name another checkpoint
+        raise
+
+
+def write_error(path: Path, error: OSError) -> CheckpointError:
+    """Build the error for a checkpoint file or folder that cannot be written."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = (
+        "free some space, lower checkpoint.keep, or set checkpoint.dir to another disk"
+        if is_full
+        else "check the disk, or set checkpoint.dir to another folder"
+    )
+    return (DiskFullError if is_full else CheckpointError)(
+        f"cannot write {path}: {describe_os_error(error)}; {remedy}"
+    )
 
 
 def flush_folder(path: Path) -> None:
-    """Flush the directory entries of a folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush the directory entries of a folder to disk.
+
+    Raises:
+        CheckpointError: If that fails.
+    """
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise write_error(path, error) from error
 
 
 class _ChecksumFile(io.BufferedWriter):
-    """File opened for writing that computes the length and checksum of its content."""
+    """File opened for writing: computes length and checksum, and is flushed to disk on close."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -124,6 +171,15 @@ class _ChecksumFile(io.BufferedWriter):
         except OSError as error:
             self.error = error
             raise
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        finally:
+            super().close()
 
     @property
     def sum(self) -> FileSum:
@@ -148,7 +204,10 @@ class _ChecksumFileSystem(FileSystem):
                 yield file
         except Exception as error:
             # torch's own error about its archive would hide that the disk is full.
-            raise file.error or error from error
+            cause = file.error or error
+            if isinstance(cause, OSError) and cause.filename is None:
+                cause.filename = str(path)
+            raise cause from error
         self._sums[Path(path).name] = file.sum
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

@@ -14,10 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
-
-from megacore.checkpoint.checked_files import ADVICE, FileSum, check_content, check_size
+from megacore.checkpoint.checked_files import ADVICE, FileSum, check_size
 from megacore.errors import CheckpointError
 
 FORMAT = "megacore-checkpoint"
@@ -130,11 +127,14 @@ def read_index(folder: Path) -> CheckpointIndex:
             f"{path} is damaged: its content does not match its checksum; {ADVICE}"
         )
     try:
+        files = {name: FileSum(**file) for name, file in data["files"].items()}
+        if any(Path(name).name != name for name in files):
+            raise KeyError("files outside of the folder")
         return CheckpointIndex(
             state=TrainState(**data["state"]),
             config=data["config"],
             topology=data["topology"],
-            files={name: FileSum(**file) for name, file in data["files"].items()},
+            files=files,
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error!r}); {ADVICE}") from error
@@ -148,23 +148,6 @@ def check_files(folder: Path, index: CheckpointIndex) -> None:
     """
     for name, expected in index.files.items():
         check_size(folder / name, expected)
-
-
-def read_metadata(folder: Path, index: CheckpointIndex) -> Metadata:
-    """Read the tensor metadata of `torch.distributed.checkpoint`.
-
-    Raises:
-        CheckpointError: If the metadata is missing, damaged or unreadable.
-    """
-    path = folder / METADATA_NAME
-    if METADATA_NAME not in index.files:
-        raise CheckpointError(f"{folder / INDEX_NAME} does not list {METADATA_NAME}; {ADVICE}")
-    check_content(path, index.files[METADATA_NAME])
-    try:
-        metadata: Metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:  # a pickle of another version of torch fails in many ways
-        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    return metadata
 
 
 def without_advice(error: CheckpointError) -> str:

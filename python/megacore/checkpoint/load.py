@@ -15,7 +15,8 @@ from megacore.checkpoint.agreement import gather_results, on_every_rank
 from megacore.checkpoint.checked_files import ADVICE
 from megacore.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of, tensor_key, whole
 from megacore.checkpoint.find import resolve_checkpoint, verify_files
-from megacore.checkpoint.format import CheckpointIndex, TrainState, read_index, read_metadata
+from megacore.checkpoint.format import CheckpointIndex, TrainState, read_index
+from megacore.checkpoint.metadata import read_metadata
 from megacore.checkpoint.planner import ChunkLoadPlanner
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece

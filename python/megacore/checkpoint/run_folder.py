@@ -78,8 +78,13 @@ def _lock(folder: Path, setting: str) -> TextIO | None:
         file.seek(0)
         holder = file.read().strip()
         file.close()
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             return None
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise ConfigError(
+                f"cannot lock {path}: {describe_os_error(error)}; check the disk, or choose "
+                f"another folder with {setting}"
+            ) from error
         raise ConfigError(
             f"another run{f' ({holder})' if holder else ''} is writing to {setting} {folder}; wait "
             f"for its end, or give this run another folder"

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megacore.checkpoint.agreement import gather_results, on_rank_0
 from megacore.checkpoint.background import BackgroundTask, Staging, background_groups
-from megacore.checkpoint.checked_files import ChecksumWriter, FileSum, check_content
+from megacore.checkpoint.checked_files import ChecksumWriter, FileSum, check_written, write_error
 from megacore.checkpoint.chunks import chunks_of
 from megacore.checkpoint.format import (
+    METADATA_NAME,
     PARTIAL_SUFFIX,
     CheckpointIndex,
     TrainState,
@@ -25,7 +26,6 @@ from megacore.checkpoint.format import (
 from megacore.checkpoint.planner import ChunkSavePlanner, num_bytes
 from megacore.checkpoint.publish import prepare, publish
 from megacore.errors import CheckpointError
-from megacore.files import describe_os_error
 from megacore.optim import ParamPiece
 from megacore.parallel.process_groups import ProcessGroups
 
@@ -227,11 +227,9 @@ def _write_mine(partial: Path, planner: ChunkSavePlanner, plan: SavePlan) -> _Wr
     try:
         results = writer.write_data(plan, planner).wait()
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write a checkpoint file into {partial}: {describe_os_error(error)}"
-        ) from error
+        raise write_error(Path(error.filename or partial), error) from error
     for name, expected in writer.sums.items():
-        check_content(partial / name, expected)
+        check_written(partial / name, expected)
     return _Written(results=results, sums=writer.sums)
 
 
@@ -240,8 +238,13 @@ def _finish_dcp(
 ) -> dict[str, FileSum]:
     """Write ``.metadata``, so that DCP can read the folder, and return the sums of all files."""
     writer = ChecksumWriter(partial)
-    # A copy, because finish() adds the storage locations to the metadata.
-    writer.finish(replace(metadata), [report.results for report in written])
+    try:
+        # A copy, because finish() adds the storage locations to the metadata.
+        writer.finish(replace(metadata), [report.results for report in written])
+    except OSError as error:
+        raise write_error(Path(error.filename or partial / METADATA_NAME), error) from error
+    for name, expected in writer.sums.items():
+        check_written(partial / name, expected)
     sums = dict(writer.sums)
     for report in written:
         sums |= report.sums

@@ -150,7 +150,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "missing range": (
         _edit_metadata(lambda data: data.storage_data.clear()),
-        r"cannot read checkpoint .*: KeyError",
+        r"metadata is refused: the files lack the values of \w+\.[\w.]+ from \[0(, 0)?\] on",
     ),
     "missing parameter": (
         _edit_metadata(lambda data: data.state_dict_metadata.pop("main_param.norm")),

@@ -25,7 +25,7 @@ from megacore.checkpoint import (
     save_checkpoint,
 )
 from megacore.checkpoint.chunks import boxes_of_range
-from megacore.checkpoint.format import read_metadata
+from megacore.checkpoint.metadata import read_metadata
 from megacore.optim import ParamPiece
 from megacore.parallel.params import ParamInfo, ShardPosition
 from megacore.parallel.process_groups import Group, ProcessGroups

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,7 +122,7 @@ def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_nothing(
     world = ThreadWorld(monkeypatch, tp=2, dp=2)
     messages = world.run(lambda groups: _message_of_saving(tmp_path, groups))
     assert len(set(messages)) == 1
-    assert messages[0].startswith("rank 2: cannot write a checkpoint file")
+    assert messages[0].startswith(f"rank 2: cannot write {tmp_path}/step_00000001.partial/__2_0")
     assert "No space left" in messages[0]
     assert names_in(tmp_path) == []
 
@@ -139,9 +141,9 @@ def test_a_disk_that_fills_while_writing_is_named_as_the_cause(tmp_path: Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         with pytest.raises(CheckpointError) as caught:
             save_small(tmp_path)
-        where = tmp_path / "step_00000003.partial"
-        sentence = f"cannot write a checkpoint file into {where}: File too large"
-        return 0 if str(caught.value) == sentence and not list(tmp_path.iterdir()) else 1
+        where = tmp_path / "step_00000003.partial" / TENSORS
+        sentence = f"cannot write {where}: File too large; check the disk, or set checkpoint.dir"
+        return 0 if str(caught.value).startswith(sentence) and not names_in(tmp_path) else 1
 
     for limit in (100, 1500, 4000):  # before, in and after the first tensor
         ended = start_function(partial(fill, limit), tmp_path.parent).finish(timeout_s=60)
@@ -192,22 +194,85 @@ def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(
     assert world.run(save) == ["CheckpointError", "KeyError"]
 
 
+def _flip(file: int, size: int) -> None:
+    byte = os.pread(file, 1, size // 2)[0]
+    os.pwrite(file, bytes([byte ^ 1]), size // 2)
+
+
+FAULTS: dict[str, Callable[[int, int], None]] = {
+    "flipped bit": _flip,
+    "lost write": lambda file, _: os.ftruncate(file, 0),
+    "short write": lambda file, size: os.ftruncate(file, size - 1),
+}
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("name", [TENSORS, ".metadata.tmp", "index.json", "latest.partial"])
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_file_that_reads_back_differently_is_not_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[int, int], None],
+    name: str,
+    keep: int,
 ) -> None:
-    save_small(tmp_path, step=1)
+    save_small(tmp_path, step=1, keep=keep)
     real_fsync = os.fsync
 
     def damage_and_flush(descriptor: int) -> None:
-        name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
-        if name.endswith(TENSORS):
-            os.pwrite(os.open(name, os.O_WRONLY), b"?", 100)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.name == name:
+            file = os.open(path, os.O_RDWR)
+            fault(file, path.stat().st_size)
+            os.close(file)
         real_fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", damage_and_flush)
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
-        save_small(tmp_path, step=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", damage_and_flush)
+        with pytest.raises(CheckpointError, match="differs from the data that was written") as told:
+            save_small(tmp_path, step=2, keep=keep)
+    assert name.removesuffix(".tmp") in str(told.value)
+    assert "set checkpoint.dir to another one" in str(told.value)
     assert names_in(tmp_path) == ["latest", "step_00000001"]
+    load_checkpoint(
+        find_checkpoint("auto", tmp_path, groups=GROUPS).path, small_pieces(), groups=GROUPS
+    )
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+def test_every_failing_flush_names_its_file_and_keeps_the_former_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    real_fsync = os.fsync
+    flushed: list[str] = []
+
+    def fail_at(position: int) -> Callable[[int], None]:
+        flushed.clear()
+
+        def fsync(descriptor: int) -> None:
+            flushed.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+            if len(flushed) == position:
+                raise OSError(number, os.strerror(number))
+            real_fsync(descriptor)
+
+        return fsync
+
+    for position in range(1, 20):
+        directory = tmp_path / str(position)
+        save_small(directory, step=1, keep=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail_at(position))
+            try:
+                save_small(directory, step=2, keep=1)
+            except CheckpointError as error:
+                sentence = str(error)
+            else:
+                break
+        assert f"cannot write {flushed[-1]}: {os.strerror(number)}; " in sentence
+        assert "checkpoint.dir" in sentence
+        found = find_checkpoint("auto", directory, groups=GROUPS)
+        load_checkpoint(found.path, small_pieces(), groups=GROUPS)
+    assert position > 6  # tensors, metadata, index, its folder, latest, the folder twice, ...
 
 
 def test_a_kill_while_the_same_step_is_replaced_loses_nothing(
