@@ -28,3 +28,15 @@ class DiskFullError(CheckpointError):
 
 class PeerLostError(MegacoreError, RuntimeError):
     """Another rank died or stopped answering."""
+
+
+def printable(text: str) -> str:
+    r"""Escape control characters other than line breaks, which could change a terminal.
+
+    Example:
+        >>> printable("a\x1b[31mb\n")
+        'a\\x1b[31mb\n'
+    """
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore
 
-from megacore.launch.context import StoreAddress, free_listener
+from megacore.launch.store import StoreAddress
 from tests.support.jobs import (
     Ended,
     Job,
@@ -146,6 +147,43 @@ def test_terminal_interrupt_reaches_all_processes_but_is_told_once(tmp_path: Pat
     assert_gone(pids)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_is_told_with_its_rank(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    job = start("endless", tmp_path)
+    pids = wait_for_ranks(tmp_path, 3)
+    os.kill(pids[1], number)
+    ended = job.finish(timeout_s=8)
+    assert ended.code == 128 + number
+    [complaint] = ended.complaints()
+    assert complaint.startswith(f"megacore: rank 1 (pid {pids[1]} on host ")
+    assert complaint.endswith(f"was stopped by {number.name}; the other 2 ranks were stopped")
+    assert_gone(pids)
+
+
+def test_the_store_of_a_run_has_no_port_and_no_file(tmp_path: Path) -> None:
+    job = start("endless", tmp_path, ranks=2)
+    pids = wait_for_ranks(tmp_path, 2)
+    listening = {pid: _num_listening(pid) for pid in (job.pid, *pids)}
+    os.kill(job.pid, signal.SIGTERM)
+    job.finish(timeout_s=8)
+    # Each rank's one is of gloo, for the connections of its own process group.
+    assert listening == {job.pid: 0, pids[0]: 1, pids[1]: 1}
+
+
+def _num_listening(pid: int) -> int:
+    """Number of TCP sockets on which a process listens."""
+    inodes = {
+        fields[9]
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+        if (fields := line.split())[3] == "0A"
+    }
+    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return len({link for link in links if link.removeprefix("socket:").strip("[]") in inodes})
+
+
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     job = start("endless", tmp_path, ranks=2)
     pids = wait_for_ranks(tmp_path, 2)
@@ -225,7 +263,7 @@ def start_by_hand(folder: Path, *, rank: int, world_size: int, port: int) -> Job
 
 
 def test_ranks_that_disagree_on_the_world_are_told_before_any_collective(tmp_path: Path) -> None:
-    with free_listener() as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     first = start_by_hand(tmp_path, rank=0, world_size=2, port=port)
     store = StoreAddress(host="127.0.0.1", port=port).connect(timeout_s=20)

@@ -77,7 +77,7 @@ def launch(
     peer_timeout_s = PEER_TIMEOUT_S if behaviour in ("silent", "slow") else 20.0
     options = LaunchOptions(
         backend=backend,
-        timeout_s=60.0,
+        timeout_s=15.0 if behaviour == "short" else 60.0,
         peer_timeout_s=peer_timeout_s,
         error_dir=folder,
         start_method=start_method,

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from megacore.config import did_you_mean, setting_homes, split_overrides
-from megacore.errors import ConfigError, MegacoreError, PeerLostError
+from megacore.errors import ConfigError, MegacoreError, PeerLostError, printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,5 +188,5 @@ def _describe_unknown(
 def _complain(sentence: str, exit_code: int, *, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    print(f"megacore: {sentence}", file=sys.stderr)
+    print(f"megacore: {printable(sentence)}", file=sys.stderr)
     return exit_code

@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
+
+MAX_SIZE = 1 << 31
 
 
 def filled(value: T | None) -> T:
@@ -35,6 +37,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, serialize_by_alias=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _check_range(cls, value: Any, info: ValidationInfo) -> Any:
+        # The native core has 32-bit sizes; larger ones would only take hours or all memory.
+        if isinstance(value, int) and value >= MAX_SIZE and info.field_name != "seed":
+            raise ValueError(f"must be below {MAX_SIZE:,}")
+        return value
 
     @classmethod
     def by_key(cls) -> dict[str, FieldInfo]:

@@ -72,6 +72,8 @@ class RunConfig(Section):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
-        if "/" in name or "\0" in name or name in (".", ".."):
+        if not name.isprintable():
+            raise ValueError("must not contain control characters")
+        if "/" in name or name in (".", ".."):
             raise ValueError("must be the name of one folder in runs/; set run.dir for another one")
         return name

@@ -37,6 +37,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPE_OF_CODE = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 # The format uses u16 below this vocabulary size, else i32.
 U16_VOCAB_LIMIT = 65_500
+# Copied to memory, so a small index must not claim a multiple of the file.
+MAX_SHARING = 8
 MAX_VOCAB = 1 << 31
 
 
@@ -97,6 +99,12 @@ def read_indexed(prefix: str | Path) -> IndexedTokens:
     if num_sequences == 0 or np.array_equal(starts, expected):
         tokens = stored[: num_bytes // dtype.itemsize]
     else:  # sequences that were reordered or share tokens
+        if num_bytes > MAX_SHARING * file_bytes:
+            raise DataError(
+                f"{index_path} describes {num_bytes:,} bytes of tokens in a file of "
+                f"{file_bytes:,}; sequences may share tokens up to {MAX_SHARING} times: the index "
+                f"is damaged, write or copy it again"
+            )
         begins = starts // dtype.itemsize
         tokens = np.concatenate(
             [stored[b : b + n] for b, n in zip(begins, lengths, strict=True)] or [stored[:0]]

@@ -19,15 +19,18 @@ from multiprocessing.process import BaseProcess
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megacore.errors import ConfigError
-from megacore.launch.context import LaunchOptions, RankContext, StoreAddress, rank_device
+from megacore.launch.context import LaunchOptions, RankContext, rank_device
+from megacore.launch.environment import num_restarts
 from megacore.launch.failure import Failure, record_failure
 from megacore.launch.messages import complain, leave, print_outcome, stopped_too
 from megacore.launch.peers import describe_exit
+from megacore.launch.stopping import STOP_SIGNALS, StopRequest
+from megacore.launch.store import LocalStoreAddress
 from megacore.launch.worker import Outcome, Reporter, Worker, run_rank, use_threads
 
 SETTLE_S = 1.0  # after a first failure: time to detect its cause, if that rank was a victim
 GRACE_S = 2.5  # after a first failure: time for survivors to exit on their own
-KILL_S = 2.0  # after SIGTERM: time before SIGKILL
+KILL_S = 2.0  # after a signal and the end of a first rank: time before SIGKILL
 PR_SET_PDEATHSIG = 1
 
 
@@ -55,14 +58,12 @@ class Ranks:
         nproc: int,
         worker: Worker,
         options: LaunchOptions,
-        address: StoreAddress,
-        listener: socket.socket,
+        address: LocalStoreAddress,
     ) -> None:
         self._nproc = nproc
         self._worker = worker
         self._options = options
         self._address = address
-        self._listener = listener
         self._ranks: list[Rank] = []
         self._signal = 0
 
@@ -85,9 +86,8 @@ class Ranks:
                     options=self._options,
                     address=self._address,
                 )
-                inherited = self._listener if forks else None
                 process = context.Process(
-                    target=_child_main, args=(child, sender, inherited), name=f"rank {number}"
+                    target=_child_main, args=(child, sender), name=f"rank {number}"
                 )
                 process.start()
                 sender.close()
@@ -101,8 +101,8 @@ class Ranks:
         while running := [rank for rank in self._ranks if rank.ended_s is None]:
             self._wait(running, signals)
             now = time.monotonic()
-            if self._signal and deadline == float("inf"):
-                self.terminate()
+            # No deadline while all ranks finish their step and save: a second signal kills them.
+            if self._signal and len(running) < self._nproc and deadline == float("inf"):
                 deadline = now + KILL_S
             if self._failed() and settled == float("inf"):
                 settled, deadline = now + SETTLE_S, min(deadline, now + GRACE_S)
@@ -153,6 +153,8 @@ class Ranks:
     def _on_signal(self, number: int) -> None:
         if self._signal:
             self.kill()  # Second signal: the user does not want to wait.
+        else:
+            self.terminate()
         self._signal = number
 
     def _failed(self) -> list[Rank]:
@@ -191,7 +193,8 @@ class Ranks:
         return True
 
     def _exit_code(self) -> int:
-        if self._signal:
+        finished = all(rank.outcome and rank.outcome.kind == "done" for rank in self._ranks)
+        if self._signal and not finished:
             complain("interrupted; all ranks were stopped")
             return 128 + self._signal
         failed = self._failed()
@@ -214,8 +217,7 @@ def first_failure(failed: Sequence[Rank]) -> Rank:
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[None]:
-    held = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -234,24 +236,23 @@ class _Child:
     parent_pid: int
     worker: Worker
     options: LaunchOptions
-    address: StoreAddress
+    address: LocalStoreAddress
 
 
-def _child_main(child: _Child, pipe: Connection, inherited: socket.socket | None) -> None:
+def _child_main(child: _Child, pipe: Connection) -> None:
     """Run a child process. Never returns: a child must not run the parent's exit handlers."""
     _die_with_parent(child.parent_pid)
     signal.set_wakeup_fd(-1)
     # The terminal sends SIGINT to all processes, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     use_threads(child.options.threads, num_processes=child.nproc)
-    if inherited is not None:
-        inherited.close()
     options = child.options
     report = Reporter(child.rank, pipe.send, options.error_dir)
     try:
-        store = child.address.connect(timeout_s=30.0)
+        store = child.address.connect(timeout_s=0.0)
         store.set_timeout(options.timeout)
         context = RankContext(
             rank=child.rank,
@@ -263,6 +264,8 @@ def _child_main(child: _Child, pipe: Connection, inherited: socket.socket | None
             address=child.address,
             store=PrefixStore(f"{child.address.prefix}/shared", store),
             launched_by="megacore",
+            restarts=num_restarts(os.environ),
+            stop=StopRequest(ignores_interrupt=True),
         )
         code = run_rank(context, child.worker, options, report)
     except ConfigError as error:

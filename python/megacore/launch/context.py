@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, PeerLostError
+from megacore.launch.environment import launched_rank
+from megacore.launch.stopping import StopRequest
+from megacore.launch.store import LocalStoreAddress, StoreAddress, within
+
+CONNECT_S = 30.0  # limit of the connection to the store and of a request at the start
 
 Backend = Literal["gloo", "nccl"]
 
@@ -55,36 +59,6 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreAddress:
-    """Address of the store, and key prefix of this attempt."""
-
-    host: str
-    port: int
-    prefix: str = "megacore"
-
-    def connect(self, *, timeout_s: float, is_server: bool = False) -> TCPStore:
-        """Open a new connection to the store.
-
-        Raises:
-            ConfigError: If the store does not answer within ``timeout_s``.
-        """
-        try:
-            return TCPStore(
-                self.host,
-                self.port,
-                is_master=is_server,
-                wait_for_workers=False,
-                multi_tenant=is_server,
-                timeout=timedelta(seconds=timeout_s),
-            )
-        except DistError as error:
-            raise ConfigError(
-                f"no answer from the store of the launcher at {self.host}:{self.port} within "
-                f"{timeout_s:g} s ({first_line(error)}); check MASTER_ADDR and MASTER_PORT"
-            ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
 class RankContext:
     """Rank numbers, device and shared store of one rank.
 
@@ -98,6 +72,8 @@ class RankContext:
         address: Address of the store.
         store: Connection to the store, for the main thread.
         launched_by: Launcher of the process.
+        restarts: Number of times that the launcher or the job scheduler has restarted the run.
+        stop: Signals that this rank has received.
     """
 
     rank: int
@@ -106,9 +82,11 @@ class RankContext:
     local_world_size: int
     device: torch.device
     backend: Backend
-    address: StoreAddress
+    address: StoreAddress | LocalStoreAddress
     store: Store
-    launched_by: Literal["megacore", "torchrun"]
+    launched_by: Literal["megacore", "torchrun", "srun"]
+    restarts: int = 0
+    stop: StopRequest = field(default_factory=StopRequest)
 
 
 def agree(context: RankContext, name: str, value: str) -> None:
@@ -116,20 +94,22 @@ def agree(context: RankContext, name: str, value: str) -> None:
 
     Raises:
         ConfigError: If an earlier rank has set another value; the message shows both.
+        PeerLostError: If the store does not answer.
     """
     mine = f"{value}\n{context.rank}"
-    first = context.store.compare_set(f"agree/{name}", "", mine).decode()
+    try:
+        answer = within(CONNECT_S, lambda: context.store.compare_set(f"agree/{name}", "", mine))
+    except TimeoutError as error:
+        raise PeerLostError(
+            f"{context.address} went away: {error}; it may be a network failure"
+        ) from error
+    first = answer.decode()
     their_value, _, their_rank = first.rpartition("\n")
     if their_value != value:
         raise ConfigError(
             f"ranks disagree on {name}: rank {context.rank} has {value}, rank {their_rank} has "
             f"{their_value}; start every rank with the same command"
         )
-
-
-def under_torchrun() -> bool:
-    """Check if a launcher such as torchrun started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank_device(backend: Backend, local_rank: int) -> torch.device:
@@ -152,58 +132,25 @@ def rank_device(backend: Backend, local_rank: int) -> torch.device:
 
 
 def context_from_environment(options: LaunchOptions) -> RankContext:
-    """Build the context of a rank started by torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_*``).
+    """Build the context of a rank started by torchrun or srun.
 
     Raises:
-        ConfigError: If a variable is missing or not a number, or the store does not answer.
+        ConfigError: If a variable is missing or invalid, or the store does not answer.
     """
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"RANK={rank} is not in [0, WORLD_SIZE={world_size}); start {world_size} processes "
-            f"with RANK from 0 to {world_size - 1}"
-        )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    address = StoreAddress(
-        host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        port=_number("MASTER_PORT"),
-        prefix=f"megacore/{attempt}",
-    )
-    # torchrun's agent hosts the store; with launchers that only set variables, rank 0 hosts it.
-    agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = address.connect(timeout_s=30.0, is_server=rank == 0 and not agent_hosts_store)
+    found = launched_rank(os.environ)
+    address = StoreAddress(host=found.host, port=found.port, prefix=f"megacore/{found.attempt}")
+    is_server = found.rank == 0 and not found.agent_hosts_store
+    store = address.connect(timeout_s=CONNECT_S, is_server=is_server)
     store.set_timeout(options.timeout)
-    local_rank = _number("LOCAL_RANK", 0)
     return RankContext(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=_number("LOCAL_WORLD_SIZE", 1),
-        device=rank_device(options.backend, local_rank),
+        rank=found.rank,
+        world_size=found.world_size,
+        local_rank=found.local_rank,
+        local_world_size=found.local_world_size,
+        device=rank_device(options.backend, found.local_rank),
         backend=options.backend,
         address=address,
         store=PrefixStore(f"{address.prefix}/shared", store),
-        launched_by="torchrun",
+        launched_by=found.launcher,
+        restarts=found.restarts,
     )
-
-
-def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name, "" if default is None else str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(
-            f"environment variable {name}={text!r} is no whole number; torchrun sets it"
-        ) from None
-
-
-def first_line(error: BaseException) -> str:
-    """Extract the first line of an error's text, because torch appends C++ frames."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def free_listener() -> socket.socket:
-    """Open a socket that listens on a free port of the loopback interface."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    listener.set_inheritable(False)
-    return listener

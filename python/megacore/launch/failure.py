@@ -24,14 +24,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from types import FrameType
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, TypeVar
 
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from megacore.errors import ConfigError, PeerLostError
+from megacore.errors import PeerLostError, printable
 from megacore.launch.context import RankContext
 from megacore.launch.peers import Identity, is_dead, local_state
+from megacore.launch.stopping import STOP_SIGNALS, StopRequest
+from megacore.launch.store import StoreConnection, first_line
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ STORE_HOST = -1  # the "rank" of a lost store
 GRACE_S = 2.0  # time for a blocked main thread to exit on its own
 FAILURE_KEY = "health/failure"
 STOPPED = "it was stopped by a signal"
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NETWORK_ADVICE = "; its host may be down, or the network between the hosts may have failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,22 @@ class Failure:
     def __str__(self) -> str:
         return f"{self.who} went away: {self.reason}"
 
+    @staticmethod
+    def from_json(text: str | bytes) -> Failure:
+        """Parse a record of the store, which other processes of the network may have written.
+
+        Raises:
+            RuntimeError: If it is not the record of a failure.
+        """
+        try:
+            data = json.loads(text)
+            who, reason = (
+                printable(str(data[key])).replace("\n", " ") for key in ("who", "reason")
+            )
+            return Failure(rank=int(data["rank"]), who=who, reason=reason)
+        except (ValueError, TypeError, KeyError) as error:
+            raise RuntimeError(f"invalid record of a failure in the store ({error!r})") from error
+
     def to_error(self) -> PeerLostError:
         """Convert to the error that survivors raise."""
         return PeerLostError(str(self))
@@ -62,7 +79,7 @@ class Failure:
 def record_failure(store: Store, failure: Failure) -> Failure:
     """Store ``failure`` unless a failure is already stored; returns the stored failure."""
     text = json.dumps(asdict(failure))
-    return Failure(**json.loads(store.compare_set(FAILURE_KEY, "", text)))
+    return Failure.from_json(store.compare_set(FAILURE_KEY, "", text))
 
 
 class FailureMonitor:
@@ -86,8 +103,7 @@ class FailureMonitor:
         self._peer_timeout_s = peer_timeout_s
         self._interval_s = min(2.0, peer_timeout_s / 4)
         self._on_end = on_end
-        self._lock = threading.Lock()  # one request at a time on the connection
-        self._store = self._connect(timeout_s=30.0)
+        self._store = StoreConnection(self._connect, deadline_s=max(5.0, peer_timeout_s))
         self._identity = Identity.mine(context.rank)
         self._known: dict[int, Identity] = {}
         self._finished: set[int] = set()
@@ -107,6 +123,29 @@ class FailureMonitor:
         self._beat(0)
         self._thread.start()
 
+    def wait_for_all(self, *, timeout_s: float) -> None:
+        """Wait until all ranks of the world are monitored.
+
+        Raises:
+            PeerLostError: If some have not started within ``timeout_s``.
+        """
+        world = self._context.world_size
+        self._ask(lambda store: store.add("health/joined", 1))
+        deadline = time.monotonic() + timeout_s
+        pause_s = 0.01
+        while self._ask(lambda store: store.add("health/joined", 0)) < world:
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(world) if self._who(rank) is None]
+                shown = ", ".join(map(str, missing[:8])) + (", ..." if missing[8:] else "")
+                raise PeerLostError(
+                    f"{len(missing)} of {world} ranks did not start within {timeout_s:g} s "
+                    f"(run.timeout_s): {shown}{NETWORK_ADVICE}"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
+        for rank in self._watched():
+            self._who(rank)  # for messages when the store cannot be asked any more
+
     def announce_end(self, how: Literal["done", "stopped"]) -> None:
         """Publish why this rank's heartbeat will stop: work done, or stopped by a signal."""
         with contextlib.suppress(RuntimeError):
@@ -118,6 +157,7 @@ class FailureMonitor:
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"\0")
         self._thread.join(timeout=self._peer_timeout_s)
+        self._store.close()
         self._wake_receiver.close()
         self._wake_sender.close()
 
@@ -154,6 +194,11 @@ class FailureMonitor:
             time.sleep(0.1)
 
     @property
+    def stop_request(self) -> StopRequest:
+        """Signals that this rank has received."""
+        return self._context.stop
+
+    @property
     def wake_fd(self) -> int:
         """File descriptor for `signal.set_wakeup_fd`, through which signals wake the thread."""
         return self._wake_sender.fileno()
@@ -166,7 +211,7 @@ class FailureMonitor:
             signal_number = self._sleep(self._interval_s)
             if self._stopped.is_set():
                 return
-            if signal_number:
+            if signal_number and self._context.stop.ends_now(signal_number):
                 self._end(None, 128 + signal_number)
             now = time.monotonic()
             if now - last > self._interval_s + self._peer_timeout_s / 2:
@@ -185,7 +230,7 @@ class FailureMonitor:
         """Wait, interrupted by signals; returns the number of a termination signal, or 0."""
         ready, _, _ = select.select([self._wake_receiver], [], [], seconds)
         received = self._wake_receiver.recv(64) if ready else b""
-        return next((number for number in received if number in ENDING_SIGNALS), 0)
+        return next((number for number in received if number in STOP_SIGNALS), 0)
 
     def _end(self, failure: Failure | None, exit_code: int) -> None:
         """Give the main thread time to exit on its own, then end the process."""
@@ -233,8 +278,12 @@ class FailureMonitor:
     def _silence(self, rank: int, seconds: float) -> str:
         identity = self._who(rank)
         state = local_state(identity) if identity else None
-        stopped = "; its process is stopped" if state is not None and state.code in "Tt" else ""
-        return f"silent for {seconds:.1f} s{stopped}"
+        text = f"silent for {seconds:.1f} s"
+        if state is not None and state.code in "Tt":
+            return f"{text}; its process is stopped"
+        if identity is not None and identity.space != self._identity.space:
+            return f"{text}{NETWORK_ADVICE}"
+        return text
 
     def _is_busy(self, rank: int) -> bool:
         """Check if a silent rank of this machine uses CPU; native code can block its heartbeat."""
@@ -253,19 +302,24 @@ class FailureMonitor:
 
     def _recorded(self) -> Failure | None:
         text = self._get(FAILURE_KEY)
-        return Failure(**json.loads(text)) if text is not None else None
+        return Failure.from_json(text) if text is not None else None
 
     def _record(self, rank: int, reason: str) -> Failure:
         failure = Failure(rank=rank, who=str(self._who(rank) or f"rank {rank}"), reason=reason)
         return self._ask(lambda store: record_failure(store, failure))
 
     def _store_lost(self, error: RuntimeError) -> Failure:
-        address = self._context.address
+        beyond = self._known_beyond_host()
+        with_it = f"; with it {', '.join(map(str, beyond))}" if beyond else ""
         return Failure(
             rank=STORE_HOST,
-            who=f"the launcher that holds the store at {address.host}:{address.port}",
-            reason=f"no answer ({type(error).__name__})",
+            who=str(self._context.address),
+            reason=f"no answer ({first_line(error)}){with_it}{NETWORK_ADVICE}",
         )
+
+    def _known_beyond_host(self) -> list[Identity]:
+        """List the known ranks of other machines."""
+        return [who for _, who in sorted(self._known.items()) if who.space != self._identity.space]
 
     def _who(self, rank: int) -> Identity | None:
         if rank not in self._known:
@@ -293,24 +347,12 @@ class FailureMonitor:
         return self._ask(lambda store: store.get(key) if store.check([key]) else None)
 
     def _ask(self, request: Callable[[Store], T]) -> T:
-        """Send one request to the store; a broken connection is replaced once.
+        return self._store.ask(request)
 
-        A request can time out because this process was suspended. Its connection cannot be reused,
-        since the late reply would be read as the reply to the next request.
-        """
-        with self._lock:
-            try:
-                return request(self._store)
-            except DistError:
-                self._store = self._connect(timeout_s=2.0)
-                return request(self._store)
-
-    def _connect(self, *, timeout_s: float) -> Store:
-        try:
-            store = self._context.address.connect(timeout_s=timeout_s)
-        except ConfigError as error:
-            raise RuntimeError(str(error)) from error
-        prefixed = PrefixStore(self._context.address.prefix, store)
+    def _connect(self, timeout_s: float) -> Store:
+        prefixed = PrefixStore(
+            self._context.address.prefix, self._context.address.connect(timeout_s=timeout_s)
+        )
         prefixed.set_timeout(timedelta(seconds=max(5.0, self._peer_timeout_s)))
         return prefixed
 
@@ -321,9 +363,9 @@ def failure_monitor(
 ) -> Iterator[FailureMonitor]:
     """Monitor the other ranks while the block runs.
 
-    If called in the main thread, SIGTERM and SIGINT also wake the monitor: the main thread gets
-    `SystemExit` or `KeyboardInterrupt`, and if it stays blocked in a collective operation, the
-    monitor ends the process.
+    If called in the main thread, signals to stop go to ``context.stop`` and wake the monitor.
+    Unless they are deferred, the main thread gets `SystemExit`, and if it stays blocked in a
+    collective operation, the monitor ends the process.
     """
     monitor = FailureMonitor(context, peer_timeout_s=peer_timeout_s, on_end=on_end)
     monitor.start()
@@ -339,15 +381,12 @@ def _signals_to(monitor: FailureMonitor) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old_handler = signal.signal(signal.SIGTERM, _terminate)
+    stop = monitor.stop_request
+    old_handlers = {number: signal.signal(number, stop.handle) for number in STOP_SIGNALS}
     old_fd = signal.set_wakeup_fd(monitor.wake_fd, warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(old_fd)
-        signal.signal(signal.SIGTERM, old_handler or signal.SIG_DFL)
-
-
-def _terminate(signal_number: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(signal_number, signal.SIG_IGN)
-    raise SystemExit(128 + signal_number)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from megacore.errors import printable
 from megacore.launch.context import LaunchOptions
 from megacore.launch.worker import Outcome, error_file
 
@@ -30,7 +31,7 @@ def print_outcome(
     sentence = outcome.sentence
     if all_ranks and outcome.kind == "victim":
         sentence = f"[rank {outcome.rank}] {sentence}"
-    if outcome.kind in ("error", "victim"):
+    if outcome.kind in ("error", "victim", "stopped"):
         sentence += stopped_too(num_others)
     if outcome.traceback and options.debug:
         sentence += f"\n{outcome.traceback.rstrip()}"
@@ -57,7 +58,7 @@ def complain(sentence: str) -> None:
     """Print a sentence to standard error."""
     # A rank that died with a progress bar on screen leaves the cursor hidden in the bar's line.
     tidy = CLEAR_LINE + SHOW_CURSOR if sys.stderr.isatty() else ""
-    print(f"{tidy}megacore: {sentence}", file=sys.stderr, flush=True)
+    print(f"{tidy}megacore: {printable(sentence)}", file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> None:

@@ -117,9 +117,21 @@ def describe_exit(exitcode: int) -> str:
     if exitcode >= 0:
         return f"ended with exit code {exitcode} and no message"
     number = -exitcode
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"killed by signal {number}"
+    name = signal_name(number)
     remark = ": by hand, or by the system when memory ran out" if name == "SIGKILL" else ""
+    if not name.startswith("SIG"):
+        return f"killed by {name}"
     return f"killed by signal {number} ({name}{remark})"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal.
+
+    Example:
+        >>> signal_name(15)
+        'SIGTERM'
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,9 +1,9 @@
 """Launch of ranks on this machine, or as a rank started by torchrun.
 
 `run_ranks_local` forks one process per rank from a parent that has imported torch once (with NCCL
-it spawns the processes, because CUDA does not support fork). The parent hosts the store, so that
-the store survives the death of any rank. The parent detects every child's exit, reports the child
-that caused a failure, and ends all remaining children.
+it spawns the processes, because CUDA does not support fork). The store of the run is a file without
+a name, so it survives the death of any rank, and no other user can reach it. The parent detects
+every child's exit, reports the child that caused a failure, and ends all remaining children.
 """
 
 from __future__ import annotations
@@ -14,24 +14,19 @@ import signal
 import socket
 import threading
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from functools import partial
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from megacore.errors import ConfigError
 from megacore.files import describe_os_error, probe_folder
 from megacore.launch.children import Ranks
-from megacore.launch.context import (
-    LaunchOptions,
-    RankContext,
-    StoreAddress,
-    context_from_environment,
-    free_listener,
-    under_torchrun,
-)
+from megacore.launch.context import LaunchOptions, RankContext, context_from_environment
+from megacore.launch.environment import external_launcher
 from megacore.launch.messages import leave, print_outcome
+from megacore.launch.stopping import STOP_SIGNALS
+from megacore.launch.store import local_store
 from megacore.launch.worker import Reporter, Worker, error_file, run_rank, use_threads
 
 __all__ = [
@@ -56,8 +51,8 @@ def run_ranks_local(nproc: int, worker: Worker, *, options: LaunchOptions | None
         options: Options for starting and monitoring.
 
     Returns:
-        0, or the exit code of the failure: 2 for a user error, 1 for an internal error or a lost
-        rank, 130 or 143 after an interrupt.
+        The largest exit code of the ranks, or the exit code of the failure: 2 for a user error, 1
+        for an internal error or a lost rank, 128 plus the number of a signal that ended the ranks.
 
     Raises:
         ConfigError: If there are fewer GPUs than ranks, or the run's folder is not writable.
@@ -65,28 +60,24 @@ def run_ranks_local(nproc: int, worker: Worker, *, options: LaunchOptions | None
     options = options or LaunchOptions()
     _check_gpus(nproc, options)
     _prepare_folder(options, range(nproc))
-    # Fork while this process has no threads: the store starts a thread, so it is created later.
-    with free_listener() as listener, _wake_on_signals() as signals:
-        port = listener.getsockname()[1]
-        address = StoreAddress(host="127.0.0.1", port=port)
-        ranks = Ranks(nproc, worker, options, address, listener)
+    with local_store() as address, _wake_on_signals() as signals:
+        ranks = Ranks(nproc, worker, options, address)
         try:
             ranks.start()
-            store = TCPStore(
-                address.host,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=30),
-                master_listen_fd=os.dup(listener.fileno()),
-            )
-            return ranks.watch(PrefixStore(address.prefix, store), signals)
+            # Opened after the fork, because ranks must not share a connection.
+            store = PrefixStore(address.prefix, address.connect(timeout_s=0.0))
+            return ranks.watch(store, signals)
         finally:
             ranks.kill()
 
 
+def under_torchrun() -> bool:
+    """Check if a launcher such as torchrun or srun started this process as a rank."""
+    return external_launcher(os.environ) is not None
+
+
 def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) -> int:
-    """Run ``worker`` in this process as a rank started by torchrun.
+    """Run ``worker`` in this process as a rank started by torchrun or srun.
 
     Returns:
         The exit code, as `run_ranks_local`.
@@ -140,7 +131,7 @@ def _prepare_folder(options: LaunchOptions, ranks: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def _wake_on_signals() -> Iterator[socket.socket]:
-    """Redirect SIGINT and SIGTERM to a socket that receives the signal numbers."""
+    """Redirect the stop signals to a socket that receives their numbers."""
     receiver, sender = socket.socketpair()
     if threading.current_thread() is not threading.main_thread():
         # Only the main thread can set signal handlers; elsewhere signals keep their usual effect.
@@ -149,14 +140,13 @@ def _wake_on_signals() -> Iterator[socket.socket]:
         return
     receiver.setblocking(False)
     sender.setblocking(False)
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    old_handlers = [signal.signal(number, lambda *_: None) for number in numbers]
+    old_handlers = [signal.signal(number, lambda *_: None) for number in STOP_SIGNALS]
     old_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
         yield receiver
     finally:
         signal.set_wakeup_fd(old_fd)
-        for number, handler in zip(numbers, old_handlers, strict=True):
+        for number, handler in zip(STOP_SIGNALS, old_handlers, strict=True):
             signal.signal(number, handler or signal.SIG_DFL)
         receiver.close()
         sender.close()

@@ -18,8 +18,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from megacore.errors import MegacoreError, PeerLostError
-from megacore.launch.context import LaunchOptions, RankContext, agree, first_line
+from megacore.launch.context import LaunchOptions, RankContext, agree
 from megacore.launch.failure import FailureMonitor, failure_monitor
+from megacore.launch.peers import Identity, signal_name
+from megacore.launch.stopping import STOP_SIGNALS
+from megacore.launch.store import first_line
 
 Worker = Callable[[RankContext], int]
 
@@ -79,7 +82,7 @@ class Reporter:
 
     def __call__(self, outcome: Outcome) -> int:
         """Deliver ``outcome`` with signals blocked; returns its exit code."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             if self._once.acquire(blocking=False):
                 self._write(outcome)
@@ -117,6 +120,7 @@ def run_rank(context: RankContext, worker: Worker, options: LaunchOptions, repor
 
     def end_from_monitor(sentence: str, exit_code: int) -> None:
         kind: Literal["victim", "stopped"] = "victim" if sentence else "stopped"
+        sentence = sentence or _stop_text(context, exit_code)
         report(Outcome(rank=context.rank, kind=kind, exit_code=exit_code, sentence=sentence))
 
     try:
@@ -127,7 +131,9 @@ def run_rank(context: RankContext, worker: Worker, options: LaunchOptions, repor
             outcome = _work_and_explain(context, worker, options, monitor)
             report(outcome)
     except MegacoreError as error:
-        return report(Outcome(rank=context.rank, kind="mistake", exit_code=2, sentence=str(error)))
+        code = 1 if isinstance(error, PeerLostError) else 2
+        kind: Literal["victim", "mistake"] = "victim" if code == 1 else "mistake"
+        return report(Outcome(rank=context.rank, kind=kind, exit_code=code, sentence=str(error)))
     if outcome.kind == "done":
         dist.destroy_process_group()
     return outcome.exit_code
@@ -138,7 +144,7 @@ def _work_and_explain(
 ) -> Outcome:
     try:
         try:
-            exit_code = _work(context, worker, options)
+            exit_code = _work(context, worker, options, monitor)
             monitor.announce_end("done")
         except Exception as error:
             return _explain(error, context, monitor, options)
@@ -148,7 +154,10 @@ def _work_and_explain(
     return Outcome(rank=context.rank, kind="done", exit_code=exit_code)
 
 
-def _work(context: RankContext, worker: Worker, options: LaunchOptions) -> int:
+def _work(
+    context: RankContext, worker: Worker, options: LaunchOptions, monitor: FailureMonitor
+) -> int:
+    monitor.wait_for_all(timeout_s=options.timeout_s)
     init_process_group(context, options)
     exit_code = worker(context)
     # A rank that exits early resets connections that others may still read from.
@@ -216,9 +225,18 @@ def _explain_stop(
         return Outcome(rank=context.rank, kind="victim", exit_code=1, sentence=str(culprit))
     monitor.announce_end("stopped")
     code = error.code if isinstance(error, SystemExit) else 130
+    code = code if isinstance(code, int) else 1
     return Outcome(
-        rank=context.rank, kind="stopped", exit_code=code if isinstance(code, int) else 1
+        rank=context.rank, kind="stopped", exit_code=code, sentence=_stop_text(context, code)
     )
+
+
+def _stop_text(context: RankContext, code: int) -> str:
+    """Describe the signal that ended this rank; torchrun and srun report it themselves."""
+    if context.launched_by != "megacore" or code <= 128:
+        return ""
+    who = Identity.mine(context.rank)
+    return f"{who} was stopped by {signal_name(code - 128)}"
 
 
 def _is_about_connection(error: RuntimeError) -> bool:

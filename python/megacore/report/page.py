@@ -5,8 +5,16 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from megacore.errors import MegacoreError
 from megacore.report import sections
-from megacore.report.run_files import REPORT_NAME, RunFiles, RunInfo, read_run, write_info
+from megacore.report.run_files import (
+    METRICS_NAME,
+    REPORT_NAME,
+    RunFiles,
+    RunInfo,
+    read_run,
+    write_info,
+)
 
 
 def write_report(run_dir: str | Path, *, info: RunInfo | None = None) -> Path:
@@ -34,7 +42,21 @@ def write_report(run_dir: str | Path, *, info: RunInfo | None = None) -> Path:
 
 
 def report_html(run: RunFiles) -> str:
-    """Return the page as HTML text."""
+    """Return the page as HTML text.
+
+    Raises:
+        MegacoreError: If the records of the run have values that cannot be drawn.
+    """
+    try:
+        return _page(run)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise MegacoreError(
+            f"cannot draw the run in {run.directory}: {METRICS_NAME} or another of its files is "
+            f"damaged ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _page(run: RunFiles) -> str:
     body = "\n".join(
         (
             sections.header(run),

@@ -6,9 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from megacore.errors import MegacoreError
+from megacore.files import describe_os_error
+
+T = TypeVar("T")
 
 METRICS_NAME = "metrics.jsonl"
 INFO_NAME = "run.json"
@@ -153,7 +158,7 @@ def read_run(directory: str | Path) -> RunFiles:
             f"{directory} is not the folder of a run: it has no {INFO_NAME}; "
             f"give the folder that `megacore train` names as run.dir"
         )
-    info = RunInfo(**_read_json(directory / INFO_NAME))
+    info = _read(RunInfo, directory / INFO_NAME)
     return RunFiles(
         directory=directory,
         metrics=read_metrics(directory / METRICS_NAME),
@@ -163,24 +168,22 @@ def read_run(directory: str | Path) -> RunFiles:
 
 
 def _read_timeline(path: Path) -> RunTimeline | None:
-    if not path.is_file():
-        return None
-    data = _read_json(path)
-    return RunTimeline(
-        step=data["step"],
-        predicted=[TimelineEvent(**event) for event in data["predicted"]],
-        measured=[TimelineEvent(**event) for event in data["measured"]],
-    )
+    return _read(RunTimeline, path) if path.is_file() else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(kind: type[T], path: Path) -> T:
+    """Read a dataclass from a JSON file, with checked types."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise MegacoreError(f"cannot read {path}: {error}") from error
-    if not isinstance(data, dict):
-        raise MegacoreError(f"cannot read {path}: it holds no JSON object")
-    return data
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise MegacoreError(
+            f"cannot read {path}: {place + ': ' if place else ''}{first['msg']}; it is damaged or "
+            f"of another version of megacore"
+        ) from error
+    except OSError as error:
+        raise MegacoreError(f"cannot read {path}: {describe_os_error(error)}") from error
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:

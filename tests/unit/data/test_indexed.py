@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.data import read_indexed, write_indexed
-from megacore.data.indexed import indexed_prefix
+from megacore.data.indexed import HEADER, MAGIC, indexed_prefix
 from megacore.errors import DataError
 
 documents = st.lists(st.lists(st.integers(0, 99), max_size=8), max_size=6)
@@ -47,6 +47,20 @@ def test_sequences_in_another_order_are_gathered(tmp_path: Path) -> None:
     data = read_indexed(tmp_path / "x")
     assert data.tokens.tolist() == [13, 14, 10, 11, 12]
     assert data.num_documents == 1
+
+
+def test_a_small_index_cannot_claim_a_multiple_of_its_data(tmp_path: Path) -> None:
+    prefix = tmp_path / "bomb"
+    lengths = np.full(100, 1000, dtype="<i4")
+    starts = np.zeros(100, dtype="<i8")
+    borders = np.arange(101, dtype="<i8")
+    header = HEADER.pack(MAGIC, 1, 8, 100, 101)
+    (tmp_path / "bomb.idx").write_bytes(
+        header + lengths.tobytes() + starts.tobytes() + borders.tobytes()
+    )
+    (tmp_path / "bomb.bin").write_bytes(bytes(2000))
+    with pytest.raises(DataError, match=r"describes 200,000 bytes of tokens in a file of 2,000"):
+        read_indexed(prefix)
 
 
 def test_a_prefix_or_either_file_names_the_dataset(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -330,6 +331,51 @@ def test_a_damaged_file_is_named(run_dir: Path) -> None:
     (run_dir / "run.json").write_text('{"name": ')
     with pytest.raises(MegacoreError, match=r"cannot read .*run\.json"):
         write_report(run_dir)
+
+
+STRANGE = (None, True, -1, 1 << 80, 1e308, -1e999, "x", "\0", [], [[]], {}, {"x": 1}, [None], 0)
+
+
+@pytest.mark.parametrize("name", ["run.json", "timeline.json", "metrics.jsonl"])
+def test_malformed_files_of_a_run_are_one_sentence(run_dir: Path, name: str) -> None:
+    """Every value of a file is replaced by every strange one: there is a page or one sentence."""
+    _page(run_dir)
+    write_timeline(run_dir, RunTimeline(step=3, predicted=EVENTS, measured=EVENTS))
+    original = (run_dir / name).read_text()
+    lines = original.splitlines() if name.endswith("l") else [original]
+    random = Random(8)
+    refusals: list[str] = []
+    for value in STRANGE:
+        for path in _paths(json.loads(lines[0])):
+            damaged = _replaced(json.loads(lines[0]), path, value)
+            (run_dir / name).write_text("\n".join([json.dumps(damaged), *lines[1:]]))
+            if len(path) > 1 and random.random() < 0.8:
+                continue  # values deep inside are alike
+            try:
+                write_report(run_dir)
+            except MegacoreError as error:
+                refusals.append(str(error))
+    assert refusals
+    assert all(str(run_dir) in text and "\n" not in text for text in refusals)
+    (run_dir / name).write_text(original)
+    write_report(run_dir)
+
+
+def _paths(data: Any) -> list[tuple[Any, ...]]:
+    items = data.items() if isinstance(data, dict) else enumerate(data[:2])
+    found: list[tuple[Any, ...]] = []
+    for key, value in items:
+        found.append((key,))
+        if isinstance(value, dict | list):
+            found += [(key, *rest) for rest in _paths(value)]
+    return found
+
+
+def _replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if path:
+        data[path[0]] = _replaced(data[path[0]], path[1:], value)
+        return data
+    return value
 
 
 def test_the_environment_names_versions_and_machine() -> None:
