@@ -1,6 +1,7 @@
 """Errors addressed to the user.
 
-A command that fails with one prints its message and exits with 2 (1 for a lost peer).
+A command that fails with one prints its message and exits with 2 (1 for a lost peer or a diverged
+training).
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ class CheckpointError(MegacoreError, RuntimeError):
 
 class DiskFullError(CheckpointError):
     """A disk without room for a checkpoint."""
+
+
+class DivergedError(MegacoreError, RuntimeError):
+    """A training that must not continue: no finite gradients any more, or a loss spike."""
 
 
 class PeerLostError(MegacoreError, RuntimeError):

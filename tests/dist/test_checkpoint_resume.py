@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megacore.train.loop import train
-from tests.support.configs import changed_config
+from tests.support.configs import changed_config, rank_context
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -37,8 +37,7 @@ def _train(rank: int, world_size: int, folder: Path, settings: dict[str, Any]) -
     data = {"source": str(folder / "text.txt"), "tokenizer": "bytes"}
     sections = {**SECTIONS, "data": data}
     config = changed_config(world_size, sections, settings)
-    device = torch.device("cpu")
-    context: Any = SimpleNamespace(rank=rank, world_size=world_size, device=device)
+    context = rank_context(rank, world_size)
     assert train(config, context) == 0
 
 

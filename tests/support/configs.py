@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import torch
+
 from megacore.config import Config, resolve
+from megacore.launch.stopping import StopRequest
 
 # Four layers: enough for pipelines of four ranks or of two with two chunks.
 FOUR_LAYERS: Mapping[str, Any] = MappingProxyType(
@@ -21,6 +24,18 @@ FOUR_LAYERS: Mapping[str, Any] = MappingProxyType(
         "vocab_pad_multiple": 64,
     }
 )
+
+
+def rank_context(rank: int, world_size: int) -> Any:
+    """What the training loop needs of a rank's context, without a launcher."""
+    return SimpleNamespace(
+        rank=rank,
+        world_size=world_size,
+        device=torch.device("cpu"),
+        launched_by="megacore",
+        restarts=0,
+        stop=StopRequest(),
+    )
 
 
 def changed_config(

@@ -116,13 +116,13 @@ def check_room(directory: Path, *, num_bytes: int) -> None:
         )
 
 
-def publish(partial: Path, index: CheckpointIndex, *, keep: int) -> None:
+def publish(partial: Path, index: CheckpointIndex, *, keep: int | None) -> None:
     """Publish the written folder as the newest checkpoint, and remove old checkpoints.
 
     Args:
         partial: Folder with all files.
         index: Index of the checkpoint.
-        keep: Number of checkpoints up to this step to keep.
+        keep: Number of checkpoints up to this step to keep; ``None`` for all.
 
     Raises:
         CheckpointError: If a file is missing or truncated for rank 0.
@@ -150,8 +150,16 @@ def publish(partial: Path, index: CheckpointIndex, *, keep: int) -> None:
     flush_folder(directory)
     if replaced.exists():
         _remove(replaced)
-    # Later steps belong to an abandoned continuation; deleting them is left to the user.
-    so_far = [path for step, path in step_folders(directory) if step <= index.state.step]
+    if keep is not None:
+        remove_old(directory, step=index.state.step, keep=keep)
+
+
+def remove_old(directory: Path, *, step: int, keep: int) -> None:
+    """Remove all checkpoints up to ``step`` but the newest ``keep``.
+
+    Later steps belong to an abandoned continuation; deleting them is left to the user.
+    """
+    so_far = [path for number, path in step_folders(directory) if number <= step]
     for old in so_far[: -max(1, keep)]:
         _remove(old)
 

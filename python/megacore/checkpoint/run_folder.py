@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from megacore.checkpoint.agreement import on_rank_0
 from megacore.checkpoint.format import LATEST_NAME, read_index, step_folders
 from megacore.config import Config, filled
-from megacore.errors import ConfigError
+from megacore.errors import CheckpointError, ConfigError
 from megacore.files import describe_os_error
 from megacore.parallel.process_groups import ProcessGroups
 
@@ -95,6 +95,33 @@ def _lock(folder: Path, setting: str) -> TextIO | None:
     return file
 
 
+# ---- a run that was restarted --------------------------------------------------------------------
+
+
+def choose_resume(config: Config, groups: ProcessGroups, *, restarts: int) -> str | None:
+    """Choose the start of a run: as configured, or ``auto`` for a restart. Collective.
+
+    A restarted run has the same command, so it would start anew forever without this rule. It is
+    the same run if its checkpoints are of the same model, data and seed.
+
+    Args:
+        config: Resolved configuration.
+        groups: Process groups of this rank.
+        restarts: Number of times that SLURM or torchrun has restarted the run.
+    """
+    if config.checkpoint.resume is not None or restarts == 0:
+        return config.checkpoint.resume
+
+    def is_same_run() -> bool:
+        folders = step_folders(_checkpoint_dir(config))
+        for _, folder in reversed(folders):
+            with contextlib.suppress(CheckpointError):
+                return not changed_settings(folder, config)
+        return bool(folders)  # all are damaged, which is reported
+
+    return "auto" if on_rank_0(is_same_run, groups) else None
+
+
 # ---- results of an earlier run -------------------------------------------------------------------
 
 
@@ -155,7 +182,10 @@ def _set_aside(config: Config) -> tuple[str, ...]:
                 f"{describe_os_error(error)}; give this run another run.dir"
             ) from error
     places = sorted({str(home / name) for home in homes if (home / name).exists()})
-    return (f"what a former run left here was moved to {' and '.join(places)}",)
+    note = f"what a former run left here was moved to {' and '.join(places)}"
+    if has_checkpoints:
+        note += f"; to go on from it, start with --checkpoint.resume={moves[0][1].parent}"
+    return (note,)
 
 
 def _saved(checkpoints: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from megacore.checkpoint.format import (
     step_folder,
 )
 from megacore.checkpoint.planner import ChunkSavePlanner, num_bytes
-from megacore.checkpoint.publish import prepare, publish
+from megacore.checkpoint.publish import prepare, publish, remove_old
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
 from megacore.parallel.process_groups import ProcessGroups
@@ -94,11 +95,12 @@ class CheckpointSaver:
             self._groups = background_groups(groups)
             self._staging = Staging()
 
-    def save(self, state: TrainState) -> str | None:
+    def save(self, state: TrainState, *, keep_all: bool = False) -> str | None:
         """Write one checkpoint, or start a background save after the previous one has finished.
 
         Args:
             state: Progress of the run.
+            keep_all: Remove no older checkpoint after this save; see `remove_old`.
 
         Returns:
             Error message of a failed save if failures are tolerated, else ``None``.
@@ -114,9 +116,9 @@ class CheckpointSaver:
         planner = self._planner()
         plan = self._planned(planner)
         if self._staging is None:
-            return self._judge(lambda: self._write(planner, plan, state))
+            return self._judge(lambda: self._write(planner, plan, state, keep_all=keep_all))
         staged = self._staging.copy(planner, plan.mine)
-        self._task = BackgroundTask(lambda: self._write(staged, plan, state))
+        self._task = BackgroundTask(lambda: self._write(staged, plan, state, keep_all=keep_all))
         return former
 
     def poll(self) -> str | None:
@@ -141,6 +143,20 @@ class CheckpointSaver:
         """
         task, self._task = self._task, None
         return None if task is None else self._judge(task.result)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no background save is in flight on this rank."""
+        return self._task is None
+
+    def remove_old(self, step: int) -> None:
+        """Remove the checkpoints up to ``step`` that are not kept; rank 0 removes them.
+
+        An error is ignored: the next call tries again.
+        """
+        if self._groups.rank == 0:
+            with contextlib.suppress(OSError):
+                remove_old(self._directory, step=step, keep=self._keep)
 
     def abandon(self) -> None:
         """Abandon a background save at the end of the process; it may still succeed."""
@@ -176,7 +192,9 @@ class CheckpointSaver:
             raise RuntimeError("the optimizer holds other ranges than when saving was planned")
         return self._plan
 
-    def _write(self, planner: ChunkSavePlanner, plan: _WritePlan, state: TrainState) -> None:
+    def _write(
+        self, planner: ChunkSavePlanner, plan: _WritePlan, state: TrainState, *, keep_all: bool
+    ) -> None:
         groups = self._groups
         partial = self._directory / (step_folder(state.step) + PARTIAL_SUFFIX)
 
@@ -188,7 +206,7 @@ class CheckpointSaver:
                 topology=_describe_topology(groups),
                 files=sums,
             )
-            publish(partial, index, keep=self._keep)
+            publish(partial, index, keep=None if keep_all else self._keep)
 
         try:
             on_rank_0(lambda: prepare(partial, num_bytes=num_bytes(plan.metadata)), groups)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.config import Config, filled, load_config, resolve
 from megacore.errors import ConfigError, MegacoreError
+from megacore.launch.environment import external_launcher, launched_rank
 
 if TYPE_CHECKING:
     from megacore.launch.start import LaunchOptions, RankContext
 
 EPILOG = """\
 Every setting of the file can be changed: --train.steps=20 --parallel.pp 2 --run.plain
-(docs/configuration.md lists them all). Under torchrun the command joins the ranks it is given.
+(docs/configuration.md lists them all). Under torchrun and srun the command joins their ranks.
 """
 
 
@@ -42,8 +43,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Validate the configuration as far as possible, then start or join the ranks."""
-    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    return _join(args) if is_rank else _start(args)
+    launcher = external_launcher(os.environ)
+    return _start(args) if launcher is None else _join(args, launcher)
 
 
 def load_with_nproc(args: argparse.Namespace, *, option: str) -> Config:
@@ -72,18 +73,19 @@ def _start(args: argparse.Namespace) -> int:
     return run_ranks_local(world_size, partial(train_rank, config), options=options)
 
 
-def _join(args: argparse.Namespace) -> int:
+def _join(args: argparse.Namespace, launcher: str) -> int:
+    rank = launched_rank(os.environ)
+    source = f"{launcher}, {'WORLD_SIZE' if launcher == 'torchrun' else 'SLURM_STEP_NUM_TASKS'}"
     threads = _prepare_environment(debug=args.debug)
     try:
         config = load_with_nproc(args, option="--nproc")
-        world_size = int(os.environ["WORLD_SIZE"])
-        _check_nproc(config, world_size)
-        config = resolve_for_training(config, world_size, launcher="torchrun, WORLD_SIZE")
+        _check_nproc(config, rank.world_size, launcher=source)
+        config = resolve_for_training(config, rank.world_size, launcher=source)
         _check_backend(config)
     except MegacoreError:
-        if os.environ["RANK"] != "0":
+        if rank.rank != 0:
             # Every rank finds the same error. Only rank 0 reports it; other ranks wait a moment,
-            # because torchrun kills all ranks when the first one exits.
+            # because the launcher kills all ranks when the first one exits.
             time.sleep(2.0)
             os._exit(2)
         raise
@@ -94,14 +96,13 @@ def _join(args: argparse.Namespace) -> int:
     return run_under_torchrun(partial(train_rank, config), options=options)
 
 
-def _check_nproc(config: Config, world_size: int) -> None:
+def _check_nproc(config: Config, world_size: int, *, launcher: str) -> None:
     """Check that the configured process count is that of the launcher."""
     nproc = config.run.nproc
     if nproc not in (None, world_size):
         raise ConfigError(
-            f"run.nproc = {nproc} ({config.origin('run.nproc')}), but torchrun started "
-            f"{world_size} (WORLD_SIZE); leave run.nproc out (--run.nproc=none) or let torchrun "
-            f"start {nproc}"
+            f"run.nproc = {nproc} ({config.origin('run.nproc')}), but the launcher started "
+            f"{world_size} ({launcher}); leave run.nproc out (--run.nproc=none) or start {nproc}"
         )
 
 

@@ -5,7 +5,7 @@ All errors of a configuration are reported at once, each with its place and the 
 
 from __future__ import annotations
 
-from megacore.config.base import filled
+from megacore.config.base import duration_s, filled
 from megacore.config.checkpoint import CheckpointConfig
 from megacore.config.data import DataConfig
 from megacore.config.graphs import GraphsConfig
@@ -50,6 +50,7 @@ __all__ = [
     "config_from_values",
     "config_to_toml",
     "did_you_mean",
+    "duration_s",
     "filled",
     "layers_of_stages",
     "load_config",

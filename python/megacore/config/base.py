@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -65,6 +66,28 @@ class Section(BaseModel):
             for name, info in cls.model_fields.items()
             if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
         }
+
+
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def duration_s(text: str) -> float:
+    """Convert a time span to seconds.
+
+    Raises:
+        ValueError: If it is not of the form ``1d2h30m10s``, or ``0``.
+
+    Example:
+        >>> duration_s("3h50m"), duration_s("90s"), duration_s("0")
+        (13800.0, 90.0, 0.0)
+    """
+    match = _DURATION.fullmatch(text)
+    if text == "0":
+        return 0.0
+    if match is None or not text or len(text) > 20:
+        raise ValueError("must be a time span such as 30m, 3h50m or 1d12h, or 0")
+    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def split_key(key: str) -> tuple[str, str]:

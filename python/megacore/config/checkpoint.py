@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from megacore.config.base import Section
+from megacore.config.base import Section, duration_s
 
 
 class CheckpointConfig(Section):
@@ -20,7 +20,13 @@ class CheckpointConfig(Section):
     interval: int = Field(
         default=0,
         ge=-1,
-        description="Steps between checkpoints; 0 saves only at the end, -1 never.",
+        description="Steps between checkpoints; 0 saves by `interval_time` and at the end, -1 "
+        "never.",
+    )
+    interval_time: str = Field(
+        default="30m",
+        description="Time between checkpoints if `interval` is 0, such as `30m` or `2h`; `0` saves "
+        "only at the end.",
     )
     keep: int = Field(default=2, ge=1, description="Number of newest checkpoints that are kept.")
     in_background: bool = Field(
@@ -36,7 +42,8 @@ class CheckpointConfig(Section):
         default=None,
         min_length=1,
         description="`auto` continues from the newest checkpoint if there is one; a path continues "
-        "from that checkpoint. Default: start anew.",
+        "from that checkpoint. Default: `auto` if SLURM or torchrun has restarted the run, else "
+        "start anew.",
     )
     load_weights: str | None = Field(
         default=None,
@@ -44,3 +51,10 @@ class CheckpointConfig(Section):
         description="Hugging Face folder or checkpoint whose weights a fresh start uses: step 0, "
         "new optimizer state. Ignored if `resume` finds a checkpoint. Default: random weights.",
     )
+
+
+    @field_validator("interval_time")
+    @classmethod
+    def _check_duration(cls, text: str) -> str:
+        duration_s(text)
+        return text

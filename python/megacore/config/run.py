@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from megacore.config.base import Section
+from megacore.config.base import Section, duration_s
 
 MAX_TIMEOUT_S = 7 * 86400.0
 
@@ -52,6 +52,12 @@ class RunConfig(Section):
         description="Seconds without a sign of life after which a rank counts as lost; at most a "
         "week.",
     )
+    stop_after: str | None = Field(
+        default=None,
+        description="Time span after which the run stops early: it finishes its step, saves, and "
+        "exits with code 75. Such as `3h50m`, counted from the start of the processes. Default: "
+        "no limit.",
+    )
     trace_step: int | None = Field(
         default=None,
         ge=-1,
@@ -68,6 +74,13 @@ class RunConfig(Section):
     plain: bool = Field(
         default=False, description="Print plain lines instead of a live progress bar."
     )
+
+    @field_validator("stop_after")
+    @classmethod
+    def _check_duration(cls, text: str | None) -> str | None:
+        if text is not None:
+            duration_s(text)
+        return text
 
     @field_validator("name")
     @classmethod

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from megacore.errors import MegacoreError, PeerLostError
+from megacore.errors import DivergedError, MegacoreError, PeerLostError
 from megacore.launch.context import LaunchOptions, RankContext, agree
 from megacore.launch.failure import FailureMonitor, failure_monitor
 from megacore.launch.peers import Identity, signal_name
@@ -199,7 +199,7 @@ def _explain(
         return Outcome(
             rank=rank,
             kind="mistake",
-            exit_code=2,
+            exit_code=1 if isinstance(error, DivergedError) else 2,
             sentence=str(error),
             traceback=trace,
             first=first.rank == rank or first.reason != str(error),

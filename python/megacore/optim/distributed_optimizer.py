@@ -287,6 +287,7 @@ class DistributedOptimizer:
         extra: Tensor | None = None,
         num_tokens: Tensor | None = None,
         veto: Tensor | None = None,
+        mean_limit: Tensor | None = None,
     ) -> StepResult:
         """Reduce the gradients and update the parameters. Collective over the world.
 
@@ -304,6 +305,8 @@ class DistributedOptimizer:
                 are summed over the world in the single all-reduce of the step.
             veto: A number, on the device: if it is not 0 on some rank, no rank changes anything,
                 including the counts of steps. Either all ranks pass one or none does.
+            mean_limit: A number, on the device: if ``extra[0] / extra[1]`` of the summed ``extra``
+                is larger, as for ``veto``.
 
         Returns:
             The gradient norm, whether the update was skipped, and the summed ``extra``.
@@ -320,7 +323,12 @@ class DistributedOptimizer:
         self.reduce_grads()
         self._is_reduced = False
         sums = self._reduce_over_world(extra, num_tokens, veto)
-        control = self._decide(sums, per_token=num_tokens is not None, has_veto=veto is not None)
+        further = 3 if veto is None else 4
+        is_vetoed = None if veto is None else sums[3] != 0.0
+        if mean_limit is not None:
+            is_above = sums[further] > mean_limit * sums[further + 1]
+            is_vetoed = is_above if is_vetoed is None else is_vetoed | is_above
+        control = self._decide(sums, per_token=num_tokens is not None, is_vetoed=is_vetoed)
         control[5:].fill_(lr)
         self.finish_param_gather()
         self._update(control)
@@ -329,7 +337,6 @@ class DistributedOptimizer:
         else:
             for buffer in self.buffers:
                 buffer.all_gather_params()
-        further = 3 if veto is None else 4
         return StepResult(torch.cat([control[4:5], 1.0 - control[3:4], sums[further:]]))
 
     def pieces(self) -> list[ParamPiece]:
@@ -441,15 +448,15 @@ class DistributedOptimizer:
         return sums
 
     @torch.no_grad()
-    def _decide(self, sums: Tensor, *, per_token: bool, has_veto: bool) -> Tensor:
+    def _decide(self, sums: Tensor, *, per_token: bool, is_vetoed: Tensor | None) -> Tensor:
         """Return the control of :func:`megacore.ops.optim.adamw_step_`, and update the state."""
         control = torch.empty(6, dtype=torch.float64, device=self._device)
         rules = self._rules(per_token=per_token)
-        if not has_veto:
+        if is_vetoed is None:
             decide_step_(self._state, sums, control, rules)
             return control
-        before, is_vetoed = self._state.clone(), sums[3] != 0.0
-        sums[1] += sums[3]
+        before = self._state.clone()
+        sums[1] += is_vetoed.double()
         decide_step_(self._state, sums, control, rules)
         self._state.copy_(torch.where(is_vetoed, before, self._state))
         return control

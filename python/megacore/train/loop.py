@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import signal
 import time
 from datetime import datetime
 from pathlib import Path
@@ -16,15 +18,23 @@ from megacore.checkpoint import (
     find_checkpoint,
     load_checkpoint,
 )
-from megacore.checkpoint.run_folder import changed_settings, hold_folders, make_place
+from megacore.checkpoint.run_folder import (
+    changed_settings,
+    choose_resume,
+    hold_folders,
+    make_place,
+)
 from megacore.config import Config, config_to_toml, filled
-from megacore.errors import CheckpointError, DiskFullError
+from megacore.errors import CheckpointError, DiskFullError, DivergedError
 from megacore.launch.context import RankContext
+from megacore.launch.stopping import STOPPED_EARLY
 from megacore.models.size import count_parameters
 from megacore.parallel.collectives import barrier
 from megacore.pipeline import ActionRecorder
 from megacore.report import RunInfo, write_info
 from megacore.train.console import Console, RunSummary, StartInfo
+from megacore.train.control import RunControl, Verdict
+from megacore.train.diagnosis import NonFiniteSearch, first_of_all
 from megacore.train.initial_weights import load_initial_weights
 from megacore.train.metrics import MetricsWriter, StepRecord
 from megacore.train.results import run_info, write_results
@@ -43,31 +53,36 @@ def train(config: Config, context: RankContext) -> int:
         context: Rank, world size and device of this process.
 
     Returns:
-        Exit status 0.
+        Exit code: 0, or 75 (0 under torchrun) if the run stopped early and has saved its state.
 
     Raises:
         MegacoreError: For every error that a user can fix.
     """
     started = time.monotonic()
     trainer = build_trainer(config, world_size=context.world_size, device=context.device)
-    with hold_folders(config, trainer.groups):
+    control = RunControl(config, context, started=started)
+    with hold_folders(config, trainer.groups), context.stop.deferred():
         saver = _make_saver(trainer) if config.checkpoint.interval >= 0 else None
         notes = () if saver is None else _check_room_to_save(trainer, saver)
-        found = find_checkpoint(
-            config.checkpoint.resume, filled(config.checkpoint.dir), groups=trainer.groups
-        )
+        resume = choose_resume(config, trainer.groups, restarts=context.restarts)
+        found = find_checkpoint(resume, filled(config.checkpoint.dir), groups=trainer.groups)
         start = _resume(trainer, found)
         if found.path is None and config.checkpoint.load_weights is not None:
             notes += load_initial_weights(trainer, config.checkpoint.load_weights)
         # Last, after all checks, so that a failed start does not move earlier results.
         moved = make_place(config, found.path, trainer.groups)
-        run = _Run(trainer, found, saver, start=start, notes=moved + notes)
+        run = _Run(trainer, found, saver, control, start=start, notes=moved + notes)
         try:
-            run.loop()
-            run.finish(wall_time_s=time.monotonic() - started)
+            stopped = run.loop()
+            run.finish(wall_time_s=time.monotonic() - started, stopped=stopped)
         finally:
             run.close()
-    return 0
+    if stopped is None:
+        return 0
+    if saver is None:
+        return 128 + (context.stop.signal or signal.SIGTERM)
+    # torchrun takes any other code for a failure, and restarts the ranks.
+    return 0 if context.launched_by == "torchrun" else STOPPED_EARLY
 
 
 def _resume(trainer: Trainer, found: FoundCheckpoint) -> TrainState:
@@ -129,6 +144,7 @@ class _Run:
         trainer: Trainer,
         found: FoundCheckpoint,
         saver: CheckpointSaver | None,
+        control: RunControl,
         *,
         start: TrainState,
         notes: tuple[str, ...] = (),
@@ -136,12 +152,15 @@ class _Run:
         config, first_step = trainer.config, start.step
         self._trainer = trainer
         self._saver = saver
+        self._control = control
+        self._next_step = self._saved_step = start.step
         self._config = config
         self._first_step = first_step
         # Not 0 if the batch size has changed, so that the data continue at the same sample.
         self._sample_offset = start.samples - start.step * config.train.global_batch_size
         self._is_main = trainer.groups.rank == 0
         self._dir = Path(filled(config.run.dir))
+        self._is_due_to_save = False
         self._validation_loss: float | None = None
         self._last: StepRecord | None = None
         self._tokens = self._seconds = 0.0
@@ -163,32 +182,43 @@ class _Run:
             self._metrics = MetricsWriter(self._dir / "metrics.jsonl", resume_step=first_step)
         self._console.start(self._start_info(found, notes))
 
-    def loop(self) -> None:
-        """Run the remaining steps."""
-        config = self._config
-        for step in range(self._first_step, config.train.steps):
-            recorder = self._new_recorder(step)
-            metrics = self._trainer.train_step(
-                step, sample_offset=self._sample_offset, recorder=recorder
-            )
-            for note in self._trainer.graphs.take_notes() if self._trainer.graphs else ():
-                self._console.note(note)
-            is_last = step + 1 == config.train.steps
+    def loop(self) -> str | None:
+        """Run the remaining steps; returns the reason if the run stopped early."""
+        for step in range(self._first_step, self._config.train.steps):
+            metrics, verdict = self._train(step)
+            is_last = step + 1 == self._config.train.steps
             validation_loss = None
-            if _is_due(step, config.train.eval_interval, is_last=is_last):
+            if verdict.stop is None and _is_due(
+                step, self._config.train.eval_interval, is_last=is_last
+            ):
                 validation_loss = self._validation_loss = self._trainer.evaluate()
             self._write(self._record(step, metrics, validation_loss))
+            for note in verdict.notes:
+                self._console.note(note)
             if self._saver is not None:
                 self._note_failure(self._saver.poll())
-            if _is_due(step, config.checkpoint.interval, is_last=is_last):
-                self._save(step + 1)
+            self._remove_old(metrics)
+            self._next_step = step + 1
+            self._is_due_to_save |= verdict.save or _is_due(
+                step, self._config.checkpoint.interval, is_last=is_last
+            )
+            # Not while updates are skipped: the weights may be what causes it.
+            if self._is_due_to_save and not self._control.is_skipping:
+                self._save()
+            if verdict.stop is not None and not is_last:
+                return verdict.stop
+        return None
 
-    def finish(self, *, wall_time_s: float) -> None:
-        """Save at the end if configured, write the report, print the summary. Collective."""
-        if self._config.checkpoint.interval == 0 and self._last is not None:
-            self._save(self._config.train.steps)
+    def finish(self, *, wall_time_s: float, stopped: str | None) -> None:
+        """Save what is not saved yet, write the report, print the summary. Collective."""
         if self._saver is not None:
+            if self._saved_step < self._next_step:
+                self._save()
             self._note_failure(self._saver.finish())
+            if self._last is not None and math.isfinite(self._last.loss):
+                self._saver.remove_old(self._saved_step)
+        if stopped is not None:
+            self._console.note(self._stop_text(stopped))
         info = self._info(wall_time_s=wall_time_s)
         files = write_results(
             self._trainer,
@@ -206,6 +236,38 @@ class _Run:
             self._console.finish(self._summary(self._last, wall_time_s, files))
         # Other ranks must not exit before rank 0 has written the report.
         barrier(self._trainer.groups.world)
+
+    def _train(self, step: int) -> tuple[StepMetrics, Verdict]:
+        """Run one step and decide with all ranks how to continue.
+
+        Raises:
+            DivergedError: If the run must not continue.
+        """
+        trainer, control = self._trainer, self._control
+        trainer.eager.vote(control.votes())
+        trainer.eager.limit_loss(control.loss_limit)
+        search = None
+        if control.will_give_up:
+            search = NonFiniteSearch(trainer.chunks, trainer.optimizer, rank=trainer.groups.rank)
+        metrics = trainer.train_step(
+            step,
+            sample_offset=self._sample_offset,
+            recorder=self._new_recorder(step),
+            search=search,
+        )
+        for note in trainer.graphs.take_notes() if trainer.graphs else ():
+            self._console.note(note)
+        try:
+            verdict = control.judge(
+                metrics.votes, step=step, loss=metrics.loss, skipped=metrics.skipped
+            )
+        except DivergedError as error:
+            self._write(self._record(step, metrics, None))
+            if search is None:
+                raise
+            place = first_of_all(search.found, trainer.groups.world)
+            raise DivergedError(f"{error}; {place}") from error
+        return metrics, verdict
 
     def close(self) -> None:
         """Remove the progress bar, close the metrics file and abandon a save in flight."""
@@ -263,8 +325,16 @@ class _Run:
             self._metrics.write(record)
         self._console.step(record)
 
-    def _save(self, step: int) -> None:
+    def _stop_text(self, reason: str) -> str:
+        done = f"stopped early after step {self._next_step:,} ({reason})"
+        if self._saver is None:
+            return f"{done}; nothing was saved, because checkpoint.interval is below 0"
+        return f"{done}; continue with the same command and --checkpoint.resume=auto"
+
+    def _save(self) -> None:
         assert self._saver is not None  # an interval below 0 saves nothing
+        step = self._saved_step = self._next_step
+        self._is_due_to_save = False
         optimizer = self._trainer.optimizer
         optimizer.finish_param_gather()
         state = TrainState(
@@ -272,7 +342,15 @@ class _Run:
             samples=self._samples_after(step),
             optimizer=optimizer.scalars(),
         )
-        self._note_failure(self._saver.save(state))
+        # The former checkpoint may be the last good one, if this update made the weights useless.
+        self._note_failure(self._saver.save(state, keep_all=True))
+        self._control.note_saved()
+
+    def _remove_old(self, metrics: StepMetrics) -> None:
+        """Remove old checkpoints once a step with the saved weights was sound."""
+        is_sound = math.isfinite(metrics.loss) and not self._control.is_skipping
+        if self._saver is not None and self._saver.is_idle and is_sound:
+            self._saver.remove_old(self._saved_step)
 
     def _samples_after(self, steps: int) -> int:
         return steps * self._config.train.global_batch_size + self._sample_offset

@@ -8,9 +8,11 @@ layout, which are encoded in the program, the groups and the buffers. Passes and
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,6 +26,7 @@ from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program
 from megacore.pipeline.execution import StageOutput, StepLosses
+from megacore.train.diagnosis import NonFiniteSearch
 from megacore.train.meters import ExpertMetrics, ExpertWatch, PredictionWatch
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
@@ -41,6 +44,7 @@ class StepMetrics:
         step_time_s: Wall time of the step on this rank, seconds.
         experts: Loads, drops and losses of MoE layers; ``None`` for a dense model.
         mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token.
+        votes: Sum over all ranks of the votes for this step.
     """
 
     loss: float
@@ -49,6 +53,7 @@ class StepMetrics:
     step_time_s: float
     experts: ExpertMetrics | None = None
     mtp_losses: tuple[float, ...] = ()
+    votes: tuple[float, ...] = ()
 
 
 class StepRunner(Protocol):
@@ -87,7 +92,13 @@ class TrainStep:
         self._reported_missing: tuple[str, ...] = ()
 
     def train(
-        self, step: int, source: BatchSource, *, lr: float, recorder: ActionRecorder | None = None
+        self,
+        step: int,
+        source: BatchSource,
+        *,
+        lr: float,
+        recorder: ActionRecorder | None = None,
+        search: NonFiniteSearch | None = None,
     ) -> StepMetrics:
         """Run one step: forward, backward, gradient reduction, update.
 
@@ -96,6 +107,7 @@ class TrainStep:
             source: Source of microbatches.
             lr: Learning rate of this step.
             recorder: Records the start and end of every pipeline action; ``None`` to disable.
+            search: Searches for non-finite values in eager passes; ``None`` to disable.
 
         Returns:
             The metrics of the step.
@@ -110,15 +122,16 @@ class TrainStep:
         start = time.perf_counter()
         eager, runner = self._eager, self._runner
         batches = eager.fetch(source, step)
-        for _ in eager.experts.attempts(f"step {step + 1:,}"):
-            runner.start(step, batches)
-            eager.reset_counts()
-            if recorder is not None:
-                recorder.clear()
-            sums = runner.passes(batches, lr=lr, recorder=recorder)
+        with nullcontext() if search is None else search.watch():
+            for _ in eager.experts.attempts(f"step {step + 1:,}"):
+                runner.start(step, batches)
+                eager.reset_counts()
+                if recorder is not None:
+                    recorder.clear()
+                sums = runner.passes(batches, lr=lr, recorder=recorder)
         self._warn_of_missing_grads()
         result = runner.update(sums, lr=lr)
-        losses, mtp, experts = eager.split_extra(result.extra)
+        losses, votes, mtp, experts = eager.split_extra(result.extra)
         return StepMetrics(
             loss=_mean(losses),
             grad_norm=result.grad_norm,
@@ -126,6 +139,7 @@ class TrainStep:
             step_time_s=time.perf_counter() - start,
             experts=eager.experts.finish_step(experts, skipped=result.skipped),
             mtp_losses=eager.predictions.losses(mtp),
+            votes=tuple(votes.tolist()),
         )
 
     @torch.no_grad()
@@ -173,6 +187,8 @@ class EagerStep:
         predictions: Sums of the multi-token prediction losses.
         per_token: Average the loss over all tokens of the global batch, instead of over the means
             of microbatches.
+        num_votes: Number of votes, see :meth:`vote`.
+        limits_loss: Skip the update of a step whose loss is above :meth:`limit_loss`.
     """
 
     def __init__(
@@ -187,6 +203,8 @@ class EagerStep:
         experts: ExpertWatch,
         predictions: PredictionWatch,
         per_token: bool = False,
+        num_votes: int = 0,
+        limits_loss: bool = False,
     ) -> None:
         self.chunks = list(chunks)
         self.optimizer = optimizer
@@ -197,6 +215,10 @@ class EagerStep:
         self.device = self.chunks[0].device
         self._executor = executor
         self._per_token = per_token
+        # On the device at fixed addresses, because graphs read them.
+        self._votes_sent = (0.0,) * num_votes
+        self._votes = torch.zeros(num_votes, dtype=torch.float64, device=self.device)
+        self._loss_limit = self._votes.new_full((), math.inf) if limits_loss else None
         self._constants: dict[float, Tensor] = {}
         self._last_backwards = {
             action.stage: action.microbatch
@@ -209,6 +231,22 @@ class EagerStep:
             for action in program.actions
             if action.kind == ActionKind.RECOMPUTE
         }
+
+    def vote(self, votes: Sequence[float]) -> None:
+        """Set the numbers of this rank that the next step sums over all ranks.
+
+        Sync:
+            None: changed numbers are filled in on the device.
+        """
+        for index, (vote, before) in enumerate(zip(votes, self._votes_sent, strict=True)):
+            if vote != before:
+                self._votes[index].fill_(vote)
+        self._votes_sent = tuple(votes)
+
+    def limit_loss(self, limit: float) -> None:
+        """Set the largest loss that the next step may have, if this step has such a limit."""
+        if self._loss_limit is not None:
+            self._loss_limit.fill_(limit)
 
     def fetch(self, source: BatchSource, step: int) -> list[Microbatch]:
         """Fetch all microbatches of a step, in order."""
@@ -248,14 +286,18 @@ class EagerStep:
             lr: Learning rate.
             veto: Device scalar; non-zero to leave all state unchanged.
         """
-        extra = torch.cat((sums, self.predictions.extra(), self.experts.extra()))
+        extra = torch.cat((sums, self._votes, self.predictions.extra(), self.experts.extra()))
         num_tokens = sums[1] if self._per_token else None
-        return self.optimizer.step(lr=lr, extra=extra, num_tokens=num_tokens, veto=veto)
+        return self.optimizer.step(
+            lr=lr, extra=extra, num_tokens=num_tokens, veto=veto, mean_limit=self._loss_limit
+        )
 
-    def split_extra(self, extra: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``StepResult.extra`` into losses, multi-token losses and expert counters."""
+    def split_extra(self, extra: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Split ``StepResult.extra``: losses, votes, multi-token losses, expert counters."""
         num_mtp = self.predictions.extra().numel()
-        return extra[:2], extra[2 : 2 + num_mtp], extra[2 + num_mtp :]
+        sizes = [2, self._votes.numel(), num_mtp]
+        losses, votes, mtp, experts = torch.split(extra, [*sizes, extra.numel() - sum(sizes)])
+        return losses, votes, mtp, experts
 
     def validate(self, batches: Sequence[Microbatch]) -> Tensor:
         """Run all forward passes; see ``StepRunner``."""

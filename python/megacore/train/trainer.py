@@ -41,6 +41,8 @@ from megacore.plan.from_config import (
     train_schedule,
 )
 from megacore.plan.routing import recorded_settings
+from megacore.train.control import NUM_VOTES
+from megacore.train.diagnosis import NonFiniteSearch
 from megacore.train.graphs import StepGraphs
 from megacore.train.meters import ExpertWatch, PredictionWatch
 from megacore.train.step import BatchSource, EagerStep, StepMetrics, TrainStep
@@ -57,6 +59,7 @@ class Trainer:
         schedule: The pipeline schedule of a training step, all ranks.
         chunks: Model chunks of this rank.
         optimizer: Optimizer over the parameters of ``chunks``.
+        eager: Passes and update of a step without graphs.
         graphs: CUDA graphs of training steps; ``None`` without graphs.
         device: Device of the model.
         routing: Recorder and replay of routing decisions, both optional.
@@ -69,12 +72,18 @@ class Trainer:
     chunks: list[GPTChunk]
     optimizer: DistributedOptimizer
     step: TrainStep
+    eager: EagerStep
     graphs: StepGraphs | None
     device: torch.device
     routing: RoutingTape
 
     def train_step(
-        self, step: int, *, sample_offset: int = 0, recorder: ActionRecorder | None = None
+        self,
+        step: int,
+        *,
+        sample_offset: int = 0,
+        recorder: ActionRecorder | None = None,
+        search: NonFiniteSearch | None = None,
     ) -> StepMetrics:
         """Run optimizer step number ``step`` (from 0) on the samples selected by `microbatch`.
 
@@ -83,7 +92,7 @@ class Trainer:
         lr = self.learning_rate(step)
         self.routing.start_step(step)
         batches = self._batches(self.data.train, sample_offset)
-        metrics = self.step.train(step, batches, lr=lr, recorder=recorder)
+        metrics = self.step.train(step, batches, lr=lr, recorder=recorder, search=search)
         self.routing.finish_step(step)
         return metrics
 
@@ -214,6 +223,8 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
             chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
         ),
         per_token=config.train.loss_normalization == "token",
+        num_votes=NUM_VOTES,
+        limits_loss=config.train.on_spike == "skip",
     )
     graphs = None
     if config.graphs.mode != "off":
@@ -227,6 +238,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         chunks=chunks,
         optimizer=optimizer,
         step=TrainStep(eager, runner=graphs),
+        eager=eager,
         graphs=graphs,
         device=device,
         routing=_attach_tape(config, chunks, rank=groups.rank),

@@ -67,7 +67,11 @@ def test_a_fresh_run_moves_all_of_the_former_one_and_only_that(tmp_path: Path) -
     (tmp_path / "checkpoints" / "step_00000008.partial").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     [note] = make_place(_config(tmp_path), None, GROUPS)
-    assert note == f"what a former run left here was moved to {tmp_path / 'previous-1'}"
+    place = tmp_path / "previous-1"
+    assert note == (
+        f"what a former run left here was moved to {place}; to go on from it, start with "
+        f"--checkpoint.resume={place / 'checkpoints'}"
+    )
     moved = {*RESULTS, "checkpoints/latest", "checkpoints/step_00000007/index.json"}
     assert _tree(tmp_path / "previous-1") == moved
     assert _tree(tmp_path) == {"notes.txt"} | {f"previous-1/{name}" for name in moved}
@@ -93,7 +97,7 @@ def test_checkpoints_elsewhere_stay_on_their_disk(tmp_path: Path) -> None:
     _leave_results(run)
     _leave_checkpoint(elsewhere)
     [note] = make_place(_config(run, elsewhere), None, GROUPS)
-    assert note.endswith(f"{elsewhere / 'previous-1'} and {run / 'previous-1'}")
+    assert f"{elsewhere / 'previous-1'} and {run / 'previous-1'};" in note
     assert _tree(elsewhere) == {"previous-1/latest", "previous-1/step_00000007/index.json"}
 
 

@@ -128,10 +128,14 @@ def test_a_process_count_other_than_torchruns_is_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     message = complaint_of(capsys, "train", str(demo), "--run.nproc=4")
-    assert "run.nproc = 4 (--run.nproc=4), but torchrun started 8 (WORLD_SIZE)" in message
+    assert (
+        "run.nproc = 4 (--run.nproc=4), but the launcher started 8 (torchrun, WORLD_SIZE)"
+        in message
+    )
     message = complaint_of(capsys, "train", str(demo), "--nproc=8", "--model.num_heads=3")
-    assert "torchrun started" not in message
+    assert "the launcher started" not in message
 
 
 def test_nccl_without_a_gpu_is_refused(

@@ -78,7 +78,7 @@ def test_options_that_would_do_nothing_are_refused(
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("--world-size=99999999998", "world_size is 99999999998; it must be between 1 and 2147483"),
+        ("--world-size=99999999998", "run.nproc = 99999999998: must be below 2,147,483,648"),
         ("--model.num_layers=1000000", "model.num_layers = 1000000: must be at most 16384"),
     ],
 )

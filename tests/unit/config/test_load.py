@@ -300,7 +300,10 @@ def test_saved_config_names_every_setting() -> None:
         named = [line.removeprefix("# ").split()[0] for line in lines[begin + 1 : end]]
         assert named == list(cls.by_key())
     assert "# memory_limit is not set: as many as it takes" in lines
-    assert "# resume is not set: start anew" in lines
+    assert (
+        "# resume is not set: auto if SLURM or torchrun has restarted the run, else start anew"
+        in lines
+    )
     for line in lines:
         assert not line.endswith("is not set: ")
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megacore.checkpoint import read_index
 from megacore.config import Config, resolve
 from megacore.report import read_run, write_report
 from megacore.train import trainer as trainer_module
 from megacore.train.loop import train
+from tests.support.configs import rank_context
 
 
 def _train(folder: Path, *, steps: int, batch_size: int, resume: str | None = None) -> None:
@@ -31,7 +30,7 @@ def _train(folder: Path, *, steps: int, batch_size: int, resume: str | None = No
         run={"dir": str(folder / "run"), "plain": True, "trace_step": -1},
     )
     config = resolve(config, 1, vocab_size=256, cuda=False)
-    context: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    context = rank_context(0, 1)
     assert train(config, context) == 0
 
 
