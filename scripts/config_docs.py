@@ -6,7 +6,7 @@ Usage: ``scripts/config_docs.py > docs/configuration.md``
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -81,6 +81,8 @@ def _summary(text: str) -> str:
 def _values(info: FieldInfo) -> str:
     """``int >= 1``, or the allowed words."""
     options = get_args(info.annotation)
+    if get_origin(info.annotation) is list:
+        return "tables"
     words = [
         word
         for option in (info.annotation, *options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megacore.config.base import duration_s, filled
 from megacore.config.checkpoint import CheckpointConfig
-from megacore.config.data import DataConfig
+from megacore.config.data import DataConfig, SourceConfig
 from megacore.config.graphs import GraphsConfig
 from megacore.config.layers import layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.config.load import (
@@ -45,6 +45,7 @@ __all__ = [
     "PipelineConfig",
     "RopeScalingConfig",
     "RunConfig",
+    "SourceConfig",
     "TrainSectionConfig",
     "close_words",
     "config_from_values",

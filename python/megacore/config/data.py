@@ -1,26 +1,69 @@
-"""The ``[data]`` section: the text, its tokenizer, and the part kept for validation."""
+"""The ``[data]`` section: sources, their tokenizer, the order of samples, validation sets."""
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
 
 from megacore.config.base import Section
 
+SourceKind = Literal["auto", "indexed", "text", "jsonl", "parquet", "factory"]
+
+
+class SourceConfig(Section):
+    """``[[data.sources]]`` or ``[[data.validation]]``: one of several sources of documents."""
+
+    path: str = Field(
+        min_length=1, description="As `data.source`; for a factory, `module:function`."
+    )
+    weight: float | None = Field(default=None, gt=0, description="Share of the tokens.")
+    name: str | None = Field(default=None, min_length=1, description="Name in metrics.")
+    kind: SourceKind = Field(default="auto", description="Format; `auto` decides by the path.")
+
+    @property
+    def label(self) -> str:
+        """Name in metrics and messages: ``name``, or the last part of the path."""
+        return self.name or self.path.rstrip("/").rpartition("/")[2]
+
 
 class DataConfig(Section):
-    """``[data]``: the text, its tokenizer, and the part kept for validation."""
+    """``[data]``: the documents, their tokenizer, the order of samples, validation sets."""
 
     source: str = Field(
         default="python-docs",
         min_length=1,
         description="`python-docs` or `stdlib` (text that comes with Python), a text file, a "
-        "folder, or the prefix of a `.bin`/`.idx` pair.",
+        "folder, a `.jsonl` or `.parquet` file, or the prefix of a `.bin`/`.idx` pair.",
+    )
+    sources: list[SourceConfig] = Field(
+        default=[],
+        description="Several sources instead of `source`, each a table `[[data.sources]]` with "
+        "`path`, `weight` (share of the tokens; left out everywhere: by size), `name` and `kind` "
+        "(`auto`, `indexed`, `text`, `jsonl`, `parquet`, `factory`).",
+    )
+    validation: list[SourceConfig] = Field(
+        default=[],
+        description="Validation sets instead of a split, each a table `[[data.validation]]` with "
+        "the keys of `[[data.sources]]`; every set has its own loss.",
     )
     tokenizer: str = Field(
         default="bytes", min_length=1, description="`bytes`, or the path of a `tokenizer.json`."
     )
     split: str = Field(
-        default="95,5", description="Shares of training and validation data, as weights: `95,5`."
+        default="95,5",
+        description="Shares of training and validation data, as weights: `95,5`. Unused with "
+        "`[[data.validation]]`.",
+    )
+    order: Literal["megacore", "megatron"] = Field(
+        default="megacore",
+        description="Order of samples: a function of seed and position without an index, or that "
+        "of Megatron-Core for the same seed, files, split, steps and sequence length.",
+    )
+    cache: str | None = Field(
+        default=None,
+        description="Folder of tokenized sources and of indices. "
+        "Default: `~/.cache/megacore/data`, or below `XDG_CACHE_HOME`.",
     )
 
     @property
@@ -34,6 +77,11 @@ class DataConfig(Section):
         weights = [float(part) for part in self.split.split(",")]
         return tuple(weight / sum(weights) for weight in weights)
 
+    @property
+    def training_sources(self) -> list[SourceConfig]:
+        """``sources``, or ``source`` as the only one."""
+        return self.sources or [SourceConfig(path=self.source)]
+
     @field_validator("split")
     @classmethod
     def _check_split(cls, split: str) -> str:
@@ -46,3 +94,17 @@ class DataConfig(Section):
         if len(weights) not in (2, 3) or not in_range or weights[0] == 0.0:
             raise ValueError(rule)
         return split
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        for key, group in (("sources", self.sources), ("validation", self.validation)):
+            missing = [source.label for source in group if source.weight is None]
+            if missing and len(missing) < len(group):
+                raise ValueError(
+                    f"{key} need a weight each or none at all; {', '.join(missing)} have none"
+                )
+            labels = [source.label for source in group]
+            twice = [label for label in dict.fromkeys(labels) if labels.count(label) > 1]
+            if twice:
+                raise ValueError(f'{key} must have different names, but "{twice[0]}" occurs twice')
+        return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -165,10 +166,19 @@ def _table(data: dict[str, Any], section: str) -> Any:
 
 
 def _saved_line(config: Config, key: str, value: Any) -> str:
-    line = tomli_w.dumps({split_key(key)[1]: value}).rstrip("\n")
+    name = split_key(key)[1]
+    if value and isinstance(value, list):  # tables, in one value so that the section goes on
+        line = f"{name} = [\n" + "".join(f"    {_inline_table(item)},\n" for item in value) + "]"
+    else:
+        line = tomli_w.dumps({name: value}).rstrip("\n")
     if key in config.derived:
         return f"# {line}   (derived)"
     return f"# {line}   (of one start)" if key == "checkpoint.resume" else line
+
+
+def _inline_table(table: Mapping[str, Any]) -> str:
+    pairs = (tomli_w.dumps({key: value}).strip() for key, value in table.items())
+    return f"{{ {', '.join(pairs)} }}"
 
 
 def _default_text(info: FieldInfo) -> str:
@@ -218,6 +228,11 @@ def _typed(key: str, text: str) -> Any:
         return text
     if text.lower() in ("none", "null") and NoneType in typing.get_args(annotation):
         return None
+    if typing.get_origin(annotation) is list:
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return text
     try:
         return TypeAdapter[Any](annotation).validate_python(text)
     except ValidationError:
@@ -275,11 +290,14 @@ _TYPES = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "string_type": "text in quotes",
+    "list_type": "a list of tables",
 }
 
 
 def _describe(details: ErrorDetails, places: _Places) -> str:
     """Return one line for one pydantic error: place, key and value, rule, nearest fix."""
+    if any(isinstance(part, int) for part in details["loc"]):
+        return _describe_item(details, places)
     key = ".".join(str(part) for part in details["loc"])
     section, name = split_key(key) if key not in section_classes() else (key, "")
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
@@ -294,6 +312,32 @@ def _describe(details: ErrorDetails, places: _Places) -> str:
     shown = f"{prefix}{key} = {toml_value(value)}: "
     if kind == "literal_error":
         return shown + f"expected one of {context['expected']}" + _closest_literal(value, context)
+    return shown + _rule(kind, context, details["msg"])
+
+
+def _describe_item(details: ErrorDetails, places: _Places) -> str:
+    """Return one line for an error in a table of a list, as in ``[[data.sources]]``."""
+    section, key, number, *inner = details["loc"]
+    table, kind = f"{section}.{key}", details["type"]
+    prefix = places.prefix(f"{table}.{inner[0]}" if inner else table)
+    place = f"{prefix}[[{table}]] number {int(number) + 1}"
+    if not inner:
+        return f"{place} must be a table of settings, but it is {details['input']!r}"
+    if kind == "missing":
+        return f"{place} has no {inner[0]}"
+    if kind == "extra_forbidden":
+        known = typing.get_args(_annotation(table))[0].by_key()
+        return f"{place}: unknown key {inner[0]}" + (
+            did_you_mean(str(inner[0]), list(known)) or f"; it has {', '.join(known)}"
+        )
+    context = details.get("ctx", {})
+    shown = f"{place}: {inner[0]} = {toml_value(details['input'])}: "
+    if kind == "literal_error":
+        return (
+            shown
+            + f"expected one of {context['expected']}"
+            + _closest_literal(details["input"], context)
+        )
     return shown + _rule(kind, context, details["msg"])
 
 

@@ -67,7 +67,7 @@ def key_lines(text: str) -> dict[str, int]:
             if open_quote in line:
                 open_quote = ""
             continue
-        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
+        if header := re.match(r"\s*\[{1,2}\s*([^\[\]]+?)\s*\]", line):
             section = _plain_key(header[1])
             lines.setdefault(section, number)
         elif pair := re.match(r"\s*([\w\"'. -]+?)\s*=(.*)", line):

@@ -11,7 +11,9 @@ from megacore.data.dataset import (
 )
 from megacore.data.indexed import IndexedTokens, read_indexed, write_indexed
 from megacore.data.loading import TrainingData, load_data
-from megacore.data.sources import TokenSource, load_tokens
+from megacore.data.sample import Sample, Samples
+from megacore.data.sources import load_tokens
+from megacore.data.stream import TokenRange, TokenSource
 from megacore.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -19,7 +21,10 @@ __all__ = [
     "Dataset",
     "IndexedTokens",
     "JsonTokenizer",
+    "Sample",
     "SampleOrder",
+    "Samples",
+    "TokenRange",
     "TokenSource",
     "Tokenizer",
     "TrainingData",

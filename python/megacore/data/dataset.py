@@ -15,13 +15,16 @@ so an order of a billion windows needs no memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from megacore.data.sources import check_token_range
+from megacore.data.sample import Sample, Samples, sample_of_window
+from megacore.data.stream import TokenRange
 from megacore.data.tokenizer import TokenArray
 from megacore.errors import ConfigError, DataError
 from megacore.parallel.batch import Microbatch
@@ -97,15 +100,17 @@ class SampleOrder:
 
 
 class Dataset:
-    """Samples of a token stream, by number.
+    """Windows of a token stream, by number.
 
     Args:
-        tokens: Token ids, 1-D, any integer type; may be mapped from a file.
+        tokens: The stream.
         name: Name of the data in messages.
+        label: Name of the source in metrics.
         seq_length: Number of predicted tokens per sample.
         seed: Seed of the order.
         vocab_size: Every token read must be in ``[0, vocab_size)``.
         reshuffle: See :class:`SampleOrder`.
+        document_mask: Keep attention and predictions inside documents.
 
     Raises:
         DataError: If there are too few tokens for one sample.
@@ -113,13 +118,15 @@ class Dataset:
 
     def __init__(
         self,
-        tokens: TokenArray,
+        tokens: TokenRange,
         *,
         name: str,
+        label: str = "data",
         seq_length: int,
         seed: int,
         vocab_size: int,
         reshuffle: bool = True,
+        document_mask: bool = False,
     ) -> None:
         if len(tokens) < seq_length + 1:
             shorter = (
@@ -130,8 +137,10 @@ class Dataset:
                 f"{seq_length + 1:,}; use more text{shorter}"
             )
         self.name = name
+        self.label = label
         self.tokens = tokens
         self.vocab_size = vocab_size
+        self.document_mask = document_mask
         self.order = SampleOrder(
             num_tokens=len(tokens), seq_length=seq_length, seed=seed, reshuffle=reshuffle
         )
@@ -146,20 +155,28 @@ class Dataset:
         """Samples per epoch."""
         return self.order.num_windows
 
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Return the tokens of sample ``number`` >= 0, ``(seq_length + 1,)``, int64.
+    @property
+    def num_tokens(self) -> int:
+        """Tokens per epoch."""
+        return len(self.tokens)
+
+    def sample(self, number: int) -> Sample:
+        """Return sample ``number`` >= 0.
 
         Raises:
             DataError: If a token is not in the vocabulary.
         """
-        start = self.order.start(number)
-        window = self.tokens[start : start + self.seq_length + 1]
-        check_token_range(window, vocab_size=self.vocab_size, name=self.name)
-        return window.astype(np.int64)
+        start, count = self.order.start(number), self.seq_length + 1
+        self.tokens.check(start, count, vocab_size=self.vocab_size, name=self.name)
+        return sample_of_window(self.tokens.window(start, count), document_mask=self.document_mask)
+
+    def epochs(self, num_samples: int) -> dict[str, float]:
+        """Return the passes over the stream that the first samples make."""
+        return {self.label: num_samples / self.num_windows}
 
 
 def microbatch(
-    dataset: Dataset,
+    dataset: Samples,
     *,
     step: int,
     microbatch: int,
@@ -187,7 +204,8 @@ def microbatch(
             consumed so far, minus those that the previous steps would consume with this G.
 
     Returns:
-        ``tokens`` and ``labels`` ``(B, seq_length)``, ``sample_ids`` ``(B,)``; int64, CPU.
+        ``tokens`` and ``labels`` ``(B, seq_length)``, ``sample_ids`` ``(B,)``, and ``positions``
+        ``(B, seq_length)`` if the dataset has a document mask; int64, CPU.
 
     Raises:
         ConfigError: If ``global_batch_size`` is not a multiple of ``microbatch_size * dp_size``.
@@ -202,13 +220,19 @@ def microbatch(
     group = microbatch * dp_size + dp_position
     first = step * global_batch_size + sample_offset + group * microbatch_size
     numbers = range(first, first + microbatch_size)
-    rows = torch.from_numpy(np.stack([dataset.sample(number) for number in numbers]))
+    samples = [dataset.sample(number) for number in numbers]
+    positions = [sample.positions for sample in samples if sample.positions is not None]
     return Microbatch(
-        tokens=rows[:, :-1].contiguous(),
-        labels=rows[:, 1:].contiguous(),
+        tokens=_stack([sample.tokens for sample in samples]),
+        labels=_stack([sample.labels for sample in samples]),
+        positions=_stack(positions) if positions else None,
         sample_ids=torch.tensor(numbers, dtype=torch.int64),
         step=step,
     )
+
+
+def _stack(rows: Sequence[NDArray[np.int64]]) -> Tensor:
+    return torch.from_numpy(np.stack(rows))
 
 
 def num_microbatches(global_batch_size: int, *, microbatch_size: int, dp_size: int) -> int:
@@ -244,9 +268,19 @@ def unigram_entropy(tokens: TokenArray, *, max_tokens: int = 1 << 24) -> float:
         >>> round(unigram_entropy(np.array([0, 1, 0, 1])), 4)
         0.6931
     """
-    counts = np.bincount(tokens[:max_tokens])
+    counts = np.zeros(0, dtype=np.int64)
+    # In parts, because bincount makes a copy of 8 bytes per token.
+    for begin in range(0, min(len(tokens), max_tokens), 1 << 20):
+        part = np.bincount(tokens[begin : min(begin + (1 << 20), max_tokens)])
+        counts, part = (counts, part) if len(counts) >= len(part) else (part, counts)
+        counts[: len(part)] += part
     shares = counts[counts > 0] / max(1, counts.sum())
     return math.fsum(float(-share * np.log(share)) for share in shares)
+
+
+def mixed_seed(seed: int) -> int:
+    """Return another seed, for one of several independent orders."""
+    return _mix(seed)
 
 
 def _mix(value: int) -> int:

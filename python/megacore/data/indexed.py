@@ -19,8 +19,9 @@ The arrays after offset 34 are unaligned, so they are read as bytes and reinterp
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,23 +45,77 @@ MAX_VOCAB = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedTokens:
-    """Contents of an indexed dataset.
+    """Contents of an indexed dataset, mapped from its files and read as needed.
 
     Attributes:
-        tokens: All tokens in sequence order, 1-D; mapped from the file if its order allows.
+        prefix: Path without ``.bin`` and ``.idx``.
+        stored: Tokens in the order of the ``.bin`` file, 1-D.
         lengths: Tokens per sequence, ``(num_sequences,)``, int32.
+        starts: Position in ``stored`` of the first token of each sequence, times the bytes per
+            token, ``(num_sequences,)``, int64.
         document_borders: Sequence number of the start of each document, and the number of
             sequences at the end, ``(num_documents + 1,)``, int64.
+        in_order: Whether ``stored`` begins with the sequences in their order, without gaps.
     """
 
-    tokens: TokenArray
+    prefix: Path
+    stored: TokenArray
     lengths: NDArray[np.int32]
+    starts: NDArray[np.int64]
     document_borders: NDArray[np.int64]
+    in_order: bool
+
+    @functools.cached_property
+    def tokens(self) -> TokenArray:
+        """All tokens in sequence order, 1-D: mapped, or a copy if the file has another order."""
+        if self.in_order:
+            return self.stored[: self.num_tokens]
+        sequences = [self.sequence(number) for number in range(len(self.lengths))]
+        return np.concatenate(sequences or [self.stored[:0]])
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(int(self.lengths[part].sum(dtype=np.int64)) for part in _parts(self.lengths))
 
     @property
     def num_documents(self) -> int:
         """Number of documents."""
         return len(self.document_borders) - 1
+
+    def sequence(self, number: int, begin: int = 0, end: int | None = None) -> TokenArray:
+        """Return the tokens ``[begin, end)`` of a sequence, a view of the mapped file."""
+        start = int(self.starts[number]) // self.stored.dtype.itemsize
+        length = int(self.lengths[number])
+        return self.stored[start + begin : start + (length if end is None else min(end, length))]
+
+    @property
+    def document_starts(self) -> Sequence[int]:
+        """Position in ``tokens`` of the first token of each document, ascending."""
+        if self.in_order:
+            return _DocumentStarts(self)
+        ends = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+        positions: list[int] = ends[self.document_borders[:-1]].tolist()
+        return positions
+
+
+class _DocumentStarts(Sequence[int]):
+    """Token positions of the starts of documents, computed from the index when they are read."""
+
+    def __init__(self, indexed: IndexedTokens) -> None:
+        self._indexed = indexed
+
+    def __len__(self) -> int:
+        return self._indexed.num_documents
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(len(self)))]
+        indexed = self._indexed
+        sequence = int(indexed.document_borders[number if number >= 0 else number - 1])
+        if sequence == len(indexed.starts):  # an empty document at the end
+            return indexed.num_tokens
+        return int(indexed.starts[sequence]) // indexed.stored.dtype.itemsize
 
 
 def indexed_prefix(source: str | Path) -> Path | None:
@@ -88,28 +143,29 @@ def read_indexed(prefix: str | Path) -> IndexedTokens:
     for path in (index_path, data_path):
         if not path.is_file():
             raise DataError(missing_path("indexed data file", path))
-    raw = index_path.read_bytes()
-    dtype, num_sequences, num_borders = _read_header(index_path, raw)
-    lengths, starts, borders = _read_arrays(index_path, raw, num_sequences, num_borders)
-    _check_places(index_path, lengths, starts, dtype)
+    size = index_path.stat().st_size
+    with index_path.open("rb") as file:
+        dtype, num_sequences, num_borders = _read_header(index_path, file.read(HEADER.size))
+    lengths, starts, borders = _map_arrays(index_path, size, num_sequences, num_borders)
+    _check_arrays(index_path, lengths, starts, borders, dtype)
     file_bytes = _check_data_size(data_path, lengths, starts, dtype)
-    num_bytes = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
     stored = np.memmap(data_path, dtype=dtype, mode="r") if file_bytes else np.empty(0, dtype=dtype)
-    expected = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64) * dtype.itemsize))
-    if num_sequences == 0 or np.array_equal(starts, expected):
-        tokens = stored[: num_bytes // dtype.itemsize]
-    else:  # sequences that were reordered or share tokens
-        if num_bytes > MAX_SHARING * file_bytes:
-            raise DataError(
-                f"{index_path} describes {num_bytes:,} bytes of tokens in a file of "
-                f"{file_bytes:,}; sequences may share tokens up to {MAX_SHARING} times: the index "
-                f"is damaged, write or copy it again"
-            )
-        begins = starts // dtype.itemsize
-        tokens = np.concatenate(
-            [stored[b : b + n] for b, n in zip(begins, lengths, strict=True)] or [stored[:0]]
+    in_order = _in_order(lengths, starts, dtype.itemsize)
+    num_bytes = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+    if not in_order and num_bytes > MAX_SHARING * file_bytes:
+        raise DataError(
+            f"{index_path} describes {num_bytes:,} bytes of tokens in a file of "
+            f"{file_bytes:,}; sequences may share tokens up to {MAX_SHARING} times: the index "
+            f"is damaged, write or copy it again"
         )
-    return IndexedTokens(tokens=tokens, lengths=lengths, document_borders=borders)
+    return IndexedTokens(
+        prefix=prefix,
+        stored=stored,
+        lengths=lengths,
+        starts=starts,
+        document_borders=borders,
+        in_order=in_order,
+    )
 
 
 def write_indexed(
@@ -196,43 +252,69 @@ def _read_header(path: Path, raw: bytes) -> tuple[np.dtype[np.integer], int, int
     return dtype, num_sequences, num_borders
 
 
-def _read_arrays(
-    path: Path, raw: bytes, num_sequences: int, num_borders: int
+def _map_arrays(
+    path: Path, size: int, num_sequences: int, num_borders: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     needed = HEADER.size + 12 * num_sequences + 8 * num_borders
-    if len(raw) not in {needed, needed + num_sequences}:
+    if size not in {needed, needed + num_sequences}:
         raise DataError(
-            f"{path} has {len(raw):,} bytes; {num_sequences:,} sequences and {num_borders:,} "
+            f"{path} has {size:,} bytes; {num_sequences:,} sequences and {num_borders:,} "
             f"document borders take {needed:,}: the file is damaged, write or copy it again"
         )
+    raw = np.memmap(path, dtype=np.uint8, mode="r")
+    arrays = []
     at = HEADER.size
-    lengths = np.frombuffer(raw, dtype="<i4", count=num_sequences, offset=at)
-    starts = np.frombuffer(raw, dtype="<i8", count=num_sequences, offset=at + 4 * num_sequences)
-    borders = np.frombuffer(raw, dtype="<i8", count=num_borders, offset=at + 12 * num_sequences)
-    broken = (lengths < 0).any() or (starts < 0).any() or (np.diff(borders) < 0).any()
-    if broken or num_borders == 0 or borders[0] != 0 or borders[-1] != num_sequences:
-        raise DataError(
-            f"{path} is damaged: lengths and starts must not be negative, and document borders "
-            f"must rise from 0 to {num_sequences}; write or copy it again"
-        )
+    for name, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_borders)):
+        arrays.append(np.frombuffer(raw, dtype=name, count=count, offset=at))
+        at += count * np.dtype(name).itemsize
+    lengths, starts, borders = arrays
     return lengths, starts, borders
 
 
-def _check_places(
+def _check_arrays(
     path: Path,
     lengths: NDArray[np.int32],
     starts: NDArray[np.int64],
+    borders: NDArray[np.int64],
     dtype: np.dtype[np.integer],
 ) -> None:
-    """Check that every sequence starts at a whole token."""
-    uneven = np.flatnonzero(starts % dtype.itemsize)
-    if uneven.size:
-        first = int(uneven[0])
+    """Check signs, the order of document borders, and that sequences start at whole tokens."""
+    broken = any((lengths[p] < 0).any() or (starts[p] < 0).any() for p in _parts(lengths))
+    falling = any((np.diff(borders[p.start : p.stop + 1]) < 0).any() for p in _parts(borders))
+    if broken or falling or len(borders) == 0 or borders[0] != 0 or borders[-1] != len(lengths):
         raise DataError(
-            f"{path} is damaged: sequence {first} of {len(lengths):,} starts at byte "
-            f"{starts[first]:,}, which is no multiple of {dtype.itemsize}, the bytes of a "
-            f"{dtype.name} token; write or copy it again"
+            f"{path} is damaged: lengths and starts must not be negative, and document borders "
+            f"must rise from 0 to {len(lengths)}; write or copy it again"
         )
+    for part in _parts(starts):
+        uneven = np.flatnonzero(starts[part] % dtype.itemsize)
+        if uneven.size:
+            first = part.start + int(uneven[0])
+            raise DataError(
+                f"{path} is damaged: sequence {first} of {len(lengths):,} starts at byte "
+                f"{starts[first]:,}, which is no multiple of {dtype.itemsize}, the bytes of a "
+                f"{dtype.name} token; write or copy it again"
+            )
+
+
+def _in_order(lengths: NDArray[np.int32], starts: NDArray[np.int64], itemsize: int) -> bool:
+    if len(starts) == 0:
+        return True
+    return bool(starts[0] == 0) and all(
+        np.array_equal(
+            starts[part.start + 1 : part.stop + 1],
+            (starts[part] + lengths[part].astype(np.int64) * itemsize)[
+                : len(starts) - 1 - part.start
+            ],
+        )
+        for part in _parts(starts)
+    )
+
+
+def _parts(array: NDArray[Any], size: int = 1 << 20) -> Iterator[slice]:
+    """Cut an array into slices, so that checks of a mapped file take little memory."""
+    for begin in range(0, len(array), size):
+        yield slice(begin, min(begin + size, len(array)))
 
 
 def _check_data_size(
@@ -244,9 +326,11 @@ def _check_data_size(
     """Check that ``.bin`` has whole tokens and every sequence; return its bytes."""
     file_bytes = path.stat().st_size
     index_name = path.with_suffix(".idx").name
-    # Unsigned, because a damaged start near 2^63 plus a length would overflow.
-    ends = starts.astype(np.uint64) + lengths.astype(np.uint64) * np.uint64(dtype.itemsize)
-    end = int(ends.max(initial=0))
+    end = 0
+    for part in _parts(starts):
+        # Unsigned, because a damaged start near 2^63 plus a length would overflow.
+        sizes = lengths[part].astype(np.uint64) * np.uint64(dtype.itemsize)
+        end = max(end, int((starts[part].astype(np.uint64) + sizes).max()))
     if end > file_bytes:
         raise DataError(
             f"{path} has {file_bytes:,} bytes, but {index_name} describes {end:,}: "

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from megacore.config import DataConfig
-from megacore.data.dataset import Dataset, unigram_entropy
-from megacore.data.sources import TokenSource, check_token_range, load_tokens
-from megacore.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
+from megacore.config import DataConfig, SourceConfig
+from megacore.data.blend import Blend
+from megacore.data.cache import cache_folder
+from megacore.data.dataset import Dataset, mixed_seed, unigram_entropy
+from megacore.data.indexed import IndexedTokens
+from megacore.data.megatron import megatron_samples, split_borders
+from megacore.data.sample import Samples
+from megacore.data.sources import factory_source, load_tokens
+from megacore.data.stream import TokenRange, TokenSource
+from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import DataError
 
-# Tokens checked before training starts; the others are checked when they are read.
-CHECKED_TOKENS = 1 << 26
+# Tokens per source checked before training starts; the others are checked when they are read.
+CHECKED_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,18 +28,20 @@ class TrainingData:
     """Data of a run.
 
     Attributes:
-        source: The whole token stream.
-        tokenizer: Its tokenizer; ``vocab_size`` is the model's vocabulary by default.
-        train: Samples for training, reshuffled every epoch.
-        validation: Samples for validation in one fixed order; ``None`` without a validation part.
-        unigram_entropy: Entropy of the training tokens, in nats per token. A loss below it proves
-            that the model uses context.
+        sources: Training sources by name.
+        tokenizer: Their tokenizer; ``vocab_size`` is the model's vocabulary by default.
+        train: Samples for training.
+        validation: Validation sets by name, each in one fixed order; empty without validation data.
+        validation_weights: Weight of each set in the mean validation loss.
+        unigram_entropy: Entropy of the training tokens of the first source, in nats per token. A
+            loss below it proves that the model uses context.
     """
 
-    source: TokenSource
+    sources: Mapping[str, TokenSource]
     tokenizer: Tokenizer
-    train: Dataset
-    validation: Dataset | None
+    train: Samples
+    validation: Mapping[str, Samples]
+    validation_weights: Mapping[str, float]
     unigram_entropy: float
 
 
@@ -43,8 +52,10 @@ def load_data(
     seed: int,
     vocab_size: int | None = None,
     need_validation: bool = False,
+    num_samples: int = 1,
+    num_validation_samples: int = 1,
 ) -> TrainingData:
-    """Load, tokenize and split the source of the ``[data]`` section.
+    """Open, tokenize and split the sources of the ``[data]`` section.
 
     Every rank calls this function separately; equal arguments give equal data, without
     communication.
@@ -54,52 +65,217 @@ def load_data(
         seq_length: Number of predicted tokens per sample (``model.seq_length``).
         seed: Seed of the sample order (``train.seed``).
         vocab_size: Size of the vocabulary. Default: that of the tokenizer.
-        need_validation: Raise an error, instead of ``None``, for a validation part too short for
-            one sample.
+        need_validation: Raise an error, instead of leaving it out, for a validation set too short
+            for one sample.
+        num_samples: Training samples of the whole run, which Megatron's order depends on.
+        num_validation_samples: Validation samples of the whole run, likewise.
 
     Raises:
         DataError: See :func:`load_tokens`; or a part is too short for one sample.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     size = tokenizer.vocab_size if vocab_size is None else vocab_size
-    source = load_tokens(config.source, tokenizer)
-    check_token_range(source.tokens[:CHECKED_TOKENS], vocab_size=size, name=config.source)
-    train, validation = split_tokens(source.tokens, config.split_fractions)
-    enough = len(validation) > seq_length
-    if need_validation and not enough:
-        raise DataError(
-            f"the validation part of {config.source!r} has {len(validation):,} tokens, but one "
-            f"sample takes model.seq_length + 1 = {seq_length + 1:,}; give it a larger share than "
-            f"data.split = {config.split!r}, use more text, or set train.eval_interval = 0"
-        )
-    make = functools.partial(Dataset, seq_length=seq_length, seed=seed, vocab_size=size)
-    where = f"part of {config.source!r} (data.split = {config.split!r})"
+    opened = functools.partial(_open, tokenizer=tokenizer, vocab_size=size)
+    sources = {source.label: opened(source) for source in config.training_sources}
+    held_out = {source.label: opened(source) for source in config.validation}
+    make = _Maker(
+        config=config,
+        sources=sources,
+        held_out=held_out,
+        seq_length=seq_length,
+        seed=seed,
+        vocab_size=size,
+    )
+    if config.order == "megatron":
+        train = make.megatron_train(num_samples)
+        validation = make.megatron_validation(num_validation_samples, needed=need_validation)
+    else:
+        train = make.train()
+        validation = make.validation(needed=need_validation)
+    weights = _weights(config.validation or config.training_sources)
+    first = make.range_of(next(iter(sources)), 0)
     return TrainingData(
-        source=source,
+        sources=sources,
         tokenizer=tokenizer,
-        train=make(train, name=f"the training {where}"),
-        validation=make(validation, name=f"the validation {where}", reshuffle=False)
-        if enough
-        else None,
-        unigram_entropy=unigram_entropy(train),
+        train=train,
+        validation=validation,
+        validation_weights={name: weights.get(name, 1.0) for name in validation},
+        unigram_entropy=unigram_entropy(first.tokens),
     )
 
 
-def split_tokens(tokens: TokenArray, fractions: Sequence[float]) -> tuple[TokenArray, TokenArray]:
+def _open(source: SourceConfig, *, tokenizer: Tokenizer, vocab_size: int) -> TokenSource:
+    if source.kind == "factory":
+        opened = factory_source(source.path, tokenizer)
+    else:
+        opened = load_tokens(source.path, tokenizer)
+    count = min(CHECKED_TOKENS, opened.num_tokens)
+    opened.range().check(0, count, vocab_size=vocab_size)
+    return opened
+
+
+def _weights(sources: Sequence[SourceConfig]) -> dict[str, float]:
+    return {source.label: source.weight for source in sources if source.weight is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Maker:
+    """Datasets of the parts of opened sources."""
+
+    config: DataConfig
+    sources: Mapping[str, TokenSource]
+    held_out: Mapping[str, TokenSource]
+    seq_length: int
+    seed: int
+    vocab_size: int
+
+    def range_of(self, label: str, part: int) -> TokenRange:
+        """Return the training (0) or validation (1) part of a source."""
+        source = self.sources[label]
+        if self.config.validation:
+            return source.range()
+        return split_range(source.range(), self.config.split_fractions)[part]
+
+    def train(self) -> Samples:
+        """Return the training samples: of the only source, or a blend."""
+        datasets = [
+            self._dataset(
+                self.range_of(label, 0),
+                name=self._part_name("training", label),
+                label=label,
+                seed=self.seed if number == 0 else mixed_seed(self.seed + number),
+            )
+            for number, label in enumerate(self.sources)
+        ]
+        if len(datasets) == 1:
+            return datasets[0]
+        given = _weights(self.config.sources)
+        weights = [given.get(dataset.label, dataset.num_tokens) for dataset in datasets]
+        return Blend(datasets, weights, name="the training data")
+
+    def validation(self, *, needed: bool) -> dict[str, Samples]:
+        """Return the validation sets: as configured, else the held out part of every source."""
+        ranges = {label: source.range() for label, source in self.held_out.items()} or {
+            label: self.range_of(label, 1) for label in self.sources
+        }
+        sets: dict[str, Samples] = {}
+        for label, tokens in ranges.items():
+            name = self._part_name("validation", label)
+            if len(tokens) <= self.seq_length:
+                if needed:
+                    self._raise_too_short(label, len(tokens))
+                continue
+            sets[label] = self._dataset(
+                tokens, name=name, label=label, seed=self.seed, reshuffle=False
+            )
+        return sets
+
+    def megatron_train(self, num_samples: int) -> Samples:
+        """Return the training samples in Megatron's order."""
+        weights = _weights(self.config.sources)
+        return self._megatron(self._parts(0), weights, num_samples, name="the training data")
+
+    def megatron_validation(self, num_samples: int, *, needed: bool) -> dict[str, Samples]:
+        """Return the validation sets in Megatron's order: the blend of the split, or each."""
+        if self.held_out:
+            return {
+                label: self._megatron({label: _whole(source)}, {}, num_samples, name=label)
+                for label, source in self.held_out.items()
+            }
+        parts = self._parts(1)
+        if not needed and any(end <= begin for _, begin, end in parts.values()):
+            return {}
+        weights = _weights(self.config.sources)
+        name = "validation"
+        return {name: self._megatron(parts, weights, num_samples, name=name)}
+
+    def _parts(self, part: int) -> dict[str, tuple[IndexedTokens, int, int]]:
+        parts = {}
+        for label, source in self.sources.items():
+            indexed, begin, end = _whole(source)
+            if not self.config.validation:
+                begin, end = split_borders(self.config.split, end)[part]
+            parts[label] = (indexed, begin, end)
+        return parts
+
+    def _megatron(
+        self,
+        parts: Mapping[str, tuple[IndexedTokens, int, int]],
+        weights: Mapping[str, float],
+        num_samples: int,
+        *,
+        name: str,
+    ) -> Samples:
+        return megatron_samples(
+            list(parts.values()),
+            labels=list(parts),
+            weights=[weights[label] for label in parts] if weights else None,
+            num_samples=num_samples,
+            seq_length=self.seq_length,
+            seed=self.seed,
+            vocab_size=self.vocab_size,
+            cache=self._cache,
+            document_mask=False,
+            name=name,
+            alone=bool(self.held_out),
+        )
+
+    @functools.cached_property
+    def _cache(self) -> Path:
+        return cache_folder(self.config.cache)
+
+    def _dataset(
+        self, tokens: TokenRange, *, name: str, label: str, seed: int, reshuffle: bool = True
+    ) -> Dataset:
+        return Dataset(
+            tokens,
+            name=name,
+            label=label,
+            seq_length=self.seq_length,
+            seed=seed,
+            vocab_size=self.vocab_size,
+            reshuffle=reshuffle,
+        )
+
+    def _part_name(self, part: str, label: str) -> str:
+        if self.config.validation:
+            return f"the {part} data {label!r}"
+        return f"the {part} part of {label!r} (data.split = {self.config.split!r})"
+
+    def _raise_too_short(self, label: str, num_tokens: int) -> None:
+        share = (
+            f"give it a larger share than data.split = {self.config.split!r}, "
+            if not self.config.validation
+            else ""
+        )
+        part = "data" if self.config.validation else "part of"
+        raise DataError(
+            f"the validation {part} {label!r} has {num_tokens:,} tokens, but one sample takes "
+            f"model.seq_length + 1 = {self.seq_length + 1:,}; {share}use more text, or set "
+            f"train.eval_interval = 0"
+        )
+
+
+def _whole(source: TokenSource) -> tuple[IndexedTokens, int, int]:
+    """Return the files of a source and all of its sequences."""
+    if source.indexed is None:
+        raise DataError(
+            f'data.order = "megatron" reads token files, but {source.name} is text in memory; '
+            f"write it with megacore data prepare"
+        )
+    return source.indexed, 0, len(source.indexed.lengths)
+
+
+def split_range(tokens: TokenRange, fractions: Sequence[float]) -> tuple[TokenRange, TokenRange]:
     """Split a stream by position: training, then validation; a third part is unused.
 
     Args:
-        tokens: The stream, 1-D.
+        tokens: The stream.
         fractions: Two or three shares that sum to 1.
 
     Returns:
-        Training and validation tokens, views of ``tokens``.
-
-    Example:
-        >>> import numpy as np
-        >>> [len(part) for part in split_tokens(np.arange(10), (0.8, 0.2))]
-        [8, 2]
+        Training and validation tokens.
     """
     first = round(fractions[0] * len(tokens))
     second = round((fractions[0] + fractions[1]) * len(tokens))
-    return tokens[:first], tokens[first:second]
+    return tokens.part(0, first), tokens.part(first, second)

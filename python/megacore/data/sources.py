@@ -13,34 +13,13 @@ import numpy as np
 
 from megacore.data.indexed import indexed_prefix, read_indexed
 from megacore.data.paths import missing_path
-from megacore.data.tokenizer import TokenArray, Tokenizer
+from megacore.data.stream import TokenSource
+from megacore.data.tokenizer import Tokenizer
 from megacore.errors import DataError
 
 # Separator between two documents of one stream.
 SEPARATOR = "\n\n"
 BUILT_IN = ("python-docs", "stdlib")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenSource:
-    """One stream of token ids.
-
-    Attributes:
-        name: Value of ``data.source``.
-        description: Readable description, e.g. ``"79 topics of the Python language reference"``.
-        tokens: Token ids, 1-D, any integer type; may be mapped from a file.
-        num_documents: Number of documents the stream was joined from.
-    """
-
-    name: str
-    description: str
-    tokens: TokenArray
-    num_documents: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the stream."""
-        return len(self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,36 +44,44 @@ def load_tokens(source: str, tokenizer: Tokenizer) -> TokenSource:
     prefix = None if source in BUILT_IN else indexed_prefix(source)
     if prefix is not None:
         return _load_indexed(source, prefix)
-    text = _read_text(source)
+    return _joined(source, _read_text(source), tokenizer)
+
+
+def factory_source(path: str, tokenizer: Tokenizer) -> TokenSource:
+    """Call the factory ``module:function`` with the tokenizer; it returns a :class:`TokenSource`.
+
+    Raises:
+        DataError: If there is no such function, or it returns something else.
+    """
+    module, _, function = path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(
+            f'the data factory "{path}" must be "module:function" of an importable module, '
+            f"but: {error}"
+        ) from error
+    source = factory(tokenizer)
+    if not isinstance(source, TokenSource):
+        raise DataError(
+            f'the data factory "{path}" must return a megacore.data.TokenSource, got '
+            f"{type(source).__name__}"
+        )
+    return source
+
+
+def _joined(name: str, text: _Text, tokenizer: Tokenizer) -> TokenSource:
     last = len(text.documents) - 1
     parts = [
         tokenizer.encode(document if number == last else document + SEPARATOR)
         for number, document in enumerate(text.documents)
     ]
+    ends = np.cumsum([len(part) for part in parts])
     return TokenSource(
-        name=source,
+        name=name,
         description=text.description,
         tokens=np.concatenate(parts),
-        num_documents=len(parts),
-    )
-
-
-def check_token_range(tokens: TokenArray, *, vocab_size: int, name: str) -> None:
-    """Check that token ids fit the vocabulary.
-
-    Raises:
-        DataError: If a token id does not fit, with the id and its position in ``tokens``.
-    """
-    if len(tokens) == 0:
-        return
-    # Minimum and maximum first: they need no memory, and errors are rare.
-    if int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
-        return
-    position = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
-    raise DataError(
-        f"{name} holds token id {int(tokens[position])} (at position {position:,}), but the "
-        f"vocabulary has {vocab_size:,} ids; set data.tokenizer to the tokenizer.json these "
-        f"tokens were made with, or model.vocab_size to its size"
+        document_starts=[0, *ends[:-1].tolist()],
     )
 
 
@@ -104,7 +91,8 @@ def _load_indexed(source: str, prefix: Path) -> TokenSource:
         name=source,
         description=f"token files {prefix}.bin and .idx, {indexed.num_documents:,} documents",
         tokens=indexed.tokens,
-        num_documents=indexed.num_documents,
+        document_starts=indexed.document_starts,
+        indexed=indexed,
     )
 
 

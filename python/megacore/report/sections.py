@@ -104,7 +104,21 @@ def loss_card(run: RunFiles) -> str:
     wide = line_chart(spec, width=1120, height=380, font=13)
     narrow = line_chart(spec, width=360, height=270, font=12)
     charts = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-    return _card("Loss", hint, legend(spec) + charts)
+    return _card("Loss", hint, legend(spec) + charts + _validation_table(run))
+
+
+def _validation_table(run: RunFiles) -> str:
+    """Return the last loss of each of several validation sets; empty for one set."""
+    last: Mapping[str, float | None] = next(
+        (r["validation_losses"] for r in reversed(run.metrics) if r.get("validation_losses")), {}
+    )
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>"
+        f"{'not finite' if loss is None else f'{loss:.4f}'}</td></tr>"
+        for name, loss in last.items()
+    )
+    head = "<tr><th>validation set</th><th>last loss</th></tr>"
+    return f'<table class="sets">{head}{rows}</table>' if rows else ""
 
 
 def small_charts(run: RunFiles) -> str:

@@ -155,7 +155,7 @@ class Console:
         elif self._is_due(record):
             self._line(self._plain_line(record))
         if record.validation_loss is not None and self._progress is not None:
-            self._line(f"step {record.step + 1:,}: {_validation_text(record.validation_loss)}")
+            self._line(f"step {record.step + 1:,}: {_validations_text(record)}")
 
     def note(self, text: str) -> None:
         """Print one line, above the bar if there is one."""
@@ -233,7 +233,7 @@ class Console:
         width = len(f"{self._steps:,}")
         parts = [f"step {record.step + 1:>{width},}/{self._steps:,}", *_metric_texts(record)]
         if record.validation_loss is not None:
-            parts.append(_validation_text(record.validation_loss))
+            parts.append(_validations_text(record))
         if record.step + 1 < self._steps:
             parts.append(f"{duration(left)} left")
         return "  ".join(parts)
@@ -318,6 +318,17 @@ def _validation_text(loss: float, *, name: str = "validation loss") -> str:
         return f"{name} not finite"
     perplexity = f" (perplexity {math.exp(loss):.2f})" if loss < 20 else ""
     return f"{name} {loss:.4f}{perplexity}"
+
+
+def _validations_text(record: StepRecord) -> str:
+    """Format the validation loss and, in brackets, that of each of several sets."""
+    assert record.validation_loss is not None
+    text = _validation_text(record.validation_loss)
+    sets = [
+        f"{name} {f'{loss:.4f}' if math.isfinite(loss) else 'not finite'}"
+        for name, loss in record.validation_losses.items()
+    ]
+    return f"{text} [{', '.join(sets)}]" if sets else text
 
 
 def _make_progress(console: RichConsole) -> Progress:

@@ -187,12 +187,13 @@ class _Run:
         for step in range(self._first_step, self._config.train.steps):
             metrics, verdict = self._train(step)
             is_last = step + 1 == self._config.train.steps
-            validation_loss = None
+            losses: dict[str, float] = {}
             if verdict.stop is None and _is_due(
                 step, self._config.train.eval_interval, is_last=is_last
             ):
-                validation_loss = self._validation_loss = self._trainer.evaluate()
-            self._write(self._record(step, metrics, validation_loss))
+                losses = self._trainer.evaluate()
+                self._validation_loss = self._trainer.mean_validation_loss(losses)
+            self._write(self._record(step, metrics, losses))
             for note in verdict.notes:
                 self._console.note(note)
             if self._saver is not None:
@@ -294,7 +295,9 @@ class _Run:
         )
         return self._recorder
 
-    def _record(self, step: int, metrics: StepMetrics, validation_loss: float | None) -> StepRecord:
+    def _record(
+        self, step: int, metrics: StepMetrics, validation_losses: dict[str, float]
+    ) -> StepRecord:
         train = self._config.train
         tokens = train.global_batch_size * self._config.model.seq_length
         interval, is_last = self._config.moe.load_interval, step + 1 == train.steps
@@ -307,7 +310,9 @@ class _Run:
             step_time_s=metrics.step_time_s,
             num_skipped=self._trainer.optimizer.num_skipped,
             samples=self._samples_after(step + 1),
-            validation_loss=validation_loss,
+            validation_loss=self._validation_loss if validation_losses else None,
+            validation_losses=validation_losses if len(validation_losses) > 1 else {},
+            epochs=self._trainer.data.train.epochs(self._samples_after(step + 1)),
             experts=metrics.experts,
             mtp_losses=metrics.mtp_losses,
             with_load=interval > 0 and (step % interval == 0 or is_last),
@@ -369,7 +374,7 @@ class _Run:
             model=trainer.model_text(),
             num_parameters=count_parameters(self._config.model, self._config.moe).total,
             data=trainer.data_text(),
-            num_tokens=len(trainer.data.train.tokens),
+            num_tokens=trainer.data.train.num_tokens,
             unigram_entropy=trainer.data.unigram_entropy,
             schedule=trainer.schedule_text(),
             steps=self._config.train.steps,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -26,7 +27,10 @@ class StepRecord:
         step_time_s: Wall time of the step in seconds, without validation and checkpoints.
         num_skipped: Steps skipped so far because of a non-finite gradient.
         samples: Samples consumed so far, this step included.
-        validation_loss: Loss on validation data after the step; ``None`` where it was not measured.
+        validation_loss: Loss on validation data after the step, averaged over several sets by their
+            weights; ``None`` where it was not measured.
+        validation_losses: Loss of each validation set, by name; empty if there is only one.
+        epochs: Passes over each training source so far, by name.
         experts: Metrics of MoE layers; ``None`` for a dense model.
         mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token.
         with_load: Whether to include the load of every expert.
@@ -41,6 +45,8 @@ class StepRecord:
     num_skipped: int
     samples: int
     validation_loss: float | None = None
+    validation_losses: Mapping[str, float] = field(default_factory=dict)
+    epochs: Mapping[str, float] = field(default_factory=dict)
     experts: ExpertMetrics | None = None
     mtp_losses: tuple[float, ...] = ()
     with_load: bool = True
@@ -48,8 +54,8 @@ class StepRecord:
     def to_json(self) -> str:
         """Format as one line. A non-finite value becomes ``null``, since JSON has no NaN.
 
-        An unmeasured ``validation_loss`` and empty ``mtp_losses`` are omitted. ``experts`` becomes
-        ``expert_load`` (a list per MoE layer, by its index), ``expert_imbalance``,
+        An unmeasured ``validation_loss`` and empty tables and lists are omitted. ``experts``
+        becomes ``expert_load`` (a list per MoE layer, by its index), ``expert_imbalance``,
         ``num_dropped_copies``, ``num_over_budget``, ``num_reruns``, ``aux_loss``, ``z_loss`` and,
         with clones, ``echo``.
         """
@@ -59,6 +65,12 @@ class StepRecord:
             data |= self.experts.as_record(with_load=self.with_load)
         if self.validation_loss is None:
             del data["validation_loss"]
+        for name in ("validation_losses", "epochs"):
+            data[name] = {
+                key: value if math.isfinite(value) else None for key, value in data[name].items()
+            }
+            if not data[name]:
+                del data[name]
         data["mtp_losses"] = [x if math.isfinite(x) else None for x in self.mtp_losses]
         if not self.mtp_losses:
             del data["mtp_losses"]

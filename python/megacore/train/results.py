@@ -197,7 +197,7 @@ def run_info(
         model=trainer.model_text(),
         num_parameters=count_parameters(config.model, config.moe).total,
         data=trainer.data_text(),
-        num_tokens=len(data.train.tokens),
+        num_tokens=data.train.num_tokens,
         unigram_entropy=data.unigram_entropy,
         schedule=trainer.schedule_text(),
         environment=collect_environment(),

@@ -6,7 +6,7 @@ function of the configuration, so agreement needs no communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 
 from megacore.buffers import make_buffers
 from megacore.config import Config
-from megacore.data import Dataset, TrainingData, load_data, microbatch
+from megacore.data import Samples, TrainingData, load_data, microbatch
 from megacore.errors import DataError
 from megacore.models.build import build_chunks, in_model_order
 from megacore.models.gpt import GPTChunk
@@ -109,12 +109,20 @@ class Trainer:
         """Compute the learning rate of step ``step``."""
         return learning_rate(step, config=self.config.optimizer, steps=self.config.train.steps)
 
-    def evaluate(self) -> float:
-        """Compute the mean loss over a fixed set of ``train.eval_steps`` validation batches."""
-        if self.data.validation is None:
+    def evaluate(self) -> dict[str, float]:
+        """Compute the mean loss of each validation set over ``train.eval_steps`` fixed batches."""
+        if not self.data.validation:
             raise DataError("there is no validation data; set train.eval_interval = 0")
-        batches = self._batches(self.data.validation)
-        return self.step.evaluate(batches, num_steps=self.config.train.eval_steps)
+        return {
+            name: self.step.evaluate(self._batches(samples), num_steps=self.config.train.eval_steps)
+            for name, samples in self.data.validation.items()
+        }
+
+    def mean_validation_loss(self, losses: Mapping[str, float]) -> float:
+        """Average the losses of the validation sets by their weights."""
+        weights = self.data.validation_weights
+        total = sum(weights[name] for name in losses)
+        return sum(weights[name] * loss for name, loss in losses.items()) / total
 
     def layout_text(self) -> str:
         """Format the layout, e.g. ``"tp 2 x pp 2, 4 processes on cpu"``."""
@@ -139,7 +147,7 @@ class Trainer:
 
     def data_text(self) -> str:
         """Format a summary of the data."""
-        return f"{self.data.source.name}, {self.data.tokenizer.name} tokens"
+        return f"{', '.join(self.data.sources)}, {self.data.tokenizer.name} tokens"
 
     def schedule_text(self) -> str:
         """Format a summary of the schedule."""
@@ -153,7 +161,7 @@ class Trainer:
             f"{self.config.train.microbatch_size} sequences per step"
         )
 
-    def _batches(self, dataset: Dataset, sample_offset: int = 0) -> BatchSource:
+    def _batches(self, dataset: Samples, sample_offset: int = 0) -> BatchSource:
         train, dp = self.config.train, self.groups.dp
 
         def batches(step: int, number: int) -> Microbatch:
@@ -246,12 +254,16 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
 
 
 def _load_data(config: Config) -> TrainingData:
+    train = config.train
+    validations = train.steps // train.eval_interval + 1 if train.eval_interval else 1
     return load_data(
         config.data,
         seq_length=config.model.seq_length,
-        seed=config.train.seed,
+        seed=train.seed,
         vocab_size=config.model.vocab_size,
-        need_validation=config.train.eval_interval > 0,
+        need_validation=train.eval_interval > 0,
+        num_samples=train.steps * train.global_batch_size,
+        num_validation_samples=validations * train.eval_steps * train.global_batch_size,
     )
 
 

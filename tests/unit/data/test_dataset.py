@@ -8,8 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.data import Dataset, SampleOrder, microbatch, num_microbatches
+from megacore.data import (
+    Dataset,
+    SampleOrder,
+    TokenRange,
+    TokenSource,
+    microbatch,
+    num_microbatches,
+)
 from megacore.data.dataset import _permute
+from megacore.data.tokenizer import TokenArray
 from megacore.errors import ConfigError, DataError
 
 shapes = st.tuples(st.integers(1, 20), st.integers(1, 300)).filter(lambda s: s[1] > s[0])
@@ -90,9 +98,13 @@ def test_an_order_of_a_trillion_tokens_takes_no_memory() -> None:
     assert max(starts) > 9 * 10**11
 
 
+def stream(tokens: TokenArray) -> TokenRange:
+    return TokenSource(name="numbers", description="", tokens=tokens).range()
+
+
 def _counting_dataset(num_tokens: int = 500, seq_length: int = 7) -> Dataset:
     return Dataset(
-        np.arange(num_tokens, dtype=np.uint16),
+        stream(np.arange(num_tokens, dtype=np.uint16)),
         name="numbers",
         seq_length=seq_length,
         seed=1,
@@ -188,8 +200,10 @@ def test_a_microbatch_number_out_of_range_is_refused() -> None:
 
 def test_a_token_outside_the_vocabulary_stops_the_sample() -> None:
     tokens = np.array([0, 1, 2, -1, 3])
-    dataset = Dataset(tokens, name="bad", seq_length=4, seed=0, vocab_size=4)
-    with pytest.raises(DataError, match=r"bad holds token id -1 \(at position 3\)"):
+    dataset = Dataset(stream(tokens), name="bad", seq_length=4, seed=0, vocab_size=4)
+    with pytest.raises(
+        DataError, match=r"bad holds token id -1 \(at position 3, in document 0 of numbers\)"
+    ):
         dataset.sample(0)
 
 

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from megacore.config import DataConfig
-from megacore.data import ByteTokenizer, load_data, load_tokens, unigram_entropy, write_indexed
-from megacore.data.loading import split_tokens
+from megacore.data import (
+    ByteTokenizer,
+    Dataset,
+    load_data,
+    load_tokens,
+    unigram_entropy,
+    write_indexed,
+)
+from megacore.data.loading import split_range
 from megacore.data.sources import SEPARATOR
 from megacore.errors import DataError
 
@@ -29,11 +36,12 @@ def test_validation_text_of_a_built_in_source_is_like_its_training_text(
     name: str, tolerance: float
 ) -> None:
     data = load_data(DataConfig(source=name), seq_length=64, seed=0)
-    assert data.validation is not None
-    entropy = unigram_entropy(data.validation.tokens)
+    held_out = data.validation[name]
+    assert isinstance(held_out, Dataset)
+    entropy = unigram_entropy(held_out.tokens.tokens)
     assert entropy == pytest.approx(data.unigram_entropy, abs=tolerance)
     again = load_tokens(name, ByteTokenizer()).tokens
-    assert np.array_equal(again, data.source.tokens)
+    assert np.array_equal(again, data.sources[name].tokens)
 
 
 def test_stdlib_holds_modules_but_no_tests() -> None:
@@ -114,14 +122,17 @@ def _config(tmp_path: Path, text: str, split: str = "75,25") -> DataConfig:
 
 def test_the_split_is_by_position(tmp_path: Path) -> None:
     data = load_data(_config(tmp_path, "a" * 30 + "b" * 10), seq_length=4, seed=0)
-    assert data.validation is not None
-    assert bytes(data.train.tokens) == b"a" * 30
-    assert bytes(data.validation.tokens) == b"b" * 10
+    train, validation = data.train, data.validation["t.txt"]
+    assert isinstance(train, Dataset)
+    assert isinstance(validation, Dataset)
+    assert bytes(train.tokens.tokens) == b"a" * 30
+    assert bytes(validation.tokens.tokens) == b"b" * 10
     assert data.unigram_entropy == 0.0
 
 
 def test_the_third_share_of_a_split_is_left_alone() -> None:
-    train, validation = split_tokens(load_tokens("python-docs", ByteTokenizer()).tokens, (0.5, 0.3))
+    docs = load_tokens("python-docs", ByteTokenizer())
+    train, validation = split_range(docs.range(), (0.5, 0.3))
     total = len(load_tokens("python-docs", ByteTokenizer()).tokens)
     assert (len(train), len(validation)) == (round(total * 0.5), round(total * 0.8) - len(train))
 
@@ -135,7 +146,7 @@ def test_too_little_training_text_is_an_error_with_numbers(tmp_path: Path) -> No
 
 def test_too_little_validation_text_is_an_error_only_if_it_is_needed(tmp_path: Path) -> None:
     config = _config(tmp_path, "x" * 100, split="95,5")
-    assert load_data(config, seq_length=8, seed=0).validation is None
+    assert not load_data(config, seq_length=8, seed=0).validation
     with pytest.raises(DataError, match=r"has 5 tokens.* = 9; .*train.eval_interval = 0"):
         load_data(config, seq_length=8, seed=0, need_validation=True)
 
@@ -143,9 +154,11 @@ def test_too_little_validation_text_is_an_error_only_if_it_is_needed(tmp_path: P
 def test_ids_outside_the_vocabulary_are_found_before_training(tmp_path: Path) -> None:
     write_indexed(tmp_path / "x", [[1] * 20, [1, 300]], vocab_size=400)
     config = DataConfig(source=str(tmp_path / "x"))
-    with pytest.raises(DataError, match=r"token id 300 \(at position 21\).* 256 ids"):
+    with pytest.raises(
+        DataError, match=r"token id 300 \(at position 21, in document 1 of .*x\.bin\).* 256 ids"
+    ):
         load_data(config, seq_length=4, seed=0)
-    assert load_data(config, seq_length=4, seed=0, vocab_size=400).train.num_windows > 0
+    assert load_data(config, seq_length=4, seed=0, vocab_size=400).train.num_tokens > 0
 
 
 def test_entropy_of_the_python_docs_is_the_known_value() -> None:

@@ -1,0 +1,137 @@
+"""A source as one stream of tokens with document borders, read as needed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megacore.data.indexed import IndexedTokens
+from megacore.data.sample import Window
+from megacore.data.tokenizer import TokenArray
+from megacore.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSource:
+    """One stream of token ids.
+
+    Attributes:
+        name: Path, or name of a built-in source.
+        description: Readable description, e.g. ``"79 topics of the Python language reference"``.
+        tokens: Token ids, 1-D, any integer type; may be mapped from a file.
+        document_starts: Position of the first token of each document, ascending from 0.
+        loss_mask: Whether the loss of predicting each token counts, 1-D, uint8; ``None``: all.
+        indexed: The files that the tokens are mapped from, if any.
+    """
+
+    name: str
+    description: str
+    tokens: TokenArray
+    document_starts: Sequence[int] = (0,)
+    loss_mask: NDArray[np.uint8] | None = None
+    indexed: IndexedTokens | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the stream."""
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents that the stream is joined from."""
+        return len(self.document_starts)
+
+    def range(self, begin: int = 0, end: int | None = None) -> TokenRange:
+        """Return the tokens ``[begin, end)``, for one part of a split."""
+        return TokenRange(source=self, begin=begin, end=self.num_tokens if end is None else end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRange:
+    """Tokens ``[begin, end)`` of a source; positions count from ``begin``.
+
+    Example:
+        >>> whole = TokenSource(name="x", description="", tokens=np.arange(9),
+        ...                     document_starts=[0, 4, 6])
+        >>> window = whole.range(2, 9).window(1, 4)
+        >>> window.tokens.tolist(), window.starts
+        ([3, 4, 5, 6], [1, 3])
+    """
+
+    source: TokenSource
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def tokens(self) -> TokenArray:
+        """The tokens, a view."""
+        return self.source.tokens[self.begin : self.end]
+
+    def window(self, start: int, count: int) -> Window:
+        """Return ``count`` tokens from position ``start``."""
+        first = self.begin + start
+        mask = self.source.loss_mask
+        borders = self.source.document_starts
+        from_, to = bisect_left(borders, first), bisect_left(borders, first + count)
+        return Window(
+            tokens=self.source.tokens[first : first + count].astype(np.int64),
+            starts=[position - first for position in borders[from_:to]],
+            counted=None if mask is None else mask[first : first + count] != 0,
+        )
+
+    def documents(self) -> Iterator[tuple[int, int]]:
+        """Yield ``(start, number of tokens)`` of each document, cut off at both ends."""
+        borders = self.source.document_starts
+        first, last = bisect_right(borders, self.begin), bisect_left(borders, self.end)
+        start = self.begin
+        for border in (*borders[first:last], self.end):
+            if border > start:
+                yield start - self.begin, border - start
+            start = border
+
+    def check(self, start: int, count: int, *, vocab_size: int, name: str | None = None) -> None:
+        """Check that ``count`` tokens from ``start`` are in ``[0, vocab_size)``.
+
+        Raises:
+            DataError: For a token outside, with its id, file and document.
+        """
+        first = self.begin + start
+        where = out_of_range(self.source.tokens[first : first + count], vocab_size)
+        if where is None:
+            return
+        position = first + where
+        document = bisect_right(self.source.document_starts, position) - 1
+        indexed = self.source.indexed
+        file = self.source.name if indexed is None else f"{indexed.prefix}.bin"
+        raise DataError(
+            f"{self.source.name if name is None else name} holds token id "
+            f"{int(self.source.tokens[position])} (at position {position:,}, in document "
+            f"{document:,} of {file}), but {vocab_text(vocab_size)}"
+        )
+
+    def part(self, begin: int, end: int) -> TokenRange:
+        """Return the tokens ``[begin, end)`` of this range."""
+        return replace(self, begin=self.begin + begin, end=self.begin + end)
+
+
+def out_of_range(tokens: TokenArray, vocab_size: int) -> int | None:
+    """Return the index of the first token that is not in ``[0, vocab_size)``, or ``None``."""
+    # Minimum and maximum first: they need no memory, and errors are rare.
+    if len(tokens) == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
+        return None
+    return int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+
+
+def vocab_text(vocab_size: int) -> str:
+    """Format the end of an error about a token outside of the vocabulary."""
+    return (
+        f"the vocabulary has {vocab_size:,} ids; set data.tokenizer to the tokenizer.json these "
+        f"tokens were made with, or model.vocab_size to its size"
+    )

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megacore.config import DataConfig, SourceConfig
+from megacore.data import Samples, load_data, write_indexed
+from megacore.data.megatron import MegatronBlend, MegatronDataset, build_blend_index
+from megacore.errors import DataError
+from tests.support.megatron_samples import CASES, VOCAB, digest, write_corpora
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "megatron_samples.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpora")
+    write_corpora(folder)
+    return folder
+
+
+def _sources(folder: Path, names: list[str], weights: list[float] | None) -> list[SourceConfig]:
+    return [
+        SourceConfig(path=str(folder / name), weight=None if weights is None else weights[index])
+        for index, name in enumerate(names)
+    ]
+
+
+def _rows(samples: Samples) -> Iterator[NDArray[np.int64]]:
+    assert isinstance(samples, MegatronDataset | MegatronBlend)
+    for number in range(len(samples)):
+        sample = samples.sample(number)
+        yield np.concatenate((sample.tokens, sample.labels[-1:]))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_samples_are_those_of_megatron_core_token_for_token(corpora: Path, number: int) -> None:
+    case, golden = CASES[number], GOLDEN[number]
+    config = DataConfig(
+        sources=_sources(corpora, case["paths"], case.get("weights")),
+        validation=_sources(corpora, case.get("validation", []), None),
+        split=case.get("split", "1,0"),
+        order="megatron",
+        cache=str(corpora / "cache"),
+    )
+    train, validation, _ = case["sizes"]
+    data = load_data(
+        config,
+        seq_length=case["length"],
+        seed=case["seed"],
+        vocab_size=VOCAB,
+        num_samples=train,
+        num_validation_samples=validation,
+    )
+    sets = {"train": data.train, **data.validation}
+    assert {name: digest(_rows(found)) for name, found in sets.items()} == golden
+
+
+def test_the_indices_are_built_once_and_then_mapped(corpora: Path, tmp_path: Path) -> None:
+    config = DataConfig(source=str(corpora / "a"), order="megatron", cache=str(tmp_path))
+    arguments: dict[str, Any] = {"seq_length": 8, "seed": 1, "vocab_size": VOCAB}
+    load_data(config, num_samples=50, **arguments)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")}
+    assert len(before) == 6
+    load_data(config, num_samples=50, **arguments)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")} == before
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_without_weights_a_blend_ends_after_one_epoch(corpora: Path, tmp_path: Path) -> None:
+    sources = _sources(corpora, ["a", "b"], None)
+    config = DataConfig(sources=sources, order="megatron", cache=str(tmp_path))
+    data = load_data(config, seq_length=8, seed=1, vocab_size=VOCAB, num_samples=10**6)
+    assert isinstance(data.train, MegatronBlend)
+    with pytest.raises(DataError, match=r"samples in Megatron's order, but sample .* is wanted"):
+        data.train.sample(len(data.train))
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_file_and_sequence(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "x", [[1] * 9, [1, 300, 1]], vocab_size=400)
+    config = DataConfig(source=str(tmp_path / "x"), split="1,0", order="megatron")
+    config = config.model_copy(update={"cache": str(tmp_path / "cache")})
+    data = load_data(config, seq_length=11, seed=0, vocab_size=400)
+    data.train.vocab_size = 256  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"token id 300 in sequence 1 of .*x\.bin.* 256 ids"):
+        data.train.sample(0)
+
+
+def test_a_folder_without_write_access_is_one_sentence(corpora: Path) -> None:
+    config = DataConfig(source=str(corpora / "a"), order="megatron", cache="/proc/nowhere")
+    with pytest.raises(DataError, match=r"data cache /proc/nowhere cannot be written"):
+        load_data(config, seq_length=8, seed=1, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("weights", "golden"),
+    [
+        ([0.3, 0.3, 0.4], "20120120120212012012"),
+        ([0.5, 0.25, 0.25], "012001200120"),
+    ],
+)
+def test_golden_blends(weights: list[float], golden: str) -> None:
+    which, samples = build_blend_index(weights, len(golden))
+    assert "".join(map(str, which)) == golden
+    for dataset in range(len(weights)):
+        assert samples[which == dataset].tolist() == list(range(golden.count(str(dataset))))
