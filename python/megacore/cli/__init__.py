@@ -42,6 +42,7 @@ COMMANDS = {
         help="show layout, memory and schedule of a run without starting it", takes_settings=True
     ),
     "calibrate": Command(help="measure this machine for megacore plan, or learn from a run"),
+    "data": Command(help="tokenize, inspect, merge and check training data", takes_settings=True),
     "ranks": Command(help="show which ranks form a group, for a layout"),
     "schedule": Command(help="show a pipeline schedule: who runs what, when"),
     "echo": Command(help="simulate how hot experts are cloned to balance the ranks"),

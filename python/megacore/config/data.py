@@ -50,6 +50,11 @@ class DataConfig(Section):
     tokenizer: str = Field(
         default="bytes", min_length=1, description="`bytes`, or the path of a `tokenizer.json`."
     )
+    field: str = Field(
+        default="text",
+        min_length=1,
+        description="Field of `.jsonl` objects, or column of `.parquet` files, with the text.",
+    )
     split: str = Field(
         default="95,5",
         description="Shares of training and validation data, as weights: `95,5`. Unused with "

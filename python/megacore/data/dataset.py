@@ -110,7 +110,6 @@ class Dataset:
         seed: Seed of the order.
         vocab_size: Every token read must be in ``[0, vocab_size)``.
         reshuffle: See :class:`SampleOrder`.
-        document_mask: Keep attention and predictions inside documents.
 
     Raises:
         DataError: If there are too few tokens for one sample.
@@ -126,7 +125,6 @@ class Dataset:
         seed: int,
         vocab_size: int,
         reshuffle: bool = True,
-        document_mask: bool = False,
     ) -> None:
         if len(tokens) < seq_length + 1:
             shorter = (
@@ -140,7 +138,6 @@ class Dataset:
         self.label = label
         self.tokens = tokens
         self.vocab_size = vocab_size
-        self.document_mask = document_mask
         self.order = SampleOrder(
             num_tokens=len(tokens), seq_length=seq_length, seed=seed, reshuffle=reshuffle
         )
@@ -168,7 +165,7 @@ class Dataset:
         """
         start, count = self.order.start(number), self.seq_length + 1
         self.tokens.check(start, count, vocab_size=self.vocab_size, name=self.name)
-        return sample_of_window(self.tokens.window(start, count), document_mask=self.document_mask)
+        return sample_of_window(self.tokens.window(start, count))
 
     def epochs(self, num_samples: int) -> dict[str, float]:
         """Return the passes over the stream that the first samples make."""
@@ -204,8 +201,7 @@ def microbatch(
             consumed so far, minus those that the previous steps would consume with this G.
 
     Returns:
-        ``tokens`` and ``labels`` ``(B, seq_length)``, ``sample_ids`` ``(B,)``, and ``positions``
-        ``(B, seq_length)`` if the dataset has a document mask; int64, CPU.
+        ``tokens`` and ``labels`` ``(B, seq_length)``, ``sample_ids`` ``(B,)``; int64, CPU.
 
     Raises:
         ConfigError: If ``global_batch_size`` is not a multiple of ``microbatch_size * dp_size``.
@@ -221,11 +217,9 @@ def microbatch(
     first = step * global_batch_size + sample_offset + group * microbatch_size
     numbers = range(first, first + microbatch_size)
     samples = [dataset.sample(number) for number in numbers]
-    positions = [sample.positions for sample in samples if sample.positions is not None]
     return Microbatch(
         tokens=_stack([sample.tokens for sample in samples]),
         labels=_stack([sample.labels for sample in samples]),
-        positions=_stack(positions) if positions else None,
         sample_ids=torch.tensor(numbers, dtype=torch.int64),
         step=step,
     )

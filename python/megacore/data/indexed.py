@@ -20,11 +20,15 @@ The arrays after offset 34 are unaligned, so they are read as bytes and reinterp
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,26 +193,151 @@ def write_indexed(
             f"vocab_size = {vocab_size} needs token ids wider than the 32 bits on disk; the "
             f"largest is {MAX_VOCAB}"
         )
-    prefix = Path(prefix)
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    dtype = np.dtype("<u2" if vocab_size < U16_VOCAB_LIMIT else "<i4")
-    code = next(code for code, name in DTYPE_OF_CODE.items() if np.dtype(name) == dtype)
-    data_part, index_part = _file(prefix, ".bin.partial"), _file(prefix, ".idx.partial")
-    lengths: list[int] = []
-    with data_part.open("wb") as file:
+    dtype = token_dtype(vocab_size)
+    with IndexWriter(Path(prefix), dtype) as writer:
         for number, document in enumerate(documents):
             ids = np.asarray(document)
             _check_ids(number, ids, vocab_size)
-            file.write(ids.astype(dtype).tobytes())
-            lengths.append(ids.size)
-    sizes = np.asarray(lengths, dtype="<i4")
-    ends = np.cumsum(sizes, dtype="<i8") * dtype.itemsize
-    starts = ends - sizes.astype("<i8") * dtype.itemsize
-    borders = np.arange(len(lengths) + 1, dtype="<i8")
-    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(borders))
-    index_part.write_bytes(header + sizes.tobytes() + starts.tobytes() + borders.tobytes())
-    data_part.replace(_file(prefix, ".bin"))
-    index_part.replace(_file(prefix, ".idx"))
+            writer.append(ids)
+            writer.add(ids.size)
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.integer]:
+    """Return the type of token ids on disk."""
+    return np.dtype("<u2" if vocab_size < U16_VOCAB_LIMIT else "<i4")
+
+
+class IndexWriter:
+    """Writer of an indexed dataset, one sequence per document; a context manager.
+
+    Both files get their names at the end of the context, the index last; after an error nothing is
+    left under the final names.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``; its folder is created.
+        dtype: Type of the token ids on disk.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[np.integer]) -> None:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._prefix = prefix
+        self._dtype = dtype
+        self._file = _file(prefix, ".bin.partial").open("wb")
+        self._lengths = array("i")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences so far."""
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequences so far."""
+        return sum(self._lengths)
+
+    def append(self, ids: NDArray[Any]) -> None:
+        """Write token ids."""
+        self._file.write(ids.astype(self._dtype).tobytes())
+
+    def append_file(self, path: Path) -> None:
+        """Write the token ids of a file, which has the type of this dataset."""
+        with path.open("rb") as source:
+            shutil.copyfileobj(source, self._file, 1 << 20)
+
+    def add(self, length: int) -> None:
+        """End a sequence of ``length`` tokens."""
+        self._lengths.append(length)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        data, index = _file(self._prefix, ".bin.partial"), _file(self._prefix, ".idx.partial")
+        if error is not None:
+            data.unlink()
+            return
+        code = next(code for code, name in DTYPE_OF_CODE.items() if np.dtype(name) == self._dtype)
+        sizes = np.frombuffer(self._lengths, dtype=np.int32).astype("<i4")
+        ends = np.cumsum(sizes, dtype="<i8") * self._dtype.itemsize
+        starts = ends - sizes.astype("<i8") * self._dtype.itemsize
+        borders = np.arange(len(sizes) + 1, dtype="<i8")
+        header = HEADER.pack(MAGIC, 1, code, len(sizes), len(borders))
+        with index.open("wb") as file:
+            for part in (header, sizes.tobytes(), starts.tobytes(), borders.tobytes()):
+                file.write(part)
+            os.fsync(file.fileno())
+        # An index of before must not describe the new tokens.
+        _file(self._prefix, ".idx").unlink(missing_ok=True)
+        data.replace(_file(self._prefix, ".bin"))
+        index.replace(_file(self._prefix, ".idx"))
+
+
+def check_documents(
+    indexed: IndexedTokens,
+    *,
+    vocab_size: int | None,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Read every document of a dataset.
+
+    Args:
+        indexed: The dataset.
+        vocab_size: Every token must be below it; ``None``: any token that is not negative.
+        progress: Called with read and all sequences.
+
+    Raises:
+        DataError: For the first empty document or token outside of the vocabulary.
+    """
+    borders = indexed.document_borders
+    for part in _parts(borders):
+        empty = np.flatnonzero(np.diff(borders[part.start : part.stop + 1]) == 0)
+        if empty.size:
+            raise DataError(f"{indexed.prefix}.idx: document {part.start + empty[0]:,} is empty")
+    limit = MAX_VOCAB if vocab_size is None else vocab_size
+    for part in _parts(indexed.lengths, 1 << 14):
+        for number in range(part.start, part.stop):
+            tokens = indexed.sequence(number)
+            document = int(np.searchsorted(borders, number, side="right")) - 1
+            if len(tokens) == 0:
+                raise DataError(f"{indexed.prefix}.idx: document {document:,} is empty")
+            if int(tokens.min()) < 0 or int(tokens.max()) >= limit:
+                at = int(np.flatnonzero((tokens < 0) | (tokens >= limit))[0])
+                raise DataError(
+                    f"{indexed.prefix}.bin: document {document:,} holds token id "
+                    f"{int(tokens[at])} at its position {at:,}; ids must be in [0, {limit:,})"
+                )
+        progress(part.stop, len(indexed.lengths))
+
+
+def merge_indexed(prefixes: Sequence[Path], output: Path) -> int:
+    """Join datasets into one, document after document; returns the number of sequences.
+
+    Raises:
+        DataError: If the datasets have different token types, or the result is one of them.
+    """
+    sources = [read_indexed(prefix) for prefix in prefixes]
+    dtypes = {source.stored.dtype.name for source in sources}
+    if len(dtypes) > 1:
+        raise DataError(
+            f"token files of different types cannot be joined: {', '.join(sorted(dtypes))}; "
+            f"prepare them with one tokenizer"
+        )
+    if output.resolve() in [prefix.resolve() for prefix in prefixes]:
+        raise DataError(f"the result {output} must not be one of the joined files")
+    with IndexWriter(output, sources[0].stored.dtype) as writer:
+        for source in sources:
+            for number, length in enumerate(source.lengths):
+                writer.append(source.sequence(number))
+                writer.add(int(length))
+        return writer.num_sequences
 
 
 def _check_ids(number: int, ids: NDArray[Any], vocab_size: int) -> None:

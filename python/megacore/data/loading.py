@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacore.config import DataConfig, SourceConfig
+from megacore.config import Config, DataConfig, SourceConfig
+from megacore.config.data import SourceKind
 from megacore.data.blend import Blend
-from megacore.data.cache import cache_folder
+from megacore.data.cache import built_once, cache_folder, file_facts
 from megacore.data.dataset import Dataset, mixed_seed, unigram_entropy
-from megacore.data.indexed import IndexedTokens
+from megacore.data.indexed import IndexedTokens, indexed_prefix
 from megacore.data.megatron import megatron_samples, split_borders
+from megacore.data.prepare import PrepareOptions, Progress, preparation_facts, prepare
+from megacore.data.records import FileKind, find_files, kind_of_file
 from megacore.data.sample import Samples
-from megacore.data.sources import factory_source, load_tokens
+from megacore.data.sources import BUILT_IN, factory_source, load_tokens
 from megacore.data.stream import TokenRange, TokenSource
 from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import DataError
 
 # Tokens per source checked before training starts; the others are checked when they are read.
 CHECKED_TOKENS = 1 << 24
+# Larger text is prepared in the cache instead of being tokenized in the memory of every rank.
+IN_MEMORY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,7 @@ def load_data(
     need_validation: bool = False,
     num_samples: int = 1,
     num_validation_samples: int = 1,
+    progress: Progress | None = None,
 ) -> TrainingData:
     """Open, tokenize and split the sources of the ``[data]`` section.
 
@@ -69,13 +75,16 @@ def load_data(
             for one sample.
         num_samples: Training samples of the whole run, which Megatron's order depends on.
         num_validation_samples: Validation samples of the whole run, likewise.
+        progress: Shows the preparation of a source, see :func:`~megacore.data.prepare.prepare`.
 
     Raises:
         DataError: See :func:`load_tokens`; or a part is too short for one sample.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     size = tokenizer.vocab_size if vocab_size is None else vocab_size
-    opened = functools.partial(_open, tokenizer=tokenizer, vocab_size=size)
+    opened = functools.partial(
+        open_source, tokenizer=tokenizer, data=config, vocab_size=size, progress=progress
+    )
     sources = {source.label: opened(source) for source in config.training_sources}
     held_out = {source.label: opened(source) for source in config.validation}
     make = _Maker(
@@ -104,14 +113,89 @@ def load_data(
     )
 
 
-def _open(source: SourceConfig, *, tokenizer: Tokenizer, vocab_size: int) -> TokenSource:
+def load_run_data(config: Config, *, progress: Progress | None = None) -> TrainingData:
+    """Load the data of a run from its resolved configuration; see :func:`load_data`."""
+    train = config.train
+    validations = train.steps // train.eval_interval + 1 if train.eval_interval else 1
+    return load_data(
+        config.data,
+        seq_length=config.model.seq_length,
+        seed=train.seed,
+        vocab_size=config.model.vocab_size,
+        need_validation=train.eval_interval > 0,
+        num_samples=train.steps * train.global_batch_size,
+        num_validation_samples=validations * train.eval_steps * train.global_batch_size,
+        progress=progress,
+    )
+
+
+def open_source(
+    source: SourceConfig,
+    *,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    vocab_size: int,
+    progress: Progress | None = None,
+) -> TokenSource:
+    """Open one source.
+
+    JSON lines, parquet files and text above ``IN_MEMORY_BYTES`` are tokenized into ``data.cache``
+    by the first process that needs them; others wait and map the result.
+
+    Raises:
+        DataError: See :func:`load_tokens` and :func:`~megacore.data.prepare.prepare`.
+    """
     if source.kind == "factory":
         opened = factory_source(source.path, tokenizer)
+    elif (files := _files_to_prepare(source, data)) is not None:
+        options = PrepareOptions(
+            tokenizer=data.tokenizer, field=data.field, kind=_file_kind(source.kind)
+        )
+        opened = _prepared(source, files, options, cache_folder(data.cache), progress)
     else:
         opened = load_tokens(source.path, tokenizer)
     count = min(CHECKED_TOKENS, opened.num_tokens)
     opened.range().check(0, count, vocab_size=vocab_size)
     return opened
+
+
+def _file_kind(kind: SourceKind) -> FileKind | None:
+    match kind:
+        case "text" | "jsonl" | "parquet":
+            return kind
+    return None
+
+
+def _files_to_prepare(source: SourceConfig, data: DataConfig) -> list[Path] | None:
+    path = Path(source.path)
+    is_indexed = source.kind == "indexed" or indexed_prefix(path) is not None
+    if source.path in BUILT_IN or is_indexed or not (path.is_dir() or path.is_file()):
+        return None
+    files = find_files(path)
+    kinds = {kind_of_file(file) if source.kind == "auto" else source.kind for file in files}
+    size = sum(file.stat().st_size for file in files)
+    if kinds == {"text"} and size <= IN_MEMORY_BYTES and data.order == "megacore":
+        return None
+    return files
+
+
+def _prepared(
+    source: SourceConfig,
+    files: Sequence[Path],
+    options: PrepareOptions,
+    cache: Path,
+    progress: Progress | None,
+) -> TokenSource:
+    facts = {"files": [file_facts(path) for path in files], **preparation_facts(options)}
+
+    def build(partial: Path) -> None:
+        prepare(files, partial / "tokens", options, progress=progress)
+
+    folder = built_once(cache, "tokens", facts, build)
+    opened = load_tokens(str(folder / "tokens"), load_tokenizer(options.tokenizer))
+    count = f"{opened.num_documents:,} documents"
+    description = f"{source.path}, {count}, prepared in {folder}"
+    return replace(opened, name=source.path, description=description)
 
 
 def _weights(sources: Sequence[SourceConfig]) -> dict[str, float]:
@@ -215,7 +299,6 @@ class _Maker:
             seed=self.seed,
             vocab_size=self.vocab_size,
             cache=self._cache,
-            document_mask=False,
             name=name,
             alone=bool(self.held_out),
         )

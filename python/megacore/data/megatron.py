@@ -110,8 +110,8 @@ def build_blend_index(
         size: Samples of the blend.
 
     Example:
-        >>> "".join(map(str, build_blend_index([0.7, 0.2, 0.1], 20)[0]))
-        '01020001000102000100'
+        >>> "".join(map(str, build_blend_index([0.5, 0.25, 0.25], 12)[0]))
+        '012001200120'
     """
     datasets, samples = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
     counts = [0] * len(weights)
@@ -160,7 +160,6 @@ class MegatronDataset:
         vocab_size: Every token read must be in ``[0, vocab_size)``.
         label: Name of the source in metrics.
         cache: Folder of the indices, which the first process builds and all map.
-        document_mask: Keep attention and predictions inside documents.
 
     Raises:
         DataError: If the split has too few tokens for one sample.
@@ -178,12 +177,10 @@ class MegatronDataset:
         vocab_size: int,
         label: str,
         cache: Path,
-        document_mask: bool = False,
     ) -> None:
         self.name = f"{label} (sequences {begin:,} to {end:,} of {indexed.prefix})"
         self.label = label
         self.vocab_size = vocab_size
-        self.document_mask = document_mask
         self._indexed = indexed
         self._seq_length = seq_length
         self._num_tokens = int(indexed.lengths[begin:end].sum(dtype=np.int64))
@@ -261,7 +258,7 @@ class MegatronDataset:
             position += len(tokens)
             at += 1
         window = Window(tokens=np.concatenate(parts).astype(np.int64), starts=starts)
-        return sample_of_window(window, document_mask=self.document_mask)
+        return sample_of_window(window)
 
     def epochs(self, num_samples: int) -> dict[str, float]:
         """Return the passes over the split that the first samples make."""
@@ -363,7 +360,6 @@ def megatron_samples(
     seed: int,
     vocab_size: int,
     cache: Path,
-    document_mask: bool,
     name: str,
     alone: bool = False,
 ) -> MegatronDataset | MegatronBlend:
@@ -378,7 +374,6 @@ def megatron_samples(
         seed: Seed of all shuffles.
         vocab_size: Every token read must be in ``[0, vocab_size)``.
         cache: Folder of the indices.
-        document_mask: Keep attention and predictions inside documents.
         name: Name of the blend in messages.
         alone: Ignore the weight of a single source, as Megatron does for paths per split.
     """
@@ -395,7 +390,6 @@ def megatron_samples(
             vocab_size=vocab_size,
             label=labels[index],
             cache=cache,
-            document_mask=document_mask,
         )
 
     if len(parts) == 1 and (weights is None or alone):

@@ -1,4 +1,4 @@
-"""Samples of training: tokens, labels and positions of one row of a microbatch."""
+"""Samples of training: tokens and labels of one row of a microbatch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ class Sample:
         tokens: Token ids, ``(seq_length,)``, int64.
         labels: The next token of each token, below 0 where it does not count, ``(seq_length,)``,
             int64.
-        positions: Position of each token in its document, ``(seq_length,)``, int64, if attention
-            stays inside documents; else ``None``.
+        document_starts: Index of the first token of each document that starts in the sample.
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
-    positions: NDArray[np.int64] | None = None
+    document_starts: Sequence[int] = ()
 
 
 class Samples(Protocol):
@@ -69,39 +68,20 @@ class Window:
     counted: NDArray[np.bool_] | None = None
 
 
-def sample_of_window(window: Window, *, document_mask: bool) -> Sample:
+def sample_of_window(window: Window) -> Sample:
     """Return the sample of ``seq_length + 1`` consecutive tokens.
 
-    With ``document_mask``, positions restart with each document, and the first token of a document
-    is the label of no token. The part of a document that the window begins with starts at 0.
-
     Example:
-        >>> window = Window(tokens=np.array([7, 8, 9, 5, 6]), starts=[3])
-        >>> sample = sample_of_window(window, document_mask=True)
-        >>> sample.labels.tolist(), sample.positions.tolist()
-        ([8, 9, -1, 6], [0, 1, 2, 0])
+        >>> window = Window(tokens=np.array([7, 8, 9, 5]), starts=[2, 3])
+        >>> sample = sample_of_window(window)
+        >>> sample.tokens.tolist(), sample.labels.tolist(), sample.document_starts
+        ([7, 8, 9], [8, 9, 5], [2])
     """
     labels = window.tokens[1:].copy()
     if window.counted is not None:
         labels[~window.counted[1:]] = NO_LABEL
-    positions = None
-    if document_mask:
-        starts = np.asarray([start for start in window.starts if start > 0], dtype=np.int64)
-        labels[starts - 1] = NO_LABEL
-        positions = positions_of(len(labels), starts)
-    return Sample(tokens=window.tokens[:-1], labels=labels, positions=positions)
-
-
-def positions_of(length: int, starts: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
-    """Return the distance of each index to the last of ``starts``, or of 0, at or before it.
-
-    Example:
-        >>> positions_of(5, [2, 4]).tolist()
-        [0, 1, 0, 1, 0]
-    """
-    index = np.arange(length, dtype=np.int64)
-    begins = np.zeros(length, dtype=np.int64)
-    inside = np.asarray(starts, dtype=np.int64)
-    inside = inside[inside < length]
-    begins[inside] = inside
-    return index - np.maximum.accumulate(begins)
+    return Sample(
+        tokens=window.tokens[:-1],
+        labels=labels,
+        document_starts=[start for start in window.starts if start < len(labels)],
+    )

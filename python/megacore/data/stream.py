@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -85,16 +85,6 @@ class TokenRange:
             starts=[position - first for position in borders[from_:to]],
             counted=None if mask is None else mask[first : first + count] != 0,
         )
-
-    def documents(self) -> Iterator[tuple[int, int]]:
-        """Yield ``(start, number of tokens)`` of each document, cut off at both ends."""
-        borders = self.source.document_starts
-        first, last = bisect_right(borders, self.begin), bisect_left(borders, self.end)
-        start = self.begin
-        for border in (*borders[first:last], self.end):
-            if border > start:
-                yield start - self.begin, border - start
-            start = border
 
     def check(self, start: int, count: int, *, vocab_size: int, name: str | None = None) -> None:
         """Check that ``count`` tokens from ``start`` are in ``[0, vocab_size)``.

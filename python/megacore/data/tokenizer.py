@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as _LibraryTokenizer
 
 TokenArray = NDArray[np.integer]
+# End-of-document tokens of models whose tokenizer comes without a configuration.
+_EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
@@ -32,6 +36,16 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> TokenArray:
         """Encode ``text``, 1-D, in the smallest integer type for ``vocab_size``."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Encode several texts."""
+
+    @property
+    def eod_id(self) -> int | None:
+        """Token that ends a document, if the tokenizer has one."""
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name, or ``None``."""
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Decode token ids, also of an array. Broken UTF-8 gives replacement characters."""
@@ -54,6 +68,20 @@ class ByteTokenizer:
     def encode(self, text: str) -> TokenArray:
         """Return the UTF-8 bytes of ``text``, uint8."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Encode several texts."""
+        return [self.encode(text) for text in texts]
+
+    @property
+    def eod_id(self) -> int | None:
+        """Nothing: every id is a byte."""
+        return None
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a one-byte token."""
+        ids = self.encode(token)
+        return int(ids[0]) if len(ids) == 1 else None
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Decode the bytes ``ids``.
@@ -93,10 +121,39 @@ class JsonTokenizer:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(ids, dtype=self._dtype)
 
+    def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Encode several texts, without the offsets that single encodings have."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(one.ids, dtype=self._dtype) for one in encoded]
+
+    @functools.cached_property
+    def eod_id(self) -> int | None:
+        """``eos_token`` of the ``tokenizer_config.json`` beside the file, or a usual name."""
+        names = [_configured_eos(Path(self.name)), *_EOD_NAMES]
+        ids = (self.token_id(name) for name in names if name is not None)
+        return next((found for found in ids if found is not None), None)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name, or ``None``."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Decode ``ids``."""
         tokens = [operator.index(token) for token in ids]
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _configured_eos(path: Path) -> str | None:
+    folder = path if path.is_dir() else path.parent
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def load_tokenizer(name: str) -> Tokenizer:

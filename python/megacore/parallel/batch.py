@@ -24,9 +24,6 @@ class Microbatch:
             identifies a sample in every layout, so that dropout masks do not depend on the rank of
             the sample.
         step: Optimizer step of the microbatch, from 0.
-        positions: Position of each token in its document, ``(B, S)``, int64: 0 at the first token
-            of each document, then rising by 1. Attention stays inside documents. ``None``: every
-            sample is one document.
         loss_factor: Factor on its mean loss in the backward pass, such as the loss scale divided by
             the number of microbatches. Auxiliary losses (those of MoE routers) get the same factor.
         sample_factors: Factors on the auxiliary losses by sample, ``(B,)``, instead of
@@ -50,7 +47,6 @@ class Microbatch:
     labels: Tensor | None
     sample_ids: Tensor
     step: int
-    positions: Tensor | None = None
     loss_factor: float | Tensor = 1.0
     sample_factors: Tensor | None = None
     number: int | None = None
@@ -62,10 +58,6 @@ class Microbatch:
             raise ValueError(f"tokens have shape {shape}, expected (batch, sequence)")
         if self.labels is not None and tuple(self.labels.shape) != shape:
             raise ValueError(f"labels have shape {tuple(self.labels.shape)}, tokens have {shape}")
-        if self.positions is not None and tuple(self.positions.shape) != shape:
-            raise ValueError(
-                f"positions have shape {tuple(self.positions.shape)}, tokens have {shape}"
-            )
         if tuple(self.sample_ids.shape) != shape[:1]:
             raise ValueError(
                 f"sample_ids have shape {tuple(self.sample_ids.shape)}, expected {shape[:1]}"
@@ -93,5 +85,4 @@ class Microbatch:
             tokens=self.tokens.to(device),
             labels=None if self.labels is None else self.labels.to(device),
             sample_ids=self.sample_ids.to(device),
-            positions=None if self.positions is None else self.positions.to(device),
         )

@@ -14,7 +14,8 @@ import torch
 
 from megacore.buffers import make_buffers
 from megacore.config import Config
-from megacore.data import Samples, TrainingData, load_data, microbatch
+from megacore.data import Samples, TrainingData, microbatch
+from megacore.data.loading import load_run_data
 from megacore.errors import DataError
 from megacore.models.build import build_chunks, in_model_order
 from megacore.models.gpt import GPTChunk
@@ -192,7 +193,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         DataError: If the data is missing or too small.
     """
     groups = _make_groups(config, world_size)
-    data = _load_data(config)
+    data = load_run_data(config)
     chunks = build_chunks(config, groups, device=device)
     order = in_model_order(config, groups, chunks)
     params = [param for number in order for param in chunks[number].param_infos()]
@@ -250,20 +251,6 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         graphs=graphs,
         device=device,
         routing=_attach_tape(config, chunks, rank=groups.rank),
-    )
-
-
-def _load_data(config: Config) -> TrainingData:
-    train = config.train
-    validations = train.steps // train.eval_interval + 1 if train.eval_interval else 1
-    return load_data(
-        config.data,
-        seq_length=config.model.seq_length,
-        seed=train.seed,
-        vocab_size=config.model.vocab_size,
-        need_validation=train.eval_interval > 0,
-        num_samples=train.steps * train.global_batch_size,
-        num_validation_samples=validations * train.eval_steps * train.global_batch_size,
     )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,20 @@ def test_a_factory_makes_a_source() -> None:
     data = load_data(DataConfig(sources=[source], split="1,0"), seq_length=8, seed=0)
     sample = data.train.sample(0)
     assert (sample.labels == sample.tokens + 1).all()
+
+
+def count_with_mask(tokenizer: ByteTokenizer) -> TokenSource:
+    """A factory of a source where only even tokens count."""
+    source = count_up(tokenizer)
+    return replace(source, loss_mask=(source.tokens % 2 == 0).astype(np.uint8))
+
+
+def test_a_source_may_leave_tokens_out_of_the_loss() -> None:
+    source = SourceConfig(path=f"{__name__}:count_with_mask", kind="factory", name="numbers")
+    data = load_data(DataConfig(sources=[source], split="1,0"), seq_length=8, seed=0)
+    sample = data.train.sample(0)
+    following = sample.tokens + 1
+    assert sample.labels.tolist() == np.where(following % 2 == 0, following, -1).tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,336 @@
+"""Tokenization of files into a ``.bin``/``.idx`` pair by several processes.
+
+Each shard of the input becomes one part file; the parts are joined at the end. A part and the final
+files get their names only when they are complete, so an interrupted call continues with the parts
+that exist.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from itertools import islice
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megacore.data.cache import file_facts, remove_partial
+from megacore.data.indexed import IndexWriter, token_dtype
+from megacore.data.records import FileKind, Record, Shard, kind_of_file, read_records, shards_of
+from megacore.data.tokenizer import Tokenizer, load_tokenizer
+from megacore.errors import DataError
+
+# Text given to the tokenizer library at once.
+_BATCH_CHARS = 1 << 20
+# Below this size, starting processes takes longer than the work.
+_INLINE_BYTES = 8 << 20
+# A sequence of the format has fewer tokens.
+_MAX_SEQUENCE = (1 << 31) - 1
+SEPARATOR = "\n\n"
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """Options of :func:`prepare`.
+
+    Attributes:
+        tokenizer: As ``data.tokenizer``.
+        field: Field or column with the text.
+        kind: Format of all files; ``None``: by their suffix.
+        eod: Token to append to every document; ``None``: that of the tokenizer; ``""``: none.
+        skip_bad: Leave out records that cannot be read, and count them, instead of stopping.
+    """
+
+    tokenizer: str = "bytes"
+    field: str = "text"
+    kind: FileKind | None = None
+    eod: str | None = None
+    skip_bad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Result of :func:`prepare`.
+
+    Attributes:
+        num_documents: Documents written.
+        num_tokens: Tokens written.
+        num_empty: Documents without text, left out.
+        num_skipped: Records that could not be read, left out.
+        first_skipped: The first of these, as one sentence.
+    """
+
+    num_documents: int
+    num_tokens: int
+    num_empty: int
+    num_skipped: int
+    first_skipped: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Facts about a finished part; its file is the mark that the part is complete."""
+
+    lengths: list[int]
+    continues: bool
+    unfinished: bool
+    num_empty: int
+    num_skipped: int
+    first_skipped: str
+
+
+def prepare(
+    files: Sequence[Path],
+    prefix: Path,
+    options: PrepareOptions,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Tokenize files into ``<prefix>.bin`` and ``<prefix>.idx``, in the order of the files.
+
+    The result does not depend on the number of processes. Every document gets an end-of-document
+    token, or an empty line if the tokenizer has none.
+
+    Args:
+        files: Text, JSON lines or parquet files.
+        prefix: Path of the result without suffix; its folder is created.
+        options: Tokenizer and format.
+        workers: Processes; default: the processors of this machine, one for little text.
+        progress: Called with finished and all shards.
+
+    Raises:
+        DataError: For a file or record that cannot be read, with file, line and column.
+    """
+    shards = [
+        shard for path in files for shard in shards_of(path, options.kind or kind_of_file(path))
+    ]
+    dtype = token_dtype(load_tokenizer(options.tokenizer).vocab_size)
+    parts = prefix.with_name(prefix.name + ".parts")
+    _start_parts(parts, files, options)
+    missing = [number for number in range(len(shards)) if not _facts_path(parts, number).is_file()]
+    if workers is None:
+        size = sum(path.stat().st_size for path in files)
+        workers = 1 if size <= _INLINE_BYTES else os.cpu_count() or 1
+    report = progress or _no_progress
+    report(len(shards) - len(missing), len(shards))
+    for done, _ in enumerate(_encode_all(missing, shards, parts, options, workers), start=1):
+        report(len(shards) - len(missing) + done, len(shards))
+    result = _join(prefix, parts, len(shards), dtype)
+    if result.num_tokens == 0:
+        raise DataError(f"{files[0]} and all other files have no text")
+    shutil.rmtree(parts)
+    return result
+
+
+def _no_progress(done: int, total: int) -> None:
+    del done, total
+
+
+def _encode_all(
+    missing: Sequence[int],
+    shards: Sequence[Shard],
+    parts: Path,
+    options: PrepareOptions,
+    workers: int,
+) -> Iterator[None]:
+    """Encode the missing shards; yields after each."""
+    if workers == 1 or len(missing) < 2 or multiprocessing.current_process().daemon:
+        encoder = _Encoder(options)
+        for number in missing:
+            encoder.encode(shards[number], parts, number)
+            yield
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        min(workers, len(missing)), context, initializer=_start_worker, initargs=(options,)
+    ) as pool:
+        waiting = iter(missing)
+        running = {
+            pool.submit(_encode_in_worker, shards[number], parts, number)
+            for number in islice(waiting, 2 * workers)
+        }
+        try:
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                    yield
+                    for number in islice(waiting, 1):
+                        running.add(pool.submit(_encode_in_worker, shards[number], parts, number))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: list[_Encoder] = []
+
+
+def _start_worker(options: PrepareOptions) -> None:
+    # The library would start as many threads per process as there are processors.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # a killed parent cannot end its workers
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _worker.append(_Encoder(options))
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_worker(shard: Shard, parts: Path, number: int) -> None:
+    _worker[0].encode(shard, parts, number)
+
+
+class _Encoder:
+    """Encoder of shards in one process."""
+
+    def __init__(self, options: PrepareOptions) -> None:
+        self._options = options
+        self._tokenizer = load_tokenizer(options.tokenizer)
+        self._dtype = token_dtype(self._tokenizer.vocab_size)
+        self._end = end_of_document(self._tokenizer, options.eod)
+
+    def encode(self, shard: Shard, parts: Path, number: int) -> None:
+        """Write the part of a shard."""
+        problems: list[str] = []
+
+        def on_bad(sentence: str) -> None:
+            if not self._options.skip_bad:
+                raise DataError(f"{sentence}; --skip-bad leaves such records out")
+            problems.append(sentence)
+
+        records = read_records(shard, field=self._options.field, on_bad=on_bad)
+        lengths: list[int] = []
+        length = num_empty = 0
+        data = parts / f"{number:06}.bin"
+        partial = data.with_suffix(".partial")
+        continues = shard.kind == "text" and shard.begin > 0
+        with partial.open("wb") as file:
+            for batch in _batches(records):
+                encoded = self._tokenizer.encode_many([record.text for record in batch])
+                for record, ids in zip(batch, encoded, strict=True):
+                    length += len(ids)
+                    file.write(ids.astype(self._dtype, copy=False).tobytes())
+                    if not record.ends:
+                        continue
+                    if length == 0 and not (continues and not lengths):
+                        num_empty += 1
+                        continue
+                    file.write(self._end.astype(self._dtype).tobytes())
+                    lengths.append(length + len(self._end))
+                    length = 0
+        partial.replace(data)
+        facts = _Part(
+            lengths=[*lengths, length] if length else lengths,
+            continues=continues,
+            unfinished=length > 0,
+            num_empty=num_empty,
+            num_skipped=len(problems),
+            first_skipped=problems[0] if problems else "",
+        )
+        path = _facts_path(parts, number)
+        path.with_suffix(".partial").write_text(json.dumps(asdict(facts)), encoding="utf-8")
+        path.with_suffix(".partial").replace(path)
+
+
+def end_of_document(tokenizer: Tokenizer, eod: str | None) -> NDArray[np.integer]:
+    """Return the tokens that end a document.
+
+    Args:
+        tokenizer: The tokenizer.
+        eod: As in :class:`PrepareOptions`.
+
+    Raises:
+        DataError: If the tokenizer has no such token.
+    """
+    if eod == "":
+        return np.zeros(0, dtype=np.int64)
+    if eod is not None:
+        token = tokenizer.token_id(eod)
+        if token is None:
+            raise DataError(f'the tokenizer {tokenizer.name} has no token "{eod}"')
+        return np.array([token])
+    token = tokenizer.eod_id
+    return np.array([token]) if token is not None else tokenizer.encode(SEPARATOR)
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    batch: list[Record] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        size += len(record.text)
+        if size >= _BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def preparation_facts(options: PrepareOptions) -> dict[str, object]:
+    """Return everything that the result depends on besides the files, as JSON values."""
+    path = Path(options.tokenizer)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    return {"tokenizer": file_facts(file) if file.is_file() else None, "options": asdict(options)}
+
+
+def _start_parts(parts: Path, files: Sequence[Path], options: PrepareOptions) -> None:
+    """Create the folder of parts; discard parts of other files or options."""
+    parts.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"files": [file_facts(path) for path in files], **preparation_facts(options)})
+    path = parts / "facts.json"
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        remove_partial(parts)
+        path.write_text(text, encoding="utf-8")
+
+
+def _facts_path(parts: Path, number: int) -> Path:
+    return parts / f"{number:06}.json"
+
+
+def _join(prefix: Path, parts: Path, count: int, dtype: np.dtype[np.integer]) -> Prepared:
+    num_empty = num_skipped = 0
+    first_skipped = ""
+    open_length = 0
+    with IndexWriter(prefix, dtype) as writer:
+        for number in range(count):
+            facts = _Part(**json.loads(_facts_path(parts, number).read_text(encoding="utf-8")))
+            writer.append_file(parts / f"{number:06}.bin")
+            lengths = facts.lengths
+            if open_length and not facts.continues:
+                writer.add(open_length)
+                open_length = 0
+            for index, length in enumerate(lengths):
+                open_length += length
+                if facts.unfinished and index == len(lengths) - 1:
+                    break
+                while open_length > _MAX_SEQUENCE:
+                    writer.add(_MAX_SEQUENCE)
+                    open_length -= _MAX_SEQUENCE
+                writer.add(open_length)
+                open_length = 0
+            num_empty += facts.num_empty
+            num_skipped += facts.num_skipped
+            first_skipped = first_skipped or facts.first_skipped
+        if open_length:
+            writer.add(open_length)
+        num_documents, num_tokens = writer.num_sequences, writer.num_tokens
+    return Prepared(
+        num_documents=num_documents,
+        num_tokens=num_tokens,
+        num_empty=num_empty,
+        num_skipped=num_skipped,
+        first_skipped=first_skipped,
+    )
