@@ -52,7 +52,6 @@ class CheckpointConfig(Section):
         "new optimizer state. Ignored if `resume` finds a checkpoint. Default: random weights.",
     )
 
-
     @field_validator("interval_time")
     @classmethod
     def _check_duration(cls, text: str) -> str:

@@ -263,7 +263,7 @@ class _Run:
                 metrics.votes, step=step, loss=metrics.loss, skipped=metrics.skipped
             )
         except DivergedError as error:
-            self._write(self._record(step, metrics, None))
+            self._write(self._record(step, metrics, {}))
             if search is None:
                 raise
             place = first_of_all(search.found, trainer.groups.world)

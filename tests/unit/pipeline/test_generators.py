@@ -188,9 +188,9 @@ def test_no_schedule_beats_the_bound(schedule: Schedule, data: st.DataObject) ->
     bound = schedule.lower_bound(costs)
     assert bound.value <= timeline.makespan * (1 + 1e-12) + 1e-12
     assert bound.value == max(bound.by_reason.values()) == bound.by_reason[bound.reason]
-    # More memory allows no less.
+    # More memory allows no less, but for the order of the sums.
     many = schedule.num_stages * schedule.num_microbatches
-    assert schedule.lower_bound(costs, memory_limit=many).value <= bound.value
+    assert schedule.lower_bound(costs, memory_limit=many).value <= bound.value * (1 + 1e-12)
 
 
 # Makespan with F = I = W = 1, for m >= 2p; the second entry is the largest number of activations.
