@@ -77,7 +77,7 @@ def train(_rank: int, world_size: int, changes: Changes) -> dict[str, Any]:
     metrics += [trainer.train_step(step) for step in range(1, STEPS)]
     experts = [step.experts for step in metrics if step.experts is not None]
     return {
-        "losses": [step.loss for step in metrics] + [trainer.evaluate()],
+        "losses": [step.loss for step in metrics] + [trainer.mean_validation_loss(trainer.evaluate())],
         "norms": [step.grad_norm for step in metrics],
         "further": [loss for step in metrics for loss in step.mtp_losses],
         "balance": [value for step in experts for value in (step.aux_loss, step.z_loss)],
@@ -179,7 +179,7 @@ def train_variants(_rank: int, variants: list[Changes]) -> list[Any]:
         trainer = make_trainer(2, {**PP2, **sized, **variant})
         metrics = [trainer.train_step(step) for step in range(4)]
         numbers = [(step.loss, step.grad_norm) for step in metrics]
-        found.append((numbers, trainer.evaluate(), weights(trainer)))
+        found.append((numbers, trainer.mean_validation_loss(trainer.evaluate()), weights(trainer)))
     return found
 
 

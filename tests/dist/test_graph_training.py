@@ -163,7 +163,7 @@ def train(
             static, num_poisoned = static_tensors(trainer), check_poison(trainer)
             assert num_poisoned > 0 or static.graphs == 0
         if steps >= 20:
-            numbers["validation at the end"] = trainer.evaluate()
+            numbers["validation at the end"] = trainer.mean_validation_loss(trainer.evaluate())
     assert transfers[REDUCED] > 0
     assert transfers[GATHERED] > 0
     return Trained(numbers=numbers, static=static, num_poisoned=num_poisoned, transfers=transfers)

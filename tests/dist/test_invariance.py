@@ -31,7 +31,7 @@ def train(_rank: int, world_size: int, changes: dict[str, Any]) -> tuple[list[fl
     config = make_config(world_size, changes)
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
     metrics = [trainer.train_step(step) for step in range(STEPS)]
-    losses = [step.loss for step in metrics] + [trainer.evaluate()]
+    losses = [step.loss for step in metrics] + [trainer.mean_validation_loss(trainer.evaluate())]
     return losses, [step.grad_norm for step in metrics]
 
 

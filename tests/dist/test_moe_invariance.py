@@ -289,7 +289,7 @@ def train_tight(_rank: int, policy: str) -> list[tuple[float, int, int, int, flo
                 experts.num_dropped,
                 experts.num_over_budget,
                 experts.num_reruns,
-                trainer.evaluate(),
+                trainer.mean_validation_loss(trainer.evaluate()),
             )
         )
     return found
@@ -337,7 +337,7 @@ def test_a_small_budget_reruns_the_step_with_a_larger_one() -> None:
 def train_loose(_rank: int, changes: dict[str, Any]) -> list[tuple[float, float]]:
     config = make_config(2, {**changes, "train.eval_interval": 1})
     trainer = build_trainer(config, world_size=2, device=torch.device("cpu"))
-    return [(trainer.train_step(step).loss, trainer.evaluate()) for step in range(3)]
+    return [(trainer.train_step(step).loss, trainer.mean_validation_loss(trainer.evaluate())) for step in range(3)]
 
 
 SAVED = {**MODELS["sigmoid"], "train.steps": 6}

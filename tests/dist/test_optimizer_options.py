@@ -32,7 +32,7 @@ def train(
     config = make_config(world_size, {**SMALL, **changes})
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
     metrics = [trainer.train_step(step) for step in range(steps)]
-    losses = [step.loss for step in metrics] + [trainer.evaluate()]
+    losses = [step.loss for step in metrics] + [trainer.mean_validation_loss(trainer.evaluate())]
     return losses, [step.grad_norm for step in metrics], trainer.optimizer.state_bytes
 
 

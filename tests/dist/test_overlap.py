@@ -61,8 +61,8 @@ def train(_rank: int, world_size: int, changes: dict[str, Any]) -> tuple[list[An
             metrics = trainer.train_step(step)
         numbers += [metrics.loss, metrics.grad_norm]
         if step == 1:
-            numbers.append(trainer.evaluate())
-    return [*numbers, trainer.evaluate()], early
+            numbers.append(trainer.mean_validation_loss(trainer.evaluate()))
+    return [*numbers, trainer.mean_validation_loss(trainer.evaluate())], early
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -68,8 +68,8 @@ def run(trainer: Trainer) -> list[float]:
         metrics = trainer.train_step(step)
         numbers += [metrics.loss, metrics.grad_norm]
         if step in (1, 9):
-            numbers.append(trainer.evaluate())
-    return [*numbers, trainer.evaluate()]
+            numbers.append(trainer.mean_validation_loss(trainer.evaluate()))
+    return [*numbers, trainer.mean_validation_loss(trainer.evaluate())]
 
 
 @cache

@@ -38,7 +38,7 @@ def train(device: str, **changes: dict[str, Any]) -> list[float]:
     config = resolve(Config(**sections), 1, vocab_size=256, cuda=device == "cuda")
     trainer = build_trainer(config, world_size=1, device=torch.device(device))
     losses = [trainer.train_step(step).loss for step in range(STEPS)]
-    return [*losses, trainer.evaluate()]
+    return [*losses, trainer.mean_validation_loss(trainer.evaluate())]
 
 
 def test_losses_in_fp32_are_those_of_the_cpu() -> None:

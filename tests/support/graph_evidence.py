@@ -106,7 +106,9 @@ def run_steps(trainer: Trainer, steps: int, *, compare_every: int = 1) -> dict[s
         numbers[f"loss of step {step + 1}"] = metrics.loss
         numbers[f"gradient norm of step {step + 1}"] = metrics.grad_norm
         if step == steps // 2:
-            numbers[f"validation after step {step + 1}"] = trainer.evaluate()
+            numbers[f"validation after step {step + 1}"] = trainer.mean_validation_loss(
+                trainer.evaluate()
+            )
     return numbers
 
 

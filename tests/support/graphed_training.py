@@ -50,4 +50,4 @@ def run(trainer: Trainer, steps: int = STEPS) -> list[float]:
     for step in range(steps):
         metrics = trainer.train_step(step)
         numbers += [metrics.loss, metrics.grad_norm]
-    return [*numbers, trainer.evaluate()]
+    return [*numbers, trainer.mean_validation_loss(trainer.evaluate())]

@@ -92,7 +92,7 @@ def test_predicted_inputs_of_a_step_are_the_measured_ones(
     trainer.train_step(0)
     trainer.train_step(1)
     if eval_interval > 0:
-        trainer.evaluate()
+        trainer.mean_validation_loss(trainer.evaluate())
     assert trainer.graphs is not None
     predicted, measured = trainer.graphs.predicted, trainer.graphs.measured
     assert predicted is not None
@@ -261,7 +261,7 @@ def test_python_knows_no_more_than_behind_a_real_graph(
         for step in range(8):
             recorder = ActionRecorder(rank=0) if step == 5 else None
             numbers.append(trainer.train_step(step, recorder=recorder).loss)
-            numbers += [trainer.evaluate()] if step == 3 else []
+            numbers += [trainer.mean_validation_loss(trainer.evaluate())] if step == 3 else []
             if step == 6:
                 trainer.optimizer.finish_param_gather()
                 numbers += [p.tensors["main_param"].sum().item() for p in trainer.pieces()]
@@ -287,7 +287,11 @@ def test_a_graph_with_the_optimizer_skips_on_its_own() -> None:
             metrics = trainer.train_step(step)
             scales.append(trainer.optimizer.loss_scale)
             numbers += [metrics.loss, metrics.skipped]
-        numbers += [trainer.optimizer.scalars(), scales, trainer.evaluate()]
+        numbers += [
+            trainer.optimizer.scalars(),
+            scales,
+            trainer.mean_validation_loss(trainer.evaluate()),
+        ]
         assert metrics.skipped is False
         assert trainer.optimizer.num_skipped == 1
     assert found == expected
@@ -320,7 +324,7 @@ def test_a_graph_with_the_optimizer_repeats_a_step_without_room() -> None:
             assert metrics.experts is not None
             numbers += [metrics.loss, metrics.grad_norm, metrics.experts.num_reruns]
             reruns.append(metrics.experts.num_reruns > 0)
-        numbers += [trainer.optimizer.scalars(), trainer.evaluate()]
+        numbers += [trainer.optimizer.scalars(), trainer.mean_validation_loss(trainer.evaluate())]
     assert found == expected
     assert any(reruns)
 
