@@ -88,6 +88,12 @@ class RankContext:
     restarts: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
 
+    @property
+    def local_ranks(self) -> range:
+        """Global ranks of the processes of this machine."""
+        first = self.rank - self.local_rank
+        return range(first, min(first + self.local_world_size, self.world_size))
+
 
 def agree(context: RankContext, name: str, value: str) -> None:
     """Check through the store that every rank has the same ``value``, before any collective.

@@ -46,11 +46,19 @@ NETWORK_ADVICE = "; its host may be down, or the network between the hosts may h
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """First loss of a rank in a run, with its reason."""
+    """First loss of a rank in a run, with its reason.
+
+    Attributes:
+        rank: Global rank.
+        who: Rank, process and host, for messages.
+        reason: Why it was lost.
+        is_mistake: Whether the reason is a user error, which that rank prints itself.
+    """
 
     rank: int
     who: str
     reason: str
+    is_mistake: bool = False
 
     def __str__(self) -> str:
         return f"{self.who} went away: {self.reason}"
@@ -67,7 +75,8 @@ class Failure:
             who, reason = (
                 printable(str(data[key])).replace("\n", " ") for key in ("who", "reason")
             )
-            return Failure(rank=int(data["rank"]), who=who, reason=reason)
+            is_mistake = data.get("is_mistake") is True
+            return Failure(rank=int(data["rank"]), who=who, reason=reason, is_mistake=is_mistake)
         except (ValueError, TypeError, KeyError) as error:
             raise RuntimeError(f"invalid record of a failure in the store ({error!r})") from error
 
@@ -161,9 +170,14 @@ class FailureMonitor:
         self._wake_receiver.close()
         self._wake_sender.close()
 
-    def report(self, reason: str) -> Failure:
+    def report(self, reason: str, *, is_mistake: bool = False) -> Failure:
         """Record that this rank itself fails; returns the first failure of the run."""
-        mine = Failure(rank=self._context.rank, who=str(self._identity), reason=reason)
+        mine = Failure(
+            rank=self._context.rank,
+            who=str(self._identity),
+            reason=reason,
+            is_mistake=is_mistake,
+        )
         try:
             return self._ask(lambda store: record_failure(store, mine))
         except RuntimeError:
@@ -335,9 +349,7 @@ class FailureMonitor:
         return [(self._context.rank + offset) % world for offset in range(1, count + 1)]
 
     def _local_ranks(self) -> list[int]:
-        first = self._context.rank - self._context.local_rank
-        last = min(first + self._context.local_world_size, self._context.world_size)
-        ranks = {*range(first, last), *self._watched()}
+        ranks = {*self._context.local_ranks, *self._watched()}
         return sorted(ranks - {self._context.rank})
 
     def _key(self, kind: str) -> str:

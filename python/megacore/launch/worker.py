@@ -50,7 +50,7 @@ class Outcome:
         exit_code: Exit code of the rank.
         sentence: Message for the user; empty for no message.
         traceback: Full traceback of an error, for a file.
-        first: False if another rank has already reported the same mistake.
+        first: False if another rank has already printed the same mistake.
         time_s: `time.monotonic` of the end, comparable among processes of one machine.
     """
 
@@ -195,7 +195,7 @@ def _explain(
     if isinstance(error, PeerLostError):
         return Outcome(rank=rank, kind="victim", exit_code=1, sentence=str(error), traceback=trace)
     if isinstance(error, MegacoreError):
-        first = monitor.report(str(error))
+        first = monitor.report(str(error), is_mistake=True)
         return Outcome(
             rank=rank,
             kind="mistake",
@@ -222,7 +222,15 @@ def _explain_stop(
     patience_s = 1.5 if context.launched_by == "torchrun" else 0.0
     culprit = monitor.culprit(patience_s=patience_s, blame_stopped=False)
     if culprit is not None:
-        return Outcome(rank=context.rank, kind="victim", exit_code=1, sentence=str(culprit))
+        # A rank of the same launcher has printed the mistake, which this rank may have made too.
+        is_told = culprit.is_mistake and culprit.rank in context.local_ranks
+        return Outcome(
+            rank=context.rank,
+            kind="victim",
+            exit_code=1,
+            sentence=str(culprit),
+            first=not is_told,
+        )
     monitor.announce_end("stopped")
     code = error.code if isinstance(error, SystemExit) else 130
     code = code if isinstance(code, int) else 1

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from megacore.errors import ConfigError
 from megacore.launch.children import Rank, first_failure
+from megacore.launch.context import RankContext
+from megacore.launch.failure import Failure
 from megacore.launch.start import LaunchOptions, run_ranks_local
-from megacore.launch.worker import Outcome, Reporter, error_file
+from megacore.launch.store import LocalStoreAddress
+from megacore.launch.worker import Outcome, Reporter, _explain_stop, error_file
 
 
 def ended(rank: int, kind: str | None, time_s: float) -> Rank:
@@ -75,3 +81,36 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=f"cannot write to run.dir {folder}: {reason}; choose"):
         run_ranks_local(2, lambda _: 0, options=LaunchOptions(error_dir=folder))
     assert taken.read_text() == "a file"
+
+
+@pytest.mark.parametrize(
+    ("culprit_rank", "is_mistake", "prints"),
+    [(0, True, False), (0, False, True), (3, True, True)],
+    ids=["mistake here", "loss here", "mistake on another machine"],
+)
+def test_a_stopped_rank_prints_the_reason_unless_a_rank_of_its_machine_did(
+    culprit_rank: int, is_mistake: bool, prints: bool
+) -> None:
+    """torchrun stops the other ranks as soon as one has ended with a mistake."""
+    context = RankContext(
+        rank=1,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        device=torch.device("cpu"),
+        backend="gloo",
+        address=LocalStoreAddress(path="unused"),
+        store=HashStore(),
+        launched_by="torchrun",
+    )
+
+    class Monitor:
+        def culprit(self, **_limits: Any) -> Failure:
+            return Failure(
+                rank=culprit_rank, who="rank x", reason="bad folder", is_mistake=is_mistake
+            )
+
+    monitor: Any = Monitor()
+    outcome = _explain_stop(SystemExit(143), context, monitor)
+    assert (outcome.kind, outcome.exit_code, outcome.first) == ("victim", 1, prints)
+    assert Failure.from_json(json.dumps(asdict(monitor.culprit()))) == monitor.culprit()
