@@ -33,6 +33,7 @@ from megacore.parallel.collectives import (
     broadcast_,
     reduce_scatter,
 )
+from megacore.parallel.exchange import RowSplits, all_to_all
 
 WAYS = ("shared memory", "megacore on gloo", "torch on gloo")
 Call = Callable[[], object]
@@ -45,6 +46,7 @@ def calls_on(group: Group, whole: torch.Tensor, own: torch.Tensor) -> dict[str, 
         "reduce_scatter": lambda: reduce_scatter(own, whole, group),
         "all_gather": lambda: all_gather(whole, own, group),
         "broadcast": lambda: broadcast_(whole, group),
+        "all_to_all": lambda: all_to_all(whole, group, RowSplits()),
         "barrier": lambda: barrier(group),
     }
 
@@ -55,6 +57,7 @@ def calls_of_torch(whole: torch.Tensor, own: torch.Tensor) -> dict[str, Call]:
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(own, whole),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, own),
         "broadcast": lambda: dist.broadcast(whole, src=0),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
         "barrier": dist.barrier,
     }
 

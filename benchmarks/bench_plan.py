@@ -20,7 +20,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 
@@ -106,18 +106,17 @@ class Run:
         return replace(_loaded(self.device), **values)
 
 
-def read_row(row: dict[str, str]) -> Run:
-    """Translate a line of the table; what a source does not say is the default of its software."""
+def _number(row: dict[str, str], name: str) -> int:
+    return int(float(row[name] or 0))
 
-    def number(name: str) -> int:
-        return int(float(row[name] or 0))
 
-    is_torch = row["source"].startswith(("torchtitan", "llm-foundry"))
-    is_zero_bubble = row["source"].startswith("Zero Bubble")
+def _model_of(row: dict[str, str]) -> ModelSpec:
+    """Translate the columns of the model."""
+    number = partial(_number, row)
     layers, mtp = number("layers"), number("mtp")
     experts = number("experts")
     grouped = row["model"].startswith("deepseek")
-    model = ModelSpec(
+    return ModelSpec(
         layers=layers,
         hidden=number("hidden"),
         ffn=number("ffn"),
@@ -145,6 +144,13 @@ def read_row(row: dict[str, str]) -> Run:
         mtp=mtp,
         window=number("swa_window"),
     )
+
+
+def read_row(row: dict[str, str]) -> Run:
+    """Translate a line of the table; what a source does not say is the default of its software."""
+    number = partial(_number, row)
+    is_torch = row["source"].startswith(("torchtitan", "llm-foundry"))
+    is_zero_bubble = row["source"].startswith("Zero Bubble")
     recompute = row["recompute"].replace("full", "layer").replace("none", "")
     for name in ("selective(", "modules(", ")", "..."):
         recompute = recompute.replace(name, "")
@@ -189,7 +195,7 @@ def read_row(row: dict[str, str]) -> Run:
         fused_experts=row["gpu"] in ("B300", "GB200", "GB300")
         and row["epoch"] in ("26.06", "2026-07"),
     )
-    return Run(row, model, spec, _DEVICES.get(row["gpu"], row["gpu"].lower()))
+    return Run(row, _model_of(row), spec, _DEVICES.get(row["gpu"], row["gpu"].lower()))
 
 
 def read_table(path: Path) -> list[Run]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.parallel import Group, ProcessGroups, Topology
+from megacore.parallel.collectives import barrier
 from megacore.parallel.exchange import RowSplits, all_to_all_async
 from megacore.parallel.host_exchange import NUM_EXCHANGES
 from tests.support.distributed import run_ranks
@@ -103,6 +104,7 @@ def exchange_with_a_dead_rank(rank: int) -> str:
     rows = torch.ones(2, 4)
     _, pending = all_to_all_async(rows, group, RowSplits())
     pending.wait()
+    barrier(group)  # both have read the rows
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:

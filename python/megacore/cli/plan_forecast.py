@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from megacore.plan.device import Device
     from megacore.plan.forecast import Forecast
     from megacore.plan.search import SearchResult
-    from megacore.plan.spec import RunSpec
 
 DOES_NOT_FIT = 3
 _BAR = 24
@@ -340,7 +339,7 @@ def _search(
     args: argparse.Namespace, base: Config, counts: list[int], device: Device, imbalance: float
 ) -> int:
     """Search for the best layouts on each number of devices, and print or write them."""
-    from megacore.plan.config_spec import model_spec, run_spec
+    from megacore.plan.config_spec import model_spec, run_spec, with_settings, without_layout
     from megacore.plan.search import search
 
     top = _positive(args, "top", int) or 10
@@ -350,7 +349,7 @@ def _search(
     missing = False
     for gpus in counts:
         # The layout of the file need not fit, since it is replaced.
-        config = resolve_for_plan(_without_layout(base, gpus), gpus)
+        config = resolve_for_plan(without_layout(base, gpus), gpus)
         spec = replace(run_spec(config, gpus, imbalance=imbalance), stages=())
         found = search(model_spec(config), spec, device)
         legal = _legal(base, found.best, gpus, max(top, 1))
@@ -363,7 +362,7 @@ def _search(
             continue
         _print_budget(args, legal[0][1], Console(highlight=False, soft_wrap=True))
         if args.write:
-            text = config_to_toml(_with_settings(base, legal[0][0], gpus))
+            text = config_to_toml(with_settings(base, legal[0][0], gpus))
             write_output(args.write, partial(_write_text, text))
         _draw(args, legal[0][1])
     return DOES_NOT_FIT if missing else 0
@@ -373,79 +372,18 @@ def _write_text(text: str, path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _without_layout(base: Config, gpus: int) -> Config:
-    """Return the configuration on one pipeline stage of single ranks."""
-    return _with_settings(
-        base,
-        {
-            "parallel": {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "sequence_parallel": False},
-            "pipeline": _PLAIN_PIPELINE,
-            "train": {"microbatch_size": 1, "recompute": "none", "recompute_keep": 0},
-            "optimizer": {"num_instances": 1},
-        },
-        gpus,
-    )
-
-
-_PLAIN_PIPELINE: dict[str, Any] = {
-    "schedule": "1f1b", "num_chunks": None, "group_size": None, "layout": None,
-    "first_layers": None, "last_layers": None, "account_for_embedding": False,
-    "account_for_loss": False, "overlap_moe": False, "split_weight_grads": False,
-    "memory_limit": None, "placement": "loop",
-}  # fmt: skip
-
-
-def settings_of(spec: RunSpec, num_layers: int) -> dict[str, dict[str, Any]]:
-    """Return the settings of a layout that was found, by section."""
-    stages = spec.pp * spec.chunks
-    missing = -num_layers % stages  # parts that count as layers: embedding, output layer
-    recompute: dict[str, Any] = {"recompute": "none"}
-    if "layer" in spec.recompute:
-        recompute["recompute"] = "full"
-    elif spec.recompute:
-        modules = ",".join(sorted(spec.recompute))
-        recompute = {"recompute": "selective", "recompute_modules": modules}
-    return {
-        "parallel": {
-            "tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "ep": spec.ep, "etp": spec.etp,
-            "sequence_parallel": spec.sequence_parallel,
-        },
-        "pipeline": {
-            **_PLAIN_PIPELINE,
-            "schedule": spec.schedule,
-            "num_chunks": spec.chunks if spec.chunks > 1 else None,
-            "account_for_loss": missing >= 1,
-            "account_for_embedding": missing >= 2,
-            "overlap_moe": "ep" in spec.overlap,
-        },
-        "train": {"microbatch_size": spec.microbatch, **recompute},
-        "optimizer": {
-            "distributed": spec.zero > 0,
-            "overlap_grad_reduce": "dp" in spec.overlap,
-            "overlap_param_gather": "dp" in spec.overlap,
-            "num_instances": 1,
-        },
-    }  # fmt: skip
-
-
-def _with_settings(base: Config, settings: dict[str, dict[str, Any]], gpus: int) -> Config:
-    sections = {
-        name: getattr(base, name).model_copy(update=values) for name, values in settings.items()
-    }
-    sections["run"] = base.run.model_copy(update={"nproc": gpus})
-    return base.model_copy(update=sections)
-
-
 def _legal(
     base: Config, found: Sequence[Forecast], gpus: int, count: int
 ) -> list[tuple[dict[str, dict[str, Any]], Forecast]]:
     """Return the best layouts that training accepts, predicted again with exact state bytes."""
+    from megacore.plan.config_spec import settings_of, with_settings
+
     legal: list[tuple[dict[str, dict[str, Any]], Forecast]] = []
     for each in found:
         settings = settings_of(each.spec, each.model.layers)
         try:
             again = _forecast(
-                _with_settings(base, settings, gpus), gpus, each.device, each.spec.imbalance
+                with_settings(base, settings, gpus), gpus, each.device, each.spec.imbalance
             )
         except (ConfigError, ValueError):
             continue

@@ -15,6 +15,7 @@ import ctypes
 import math
 import mmap
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ NUM_EXCHANGES = 64  # that may be under way at a time
 _NUM_FACTS = 4  # of a segment: serial number, process, file, bytes
 _SMALLEST_BYTES = 1 << 16
 _MAX_CACHED = 4  # opened segments per member
+_CLOSING_S = 5.0  # for the last rows to be read; longer waits would hide this member's own error
 
 
 @dataclass(eq=False)
@@ -86,10 +88,11 @@ class HostExchange:
         self._num_segments = 0
 
     def __del__(self) -> None:
-        """Keep the segments until the other members have read them, or are lost."""
+        """Keep the segments for a while until the other members have read them."""
+        end = time.monotonic() + _CLOSING_S
         with contextlib.suppress(RuntimeError):
             for segment in self._segments:
-                self._is_taken(segment.exchange, limit_s=math.inf)
+                self._is_taken(segment.exchange, limit_s=max(0.0, end - time.monotonic()))
 
     @staticmethod
     def window_bytes(size: int) -> int:

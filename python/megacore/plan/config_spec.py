@@ -1,4 +1,4 @@
-"""Translation of a configuration to the inputs of a prediction, and its exact state bytes.
+"""Translation between a configuration and the inputs of a prediction; exact state bytes.
 
 Nothing here imports torch: parameters are listed from the shapes that the model is built with.
 """
@@ -6,7 +6,7 @@ Nothing here imports torch: parameters are listed from the shapes that the model
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megacore._core import plan_buckets
 from megacore.config import Config, filled, layers_of_stages, mtp_stage, stages_of_ranks
@@ -191,3 +191,67 @@ def _layer_params(config: Config, index: int) -> Iterator[_Param]:
     width = filled(moe.ffn_hidden_size) // filled(parallel.etp)
     yield _Param(experts * (2 if moe.activation == "swiglu" else 1) * width * hidden, expert=True)
     yield _Param(experts * width * hidden, expert=True)
+
+
+def without_layout(base: Config, gpus: int) -> Config:
+    """Return the configuration on one pipeline stage of single ranks."""
+    return with_settings(
+        base,
+        {
+            "parallel": {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "sequence_parallel": False},
+            "pipeline": _PLAIN_PIPELINE,
+            "train": {"microbatch_size": 1, "recompute": "none", "recompute_keep": 0},
+            "optimizer": {"num_instances": 1},
+        },
+        gpus,
+    )
+
+
+_PLAIN_PIPELINE: dict[str, Any] = {
+    "schedule": "1f1b", "num_chunks": None, "group_size": None, "layout": None,
+    "first_layers": None, "last_layers": None, "account_for_embedding": False,
+    "account_for_loss": False, "overlap_moe": False, "split_weight_grads": False,
+    "memory_limit": None, "placement": "loop",
+}  # fmt: skip
+
+
+def settings_of(spec: RunSpec, num_layers: int) -> dict[str, dict[str, Any]]:
+    """Return the settings of a layout that was found, by section."""
+    stages = spec.pp * spec.chunks
+    missing = -num_layers % stages  # parts that count as layers: embedding, output layer
+    recompute: dict[str, Any] = {"recompute": "none"}
+    if "layer" in spec.recompute:
+        recompute["recompute"] = "full"
+    elif spec.recompute:
+        modules = ",".join(sorted(spec.recompute))
+        recompute = {"recompute": "selective", "recompute_modules": modules}
+    return {
+        "parallel": {
+            "tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "ep": spec.ep, "etp": spec.etp,
+            "sequence_parallel": spec.sequence_parallel,
+        },
+        "pipeline": {
+            **_PLAIN_PIPELINE,
+            "schedule": spec.schedule,
+            "num_chunks": spec.chunks if spec.chunks > 1 else None,
+            "account_for_loss": missing >= 1,
+            "account_for_embedding": missing >= 2,
+            "overlap_moe": "ep" in spec.overlap,
+        },
+        "train": {"microbatch_size": spec.microbatch, **recompute},
+        "optimizer": {
+            "distributed": spec.zero > 0,
+            "overlap_grad_reduce": "dp" in spec.overlap,
+            "overlap_param_gather": "dp" in spec.overlap,
+            "num_instances": 1,
+        },
+    }  # fmt: skip
+
+
+def with_settings(base: Config, settings: dict[str, dict[str, Any]], gpus: int) -> Config:
+    """Return a configuration with other settings, by section, for ``gpus`` processes."""
+    sections = {
+        name: getattr(base, name).model_copy(update=values) for name, values in settings.items()
+    }
+    sections["run"] = base.run.model_copy(update={"nproc": gpus})
+    return base.model_copy(update=sections)

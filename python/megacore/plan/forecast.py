@@ -54,7 +54,7 @@ class Forecast:
 
     @property
     def verdict(self) -> Literal["fits", "tight", "does not fit"]:
-        """Whether the fullest rank fits its device; within 5% of its capacity it is tight."""
+        """Result for the fullest rank and its device; within 5% of the capacity it is tight."""
         if abs(self.margin) <= _TIGHT * self.capacity:
             return "tight"
         return "fits" if self.margin > 0 else "does not fit"

@@ -221,5 +221,5 @@ class RunSpec:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether products with weights are computed in 8 bits."""
+        """True if products with weights are computed in 8 bits."""
         return "fp8" in self.precision

@@ -32,7 +32,6 @@ from megacore.pipeline import (
     Schedule,
     receives_for,
 )
-from megacore.pipeline.executor import ActivationSpec
 from megacore.plan.from_config import (
     activation_spec,
     activation_specs,
@@ -208,17 +207,9 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         buffers, groups=groups, config=config.optimizer, modules=chunks
     )
     schedule = train_schedule(config, world_size)
-    activation = activation_specs(config, device)
-    program = _own_program(config, schedule, groups, activation)
-    executor = PipelineExecutor(
-        program,
-        chunks,
-        group=groups.pp,
-        activation=activation,
-        channels=groups.pp_channels,
-        debug=config.pipeline.debug_messages,
-        overlap_pairs=config.pipeline.overlap_moe,
-        schedule=schedule,
+    program, executor = _make_executor(config, schedule, groups, chunks, device=device)
+    predictions = PredictionWatch(
+        chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
     )
     eager = EagerStep(
         chunks,
@@ -228,9 +219,7 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         program=program,
         num_microbatches=config.num_microbatches(world_size),
         experts=_watch_experts(config, chunks, groups, device=device),
-        predictions=PredictionWatch(
-            chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
-        ),
+        predictions=predictions,
         per_token=config.train.loss_normalization == "token",
         num_votes=NUM_VOTES,
         limits_loss=config.train.on_spike == "skip",
@@ -254,15 +243,30 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
     )
 
 
-def _own_program(
+def _make_executor(
     config: Config,
     schedule: Schedule,
     groups: ProcessGroups,
-    activation: dict[int, ActivationSpec],
-) -> Program:
+    chunks: Sequence[GPTChunk],
+    *,
+    device: torch.device,
+) -> tuple[Program, PipelineExecutor]:
+    """Make this rank's program and its executor. Collective."""
+    activation = activation_specs(config, device)
     receives = receives_for(groups.pp, activation, overlap=config.pipeline.overlap_p2p)
     lowering = Lowering(receives=receives, recompute=train_recompute(config))
-    return schedule.lower(lowering)[groups.pp.position]
+    program = schedule.lower(lowering)[groups.pp.position]
+    executor = PipelineExecutor(
+        program,
+        chunks,
+        group=groups.pp,
+        activation=activation,
+        channels=groups.pp_channels,
+        debug=config.pipeline.debug_messages,
+        overlap_pairs=config.pipeline.overlap_moe,
+        schedule=schedule,
+    )
+    return program, executor
 
 
 def _watch_experts(

@@ -393,15 +393,18 @@ double deadline_bound(const BoundProblem& problem,
     return refuted;
   };
   // Most often the makespan is the smallest there is, or none of the ends is refuted.
-  double low = proved;
-  double high = makespan;
-  if (refutes(high - 2 * kRounding)) return high;
-  constexpr int kTrials = 8;
-  for (int i = 0; i < kTrials && all.has_steps(); ++i) {
-    const double middle = (low + high) / 2;
-    (refutes(middle) ? low : high) = middle;
+  if (refutes(makespan - 2 * kRounding)) return makespan;
+  // The ends tried do not depend on what is proved already: a problem that allows more, such as
+  // more memory, refutes fewer of the same ends.
+  constexpr int kEnds = 1 << 14;
+  const double step = makespan / kEnds;
+  int low = static_cast<int>(proved / step);
+  int high = kEnds;
+  while (high - low > 1 && all.has_steps()) {
+    const int middle = low + (high - low) / 2;
+    (refutes(middle * step) ? low : high) = middle;
   }
-  return low;
+  return std::max(proved, low * step);
 }
 
 std::optional<StartWindows> start_windows(const BoundProblem& problem,
