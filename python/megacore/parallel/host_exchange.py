@@ -5,7 +5,8 @@ part; receivers copy their parts out when they need them. So an exchange is unde
 start, without a thread, and all of its data are copied twice.
 
 A member has as many segments as it has exchanges that others still read, each as large as needed:
-the number of rows may differ from call to call and from member to member.
+the number of rows may differ from call to call and from member to member. The copies are not
+operations of torch, because a transfer is not part of the computation that a graph captures.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from megacore._core import HostWindow
+
+Memory: TypeAlias = npt.NDArray[np.uint8]
 
 NUM_EXCHANGES = 64  # that may be under way at a time
 _NUM_FACTS = 4  # of a segment: serial number, process, file, bytes
@@ -39,13 +44,13 @@ class _Segment:
     Attributes:
         serial: Unique number; file numbers are used again.
         file: File descriptor of the memory.
-        memory: The bytes, ``(capacity,)`` uint8.
+        memory: The bytes, ``(capacity,)``.
         exchange: Last exchange that used it.
     """
 
     serial: int
     file: int
-    memory: Tensor
+    memory: Memory
     exchange: int = -1
 
     def __del__(self) -> None:
@@ -83,7 +88,7 @@ class HostExchange:
         self._size = size
         self._tables = [_table(window, member, size) for member in range(size)]
         self._segments: list[_Segment] = []
-        self._opened: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._opened: OrderedDict[tuple[int, int], Memory] = OrderedDict()
         self._num_started = 0
         self._num_segments = 0
 
@@ -122,10 +127,10 @@ class HostExchange:
         if others > 0:
             segment = self._free_segment(rows.nbytes)
             segment.exchange = exchange
-            segment.memory[: rows.nbytes].copy_(_as_bytes(rows))
-            facts = [segment.serial, os.getpid(), segment.file, segment.memory.numel()]
+            ctypes.memmove(segment.memory.ctypes.data, rows.data_ptr(), rows.nbytes)
+            facts = [segment.serial, os.getpid(), segment.file, segment.memory.size]
         counts = [count * row_bytes for count in sent]
-        self._tables[self._position][part].copy_(torch.tensor(facts + counts))
+        self._tables[self._position][part] = facts + counts
         self._window.offer(part)
         return StartedExchange(exchange, rows, sent)
 
@@ -151,7 +156,7 @@ class HostExchange:
         part = started.number % NUM_EXCHANGES
         self._window.wait_until_offered(part)
         row_bytes = _row_bytes(output)
-        target, start = _as_bytes(output), 0
+        target = output.data_ptr()
         for member, count in enumerate(got):
             num_bytes = count * row_bytes
             serial, pid, file, capacity, *counts = self._tables[member][part].tolist()
@@ -164,20 +169,20 @@ class HostExchange:
             if num_bytes > 0:
                 before = sum(counts[: self._position])
                 source = (
-                    _as_bytes(started.rows)
+                    started.rows.data_ptr()
                     if member == self._position
-                    else self._open(member, serial, pid, file, capacity)
+                    else self._open(member, serial, pid, file, capacity).ctypes.data
                 )
-                target[start : start + num_bytes].copy_(source[before : before + num_bytes])
-            start += num_bytes
+                ctypes.memmove(target, source + before, num_bytes)
+            target += num_bytes
         self._window.take(part)
 
     def _free_segment(self, num_bytes: int) -> _Segment:
         """Return a segment that no member reads any more, with at least ``num_bytes``."""
         free = [segment for segment in self._segments if self._is_taken(segment.exchange)]
-        fitting = [segment for segment in free if segment.memory.numel() >= num_bytes]
+        fitting = [segment for segment in free if segment.memory.size >= num_bytes]
         if fitting:
-            return min(fitting, key=lambda segment: segment.memory.numel())
+            return min(fitting, key=lambda segment: segment.memory.size)
         for segment in free[:1]:
             self._segments.remove(segment)
         self._num_segments += 1
@@ -203,7 +208,7 @@ class HostExchange:
             if member != self._position
         )
 
-    def _open(self, member: int, serial: int, pid: int, file: int, capacity: int) -> Tensor:
+    def _open(self, member: int, serial: int, pid: int, file: int, capacity: int) -> Memory:
         key = (member, serial)
         if key not in self._opened:
             try:
@@ -223,20 +228,14 @@ class HostExchange:
         return self._opened[key]
 
 
-def _mapped(file: int, num_bytes: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+def _mapped(file: int, num_bytes: int) -> Memory:
+    return np.frombuffer(mmap.mmap(file, num_bytes), dtype=np.uint8)
 
 
-def _table(window: HostWindow, member: int, size: int) -> Tensor:
+def _table(window: HostWindow, member: int, size: int) -> npt.NDArray[np.int64]:
     memory = (ctypes.c_uint8 * window.bytes).from_address(window.data_of(member))
     memory.window = window  # type: ignore[attr-defined]
-    return torch.frombuffer(memory, dtype=torch.int64).view(NUM_EXCHANGES, _NUM_FACTS + size)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    if tensor.numel() == 0:
-        return tensor.new_empty(0, dtype=torch.uint8)
-    return tensor.view(-1).view(torch.uint8)
+    return np.frombuffer(memoryview(memory), dtype=np.int64).reshape(NUM_EXCHANGES, _NUM_FACTS + size)
 
 
 def _row_bytes(rows: Tensor) -> int:

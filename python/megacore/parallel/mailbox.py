@@ -2,7 +2,9 @@
 
 A channel leads from one member to another. Its messages have one shape and dtype and are received
 in the order in which they were sent. The sender copies a message into one of the channel's slots in
-its own memory, and the receiver copies it out: no sockets, and no thread besides the two.
+its own memory, and the receiver copies it out: no sockets, and no thread besides the two. The
+copies are not operations of torch: a transfer is not part of the computation that a graph captures,
+and when a kept message is sent depends on the other rank.
 """
 
 from __future__ import annotations
@@ -55,14 +57,17 @@ class _Line:
     """One channel as its sender or receiver sees it: its slots and the number of messages."""
 
     peer: int
-    slots: list[Tensor]
+    channel: Channel
+    address: int
     first_part: int
     count: int = 0
 
-    def current(self) -> tuple[int, Tensor, int]:
-        """Return part, memory and round of the next message."""
-        slot = self.count % len(self.slots)
-        return self.first_part + slot, self.slots[slot], self.count // len(self.slots) + 1
+    def current(self) -> tuple[int, int, int]:
+        """Return part, address and round of the next message."""
+        depth = self.channel.depth
+        slot = self.count % depth
+        address = self.address + slot * self.channel.slot_bytes
+        return self.first_part + slot, address, self.count // depth + 1
 
 
 class Mailbox:
@@ -120,7 +125,8 @@ class Mailbox:
                     mine = sender == group.position
                     (outgoing if mine else incoming)[key] = _Line(
                         peer=channel.receiver if mine else sender,
-                        slots=_slots(window, sender, offset, channel),
+                        channel=channel,
+                        address=window.data_of(sender) + offset,
                         first_part=part,
                     )
                 part += channel.depth
@@ -128,7 +134,7 @@ class Mailbox:
         return Mailbox(window, outgoing=outgoing, incoming=incoming, timeout_s=group.host.timeout_s)
 
     def send(self, key: Hashable, message: Tensor) -> None:
-        """Send a message, without waiting for its receiver.
+        """Send a contiguous message, without waiting for its receiver.
 
         If all slots are in use, the message is kept, and sent during a later call.
         """
@@ -147,7 +153,7 @@ class Mailbox:
             Waits for the message.
         """
         line = self._incoming[key]
-        part, slot, round_number = line.current()
+        part, address, round_number = line.current()
         start = time.monotonic()
         while True:
             self._flush()
@@ -158,7 +164,8 @@ class Mailbox:
                 line.peer, part=part, round=round_number, limit_s=limit_s
             ):
                 break
-        message = slot.clone()
+        message = torch.empty(line.channel.shape, dtype=line.channel.dtype)
+        ctypes.memmove(message.data_ptr(), address, message.nbytes)
         self._window.take_from(line.peer, part=part, round=round_number)
         line.count += 1
         return message
@@ -186,10 +193,10 @@ class Mailbox:
     def _put(self, key: Hashable, message: Tensor) -> bool:
         """Copy a message into the next slot of its channel, if that is free."""
         line = self._outgoing[key]
-        part, slot, _ = line.current()
+        part, address, _ = line.current()
         if not self._window.wait_for_take_by(line.peer, part=part, limit_s=0.0):
             return False
-        slot.copy_(message)
+        ctypes.memmove(address, message.data_ptr(), message.nbytes)
         self._window.offer(part)
         line.count += 1
         return True
@@ -197,18 +204,3 @@ class Mailbox:
 
 def _bytes_of(channel: Channel) -> int:
     return channel.depth * channel.slot_bytes
-
-
-def _slots(window: HostWindow, sender: int, offset: int, channel: Channel) -> list[Tensor]:
-    """Return the slots of a channel, as tensors over the sender's memory."""
-    numel = math.prod(channel.shape)
-    if numel == 0:
-        return [torch.empty(channel.shape, dtype=channel.dtype)] * channel.depth
-    memory = (ctypes.c_uint8 * window.bytes).from_address(window.data_of(sender))
-    memory.window = window  # type: ignore[attr-defined]
-    return [
-        torch.frombuffer(
-            memory, dtype=channel.dtype, count=numel, offset=offset + slot * channel.slot_bytes
-        ).view(channel.shape)
-        for slot in range(channel.depth)
-    ]
