@@ -235,7 +235,9 @@ def _mapped(file: int, num_bytes: int) -> Memory:
 def _table(window: HostWindow, member: int, size: int) -> npt.NDArray[np.int64]:
     memory = (ctypes.c_uint8 * window.bytes).from_address(window.data_of(member))
     memory.window = window  # type: ignore[attr-defined]
-    return np.frombuffer(memoryview(memory), dtype=np.int64).reshape(NUM_EXCHANGES, _NUM_FACTS + size)
+    return np.frombuffer(memoryview(memory), dtype=np.int64).reshape(
+        NUM_EXCHANGES, _NUM_FACTS + size
+    )
 
 
 def _row_bytes(rows: Tensor) -> int:
