@@ -21,8 +21,8 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 Placement placement_of(const std::string& name, int num_ranks, int num_chunks) {
   if (name == "loop") return Placement::loop({.num_ranks = num_ranks, .num_chunks = num_chunks});
-  MC_REQUIRE(name == "v", "placement is '", name, "'; it must be 'loop' or 'v'");
-  MC_REQUIRE(num_chunks == 2, "num_chunks is ", num_chunks, "; a V has 2 stages per rank");
+  MC_REQUIRE(name == "v", "placement must be 'loop' or 'v', got '{}'", name);
+  MC_REQUIRE(num_chunks == 2, "num_chunks is {}; a V has 2 stages per rank", num_chunks);
   return Placement::v({.num_ranks = num_ranks});
 }
 
@@ -51,19 +51,11 @@ void bind_auto_schedule(pybind11::module_& module) {
       .def_readonly("num_scheduled", &Certificate::num_scheduled);
   module.def(
       "auto_schedule",
-      [](const std::string& placement,
-         int num_ranks,
-         int num_chunks,
-         int num_microbatches,
-         bool split_backward,
-         std::vector<int64_t> memory_limit,
-         std::vector<int64_t> activation_size,
-         std::vector<double> forward,
-         std::vector<double> backward_input,
-         std::vector<double> backward_weight,
-         double send,
-         double overlap,
-         Effort effort) {
+      [](const std::string& placement, int num_ranks, int num_chunks, int num_microbatches,
+         bool split_backward, std::vector<int64_t> memory_limit,
+         std::vector<int64_t> activation_size, std::vector<double> forward,
+         std::vector<double> backward_input, std::vector<double> backward_weight, double send,
+         double overlap, Effort effort) {
         AutoSchedule result =
             auto_schedule({.placement = placement_of(placement, num_ranks, num_chunks),
                            .num_microbatches = num_microbatches,
@@ -78,21 +70,9 @@ void bind_auto_schedule(pybind11::module_& module) {
                           effort);
         return std::tuple(std::move(result.schedule), std::move(result.certificate));
       },
-      py::kw_only(),
-      "placement"_a,
-      "num_ranks"_a,
-      "num_chunks"_a,
-      "num_microbatches"_a,
-      "split_backward"_a,
-      "memory_limit"_a,
-      "activation_size"_a,
-      "forward"_a,
-      "backward_input"_a,
-      "backward_weight"_a,
-      "send"_a,
-      "overlap"_a,
-      "effort"_a,
-      NoGil());
+      py::kw_only(), "placement"_a, "num_ranks"_a, "num_chunks"_a, "num_microbatches"_a,
+      "split_backward"_a, "memory_limit"_a, "activation_size"_a, "forward"_a, "backward_input"_a,
+      "backward_weight"_a, "send"_a, "overlap"_a, "effort"_a, NoGil());
 }
 
 }  // namespace megacore::bindings

@@ -68,9 +68,7 @@ void bind_plan(py::module_& module) {
             const buffer::Range range = buffer::shard_range(plan, bucket, dp_rank);
             return std::pair(range.start, range.end);
           },
-          py::arg("bucket"),
-          py::kw_only(),
-          py::arg("dp_rank"))
+          py::arg("bucket"), py::kw_only(), py::arg("dp_rank"))
       .def(
           "to_text",
           [](const BufferPlan& plan, std::optional<int64_t> dp_rank) {
@@ -81,12 +79,8 @@ void bind_plan(py::module_& module) {
       .def("__eq__", [](const BufferPlan& a, const BufferPlan& b) { return a == b; });
   module.def(
       "plan_buckets",
-      [](std::vector<int64_t> numels,
-         int64_t dp_size,
-         std::optional<int64_t> bucket_numel,
-         std::vector<bool> shared,
-         int64_t param_alignment,
-         std::optional<int64_t> bucket_alignment,
+      [](std::vector<int64_t> numels, int64_t dp_size, std::optional<int64_t> bucket_numel,
+         std::vector<bool> shared, int64_t param_alignment, std::optional<int64_t> bucket_alignment,
          bool pad_for_ring) {
         return buffer::plan_buckets({.numels = std::move(numels),
                                      .dp_size = dp_size,
@@ -96,22 +90,15 @@ void bind_plan(py::module_& module) {
                                      .bucket_alignment = bucket_alignment,
                                      .pad_for_ring = pad_for_ring});
       },
-      py::arg("numels"),
-      py::kw_only(),
-      py::arg("dp_size"),
-      py::arg("bucket_numel"),
-      py::arg("shared"),
-      py::arg("param_alignment"),
-      py::arg("bucket_alignment"),
-      py::arg("pad_for_ring"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("numels"), py::kw_only(), py::arg("dp_size"), py::arg("bucket_numel"),
+      py::arg("shared"), py::arg("param_alignment"), py::arg("bucket_alignment"),
+      py::arg("pad_for_ring"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_tracker(py::module_& module) {
   using buffer::BucketTracker;
   py::class_<BucketTracker>(module, "BucketTracker")
-      .def(py::init<std::vector<std::vector<int64_t>>, std::vector<bool>>(),
-           py::arg("buckets"),
+      .def(py::init<std::vector<std::vector<int64_t>>, std::vector<bool>>(), py::arg("buckets"),
            py::arg("waits"))
       .def("start", &BucketTracker::start)
       .def("mark", &BucketTracker::mark, py::arg("param"))
@@ -124,23 +111,10 @@ void bind_tracker(py::module_& module) {
 void bind_adamw(py::module_& module) {
   module.def(
       "adamw_step",
-      [](uintptr_t param,
-         uintptr_t grad,
-         uintptr_t exp_avg,
-         uintptr_t exp_avg_sq,
-         uintptr_t copy_out,
-         bool copy_is_float16,
-         int64_t numel,
-         double lr,
-         double beta1,
-         double beta2,
-         double eps,
-         double weight_decay,
-         double bias_correction1,
-         double bias_correction2,
-         double grad_scale,
-         uintptr_t control,
-         int num_threads) {
+      [](uintptr_t param, uintptr_t grad, uintptr_t exp_avg, uintptr_t exp_avg_sq,
+         uintptr_t copy_out, bool copy_is_float16, int64_t numel, double lr, double beta1,
+         double beta2, double eps, double weight_decay, double bias_correction1,
+         double bias_correction2, double grad_scale, uintptr_t control, int num_threads) {
         buffer::AdamWOptions options = {.lr = lr,
                                         .beta1 = beta1,
                                         .beta2 = beta2,
@@ -162,38 +136,17 @@ void bind_adamw(py::module_& module) {
                             .copy_out = pointer<uint16_t>(copy_out),
                             .copy_is_float16 = copy_is_float16,
                             .numel = numel},
-                           options,
-                           num_threads);
+                           options, num_threads);
       },
-      py::kw_only(),
-      py::arg("param"),
-      py::arg("grad"),
-      py::arg("exp_avg"),
-      py::arg("exp_avg_sq"),
-      py::arg("copy_out"),
-      py::arg("copy_is_float16"),
-      py::arg("numel"),
-      py::arg("lr"),
-      py::arg("beta1"),
-      py::arg("beta2"),
-      py::arg("eps"),
-      py::arg("weight_decay"),
-      py::arg("bias_correction1"),
-      py::arg("bias_correction2"),
-      py::arg("grad_scale"),
-      py::arg("control"),
-      py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("param"), py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
+      py::arg("copy_out"), py::arg("copy_is_float16"), py::arg("numel"), py::arg("lr"),
+      py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+      py::arg("bias_correction1"), py::arg("bias_correction2"), py::arg("grad_scale"),
+      py::arg("control"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "decide_step",
-      [](uintptr_t state,
-         uintptr_t sums,
-         uintptr_t control,
-         double beta1,
-         double beta2,
-         double clip_grad,
-         double loss_scale_interval,
-         double num_averaged) {
+      [](uintptr_t state, uintptr_t sums, uintptr_t control, double beta1, double beta2,
+         double clip_grad, double loss_scale_interval, double num_averaged) {
         auto& decided = *pointer<buffer::StepControl>(control);
         decided = decide_step(*pointer<buffer::StepState>(state),
                               {.beta1 = beta1,
@@ -201,27 +154,17 @@ void bind_adamw(py::module_& module) {
                                .clip_grad = clip_grad,
                                .loss_scale_interval = loss_scale_interval,
                                .num_averaged = num_averaged},
-                              *pointer<const buffer::StepSums>(sums),
-                              decided.lr);
+                              *pointer<const buffer::StepSums>(sums), decided.lr);
       },
-      py::kw_only(),
-      py::arg("state"),
-      py::arg("sums"),
-      py::arg("control"),
-      py::arg("beta1"),
-      py::arg("beta2"),
-      py::arg("clip_grad"),
-      py::arg("loss_scale_interval"),
+      py::kw_only(), py::arg("state"), py::arg("sums"), py::arg("control"), py::arg("beta1"),
+      py::arg("beta2"), py::arg("clip_grad"), py::arg("loss_scale_interval"),
       py::arg("num_averaged"));
   module.def(
       "sum_of_squares",
       [](uintptr_t values, int64_t numel) {
         return buffer::sum_of_squares(pointer<const float>(values), numel);
       },
-      py::kw_only(),
-      py::arg("values"),
-      py::arg("numel"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("values"), py::arg("numel"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

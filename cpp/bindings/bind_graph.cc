@@ -87,10 +87,8 @@ void bind_graph(py::module_& module) {
           py::arg("role"));
   module.def(
       "plan_capture",
-      [](const std::vector<double>& order,
-         const std::vector<int64_t>& layers_per_chunk,
-         const std::vector<int64_t>& input_signature,
-         const std::vector<int64_t>& output_signature,
+      [](const std::vector<double>& order, const std::vector<int64_t>& layers_per_chunk,
+         const std::vector<int64_t>& input_signature, const std::vector<int64_t>& output_signature,
          const std::string& reuse) {
         const graph::CaptureSpec spec = {.layers_per_chunk = layers_per_chunk,
                                          .input_signature = input_signature,
@@ -99,12 +97,8 @@ void bind_graph(py::module_& module) {
         const py::gil_scoped_release release;
         return graph::plan_capture(graph::parse_order(order), spec);
       },
-      py::arg("order"),
-      py::kw_only(),
-      py::arg("layers_per_chunk"),
-      py::arg("input_signature"),
-      py::arg("output_signature"),
-      py::arg("reuse"));
+      py::arg("order"), py::kw_only(), py::arg("layers_per_chunk"), py::arg("input_signature"),
+      py::arg("output_signature"), py::arg("reuse"));
 }
 
 }  // namespace megacore::bindings

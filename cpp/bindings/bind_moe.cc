@@ -40,14 +40,13 @@ void bind_offload_plan(py::module_& module) {
       .def_property_readonly("slot_expert",
                              [](const py::object& self) {
                                const auto& plan = self.cast<const OffloadPlan&>();
-                               return share(
-                                   self, plan.slot_expert, {plan.num_ranks, plan.num_spare_slots});
+                               return share(self, plan.slot_expert,
+                                            {plan.num_ranks, plan.num_spare_slots});
                              })
       .def_property_readonly("rerouted",
                              [](const py::object& self) {
                                const auto& plan = self.cast<const OffloadPlan&>();
-                               return share(self,
-                                            plan.rerouted,
+                               return share(self, plan.rerouted,
                                             {plan.num_ranks, plan.num_ranks, plan.num_spare_slots});
                              })
       .def_property_readonly("load_before",
@@ -61,27 +60,18 @@ void bind_offload_plan(py::module_& module) {
       });
   module.def(
       "plan_offload",
-      [](const CountArray& counts,
-         const std::string& method,
-         int64_t num_spare_slots,
-         int64_t tolerance_per_million,
-         int64_t min_imbalance_per_million,
-         int64_t domain_size) {
+      [](const CountArray& counts, const std::string& method, int64_t num_spare_slots,
+         int64_t tolerance_per_million, int64_t min_imbalance_per_million, int64_t domain_size) {
         const moe::TokenCounts matrix = view(counts);
         const py::gil_scoped_release release;
-        return moe::plan_offload(matrix,
-                                 {.method = moe::plan_method(method),
-                                  .num_spare_slots = num_spare_slots,
-                                  .tolerance_per_million = tolerance_per_million,
-                                  .min_imbalance_per_million = min_imbalance_per_million,
-                                  .domain_size = domain_size});
+        return moe::plan_offload(matrix, {.method = moe::plan_method(method),
+                                          .num_spare_slots = num_spare_slots,
+                                          .tolerance_per_million = tolerance_per_million,
+                                          .min_imbalance_per_million = min_imbalance_per_million,
+                                          .domain_size = domain_size});
       },
-      py::arg("counts"),
-      py::kw_only(),
-      py::arg("method"),
-      py::arg("num_spare_slots"),
-      py::arg("tolerance_per_million"),
-      py::arg("min_imbalance_per_million"),
+      py::arg("counts"), py::kw_only(), py::arg("method"), py::arg("num_spare_slots"),
+      py::arg("tolerance_per_million"), py::arg("min_imbalance_per_million"),
       py::arg("domain_size"));
 }
 

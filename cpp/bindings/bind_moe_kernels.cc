@@ -18,154 +18,71 @@ void bind_grouped_gemm(py::module_& module) {
   using moe::GroupedShape;
   module.def(
       "grouped_gemm",
-      [](uintptr_t x,
-         uintptr_t w,
-         uintptr_t m_splits,
-         uintptr_t y,
-         int64_t num_rows,
-         int64_t num_experts,
-         int64_t out_features,
-         int64_t in_features,
-         int num_threads) {
-        moe::grouped_gemm(pointer<const float>(x),
-                          pointer<const float>(w),
-                          pointer<const int64_t>(m_splits),
-                          pointer<float>(y),
+      [](uintptr_t x, uintptr_t w, uintptr_t m_splits, uintptr_t y, int64_t num_rows,
+         int64_t num_experts, int64_t out_features, int64_t in_features, int num_threads) {
+        moe::grouped_gemm(pointer<const float>(x), pointer<const float>(w),
+                          pointer<const int64_t>(m_splits), pointer<float>(y),
                           GroupedShape{num_rows, num_experts, out_features, in_features},
                           num_threads);
       },
-      py::kw_only(),
-      py::arg("x"),
-      py::arg("w"),
-      py::arg("m_splits"),
-      py::arg("y"),
-      py::arg("num_rows"),
-      py::arg("num_experts"),
-      py::arg("out_features"),
-      py::arg("in_features"),
-      py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("x"), py::arg("w"), py::arg("m_splits"), py::arg("y"),
+      py::arg("num_rows"), py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
+      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "grouped_gemm_input_grad",
-      [](uintptr_t grad_y,
-         uintptr_t w,
-         uintptr_t m_splits,
-         uintptr_t grad_x,
-         int64_t num_rows,
-         int64_t num_experts,
-         int64_t out_features,
-         int64_t in_features,
-         int num_threads) {
-        moe::grouped_gemm_input_grad(pointer<const float>(grad_y),
-                                     pointer<const float>(w),
-                                     pointer<const int64_t>(m_splits),
-                                     pointer<float>(grad_x),
+      [](uintptr_t grad_y, uintptr_t w, uintptr_t m_splits, uintptr_t grad_x, int64_t num_rows,
+         int64_t num_experts, int64_t out_features, int64_t in_features, int num_threads) {
+        moe::grouped_gemm_input_grad(pointer<const float>(grad_y), pointer<const float>(w),
+                                     pointer<const int64_t>(m_splits), pointer<float>(grad_x),
                                      GroupedShape{num_rows, num_experts, out_features, in_features},
                                      num_threads);
       },
-      py::kw_only(),
-      py::arg("grad_y"),
-      py::arg("w"),
-      py::arg("m_splits"),
-      py::arg("grad_x"),
-      py::arg("num_rows"),
-      py::arg("num_experts"),
-      py::arg("out_features"),
-      py::arg("in_features"),
-      py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("grad_y"), py::arg("w"), py::arg("m_splits"), py::arg("grad_x"),
+      py::arg("num_rows"), py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
+      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "grouped_gemm_weight_grad",
-      [](uintptr_t grad_y,
-         uintptr_t x,
-         uintptr_t m_splits,
-         uintptr_t grad_w,
-         int64_t num_rows,
-         int64_t num_experts,
-         int64_t out_features,
-         int64_t in_features,
-         bool accumulate,
+      [](uintptr_t grad_y, uintptr_t x, uintptr_t m_splits, uintptr_t grad_w, int64_t num_rows,
+         int64_t num_experts, int64_t out_features, int64_t in_features, bool accumulate,
          int num_threads) {
         moe::grouped_gemm_weight_grad(
-            pointer<const float>(grad_y),
-            pointer<const float>(x),
-            pointer<const int64_t>(m_splits),
-            pointer<float>(grad_w),
-            GroupedShape{num_rows, num_experts, out_features, in_features},
-            accumulate,
-            num_threads);
+            pointer<const float>(grad_y), pointer<const float>(x), pointer<const int64_t>(m_splits),
+            pointer<float>(grad_w), GroupedShape{num_rows, num_experts, out_features, in_features},
+            accumulate, num_threads);
       },
-      py::kw_only(),
-      py::arg("grad_y"),
-      py::arg("x"),
-      py::arg("m_splits"),
-      py::arg("grad_w"),
-      py::arg("num_rows"),
-      py::arg("num_experts"),
-      py::arg("out_features"),
-      py::arg("in_features"),
-      py::arg("accumulate"),
-      py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("m_splits"), py::arg("grad_w"),
+      py::arg("num_rows"), py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
+      py::arg("accumulate"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_choices(py::module_& module) {
   module.def(
       "sort_by_expert",
-      [](uintptr_t expert_of,
-         int64_t numel,
-         int64_t num_experts,
-         uintptr_t row_map,
+      [](uintptr_t expert_of, int64_t numel, int64_t num_experts, uintptr_t row_map,
          uintptr_t tokens_per_expert) {
-        moe::sort_by_expert(pointer<const int64_t>(expert_of),
-                            numel,
-                            num_experts,
-                            pointer<int64_t>(row_map),
-                            pointer<int64_t>(tokens_per_expert));
+        moe::sort_by_expert(pointer<const int64_t>(expert_of), numel, num_experts,
+                            pointer<int64_t>(row_map), pointer<int64_t>(tokens_per_expert));
       },
-      py::kw_only(),
-      py::arg("expert_of"),
-      py::arg("numel"),
-      py::arg("num_experts"),
-      py::arg("row_map"),
-      py::arg("tokens_per_expert"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("expert_of"), py::arg("numel"), py::arg("num_experts"),
+      py::arg("row_map"), py::arg("tokens_per_expert"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "top_k",
-      [](uintptr_t scores,
-         int64_t rows,
-         int64_t columns,
-         int64_t k,
-         uintptr_t chosen,
+      [](uintptr_t scores, int64_t rows, int64_t columns, int64_t k, uintptr_t chosen,
          int num_threads) {
-        moe::top_k(
-            pointer<const float>(scores), rows, columns, k, pointer<int64_t>(chosen), num_threads);
+        moe::top_k(pointer<const float>(scores), rows, columns, k, pointer<int64_t>(chosen),
+                   num_threads);
       },
-      py::kw_only(),
-      py::arg("scores"),
-      py::arg("rows"),
-      py::arg("columns"),
-      py::arg("k"),
-      py::arg("chosen"),
-      py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("scores"), py::arg("rows"), py::arg("columns"), py::arg("k"),
+      py::arg("chosen"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_reroute(py::module_& module) {
   module.def(
       "reroute_copies",
-      [](uintptr_t expert_of,
-         int64_t numel,
-         int64_t num_ranks,
-         int64_t num_experts,
-         int64_t num_spare_slots,
-         uintptr_t total,
-         uintptr_t first,
-         uintptr_t slot_expert,
-         uintptr_t tokens,
-         uintptr_t place_of) {
-        moe::reroute_copies(pointer<const int64_t>(expert_of),
-                            numel,
+      [](uintptr_t expert_of, int64_t numel, int64_t num_ranks, int64_t num_experts,
+         int64_t num_spare_slots, uintptr_t total, uintptr_t first, uintptr_t slot_expert,
+         uintptr_t tokens, uintptr_t place_of) {
+        moe::reroute_copies(pointer<const int64_t>(expert_of), numel,
                             {.shape = {.num_ranks = num_ranks,
                                        .num_experts = num_experts,
                                        .num_spare_slots = num_spare_slots},
@@ -175,17 +92,9 @@ void bind_reroute(py::module_& module) {
                              .tokens = pointer<const int64_t>(tokens)},
                             pointer<int64_t>(place_of));
       },
-      py::kw_only(),
-      py::arg("expert_of"),
-      py::arg("numel"),
-      py::arg("num_ranks"),
-      py::arg("num_experts"),
-      py::arg("num_spare_slots"),
-      py::arg("total"),
-      py::arg("first"),
-      py::arg("slot_expert"),
-      py::arg("tokens"),
-      py::arg("place_of"),
+      py::kw_only(), py::arg("expert_of"), py::arg("numel"), py::arg("num_ranks"),
+      py::arg("num_experts"), py::arg("num_spare_slots"), py::arg("total"), py::arg("first"),
+      py::arg("slot_expert"), py::arg("tokens"), py::arg("place_of"),
       py::call_guard<py::gil_scoped_release>());
 }
 
@@ -207,68 +116,40 @@ void def_row_operation(py::module_& module,
                        Run run) {
   module.def(
       name,
-      [run](uintptr_t first,
-            uintptr_t second,
-            uintptr_t third,
-            uintptr_t row_map,
-            int64_t num_tokens,
-            int64_t num_choices,
-            int64_t num_rows,
-            int64_t width,
-            bool is_bfloat16,
-            int num_threads) {
+      [run](uintptr_t first, uintptr_t second, uintptr_t third, uintptr_t row_map,
+            int64_t num_tokens, int64_t num_choices, int64_t num_rows, int64_t width,
+            bool is_bfloat16, int num_threads) {
         const moe::RowMap map{pointer<const int64_t>(row_map), num_tokens, num_choices, num_rows};
         for_dtype(is_bfloat16, [&](auto element) {
           run(element, first, second, third, map, width, num_threads);
         });
       },
-      py::kw_only(),
-      py::arg(arrays[0]),
-      py::arg(arrays[1]),
-      py::arg(arrays[2]),
-      py::arg("row_map"),
-      py::arg("num_tokens"),
-      py::arg("num_choices"),
-      py::arg("num_rows"),
-      py::arg("width"),
-      py::arg("is_bfloat16"),
-      py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg(arrays[0]), py::arg(arrays[1]), py::arg(arrays[2]), py::arg("row_map"),
+      py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_rows"), py::arg("width"),
+      py::arg("is_bfloat16"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_rows(py::module_& module) {
   def_row_operation(
-      module,
-      "permute",
-      {"tokens", "weights", "rows"},
+      module, "permute", {"tokens", "weights", "rows"},
       [](auto element, uintptr_t tokens, uintptr_t weights, uintptr_t rows, auto... shape) {
         using Float = decltype(element);
-        moe::permute(pointer<const Float>(tokens),
-                     pointer<const float>(weights),
-                     pointer<Float>(rows),
-                     shape...);
+        moe::permute(pointer<const Float>(tokens), pointer<const float>(weights),
+                     pointer<Float>(rows), shape...);
       });
   def_row_operation(
-      module,
-      "unpermute",
-      {"rows", "weights", "tokens"},
+      module, "unpermute", {"rows", "weights", "tokens"},
       [](auto element, uintptr_t rows, uintptr_t weights, uintptr_t tokens, auto... shape) {
         using Float = decltype(element);
-        moe::unpermute(pointer<const Float>(rows),
-                       pointer<const float>(weights),
-                       pointer<Float>(tokens),
-                       shape...);
+        moe::unpermute(pointer<const Float>(rows), pointer<const float>(weights),
+                       pointer<Float>(tokens), shape...);
       });
   def_row_operation(
-      module,
-      "row_dots",
-      {"tokens", "rows", "dots"},
+      module, "row_dots", {"tokens", "rows", "dots"},
       [](auto element, uintptr_t tokens, uintptr_t rows, uintptr_t dots, auto... shape) {
         using Float = decltype(element);
-        moe::row_dots(pointer<const Float>(tokens),
-                      pointer<const Float>(rows),
-                      pointer<float>(dots),
-                      shape...);
+        moe::row_dots(pointer<const Float>(tokens), pointer<const Float>(rows),
+                      pointer<float>(dots), shape...);
       });
 }
 
@@ -281,70 +162,32 @@ void bind_activations(py::module_& module) {
       .finalize();
   module.def(
       "activate",
-      [](Activation kind,
-         uintptr_t x,
-         uintptr_t probs,
-         uintptr_t y,
-         int64_t rows,
-         int64_t width,
-         bool is_bfloat16,
-         int num_threads) {
+      [](Activation kind, uintptr_t x, uintptr_t probs, uintptr_t y, int64_t rows, int64_t width,
+         bool is_bfloat16, int num_threads) {
         for_dtype(is_bfloat16, [&](auto element) {
           using Float = decltype(element);
-          moe::activate(kind,
-                        pointer<const Float>(x),
-                        pointer<const float>(probs),
-                        pointer<Float>(y),
-                        ActivationShape{rows, width},
-                        num_threads);
+          moe::activate(kind, pointer<const Float>(x), pointer<const float>(probs),
+                        pointer<Float>(y), ActivationShape{rows, width}, num_threads);
         });
       },
-      py::kw_only(),
-      py::arg("kind"),
-      py::arg("x"),
-      py::arg("probs"),
-      py::arg("y"),
-      py::arg("rows"),
-      py::arg("width"),
-      py::arg("is_bfloat16"),
-      py::arg("num_threads"),
+      py::kw_only(), py::arg("kind"), py::arg("x"), py::arg("probs"), py::arg("y"), py::arg("rows"),
+      py::arg("width"), py::arg("is_bfloat16"), py::arg("num_threads"),
       py::call_guard<py::gil_scoped_release>());
   module.def(
       "activate_backward",
-      [](Activation kind,
-         uintptr_t grad_y,
-         uintptr_t x,
-         uintptr_t probs,
-         uintptr_t grad_x,
-         uintptr_t grad_probs,
-         int64_t rows,
-         int64_t width,
-         bool is_bfloat16,
-         int num_threads) {
+      [](Activation kind, uintptr_t grad_y, uintptr_t x, uintptr_t probs, uintptr_t grad_x,
+         uintptr_t grad_probs, int64_t rows, int64_t width, bool is_bfloat16, int num_threads) {
         for_dtype(is_bfloat16, [&](auto element) {
           using Float = decltype(element);
-          moe::activate_backward(kind,
-                                 pointer<const Float>(grad_y),
-                                 pointer<const Float>(x),
-                                 pointer<const float>(probs),
-                                 pointer<Float>(grad_x),
-                                 pointer<float>(grad_probs),
-                                 ActivationShape{rows, width},
+          moe::activate_backward(kind, pointer<const Float>(grad_y), pointer<const Float>(x),
+                                 pointer<const float>(probs), pointer<Float>(grad_x),
+                                 pointer<float>(grad_probs), ActivationShape{rows, width},
                                  num_threads);
         });
       },
-      py::kw_only(),
-      py::arg("kind"),
-      py::arg("grad_y"),
-      py::arg("x"),
-      py::arg("probs"),
-      py::arg("grad_x"),
-      py::arg("grad_probs"),
-      py::arg("rows"),
-      py::arg("width"),
-      py::arg("is_bfloat16"),
-      py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("kind"), py::arg("grad_y"), py::arg("x"), py::arg("probs"),
+      py::arg("grad_x"), py::arg("grad_probs"), py::arg("rows"), py::arg("width"),
+      py::arg("is_bfloat16"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

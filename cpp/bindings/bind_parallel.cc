@@ -60,10 +60,7 @@ std::vector<std::pair<std::string, int64_t>> layout_of(const RankGenerator& rank
 
 void bind_rank_generator(py::module_& module) {
   py::class_<RankGenerator>(module, "RankGenerator")
-      .def(py::init(&make_rank_generator),
-           py::kw_only(),
-           py::arg("sizes"),
-           py::arg("order"),
+      .def(py::init(&make_rank_generator), py::kw_only(), py::arg("sizes"), py::arg("order"),
            py::arg("rank_offset"))
       .def_property_readonly("world_size", &RankGenerator::world_size)
       .def_property_readonly("rank_offset", &RankGenerator::rank_offset)
@@ -155,16 +152,10 @@ void bind_host_enums(py::module_& module) {
 void bind_host_comm(py::module_& module) {
   using no_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<HostComm>(module, "HostComm")
-      .def(py::init(&make_host_comm),
-           py::kw_only(),
-           py::arg("segment"),
-           py::arg("position"),
-           py::arg("ranks"),
-           py::arg("slot_bytes"),
-           py::arg("timeout_s"),
-           no_gil())
-      .def_static(
-          "segment_bytes", &HostComm::segment_bytes, py::arg("num_members"), py::arg("slot_bytes"))
+      .def(py::init(&make_host_comm), py::kw_only(), py::arg("segment"), py::arg("position"),
+           py::arg("ranks"), py::arg("slot_bytes"), py::arg("timeout_s"), no_gil())
+      .def_static("segment_bytes", &HostComm::segment_bytes, py::arg("num_members"),
+                  py::arg("slot_bytes"))
       .def_static("can_reduce", &parallel::can_reduce, py::arg("dtype"), py::arg("output_dtype"))
       .def_property_readonly("position", &HostComm::position)
       .def_property_readonly("size", &HostComm::size)
@@ -178,21 +169,12 @@ void bind_host_comm(py::module_& module) {
           [](HostComm& self, uintptr_t data, int64_t numel, HostDtype dtype, HostReduction op) {
             self.all_reduce(bytes_at(data), numel, dtype, op);
           },
-          py::kw_only(),
-          py::arg("data"),
-          py::arg("numel"),
-          py::arg("dtype"),
-          py::arg("op"),
+          py::kw_only(), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
           no_gil())
       .def(
           "reduce_scatter",
-          [](HostComm& self,
-             uintptr_t output,
-             HostDtype output_dtype,
-             uintptr_t input,
-             HostDtype dtype,
-             int64_t numel,
-             HostReduction op) {
+          [](HostComm& self, uintptr_t output, HostDtype output_dtype, uintptr_t input,
+             HostDtype dtype, int64_t numel, HostReduction op) {
             self.reduce_scatter({.output = bytes_at(output),
                                  .output_dtype = output_dtype,
                                  .input = bytes_at(input),
@@ -200,42 +182,24 @@ void bind_host_comm(py::module_& module) {
                                  .numel = numel,
                                  .reduction = op});
           },
-          py::kw_only(),
-          py::arg("output"),
-          py::arg("output_dtype"),
-          py::arg("input"),
-          py::arg("dtype"),
-          py::arg("numel"),
-          py::arg("op"),
-          no_gil())
+          py::kw_only(), py::arg("output"), py::arg("output_dtype"), py::arg("input"),
+          py::arg("dtype"), py::arg("numel"), py::arg("op"), no_gil())
       .def(
           "all_gather",
           [](HostComm& self, uintptr_t output, uintptr_t input, int64_t numel, HostDtype dtype) {
             self.all_gather(bytes_at(output), bytes_at(input), numel, dtype);
           },
-          py::kw_only(),
-          py::arg("output"),
-          py::arg("input"),
-          py::arg("numel"),
-          py::arg("dtype"),
+          py::kw_only(), py::arg("output"), py::arg("input"), py::arg("numel"), py::arg("dtype"),
           no_gil())
       .def(
           "broadcast",
           [](HostComm& self, uintptr_t data, int64_t numel, HostDtype dtype, int source) {
             self.broadcast(bytes_at(data), numel, dtype, source);
           },
-          py::kw_only(),
-          py::arg("data"),
-          py::arg("numel"),
-          py::arg("dtype"),
-          py::arg("source"),
+          py::kw_only(), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("source"),
           no_gil())
-      .def("make_window",
-           &HostComm::make_window,
-           py::kw_only(),
-           py::arg("bytes"),
-           py::arg("num_parts"),
-           no_gil());
+      .def("make_window", &HostComm::make_window, py::kw_only(), py::arg("bytes"),
+           py::arg("num_parts"), no_gil());
 }
 
 void bind_host_window(py::module_& module) {
@@ -253,63 +217,31 @@ void bind_host_window(py::module_& module) {
           "data_of",
           [](const HostWindow& self, int position) {
             MC_REQUIRE(position >= 0 && position < self.size(),
-                       "position is ",
-                       position,
-                       "; it must be in [0, ",
-                       self.size(),
-                       ")");
+                       "position must be in [0, {}), got {}", self.size(), position);
             return reinterpret_cast<uintptr_t>(self.data(position));
           },
           py::arg("position"))
-      .def("wait_for_offer_of",
-           &HostWindow::wait_for_offer_of,
-           py::arg("position"),
-           py::kw_only(),
-           py::arg("part"),
-           py::arg("round"),
-           py::arg("limit_s"),
-           no_gil())
-      .def("take_from",
-           &HostWindow::take_from,
-           py::arg("position"),
-           py::kw_only(),
-           py::arg("part"),
+      .def("wait_for_offer_of", &HostWindow::wait_for_offer_of, py::arg("position"), py::kw_only(),
+           py::arg("part"), py::arg("round"), py::arg("limit_s"), no_gil())
+      .def("take_from", &HostWindow::take_from, py::arg("position"), py::kw_only(), py::arg("part"),
            py::arg("round"))
-      .def("wait_for_take_by",
-           &HostWindow::wait_for_take_by,
-           py::arg("position"),
-           py::kw_only(),
-           py::arg("part"),
-           py::arg("limit_s"),
-           no_gil())
+      .def("wait_for_take_by", &HostWindow::wait_for_take_by, py::arg("position"), py::kw_only(),
+           py::arg("part"), py::arg("limit_s"), no_gil())
       .def(
           "reduce_scatter",
-          [](HostWindow& self,
-             int64_t part,
-             int64_t offset,
-             int64_t numel,
-             HostDtype dtype,
+          [](HostWindow& self, int64_t part, int64_t offset, int64_t numel, HostDtype dtype,
              HostReduction op) {
             self.reduce_scatter(
                 {.part = part, .offset = offset, .numel = numel, .dtype = dtype, .reduction = op});
           },
-          py::kw_only(),
-          py::arg("part"),
-          py::arg("offset"),
-          py::arg("numel"),
-          py::arg("dtype"),
-          py::arg("op"),
-          no_gil())
+          py::kw_only(), py::arg("part"), py::arg("offset"), py::arg("numel"), py::arg("dtype"),
+          py::arg("op"), no_gil())
       .def(
           "all_gather",
           [](HostWindow& self, int64_t part, int64_t offset, int64_t numel, HostDtype dtype) {
             self.all_gather({.part = part, .offset = offset, .numel = numel, .dtype = dtype});
           },
-          py::kw_only(),
-          py::arg("part"),
-          py::arg("offset"),
-          py::arg("numel"),
-          py::arg("dtype"),
+          py::kw_only(), py::arg("part"), py::arg("offset"), py::arg("numel"), py::arg("dtype"),
           no_gil());
 }
 
@@ -321,15 +253,8 @@ void bind_parallel(py::module_& module) {
   bind_host_window(module);
   bind_host_comm(module);
   py::class_<Topology>(module, "Topology")
-      .def(py::init(&make_topology),
-           py::kw_only(),
-           py::arg("world_size"),
-           py::arg("tp"),
-           py::arg("cp"),
-           py::arg("pp"),
-           py::arg("ep"),
-           py::arg("etp"),
-           py::arg("order"))
+      .def(py::init(&make_topology), py::kw_only(), py::arg("world_size"), py::arg("tp"),
+           py::arg("cp"), py::arg("pp"), py::arg("ep"), py::arg("etp"), py::arg("order"))
       .def_readonly("dp", &Topology::dp)
       .def_readonly("etp", &Topology::etp)
       .def_readonly("expert_dp", &Topology::expert_dp)

@@ -36,16 +36,11 @@ void bind_peers_values(py::module_& module) {
       .value("OTHER_CAPACITY", PeerFault::kOtherCapacity)
       .finalize();
   py::class_<PeerLayout>(module, "PeerLayout")
-      .def(py::init([](int64_t num_members,
-                       int64_t max_experts,
-                       int64_t max_capacity,
+      .def(py::init([](int64_t num_members, int64_t max_experts, int64_t max_capacity,
                        int64_t max_row_bytes) {
              return PeerLayout{num_members, max_experts, max_capacity, max_row_bytes};
            }),
-           py::kw_only(),
-           py::arg("num_members"),
-           py::arg("max_experts"),
-           py::arg("max_capacity"),
+           py::kw_only(), py::arg("num_members"), py::arg("max_experts"), py::arg("max_capacity"),
            py::arg("max_row_bytes"))
       .def_readonly("num_members", &PeerLayout::num_members)
       .def_readonly("max_experts", &PeerLayout::max_experts)
@@ -53,21 +48,12 @@ void bind_peers_values(py::module_& module) {
       .def_readonly("max_row_bytes", &PeerLayout::max_row_bytes)
       .def_property_readonly("bytes", &PeerLayout::bytes);
   py::class_<PeerShape>(module, "PeerShape")
-      .def(py::init([](int64_t num_members,
-                       int64_t position,
-                       int64_t num_experts,
-                       int64_t num_parts,
-                       int64_t part,
-                       int64_t capacity) {
+      .def(py::init([](int64_t num_members, int64_t position, int64_t num_experts,
+                       int64_t num_parts, int64_t part, int64_t capacity) {
              return PeerShape{num_members, position, num_experts, num_parts, part, capacity};
            }),
-           py::kw_only(),
-           py::arg("num_members"),
-           py::arg("position"),
-           py::arg("num_experts"),
-           py::arg("num_parts"),
-           py::arg("part"),
-           py::arg("capacity"));
+           py::kw_only(), py::arg("num_members"), py::arg("position"), py::arg("num_experts"),
+           py::arg("num_parts"), py::arg("part"), py::arg("capacity"));
   module.def(
       "peer_failure",
       [](int64_t word) {
@@ -89,27 +75,16 @@ void bind_counts(py::class_<PeerExchange>& exchange) {
           [](PeerExchange& self, uintptr_t counts, const PeerShape& shape) {
             self.send_counts(pointer<const int64_t>(counts), shape);
           },
-          py::kw_only(),
-          py::arg("counts"),
-          py::arg("shape"),
-          no_gil())
+          py::kw_only(), py::arg("counts"), py::arg("shape"), no_gil())
       .def(
           "plan",
-          [](PeerExchange& self,
-             const PeerShape& shape,
-             uintptr_t shift,
-             uintptr_t kept,
+          [](PeerExchange& self, const PeerShape& shape, uintptr_t shift, uintptr_t kept,
              uintptr_t arriving) {
-            self.plan(shape,
-                      {.shift = pointer<int64_t>(shift),
-                       .kept = pointer<int64_t>(kept),
-                       .arriving = pointer<int64_t>(arriving)});
+            self.plan(shape, {.shift = pointer<int64_t>(shift),
+                              .kept = pointer<int64_t>(kept),
+                              .arriving = pointer<int64_t>(arriving)});
           },
-          py::kw_only(),
-          py::arg("shape"),
-          py::arg("shift"),
-          py::arg("kept"),
-          py::arg("arriving"),
+          py::kw_only(), py::arg("shape"), py::arg("shift"), py::arg("kept"), py::arg("arriving"),
           no_gil());
 }
 
@@ -122,76 +97,43 @@ void def_on_rows(py::class_<PeerExchange>& exchange,
                  const Names&... names) {
   exchange.def(
       name,
-      [call](PeerExchange& self,
-             int64_t slot,
-             uintptr_t rows,
-             uintptr_t probs,
-             int64_t width,
+      [call](PeerExchange& self, int64_t slot, uintptr_t rows, uintptr_t probs, int64_t width,
              HostDtype dtype,
              Own... own) { call(self, slot, rows_of(rows, probs, width, dtype), own...); },
-      py::kw_only(),
-      py::arg("slot"),
-      py::arg(rows_name),
-      py::arg("probs"),
-      py::arg("width"),
-      py::arg("dtype"),
-      py::arg(names)...,
-      no_gil());
+      py::kw_only(), py::arg("slot"), py::arg(rows_name), py::arg("probs"), py::arg("width"),
+      py::arg("dtype"), py::arg(names)..., no_gil());
 }
 
 // The way of rows that belong to this member's tokens: what they are, then where their copies lie.
 template <auto kCall>
 void bind_tokens_side(py::class_<PeerExchange>& exchange, const char* name) {
   def_on_rows(
-      exchange,
-      name,
-      "tokens",
-      +[](PeerExchange& self,
-          int64_t slot,
-          const PeerRows& tokens,
-          uintptr_t row_map,
-          int64_t num_tokens,
-          int64_t num_choices,
-          int64_t repeats,
-          int64_t capacity) {
-        (self.*kCall)(slot,
-                      tokens,
+      exchange, name, "tokens",
+      +[](PeerExchange& self, int64_t slot, const PeerRows& tokens, uintptr_t row_map,
+          int64_t num_tokens, int64_t num_choices, int64_t repeats, int64_t capacity) {
+        (self.*kCall)(slot, tokens,
                       {.rows = pointer<const int64_t>(row_map),
                        .num_tokens = num_tokens,
                        .num_choices = num_choices,
                        .repeats = repeats,
                        .capacity = capacity});
       },
-      "row_map",
-      "num_tokens",
-      "num_choices",
-      "repeats",
-      "capacity");
+      "row_map", "num_tokens", "num_choices", "repeats", "capacity");
 }
 
 void bind_exchange(py::module_& module) {
   py::class_<PeerExchange> exchange(module, "PeerExchange");
-  exchange.def(py::init<parallel::HostWindow&, const PeerLayout&>(),
-               py::arg("window"),
-               py::arg("layout"),
-               py::keep_alive<1, 2>());
+  exchange.def(py::init<parallel::HostWindow&, const PeerLayout&>(), py::arg("window"),
+               py::arg("layout"), py::keep_alive<1, 2>());
   bind_counts(exchange);
   bind_tokens_side<&PeerExchange::start_push>(exchange, "start_push");
   def_on_rows(
-      exchange,
-      "finish_push",
-      "rows",
-      +[](PeerExchange& self,
-          int64_t slot,
-          const PeerRows& rows,
-          int64_t num_arrived,
+      exchange, "finish_push", "rows",
+      +[](PeerExchange& self, int64_t slot, const PeerRows& rows, int64_t num_arrived,
           int64_t capacity) { self.finish_push(slot, rows, num_arrived, capacity); },
-      "num_arrived",
-      "capacity");
+      "num_arrived", "capacity");
   def_on_rows(
-      exchange,
-      "start_pull",
-      "rows",
+      exchange, "start_pull", "rows",
       +[](PeerExchange& self, int64_t slot, const PeerRows& rows, int64_t num_rows) {
         self.start_pull(slot, rows, num_rows);
       },

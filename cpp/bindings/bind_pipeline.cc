@@ -40,8 +40,8 @@ void bind_action(py::module_& module) {
       .finalize();
   py::class_<Action>(module, "Action", "One step of a pipeline rank; str() gives its text, 2F0.")
       .def(py::init<int32_t, ActionKind, int32_t>(), "stage"_a, "kind"_a, "microbatch"_a)
-      .def_static(
-          "parse", &parse_action, "text"_a, "The action with this text; the inverse of str().")
+      .def_static("parse", &parse_action, "text"_a,
+                  "The action with this text; the inverse of str().")
       .def_readonly("stage", &Action::stage)
       .def_readonly("kind", &Action::kind)
       .def_readonly("microbatch", &Action::microbatch)
@@ -105,30 +105,19 @@ void bind_schedule(py::module_& module) {
       .def(
           "validate_memory",
           [](const Schedule& s, const std::vector<int64_t>& limits) { validate_memory(s, limits); },
-          "limits"_a,
-          NoGil())
+          "limits"_a, NoGil())
       .def(
           "simulate",
-          [](const Schedule& s,
-             std::vector<double> forward,
-             std::vector<double> backward_input,
-             std::vector<double> backward_weight,
-             double send,
-             double overlap) {
-            return simulate(s,
-                            {.forward = std::move(forward),
-                             .backward_input = std::move(backward_input),
-                             .backward_weight = std::move(backward_weight),
-                             .send = send,
-                             .overlap = overlap});
+          [](const Schedule& s, std::vector<double> forward, std::vector<double> backward_input,
+             std::vector<double> backward_weight, double send, double overlap) {
+            return simulate(s, {.forward = std::move(forward),
+                                .backward_input = std::move(backward_input),
+                                .backward_weight = std::move(backward_weight),
+                                .send = send,
+                                .overlap = overlap});
           },
-          py::kw_only(),
-          "forward"_a,
-          "backward_input"_a,
-          "backward_weight"_a,
-          "send"_a,
-          "overlap"_a,
-          NoGil())
+          py::kw_only(), "forward"_a, "backward_input"_a, "backward_weight"_a, "send"_a,
+          "overlap"_a, NoGil())
       .def("critical_path", &critical_path, "timeline"_a, NoGil())
       .def("to_text", py::overload_cast<const Schedule&>(&to_text), NoGil())
       .def("to_csv", &to_csv, NoGil())
@@ -143,10 +132,7 @@ void bind_generators(py::module_& module) {
                                 .num_chunks = num_chunks,
                                 .num_microbatches = num_microbatches});
       },
-      py::kw_only(),
-      "num_ranks"_a,
-      "num_chunks"_a,
-      "num_microbatches"_a);
+      py::kw_only(), "num_ranks"_a, "num_chunks"_a, "num_microbatches"_a);
   module.def(
       "schedule_table",
       [](int num_microbatches, int num_chunks, int group_size) {
@@ -158,19 +144,11 @@ void bind_generators(py::module_& module) {
         }
         return rows;
       },
-      "num_microbatches"_a,
-      "num_chunks"_a,
-      "group_size"_a);
+      "num_microbatches"_a, "num_chunks"_a, "group_size"_a);
   module.def(
       "partition_layers",
-      [](int num_layers,
-         int num_ranks,
-         int num_chunks,
-         std::optional<int> first,
-         std::optional<int> last,
-         bool account_for_embedding,
-         bool account_for_loss,
-         bool is_v,
+      [](int num_layers, int num_ranks, int num_chunks, std::optional<int> first,
+         std::optional<int> last, bool account_for_embedding, bool account_for_loss, bool is_v,
          std::optional<std::string> layout) {
         std::vector<std::tuple<int, int>> ranges;
         for (const LayerRange& range :
@@ -187,16 +165,8 @@ void bind_generators(py::module_& module) {
         }
         return ranges;
       },
-      "num_layers"_a,
-      py::kw_only(),
-      "num_ranks"_a,
-      "num_chunks"_a,
-      "first"_a,
-      "last"_a,
-      "account_for_embedding"_a,
-      "account_for_loss"_a,
-      "is_v"_a,
-      "layout"_a);
+      "num_layers"_a, py::kw_only(), "num_ranks"_a, "num_chunks"_a, "first"_a, "last"_a,
+      "account_for_embedding"_a, "account_for_loss"_a, "is_v"_a, "layout"_a);
   module.def("predictions_of_layout", &predictions_of_layout, "layout"_a);
 }
 

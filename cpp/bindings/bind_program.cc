@@ -45,8 +45,7 @@ auto marked_steps(bool ProgramStep::* mark) {
 
 void bind_program_class(py::module_& module) {
   py::class_<Program>(
-      module,
-      "Program",
+      module, "Program",
       "One rank's actions with sends and receives, in execution order; iterate over "
       "`actions`. `peers` holds the rank at the other end (-1: not a transfer), "
       "`acknowledged` how many sends to that rank a receive proves received. `overlaps` and "
@@ -72,14 +71,10 @@ void bind_program_class(py::module_& module) {
       .def_property_readonly("acknowledged", step_fields(&ProgramStep::acknowledged))
       .def_property_readonly("overlaps", marked_steps(&ProgramStep::starts_pair))
       .def_property_readonly("dropped", marked_steps(&ProgramStep::drops_activations))
-      .def("forward_only",
-           py::overload_cast<const Program&>(&forward_only),
-           NoGil(),
+      .def("forward_only", py::overload_cast<const Program&>(&forward_only), NoGil(),
            "The same program without backward and gradient messages, for evaluation.")
       .def(
-          "to_text",
-          [](const Program& program) { return to_text(program); },
-          NoGil(),
+          "to_text", [](const Program& program) { return to_text(program); }, NoGil(),
           "The actions, separated by blanks.")
       .def("__len__", [](const Program& p) { return p.steps.size(); })
       .def(py::self == py::self);
@@ -88,9 +83,7 @@ void bind_program_class(py::module_& module) {
 void bind_lowering(py::module_& module) {
   module.def(
       "lower",
-      [](const Schedule& schedule,
-         bool in_order,
-         int ahead,
+      [](const Schedule& schedule, bool in_order, int ahead,
          std::optional<std::pair<int, int>> recompute) {
         const Receives receives = in_order ? Receives::kInOrder : Receives::kAhead;
         std::vector<Program> programs = lower(schedule, receives, ahead);
@@ -101,17 +94,11 @@ void bind_lowering(py::module_& module) {
         }
         return programs;
       },
-      "schedule"_a,
-      py::kw_only(),
-      "in_order"_a,
-      "ahead"_a,
-      "recompute"_a,
-      NoGil());
+      "schedule"_a, py::kw_only(), "in_order"_a, "ahead"_a, "recompute"_a, NoGil());
   module.def("programs_from_actions", &programs_from_actions, "schedule"_a, "rows"_a, NoGil());
   module.def(
       "validate_programs",
-      [](const std::vector<Program>& programs) { validate_programs(programs); },
-      "programs"_a,
+      [](const std::vector<Program>& programs) { validate_programs(programs); }, "programs"_a,
       NoGil(),
       "Check the programs of all ranks together: everything is computed and communicated once and "
       "in order, activations that were dropped are recomputed, and no rank waits forever, with a "
@@ -120,8 +107,7 @@ void bind_lowering(py::module_& module) {
 }
 
 void bind_state_machine(py::module_& module) {
-  py::class_<StateMachine>(module,
-                           "StateMachine",
+  py::class_<StateMachine>(module, "StateMachine",
                            "Walks a program; a step out of turn is a RuntimeError that names the "
                            "position, the action expected and the one given.")
       .def(py::init<Program>(), "program"_a)

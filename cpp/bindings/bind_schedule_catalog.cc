@@ -33,9 +33,7 @@ std::string name_of_placement(PlacementKind kind) {
 Pairs pairs_of(const std::optional<std::string>& name) {
   if (!name) return Pairs::kNone;
   MC_REQUIRE(*name == "whole" || *name == "split",
-             "pairs is '",
-             *name,
-             "'; it must be 'whole', 'split' or None");
+             "pairs must be 'whole', 'split' or None, got '{}'", *name);
   return *name == "whole" ? Pairs::kWhole : Pairs::kSplit;
 }
 
@@ -58,30 +56,18 @@ void bind_catalog(py::module_& module) {
   });
   module.def(
       "build_schedule",
-      [](const std::string& name,
-         int num_ranks,
-         int num_microbatches,
-         std::optional<int> num_chunks,
-         std::optional<int> group_size,
-         std::optional<int> warmup_multiplier,
-         const std::optional<std::string>& pairs) {
-        return build_schedule(name,
-                              {.num_ranks = num_ranks,
-                               .num_microbatches = num_microbatches,
-                               .num_chunks = num_chunks,
-                               .group_size = group_size,
-                               .warmup_multiplier = warmup_multiplier,
-                               .pairs = pairs_of(pairs)});
+      [](const std::string& name, int num_ranks, int num_microbatches,
+         std::optional<int> num_chunks, std::optional<int> group_size,
+         std::optional<int> warmup_multiplier, const std::optional<std::string>& pairs) {
+        return build_schedule(name, {.num_ranks = num_ranks,
+                                     .num_microbatches = num_microbatches,
+                                     .num_chunks = num_chunks,
+                                     .group_size = group_size,
+                                     .warmup_multiplier = warmup_multiplier,
+                                     .pairs = pairs_of(pairs)});
       },
-      "name"_a,
-      py::kw_only(),
-      "num_ranks"_a,
-      "num_microbatches"_a,
-      "num_chunks"_a,
-      "group_size"_a,
-      "warmup_multiplier"_a,
-      "pairs"_a,
-      NoGil());
+      "name"_a, py::kw_only(), "num_ranks"_a, "num_microbatches"_a, "num_chunks"_a, "group_size"_a,
+      "warmup_multiplier"_a, "pairs"_a, NoGil());
 }
 
 }  // namespace
@@ -107,29 +93,19 @@ void bind_schedule_catalog(pybind11::module_& module) {
       });
   module.def(
       "lower_bound",
-      [](const Schedule& schedule,
-         std::vector<double> forward,
-         std::vector<double> backward_input,
-         std::vector<double> backward_weight,
-         double send,
+      [](const Schedule& schedule, std::vector<double> forward, std::vector<double> backward_input,
+         std::vector<double> backward_weight, double send,
          std::optional<std::vector<int64_t>> memory_limit) {
-        BoundProblem problem = problem_of(schedule,
-                                          {.forward = std::move(forward),
-                                           .backward_input = std::move(backward_input),
-                                           .backward_weight = std::move(backward_weight),
-                                           .send = send});
+        BoundProblem problem = problem_of(schedule, {.forward = std::move(forward),
+                                                     .backward_input = std::move(backward_input),
+                                                     .backward_weight = std::move(backward_weight),
+                                                     .send = send});
         const double makespan = simulate(schedule, problem.costs).makespan;
         if (memory_limit) problem.memory_limit = std::move(*memory_limit);
         return tightened(lower_bound(problem), problem, makespan);
       },
-      "schedule"_a,
-      py::kw_only(),
-      "forward"_a,
-      "backward_input"_a,
-      "backward_weight"_a,
-      "send"_a,
-      "memory_limit"_a,
-      NoGil());
+      "schedule"_a, py::kw_only(), "forward"_a, "backward_input"_a, "backward_weight"_a, "send"_a,
+      "memory_limit"_a, NoGil());
 }
 
 }  // namespace megacore::bindings

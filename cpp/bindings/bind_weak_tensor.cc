@@ -73,10 +73,7 @@ py::object weak_tensor_capsule(uintptr_t data,
                                int device_type,
                                int device_id) {
   MC_REQUIRE(shape.size() == strides.size(),
-             "a tensor of ",
-             shape.size(),
-             " dimensions has as many strides, not ",
-             strides.size());
+             "a tensor of {} dimensions has as many strides, not {}", shape.size(), strides.size());
   auto weak = std::make_unique<WeakTensor>();
   weak->shape = std::move(shape);
   weak->strides = std::move(strides);
@@ -101,16 +98,9 @@ py::object weak_tensor_capsule(uintptr_t data,
 }  // namespace
 
 void bind_weak_tensor(py::module_& module) {
-  module.def("weak_tensor_capsule",
-             &weak_tensor_capsule,
-             py::arg("data"),
-             py::kw_only(),
-             py::arg("shape"),
-             py::arg("strides"),
-             py::arg("dtype_code"),
-             py::arg("dtype_bits"),
-             py::arg("device_type"),
-             py::arg("device_id"));
+  module.def("weak_tensor_capsule", &weak_tensor_capsule, py::arg("data"), py::kw_only(),
+             py::arg("shape"), py::arg("strides"), py::arg("dtype_code"), py::arg("dtype_bits"),
+             py::arg("device_type"), py::arg("device_id"));
 }
 
 }  // namespace megacore::bindings

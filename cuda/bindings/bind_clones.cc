@@ -21,7 +21,7 @@ CloneView view_of(uintptr_t memory,
                   const std::vector<int64_t>& sizes,
                   uintptr_t slot_expert,
                   double timeout_s) {
-  MC_REQUIRE(sizes.size() == 8, "clones have eight sizes, not ", sizes.size());
+  MC_REQUIRE(sizes.size() == 8, "clones have eight sizes, not {}", sizes.size());
   return {.memory = device_pointer<std::byte* const>(memory),
           .failure = device_pointer<unsigned long long>(failure),
           .layout = {.num_slots = sizes[1],
@@ -40,29 +40,15 @@ template <typename Run>
 void define(py::module_& module, const char* name, Run run) {
   module.def(
       name,
-      [run](uintptr_t memory,
-            uintptr_t failure,
-            const std::vector<int64_t>& sizes,
-            uintptr_t slot_expert,
-            double timeout_s,
-            int64_t projection,
-            uintptr_t tensor,
+      [run](uintptr_t memory, uintptr_t failure, const std::vector<int64_t>& sizes,
+            uintptr_t slot_expert, double timeout_s, int64_t projection, uintptr_t tensor,
             uintptr_t stream) {
-        run(view_of(memory, failure, sizes, slot_expert, timeout_s),
-            projection,
-            tensor,
+        run(view_of(memory, failure, sizes, slot_expert, timeout_s), projection, tensor,
             stream_handle(stream));
       },
-      py::kw_only(),
-      py::arg("memory"),
-      py::arg("failure"),
-      py::arg("sizes"),
-      py::arg("slot_expert"),
-      py::arg("timeout_s"),
-      py::arg("projection"),
-      py::arg("tensor"),
-      py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("memory"), py::arg("failure"), py::arg("sizes"),
+      py::arg("slot_expert"), py::arg("timeout_s"), py::arg("projection"), py::arg("tensor"),
+      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -71,28 +57,23 @@ void bind_clones(py::module_& module) {
   define(module, "clones_open", [](const CloneView& view, int64_t, uintptr_t, cudaStream_t stream) {
     cuda::clones_open(view, stream);
   });
-  define(module,
-         "clones_push",
+  define(module, "clones_push",
          [](const CloneView& view, int64_t projection, uintptr_t weights, cudaStream_t stream) {
            cuda::clones_push(view, projection, device_pointer<const std::byte>(weights), stream);
          });
-  define(module,
-         "clones_wait",
+  define(module, "clones_wait",
          [](const CloneView& view, int64_t projection, uintptr_t, cudaStream_t stream) {
            cuda::clones_wait(view, projection, stream);
          });
-  define(module,
-         "clones_reserve_grads",
+  define(module, "clones_reserve_grads",
          [](const CloneView& view, int64_t projection, uintptr_t, cudaStream_t stream) {
            cuda::clones_reserve_grads(view, projection, stream);
          });
-  define(module,
-         "clones_offer_grads",
+  define(module, "clones_offer_grads",
          [](const CloneView& view, int64_t projection, uintptr_t, cudaStream_t stream) {
            cuda::clones_offer_grads(view, projection, stream);
          });
-  define(module,
-         "clones_collect",
+  define(module, "clones_collect",
          [](const CloneView& view, int64_t projection, uintptr_t total, cudaStream_t stream) {
            cuda::clones_collect(view, projection, device_pointer<float>(total), stream);
          });

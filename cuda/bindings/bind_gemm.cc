@@ -15,12 +15,8 @@ namespace {
 // An integer of Python as an enumerator of ours, if it is one.
 template <typename Enum>
 Enum enumerator(const char* name, int32_t value, Enum last) {
-  MC_REQUIRE(value >= 0 && value <= static_cast<int32_t>(last),
-             name,
-             " is ",
-             value,
-             "; it must be 0 to ",
-             static_cast<int32_t>(last));
+  MC_REQUIRE(value >= 0 && value <= static_cast<int32_t>(last), "{} must be 0 to {}, got {}", name,
+             static_cast<int32_t>(last), value);
   return static_cast<Enum>(value);
 }
 
@@ -35,26 +31,11 @@ template <Launcher launcher>
 void define_launcher(py::module_& module, const char* name) {
   module.def(
       name,
-      [](int32_t product,
-         uintptr_t a,
-         uintptr_t b,
-         uintptr_t m_splits,
-         uintptr_t d,
-         int32_t operand,
-         int32_t result,
-         int64_t num_rows,
-         int64_t num_experts,
-         int64_t out_features,
-         int64_t in_features,
-         bool accumulate,
-         uintptr_t accumulate_mask,
-         bool clear_tail,
-         int32_t tile,
-         bool along_columns,
-         uintptr_t workspace,
-         size_t workspace_bytes,
-         uintptr_t stream,
-         uintptr_t first_row) {
+      [](int32_t product, uintptr_t a, uintptr_t b, uintptr_t m_splits, uintptr_t d,
+         int32_t operand, int32_t result, int64_t num_rows, int64_t num_experts,
+         int64_t out_features, int64_t in_features, bool accumulate, uintptr_t accumulate_mask,
+         bool clear_tail, int32_t tile, bool along_columns, uintptr_t workspace,
+         size_t workspace_bytes, uintptr_t stream, uintptr_t first_row) {
         launcher({.product = product_of(product),
                   .a = device_pointer<const void>(a),
                   .b = device_pointer<const void>(b),
@@ -76,28 +57,12 @@ void define_launcher(py::module_& module, const char* name) {
                   .workspace_bytes = workspace_bytes},
                  stream_handle(stream));
       },
-      py::kw_only(),
-      py::arg("product"),
-      py::arg("a"),
-      py::arg("b"),
-      py::arg("m_splits"),
-      py::arg("d"),
-      py::arg("operand"),
-      py::arg("result"),
-      py::arg("num_rows"),
-      py::arg("num_experts"),
-      py::arg("out_features"),
-      py::arg("in_features"),
-      py::arg("accumulate"),
-      py::arg("accumulate_mask"),
-      py::arg("clear_tail"),
-      py::arg("tile"),
-      py::arg("along_columns"),
-      py::arg("workspace"),
-      py::arg("workspace_bytes"),
-      py::arg("stream"),
-      py::arg("first_row") = 0,
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("product"), py::arg("a"), py::arg("b"), py::arg("m_splits"),
+      py::arg("d"), py::arg("operand"), py::arg("result"), py::arg("num_rows"),
+      py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
+      py::arg("accumulate"), py::arg("accumulate_mask"), py::arg("clear_tail"), py::arg("tile"),
+      py::arg("along_columns"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("stream"),
+      py::arg("first_row") = 0, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -106,18 +71,12 @@ void bind_gemm(py::module_& module) {
   define_launcher<cuda::grouped_gemm>(module, "grouped_gemm");
   define_launcher<cuda::grouped_gemm_set_up>(module, "grouped_gemm_set_up");
   module.def("grouped_gemm_archs", &cuda::grouped_gemm_archs);
-  module.def("grouped_gemm_workspace_bytes",
-             &cuda::grouped_gemm_workspace_bytes,
-             py::kw_only(),
+  module.def("grouped_gemm_workspace_bytes", &cuda::grouped_gemm_workspace_bytes, py::kw_only(),
              py::arg("num_experts"));
   module.def(
       "grouped_gemm_plan",
-      [](int32_t product,
-         int64_t num_rows,
-         int64_t num_experts,
-         int64_t out_features,
-         int64_t in_features,
-         int major) {
+      [](int32_t product, int64_t num_rows, int64_t num_experts, int64_t out_features,
+         int64_t in_features, int major) {
         const cuda::GroupedPlan plan = cuda::choose_grouped_plan({.product = product_of(product),
                                                                   .num_rows = num_rows,
                                                                   .num_experts = num_experts,
@@ -128,13 +87,8 @@ void bind_gemm(py::module_& module) {
                                                                  major);
         return std::pair(static_cast<int32_t>(plan.tile), plan.along_columns);
       },
-      py::kw_only(),
-      py::arg("product"),
-      py::arg("num_rows"),
-      py::arg("num_experts"),
-      py::arg("out_features"),
-      py::arg("in_features"),
-      py::arg("major"));
+      py::kw_only(), py::arg("product"), py::arg("num_rows"), py::arg("num_experts"),
+      py::arg("out_features"), py::arg("in_features"), py::arg("major"));
 }
 
 }  // namespace megacore::bindings

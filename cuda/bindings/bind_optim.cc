@@ -10,23 +10,10 @@ namespace megacore::bindings {
 void bind_optim(py::module_& module) {
   module.def(
       "adamw_step",
-      [](uintptr_t param,
-         uintptr_t grad,
-         uintptr_t exp_avg,
-         uintptr_t exp_avg_sq,
-         uintptr_t copy_out,
-         bool copy_is_float16,
-         int64_t numel,
-         double lr,
-         double beta1,
-         double beta2,
-         double eps,
-         double weight_decay,
-         double bias_correction1,
-         double bias_correction2,
-         double grad_scale,
-         uintptr_t control,
-         uintptr_t stream) {
+      [](uintptr_t param, uintptr_t grad, uintptr_t exp_avg, uintptr_t exp_avg_sq,
+         uintptr_t copy_out, bool copy_is_float16, int64_t numel, double lr, double beta1,
+         double beta2, double eps, double weight_decay, double bias_correction1,
+         double bias_correction2, double grad_scale, uintptr_t control, uintptr_t stream) {
         cuda::adamw_step({.param = device_pointer<float>(param),
                           .grad = device_pointer<const float>(grad),
                           .exp_avg = device_pointer<float>(exp_avg),
@@ -45,36 +32,15 @@ void bind_optim(py::module_& module) {
                           .control = device_pointer<const buffer::StepControl>(control)},
                          stream_handle(stream));
       },
-      py::kw_only(),
-      py::arg("param"),
-      py::arg("grad"),
-      py::arg("exp_avg"),
-      py::arg("exp_avg_sq"),
-      py::arg("copy_out"),
-      py::arg("copy_is_float16"),
-      py::arg("numel"),
-      py::arg("lr"),
-      py::arg("beta1"),
-      py::arg("beta2"),
-      py::arg("eps"),
-      py::arg("weight_decay"),
-      py::arg("bias_correction1"),
-      py::arg("bias_correction2"),
-      py::arg("grad_scale"),
-      py::arg("control"),
-      py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("param"), py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
+      py::arg("copy_out"), py::arg("copy_is_float16"), py::arg("numel"), py::arg("lr"),
+      py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+      py::arg("bias_correction1"), py::arg("bias_correction2"), py::arg("grad_scale"),
+      py::arg("control"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "decide_step",
-      [](uintptr_t state,
-         uintptr_t sums,
-         uintptr_t control,
-         double beta1,
-         double beta2,
-         double clip_grad,
-         double loss_scale_interval,
-         double num_averaged,
-         uintptr_t stream) {
+      [](uintptr_t state, uintptr_t sums, uintptr_t control, double beta1, double beta2,
+         double clip_grad, double loss_scale_interval, double num_averaged, uintptr_t stream) {
         cuda::decide_step(device_pointer<buffer::StepState>(state),
                           device_pointer<const buffer::StepSums>(sums),
                           device_pointer<buffer::StepControl>(control),
@@ -85,17 +51,9 @@ void bind_optim(py::module_& module) {
                            .num_averaged = num_averaged},
                           stream_handle(stream));
       },
-      py::kw_only(),
-      py::arg("state"),
-      py::arg("sums"),
-      py::arg("control"),
-      py::arg("beta1"),
-      py::arg("beta2"),
-      py::arg("clip_grad"),
-      py::arg("loss_scale_interval"),
-      py::arg("num_averaged"),
-      py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("state"), py::arg("sums"), py::arg("control"), py::arg("beta1"),
+      py::arg("beta2"), py::arg("clip_grad"), py::arg("loss_scale_interval"),
+      py::arg("num_averaged"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace megacore::bindings

@@ -25,7 +25,7 @@ PeerView view_of(uintptr_t memory,
                  int64_t position,
                  const std::vector<int64_t>& layout,
                  double timeout_s) {
-  MC_REQUIRE(layout.size() == 3, "a layout is three sizes, not ", layout.size());
+  MC_REQUIRE(layout.size() == 3, "a layout is three sizes, not {}", layout.size());
   return {.memory = device_pointer<std::byte* const>(memory),
           .state = device_pointer<cuda::PeerState>(state),
           .position = position,
@@ -38,7 +38,7 @@ PeerView view_of(uintptr_t memory,
 
 // Experts, parts, the part of this member, capacity.
 PeerShape shape_of(const PeerView& peers, const std::vector<int64_t>& shape) {
-  MC_REQUIRE(shape.size() == 4, "a shape is four numbers, not ", shape.size());
+  MC_REQUIRE(shape.size() == 4, "a shape is four numbers, not {}", shape.size());
   return {.num_members = peers.layout.num_members,
           .position = peers.position,
           .num_experts = shape[0],
@@ -49,7 +49,7 @@ PeerShape shape_of(const PeerView& peers, const std::vector<int64_t>& shape) {
 
 // Tokens, choices, repeats, capacity.
 PeerCopies copies_of(uintptr_t row_map, const std::vector<int64_t>& sizes) {
-  MC_REQUIRE(sizes.size() == 4, "copies have four sizes, not ", sizes.size());
+  MC_REQUIRE(sizes.size() == 4, "copies have four sizes, not {}", sizes.size());
   return {.rows = device_pointer<const int64_t>(row_map),
           .num_tokens = sizes[0],
           .num_choices = sizes[1],
@@ -75,117 +75,60 @@ void define(py::module_& module,
             const Names&... names) {
   module.def(
       name,
-      [call](uintptr_t memory,
-             uintptr_t state,
-             int64_t num_members,
-             int64_t position,
-             const Sizes& layout,
-             double timeout_s,
-             Own... own,
-             uintptr_t stream) {
+      [call](uintptr_t memory, uintptr_t state, int64_t num_members, int64_t position,
+             const Sizes& layout, double timeout_s, Own... own, uintptr_t stream) {
         call(view_of(memory, state, num_members, position, layout, timeout_s),
-             stream_handle(stream),
-             own...);
+             stream_handle(stream), own...);
       },
-      py::kw_only(),
-      py::arg("memory"),
-      py::arg("state"),
-      py::arg("num_members"),
-      py::arg("position"),
-      py::arg("layout"),
-      py::arg("timeout_s"),
-      py::arg(names)...,
-      py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("memory"), py::arg("state"), py::arg("num_members"),
+      py::arg("position"), py::arg("layout"), py::arg("timeout_s"), py::arg(names)...,
+      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_counts(py::module_& module) {
   define(
-      module,
-      "peer_send_counts",
+      module, "peer_send_counts",
       +[](const PeerView& peers, cudaStream_t stream, const Sizes& shape, uintptr_t counts) {
-        cuda::peer_send_counts(
-            peers, shape_of(peers, shape), device_pointer<const int64_t>(counts), stream);
+        cuda::peer_send_counts(peers, shape_of(peers, shape), device_pointer<const int64_t>(counts),
+                               stream);
       },
-      "shape",
-      "counts");
+      "shape", "counts");
   define(
-      module,
-      "peer_plan",
-      +[](const PeerView& peers,
-          cudaStream_t stream,
-          const Sizes& shape,
-          uintptr_t shift,
-          uintptr_t kept,
-          uintptr_t arriving) {
-        cuda::peer_plan(peers,
-                        shape_of(peers, shape),
+      module, "peer_plan",
+      +[](const PeerView& peers, cudaStream_t stream, const Sizes& shape, uintptr_t shift,
+          uintptr_t kept, uintptr_t arriving) {
+        cuda::peer_plan(peers, shape_of(peers, shape),
                         {.shift = device_pointer<int64_t>(shift),
                          .kept = device_pointer<int64_t>(kept),
                          .arriving = device_pointer<int64_t>(arriving)},
                         stream);
       },
-      "shape",
-      "shift",
-      "kept",
-      "arriving");
+      "shape", "shift", "kept", "arriving");
 }
 
 // The way of rows that belong to this member's tokens: what they are, then where their copies lie.
 template <auto kCall>
 void bind_tokens_side(py::module_& module, const char* name) {
   define(
-      module,
-      name,
-      +[](const PeerView& peers,
-          cudaStream_t stream,
-          int64_t slot,
-          uintptr_t rows,
-          uintptr_t probs,
-          int64_t width,
-          std::string_view dtype,
-          uintptr_t row_map,
-          const Sizes& sizes) {
+      module, name,
+      +[](const PeerView& peers, cudaStream_t stream, int64_t slot, uintptr_t rows, uintptr_t probs,
+          int64_t width, std::string_view dtype, uintptr_t row_map, const Sizes& sizes) {
         kCall(peers, slot, tensor_of(rows, probs, width, dtype), copies_of(row_map, sizes), stream);
       },
-      "slot",
-      "rows",
-      "probs",
-      "width",
-      "dtype",
-      "row_map",
-      "sizes");
+      "slot", "rows", "probs", "width", "dtype", "row_map", "sizes");
 }
 
 // The way of the rows of this member's experts.
 template <auto kCall>
 void bind_experts_side(py::module_& module, const char* name) {
   define(
-      module,
-      name,
-      +[](const PeerView& peers,
-          cudaStream_t stream,
-          int64_t slot,
-          uintptr_t rows,
-          uintptr_t probs,
-          int64_t width,
-          std::string_view dtype,
-          uintptr_t num_arrived,
-          int64_t capacity) {
-        kCall(peers,
-              slot,
-              tensor_of(rows, probs, width, dtype),
-              device_pointer<const int64_t>(num_arrived),
-              capacity,
-              stream);
+      module, name,
+      +[](const PeerView& peers, cudaStream_t stream, int64_t slot, uintptr_t rows, uintptr_t probs,
+          int64_t width, std::string_view dtype, uintptr_t num_arrived, int64_t capacity) {
+        kCall(peers, slot, tensor_of(rows, probs, width, dtype),
+              device_pointer<const int64_t>(num_arrived), capacity, stream);
       },
-      "slot",
-      "rows",
-      "probs",
-      "width",
-      "dtype",
-      "num_arrived",
-      "capacity");
+      "slot", "rows", "probs", "width", "dtype", "num_arrived", "capacity");
 }
 
 }  // namespace

@@ -16,20 +16,12 @@ using cuda::FloatType;
 using moe::Activation;
 
 void bind_permutation(py::module_& module) {
-  module.def("sort_workspace_numel",
-             &cuda::sort_workspace_numel,
-             py::kw_only(),
-             py::arg("numel"),
+  module.def("sort_workspace_numel", &cuda::sort_workspace_numel, py::kw_only(), py::arg("numel"),
              py::arg("num_experts"));
   module.def(
       "sort_by_expert",
-      [](uintptr_t expert_of,
-         int64_t numel,
-         int64_t num_experts,
-         uintptr_t row_map,
-         uintptr_t tokens_per_expert,
-         uintptr_t workspace,
-         uintptr_t stream) {
+      [](uintptr_t expert_of, int64_t numel, int64_t num_experts, uintptr_t row_map,
+         uintptr_t tokens_per_expert, uintptr_t workspace, uintptr_t stream) {
         cuda::sort_by_expert({.expert_of = device_pointer<const int64_t>(expert_of),
                               .numel = numel,
                               .num_experts = num_experts,
@@ -38,14 +30,8 @@ void bind_permutation(py::module_& module) {
                               .workspace = device_pointer<int32_t>(workspace)},
                              stream_handle(stream));
       },
-      py::kw_only(),
-      py::arg("expert_of"),
-      py::arg("numel"),
-      py::arg("num_experts"),
-      py::arg("row_map"),
-      py::arg("tokens_per_expert"),
-      py::arg("workspace"),
-      py::arg("stream"),
+      py::kw_only(), py::arg("expert_of"), py::arg("numel"), py::arg("num_experts"),
+      py::arg("row_map"), py::arg("tokens_per_expert"), py::arg("workspace"), py::arg("stream"),
       py::call_guard<py::gil_scoped_release>());
 }
 
@@ -57,46 +43,25 @@ void def_row_operation(py::module_& module,
                        const Names&... names) {
   module.def(
       name,
-      [run](Arrays... arrays,
-            uintptr_t row_map,
-            int64_t num_tokens,
-            int64_t num_choices,
-            int64_t num_rows,
-            int64_t width,
-            std::string_view dtype,
-            uintptr_t stream) {
+      [run](Arrays... arrays, uintptr_t row_map, int64_t num_tokens, int64_t num_choices,
+            int64_t num_rows, int64_t width, std::string_view dtype, uintptr_t stream) {
         run({.rows = device_pointer<const int64_t>(row_map),
              .num_tokens = num_tokens,
              .num_choices = num_choices,
              .num_rows = num_rows,
              .width = width},
-            float_type(dtype),
-            stream_handle(stream),
-            arrays...);
+            float_type(dtype), stream_handle(stream), arrays...);
       },
-      py::kw_only(),
-      py::arg(names)...,
-      py::arg("row_map"),
-      py::arg("num_tokens"),
-      py::arg("num_choices"),
-      py::arg("num_rows"),
-      py::arg("width"),
-      py::arg("dtype"),
-      py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg(names)..., py::arg("row_map"), py::arg("num_tokens"),
+      py::arg("num_choices"), py::arg("num_rows"), py::arg("width"), py::arg("dtype"),
+      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_rows(py::module_& module) {
   def_row_operation(
-      module,
-      "permute",
-      +[](const cuda::RowMap& map,
-          FloatType type,
-          cudaStream_t stream,
-          uintptr_t tokens,
-          uintptr_t weights,
-          uintptr_t rows,
-          uintptr_t is_written) {
+      module, "permute",
+      +[](const cuda::RowMap& map, FloatType type, cudaStream_t stream, uintptr_t tokens,
+          uintptr_t weights, uintptr_t rows, uintptr_t is_written) {
         cuda::permute({.tokens = device_pointer<const void>(tokens),
                        .weights = device_pointer<const float>(weights),
                        .rows = device_pointer<void>(rows),
@@ -105,19 +70,11 @@ void bind_rows(py::module_& module) {
                        .type = type},
                       stream);
       },
-      "tokens",
-      "weights",
-      "rows",
-      "is_written");
+      "tokens", "weights", "rows", "is_written");
   def_row_operation(
-      module,
-      "unpermute",
-      +[](const cuda::RowMap& map,
-          FloatType type,
-          cudaStream_t stream,
-          uintptr_t rows,
-          uintptr_t weights,
-          uintptr_t tokens) {
+      module, "unpermute",
+      +[](const cuda::RowMap& map, FloatType type, cudaStream_t stream, uintptr_t rows,
+          uintptr_t weights, uintptr_t tokens) {
         cuda::unpermute({.rows = device_pointer<const void>(rows),
                          .weights = device_pointer<const float>(weights),
                          .tokens = device_pointer<void>(tokens),
@@ -125,18 +82,11 @@ void bind_rows(py::module_& module) {
                          .type = type},
                         stream);
       },
-      "rows",
-      "weights",
-      "tokens");
+      "rows", "weights", "tokens");
   def_row_operation(
-      module,
-      "row_dots",
-      +[](const cuda::RowMap& map,
-          FloatType type,
-          cudaStream_t stream,
-          uintptr_t tokens,
-          uintptr_t rows,
-          uintptr_t dots) {
+      module, "row_dots",
+      +[](const cuda::RowMap& map, FloatType type, cudaStream_t stream, uintptr_t tokens,
+          uintptr_t rows, uintptr_t dots) {
         cuda::row_dots({.tokens = device_pointer<const void>(tokens),
                         .rows = device_pointer<const void>(rows),
                         .dots = device_pointer<float>(dots),
@@ -144,19 +94,13 @@ void bind_rows(py::module_& module) {
                         .type = type},
                        stream);
       },
-      "tokens",
-      "rows",
-      "dots");
+      "tokens", "rows", "dots");
 }
 
 void bind_top_k(py::module_& module) {
   module.def(
       "top_k",
-      [](uintptr_t scores,
-         int64_t rows,
-         int64_t columns,
-         int64_t k,
-         uintptr_t chosen,
+      [](uintptr_t scores, int64_t rows, int64_t columns, int64_t k, uintptr_t chosen,
          uintptr_t stream) {
         cuda::top_k({.scores = device_pointer<const float>(scores),
                      .rows = rows,
@@ -165,27 +109,16 @@ void bind_top_k(py::module_& module) {
                      .chosen = device_pointer<int64_t>(chosen)},
                     stream_handle(stream));
       },
-      py::kw_only(),
-      py::arg("scores"),
-      py::arg("rows"),
-      py::arg("columns"),
-      py::arg("k"),
-      py::arg("chosen"),
-      py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("scores"), py::arg("rows"), py::arg("columns"), py::arg("k"),
+      py::arg("chosen"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 template <Activation kKind>
 void bind_activation(py::module_& module, const char* forward, const char* backward) {
   module.def(
       forward,
-      [](uintptr_t x,
-         uintptr_t probs,
-         uintptr_t y,
-         int64_t rows,
-         int64_t width,
-         std::string_view dtype,
-         uintptr_t stream) {
+      [](uintptr_t x, uintptr_t probs, uintptr_t y, int64_t rows, int64_t width,
+         std::string_view dtype, uintptr_t stream) {
         cuda::activate({.kind = kKind,
                         .type = float_type(dtype),
                         .x = device_pointer<const void>(x),
@@ -195,26 +128,13 @@ void bind_activation(py::module_& module, const char* forward, const char* backw
                         .width = width},
                        stream_handle(stream));
       },
-      py::kw_only(),
-      py::arg("x"),
-      py::arg("probs"),
-      py::arg("y"),
-      py::arg("rows"),
-      py::arg("width"),
-      py::arg("dtype"),
-      py::arg("stream"),
+      py::kw_only(), py::arg("x"), py::arg("probs"), py::arg("y"), py::arg("rows"),
+      py::arg("width"), py::arg("dtype"), py::arg("stream"),
       py::call_guard<py::gil_scoped_release>());
   module.def(
       backward,
-      [](uintptr_t grad_y,
-         uintptr_t x,
-         uintptr_t probs,
-         uintptr_t grad_x,
-         uintptr_t grad_probs,
-         int64_t rows,
-         int64_t width,
-         std::string_view dtype,
-         uintptr_t stream) {
+      [](uintptr_t grad_y, uintptr_t x, uintptr_t probs, uintptr_t grad_x, uintptr_t grad_probs,
+         int64_t rows, int64_t width, std::string_view dtype, uintptr_t stream) {
         cuda::activate_backward({.kind = kKind,
                                  .type = float_type(dtype),
                                  .grad_y = device_pointer<const void>(grad_y),
@@ -226,16 +146,8 @@ void bind_activation(py::module_& module, const char* forward, const char* backw
                                  .width = width},
                                 stream_handle(stream));
       },
-      py::kw_only(),
-      py::arg("grad_y"),
-      py::arg("x"),
-      py::arg("probs"),
-      py::arg("grad_x"),
-      py::arg("grad_probs"),
-      py::arg("rows"),
-      py::arg("width"),
-      py::arg("dtype"),
-      py::arg("stream"),
+      py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("probs"), py::arg("grad_x"),
+      py::arg("grad_probs"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("stream"),
       py::call_guard<py::gil_scoped_release>());
 }
 
@@ -243,12 +155,8 @@ void bind_norm(py::module_& module) {
   module.attr("SUM_BLOCKS") = cuda::kSumBlocks;
   module.def(
       "sum_of_squares",
-      [](uintptr_t values,
-         int64_t numel,
-         std::string_view dtype,
-         uintptr_t partial_sums,
-         uintptr_t total,
-         uintptr_t stream) {
+      [](uintptr_t values, int64_t numel, std::string_view dtype, uintptr_t partial_sums,
+         uintptr_t total, uintptr_t stream) {
         cuda::sum_of_squares({.values = device_pointer<const void>(values),
                               .type = float_type(dtype),
                               .numel = numel,
@@ -256,14 +164,8 @@ void bind_norm(py::module_& module) {
                               .total = device_pointer<double>(total)},
                              stream_handle(stream));
       },
-      py::kw_only(),
-      py::arg("values"),
-      py::arg("numel"),
-      py::arg("dtype"),
-      py::arg("partial_sums"),
-      py::arg("total"),
-      py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("values"), py::arg("numel"), py::arg("dtype"), py::arg("partial_sums"),
+      py::arg("total"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

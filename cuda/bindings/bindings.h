@@ -31,8 +31,8 @@ inline cuda::FloatType float_type(std::string_view dtype) {
   if (dtype == "bfloat16") {
     return cuda::FloatType::kBfloat16;
   }
-  MC_REQUIRE(
-      dtype == "float16", "the kernels know float32, bfloat16 and float16, not \"", dtype, "\"");
+  MC_REQUIRE(dtype == "float16", "the kernels know float32, bfloat16 and float16, not \"{}\"",
+             dtype);
   return cuda::FloatType::kFloat16;
 }
 

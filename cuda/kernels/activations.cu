@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(kRowThreads)
       Pack<Float, kPack> grad_up;
 #pragma unroll
       for (int n = 0; n < kPack; ++n) {
-        const Gradients found = gradients<kKind>(
-            widen(grad.values[n]), widen(gate.values[n]), widen(up.values[n]), prob);
+        const Gradients found = gradients<kKind>(widen(grad.values[n]), widen(gate.values[n]),
+                                                 widen(up.values[n]), prob);
         narrow(found.gate, grad_gate.values[n]);
         narrow(found.up, grad_up.values[n]);
         sum += found.prob;
@@ -163,16 +163,10 @@ void launch_forward(const ActivationParams& params, cudaStream_t stream) {
   const bool are_aligned = is_packed(params.x) && is_packed(params.y);
   with_float_type(params.type, are_aligned, params.width, [&]<typename Float, int kPack>() {
     const int lanes = lanes_for(params.width / kPack);
-    launch("activate",
-           activate_kernel<kKind, Float, kPack>,
-           {.blocks = divided_up(params.rows, kRowThreads / lanes), .threads = kRowThreads},
-           stream,
-           static_cast<const Float*>(params.x),
-           params.probs,
-           static_cast<Float*>(params.y),
-           params.rows,
-           params.width,
-           lanes);
+    launch("activate", activate_kernel<kKind, Float, kPack>,
+           {.blocks = divided_up(params.rows, kRowThreads / lanes), .threads = kRowThreads}, stream,
+           static_cast<const Float*>(params.x), params.probs, static_cast<Float*>(params.y),
+           params.rows, params.width, lanes);
   });
 }
 
@@ -186,14 +180,9 @@ void launch_backward(const ActivationBackwardParams& params, cudaStream_t stream
     launch("activate_backward",
            is_short ? activate_backward_kernel<kKind, Float, kPack, kWarp>
                     : activate_backward_kernel<kKind, Float, kPack, kRowThreads>,
-           {.blocks = divided_up(params.rows, kRowThreads / lanes), .threads = kRowThreads},
-           stream,
-           static_cast<const Float*>(params.grad_y),
-           static_cast<const Float*>(params.x),
-           params.probs,
-           static_cast<Float*>(params.grad_x),
-           params.grad_probs,
-           params.rows,
+           {.blocks = divided_up(params.rows, kRowThreads / lanes), .threads = kRowThreads}, stream,
+           static_cast<const Float*>(params.grad_y), static_cast<const Float*>(params.x),
+           params.probs, static_cast<Float*>(params.grad_x), params.grad_probs, params.rows,
            params.width);
   });
 }

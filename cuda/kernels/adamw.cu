@@ -47,10 +47,9 @@ __device__ __forceinline__ void step_four(const AdamWParams& p,
   reinterpret_cast<float4*>(p.exp_avg_sq)[i] = exp_avg_sq;
   if (p.copy_out != nullptr) {
     const bool is_float16 = p.copy_is_float16;
-    reinterpret_cast<ushort4*>(p.copy_out)[i] = {buffer::copied_bits(param.x, is_float16),
-                                                 buffer::copied_bits(param.y, is_float16),
-                                                 buffer::copied_bits(param.z, is_float16),
-                                                 buffer::copied_bits(param.w, is_float16)};
+    reinterpret_cast<ushort4*>(p.copy_out)[i] = {
+        buffer::copied_bits(param.x, is_float16), buffer::copied_bits(param.y, is_float16),
+        buffer::copied_bits(param.z, is_float16), buffer::copied_bits(param.w, is_float16)};
   }
 }
 
@@ -103,11 +102,7 @@ void adamw_step(const AdamWParams& params, cudaStream_t stream) {
   const int64_t num_vectors = allows_vectors(params) ? params.numel / 4 : 0;
   const int64_t work = num_vectors > 0 ? num_vectors : params.numel;
   const int64_t blocks = std::min(divided_up(work, kThreads), kMaxBlocks);
-  launch("adamw_step",
-         adamw_kernel,
-         {.blocks = blocks, .threads = kThreads},
-         stream,
-         params,
+  launch("adamw_step", adamw_kernel, {.blocks = blocks, .threads = kThreads}, stream, params,
          num_vectors);
 }
 

@@ -1,9 +1,9 @@
 // See megacore/cuda/clone_exchange.h.
 //
-// Who waits polls with acquire semantics; who tells has fenced its writes for the whole system and
-// stores with release semantics. A block that is done with its part of a slot says so in a counter
-// of its own GPU, and the last one raises the slot's flag: so a slot can be used, or overwritten,
-// while others are still under way.
+// Flags are polled with acquire semantics, and set with release semantics after a fence of the
+// whole system. A block that has finished its part of a slot increments a counter of its own GPU,
+// and the last block sets the slot's flag: a slot can be used or overwritten while others are
+// copied.
 
 #include <cmath>
 
@@ -17,11 +17,14 @@ namespace megacore::cuda {
 namespace {
 
 using moe::CloneLayout;
+using moe::ClonePass;
 using parallel::PeerFault;
 
 constexpr int kThreads = 256;
 // Few enough to leave most of a GPU to the experts meanwhile.
 constexpr int64_t kBlocks = 32;
+// Loads that a thread issues before it uses the first, to cover the latency of a link.
+constexpr int kInFlight = 4;
 
 __device__ __forceinline__ uint32_t* flags_of(const CloneView& view, int64_t rank) {
   return reinterpret_cast<uint32_t*>(view.memory[rank]);
@@ -62,15 +65,18 @@ __device__ __forceinline__ bool block_waits(
   return __syncthreads_and(has_come) != 0;
 }
 
-// All threads of all blocks call it when they are done with slot `index`; the last block raises
-// the flag.
-__device__ __forceinline__ void tell(
-    const CloneView& view, int64_t projection, int64_t index, uint32_t* flag, uint32_t epoch) {
+// All threads of all blocks call it after their part of slot `index`; the last block sets the flag.
+__device__ __forceinline__ void finish_slot(const CloneView& view,
+                                            ClonePass pass,
+                                            int64_t projection,
+                                            int64_t index,
+                                            uint32_t* flag,
+                                            uint32_t epoch) {
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x == 0) {
     uint32_t* arrivals =
-        own_flags(view) + view.layout.arrivals_word(projection, view.table.num_ranks, index);
+        own_flags(view) + view.layout.arrivals_word(pass, projection, view.table.num_ranks, index);
     if (atomicAdd(arrivals, 1U) == gridDim.x - 1) {
       *arrivals = 0;
       __threadfence_system();
@@ -106,9 +112,57 @@ __device__ __forceinline__ void copy_words(std::byte* to, const std::byte* from,
   const auto* source = reinterpret_cast<const Word*>(from);
   const int64_t step = int64_t{gridDim.x} * kThreads;
   const int64_t words = bytes / static_cast<int64_t>(sizeof(Word));
-#pragma unroll 4
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < words; i += step) {
-    target[i] = source[i];
+  int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  // Through registers: the compiler cannot move a load above a store that may alias it.
+  for (; first + (kInFlight - 1) * step < words; first += kInFlight * step) {
+    Word loaded[kInFlight];
+#pragma unroll
+    for (int n = 0; n < kInFlight; ++n) {
+      loaded[n] = source[first + n * step];
+    }
+#pragma unroll
+    for (int n = 0; n < kInFlight; ++n) {
+      target[first + n * step] = loaded[n];
+    }
+  }
+  for (; first < words; first += step) {
+    target[first] = source[first];
+  }
+}
+
+__device__ __forceinline__ float sum_of(float a, float b) { return a + b; }
+__device__ __forceinline__ float4 sum_of(float4 a, float4 b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+// Adds words of a slot to the sum. A word always belongs to the same thread, so an expert's clones
+// are added in the order of their slots.
+template <typename Word>
+__device__ __forceinline__ void add_words(float* to, const float* from, int64_t numel) {
+  auto* sums = reinterpret_cast<Word*>(to);
+  const auto* grads = reinterpret_cast<const Word*>(from);
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  const int64_t words =
+      numel * static_cast<int64_t>(sizeof(float)) / static_cast<int64_t>(sizeof(Word));
+  int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  for (; first + (kInFlight - 1) * step < words; first += kInFlight * step) {
+    Word added[kInFlight];
+    Word before[kInFlight];
+#pragma unroll
+    for (int n = 0; n < kInFlight; ++n) {
+      added[n] = grads[first + n * step];
+    }
+#pragma unroll
+    for (int n = 0; n < kInFlight; ++n) {
+      before[n] = sums[first + n * step];
+    }
+#pragma unroll
+    for (int n = 0; n < kInFlight; ++n) {
+      sums[first + n * step] = sum_of(before[n], added[n]);
+    }
+  }
+  for (; first < words; first += step) {
+    sums[first] = sum_of(sums[first], grads[first]);
   }
 }
 
@@ -133,11 +187,8 @@ __global__ void __launch_bounds__(kThreads)
     } else {
       copy_words<uint16_t>(to, from, bytes);
     }
-    tell(view,
-         projection,
-         index,
-         flags_of(view, rank) + view.layout.ready_word(projection, slot),
-         epoch);
+    finish_slot(view, ClonePass::kWeights, projection, index,
+                flags_of(view, rank) + view.layout.ready_word(projection, slot), epoch);
   }
 }
 
@@ -146,11 +197,8 @@ __global__ void __launch_bounds__(kThreads) wait_kernel(CloneView view, int64_t 
   for (int64_t slot = threadIdx.x; slot < view.table.num_slots; slot += kThreads) {
     if (view.table.is_used_here(slot)) {
       const int64_t index = view.table.position * view.table.num_slots + slot;
-      wait_for(view,
-               own_flags(view) + view.layout.ready_word(projection, slot),
-               epoch,
-               view.table.slot_expert[index] / view.table.num_local(),
-               PeerFault::kNoRows);
+      wait_for(view, own_flags(view) + view.layout.ready_word(projection, slot), epoch,
+               view.table.slot_expert[index] / view.table.num_local(), PeerFault::kNoRows);
     }
   }
 }
@@ -158,10 +206,8 @@ __global__ void __launch_bounds__(kThreads) wait_kernel(CloneView view, int64_t 
 __global__ void __launch_bounds__(kThreads) reserve_kernel(CloneView view, int64_t projection) {
   const uint32_t* flags = own_flags(view);
   for (int64_t slot = threadIdx.x; slot < view.table.num_slots; slot += kThreads) {
-    wait_for(view,
-             flags + view.layout.taken_word(projection, slot),
-             flags[view.layout.offered_word(projection, slot)],
-             view.table.position,
+    wait_for(view, flags + view.layout.taken_word(projection, slot),
+             flags[view.layout.offered_word(projection, slot)], view.table.position,
              PeerFault::kStillReads);
   }
 }
@@ -169,6 +215,15 @@ __global__ void __launch_bounds__(kThreads) reserve_kernel(CloneView view, int64
 __global__ void __launch_bounds__(kThreads) offer_kernel(CloneView view, int64_t projection) {
   uint32_t* flags = own_flags(view);
   const uint32_t epoch = counter(view, 1 + projection) + 1;
+  if (has_failed(view)) {
+    // A home may still read what this rank has just overwritten: its sum must not look valid.
+    const int64_t bytes = view.layout.grad_bytes[projection];
+    std::byte* grads = view.memory[view.table.position] +
+                       view.layout.grads_offset(view.table.num_ranks, projection);
+    for (int64_t slot = threadIdx.x; slot < view.table.num_slots && bytes > 0; slot += kThreads) {
+      *reinterpret_cast<float*>(grads + slot * bytes) = NAN;
+    }
+  }
   __threadfence_system();
   for (int64_t slot = threadIdx.x; slot < view.table.num_slots; slot += kThreads) {
     if (view.table.is_used_here(slot)) {
@@ -182,12 +237,11 @@ __global__ void __launch_bounds__(kThreads) offer_kernel(CloneView view, int64_t
 }
 
 __global__ void __launch_bounds__(kThreads)
-    collect_kernel(CloneView view, int64_t projection, float* total) {
+    collect_kernel(CloneView view, int64_t projection, float* total, bool is_packed) {
   const uint32_t epoch = counter(view, 1 + projection);
   const int64_t bytes = view.layout.grad_bytes[projection];
   const int64_t numel = bytes / static_cast<int64_t>(sizeof(float));
   const int64_t offset = view.layout.grads_offset(view.table.num_ranks, projection);
-  const int64_t step = int64_t{gridDim.x} * kThreads;
   if (has_failed(view) && blockIdx.x == 0 && threadIdx.x == 0) {
     total[0] = NAN;  // keeps the optimizer from using what stale weights gave
   }
@@ -206,12 +260,13 @@ __global__ void __launch_bounds__(kThreads)
     }
     const auto* grads = reinterpret_cast<const float*>(view.memory[rank] + offset + slot * bytes);
     float* sums = total + expert * numel;
-    // An element is always the same thread's, so an expert's clones are added in order.
-#pragma unroll 4
-    for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < numel; i += step) {
-      sums[i] += __ldcv(grads + i);
+    if (is_packed) {
+      add_words<float4>(sums, grads, numel);
+    } else {
+      add_words<float>(sums, grads, numel);
     }
-    tell(view, projection, index, flags + view.layout.taken_word(projection, slot), epoch);
+    finish_slot(view, ClonePass::kGrads, projection, index,
+                flags + view.layout.taken_word(projection, slot), epoch);
   }
 }
 
@@ -222,15 +277,8 @@ void require_view(const CloneView& view, int64_t projection) {
                  table.num_experts % table.num_ranks == 0 &&
                  table.num_slots == view.layout.num_slots && table.position >= 0 &&
                  table.position < table.num_ranks,
-             "a table of ",
-             table.num_ranks,
-             " ranks with ",
-             table.num_slots,
-             " slots and ",
-             table.num_experts,
-             " experts does not fit memory with ",
-             view.layout.num_slots,
-             " slots");
+             "a table of {} ranks with {} slots and {} experts does not fit memory with {} slots",
+             table.num_ranks, table.num_slots, table.num_experts, view.layout.num_slots);
 }
 
 }  // namespace
@@ -246,16 +294,10 @@ void clones_push(const CloneView& view,
                  cudaStream_t stream) {
   require_view(view, projection);
   const int64_t bytes = view.layout.weight_bytes[projection];
-  MC_REQUIRE(bytes % 2 == 0, "an expert has ", bytes, " bytes; it must be a multiple of 2");
+  MC_REQUIRE(bytes % 2 == 0, "an expert has {} bytes; it must be a multiple of 2", bytes);
   const bool is_packed = bytes % 16 == 0 && reinterpret_cast<uintptr_t>(weights) % 16 == 0;
-  launch("clones_push",
-         push_kernel,
-         {.blocks = kBlocks, .threads = kThreads},
-         stream,
-         view,
-         projection,
-         weights,
-         is_packed);
+  launch("clones_push", push_kernel, {.blocks = kBlocks, .threads = kThreads}, stream, view,
+         projection, weights, is_packed);
 }
 
 void clones_wait(const CloneView& view, int64_t projection, cudaStream_t stream) {
@@ -275,13 +317,10 @@ void clones_offer_grads(const CloneView& view, int64_t projection, cudaStream_t 
 
 void clones_collect(const CloneView& view, int64_t projection, float* total, cudaStream_t stream) {
   require_view(view, projection);
-  launch("clones_collect",
-         collect_kernel,
-         {.blocks = kBlocks, .threads = kThreads},
-         stream,
-         view,
-         projection,
-         total);
+  const bool is_packed =
+      view.layout.grad_bytes[projection] % 16 == 0 && reinterpret_cast<uintptr_t>(total) % 16 == 0;
+  launch("clones_collect", collect_kernel, {.blocks = kBlocks, .threads = kThreads}, stream, view,
+         projection, total, is_packed);
 }
 
 }  // namespace megacore::cuda

@@ -90,16 +90,11 @@ __device__ void write_arguments(const SetUp& set_up, const AllRows& rows) {
   for (int expert = static_cast<int>(threadIdx.x); expert < num_experts; expert += kThreads) {
     int64_t place = 0;
     for (int other = 0; other < num_experts; ++other) {
-      place += moe::goes_first(
-          set_up.problem.product, other, rows.count[other], expert, rows.count[expert]);
+      place += moe::goes_first(set_up.problem.product, other, rows.count[other], expert,
+                               rows.count[expert]);
     }
-    moe::write_group(set_up.arguments,
-                     place,
-                     set_up.problem,
-                     set_up.bases,
-                     expert,
-                     {rows.start[expert], rows.count[expert]},
-                     accumulates(set_up, expert));
+    moe::write_group(set_up.arguments, place, set_up.problem, set_up.bases, expert,
+                     {rows.start[expert], rows.count[expert]}, accumulates(set_up, expert));
   }
 }
 
@@ -167,22 +162,16 @@ constexpr int64_t kRowLimit = int64_t{1} << 31;
 
 void require_features(const char* name, int64_t value) {
   MC_REQUIRE(value >= 8 && value % 8 == 0 && value < kRowLimit,
-             name,
-             " is ",
-             value,
-             "; a grouped product needs a multiple of 8, so that rows are aligned to 16 bytes; the "
-             "nearest is ",
-             std::max<int64_t>(8, (value + 4) / 8 * 8));
+             "{} is {}; a grouped product needs a multiple of 8, so that rows are aligned to 16 "
+             "bytes; the nearest is {}",
+             name, value, std::max<int64_t>(8, (value + 4) / 8 * 8));
 }
 
 void require_aligned(const char* name, const void* pointer, uintptr_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   MC_REQUIRE(address != 0 && address % bytes == 0,
-             name,
-             " lies at address ",
-             address,
-             "; a grouped product needs one that is set and a multiple of ",
-             bytes);
+             "{} lies at address {}; a grouped product needs one that is set and a multiple of {}",
+             name, address, bytes);
 }
 
 void require_types(const GroupedGemmParams& params) {
@@ -197,14 +186,10 @@ void require_types(const GroupedGemmParams& params) {
 
 void require_valid(const GroupedGemmParams& params) {
   MC_REQUIRE(params.num_experts >= 1 && params.num_experts <= moe::kMaxGroupedExperts,
-             "num_experts is ",
-             params.num_experts,
-             "; one launch takes 1 to ",
+             "num_experts is {}; one launch takes 1 to {}", params.num_experts,
              moe::kMaxGroupedExperts);
   MC_REQUIRE(params.num_rows >= 0 && params.num_rows < kRowLimit,
-             "num_rows is ",
-             params.num_rows,
-             "; it must be at least 0 and below 2^31");
+             "num_rows must be at least 0 and below 2^31, got {}", params.num_rows);
   require_features("out_features", params.out_features);
   require_features("in_features", params.in_features);
   require_types(params);
@@ -240,23 +225,19 @@ Device current_device() {
   return device;
 }
 
-struct PlanRule {
-  bool (*fits)(const moe::GroupedProblem& problem, int major);
-  GroupedPlan plan;
+struct TileRule {
+  int64_t most_rows;  // of an expert, on average
+  GroupedTile tile;
 };
 
-// The first rule that fits decides. Pairs of wide tiles cover 256 rows of an expert: experts with
-// few rows would leave most of them empty.
-constexpr std::array<PlanRule, 3> kPlanRules = {{
-    {[](const moe::GroupedProblem& problem, int major) {
-       return major != 9 || problem.product == GroupedProduct::kWeightGrad;
-     },
-     {GroupedTile::kWide, false}},
-    {[](const moe::GroupedProblem& problem, int) {
-       return problem.num_rows <= 384 * problem.num_experts;
-     },
-     {GroupedTile::kNarrow, false}},
-    {[](const moe::GroupedProblem&, int) { return true; }, {GroupedTile::kWide, false}},
+// Tiles of forward and input-gradient products on Hopper; the first rule that fits decides. A tile
+// covers 64 (narrow), 128 (middle) or 256 (wide, in pairs) rows of an expert, and the wider one
+// reads its operands less often. Not measured: the limits follow from filled rows times the rate at
+// which a tile's operands arrive. A sweep over plans (bench_gpu_grouped_gemm.py) can replace them.
+constexpr std::array<TileRule, 3> kHopperTiles = {{
+    {64, GroupedTile::kNarrow},
+    {640, GroupedTile::kMiddle},
+    {std::numeric_limits<int64_t>::max(), GroupedTile::kWide},
 }};
 
 [[noreturn]] void report_missing(const Device& device) {
@@ -264,12 +245,9 @@ constexpr std::array<PlanRule, 3> kPlanRules = {{
   for (const std::string& arch : grouped_gemm_archs()) {
     built += (built.empty() ? "sm_" : ", sm_") + arch;
   }
-  throw std::runtime_error(base::concat(
-      "no grouped product for a device of compute capability ",
-      device.major,
-      ".",
-      device.minor,
-      ": this build has ",
+  throw std::runtime_error(base::format_text(
+      "no grouped product for a device of compute capability {}.{}: this build has {}",
+      device.major, device.minor,
       built.empty() ? "none, because CUTLASS's headers were missing (set CUTLASS_ROOT and build "
                       "again)"
                     : built));
@@ -303,8 +281,7 @@ size_t arguments_bytes(int64_t num_experts) {
 void launch_set_up(const GroupedGemmParams& params, const Device& device, cudaStream_t stream) {
   SetUp set_up{};
   set_up.problem = problem_of(params);
-  set_up.bases = {reinterpret_cast<uint64_t>(params.a),
-                  reinterpret_cast<uint64_t>(params.b),
+  set_up.bases = {reinterpret_cast<uint64_t>(params.a), reinterpret_cast<uint64_t>(params.b),
                   reinterpret_cast<uint64_t>(params.d)};
   set_up.arguments = moe::grouped_arguments_at(params.workspace, params.num_experts);
   set_up.m_splits = params.m_splits;
@@ -314,11 +291,8 @@ void launch_set_up(const GroupedGemmParams& params, const Device& device, cudaSt
   const bool overwrites = !params.accumulate || params.accumulate_mask != nullptr;
   const bool clears = is_weight_grad(params) ? overwrites : params.clear_tail;
   const int blocks = clears ? 1 + 2 * device.num_processors : 1;
-  launch("the set-up of a grouped product",
-         set_up_kernel,
-         {.blocks = blocks, .threads = kThreads},
-         stream,
-         set_up);
+  launch("the set-up of a grouped product", set_up_kernel, {.blocks = blocks, .threads = kThreads},
+         stream, set_up);
 }
 
 }  // namespace
@@ -344,20 +318,19 @@ size_t grouped_gemm_workspace_bytes(int64_t num_experts) {
 }
 
 GroupedPlan choose_grouped_plan(const moe::GroupedProblem& problem, int major) {
-  for (const PlanRule& rule : kPlanRules) {
-    if (rule.fits(problem, major)) {
-      return rule.plan;
-    }
+  if (major != 9 || problem.product == GroupedProduct::kWeightGrad) {
+    return {GroupedTile::kWide, false};
   }
-  return {GroupedTile::kWide, false};
+  const int64_t rows = problem.num_rows / std::max(problem.num_experts, int64_t{1});
+  const auto* rule = std::ranges::find_if(
+      kHopperTiles, [rows](const TileRule& each) { return rows <= each.most_rows; });
+  return {rule->tile, false};
 }
 
 void grouped_gemm_set_up(const GroupedGemmParams& params, cudaStream_t stream) {
   require_valid(params);
   MC_REQUIRE(params.workspace_bytes >= arguments_bytes(params.num_experts),
-             "the workspace has ",
-             params.workspace_bytes,
-             " bytes; the arguments need ",
+             "the workspace has {} bytes; the arguments need {}", params.workspace_bytes,
              arguments_bytes(params.num_experts));
   launch_set_up(params, current_device(), stream);
 }
@@ -378,11 +351,8 @@ void grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
   const GroupedUnit unit = unit_for(plan.tile, device);
   const size_t needed =
       arguments_bytes(params.num_experts) + unit.scratch_bytes(device.num_processors);
-  MC_REQUIRE(params.workspace_bytes >= needed,
-             "the workspace has ",
-             params.workspace_bytes,
-             " bytes; this product needs ",
-             needed);
+  MC_REQUIRE(params.workspace_bytes >= needed, "the workspace has {} bytes; this product needs {}",
+             params.workspace_bytes, needed);
   launch_set_up(params, device, stream);
   if (params.num_rows == 0) {
     return;

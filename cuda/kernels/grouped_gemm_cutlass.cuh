@@ -143,20 +143,19 @@ struct GroupedKernel {
       return slot->load(std::memory_order_acquire);
     }
     const auto kernel = reinterpret_cast<const void*>(cutlass::device_kernel<Kernel>);
-    check(cudaFuncSetAttribute(
-              kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::SharedStorageSize),
-          "preparing a grouped product that needs ",
-          Kernel::SharedStorageSize,
-          " bytes of shared memory");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               Kernel::SharedStorageSize),
+          "preparing a grouped product that needs {} bytes of shared memory",
+          Kernel::SharedStorageSize);
     // A kernel compiled for a target without this chip's instructions is a stub that prints a line;
     // it needs a third of the registers of any real one.
     cudaFuncAttributes attributes{};
     check(cudaFuncGetAttributes(&attributes, kernel), "looking at a grouped product's kernel");
     if (attributes.numRegs < 48) {
-      throw std::logic_error(
-          base::concat("megacore bug: the kernel of a grouped product is a stub (",
-                       attributes.numRegs,
-                       " registers); it was compiled for the wrong target"));
+      throw std::logic_error(base::format_text(
+          "megacore bug: the kernel of a grouped product is a stub ({} registers); it "
+          "was compiled for the wrong target",
+          attributes.numRegs));
     }
     using Cluster = typename Family::Cluster;
     cudaLaunchAttribute attribute{};
@@ -188,8 +187,8 @@ struct GroupedKernel {
     typename Kernel::Params params = Kernel::to_underlying_arguments(to, launch.scratch);
     const cutlass::Status status = Gemm::run(params, launch.stream);
     if (status != cutlass::Status::kSuccess) {
-      throw std::runtime_error(base::concat("launching a grouped product failed: ",
-                                            cutlass::cutlassGetStatusString(status)));
+      throw std::runtime_error(base::format_text("launching a grouped product failed: {}",
+                                                 cutlass::cutlassGetStatusString(status)));
     }
   }
 };

@@ -27,11 +27,9 @@ void launch(const char* name,
             const Args&... args) {
   const dim3 grid(static_cast<unsigned>(std::min(shape.blocks, kMaxGridBlocks)),
                   static_cast<unsigned>(shape.block_rows));
-  kernel<<<grid,
-           static_cast<unsigned>(shape.threads),
-           static_cast<size_t>(shape.shared_bytes),
+  kernel<<<grid, static_cast<unsigned>(shape.threads), static_cast<size_t>(shape.shared_bytes),
            stream>>>(args...);
-  check(cudaGetLastError(), "launching ", name);
+  check(cudaGetLastError(), "launching {}", name);
 }
 
 inline int64_t divided_up(int64_t amount, int64_t unit) { return (amount + unit - 1) / unit; }

@@ -84,28 +84,18 @@ __global__ void __launch_bounds__(kRowThreads)
 }  // namespace
 
 void sum_of_squares(const SumOfSquaresParams& params, cudaStream_t stream) {
-  MC_REQUIRE(params.numel >= 0, "numel is ", params.numel, "; it must be at least 0");
+  MC_REQUIRE(params.numel >= 0, "numel must be at least 0, got {}", params.numel);
   const int64_t wanted = divided_up(params.numel, kRowThreads * kPack * kPacksPerThread);
   const int64_t blocks = std::clamp(wanted, int64_t{1}, kSumBlocks);
   const bool are_aligned =
       reinterpret_cast<uintptr_t>(params.values) % (kPack * bytes_of(params.type)) == 0;
   with_float_type(params.type, are_aligned, kPack, [&]<typename Float, int>() {
-    launch("sum_of_squares",
-           squares_kernel<Float>,
-           {.blocks = blocks, .threads = kRowThreads},
-           stream,
-           static_cast<const Float*>(params.values),
-           params.numel,
-           are_aligned,
+    launch("sum_of_squares", squares_kernel<Float>, {.blocks = blocks, .threads = kRowThreads},
+           stream, static_cast<const Float*>(params.values), params.numel, are_aligned,
            params.partial_sums);
   });
-  launch("sum_of_squares",
-         total_kernel,
-         {.blocks = 1, .threads = kRowThreads},
-         stream,
-         static_cast<const double*>(params.partial_sums),
-         static_cast<int>(blocks),
-         params.total);
+  launch("sum_of_squares", total_kernel, {.blocks = 1, .threads = kRowThreads}, stream,
+         static_cast<const double*>(params.partial_sums), static_cast<int>(blocks), params.total);
 }
 
 }  // namespace megacore::cuda

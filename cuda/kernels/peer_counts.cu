@@ -78,13 +78,8 @@ void require_shape(const PeerView& peers, const moe::PeerShape& shape) {
   MC_REQUIRE(shape.num_members == peers.layout.num_members && shape.position == peers.position &&
                  shape.num_parts >= 1 && shape.num_experts % shape.num_parts == 0 &&
                  shape.num_experts <= peers.layout.max_experts && shape.num_experts <= kMostExperts,
-             shape.num_experts,
-             " experts in ",
-             shape.num_parts,
-             " parts do not fit memory for ",
-             peers.layout.max_experts,
-             " experts; the kernel knows up to ",
-             kMostExperts);
+             "{} experts in {} parts do not fit memory for {} experts; the kernel knows up to {}",
+             shape.num_experts, shape.num_parts, peers.layout.max_experts, kMostExperts);
 }
 
 }  // namespace
@@ -94,13 +89,8 @@ void peer_send_counts(const PeerView& peers,
                       const int64_t* counts,
                       cudaStream_t stream) {
   require_shape(peers, shape);
-  launch("peer_send_counts",
-         send_counts_kernel,
-         {.blocks = 1, .threads = kRowThreads},
-         stream,
-         peers,
-         shape,
-         counts);
+  launch("peer_send_counts", send_counts_kernel, {.blocks = 1, .threads = kRowThreads}, stream,
+         peers, shape, counts);
 }
 
 void peer_plan(const PeerView& peers,
@@ -108,8 +98,8 @@ void peer_plan(const PeerView& peers,
                const moe::PeerPlan& plan,
                cudaStream_t stream) {
   require_shape(peers, shape);
-  launch(
-      "peer_plan", plan_kernel, {.blocks = 1, .threads = kRowThreads}, stream, peers, shape, plan);
+  launch("peer_plan", plan_kernel, {.blocks = 1, .threads = kRowThreads}, stream, peers, shape,
+         plan);
 }
 
 }  // namespace megacore::cuda

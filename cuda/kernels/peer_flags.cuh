@@ -100,12 +100,8 @@ inline void require_view(const PeerView& peers) {
   const int64_t members = peers.layout.num_members;
   MC_REQUIRE(members >= 1 && members < (int64_t{1} << 16) && peers.position >= 0 &&
                  peers.position < members,
-             "position ",
-             peers.position,
-             " is not among ",
-             members,
-             " members");
-  MC_REQUIRE(peers.timeout_ns > 0, "a wait must have a limit, not ", peers.timeout_ns, " ns");
+             "position {} is not among {} members", peers.position, members);
+  MC_REQUIRE(peers.timeout_ns > 0, "a wait must have a limit, not {} ns", peers.timeout_ns);
 }
 
 }  // namespace megacore::cuda

@@ -11,7 +11,7 @@ namespace {
 // Packs that a thread loads before it uses the first.
 constexpr int kInFlight = 4;
 
-// Blocks of a kernel: each one waits and reports, so there are no more than keep a GPU busy.
+// No more blocks than keep a GPU busy: each one acquires the flags and reports.
 constexpr int64_t kMostBlocks = 1024;
 
 template <typename Float>
@@ -48,6 +48,22 @@ __device__ __forceinline__ Place place_of(int64_t address,
   const auto capacity = static_cast<uint32_t>(copies.capacity);
   return {static_cast<int64_t>(narrow_address / capacity),
           static_cast<int64_t>(narrow_address % capacity)};
+}
+
+// Wait that comes before a kernel which moves rows.
+struct RowWait {
+  bool is_taken;  // else: rows have come
+  PeerFault fault;
+};
+constexpr RowWait kUntilTaken = {true, PeerFault::kStillReads};
+constexpr RowWait kUntilFilled = {false, PeerFault::kNoRows};
+
+// Polls in one block, so that a slow peer does not keep other streams' kernels from the SMs. The
+// blocks of the kernel behind it find the flags set, or the failure.
+__global__ void __launch_bounds__(kRowThreads)
+    wait_kernel(PeerView peers, int64_t slot, RowWait wait) {
+  const uint32_t epoch = epoch_of(peers, slot) - (wait.is_taken ? 1 : 0);
+  wait_for_all(peers, slot, wait.is_taken, epoch, wait.fault);
 }
 
 template <typename Float, int kPack>
@@ -113,8 +129,7 @@ __global__ void __launch_bounds__(kRowThreads) finish_push_kernel(PeerView peers
   for (int64_t row = team.group; row < capacity; row += team.num_groups) {
     const int64_t start = row * to.width;
     for (int64_t i = team.lane; i < vectors; i += lanes) {
-      store_pack(static_cast<Float*>(to.rows) + start,
-                 i,
+      store_pack(static_cast<Float*>(to.rows) + start, i,
                  row < arrived ? load_pack<kPack>(from + start, i) : filled<Float, kPack>(other));
     }
     if (to.probs != nullptr && team.lane == 0) {
@@ -140,8 +155,8 @@ __global__ void __launch_bounds__(kRowThreads) start_pull_kernel(PeerView peers,
     for (int64_t row = team.group; row < num_rows; row += team.num_groups) {
       const int64_t start = row * from.width;
       for (int64_t i = team.lane; i < vectors; i += lanes) {
-        store_pack(
-            to + start, i, load_pack<kPack>(static_cast<const Float*>(from.rows) + start, i));
+        store_pack(to + start, i,
+                   load_pack<kPack>(static_cast<const Float*>(from.rows) + start, i));
       }
       if (from.probs != nullptr && team.lane == 0) {
         probs_of(peers, slot, peers.position)[row] = from.probs[row];
@@ -196,8 +211,8 @@ __global__ void __launch_bounds__(kRowThreads) finish_pull_kernel(
           for (int n = 0; n < kPack; ++n) {
             narrow(sums[u][n], result.values[n]);
           }
-          store_pack(
-              static_cast<Float*>(tokens.rows) + token * tokens.width, start + u * lanes, result);
+          store_pack(static_cast<Float*>(tokens.rows) + token * tokens.width, start + u * lanes,
+                     result);
         }
       }
     }
@@ -222,22 +237,15 @@ __global__ void __launch_bounds__(kRowThreads) finish_pull_kernel(
 void require_rows(const PeerView& peers, int64_t slot, const PeerTensor& rows, int64_t capacity) {
   require_view(peers);
   MC_REQUIRE(peers.layout.num_members * capacity < int64_t{1} << 32,
-             capacity,
-             " rows of ",
-             peers.layout.num_members,
-             " members are more than 32 bits count");
-  MC_REQUIRE(
-      slot >= 0 && slot < moe::kPeerSlots, "slot is ", slot, "; there are ", moe::kPeerSlots);
+             "{} rows of {} members are more than 32 bits count", capacity,
+             peers.layout.num_members);
+  MC_REQUIRE(slot >= 0 && slot < moe::kPeerSlots, "slot is {}; there are {}", slot,
+             moe::kPeerSlots);
   MC_REQUIRE(capacity >= 0 && capacity <= peers.layout.max_capacity && rows.width >= 0 &&
                  rows.width * bytes_of(rows.type) <= peers.layout.max_row_bytes,
-             capacity,
-             " rows of ",
-             rows.width * bytes_of(rows.type),
-             " bytes do not fit memory for ",
-             peers.layout.max_capacity,
-             " rows of ",
-             peers.layout.max_row_bytes,
-             " bytes");
+             "{} rows of {} bytes do not fit memory for {} rows of {} bytes", capacity,
+             rows.width * bytes_of(rows.type), peers.layout.max_capacity,
+             peers.layout.max_row_bytes);
 }
 
 // At least one block: also where there is nothing to move, the others wait for the flag.
@@ -254,12 +262,16 @@ void with_rows(const PeerTensor& rows, const Body& body) {
   });
 }
 
-// What a launch says of the rows of this member's experts.
+// Rows of this member's experts.
 struct ExpertRows {
   const PeerTensor& rows;
   const int64_t* num_arrived;
   int64_t capacity;
 };
+
+void launch_wait(const PeerView& peers, int64_t slot, RowWait wait, cudaStream_t stream) {
+  launch("peer_wait", wait_kernel, {.threads = kRowThreads}, stream, peers, slot, wait);
+}
 
 // `kernel_of` takes a null pointer to a pack and returns the kernel for such packs.
 template <typename KernelOf>
@@ -268,19 +280,14 @@ void launch_tokens_side(const char* name,
                         int64_t slot,
                         const PeerTensor& tokens,
                         const PeerCopies& copies,
+                        RowWait wait,
                         cudaStream_t stream,
                         const KernelOf& kernel_of) {
   require_rows(peers, slot, tokens, copies.capacity);
+  launch_wait(peers, slot, wait, stream);
   with_rows(tokens, [&]<typename Float, int kPack>(int lanes) {
-    launch(name,
-           kernel_of(static_cast<Pack<Float, kPack>*>(nullptr)),
-           blocks_for(copies.num_tokens, lanes),
-           stream,
-           peers,
-           slot,
-           tokens,
-           copies,
-           lanes);
+    launch(name, kernel_of(static_cast<Pack<Float, kPack>*>(nullptr)),
+           blocks_for(copies.num_tokens, lanes), stream, peers, slot, tokens, copies, lanes);
   });
 }
 
@@ -289,20 +296,15 @@ void launch_experts_side(const char* name,
                          const PeerView& peers,
                          int64_t slot,
                          const ExpertRows& own,
+                         RowWait wait,
                          cudaStream_t stream,
                          const KernelOf& kernel_of) {
   require_rows(peers, slot, own.rows, own.capacity);
+  launch_wait(peers, slot, wait, stream);
   with_rows(own.rows, [&]<typename Float, int kPack>(int lanes) {
-    launch(name,
-           kernel_of(static_cast<Pack<Float, kPack>*>(nullptr)),
-           blocks_for(own.capacity, lanes),
-           stream,
-           peers,
-           slot,
-           own.rows,
-           own.num_arrived,
-           own.capacity,
-           lanes);
+    launch(name, kernel_of(static_cast<Pack<Float, kPack>*>(nullptr)),
+           blocks_for(own.capacity, lanes), stream, peers, slot, own.rows, own.num_arrived,
+           own.capacity, lanes);
   });
 }
 
@@ -313,12 +315,7 @@ void peer_start_push(const PeerView& peers,
                      const PeerTensor& tokens,
                      const PeerCopies& copies,
                      cudaStream_t stream) {
-  launch_tokens_side("peer_start_push",
-                     peers,
-                     slot,
-                     tokens,
-                     copies,
-                     stream,
+  launch_tokens_side("peer_start_push", peers, slot, tokens, copies, kUntilTaken, stream,
                      []<typename Float, int kPack>(Pack<Float, kPack>*) {
                        return start_push_kernel<Float, kPack>;
                      });
@@ -330,12 +327,8 @@ void peer_finish_push(const PeerView& peers,
                       const int64_t* num_arrived,
                       int64_t capacity,
                       cudaStream_t stream) {
-  launch_experts_side("peer_finish_push",
-                      peers,
-                      slot,
-                      {rows, num_arrived, capacity},
-                      stream,
-                      []<typename Float, int kPack>(Pack<Float, kPack>*) {
+  launch_experts_side("peer_finish_push", peers, slot, {rows, num_arrived, capacity}, kUntilFilled,
+                      stream, []<typename Float, int kPack>(Pack<Float, kPack>*) {
                         return finish_push_kernel<Float, kPack>;
                       });
 }
@@ -346,12 +339,8 @@ void peer_start_pull(const PeerView& peers,
                      const int64_t* num_arrived,
                      int64_t capacity,
                      cudaStream_t stream) {
-  launch_experts_side("peer_start_pull",
-                      peers,
-                      slot,
-                      {rows, num_arrived, capacity},
-                      stream,
-                      []<typename Float, int kPack>(Pack<Float, kPack>*) {
+  launch_experts_side("peer_start_pull", peers, slot, {rows, num_arrived, capacity}, kUntilTaken,
+                      stream, []<typename Float, int kPack>(Pack<Float, kPack>*) {
                         return start_pull_kernel<Float, kPack>;
                       });
 }
@@ -361,12 +350,7 @@ void peer_finish_pull(const PeerView& peers,
                       const PeerTensor& tokens,
                       const PeerCopies& copies,
                       cudaStream_t stream) {
-  launch_tokens_side("peer_finish_pull",
-                     peers,
-                     slot,
-                     tokens,
-                     copies,
-                     stream,
+  launch_tokens_side("peer_finish_pull", peers, slot, tokens, copies, kUntilFilled, stream,
                      []<typename Float, int kPack>(Pack<Float, kPack>*) {
                        return finish_pull_kernel<Float, kPack>;
                      });

@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kRowThreads) permute_kernel(const Float* __res
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
           if (start + u * lanes < vectors) {
-            store_pack(
-                to, start + u * lanes, weights == nullptr ? packs[u] : scaled(packs[u], factor));
+            store_pack(to, start + u * lanes,
+                       weights == nullptr ? packs[u] : scaled(packs[u], factor));
           }
         }
       }
@@ -199,12 +199,8 @@ void require_sizes(const RowMap& map) {
   MC_REQUIRE(map.num_tokens >= 0 && map.num_choices >= 0 && map.num_rows >= 0 && map.width >= 0,
              "a size is negative");
   MC_REQUIRE(map.num_choices <= kMaxRowElements && map.width <= kMaxRowElements,
-             map.num_choices,
-             " choices of rows with ",
-             map.width,
-             " elements; the kernels take up to ",
-             kMaxRowElements,
-             " of each");
+             "{} choices of rows with {} elements; the kernels take up to {} of each",
+             map.num_choices, map.width, kMaxRowElements);
 }
 
 LaunchShape groups_of(int64_t rows, int lanes) {
@@ -234,28 +230,15 @@ void permute(const PermuteParams& params, cudaStream_t stream) {
     uint8_t* is_written = clear_all ? nullptr : params.is_written;
     if (map.num_tokens > 0 && map.num_choices > 0) {
       const int lanes = lanes_for(map.width / kPack);
-      launch("permute",
-             permute_kernel<Float, kPack>,
-             groups_of(map.num_tokens, lanes),
-             stream,
-             static_cast<const Float*>(params.tokens),
-             params.weights,
-             rows,
-             is_written,
-             map,
+      launch("permute", permute_kernel<Float, kPack>, groups_of(map.num_tokens, lanes), stream,
+             static_cast<const Float*>(params.tokens), params.weights, rows, is_written, map,
              lanes);
     }
     if (!clear_all) {
       LaunchShape shape = groups_of(divided_up(map.num_rows, kWarp), kWarp);
       shape.block_rows = std::min(divided_up(map.width / kPack, kClearedPacks), int64_t{65535});
-      launch("permute",
-             clear_kernel<Float, kPack>,
-             shape,
-             stream,
-             rows,
-             static_cast<const uint8_t*>(is_written),
-             map.num_rows,
-             map.width);
+      launch("permute", clear_kernel<Float, kPack>, shape, stream, rows,
+             static_cast<const uint8_t*>(is_written), map.num_rows, map.width);
     }
   });
 }
@@ -269,15 +252,9 @@ void unpermute(const UnpermuteParams& params, cudaStream_t stream) {
   const bool are_aligned = is_packed(params.tokens) && is_packed(params.rows);
   with_float_type(params.type, are_aligned, map.width, [&]<typename Float, int kPack>() {
     const int lanes = lanes_for(map.width / kPack);
-    launch("unpermute",
-           unpermute_kernel<Float, kPack>,
-           groups_of(map.num_tokens, lanes),
-           stream,
-           static_cast<const Float*>(params.rows),
-           params.weights,
-           static_cast<Float*>(params.tokens),
-           map,
-           lanes);
+    launch("unpermute", unpermute_kernel<Float, kPack>, groups_of(map.num_tokens, lanes), stream,
+           static_cast<const Float*>(params.rows), params.weights,
+           static_cast<Float*>(params.tokens), map, lanes);
   });
 }
 
@@ -289,14 +266,10 @@ void row_dots(const RowDotsParams& params, cudaStream_t stream) {
   }
   const bool are_aligned = is_packed(params.tokens) && is_packed(params.rows);
   with_float_type(params.type, are_aligned, map.width, [&]<typename Float, int kPack>() {
-    launch("row_dots",
-           row_dots_kernel<Float, kPack>,
-           groups_of(map.num_tokens * map.num_choices, kWarp),
-           stream,
-           static_cast<const Float*>(params.tokens),
-           static_cast<const Float*>(params.rows),
-           params.dots,
-           map);
+    launch("row_dots", row_dots_kernel<Float, kPack>,
+           groups_of(map.num_tokens * map.num_choices, kWarp), stream,
+           static_cast<const Float*>(params.tokens), static_cast<const Float*>(params.rows),
+           params.dots, map);
   });
 }
 

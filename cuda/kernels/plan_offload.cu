@@ -71,13 +71,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     plan_kernel(PlanOffloadParams params, int64_t num_runs) {
   extern __shared__ int64_t memory[];
   const int64_t start_ns = nanoseconds();
-  moe::TeamPlanner<DeviceTeam, DeviceWarp>(DeviceTeam{},
-                                           DeviceWarp{},
-                                           params.shape,
-                                           params.spec,
+  moe::TeamPlanner<DeviceTeam, DeviceWarp>(DeviceTeam{}, DeviceWarp{}, params.shape, params.spec,
                                            PlanMemory(memory, params.shape, num_runs),
-                                           params.counts,
-                                           params.plan)
+                                           params.counts, params.plan)
       .run();
   if (threadIdx.x == 0) {
     *params.elapsed_ns = nanoseconds() - start_ns;
@@ -100,10 +96,7 @@ int64_t runs_for(const PlanShape& shape) {
 void require_shape(const PlanShape& shape) {
   MC_REQUIRE(shape.num_ranks >= 1 && shape.num_experts >= shape.num_ranks &&
                  shape.num_experts % shape.num_ranks == 0 && shape.num_experts <= moe::kMaxExperts,
-             shape.num_experts,
-             " experts do not divide over ",
-             shape.num_ranks,
-             " ranks");
+             "{} experts do not divide over {} ranks", shape.num_experts, shape.num_ranks);
 }
 
 }  // namespace
@@ -115,28 +108,14 @@ void plan_offload(const PlanOffloadParams& params, cudaStream_t stream) {
   const int64_t num_runs = runs_for(shape);
   const int64_t bytes = bytes_for(shape, num_runs);
   MC_REQUIRE(bytes <= kMaxSharedBytes,
-             "a plan for ",
-             shape.num_ranks,
-             " ranks, ",
-             shape.num_experts,
-             " experts and ",
-             shape.num_spare_slots,
-             " spare slots takes ",
-             bytes,
-             " bytes; the device planner has ",
-             kMaxSharedBytes,
-             ": plan on the CPU, or with fewer slots");
-  check(cudaFuncSetAttribute(
-            plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-        "asking for ",
-        bytes,
-        " bytes of shared memory");
-  launch("plan_offload",
-         plan_kernel,
-         {.blocks = 1, .threads = kThreads, .shared_bytes = bytes},
-         stream,
-         params,
-         num_runs);
+             "a plan for {} ranks, {} experts and {} spare slots takes {} bytes; the device "
+             "planner has {}: plan on the CPU, or with fewer slots",
+             shape.num_ranks, shape.num_experts, shape.num_spare_slots, bytes, kMaxSharedBytes);
+  check(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(bytes)),
+        "asking for {} bytes of shared memory", bytes);
+  launch("plan_offload", plan_kernel, {.blocks = 1, .threads = kThreads, .shared_bytes = bytes},
+         stream, params, num_runs);
 }
 
 }  // namespace megacore::cuda

@@ -79,36 +79,24 @@ void reroute(const RerouteParams& params, cudaStream_t stream) {
   const PlanShape& shape = params.row.shape;
   MC_REQUIRE(shape.num_ranks >= 1 && shape.num_experts >= shape.num_ranks &&
                  shape.num_experts % shape.num_ranks == 0 && shape.num_spare_slots >= 0,
-             shape.num_experts,
-             " experts do not divide over ",
-             shape.num_ranks,
-             " ranks");
+             "{} experts do not divide over {} ranks", shape.num_experts, shape.num_ranks);
   if (params.numel == 0) {
     return;
   }
   const int64_t words = RerouteParts::words(shape) + 2 * shape.num_slots() + shape.num_experts;
   const int64_t bytes = words * static_cast<int64_t>(sizeof(int64_t));
-  MC_REQUIRE(bytes <= kMaxSharedBytes,
-             shape.num_experts,
-             " experts and ",
-             shape.num_slots(),
-             " slots take ",
-             bytes,
-             " bytes; a block that reroutes has ",
-             kMaxSharedBytes,
-             ": use fewer spare slots");
-  check(cudaFuncSetAttribute(
-            reroute_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-        "asking for ",
-        bytes,
-        " bytes of shared memory");
-  launch("reroute",
-         reroute_kernel,
+  MC_REQUIRE(
+      bytes <= kMaxSharedBytes,
+      "{} experts and {} slots take {} bytes; a block that reroutes has {}: use fewer spare slots",
+      shape.num_experts, shape.num_slots(), bytes, kMaxSharedBytes);
+  check(cudaFuncSetAttribute(reroute_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(bytes)),
+        "asking for {} bytes of shared memory", bytes);
+  launch("reroute", reroute_kernel,
          {.blocks = divided_up(params.numel, kThreads * kCopiesPerThread),
           .threads = kThreads,
           .shared_bytes = bytes},
-         stream,
-         params);
+         stream, params);
 }
 
 }  // namespace megacore::cuda

@@ -78,8 +78,8 @@ struct Team {
 __device__ __forceinline__ Team team_of(int lanes) {
   const int thread = static_cast<int>(threadIdx.x);
   const int groups = kRowThreads / lanes;
-  return {
-      int64_t{blockIdx.x} * groups + thread / lanes, int64_t{gridDim.x} * groups, thread % lanes};
+  return {int64_t{blockIdx.x} * groups + thread / lanes, int64_t{gridDim.x} * groups,
+          thread % lanes};
 }
 
 // ---- host side

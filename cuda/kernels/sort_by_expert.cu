@@ -182,17 +182,12 @@ int64_t sort_workspace_numel(int64_t numel, int64_t num_experts) {
 
 void sort_by_expert(const SortParams& params, cudaStream_t stream) {
   MC_REQUIRE(params.numel >= 0 && params.numel < (int64_t{1} << 31),
-             params.numel,
-             " copies; the kernel sorts fewer than 2^31");
+             "{} copies; the kernel sorts fewer than 2^31", params.numel);
   MC_REQUIRE(params.num_experts >= 1 && params.num_experts <= kMaxSortedExperts,
-             params.num_experts,
-             " experts; the kernel sorts by 1 to ",
-             kMaxSortedExperts);
+             "{} experts; the kernel sorts by 1 to {}", params.num_experts, kMaxSortedExperts);
   if (params.numel == 0) {
-    check(cudaMemsetAsync(params.tokens_per_expert,
-                          0,
-                          static_cast<size_t>(params.num_experts) * sizeof(int64_t),
-                          stream),
+    check(cudaMemsetAsync(params.tokens_per_expert, 0,
+                          static_cast<size_t>(params.num_experts) * sizeof(int64_t), stream),
           "clearing the counts of sort_by_expert");
     return;
   }

@@ -59,10 +59,8 @@ void launch_top_k(const TopKParams& params, cudaStream_t stream) {
       return launch_top_k<2 * kPerLane>(params, stream);
     }
   }
-  launch("top_k",
-         top_k_kernel<kPerLane>,
-         {.blocks = divided_up(params.rows, kRowThreads / kWarp), .threads = kRowThreads},
-         stream,
+  launch("top_k", top_k_kernel<kPerLane>,
+         {.blocks = divided_up(params.rows, kRowThreads / kWarp), .threads = kRowThreads}, stream,
          params);
 }
 
@@ -70,17 +68,10 @@ void launch_top_k(const TopKParams& params, cudaStream_t stream) {
 
 void top_k(const TopKParams& params, cudaStream_t stream) {
   MC_REQUIRE(params.columns >= 1 && params.columns <= kMaxTopKColumns,
-             params.columns,
-             " columns; the kernel takes 1 to ",
-             kMaxTopKColumns);
+             "{} columns; the kernel takes 1 to {}", params.columns, kMaxTopKColumns);
   MC_REQUIRE(params.rows >= 0 && params.k >= 1 && params.k <= params.columns,
-             "k is ",
-             params.k,
-             "; with ",
-             params.columns,
-             " columns it must lie in [1, ",
-             params.columns,
-             "]");
+             "k is {}; with {} columns it must lie in [1, {}]", params.k, params.columns,
+             params.columns);
   if (params.rows > 0) {
     launch_top_k<1>(params, stream);
   }

@@ -86,24 +86,18 @@ void step_range(const AdamWTensors& t, int64_t start, int64_t end, const AdamWSc
 }
 
 void check_step(const AdamWTensors& t, const AdamWOptions& options, int num_threads) {
-  MC_REQUIRE(t.numel >= 0, "numel is ", t.numel, "; it cannot be negative");
+  MC_REQUIRE(t.numel >= 0, "numel is {}; it cannot be negative", t.numel);
   const bool complete =
       t.param != nullptr && t.grad != nullptr && t.exp_avg != nullptr && t.exp_avg_sq != nullptr;
-  MC_REQUIRE(complete || t.numel == 0, "a tensor is missing for ", t.numel, " elements");
-  MC_REQUIRE(num_threads >= 1, "num_threads is ", num_threads, "; it must be at least 1");
+  MC_REQUIRE(complete || t.numel == 0, "a tensor is missing for {} elements", t.numel);
+  MC_REQUIRE(num_threads >= 1, "num_threads must be at least 1, got {}", num_threads);
   MC_REQUIRE(
       options.beta1 >= 0.0 && options.beta1 < 1.0 && options.beta2 >= 0.0 && options.beta2 < 1.0,
-      "betas are ",
-      options.beta1,
-      " and ",
-      options.beta2,
-      "; they must lie in [0, 1)");
+      "betas are {} and {}; they must lie in [0, 1)", options.beta1, options.beta2);
   MC_REQUIRE(options.bias_correction1 > 0.0 && options.bias_correction2 > 0.0,
-             "bias corrections are ",
-             options.bias_correction1,
-             " and ",
-             options.bias_correction2,
-             "; they must be positive (1 - beta^step, with step counted from 1)");
+             "bias corrections are {} and {}; they must be positive (1 - beta^step, with step "
+             "counted from 1)",
+             options.bias_correction1, options.bias_correction2);
 }
 
 }  // namespace

@@ -17,9 +17,8 @@ constexpr int64_t kMaxPosition = int64_t{1} << 60;
 
 int64_t checked_position(int64_t position) {
   MC_REQUIRE(position <= kMaxPosition,
-             "the buffer would end at element ",
-             position,
-             "; at most 2^60 elements fit into one buffer");
+             "the buffer would end at element {}; at most 2^60 elements fit into one buffer",
+             position);
   return position;
 }
 
@@ -31,17 +30,12 @@ int64_t resolve_bucket_alignment(const BucketPlanSpec& spec) {
   }
   const int64_t alignment = *spec.bucket_alignment;
   MC_REQUIRE(alignment >= 1 && alignment % spec.dp_size == 0,
-             "bucket_alignment is ",
-             alignment,
-             "; it must be a positive multiple of dp_size = ",
-             spec.dp_size,
-             ", e.g. ",
-             base::align_up(std::max(alignment, int64_t{1}), spec.dp_size));
+             "bucket_alignment must be a positive multiple of dp_size = {}, e.g. {}, got {}",
+             spec.dp_size, base::align_up(std::max(alignment, int64_t{1}), spec.dp_size),
+             alignment);
   if (spec.pad_for_ring) {
     MC_REQUIRE(alignment <= kMaxPosition / kRingUnit,
-               "bucket_alignment is ",
-               alignment,
-               "; with pad_for_ring it must be at most 2^44");
+               "bucket_alignment is {}; with pad_for_ring it must be at most 2^44", alignment);
     return std::lcm(alignment, kRingUnit);
   }
   return alignment;
@@ -49,34 +43,20 @@ int64_t resolve_bucket_alignment(const BucketPlanSpec& spec) {
 
 void check_spec(const BucketPlanSpec& spec) {
   MC_REQUIRE(spec.dp_size >= 1 && spec.dp_size <= (int64_t{1} << 40),
-             "dp_size is ",
-             spec.dp_size,
-             "; it must be a number of ranks, at least 1");
+             "dp_size must be a number of ranks, at least 1, got {}", spec.dp_size);
   MC_REQUIRE(spec.bucket_numel.value_or(1) >= 1,
-             "bucket_numel is ",
-             spec.bucket_numel.value_or(1),
-             "; a bucket must hold at least 1 element");
+             "bucket_numel is {}; a bucket must hold at least 1 element",
+             spec.bucket_numel.value_or(1));
   MC_REQUIRE(spec.param_alignment >= 1 && spec.param_alignment <= kMaxPosition,
-             "param_alignment is ",
-             spec.param_alignment,
-             "; it must be at least 1");
+             "param_alignment must be at least 1, got {}", spec.param_alignment);
   MC_REQUIRE(spec.bucket_alignment.value_or(1) <= kMaxPosition,
-             "bucket_alignment is ",
-             spec.bucket_alignment.value_or(1),
-             "; it must be at most 2^60");
+             "bucket_alignment must be at most 2^60, got {}", spec.bucket_alignment.value_or(1));
   MC_REQUIRE(spec.shared.empty() || spec.shared.size() == spec.numels.size(),
-             "there are ",
-             spec.shared.size(),
-             " shared flags for ",
-             spec.numels.size(),
-             " parameters; give one flag per parameter, or none");
+             "there are {} shared flags for {} parameters; give one flag per parameter, or none",
+             spec.shared.size(), spec.numels.size());
   for (size_t i = 0; i < spec.numels.size(); ++i) {
-    MC_REQUIRE(spec.numels[i] >= 0,
-               "parameter ",
-               i,
-               " has ",
-               spec.numels[i],
-               " elements; a size cannot be negative");
+    MC_REQUIRE(spec.numels[i] >= 0, "parameter {} has {} elements; a size cannot be negative", i,
+               spec.numels[i]);
   }
 }
 
@@ -98,7 +78,7 @@ class Layout {
 
   void place(int64_t index, int64_t numel) {
     const int64_t start = checked_position(base::align_up(cursor_, plan_.param_alignment));
-    MC_REQUIRE(numel <= kMaxPosition, "parameter ", index, " has ", numel, " elements");
+    MC_REQUIRE(numel <= kMaxPosition, "parameter {} has {} elements", index, numel);
     cursor_ = checked_position(start + numel);
     plan_.param_ranges[static_cast<size_t>(index)] = {start, cursor_};
     open_.param_indices.push_back(index);
@@ -122,8 +102,8 @@ class Layout {
 
 const Range& BufferPlan::param_range(int64_t index) const {
   if (index < 0 || index >= static_cast<int64_t>(param_ranges.size())) {
-    throw std::out_of_range(base::concat(
-        "parameter ", index, " is not in this plan of ", param_ranges.size(), " parameters"));
+    throw std::out_of_range(base::format_text("parameter {} is not in this plan of {} parameters",
+                                              index, param_ranges.size()));
   }
   return param_ranges[static_cast<size_t>(index)];
 }

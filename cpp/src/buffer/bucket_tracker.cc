@@ -10,11 +10,8 @@ namespace megacore::buffer {
 
 BucketTracker::BucketTracker(std::vector<std::vector<int64_t>> buckets, std::vector<bool> waits) {
   MC_REQUIRE(waits.empty() || waits.size() == buckets.size(),
-             "there are ",
-             waits.size(),
-             " flags for ",
-             buckets.size(),
-             " buckets; give one flag per bucket, or none");
+             "there are {} flags for {} buckets; give one flag per bucket, or none", waits.size(),
+             buckets.size());
   size_t num_params = 0;
   for (const auto& bucket : buckets) {
     num_params += bucket.size();
@@ -22,17 +19,12 @@ BucketTracker::BucketTracker(std::vector<std::vector<int64_t>> buckets, std::vec
   params_.resize(num_params);
   std::vector<bool> seen(num_params, false);
   for (size_t b = 0; b < buckets.size(); ++b) {
-    MC_REQUIRE(!buckets[b].empty(), "bucket ", b, " holds no parameter");
+    MC_REQUIRE(!buckets[b].empty(), "bucket {} holds no parameter", b);
     for (const int64_t param : buckets[b]) {
       MC_REQUIRE(param >= 0 && static_cast<size_t>(param) < num_params,
-                 "bucket ",
-                 b,
-                 " holds parameter ",
-                 param,
-                 ", but there are ",
-                 num_params,
-                 " parameters, numbered from 0");
-      MC_REQUIRE(!seen[static_cast<size_t>(param)], "parameter ", param, " is in two buckets");
+                 "bucket {} holds parameter {}, but there are {} parameters, numbered from 0", b,
+                 param, num_params);
+      MC_REQUIRE(!seen[static_cast<size_t>(param)], "parameter {} is in two buckets", param);
       seen[static_cast<size_t>(param)] = true;
       params_[static_cast<size_t>(param)].bucket = b;
     }
@@ -58,13 +50,9 @@ std::vector<int64_t> BucketTracker::mark(int64_t param) {
   Param& state = params_[checked(param)];
   BucketState& bucket = buckets_[state.bucket];
   MC_REQUIRE(!bucket.launched,
-             "parameter ",
-             param,
-             " receives gradient number ",
-             state.count + 1,
-             " of a step, but its bucket was reduced after the ",
-             state.expected,
-             " that earlier steps had");
+             "parameter {} receives gradient number {} of a step, but its bucket was reduced after "
+             "the {} that earlier steps had",
+             param, state.count + 1, state.expected);
   ++state.count;
   if (state.count == state.expected) {
     --bucket.num_incomplete;
@@ -101,8 +89,8 @@ bool BucketTracker::is_launched(int64_t param) const {
 
 size_t BucketTracker::checked(int64_t param) const {
   if (param < 0 || param >= num_params()) {
-    throw std::out_of_range(base::concat(
-        "parameter ", param, " is not in this tracker of ", params_.size(), " parameters"));
+    throw std::out_of_range(base::format_text(
+        "parameter {} is not in this tracker of {} parameters", param, params_.size()));
   }
   return static_cast<size_t>(param);
 }

@@ -26,8 +26,8 @@ void append_pieces(const BufferPlan& plan,
   const auto ends_before_owned = [&](int64_t index) {
     return plan.param_range(index).end <= owned.start;
   };
-  auto param = std::partition_point(
-      place.param_indices.begin(), place.param_indices.end(), ends_before_owned);
+  auto param = std::partition_point(place.param_indices.begin(), place.param_indices.end(),
+                                    ends_before_owned);
   for (; param != place.param_indices.end(); ++param) {
     const Range& range = plan.param_range(*param);
     if (range.start >= owned.end) {
@@ -48,7 +48,7 @@ void append_pieces(const BufferPlan& plan,
 void check_dp_rank(const BufferPlan& plan, int64_t dp_rank) {
   if (dp_rank < 0 || dp_rank >= plan.dp_size) {
     throw std::out_of_range(
-        base::concat("dp_rank ", dp_rank, " is not in [0, ", plan.dp_size, ")"));
+        base::format_text("dp_rank {} is not in [0, {})", dp_rank, plan.dp_size));
   }
 }
 
@@ -58,7 +58,7 @@ Range shard_range(const BufferPlan& plan, int64_t bucket, int64_t dp_rank) {
   check_dp_rank(plan, dp_rank);
   if (bucket < 0 || bucket >= static_cast<int64_t>(plan.buckets.size())) {
     throw std::out_of_range(
-        base::concat("bucket ", bucket, " is not in [0, ", plan.buckets.size(), ")"));
+        base::format_text("bucket {} is not in [0, {})", bucket, plan.buckets.size()));
   }
   const Bucket& place = plan.buckets[static_cast<size_t>(bucket)];
   const int64_t slice = place.numel() / plan.dp_size;
@@ -76,11 +76,7 @@ std::vector<ShardPiece> shard_pieces(const BufferPlan& plan, int64_t dp_rank) {
     local_start += owned.numel();
   }
   MC_INVARIANT(local_start == plan.shard_numel(),
-               "the slices of rank ",
-               dp_rank,
-               " hold ",
-               local_start,
-               " elements, its shard ",
+               "the slices of rank {} hold {} elements, its shard {}", dp_rank, local_start,
                plan.shard_numel());
   return pieces;
 }

@@ -12,8 +12,8 @@
 namespace megacore::graph {
 namespace {
 
-constexpr std::array<Role, kNumRoles> kRoles = {
-    Role::kInput, Role::kOutput, Role::kOutputGrad, Role::kInputGrad, Role::kKept};
+constexpr std::array<Role, kNumRoles> kRoles = {Role::kInput, Role::kOutput, Role::kOutputGrad,
+                                                Role::kInputGrad, Role::kKept};
 
 std::size_t index(Role role) { return static_cast<std::size_t>(role); }
 
@@ -62,19 +62,14 @@ class Planner {
  private:
   void check_spec() {
     const auto num_chunks = static_cast<std::size_t>(plan_.order.num_chunks);
-    MC_REQUIRE(spec_.layers_per_chunk.size() == num_chunks,
-               "layers_per_chunk has ",
-               spec_.layers_per_chunk.size(),
-               " entries, but the order list has ",
-               num_chunks,
-               " chunks; give one per chunk");
+    MC_REQUIRE(
+        spec_.layers_per_chunk.size() == num_chunks,
+        "layers_per_chunk has {} entries, but the order list has {} chunks; give one per chunk",
+        spec_.layers_per_chunk.size(), num_chunks);
     for (std::size_t c = 0; c < num_chunks; ++c) {
       MC_REQUIRE(spec_.layers_per_chunk[c] >= 1,
-                 "chunk ",
-                 c + 1,
-                 " has ",
-                 spec_.layers_per_chunk[c],
-                 " layers to capture; it must have at least 1");
+                 "chunk {} has {} layers to capture; it must have at least 1", c + 1,
+                 spec_.layers_per_chunk[c]);
       first_layer_.push_back(num_layers_);
       for (int64_t l = 0; l < spec_.layers_per_chunk[c]; ++l) {
         chunk_of_.push_back(static_cast<int64_t>(c));
@@ -83,13 +78,8 @@ class Planner {
     }
     for (const auto* signature : {&spec_.input_signature, &spec_.output_signature}) {
       MC_REQUIRE(static_cast<int64_t>(signature->size()) == num_layers_,
-                 "there are ",
-                 signature->size(),
-                 " ",
-                 signature == &spec_.input_signature ? "input" : "output",
-                 " signatures for ",
-                 num_layers_,
-                 " layers; give one per layer");
+                 "there are {} {} signatures for {} layers; give one per layer", signature->size(),
+                 signature == &spec_.input_signature ? "input" : "output", num_layers_);
     }
   }
 
@@ -239,8 +229,8 @@ class Planner {
       std::vector<int64_t> by_end = by_start;
       const auto at = [&lives](int64_t i) { return lives[static_cast<std::size_t>(i)]; };
       std::ranges::sort(by_start, {}, [&at](int64_t i) { return at(i).first; });
-      std::ranges::sort(
-          by_end, {}, [&at](int64_t i) { return std::pair(at(i).last, at(i).first); });
+      std::ranges::sort(by_end, {},
+                        [&at](int64_t i) { return std::pair(at(i).last, at(i).first); });
       std::map<int64_t, std::deque<int64_t>> free;
       auto ended = by_end.begin();
       for (const int64_t i : by_start) {
@@ -276,8 +266,7 @@ class Planner {
             buffers.push_back(-1);
             continue;
           }
-          const std::array<int64_t, 4> name = {static_cast<int64_t>(role),
-                                               is_brief ? -1 : layer,
+          const std::array<int64_t, 4> name = {static_cast<int64_t>(role), is_brief ? -1 : layer,
                                                is_brief ? shared : slot(layer, m),
                                                is_brief ? parity : 0};
           auto [found, is_new] = made.try_emplace(name, 0);
@@ -298,10 +287,8 @@ class Planner {
       const auto [found, is_new] =
           capture_of.try_emplace(name, static_cast<int64_t>(plan_.captures.size()));
       if (is_new) {
-        plan_.captures.push_back({pass.kind,
-                                  pass.layer,
-                                  chunk_of_[static_cast<std::size_t>(pass.layer)],
-                                  own_slot,
+        plan_.captures.push_back({pass.kind, pass.layer,
+                                  chunk_of_[static_cast<std::size_t>(pass.layer)], own_slot,
                                   buffers_of(pass)});
       }
       return found->second;
@@ -345,9 +332,7 @@ class Planner {
           }
           plan_.uses.push_back({role,
                                 buffers_[index(role)][static_cast<std::size_t>(key(layer, m))],
-                                layer,
-                                m,
-                                passes_[static_cast<std::size_t>(tensor.first)].position,
+                                layer, m, passes_[static_cast<std::size_t>(tensor.first)].position,
                                 passes_[static_cast<std::size_t>(tensor.last)].position});
         }
       }
@@ -375,9 +360,7 @@ Reuse reuse_named(std::string_view name) {
     return Reuse::kBuffers;
   }
   MC_REQUIRE(name == "graphs",
-             "reuse \"",
-             name,
-             "\" is unknown; the ways are none, buffers (own graphs) and graphs");
+             "reuse \"{}\" is unknown; the ways are none, buffers (own graphs) and graphs", name);
   return Reuse::kGraphs;
 }
 

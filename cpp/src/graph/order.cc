@@ -59,11 +59,11 @@ class Parser {
         std::isfinite(entry) && twice == std::floor(twice) && std::fmod(std::fabs(twice), 2) == 1;
     const bool is_whole = std::isfinite(entry) && entry == std::floor(entry);
     MC_REQUIRE((is_whole && entry != 0) || (is_half && entry < -1),
-               at(position),
-               " names no step; steps are +c (forward), -c (backward) and -c-0.5 (weight half) of "
-               "chunk c = 1, 2, ...");
+               "{} names no step; steps are +c (forward), -c (backward) and -c-0.5 (weight half) "
+               "of chunk c = 1, 2, ...",
+               at(position));
     const auto chunk = static_cast<int64_t>(std::floor(std::fabs(entry))) - 1;
-    MC_REQUIRE(chunk < kMaxChunks, at(position), " is above the limit of ", kMaxChunks, " chunks");
+    MC_REQUIRE(chunk < kMaxChunks, "{} is above the limit of {} chunks", at(position), kMaxChunks);
     if (static_cast<std::size_t>(chunk) >= counts_.size()) {
       counts_.resize(static_cast<std::size_t>(chunk) + 1);
     }
@@ -72,25 +72,15 @@ class Parser {
       order_.steps.push_back({StepKind::kForward, chunk, counts.forward++});
     } else if (is_half) {
       MC_REQUIRE(counts.weight < counts.backward,
-                 at(position),
-                 " is a weight half without a backward pass of chunk ",
-                 chunk + 1,
-                 " left to complete: ",
-                 counts.backward,
-                 " backward passes and ",
-                 counts.weight,
-                 " halves came before it");
+                 "{} is a weight half without a backward pass of chunk {} left to complete: {} "
+                 "backward passes and {} halves came before it",
+                 at(position), chunk + 1, counts.backward, counts.weight);
       order_.steps.push_back({StepKind::kBackwardWeight, chunk, counts.weight++});
     } else {
       MC_REQUIRE(counts.backward < counts.forward,
-                 at(position),
-                 " is a backward pass without a forward pass of chunk ",
-                 chunk + 1,
-                 " left to undo: ",
-                 counts.forward,
-                 " forward and ",
-                 counts.backward,
-                 " backward passes came before it");
+                 "{} is a backward pass without a forward pass of chunk {} left to undo: {} "
+                 "forward and {} backward passes came before it",
+                 at(position), chunk + 1, counts.forward, counts.backward);
       order_.steps.push_back({StepKind::kBackward, chunk, counts.backward++});
     }
   }
@@ -101,46 +91,24 @@ class Parser {
     for (std::size_t c = 0; c < counts_.size(); ++c) {
       const Counts& counts = counts_[c];
       MC_REQUIRE(counts.forward == order_.num_microbatches && counts.forward > 0,
-                 "chunk ",
-                 c + 1,
-                 " has ",
-                 counts.forward,
-                 " forward passes and chunk 1 has ",
-                 order_.num_microbatches,
-                 "; every chunk runs every microbatch, at least one");
+                 "chunk {} has {} forward passes and chunk 1 has {}; every chunk runs every "
+                 "microbatch, at least one",
+                 c + 1, counts.forward, order_.num_microbatches);
       MC_REQUIRE(counts.backward == counts.forward,
-                 "chunk ",
-                 c + 1,
-                 " has ",
-                 counts.forward,
-                 " forward passes (+",
-                 c + 1,
-                 ") and ",
-                 counts.backward,
-                 " backward passes (-",
-                 c + 1,
-                 "); each forward pass needs one");
-      MC_REQUIRE(counts.weight == 0 || counts.weight == counts.backward,
-                 "chunk ",
-                 c + 1,
-                 " has ",
-                 counts.backward,
-                 " backward passes and ",
-                 counts.weight,
-                 " weight halves (-",
-                 c + 1,
-                 ".5); split all of them or none");
+                 "chunk {} has {} forward passes (+{}) and {} backward passes (-{}); each forward "
+                 "pass needs one",
+                 c + 1, counts.forward, c + 1, counts.backward, c + 1);
+      MC_REQUIRE(
+          counts.weight == 0 || counts.weight == counts.backward,
+          "chunk {} has {} backward passes and {} weight halves (-{}.5); split all of them or none",
+          c + 1, counts.backward, counts.weight, c + 1);
       order_.splits_backward.push_back(counts.weight > 0);
     }
   }
 
   std::string at(std::size_t position) const {
-    return base::concat("order position ",
-                        position,
-                        ": ",
-                        entry_text(entries_[position]),
-                        " in ",
-                        marked(entries_, position));
+    return base::format_text("order position {}: {} in {}", position,
+                             entry_text(entries_[position]), marked(entries_, position));
   }
 
   std::span<const double> entries_;

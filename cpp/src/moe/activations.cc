@@ -152,17 +152,15 @@ template <typename Float>
 }
 
 // Only plain functions can be compiled once per vector width.
-#define MC_ACTIVATION(kind, suffix, Float)                                             \
-  MC_VECTOR_CLONES_V4 void kind##_##suffix(                                            \
-      const Float* __restrict__ x, float prob, Float* __restrict__ y, int64_t width) { \
-    kind##_row(x, prob, y, width);                                                     \
-  }                                                                                    \
-  MC_VECTOR_CLONES_V4 float kind##_backward_##suffix(const Float* __restrict__ grad_y, \
-                                                     const Float* __restrict__ x,      \
-                                                     float prob,                       \
-                                                     Float* __restrict__ grad_x,       \
-                                                     int64_t width) {                  \
-    return kind##_backward_row(grad_y, x, prob, grad_x, width);                        \
+#define MC_ACTIVATION(kind, suffix, Float)                                                        \
+  MC_VECTOR_CLONES_V4 void kind##_##suffix(const Float* __restrict__ x, float prob,               \
+                                           Float* __restrict__ y, int64_t width) {                \
+    kind##_row(x, prob, y, width);                                                                \
+  }                                                                                               \
+  MC_VECTOR_CLONES_V4 float kind##_backward_##suffix(const Float* __restrict__ grad_y,            \
+                                                     const Float* __restrict__ x, float prob,     \
+                                                     Float* __restrict__ grad_x, int64_t width) { \
+    return kind##_backward_row(grad_y, x, prob, grad_x, width);                                   \
   }
 
 MC_ACTIVATION(swiglu, fp32, float)
@@ -178,8 +176,8 @@ void one_row(Activation kind, const uint16_t* x, float prob, uint16_t* y, int64_
 }
 float one_row_backward(
     Activation kind, const float* grad, const float* x, float prob, float* out, int64_t width) {
-  return (kind == Activation::kSwiglu ? swiglu_backward_fp32 : gelu_backward_fp32)(
-      grad, x, prob, out, width);
+  return (kind == Activation::kSwiglu ? swiglu_backward_fp32 : gelu_backward_fp32)(grad, x, prob,
+                                                                                   out, width);
 }
 float one_row_backward(Activation kind,
                        const uint16_t* grad,
@@ -187,8 +185,8 @@ float one_row_backward(Activation kind,
                        float prob,
                        uint16_t* out,
                        int64_t width) {
-  return (kind == Activation::kSwiglu ? swiglu_backward_bf16 : gelu_backward_bf16)(
-      grad, x, prob, out, width);
+  return (kind == Activation::kSwiglu ? swiglu_backward_bf16 : gelu_backward_bf16)(grad, x, prob,
+                                                                                   out, width);
 }
 
 int64_t input_width(Activation kind, const ActivationShape& shape) {
@@ -197,7 +195,7 @@ int64_t input_width(Activation kind, const ActivationShape& shape) {
 
 int64_t grain(const ActivationShape& shape, int num_threads) {
   MC_REQUIRE(shape.rows >= 0 && shape.width >= 0, "a size is negative");
-  MC_REQUIRE(num_threads >= 1, "num_threads is ", num_threads, "; it must be at least 1");
+  MC_REQUIRE(num_threads >= 1, "num_threads must be at least 1, got {}", num_threads);
   return std::max(int64_t{1}, kGrainNumel / std::max(int64_t{1}, shape.width));
 }
 
@@ -233,12 +231,8 @@ void activate_backward(Activation kind,
   const auto run = [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const float prob = probs == nullptr ? 1.0F : probs[row];
-      const float grad_prob = one_row_backward(kind,
-                                               grad_y + row * shape.width,
-                                               x + row * stride,
-                                               prob,
-                                               grad_x + row * stride,
-                                               shape.width);
+      const float grad_prob = one_row_backward(kind, grad_y + row * shape.width, x + row * stride,
+                                               prob, grad_x + row * stride, shape.width);
       if (probs != nullptr) {
         grad_probs[row] = grad_prob;
       }
@@ -247,17 +241,11 @@ void activate_backward(Activation kind,
   parallel_for(shape.rows, grain(shape, num_threads), num_threads, run);
 }
 
-#define MC_INSTANTIATE(Float)                                                       \
-  template void activate<Float>(                                                    \
-      Activation, const Float*, const float*, Float*, const ActivationShape&, int); \
-  template void activate_backward<Float>(Activation,                                \
-                                         const Float*,                              \
-                                         const Float*,                              \
-                                         const float*,                              \
-                                         Float*,                                    \
-                                         float*,                                    \
-                                         const ActivationShape&,                    \
-                                         int);
+#define MC_INSTANTIATE(Float)                                                                  \
+  template void activate<Float>(Activation, const Float*, const float*, Float*,                \
+                                const ActivationShape&, int);                                  \
+  template void activate_backward<Float>(Activation, const Float*, const Float*, const float*, \
+                                         Float*, float*, const ActivationShape&, int);
 MC_INSTANTIATE(float)
 MC_INSTANTIATE(uint16_t)
 

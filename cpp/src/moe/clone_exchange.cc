@@ -27,14 +27,8 @@ void add(std::byte* total, const std::byte* grads, int64_t bytes) {
 CloneExchange::CloneExchange(parallel::HostWindow& window, const CloneLayout& layout)
     : window_(window), layout_(layout) {
   MC_REQUIRE(window.num_parts() >= kWindowParts && window.bytes() >= layout.bytes(window.size()),
-             "the window has ",
-             window.num_parts(),
-             " parts and ",
-             window.bytes(),
-             " bytes; clones need ",
-             kWindowParts,
-             " and ",
-             layout.bytes(window.size()));
+             "the window has {} parts and {} bytes; clones need {} and {}", window.num_parts(),
+             window.bytes(), kWindowParts, layout.bytes(window.size()));
 }
 
 std::byte* CloneExchange::weights(int position, int64_t projection) const {
@@ -46,19 +40,12 @@ std::byte* CloneExchange::grads(int position, int64_t projection) const {
 }
 
 void CloneExchange::check(const CloneTable& table) const {
-  MC_REQUIRE(table.num_ranks == window_.size() && table.position == window_.position() &&
-                 table.num_slots == layout_.num_slots && table.num_experts >= table.num_ranks &&
-                 table.num_experts % table.num_ranks == 0,
-             "a table of ",
-             table.num_ranks,
-             " ranks with ",
-             table.num_slots,
-             " slots and ",
-             table.num_experts,
-             " experts does not fit memory for ",
-             window_.size(),
-             " ranks with ",
-             layout_.num_slots);
+  MC_REQUIRE(
+      table.num_ranks == window_.size() && table.position == window_.position() &&
+          table.num_slots == layout_.num_slots && table.num_experts >= table.num_ranks &&
+          table.num_experts % table.num_ranks == 0,
+      "a table of {} ranks with {} slots and {} experts does not fit memory for {} ranks with {}",
+      table.num_ranks, table.num_slots, table.num_experts, window_.size(), layout_.num_slots);
 }
 
 void CloneExchange::open() {
@@ -80,8 +67,7 @@ void CloneExchange::push(int64_t projection, const std::byte* weights, const Clo
     if (expert >= 0 && bytes > 0) {
       std::memcpy(this->weights(static_cast<int>(index / table.num_slots), projection) +
                       index % table.num_slots * bytes,
-                  weights + expert * bytes,
-                  static_cast<size_t>(bytes));
+                  weights + expert * bytes, static_cast<size_t>(bytes));
     }
   }
   window_.offer(weights_part(projection));
@@ -109,8 +95,7 @@ void CloneExchange::collect(int64_t projection,
   require_projection(projection);
   check(table);
   MC_REQUIRE(dtype == HostDtype::kFloat32 || dtype == HostDtype::kFloat64,
-             "gradients of clones are float32 or float64, not ",
-             parallel::name_of(dtype));
+             "gradients of clones are float32 or float64, not {}", parallel::name_of(dtype));
   window_.wait_until_offered(grads_part(projection));
   const int64_t bytes = layout_.grad_bytes[projection];
   for (int64_t index = 0; index < table.num_ranks * table.num_slots; ++index) {

@@ -161,8 +161,8 @@ template <typename Vector>
         }
       }
       if (count == kGradRows) {
-        add_rows<Vector, kGradRows>(
-            factors, w + n * stride + k, out + k, rows, width, stride, n > 0);
+        add_rows<Vector, kGradRows>(factors, w + n * stride + k, out + k, rows, width, stride,
+                                    n > 0);
       } else {
         add_rows<Vector, 1>(factors, w + n * stride + k, out + k, rows, width, stride, n > 0);
       }
@@ -172,26 +172,16 @@ template <typename Vector>
 }
 
 // One plain function per instruction set, since only functions carry a target.
-#define MC_SKINNY_KERNELS(suffix, Vector, target)                                \
-  target void forward_##suffix(const float* x,                                   \
-                               const float* w,                                   \
-                               float* y,                                         \
-                               int64_t rows,                                     \
-                               int64_t features,                                 \
-                               int64_t depth,                                    \
-                               int64_t y_stride) {                               \
-    forward<Vector>(x, w, y, rows, features, depth, y_stride);                   \
-  }                                                                              \
-  target void input_grad_##suffix(const float* grad,                             \
-                                  const float* w,                                \
-                                  float* out,                                    \
-                                  int64_t rows,                                  \
-                                  int64_t depth,                                 \
-                                  int64_t columns,                               \
-                                  int64_t grad_stride,                           \
-                                  int64_t stride) {                              \
-    input_grad<Vector>(grad, w, out, rows, depth, columns, grad_stride, stride); \
-  }                                                                              \
+#define MC_SKINNY_KERNELS(suffix, Vector, target)                                              \
+  target void forward_##suffix(const float* x, const float* w, float* y, int64_t rows,         \
+                               int64_t features, int64_t depth, int64_t y_stride) {            \
+    forward<Vector>(x, w, y, rows, features, depth, y_stride);                                 \
+  }                                                                                            \
+  target void input_grad_##suffix(const float* grad, const float* w, float* out, int64_t rows, \
+                                  int64_t depth, int64_t columns, int64_t grad_stride,         \
+                                  int64_t stride) {                                            \
+    input_grad<Vector>(grad, w, out, rows, depth, columns, grad_stride, stride);               \
+  }                                                                                            \
   constexpr SkinnyKernels k##suffix = {forward_##suffix, input_grad_##suffix};
 
 MC_SKINNY_KERNELS(Baseline, Float4, )

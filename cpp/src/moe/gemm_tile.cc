@@ -54,22 +54,18 @@ template <typename Vector, int kRows, int kVectors>
 }
 
 // One plain function per height and instruction set, since only functions carry a target.
-#define MC_TILE_FUNCTION(name, Vector, target)                                  \
-  template <int kRows, int kVectors>                                            \
-  target void name(const float* left,                                           \
-                   const float* right,                                          \
-                   int64_t depth,                                               \
-                   float* c,                                                    \
-                   int64_t c_stride,                                            \
-                   bool accumulate) {                                           \
-    tile<Vector, kRows, kVectors>(left, right, depth, c, c_stride, accumulate); \
-  }                                                                             \
-  template <int... kIndices>                                                    \
-  constexpr TileKernels name##_table(std::integer_sequence<int, kIndices...>) { \
-    return {.max_rows = sizeof...(kIndices),                                    \
-            .columns = 2 * sizeof(Vector) / sizeof(float),                      \
-            .whole = {name<kIndices + 1, 2>...},                                \
-            .half = {name<kIndices + 1, 1>...}};                                \
+#define MC_TILE_FUNCTION(name, Vector, target)                                     \
+  template <int kRows, int kVectors>                                               \
+  target void name(const float* left, const float* right, int64_t depth, float* c, \
+                   int64_t c_stride, bool accumulate) {                            \
+    tile<Vector, kRows, kVectors>(left, right, depth, c, c_stride, accumulate);    \
+  }                                                                                \
+  template <int... kIndices>                                                       \
+  constexpr TileKernels name##_table(std::integer_sequence<int, kIndices...>) {    \
+    return {.max_rows = sizeof...(kIndices),                                       \
+            .columns = 2 * sizeof(Vector) / sizeof(float),                         \
+            .whole = {name<kIndices + 1, 2>...},                                   \
+            .half = {name<kIndices + 1, 1>...}};                                   \
   }
 
 MC_TILE_FUNCTION(tile_of_4, Float4, )

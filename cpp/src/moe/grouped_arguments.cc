@@ -15,10 +15,7 @@ void fill_grouped_arguments(const GroupedProblem& problem,
                             const GroupedArguments& arguments) {
   const int64_t num_experts = problem.num_experts;
   MC_REQUIRE(num_experts >= 1 && num_experts <= kMaxGroupedExperts,
-             "num_experts is ",
-             num_experts,
-             "; one launch takes 1 to ",
-             kMaxGroupedExperts);
+             "num_experts is {}; one launch takes 1 to {}", num_experts, kMaxGroupedExperts);
   std::vector<GroupRows> rows;
   int64_t end = rows_before(first_row, problem.num_rows);
   for (int64_t expert = 0; expert < num_experts; ++expert) {
@@ -33,8 +30,8 @@ void fill_grouped_arguments(const GroupedProblem& problem,
       place += goes_first(problem.product, other, count_of(other), expert, count_of(expert));
     }
     const bool accumulates = accumulate_mask == nullptr ? accumulate : accumulate_mask[expert] != 0;
-    write_group(
-        arguments, place, problem, bases, expert, rows[static_cast<size_t>(expert)], accumulates);
+    write_group(arguments, place, problem, bases, expert, rows[static_cast<size_t>(expert)],
+                accumulates);
   }
 }
 

@@ -137,11 +137,8 @@ void forward_task(
   if (task.num_rows <= kSkinnyRows) {
     skinny_kernels().forward(x + task.first_row * s.in_features,
                              weight + task.begin * s.in_features,
-                             y + task.first_row * s.out_features + task.begin,
-                             task.num_rows,
-                             task.end - task.begin,
-                             s.in_features,
-                             s.out_features);
+                             y + task.first_row * s.out_features + task.begin, task.num_rows,
+                             task.end - task.begin, s.in_features, s.out_features);
     return;
   }
   const int64_t last_row = task.first_row + task.num_rows;
@@ -150,23 +147,16 @@ void forward_task(
     for (int64_t k = 0; k < s.in_features; k += kTileDepth) {
       const int64_t depth = std::min(kTileDepth, s.in_features - k);
       for (int64_t at = row; at < row_end; at += kernels.columns) {
-        pack_columns(x + at * s.in_features + k,
-                     s.in_features,
-                     depth,
-                     panel_at(kernels, at, row_end),
-                     b.right.data() + (at - row) * depth);
+        pack_columns(x + at * s.in_features + k, s.in_features, depth,
+                     panel_at(kernels, at, row_end), b.right.data() + (at - row) * depth);
       }
       for (int64_t n = task.begin; n < task.end; n += kernels.max_rows) {
         const int64_t rows = std::min(kernels.max_rows, task.end - n);
         pack_left(weight + n * s.in_features + k, s.in_features, rows, depth, b.left.data());
         for (int64_t at = row; at < row_end; at += kernels.columns) {
           const Panel panel = panel_at(kernels, at, row_end);
-          panel.functions[rows - 1](b.left.data(),
-                                    b.right.data() + (at - row) * depth,
-                                    depth,
-                                    b.tile.data(),
-                                    panel.width,
-                                    false);
+          panel.functions[rows - 1](b.left.data(), b.right.data() + (at - row) * depth, depth,
+                                    b.tile.data(), panel.width, false);
           for (int64_t j = 0; j < panel.used; ++j) {
             float* target = y + (at + j) * s.out_features + n;
             for (int64_t i = 0; i < rows; ++i) {
@@ -189,13 +179,9 @@ void input_grad_task(const Task& task,
   const TileKernels& kernels = tile_kernels();
   const float* weight = w + task.expert * s.out_features * s.in_features;
   if (task.num_rows <= kSkinnyRows) {
-    skinny_kernels().input_grad(grad_y + task.first_row * s.out_features,
-                                weight + task.begin,
-                                grad_x + task.first_row * s.in_features + task.begin,
-                                task.num_rows,
-                                s.out_features,
-                                task.end - task.begin,
-                                s.out_features,
+    skinny_kernels().input_grad(grad_y + task.first_row * s.out_features, weight + task.begin,
+                                grad_x + task.first_row * s.in_features + task.begin, task.num_rows,
+                                s.out_features, task.end - task.begin, s.out_features,
                                 s.in_features);
     return;
   }
@@ -205,24 +191,15 @@ void input_grad_task(const Task& task,
     for (int64_t n = 0; n < s.out_features; n += kTileDepth) {
       const int64_t depth = std::min(kTileDepth, s.out_features - n);
       for (int64_t at = k; at < k_end; at += kernels.columns) {
-        pack_rows(weight + n * s.in_features + at,
-                  s.in_features,
-                  depth,
-                  panel_at(kernels, at, k_end),
-                  b.right.data() + (at - k) * depth);
+        pack_rows(weight + n * s.in_features + at, s.in_features, depth,
+                  panel_at(kernels, at, k_end), b.right.data() + (at - k) * depth);
       }
       for (int64_t row = task.first_row; row < last_row; row += kernels.max_rows) {
         const int64_t rows = std::min(kernels.max_rows, last_row - row);
         pack_left(grad_y + row * s.out_features + n, s.out_features, rows, depth, b.left.data());
         for (int64_t at = k; at < k_end; at += kernels.columns) {
-          multiply_into(b,
-                        b.right.data() + (at - k) * depth,
-                        panel_at(kernels, at, k_end),
-                        rows,
-                        depth,
-                        grad_x + row * s.in_features + at,
-                        s.in_features,
-                        n > 0,
+          multiply_into(b, b.right.data() + (at - k) * depth, panel_at(kernels, at, k_end), rows,
+                        depth, grad_x + row * s.in_features + at, s.in_features, n > 0,
                         b.tile.data());
         }
       }
@@ -245,26 +222,17 @@ void weight_grad_task(const Task& task,
       const int64_t depth = std::min(kTileDepth, task.num_rows - done);
       const int64_t row = task.first_row + done;
       for (int64_t at = k; at < k_end; at += kernels.columns) {
-        pack_rows(x + row * s.in_features + at,
-                  s.in_features,
-                  depth,
-                  panel_at(kernels, at, k_end),
+        pack_rows(x + row * s.in_features + at, s.in_features, depth, panel_at(kernels, at, k_end),
                   b.right.data() + (at - k) * depth);
       }
       for (int64_t n = task.begin; n < task.end; n += kernels.max_rows) {
         const int64_t rows = std::min(kernels.max_rows, task.end - n);
-        pack_left_transposed(
-            grad_y + row * s.out_features + n, s.out_features, rows, depth, b.left.data());
+        pack_left_transposed(grad_y + row * s.out_features + n, s.out_features, rows, depth,
+                             b.left.data());
         for (int64_t at = k; at < k_end; at += kernels.columns) {
-          multiply_into(b,
-                        b.right.data() + (at - k) * depth,
-                        panel_at(kernels, at, k_end),
-                        rows,
-                        depth,
-                        weight + n * s.in_features + at,
-                        s.in_features,
-                        accumulate || done > 0,
-                        b.tile.data());
+          multiply_into(b, b.right.data() + (at - k) * depth, panel_at(kernels, at, k_end), rows,
+                        depth, weight + n * s.in_features + at, s.in_features,
+                        accumulate || done > 0, b.tile.data());
         }
       }
     }
@@ -274,21 +242,13 @@ void weight_grad_task(const Task& task,
 int64_t check(const int64_t* m_splits, const GroupedShape& s, int num_threads) {
   MC_REQUIRE(s.num_rows >= 0 && s.num_experts >= 0 && s.out_features >= 0 && s.in_features >= 0,
              "a size is negative");
-  MC_REQUIRE(num_threads >= 1, "num_threads is ", num_threads, "; it must be at least 1");
+  MC_REQUIRE(num_threads >= 1, "num_threads must be at least 1, got {}", num_threads);
   int64_t total = 0;
   for (int64_t e = 0; e < s.num_experts; ++e) {
     MC_REQUIRE(m_splits[e] >= 0 && m_splits[e] <= s.num_rows - total,
-               "m_splits[",
-               e,
-               "] is ",
-               m_splits[e],
-               "; with ",
-               s.num_rows,
-               " rows, of which the experts before have ",
-               total,
-               ", it must lie in [0, ",
-               s.num_rows - total,
-               "]");
+               "m_splits[{}] is {}; with {} rows, of which the experts before have {}, it must lie "
+               "in [0, {}]",
+               e, m_splits[e], s.num_rows, total, s.num_rows - total);
     total += m_splits[e];
   }
   return total;
@@ -370,8 +330,7 @@ void grouped_gemm(const float* x,
   }
   const int64_t granule = tile_kernels().max_rows * 4;
   run_tasks(
-      make_tasks(m_splits, total, shape.num_experts, shape.out_features, granule, threads),
-      threads,
+      make_tasks(m_splits, total, shape.num_experts, shape.out_features, granule, threads), threads,
       [&](const Task& task, Scratch& scratch) { forward_task(task, x, w, y, shape, scratch); });
 }
 
@@ -384,15 +343,14 @@ void grouped_gemm_input_grad(const float* grad_y,
   const int64_t total = check(m_splits, shape, num_threads);
   const int threads = useful_threads(total, shape, num_threads);
   const int64_t written = shape.out_features > 0 ? total : 0;
-  std::fill(
-      grad_x + written * shape.in_features, grad_x + shape.num_rows * shape.in_features, 0.0F);
+  std::fill(grad_x + written * shape.in_features, grad_x + shape.num_rows * shape.in_features,
+            0.0F);
   if (written == 0) {
     return;
   }
   const int64_t granule = tile_kernels().columns * 2;
   run_tasks(make_tasks(m_splits, total, shape.num_experts, shape.in_features, granule, threads),
-            threads,
-            [&](const Task& task, Scratch& scratch) {
+            threads, [&](const Task& task, Scratch& scratch) {
               input_grad_task(task, grad_y, w, grad_x, shape, scratch);
             });
 }
@@ -414,8 +372,7 @@ void grouped_gemm_weight_grad(const float* grad_y,
   }
   const int64_t granule = tile_kernels().max_rows * 4;
   run_tasks(make_tasks(m_splits, total, shape.num_experts, shape.out_features, granule, threads),
-            threads,
-            [&](const Task& task, Scratch& scratch) {
+            threads, [&](const Task& task, Scratch& scratch) {
               weight_grad_task(task, grad_y, x, grad_w, shape, accumulate, scratch);
             });
 }

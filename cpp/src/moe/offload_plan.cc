@@ -21,13 +21,8 @@ struct PlannerCall {
 // Everything is inlined here, because only then are its loops compiled once per vector width.
 MC_VECTOR_CLONES_V4 __attribute__((flatten)) void plan_by_one_thread(const PlannerCall& call) {
   const SoloTeam solo;
-  TeamPlanner<SoloTeam, SoloTeam>(solo,
-                                  solo,
-                                  call.shape,
-                                  call.spec,
-                                  PlanMemory(call.memory, call.shape, 1),
-                                  call.counts,
-                                  call.plan)
+  TeamPlanner<SoloTeam, SoloTeam>(solo, solo, call.shape, call.spec,
+                                  PlanMemory(call.memory, call.shape, 1), call.counts, call.plan)
       .plan();
 }
 
@@ -70,10 +65,7 @@ OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec) {
   plan.bound_holds = summary.bound_holds != 0;
   MC_INVARIANT(
       plan.bound_holds || !spec.is_balanced() || spec.num_spare_slots < shape.experts_per_rank(),
-      "the plan leaves a rank with ",
-      plan.max_load,
-      " tokens, above the guaranteed ",
-      plan.bound);
+      "the plan leaves a rank with {} tokens, above the guaranteed {}", plan.max_load, plan.bound);
   return plan;
 }
 

@@ -99,7 +99,7 @@ void with_type(HostDtype dtype, const Body& body) {
     case HostDtype::kFloat16:
       return body(Float16{});
     default:
-      MC_REQUIRE(false, "rows of ", parallel::name_of(dtype), " cannot be added up here");
+      MC_REQUIRE(false, "rows of {} cannot be added up here", parallel::name_of(dtype));
   }
 }
 
@@ -109,19 +109,10 @@ PeerExchange::PeerExchange(parallel::HostWindow& window, const PeerLayout& layou
     : window_(window), layout_(layout) {
   MC_REQUIRE(window.num_parts() == kWindowParts && window.bytes() >= layout.bytes() &&
                  window.size() == layout.num_members,
-             "a window of ",
-             window.num_parts(),
-             " parts, ",
-             window.bytes(),
-             " bytes and ",
-             window.size(),
-             " members does not fit an exchange of ",
-             layout.num_members,
-             " members, which needs ",
-             kWindowParts,
-             " parts and ",
-             layout.bytes(),
-             " bytes");
+             "a window of {} parts, {} bytes and {} members does not fit an exchange of {} "
+             "members, which needs {} parts and {} bytes",
+             window.num_parts(), window.bytes(), window.size(), layout.num_members, kWindowParts,
+             layout.bytes());
 }
 
 int64_t* PeerExchange::messages(int64_t member) const {
@@ -138,17 +129,11 @@ float* PeerExchange::probs(int64_t slot, int64_t member) const {
 }
 
 void PeerExchange::check_slot(int64_t slot, const PeerRows& rows, int64_t num_rows) const {
-  MC_REQUIRE(slot >= 0 && slot < kPeerSlots, "slot is ", slot, "; there are ", kPeerSlots);
+  MC_REQUIRE(slot >= 0 && slot < kPeerSlots, "slot is {}; there are {}", slot, kPeerSlots);
   MC_REQUIRE(rows.width >= 0 && num_rows >= 0 && num_rows <= layout_.max_capacity &&
                  rows.row_bytes() <= layout_.max_row_bytes,
-             num_rows,
-             " rows of ",
-             rows.row_bytes(),
-             " bytes do not fit buffers of ",
-             layout_.max_capacity,
-             " rows of ",
-             layout_.max_row_bytes,
-             " bytes");
+             "{} rows of {} bytes do not fit buffers of {} rows of {} bytes", num_rows,
+             rows.row_bytes(), layout_.max_capacity, layout_.max_row_bytes);
 }
 
 void PeerExchange::check_map(const PeerMap& map) const {
@@ -157,27 +142,17 @@ void PeerExchange::check_map(const PeerMap& map) const {
   const int64_t end = layout_.num_members * map.capacity;
   for (int64_t i = 0; i < map.num_tokens * map.num_choices * map.repeats; ++i) {
     MC_REQUIRE(map.rows[i] >= -1 && map.rows[i] < end,
-               "row ",
-               map.rows[i],
-               " of copy ",
-               i,
-               " is not among the ",
-               end,
-               " rows of all members; use -1 for a copy that is not sent");
+               "row {} of copy {} is not among the {} rows of all members; use -1 for a copy that "
+               "is not sent",
+               map.rows[i], i, end);
   }
 }
 
 void PeerExchange::send_counts(const int64_t* counts, const PeerShape& shape) {
   MC_REQUIRE(shape.num_experts <= layout_.max_experts && shape.num_members == window_.size() &&
                  shape.num_parts >= 1 && shape.num_experts % shape.num_parts == 0,
-             shape.num_experts,
-             " experts in ",
-             shape.num_parts,
-             " parts do not fit an exchange made for ",
-             layout_.max_experts,
-             " experts and ",
-             window_.size(),
-             " members");
+             "{} experts in {} parts do not fit an exchange made for {} experts and {} members",
+             shape.num_experts, shape.num_parts, layout_.max_experts, window_.size());
   window_.wait_until_taken(kMessageFlags);
   const int64_t numel = shape.message_numel();
   for (int64_t member = 0; member < shape.num_members; ++member) {
@@ -204,15 +179,10 @@ void PeerExchange::plan(const PeerShape& shape, const PeerPlan& plan) {
   }
   window_.take(kMessageFlags);
   MC_REQUIRE(other < 0,
-             "rank ",
-             window_.ranks()[static_cast<size_t>(std::max(other, int64_t{0}))],
-             " keeps ",
-             capacity,
-             " rows for its experts, but rank ",
-             window_.ranks()[static_cast<size_t>(shape.position)],
-             " ",
-             shape.capacity,
-             "; all need equally many tokens and one budget");
+             "rank {} keeps {} rows for its experts, but rank {} {}; all need equally many tokens "
+             "and one budget",
+             window_.ranks()[static_cast<size_t>(std::max(other, int64_t{0}))], capacity,
+             window_.ranks()[static_cast<size_t>(shape.position)], shape.capacity);
 }
 
 void PeerExchange::start_push(int64_t slot, const PeerRows& tokens, const PeerMap& map) {
@@ -226,8 +196,8 @@ void PeerExchange::start_push(int64_t slot, const PeerRows& tokens, const PeerMa
       continue;
     }
     const Place place = place_of(map.rows[i], map.capacity);
-    copy_bytes(
-        rows(slot, place.member) + place.row * bytes, tokens.rows + i / copies * bytes, bytes);
+    copy_bytes(rows(slot, place.member) + place.row * bytes, tokens.rows + i / copies * bytes,
+               bytes);
     if (tokens.probs != nullptr) {
       probs(slot, place.member)[place.row] = tokens.probs[i / map.repeats];
     }
@@ -240,10 +210,8 @@ void PeerExchange::finish_push(int64_t slot,
                                int64_t num_arrived,
                                int64_t capacity) {
   check_slot(slot, to, capacity);
-  MC_REQUIRE(num_arrived >= 0 && num_arrived <= capacity,
-             num_arrived,
-             " rows arrive in a buffer of ",
-             capacity);
+  MC_REQUIRE(num_arrived >= 0 && num_arrived <= capacity, "{} rows arrive in a buffer of {}",
+             num_arrived, capacity);
   window_.wait_until_offered(slot);
   const int64_t me = window_.position();
   const int64_t bytes = to.row_bytes();

@@ -96,18 +96,12 @@ MC_VECTOR_CLONES float dot(const uint16_t* a, const uint16_t* b, int64_t width) 
 void check_map(const RowMap& map, int64_t width, int num_threads) {
   MC_REQUIRE(map.num_tokens >= 0 && map.num_choices >= 0 && map.num_rows >= 0 && width >= 0,
              "a size is negative");
-  MC_REQUIRE(num_threads >= 1, "num_threads is ", num_threads, "; it must be at least 1");
+  MC_REQUIRE(num_threads >= 1, "num_threads must be at least 1, got {}", num_threads);
   for (int64_t i = 0; i < map.num_tokens * map.num_choices; ++i) {
     MC_REQUIRE(map.rows[i] >= -1 && map.rows[i] < map.num_rows,
-               "row ",
-               map.rows[i],
-               " of copy ",
-               i % map.num_choices,
-               " of token ",
-               i / map.num_choices,
-               " is not among the ",
-               map.num_rows,
-               " rows; use -1 for a copy that does not exist");
+               "row {} of copy {} of token {} is not among the {} rows; use -1 for a copy that "
+               "does not exist",
+               map.rows[i], i % map.num_choices, i / map.num_choices, map.num_rows);
   }
 }
 
@@ -152,13 +146,8 @@ void sort_by_expert(const int64_t* expert_of,
   std::fill_n(tokens_per_expert, num_experts, int64_t{0});
   for (int64_t i = 0; i < numel; ++i) {
     MC_REQUIRE(expert_of[i] >= -1 && expert_of[i] < num_experts,
-               "copy ",
-               i,
-               " is for expert ",
-               expert_of[i],
-               "; there are ",
-               num_experts,
-               " (use -1 for a copy that does not exist)");
+               "copy {} is for expert {}; there are {} (use -1 for a copy that does not exist)", i,
+               expert_of[i], num_experts);
     if (expert_of[i] >= 0) {
       ++tokens_per_expert[expert_of[i]];
     }
@@ -180,15 +169,9 @@ void top_k(const float* scores,
            int64_t k,
            int64_t* chosen,
            int num_threads) {
-  MC_REQUIRE(k >= 1 && k <= columns,
-             "k is ",
-             k,
-             "; with ",
-             columns,
-             " columns it must lie in [1, ",
-             columns,
-             "]");
-  MC_REQUIRE(num_threads >= 1, "num_threads is ", num_threads, "; it must be at least 1");
+  MC_REQUIRE(k >= 1 && k <= columns, "k is {}; with {} columns it must lie in [1, {}]", k, columns,
+             columns);
+  MC_REQUIRE(num_threads >= 1, "num_threads must be at least 1, got {}", num_threads);
   const auto run = [&](int64_t begin, int64_t end) {
     std::vector<uint32_t> best(static_cast<size_t>(k));
     for (int64_t row = begin; row < end; ++row) {

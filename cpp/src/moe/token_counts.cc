@@ -10,26 +10,21 @@ namespace {
 
 std::string nearest_multiples(int64_t value, int64_t unit) {
   const int64_t below = value / unit * unit;
-  return below == 0 ? base::concat(unit) : base::concat(below, " or ", below + unit);
+  return below == 0 ? base::format_text("{}", unit)
+                    : base::format_text("{} or {}", below, below + unit);
 }
 
 void require_shape(const TokenCounts& counts) {
   MC_REQUIRE(counts.num_ranks >= 1 && counts.num_experts >= 1,
-             "the counts have shape (",
-             counts.num_ranks,
-             ", ",
-             counts.num_experts,
-             "), ranks x experts; both must be at least 1");
-  MC_REQUIRE(counts.num_experts % counts.num_ranks == 0,
-             counts.num_experts,
-             " experts do not divide over ",
-             counts.num_ranks,
-             " ranks; the nearest numbers of experts that do are ",
-             nearest_multiples(counts.num_experts, counts.num_ranks));
-  MC_REQUIRE(counts.num_experts <= kMaxExperts,
-             counts.num_experts,
-             " experts; the planner takes at most ",
-             kMaxExperts);
+             "the counts have shape ({}, {}), ranks x experts; both must be at least 1",
+             counts.num_ranks, counts.num_experts);
+  MC_REQUIRE(
+      counts.num_experts % counts.num_ranks == 0,
+      "{} experts do not divide over {} ranks; the nearest numbers of experts that do are {}",
+      counts.num_experts, counts.num_ranks,
+      nearest_multiples(counts.num_experts, counts.num_ranks));
+  MC_REQUIRE(counts.num_experts <= kMaxExperts, "{} experts; the planner takes at most {}",
+             counts.num_experts, kMaxExperts);
 }
 
 [[noreturn]] void report_negative(const TokenCounts& counts) {
@@ -37,20 +32,15 @@ void require_shape(const TokenCounts& counts) {
   const int64_t* found =
       std::find_if(counts.tokens, counts.tokens + size, [](int64_t count) { return count < 0; });
   const int64_t index = found - counts.tokens;
-  throw std::invalid_argument(base::concat("the count of rank ",
-                                           index / counts.num_experts,
-                                           " for expert ",
-                                           index % counts.num_experts,
-                                           " is ",
-                                           *found,
-                                           "; a number of tokens is at least 0"));
+  throw std::invalid_argument(base::format_text(
+      "the count of rank {} for expert {} is {}; a number of tokens is at least 0",
+      index / counts.num_experts, index % counts.num_experts, *found));
 }
 
 void require_within_limit(int64_t tokens) {
   MC_REQUIRE(tokens <= kMaxTokensPerExpert,
-             "an expert has more than ",
-             kMaxTokensPerExpert,
-             " tokens, which is the most that the planner takes");
+             "an expert has more than {} tokens, which is the most that the planner takes",
+             kMaxTokensPerExpert);
 }
 
 }  // namespace

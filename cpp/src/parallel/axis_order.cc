@@ -10,7 +10,7 @@
 namespace megacore::parallel {
 namespace {
 
-using base::concat;
+using base::format_text;
 
 template <typename Names>
 std::string join(const Names& names, std::string_view separator) {
@@ -66,22 +66,10 @@ std::vector<std::string> split(std::string_view text, std::string_view what) {
   }
   const std::string fixed = pieces.empty() ? std::string(kDefaultOrder) : join(pieces, "-");
   const bool has_empty = std::ranges::find(all, std::string()) != all.end();
-  MC_REQUIRE(!has_empty,
-             what,
-             " \"",
-             text,
-             "\" has an empty piece; join axes by single dashes, as in \"",
-             fixed,
-             "\"");
-  MC_REQUIRE(repeated.empty(),
-             what,
-             " \"",
-             text,
-             "\" names axis ",
-             repeated,
-             " twice; name each axis once, as in \"",
-             fixed,
-             "\"");
+  MC_REQUIRE(!has_empty, "{} \"{}\" has an empty piece; join axes by single dashes, as in \"{}\"",
+             what, text, fixed);
+  MC_REQUIRE(repeated.empty(), "{} \"{}\" names axis {} twice; name each axis once, as in \"{}\"",
+             what, text, repeated, fixed);
   return pieces;
 }
 
@@ -93,15 +81,8 @@ void require_known(std::string_view axis,
     return;
   }
   const std::optional<std::string> hint = meant(axis, axes);
-  MC_REQUIRE(false,
-             what,
-             " \"",
-             text,
-             "\" has an unknown axis \"",
-             axis,
-             "\"; the axes are ",
-             join(axes, ", "),
-             hint ? concat("; did you mean \"", *hint, "\"?") : std::string());
+  MC_REQUIRE(false, "{} \"{}\" has an unknown axis \"{}\"; the axes are {}{}", what, text, axis,
+             join(axes, ", "), hint ? format_text("; did you mean \"{}\"?", *hint) : std::string());
 }
 
 // The name under which an order places `axis`: the expert axes stand where the dense ones do.
@@ -140,12 +121,8 @@ std::vector<std::string> parse_token(std::string_view token, std::span<const Axi
   std::vector<std::string> sorted = pieces;
   std::ranges::sort(sorted);
   const auto twice = std::ranges::adjacent_find(sorted);
-  MC_REQUIRE(twice == sorted.end(),
-             "token \"",
-             token,
-             "\" names axis ",
-             *twice,
-             " twice, once by its dense name");
+  MC_REQUIRE(twice == sorted.end(), "token \"{}\" names axis {} twice, once by its dense name",
+             token, *twice);
   return pieces;
 }
 
@@ -155,21 +132,8 @@ std::vector<AxisSize> arrange(std::span<const AxisSize> sizes, std::string_view 
     const std::string place = place_of(entry.axis);
     const bool named = std::ranges::find(places, place) != places.end();
     MC_REQUIRE(named || entry.size == 1,
-               "order \"",
-               order,
-               "\" lacks ",
-               place,
-               ", but ",
-               entry.axis,
-               " has size ",
-               entry.size,
-               "; add it, as in \"",
-               order,
-               "-",
-               place,
-               "\", or set ",
-               entry.axis,
-               " to 1");
+               "order \"{}\" lacks {}, but {} has size {}; add it, as in \"{}-{}\", or set {} to 1",
+               order, place, entry.axis, entry.size, order, place, entry.axis);
   }
   std::vector<AxisSize> layout;
   for (const std::string& place : places) {
@@ -198,9 +162,9 @@ int64_t product(std::span<const AxisSize> factors) {
 std::string product_text(std::span<const AxisSize> factors) {
   std::vector<std::string> parts;
   for (const AxisSize& factor : factors) {
-    parts.push_back(concat(factor.axis, " ", factor.size));
+    parts.push_back(format_text("{} {}", factor.axis, factor.size));
   }
-  return concat(join(parts, " x "), " = ", product(factors));
+  return format_text("{} = {}", join(parts, " x "), product(factors));
 }
 
 }  // namespace megacore::parallel

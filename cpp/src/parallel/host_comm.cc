@@ -53,9 +53,8 @@ class HostComm::Use {
  public:
   explicit Use(HostComm& comm) : comm_(comm) {
     MC_REQUIRE(getpid() == comm.owner_pid_,
-               "this communicator belongs to process ",
-               comm.owner_pid_,
-               "; it cannot be used after a fork");
+               "this communicator belongs to process {}; it cannot be used after a fork",
+               comm.owner_pid_);
     MC_REQUIRE(!comm.in_use_.exchange(true),
                "another thread is in a call of this communicator; make one call at a time");
   }
@@ -76,29 +75,15 @@ HostComm::HostComm(HostSegment segment, HostCommConfig config)
     : segment_(std::move(segment)), config_(std::move(config)), owner_pid_(getpid()) {
   const auto num_members = static_cast<int64_t>(config_.ranks.size());
   MC_REQUIRE(config_.position >= 0 && config_.position < num_members,
-             "position is ",
-             config_.position,
-             "; it must be in [0, ",
-             num_members,
-             ")");
+             "position must be in [0, {}), got {}", num_members, config_.position);
   const int64_t least = kLineBytes * num_members;
   MC_REQUIRE(config_.slot_bytes >= least && config_.slot_bytes % kLineBytes == 0,
-             "slot_bytes is ",
-             config_.slot_bytes,
-             "; it must be a multiple of ",
-             kLineBytes,
-             ", at least ",
-             least,
-             " for ",
-             num_members,
-             " members");
-  MC_REQUIRE(config_.timeout_s > 0.0, "timeout_s is ", config_.timeout_s, "; it must be positive");
+             "slot_bytes must be a multiple of {}, at least {} for {} members, got {}", kLineBytes,
+             least, num_members, config_.slot_bytes);
+  MC_REQUIRE(config_.timeout_s > 0.0, "timeout_s must be positive, got {}", config_.timeout_s);
   const int64_t needed = segment_bytes(num_members, config_.slot_bytes);
-  MC_REQUIRE(segment_.bytes() >= needed,
-             "the segment has ",
-             segment_.bytes(),
-             " bytes; the group needs ",
-             needed);
+  MC_REQUIRE(segment_.bytes() >= needed, "the segment has {} bytes; the group needs {}",
+             segment_.bytes(), needed);
   slots_ = segment_.data() + HostMeeting::front_bytes(num_members);
   meeting_ = std::make_unique<HostMeeting>(segment_.data(), config_);
 }
@@ -124,10 +109,9 @@ std::byte* HostComm::slot(int position) const {
 }
 
 void HostComm::check_call(int64_t numel, HostDtype dtype, HostReduction reduction) const {
-  MC_REQUIRE(numel >= 0, "numel is ", numel, "; it cannot be negative");
+  MC_REQUIRE(numel >= 0, "numel is {}; it cannot be negative", numel);
   MC_REQUIRE(reduction != HostReduction::kAvg || is_floating_point(dtype),
-             "avg needs a floating point type, not ",
-             name_of(dtype));
+             "avg needs a floating point type, not {}", name_of(dtype));
 }
 
 void HostComm::barrier() {
@@ -191,11 +175,8 @@ void HostComm::reduce_piece(std::byte* data,
 
 void HostComm::reduce_scatter(const ReduceScatter& task) {
   check_call(task.numel, task.dtype, task.reduction);
-  MC_REQUIRE(can_reduce(task.dtype, task.output_dtype),
-             "a reduction of ",
-             name_of(task.dtype),
-             " cannot be written as ",
-             name_of(task.output_dtype));
+  MC_REQUIRE(can_reduce(task.dtype, task.output_dtype), "a reduction of {} cannot be written as {}",
+             name_of(task.dtype), name_of(task.output_dtype));
   const Use use(*this);
   const int64_t slice_bytes = task.numel * bytes_of(task.dtype);
   const int64_t output_bytes = task.numel * bytes_of(task.output_dtype);
@@ -276,8 +257,7 @@ void HostComm::all_gather(std::byte* output,
 
 void HostComm::broadcast(std::byte* data, int64_t numel, HostDtype dtype, int source) {
   check_call(numel, dtype, HostReduction::kSum);
-  MC_REQUIRE(
-      source >= 0 && source < size(), "source is ", source, "; it must be in [0, ", size(), ")");
+  MC_REQUIRE(source >= 0 && source < size(), "source must be in [0, {}), got {}", size(), source);
   const Use use(*this);
   const HostCall call = {
       .op = HostOp::kBroadcast, .dtype = dtype, .source = source, .numel = numel};
@@ -307,10 +287,8 @@ std::unique_ptr<HostWindow> HostComm::make_window(int64_t bytes, int64_t num_par
   };
   const Place mine = {owner_pid_, own ? own->file() : -1};
   std::vector<Place> places(config_.ranks.size());
-  all_gather(reinterpret_cast<std::byte*>(places.data()),
-             reinterpret_cast<const std::byte*>(&mine),
-             2,
-             HostDtype::kInt64);
+  all_gather(reinterpret_cast<std::byte*>(places.data()), reinterpret_cast<const std::byte*>(&mine),
+             2, HostDtype::kInt64);
   std::vector<HostSegment> segments;
   int64_t failed = own ? 0 : 1;
   try {

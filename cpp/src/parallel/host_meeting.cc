@@ -15,7 +15,7 @@
 namespace megacore::parallel {
 namespace {
 
-using base::concat;
+using base::format_text;
 using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kNoFailure = 0;
@@ -26,8 +26,8 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
 std::string_view name_of(HostOp op) {
-  constexpr std::array<std::string_view, 5> names = {
-      "barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast"};
+  constexpr std::array<std::string_view, 5> names = {"barrier", "all_reduce", "reduce_scatter",
+                                                     "all_gather", "broadcast"};
   return names[static_cast<size_t>(op)];
 }
 
@@ -43,18 +43,18 @@ std::string join(const Items& items, const Text& text) {
 }  // namespace
 
 std::string to_text(const HostCall& call) {
-  const std::string tensor = concat(" of ", call.numel, " ", name_of(call.dtype));
+  const std::string tensor = format_text(" of {} {}", call.numel, name_of(call.dtype));
   switch (call.op) {
     case HostOp::kBarrier:
       return "barrier";
     case HostOp::kAllReduce:
-      return concat("all_reduce (", name_of(call.reduction), ")", tensor);
+      return format_text("all_reduce ({}){}", name_of(call.reduction), tensor);
     case HostOp::kReduceScatter:
-      return concat("reduce_scatter (", name_of(call.reduction), ")", tensor, " per member");
+      return format_text("reduce_scatter ({}){} per member", name_of(call.reduction), tensor);
     case HostOp::kAllGather:
-      return concat("all_gather", tensor, " per member");
+      return format_text("all_gather{} per member", tensor);
     case HostOp::kBroadcast:
-      return concat("broadcast", tensor, " from position ", call.source);
+      return format_text("broadcast{} from position {}", tensor, call.source);
   }
   return "";
 }
@@ -189,14 +189,9 @@ void HostMeeting::compare_calls(size_t parity) const {
   for (size_t i = 1; i < members_.size(); ++i) {
     const HostCall& other = members_[i].calls[parity];
     if (other != first) {
-      throw std::runtime_error(concat("the ranks of a group are in different calls: ",
-                                      who(0),
-                                      " in ",
-                                      to_text(first),
-                                      ", ",
-                                      who(static_cast<int>(i)),
-                                      " in ",
-                                      to_text(other)));
+      throw std::runtime_error(
+          format_text("the ranks of a group are in different calls: {} in {}, {} in {}", who(0),
+                      to_text(first), who(static_cast<int>(i)), to_text(other)));
     }
   }
 }
@@ -228,25 +223,22 @@ void HostMeeting::throw_failure() const {
   const auto rank_text = [](int rank) { return std::to_string(rank); };
   const HostFailure failure = header_.failure;
   const std::string in_op =
-      failure.op == call_.op ? "" : concat(" in an earlier ", name_of(failure.op));
-  throw std::runtime_error(concat(name_of(call_.op),
-                                  " over ranks ",
-                                  join(config_.ranks, rank_text),
-                                  " of this host ",
-                                  reason_text(failure.kind),
-                                  in_op));
+      failure.op == call_.op ? "" : format_text(" in an earlier {}", name_of(failure.op));
+  throw std::runtime_error(format_text("{} over ranks {} of this host {}{}", name_of(call_.op),
+                                       join(config_.ranks, rank_text), reason_text(failure.kind),
+                                       in_op));
 }
 
 std::string HostMeeting::reason_text(HostFailureKind kind) const {
   switch (kind) {
     case HostFailureKind::kTimedOut:
-      return concat("timed out after ", config_.timeout_s, " s: ", blamed_text(), " did not come");
+      return format_text("timed out after {} s: {} did not come", config_.timeout_s, blamed_text());
     case HostFailureKind::kEnded:
-      return concat("lost a peer: the process of ", blamed_text(), " has ended");
+      return format_text("lost a peer: the process of {} has ended", blamed_text());
     case HostFailureKind::kLeft:
-      return concat("lost a peer: ", blamed_text(), " has left the group");
+      return format_text("lost a peer: {} has left the group", blamed_text());
     case HostFailureKind::kInterrupted:
-      return concat("was given up by a peer: ", blamed_text(), " was interrupted");
+      return format_text("was given up by a peer: {} was interrupted", blamed_text());
   }
   return "";
 }
@@ -254,8 +246,9 @@ std::string HostMeeting::reason_text(HostFailureKind kind) const {
 std::string HostMeeting::who(int position) const {
   const auto index = static_cast<size_t>(position);
   const int32_t pid = members_[index].pid.load();
-  const std::string process = pid != 0 ? concat(", pid ", pid) : std::string(", not started");
-  return concat("rank ", config_.ranks[index], " (position ", position, process, ")");
+  const std::string process =
+      pid != 0 ? format_text(", pid {}", pid) : std::string(", not started");
+  return format_text("rank {} (position {}{})", config_.ranks[index], position, process);
 }
 
 std::string HostMeeting::blamed_text() const {

@@ -16,11 +16,11 @@
 namespace megacore::parallel {
 namespace {
 
-using base::concat;
+using base::format_text;
 
 [[noreturn]] void fail(const std::string& what, int64_t bytes, int error) {
-  throw std::runtime_error(
-      concat("cannot ", what, " of ", bytes, " bytes: ", std::generic_category().message(error)));
+  throw std::runtime_error(format_text("cannot {} of {} bytes: {}", what, bytes,
+                                       std::generic_category().message(error)));
 }
 
 #if defined(__linux__)
@@ -44,12 +44,8 @@ class Descriptor {
 };
 
 std::byte* map(const Descriptor& file, int64_t bytes, int flags) {
-  void* memory = mmap(nullptr,
-                      static_cast<size_t>(bytes),
-                      PROT_READ | PROT_WRITE,
-                      MAP_SHARED | flags,
-                      file.number(),
-                      0);
+  void* memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
+                      MAP_SHARED | flags, file.number(), 0);
   if (memory == MAP_FAILED) {
     fail("map a shared-memory segment", bytes, errno);
   }
@@ -63,7 +59,7 @@ std::byte* map(const Descriptor& file, int64_t bytes, int flags) {
 #if defined(__linux__)
 
 HostSegment HostSegment::create(int64_t bytes) {
-  MC_REQUIRE(bytes >= 1, "a segment of ", bytes, " bytes; it needs at least 1");
+  MC_REQUIRE(bytes >= 1, "a segment of {} bytes; it needs at least 1", bytes);
   Descriptor file(memfd_create("megacore", MFD_CLOEXEC));
   if (file.number() < 0) {
     fail("create a shared-memory segment", bytes, errno);
@@ -78,15 +74,15 @@ HostSegment HostSegment::create(int64_t bytes) {
 }
 
 HostSegment HostSegment::open(int64_t pid, int file_number, int64_t bytes) {
-  const std::string name = concat("/proc/", pid, "/fd/", file_number);
+  const std::string name = format_text("/proc/{}/fd/{}", pid, file_number);
   const Descriptor file(::open(name.c_str(), O_RDWR | O_CLOEXEC));
   struct stat info{};
   if (file.number() < 0 || fstat(file.number(), &info) != 0) {
-    fail(concat("open the shared-memory segment ", name), bytes, errno);
+    fail(format_text("open the shared-memory segment {}", name), bytes, errno);
   }
   if (info.st_size != bytes) {
-    throw std::runtime_error(concat(
-        "the shared-memory segment ", name, " must have ", bytes, " bytes, got ", info.st_size));
+    throw std::runtime_error(format_text("the shared-memory segment {} must have {} bytes, got {}",
+                                         name, bytes, info.st_size));
   }
   return {map(file, bytes, 0), bytes, true};
 }
@@ -98,7 +94,7 @@ HostSegment HostSegment::create(int64_t bytes) {
 }
 
 HostSegment HostSegment::open(int64_t pid, int, int64_t bytes) {
-  fail(concat("open a shared-memory segment of process ", pid), bytes, ENOSYS);
+  fail(format_text("open a shared-memory segment of process {}", pid), bytes, ENOSYS);
 }
 
 #endif

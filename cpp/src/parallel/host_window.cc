@@ -27,7 +27,7 @@ struct alignas(64) WindowMember {
 
 namespace {
 
-using base::concat;
+using base::format_text;
 using Clock = std::chrono::steady_clock;
 
 int64_t flags_bytes(int64_t num_parts) {
@@ -56,19 +56,13 @@ int64_t HostWindow::segment_bytes(int64_t bytes, int64_t num_parts) {
 
 HostWindow::HostWindow(std::vector<HostSegment> segments, int64_t num_parts, HostCommConfig config)
     : segments_(std::move(segments)), config_(std::move(config)), owner_pid_(getpid()) {
-  MC_REQUIRE(segments_.size() == config_.ranks.size(),
-             "there are ",
-             segments_.size(),
-             " segments for ",
-             config_.ranks.size(),
-             " members");
-  MC_REQUIRE(num_parts >= 1, "num_parts is ", num_parts, "; it must be at least 1");
+  MC_REQUIRE(segments_.size() == config_.ranks.size(), "there are {} segments for {} members",
+             segments_.size(), config_.ranks.size());
+  MC_REQUIRE(num_parts >= 1, "num_parts must be at least 1, got {}", num_parts);
   bytes_ = segments_[0].bytes() - front_bytes(num_parts);
   for (const HostSegment& segment : segments_) {
     MC_REQUIRE(segment.bytes() == segments_[0].bytes() && bytes_ >= 0,
-               "the segments of a window must have one size, enough for ",
-               num_parts,
-               " parts");
+               "the segments of a window must have one size, enough for {} parts", num_parts);
   }
   rounds_.resize(static_cast<size_t>(num_parts));
   const ProcessIdentity self = this_process();
@@ -102,27 +96,15 @@ std::byte* HostWindow::data(int position) const {
 }
 
 void HostWindow::check_task(const Task& task) const {
-  MC_REQUIRE(task.part >= 0 && task.part < num_parts(),
-             "part is ",
-             task.part,
-             "; it must be in [0, ",
-             num_parts(),
-             ")");
+  MC_REQUIRE(task.part >= 0 && task.part < num_parts(), "part must be in [0, {}), got {}",
+             num_parts(), task.part);
   const int64_t end = task.offset + size() * task.numel * bytes_of(task.dtype);
   MC_REQUIRE(task.offset >= 0 && task.numel >= 0 && end <= bytes_,
-             "bytes [",
-             task.offset,
-             ", ",
-             end,
-             ") are not in a window of ",
-             bytes_);
+             "bytes [{}, {}) are not in a window of {}", task.offset, end, bytes_);
   MC_REQUIRE(task.reduction != HostReduction::kAvg || is_floating_point(task.dtype),
-             "avg needs a floating point type, not ",
-             name_of(task.dtype));
+             "avg needs a floating point type, not {}", name_of(task.dtype));
   MC_REQUIRE(getpid() == owner_pid_,
-             "this window belongs to process ",
-             owner_pid_,
-             "; it cannot be used after a fork");
+             "this window belongs to process {}; it cannot be used after a fork", owner_pid_);
 }
 
 void HostWindow::offer(int64_t part) {
@@ -196,8 +178,7 @@ void HostWindow::wait_until_taken(int64_t part) {
 
 bool HostWindow::wait_for_offer_of(int position, int64_t part, uint32_t round, double limit_s) {
   check_message(position, part);
-  return wait_for({position, position + 1},
-                  part,
+  return wait_for({position, position + 1}, part,
                   {.round = round, .flags = &HostWindow::offered, .what = "a message in slot"},
                   limit_s);
 }
@@ -209,8 +190,7 @@ void HostWindow::take_from(int position, int64_t part, uint32_t round) {
 
 bool HostWindow::wait_for_take_by(int position, int64_t part, double limit_s) {
   check_message(position, part);
-  return wait_for({position, position + 1},
-                  part,
+  return wait_for({position, position + 1}, part,
                   {.round = rounds_[static_cast<size_t>(part)],
                    .flags = &HostWindow::taken,
                    .what = "the receipt of the message in slot"},
@@ -219,17 +199,12 @@ bool HostWindow::wait_for_take_by(int position, int64_t part, double limit_s) {
 
 void HostWindow::check_message(int position, int64_t part) const {
   check_task({.part = part});
-  MC_REQUIRE(position >= 0 && position < size(),
-             "position is ",
-             position,
-             "; it must be in [0, ",
-             size(),
-             ")");
+  MC_REQUIRE(position >= 0 && position < size(), "position must be in [0, {}), got {}", size(),
+             position);
 }
 
 void HostWindow::wait_for_all(int64_t part, FlagsOf flags, const char* what) {
-  wait_for({0, size()},
-           part,
+  wait_for({0, size()}, part,
            {.round = rounds_[static_cast<size_t>(part)], .flags = flags, .what = what},
            std::numeric_limits<double>::infinity());
 }
@@ -279,12 +254,9 @@ bool HostWindow::wait_for(Positions positions, int64_t part, const Wait& wait, d
         return false;
       }
       if (waited_s >= config_.timeout_s && !missing.empty()) {
-        throw std::runtime_error(concat(about(part, wait.what),
-                                        " timed out after ",
-                                        config_.timeout_s,
-                                        " s: ",
-                                        who(missing),
-                                        " did not come"));
+        throw std::runtime_error(format_text("{} timed out after {} s: {} did not come",
+                                             about(part, wait.what), config_.timeout_s,
+                                             who(missing)));
       }
     }
   }
@@ -300,24 +272,17 @@ bool HostWindow::is_lost(int position) const {
 
 void HostWindow::throw_lost(int position, int64_t part, const char* what) const {
   const bool has_left = member(position).has_left.load() != 0;
-  throw std::runtime_error(concat(about(part, what),
-                                  " lost a peer: ",
-                                  has_left ? "" : "the process of ",
-                                  who({position}),
-                                  has_left ? " has left the group" : " has ended"));
+  throw std::runtime_error(format_text("{} lost a peer: {}{}{}", about(part, what),
+                                       has_left ? "" : "the process of ", who({position}),
+                                       has_left ? " has left the group" : " has ended"));
 }
 
 std::string HostWindow::who(const std::vector<int>& positions) const {
   std::string text;
   for (const int position : positions) {
-    text += concat(text.empty() ? "" : ", ",
-                   "rank ",
-                   config_.ranks[static_cast<size_t>(position)],
-                   " (position ",
-                   position,
-                   ", pid ",
-                   member(position).pid.load(),
-                   ")");
+    text += format_text("{}rank {} (position {}, pid {})", text.empty() ? "" : ", ",
+                        config_.ranks[static_cast<size_t>(position)], position,
+                        member(position).pid.load());
   }
   return text;
 }
@@ -325,9 +290,9 @@ std::string HostWindow::who(const std::vector<int>& positions) const {
 std::string HostWindow::about(int64_t part, const char* what) const {
   std::string ranks;
   for (const int rank : config_.ranks) {
-    ranks += concat(ranks.empty() ? "" : ", ", rank);
+    ranks += format_text("{}{}", ranks.empty() ? "" : ", ", rank);
   }
-  return concat(what, " ", part, " over ranks ", ranks, " of this host");
+  return format_text("{} {} over ranks {} of this host", what, part, ranks);
 }
 
 }  // namespace megacore::parallel

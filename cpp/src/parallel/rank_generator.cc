@@ -10,12 +10,8 @@
 namespace megacore::parallel {
 
 std::span<const int32_t> RankGroups::group(int64_t index) const {
-  MC_REQUIRE(0 <= index && index < num_groups,
-             "group ",
-             index,
-             " does not exist; there are ",
-             num_groups,
-             " groups");
+  MC_REQUIRE(0 <= index && index < num_groups, "group {} does not exist; there are {} groups",
+             index, num_groups);
   return std::span(ranks).subspan(static_cast<size_t>(index * group_size),
                                   static_cast<size_t>(group_size));
 }
@@ -24,23 +20,19 @@ RankGenerator::RankGenerator(std::vector<AxisSize> layout, int64_t rank_offset)
     : layout_(std::move(layout)), rank_offset_(rank_offset), world_size_(1) {
   for (size_t i = 0; i < layout_.size(); ++i) {
     const AxisSize& entry = layout_[i];
-    MC_REQUIRE(
-        entry.size >= 1, entry.axis, " is ", entry.size, "; an axis size must be at least 1");
+    MC_REQUIRE(entry.size >= 1, "{} is {}; an axis size must be at least 1", entry.axis,
+               entry.size);
     for (size_t j = 0; j < i; ++j) {
-      MC_REQUIRE(layout_[j].axis != entry.axis, "axis ", entry.axis, " occurs twice in the layout");
+      MC_REQUIRE(layout_[j].axis != entry.axis, "axis {} occurs twice in the layout", entry.axis);
     }
     strides_.push_back(world_size_);
     world_size_ = base::checked_mul(world_size_, entry.size);
   }
   constexpr int64_t kMaxRank = std::numeric_limits<int32_t>::max();
-  MC_REQUIRE(rank_offset_ >= 0, "rank_offset is ", rank_offset_, "; it must be at least 0");
+  MC_REQUIRE(rank_offset_ >= 0, "rank_offset must be at least 0, got {}", rank_offset_);
   MC_REQUIRE(world_size_ <= kMaxRank && rank_offset_ <= kMaxRank - world_size_,
-             "a layout of ",
-             product_text(layout_),
-             " ranks from rank_offset ",
-             rank_offset_,
-             " on is too large: ranks must stay below ",
-             kMaxRank);
+             "a layout of {} ranks from rank_offset {} on is too large: ranks must stay below {}",
+             product_text(layout_), rank_offset_, kMaxRank);
 }
 
 std::vector<bool> RankGenerator::mask(std::string_view token) const {
@@ -73,7 +65,7 @@ std::vector<int32_t> RankGenerator::offsets(const std::vector<bool>& mask, bool 
 
 int64_t RankGenerator::stride(std::string_view axis) const {
   const std::vector<bool> wanted = mask(axis);
-  MC_REQUIRE(std::ranges::count(wanted, true) == 1, "\"", axis, "\" is not one axis");
+  MC_REQUIRE(std::ranges::count(wanted, true) == 1, "\"{}\" is not one axis", axis);
   return strides_[static_cast<size_t>(std::ranges::find(wanted, true) - wanted.begin())];
 }
 
@@ -120,11 +112,7 @@ std::vector<int32_t> RankGenerator::group_of(int64_t rank, std::string_view toke
 
 std::vector<int64_t> RankGenerator::coordinates(int64_t rank) const {
   MC_REQUIRE(rank_offset_ <= rank && rank < rank_offset_ + world_size_,
-             "rank ",
-             rank,
-             " is outside this layout, which has ranks ",
-             rank_offset_,
-             " to ",
+             "rank {} is outside this layout, which has ranks {} to {}", rank, rank_offset_,
              rank_offset_ + world_size_ - 1);
   std::vector<int64_t> result;
   for (size_t i = 0; i < layout_.size(); ++i) {
@@ -134,21 +122,13 @@ std::vector<int64_t> RankGenerator::coordinates(int64_t rank) const {
 }
 
 int64_t RankGenerator::rank(std::span<const int64_t> coordinates) const {
-  MC_REQUIRE(coordinates.size() == layout_.size(),
-             "got ",
-             coordinates.size(),
-             " coordinates for a layout of ",
-             layout_.size(),
-             " axes");
+  MC_REQUIRE(coordinates.size() == layout_.size(), "got {} coordinates for a layout of {} axes",
+             coordinates.size(), layout_.size());
   int64_t result = rank_offset_;
   for (size_t i = 0; i < layout_.size(); ++i) {
     MC_REQUIRE(0 <= coordinates[i] && coordinates[i] < layout_[i].size,
-               layout_[i].axis,
-               " coordinate ",
-               coordinates[i],
-               " is outside [0, ",
-               layout_[i].size,
-               ")");
+               "{} coordinate {} is outside [0, {})", layout_[i].axis, coordinates[i],
+               layout_[i].size);
     result += coordinates[i] * strides_[i];
   }
   return result;

@@ -14,7 +14,7 @@
 namespace megacore::parallel {
 namespace {
 
-using base::concat;
+using base::format_text;
 
 constexpr int64_t kMaxWorldSize = std::numeric_limits<int32_t>::max();
 
@@ -72,8 +72,8 @@ bool is_legal(const TopologyConfig& config) {
     }
   }
   try {
-    return same_pipeline_groups(
-        config, view_layout(dense, "dp", config), view_layout(expert, "edp", config));
+    return same_pipeline_groups(config, view_layout(dense, "dp", config),
+                                view_layout(expert, "edp", config));
   } catch (const std::invalid_argument&) {
     return false;  // an axis became larger than 1 that the order does not name
   }
@@ -107,7 +107,7 @@ void add_nearest(std::vector<std::string>& out,
   std::string_view separator = " ";
   for (const int64_t value : candidates) {
     if (distance(value) == best) {
-      text += concat(separator, value);
+      text += format_text("{}{}", separator, value);
       separator = " or ";
     }
   }
@@ -166,18 +166,15 @@ std::string nearest_settings(const TopologyConfig& config) {
 
 void require_sizes(const TopologyConfig& config) {
   MC_REQUIRE(1 <= config.world_size && config.world_size <= kMaxWorldSize,
-             "world_size is ",
-             config.world_size,
-             "; it must be between 1 and ",
-             kMaxWorldSize);
+             "world_size must be between 1 and {}, got {}", kMaxWorldSize, config.world_size);
   const std::array<AxisSize, 5> sizes = {{{"tp", config.tp},
                                           {"cp", config.cp},
                                           {"pp", config.pp},
                                           {"ep", config.ep},
                                           {"etp", etp_of(config)}}};
   for (const AxisSize& entry : sizes) {
-    MC_REQUIRE(
-        entry.size >= 1, entry.axis, " is ", entry.size, "; an axis size must be at least 1");
+    MC_REQUIRE(entry.size >= 1, "{} is {}; an axis size must be at least 1", entry.axis,
+               entry.size);
   }
 }
 
@@ -186,15 +183,8 @@ void require_divisible(const TopologyConfig& config,
                        std::string_view view) {
   const bool etp_from_tp = factors.front().axis == "etp" && !config.etp.has_value();
   MC_REQUIRE(config.world_size % product(factors) == 0,
-             "world_size ",
-             config.world_size,
-             " is not divisible by ",
-             product_text(factors),
-             " (",
-             view,
-             " layers",
-             etp_from_tp ? "; etp defaults to tp" : "",
-             ")",
+             "world_size {} is not divisible by {} ({} layers{}){}", config.world_size,
+             product_text(factors), view, etp_from_tp ? "; etp defaults to tp" : "",
              nearest_settings(config));
 }
 
@@ -212,16 +202,10 @@ void require_same_pipeline_groups(const TopologyConfig& config,
   }
   pp_last.order += "pp";
   MC_REQUIRE(same_pipeline_groups(config, dense, expert),
-             "order \"",
-             config.order,
-             "\" gives dense and expert layers different pipeline groups: stages are ",
-             factors_text(axes_before_pp(dense)),
-             " ranks apart in the dense view but ",
-             factors_text(axes_before_pp(expert)),
-             " in the expert view; put pp last (\"",
-             pp_last.order,
-             "\")",
-             nearest_settings(config));
+             "order \"{}\" gives dense and expert layers different pipeline groups: stages are {} "
+             "ranks apart in the dense view but {} in the expert view; put pp last (\"{}\"){}",
+             config.order, factors_text(axes_before_pp(dense)),
+             factors_text(axes_before_pp(expert)), pp_last.order, nearest_settings(config));
 }
 
 }  // namespace

@@ -50,10 +50,9 @@ Action parse_action(std::string_view text) {
   const auto kind = find_kind(text.substr(kind_begin, kind_end - kind_begin));
   const auto microbatch = parse_number(text.substr(kind_end));
   MC_REQUIRE(stage && kind && microbatch,
-             "'",
-             text,
-             "' is not an action; an action is <stage><KIND><microbatch> with KIND one of F B I W "
-             "SEND_F RECV_F SEND_B RECV_B RECOMPUTE, for example 2F0");
+             "'{}' is not an action; an action is <stage><KIND><microbatch> with KIND one of F B I "
+             "W SEND_F RECV_F SEND_B RECV_B RECOMPUTE, for example 2F0",
+             text);
   return {.stage = *stage, .kind = *kind, .microbatch = *microbatch};
 }
 

@@ -18,11 +18,11 @@ std::string place_of(const Schedule& schedule, const Action& wanted) {
   const auto actions = schedule.rank_actions(rank);
   for (size_t position = 0; position < actions.size(); ++position) {
     if (index.of(actions[position]) == index.of(wanted)) {
-      return base::concat(
-          to_text(actions[position]), " (rank ", rank, ", position ", position, ")");
+      return base::format_text("{} (rank {}, position {})", to_text(actions[position]), rank,
+                               position);
     }
   }
-  return base::concat(to_text(wanted), " (missing on rank ", rank, ")");
+  return base::format_text("{} (missing on rank {})", to_text(wanted), rank);
 }
 
 }  // namespace
@@ -59,23 +59,13 @@ std::string deadlock_report(const Schedule& schedule, const std::vector<int64_t>
     const auto wanted = missing(stuck);
     // The second of a pair that overlaps can hold the first one back.
     const Action& waiting = wanted ? stuck : actions[static_cast<size_t>(position) + 1];
-    reasons += base::concat("  rank ",
-                            rank,
-                            " stops at position ",
-                            position,
-                            ": ",
-                            to_text(waiting),
-                            " waits for ",
-                            place_of(schedule, wanted ? *wanted : *missing(waiting)),
-                            "\n");
+    reasons += base::format_text("  rank {} stops at position {}: {} waits for {}\n", rank,
+                                 position, to_text(waiting),
+                                 place_of(schedule, wanted ? *wanted : *missing(waiting)));
   }
-  return base::concat("the schedule deadlocks: ",
-                      marks.size(),
-                      " of ",
-                      schedule.num_ranks(),
-                      " ranks wait for each other\n",
-                      reasons,
-                      marked_table(schedule.rows(), marks));
+  return base::format_text("the schedule deadlocks: {} of {} ranks wait for each other\n{}{}",
+                           marks.size(), schedule.num_ranks(), reasons,
+                           marked_table(schedule.rows(), marks));
 }
 
 }  // namespace megacore::pipeline

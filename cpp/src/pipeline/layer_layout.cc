@@ -8,7 +8,7 @@
 namespace megacore::pipeline {
 namespace {
 
-using base::concat;
+using base::format_text;
 using base::is_digit;
 
 constexpr size_t kMaxSymbols = 1 << 16;  // after repetition
@@ -33,13 +33,12 @@ class Parser {
     return symbols;
   }
 
-  template <typename... Parts>
-  [[noreturn]] void fail(size_t position, const Parts&... parts) const {
+  [[noreturn]] void fail(size_t position, std::string_view problem) const {
     const std::string before(text_.substr(0, position));
     const std::string after(position < text_.size() ? text_.substr(position + 1) : "");
     const std::string here(position < text_.size() ? text_.substr(position, 1) : "");
     throw std::invalid_argument(
-        concat("layout \"", before, ">", here, "<", after, "\": ", concat(parts...)));
+        format_text("layout \"{}>{}<{}\": {}", before, here, after, problem));
   }
 
  private:
@@ -49,7 +48,8 @@ class Parser {
       const size_t start = position_;
       const Symbols part = repeat(item(depth), start);
       if (symbols.size() + part.size() > kMaxSymbols) {
-        fail(start, "with this there are more than ", kMaxSymbols, " layers and separators");
+        fail(start,
+             format_text("with this there are more than {} layers and separators", kMaxSymbols));
       }
       symbols.insert(symbols.end(), part.begin(), part.end());
     }
@@ -61,15 +61,14 @@ class Parser {
     const char kind = text_[start];
     if (kind != '(') {
       if (std::string_view("EtmL|").find(kind) == std::string_view::npos) {
-        fail(start,
-             kind == '*' ? "'*' must follow what it repeats"
-                         : "unknown; use E (embedding), t (layer), m (layer for multi-token "
-                           "prediction), L (loss), | (next stage), "
-                           "x*3 and ( )");
+        fail(start, kind == '*' ? "'*' must follow what it repeats"
+                                : "unknown; use E (embedding), t (layer), m (layer for multi-token "
+                                  "prediction), L (loss), | (next stage), "
+                                  "x*3 and ( )");
       }
       return {{kind, start}};
     }
-    if (depth == kMaxDepth) fail(start, "groups may be nested ", kMaxDepth, " deep");
+    if (depth == kMaxDepth) fail(start, format_text("groups may be nested {} deep", kMaxDepth));
     Symbols group = sequence(depth + 1);
     if (at_end()) fail(start, "this '(' is not closed");
     ++position_;
@@ -86,11 +85,12 @@ class Parser {
     size_t count = 0;
     for (; !at_end() && is_digit(text_[position_]); ++position_) {
       count = count * 10 + static_cast<size_t>(text_[position_] - '0');
-      if (count > kMaxSymbols) fail(position_, "repeat at most ", kMaxSymbols, " times");
+      if (count > kMaxSymbols) fail(position_, format_text("repeat at most {} times", kMaxSymbols));
     }
     if (count == 0) fail(star, "repeat at least once");
     if (part.size() * count > kMaxSymbols) {
-      fail(start, "with this there are more than ", kMaxSymbols, " layers and separators");
+      fail(start,
+           format_text("with this there are more than {} layers and separators", kMaxSymbols));
     }
     const size_t size = part.size();
     part.reserve(size * count);

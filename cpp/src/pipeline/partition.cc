@@ -12,7 +12,7 @@
 namespace megacore::pipeline {
 namespace {
 
-using base::concat;
+using base::format_text;
 
 constexpr int kMaxSize = 1 << 14;  // keeps products in int, and the search for legal values short
 
@@ -25,24 +25,18 @@ struct Attempt {
 Attempt fail(std::string failure) { return {.layers = {}, .failure = std::move(failure)}; }
 
 std::string per_chunk(int num_chunks) {
-  return num_chunks > 1 ? concat(", ", num_chunks, " chunks each") : std::string();
+  return num_chunks > 1 ? format_text(", {} chunks each", num_chunks) : std::string();
 }
 
 Attempt split_evenly(const PartitionShape& s) {
   const int num_stages = s.num_ranks * s.num_chunks;
   const int units = s.num_layers + (s.account_for_embedding ? 1 : 0) + (s.account_for_loss ? 1 : 0);
   if (units % num_stages != 0 || units < num_stages) {
-    std::string what = concat("num_layers ", s.num_layers);
+    std::string what = format_text("num_layers {}", s.num_layers);
     if (s.account_for_embedding) what += " + 1 for the embedding";
     if (s.account_for_loss) what += " + 1 for the loss";
-    return fail(concat(what,
-                       " cannot be spread evenly over ",
-                       num_stages,
-                       " stages (",
-                       s.num_ranks,
-                       " ranks",
-                       per_chunk(s.num_chunks),
-                       ")"));
+    return fail(format_text("{} cannot be spread evenly over {} stages ({} ranks{})", what,
+                            num_stages, s.num_ranks, per_chunk(s.num_chunks)));
   }
   Attempt attempt{.layers = std::vector<int>(static_cast<size_t>(num_stages), units / num_stages),
                   .failure = {}};
@@ -54,9 +48,10 @@ Attempt split_evenly(const PartitionShape& s) {
 
 std::string check_end(const char* name, std::optional<int> layers, int num_chunks) {
   if (!layers) return {};
-  if (*layers < 1) return concat(name, " is ", *layers, "; that rank needs at least 1 layer");
+  if (*layers < 1) return format_text("{} is {}; that rank needs at least 1 layer", name, *layers);
   if (*layers % num_chunks != 0) {
-    return concat(name, " is ", *layers, ", which its ", num_chunks, " chunks cannot share evenly");
+    return format_text("{} is {}, which its {} chunks cannot share evenly", name, *layers,
+                       num_chunks);
   }
   return {};
 }
@@ -75,27 +70,16 @@ Attempt split_around_ends(const PartitionShape& s) {
     return fail("with 1 rank, first and last are the same rank; leave one of them out");
   const int rest = s.num_layers - given;
   if (other_ranks == 0 && rest != 0) {
-    return fail(concat("num_layers is ",
-                       s.num_layers,
-                       ", but first and last make ",
-                       given,
-                       " and no other rank is left"));
+    return fail(
+        format_text("num_layers is {}, but first and last make {} and no other rank is left",
+                    s.num_layers, given));
   }
   const int other_stages = other_ranks * s.num_chunks;
   if (other_ranks > 0 && (rest < other_stages || rest % other_stages != 0)) {
-    return fail(concat("of num_layers ",
-                       s.num_layers,
-                       ", first and last take ",
-                       given,
-                       "; the other ",
-                       rest,
-                       " cannot be spread evenly over ",
-                       other_stages,
-                       " stages (",
-                       other_ranks,
-                       " ranks",
-                       per_chunk(s.num_chunks),
-                       ")"));
+    return fail(format_text(
+        "of num_layers {}, first and last take {}; the other {} cannot be spread evenly "
+        "over {} stages ({} ranks{})",
+        s.num_layers, given, rest, other_stages, other_ranks, per_chunk(s.num_chunks)));
   }
   Attempt attempt;
   for (int chunk = 0; chunk < s.num_chunks; ++chunk) {
@@ -125,9 +109,9 @@ std::string nearest(const char* name, int value, int limit, const With& with) {
   int above = std::max(value + 1, 1);
   while (above <= limit && !legal(above)) ++above;
   if (below < 1 && above > limit) return {};
-  if (below < 1) return concat("; ", name, " ", above);
-  if (above > limit) return concat("; ", name, " ", below);
-  return concat("; ", name, " ", below, " or ", above);
+  if (below < 1) return format_text("; {} {}", name, above);
+  if (above > limit) return format_text("; {} {}", name, below);
+  return format_text("; {} {} or {}", name, below, above);
 }
 
 std::string nearest_settings(const PartitionShape& s) {
@@ -179,7 +163,7 @@ std::string nearest_settings(const PartitionShape& s) {
 }
 
 std::string counted(int count, const char* noun) {
-  return concat(count, " ", noun, count == 1 ? "" : "s");
+  return format_text("{} {}{}", count, noun, count == 1 ? "" : "s");
 }
 
 std::vector<int> split_by_layout(const PartitionShape& s) {
@@ -191,52 +175,30 @@ std::vector<int> split_by_layout(const PartitionShape& s) {
   if (found != num_stages) {
     const std::string chunks =
         found % s.num_ranks == 0
-            ? concat("; with ", found / s.num_ranks, " chunks per rank it would fit")
+            ? format_text("; with {} chunks per rank it would fit", found / s.num_ranks)
             : std::string();
-    throw std::invalid_argument(concat("layout \"",
-                                       *s.layout,
-                                       "\" has ",
-                                       counted(found, "stage"),
-                                       ", but ",
-                                       counted(s.num_ranks, "rank"),
-                                       per_chunk(s.num_chunks),
-                                       " make ",
-                                       num_stages,
-                                       chunks));
+    throw std::invalid_argument(format_text("layout \"{}\" has {}, but {}{} make {}{}", *s.layout,
+                                            counted(found, "stage"), counted(s.num_ranks, "rank"),
+                                            per_chunk(s.num_chunks), num_stages, chunks));
   }
   const int total = std::accumulate(layers.begin(), layers.end(), 0);
   MC_REQUIRE(total == s.num_layers,
-             "layout \"",
-             *s.layout,
-             "\" has ",
-             counted(total, "layer"),
-             " (t), but num_layers is ",
-             s.num_layers,
-             total < s.num_layers ? "; add " : "; take away ",
-             std::abs(s.num_layers - total),
-             ", or set num_layers to ",
+             "layout \"{}\" has {} (t), but num_layers is {}{}{}, or set num_layers to {}",
+             *s.layout, counted(total, "layer"), s.num_layers,
+             total < s.num_layers ? "; add " : "; take away ", std::abs(s.num_layers - total),
              total);
   return layers;
 }
 
 void check_sizes(const PartitionShape& shape) {
   MC_REQUIRE(shape.num_layers >= 1 && shape.num_layers <= kMaxSize,
-             "num_layers is ",
-             shape.num_layers,
-             "; it must be in 1..",
-             kMaxSize);
+             "num_layers must be in 1..{}, got {}", kMaxSize, shape.num_layers);
   MC_REQUIRE(shape.num_ranks >= 1 && shape.num_ranks <= kMaxSize,
-             "num_ranks is ",
-             shape.num_ranks,
-             "; it must be in 1..",
-             kMaxSize);
+             "num_ranks must be in 1..{}, got {}", kMaxSize, shape.num_ranks);
   MC_REQUIRE(shape.num_chunks >= 1 && shape.num_chunks <= kMaxSize,
-             "num_chunks is ",
-             shape.num_chunks,
-             "; it must be in 1..",
-             kMaxSize);
-  MC_REQUIRE(
-      !shape.is_v || shape.num_chunks == 2, "a V has 2 chunks per rank, not ", shape.num_chunks);
+             "num_chunks must be in 1..{}, got {}", kMaxSize, shape.num_chunks);
+  MC_REQUIRE(!shape.is_v || shape.num_chunks == 2, "a V has 2 chunks per rank, not {}",
+             shape.num_chunks);
 }
 
 }  // namespace
@@ -248,7 +210,7 @@ std::vector<LayerRange> partition_layers(const PartitionShape& shape) {
     layers_of_stage = split_by_layout(shape);
   } else {
     Attempt attempt = attempt_split(shape);
-    MC_REQUIRE(attempt.failure.empty(), attempt.failure, nearest_settings(shape));
+    MC_REQUIRE(attempt.failure.empty(), "{}{}", attempt.failure, nearest_settings(shape));
     layers_of_stage = std::move(attempt.layers);
   }
   std::vector<LayerRange> ranges;
@@ -257,8 +219,8 @@ std::vector<LayerRange> partition_layers(const PartitionShape& shape) {
     ranges.push_back({begin, begin + layers});
     begin += layers;
   }
-  MC_INVARIANT(
-      begin == shape.num_layers, "the stages hold ", begin, " layers, not ", shape.num_layers);
+  MC_INVARIANT(begin == shape.num_layers, "the stages hold {} layers, not {}", begin,
+               shape.num_layers);
   return ranges;
 }
 

@@ -10,7 +10,7 @@ namespace {
 
 // 0 1 .. p-1 p-1 .. 1 0
 std::vector<int32_t> there_and_back(int num_ranks) {
-  MC_REQUIRE(num_ranks >= 1, "num_ranks is ", num_ranks, "; it must be at least 1");
+  MC_REQUIRE(num_ranks >= 1, "num_ranks must be at least 1, got {}", num_ranks);
   std::vector<int32_t> ranks;
   ranks.reserve(2 * static_cast<size_t>(num_ranks));
   for (int rank = 0; rank < num_ranks; ++rank) ranks.push_back(rank);
@@ -21,8 +21,8 @@ std::vector<int32_t> there_and_back(int num_ranks) {
 }  // namespace
 
 Placement Placement::loop(const LoopShape& shape) {
-  MC_REQUIRE(shape.num_ranks >= 1, "num_ranks is ", shape.num_ranks, "; it must be at least 1");
-  MC_REQUIRE(shape.num_chunks >= 1, "num_chunks is ", shape.num_chunks, "; it must be at least 1");
+  MC_REQUIRE(shape.num_ranks >= 1, "num_ranks must be at least 1, got {}", shape.num_ranks);
+  MC_REQUIRE(shape.num_chunks >= 1, "num_chunks must be at least 1, got {}", shape.num_chunks);
   std::vector<int32_t> ranks;
   ranks.reserve(static_cast<size_t>(shape.num_ranks) * static_cast<size_t>(shape.num_chunks));
   for (int chunk = 0; chunk < shape.num_chunks; ++chunk) {
@@ -43,22 +43,14 @@ Placement::Placement(std::vector<int32_t> stage_ranks, int num_chains)
     : stage_ranks_(std::move(stage_ranks)) {
   MC_REQUIRE(!stage_ranks_.empty(), "a placement needs at least one stage");
   MC_REQUIRE(num_chains >= 1 && num_stages() % num_chains == 0,
-             "num_chains is ",
-             num_chains,
-             "; it must be at least 1 and divide the ",
-             num_stages(),
-             " stages");
+             "num_chains must be at least 1 and divide the {} stages, got {}", num_stages(),
+             num_chains);
   chain_length_ = num_stages() / num_chains;
   const auto [lowest, highest] = std::minmax_element(stage_ranks_.begin(), stage_ranks_.end());
-  MC_REQUIRE(*lowest >= 0, "a stage is placed on rank ", *lowest, "; ranks start at 0");
+  MC_REQUIRE(*lowest >= 0, "a stage is placed on rank {}; ranks start at 0", *lowest);
   MC_REQUIRE(*highest < num_stages(),
-             "a stage is placed on rank ",
-             *highest,
-             ", but ",
-             num_stages(),
-             " stages can use ranks 0..",
-             num_stages() - 1,
-             " at most");
+             "a stage is placed on rank {}, but {} stages can use ranks 0..{} at most", *highest,
+             num_stages(), num_stages() - 1);
 
   const size_t num_ranks = static_cast<size_t>(*highest) + 1;
   std::vector<int32_t> counts(num_ranks, 0);
@@ -68,7 +60,7 @@ Placement::Placement(std::vector<int32_t> stage_ranks, int num_chains)
   }
   rank_begin_.assign(num_ranks + 1, 0);
   for (size_t rank = 0; rank < num_ranks; ++rank) {
-    MC_REQUIRE(counts[rank] > 0, "rank ", rank, " has no stage, but rank ", *highest, " has one");
+    MC_REQUIRE(counts[rank] > 0, "rank {} has no stage, but rank {} has one", rank, *highest);
     rank_begin_[rank + 1] = rank_begin_[rank] + counts[rank];
   }
   rank_stages_.resize(stage_ranks_.size());
@@ -83,7 +75,7 @@ int Placement::num_chunks() const {
 }
 
 std::span<const int32_t> Placement::stages_of(int rank) const {
-  MC_REQUIRE(rank >= 0 && rank < num_ranks(), "rank ", rank, " is outside 0..", num_ranks() - 1);
+  MC_REQUIRE(rank >= 0 && rank < num_ranks(), "rank {} is outside 0..{}", rank, num_ranks() - 1);
   const auto begin = static_cast<size_t>(rank_begin_[static_cast<size_t>(rank)]);
   const auto end = static_cast<size_t>(rank_begin_[static_cast<size_t>(rank) + 1]);
   return std::span(rank_stages_).subspan(begin, end - begin);

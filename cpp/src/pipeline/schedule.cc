@@ -7,7 +7,7 @@
 namespace megacore::pipeline {
 
 std::span<const Action> Schedule::rank_actions(int rank) const {
-  MC_REQUIRE(rank >= 0 && rank < num_ranks(), "rank ", rank, " is outside 0..", num_ranks() - 1);
+  MC_REQUIRE(rank >= 0 && rank < num_ranks(), "rank {} is outside 0..{}", rank, num_ranks() - 1);
   const auto begin = static_cast<size_t>(offsets[static_cast<size_t>(rank)]);
   const auto end = static_cast<size_t>(offsets[static_cast<size_t>(rank) + 1]);
   return std::span(actions).subspan(begin, end - begin);

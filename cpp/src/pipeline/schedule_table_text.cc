@@ -23,8 +23,8 @@ std::string row_text(std::span<const Action> actions, int rank, const std::vecto
   }
   const int64_t end = std::min(length, begin + kMaxCells);
 
-  std::string text = base::concat("rank ", rank, ":");
-  if (begin > 0) text += base::concat(" (", begin, " more)");
+  std::string text = base::format_text("rank {}:", rank);
+  if (begin > 0) text += base::format_text(" ({} more)", begin);
   for (int64_t position = begin; position < end; ++position) {
     const bool marked = std::any_of(marks.begin(), marks.end(), [&](const Mark& mark) {
       return mark.rank == rank && mark.position == position;
@@ -33,7 +33,7 @@ std::string row_text(std::span<const Action> actions, int rank, const std::vecto
     append_text(actions[static_cast<size_t>(position)], text);
     if (marked) text += '<';
   }
-  if (end < length) text += base::concat(" (", length - end, " more)");
+  if (end < length) text += base::format_text(" ({} more)", length - end);
   if (first_mark == length) text += " >end<";
   return text + "\n";
 }
@@ -46,13 +46,14 @@ std::string marked_table(const std::vector<std::span<const Action>>& rows,
   size_t num_shown = 0;
   for (size_t row = 0; row < rows.size(); ++row) {
     const int rank = static_cast<int>(row);
-    const bool marked = std::any_of(
-        marks.begin(), marks.end(), [&](const Mark& mark) { return mark.rank == rank; });
+    const bool marked = std::any_of(marks.begin(), marks.end(),
+                                    [&](const Mark& mark) { return mark.rank == rank; });
     if ((!marked && rows.size() > kMaxTableRanks) || num_shown == kMaxTableRanks) continue;
     text += row_text(rows[row], rank, marks);
     ++num_shown;
   }
-  if (num_shown < rows.size()) text += base::concat("(", rows.size() - num_shown, " more ranks)\n");
+  if (num_shown < rows.size())
+    text += base::format_text("({} more ranks)\n", rows.size() - num_shown);
   return text;
 }
 

@@ -11,7 +11,7 @@
 namespace megacore::pipeline {
 namespace {
 
-using base::concat;
+using base::format_text;
 
 constexpr std::string_view kHeader = "#megacore v1";
 constexpr std::string_view kPairEnd = ")OVERLAP_F_B";
@@ -45,11 +45,9 @@ class RowReader {
     const auto index = static_cast<int64_t>(actions_.size());
     const std::string_view forward = take_until(';', inner);
     MC_REQUIRE(ends_well && !inner.empty() && inner.find(';') == std::string_view::npos,
-               where(),
-               ": '",
-               cell,
-               "' is not a pair; a forward that overlaps a backward is written "
-               "(0F4;7B2)OVERLAP_F_B");
+               "{}: '{}' is not a pair; a forward that overlaps a backward is written "
+               "(0F4;7B2)OVERLAP_F_B",
+               where(), cell);
     add_action(forward, where);
     add_action(inner, where);
     overlaps_.push_back(index);
@@ -58,20 +56,14 @@ class RowReader {
   Schedule finish(std::string name, int num_chains) && {
     MC_REQUIRE(!actions_.empty(), "the schedule is empty; it needs one row per rank");
     for (size_t stage = 0; stage < stage_ranks_.size(); ++stage) {
-      MC_REQUIRE(stage_ranks_[stage] >= 0,
-                 "no row runs stage ",
-                 stage,
-                 ", but stage ",
-                 stage_ranks_.size() - 1,
-                 " exists");
+      MC_REQUIRE(stage_ranks_[stage] >= 0, "no row runs stage {}, but stage {} exists", stage,
+                 stage_ranks_.size() - 1);
     }
     const size_t num_rows = offsets_.size();
     offsets_.push_back(static_cast<int64_t>(actions_.size()));
     Placement placement(std::move(stage_ranks_), num_chains);
     MC_REQUIRE(static_cast<size_t>(placement.num_ranks()) == num_rows,
-               "row ",
-               num_rows - 1,
-               " runs no stage; every rank needs one");
+               "row {} runs no stage; every rank needs one", num_rows - 1);
     return {.name = std::move(name),
             .placement = std::move(placement),
             .num_microbatches = num_microbatches_,
@@ -91,14 +83,12 @@ class RowReader {
     try {
       action = parse_action(cell);
     } catch (const std::invalid_argument& error) {
-      throw std::invalid_argument(concat(where(), ": ", error.what()));
+      throw std::invalid_argument(format_text("{}: {}", where(), error.what()));
     }
     MC_REQUIRE(is_compute(action.kind),
-               where(),
-               ": '",
-               cell,
-               "' is communication; a schedule holds compute actions only (F B I W), and sends and "
-               "receives are added by lowering");
+               "{}: '{}' is communication; a schedule holds compute actions only (F B I W), and "
+               "sends and receives are added by lowering",
+               where(), cell);
     place(action, where);
     num_microbatches_ = std::max(num_microbatches_, action.microbatch + 1);
     has_backward_ |= action.kind != ActionKind::kForward;
@@ -108,22 +98,14 @@ class RowReader {
   template <typename Where>
   void place(const Action& action, const Where& where) {
     MC_REQUIRE(std::max(action.stage, action.microbatch) <= kMaxNumber,
-               where(),
-               ": a stage or microbatch is above the limit of ",
-               kMaxNumber);
+               "{}: a stage or microbatch is above the limit of {}", where(), kMaxNumber);
     const auto stage = static_cast<size_t>(action.stage);
     const auto rank = static_cast<int32_t>(offsets_.size()) - 1;
     if (stage >= stage_ranks_.size()) stage_ranks_.resize(stage + 1, -1);
     if (stage_ranks_[stage] < 0) stage_ranks_[stage] = rank;
     MC_REQUIRE(stage_ranks_[stage] == rank,
-               where(),
-               ": stage ",
-               stage,
-               " runs on rank ",
-               stage_ranks_[stage],
-               " and on rank ",
-               rank,
-               "; a stage lives on one rank");
+               "{}: stage {} runs on rank {} and on rank {}; a stage lives on one rank", where(),
+               stage, stage_ranks_[stage], rank);
   }
 
   std::vector<Action> actions_;
@@ -152,14 +134,12 @@ std::optional<int> number_of(std::string_view field, std::string_view key) {
   int number = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
   MC_REQUIRE(error == std::errc() && end == digits.data() + digits.size(),
-             "line 1: '",
-             field,
-             "' should be a number");
+             "line 1: '{}' should be a number", field);
   return number;
 }
 
 Header parse_header(std::string_view line) {
-  MC_REQUIRE(line.starts_with(kHeader), "line 1: '", line, "' should start with '", kHeader, "'");
+  MC_REQUIRE(line.starts_with(kHeader), "line 1: '{}' should start with '{}'", line, kHeader);
   constexpr std::string_view kName = "name=";
   Header header{.forward_only = false};
   std::string_view rest = line.substr(kHeader.size());
@@ -179,26 +159,15 @@ Header parse_header(std::string_view line) {
 
 // A file that was cut short may still hold a schedule, but of another pipeline.
 void require_announced(std::string_view what, std::optional<int> announced, int64_t found) {
-  MC_REQUIRE(!announced || *announced == found,
-             "the header announces ",
-             announced.value_or(0),
-             " ",
-             what,
-             ", but the rows hold ",
-             found);
+  MC_REQUIRE(!announced || *announced == found, "the header announces {} {}, but the rows hold {}",
+             announced.value_or(0), what, found);
 }
 
 // The cells behind "rank 3:"; the number must be the expected one.
 std::string_view cells_of_line(std::string_view line, int64_t line_number, int64_t rank) {
-  const std::string prefix = concat("rank ", rank, ":");
-  MC_REQUIRE(line.starts_with(prefix),
-             "line ",
-             line_number,
-             ": '",
-             line.substr(0, 40),
-             "' should start with '",
-             prefix,
-             "'");
+  const std::string prefix = format_text("rank {}:", rank);
+  MC_REQUIRE(line.starts_with(prefix), "line {}: '{}' should start with '{}'", line_number,
+             line.substr(0, 40), prefix);
   return line.substr(prefix.size());
 }
 
@@ -228,23 +197,17 @@ void append_cells(const Schedule& schedule,
 }  // namespace
 
 std::string to_text(const Schedule& schedule) {
-  std::string text = concat(kHeader,
-                            " name=",
-                            schedule.name,
-                            " num_ranks=",
-                            schedule.num_ranks(),
-                            " num_stages=",
-                            schedule.num_stages(),
-                            " num_microbatches=",
-                            schedule.num_microbatches);
+  std::string text = format_text("{} name={} num_ranks={} num_stages={} num_microbatches={}",
+                                 kHeader, schedule.name, schedule.num_ranks(),
+                                 schedule.num_stages(), schedule.num_microbatches);
   const int num_chains = schedule.placement.num_chains();
-  if (num_chains > 1) text += concat(" num_chains=", num_chains);
+  if (num_chains > 1) text += format_text(" num_chains={}", num_chains);
   if (schedule.forward_only) text += " forward_only=1";
   text += '\n';
   text.reserve(text.size() + schedule.actions.size() * 8);
   auto overlap = schedule.overlaps.begin();
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
-    text += concat("rank ", rank, ":");
+    text += format_text("rank {}:", rank);
     append_cells(schedule, rank, overlap, [&](size_t) { text += ' '; }, text);
     text += '\n';
   }
@@ -261,12 +224,12 @@ Schedule schedule_from_text(std::string_view text) {
     ++line_number;
     if (line.empty()) continue;
     if (line.starts_with('#')) {
-      MC_REQUIRE(rank == 0, "line ", line_number, ": the header stands after a rank");
+      MC_REQUIRE(rank == 0, "line {}: the header stands after a rank", line_number);
       header = parse_header(line);
       continue;
     }
     std::string_view cells = cells_of_line(line, line_number, rank);
-    const auto where = [&] { return concat("line ", line_number); };
+    const auto where = [&] { return format_text("line {}", line_number); };
     reader.begin_row();
     while (!cells.empty()) {
       const std::string_view cell = take_until(' ', cells);
@@ -284,11 +247,8 @@ Schedule schedule_from_text(std::string_view text) {
 
 std::string to_csv(const Schedule& schedule) {
   MC_REQUIRE(schedule.placement.num_chains() == 1,
-             "schedule '",
-             schedule.name,
-             "' has ",
-             schedule.placement.num_chains(),
-             " chains of stages; PyTorch's CSV knows one. Use the text form");
+             "schedule '{}' has {} chains of stages; PyTorch's CSV knows one. Use the text form",
+             schedule.name, schedule.placement.num_chains());
   std::string text;
   text.reserve(schedule.actions.size() * 8);
   auto overlap = schedule.overlaps.begin();
@@ -310,7 +270,7 @@ Schedule schedule_from_csv(std::string_view text, std::string_view name) {
     if (cells.empty()) continue;
     ++row;
     int64_t column = 0;
-    const auto where = [&] { return concat("row ", row, ", column ", column); };
+    const auto where = [&] { return format_text("row {}, column {}", row, column); };
     reader.begin_row();
     while (!cells.empty()) {
       const std::string_view cell = strip(take_until(',', cells));

@@ -143,9 +143,7 @@ class Simulation {
 
 Timeline simulate(const Schedule& schedule, const Costs& costs) {
   MC_REQUIRE(costs.overlap >= 0.0 && costs.overlap <= 1.0,
-             "cost 'overlap' is ",
-             costs.overlap,
-             "; it is the share that is hidden, from 0 to 1");
+             "cost 'overlap' is {}; it is the share that is hidden, from 0 to 1", costs.overlap);
   return Simulation(schedule, costs).run();
 }
 

@@ -11,20 +11,11 @@ namespace {
 std::vector<double> per_stage(const std::vector<double>& costs, int num_stages, const char* name) {
   const auto n = static_cast<size_t>(num_stages);
   MC_REQUIRE(costs.size() == 1 || costs.size() == n,
-             "cost '",
-             name,
-             "' has ",
-             costs.size(),
-             " entries; give one for all stages or ",
-             num_stages,
-             ", one per stage");
+             "cost '{}' has {} entries; give one for all stages or {}, one per stage", name,
+             costs.size(), num_stages);
   for (const double cost : costs) {
     MC_REQUIRE(std::isfinite(cost) && cost >= 0.0,
-               "cost '",
-               name,
-               "' is ",
-               cost,
-               "; it must be a finite number of at least 0");
+               "cost '{}' must be a finite number of at least 0, got {}", name, cost);
   }
   return costs.size() == n ? costs : std::vector<double>(n, costs.front());
 }
@@ -38,9 +29,7 @@ StageCosts stage_costs(const Costs& costs, int num_stages) {
                     .backward = {},
                     .send = costs.send};
   MC_REQUIRE(std::isfinite(costs.send) && costs.send >= 0.0,
-             "cost 'send' is ",
-             costs.send,
-             "; it must be a finite number of at least 0");
+             "cost 'send' must be a finite number of at least 0, got {}", costs.send);
   for (size_t stage = 0; stage < result.input.size(); ++stage) {
     result.backward.push_back(result.input[stage] + result.weight[stage]);
   }

@@ -12,7 +12,7 @@
 namespace megacore::pipeline {
 namespace {
 
-using base::concat;
+using base::format_text;
 
 constexpr size_t kMaxProblems = 10;
 
@@ -20,23 +20,20 @@ constexpr size_t kMaxProblems = 10;
 class Problems {
  public:
   void add(std::string text) {
-    if (count_++ < kMaxProblems) list_ += concat("  ", text, "\n");
+    if (count_++ < kMaxProblems) list_ += format_text("  {}\n", text);
   }
   void add_at(int rank, size_t position, std::string text) {
     if (count_ < kMaxProblems) marks_.push_back({rank, static_cast<int64_t>(position)});
-    add(concat("rank ", rank, ", position ", position, ": ", text));
+    add(format_text("rank {}, position {}: {}", rank, position, text));
   }
   bool empty() const { return count_ == 0; }
 
   std::string report(const Schedule& schedule) const {
     std::string rest;
-    if (count_ > kMaxProblems) rest = concat("  and ", count_ - kMaxProblems, " more\n");
-    return concat("the schedule is not valid: ",
-                  count_,
-                  count_ == 1 ? " problem\n" : " problems\n",
-                  list_,
-                  rest,
-                  marked_table(schedule.rows(), marks_));
+    if (count_ > kMaxProblems) rest = format_text("  and {} more\n", count_ - kMaxProblems);
+    return format_text("the schedule is not valid: {}{}{}{}{}", count_,
+                       count_ == 1 ? " problem\n" : " problems\n", list_, rest,
+                       marked_table(schedule.rows(), marks_));
   }
 
  private:
@@ -46,70 +43,52 @@ class Problems {
 };
 
 void check_shape(const Schedule& schedule) {
-  MC_REQUIRE(schedule.num_microbatches >= 1,
-             "num_microbatches is ",
-             schedule.num_microbatches,
-             "; it must be at least 1");
+  MC_REQUIRE(schedule.num_microbatches >= 1, "num_microbatches must be at least 1, got {}",
+             schedule.num_microbatches);
   MC_REQUIRE(schedule.offsets.size() == static_cast<size_t>(schedule.num_ranks()) + 1 &&
                  schedule.offsets.front() == 0 &&
                  schedule.offsets.back() == static_cast<int64_t>(schedule.actions.size()),
-             "the offsets of the schedule do not cover its ",
-             schedule.actions.size(),
-             " actions");
+             "the offsets of the schedule do not cover its {} actions", schedule.actions.size());
   for (size_t rank = 0; rank + 1 < schedule.offsets.size(); ++rank) {
     MC_REQUIRE(schedule.offsets[rank] <= schedule.offsets[rank + 1],
-               "the offsets of rank ",
-               rank,
-               " go backwards");
+               "the offsets of rank {} go backwards", rank);
   }
   // Each pair needs a forward, so this many pairs cannot be complete; do not allocate for them.
   const int64_t pairs = base::checked_mul(schedule.num_stages(), schedule.num_microbatches);
   const auto num_actions = static_cast<int64_t>(schedule.actions.size());
-  MC_REQUIRE(pairs <= 4 * num_actions + 4096,
-             schedule.num_stages(),
-             " stages and ",
-             schedule.num_microbatches,
-             " microbatches need ",
-             pairs,
-             " forwards at least, but the schedule has ",
-             num_actions,
-             " actions");
+  MC_REQUIRE(
+      pairs <= 4 * num_actions + 4096,
+      "{} stages and {} microbatches need {} forwards at least, but the schedule has {} actions",
+      schedule.num_stages(), schedule.num_microbatches, pairs, num_actions);
 }
 
 // What is wrong with an action by itself, or an empty text.
 std::string misplaced(const Schedule& schedule, int rank, const Action& action) {
   if (!is_compute(action.kind)) {
-    return concat(to_text(action), " is communication; a schedule holds compute actions only");
+    return format_text("{} is communication; a schedule holds compute actions only",
+                       to_text(action));
   }
   if (action.stage < 0 || action.stage >= schedule.num_stages()) {
-    return concat(
-        to_text(action), ": stage ", action.stage, " is outside 0..", schedule.num_stages() - 1);
+    return format_text("{}: stage {} is outside 0..{}", to_text(action), action.stage,
+                       schedule.num_stages() - 1);
   }
   if (action.microbatch < 0 || action.microbatch >= schedule.num_microbatches) {
-    return concat(to_text(action),
-                  ": microbatch ",
-                  action.microbatch,
-                  " is outside 0..",
-                  schedule.num_microbatches - 1);
+    return format_text("{}: microbatch {} is outside 0..{}", to_text(action), action.microbatch,
+                       schedule.num_microbatches - 1);
   }
   const MicrobatchRange range =
       schedule.placement.microbatches_of(action.stage, schedule.num_microbatches);
   if (action.microbatch < range.begin || action.microbatch >= range.end) {
-    return concat(to_text(action),
-                  ": chain ",
-                  schedule.placement.chain_of(action.stage),
-                  " runs microbatches ",
-                  range.begin,
-                  "..",
-                  range.end - 1);
+    return format_text("{}: chain {} runs microbatches {}..{}", to_text(action),
+                       schedule.placement.chain_of(action.stage), range.begin, range.end - 1);
   }
   if (schedule.forward_only && action.kind != ActionKind::kForward) {
-    return concat(to_text(action), " is a backward, but the schedule is forward-only");
+    return format_text("{} is a backward, but the schedule is forward-only", to_text(action));
   }
   const int owner = schedule.placement.rank_of(action.stage);
   if (owner != rank) {
-    return concat(
-        to_text(action), " belongs to rank ", owner, ", which holds stage ", action.stage);
+    return format_text("{} belongs to rank {}, which holds stage {}", to_text(action), owner,
+                       action.stage);
   }
   return {};
 }
@@ -161,7 +140,7 @@ class Census {
         seen_[static_cast<size_t>(action.stage) * static_cast<size_t>(schedule_.num_microbatches) +
               static_cast<size_t>(action.microbatch)];
     if ((seen & bit(action.kind)) != 0) {
-      return problems.add_at(rank, position, concat(to_text(action), " is repeated"));
+      return problems.add_at(rank, position, format_text("{} is repeated", to_text(action)));
     }
     seen = static_cast<uint8_t>(seen | bit(action.kind));
   }
@@ -172,11 +151,8 @@ class Census {
 
   void report_pair(int stage, int microbatch, uint8_t seen, Problems& problems) const {
     const auto add = [&](ActionKind kind, const char* what) {
-      problems.add(concat("rank ",
-                          schedule_.placement.rank_of(stage),
-                          ": ",
-                          to_text({stage, kind, microbatch}),
-                          what));
+      problems.add(format_text("rank {}: {}{}", schedule_.placement.rank_of(stage),
+                               to_text({stage, kind, microbatch}), what));
     };
     if ((seen & kF) == 0) add(ActionKind::kForward, " is missing");
     if (schedule_.forward_only) return;
@@ -199,11 +175,8 @@ void check_overlaps(const Schedule& schedule, Problems& problems) {
   int64_t previous = -1;
   for (const int64_t index : schedule.overlaps) {
     MC_REQUIRE(index > previous && index < static_cast<int64_t>(schedule.actions.size()),
-               "overlap index ",
-               index,
-               " is out of order or outside the ",
-               schedule.actions.size(),
-               " actions");
+               "overlap index {} is out of order or outside the {} actions", index,
+               schedule.actions.size());
     previous = index;
     const auto owner = std::upper_bound(schedule.offsets.begin(), schedule.offsets.end(), index);
     const auto rank = static_cast<int>(owner - schedule.offsets.begin()) - 1;
@@ -215,11 +188,11 @@ void check_overlaps(const Schedule& schedule, Problems& problems) {
                          (first.stage != actions[position + 1].stage ||
                           first.microbatch != actions[position + 1].microbatch);
     if (!is_pair) {
-      problems.add_at(rank,
-                      position,
-                      concat(to_text(first),
-                             " is marked to overlap with the action after it; only a forward and "
-                             "a backward of something else can"));
+      problems.add_at(
+          rank, position,
+          format_text("{} is marked to overlap with the action after it; only a forward and "
+                      "a backward of something else can",
+                      to_text(first)));
     }
   }
 }
@@ -244,11 +217,8 @@ void validate(const Schedule& schedule) {
 void validate_memory(const Schedule& schedule, std::span<const int64_t> limits) {
   const auto num_ranks = static_cast<size_t>(schedule.num_ranks());
   MC_REQUIRE(limits.size() == 1 || limits.size() == num_ranks,
-             "memory_limit has ",
-             limits.size(),
-             " entries; give one for all ranks or ",
-             num_ranks,
-             ", one per rank");
+             "memory_limit has {} entries; give one for all ranks or {}, one per rank",
+             limits.size(), num_ranks);
   std::string list;
   std::vector<Mark> marks;
   for (size_t rank = 0; rank < num_ranks; ++rank) {
@@ -264,21 +234,14 @@ void validate_memory(const Schedule& schedule, std::span<const int64_t> limits) 
     }
     if (peak <= limit) continue;
     marks.push_back({static_cast<int>(rank), static_cast<int64_t>(first)});
-    list += concat("  rank ",
-                   rank,
-                   " holds up to ",
-                   peak,
-                   " activations, its limit is ",
-                   limit,
-                   "; the first too many is that of ",
-                   to_text(actions[first]),
-                   " at position ",
-                   first,
-                   "\n");
+    list += format_text(
+        "  rank {} holds up to {} activations, its limit is {}; the first too many is that of {} "
+        "at position {}\n",
+        rank, peak, limit, to_text(actions[first]), first);
   }
   if (marks.empty()) return;
   throw std::invalid_argument(
-      concat("the schedule does not fit:\n", list, marked_table(schedule.rows(), marks)));
+      format_text("the schedule does not fit:\n{}{}", list, marked_table(schedule.rows(), marks)));
 }
 
 }  // namespace megacore::pipeline

@@ -11,7 +11,7 @@ namespace {
 
 TEST(Check, RequireCarriesTheValues) {
   try {
-    MC_REQUIRE(1 == 2, "tp is ", 3, "; it must divide ", 8);
+    MC_REQUIRE(1 == 2, "tp is {}; it must divide {}", 3, 8);
     FAIL() << "expected an exception";
   } catch (const std::invalid_argument& error) {
     EXPECT_STREQ(error.what(), "tp is 3; it must divide 8");

@@ -4,9 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "megacore/parallel/epochs.h"
@@ -21,7 +23,7 @@ constexpr int64_t kRanks = 3;
 constexpr int64_t kSlots = 2;
 constexpr int64_t kExperts = 6;
 constexpr int64_t kLocal = kExperts / kRanks;
-constexpr int64_t kGrads = 700;                                  // more than a block has threads
+constexpr int64_t kGrads = 33000;  // by float4, more than 31 blocks of 256 threads
 constexpr int64_t kWeightBytes[moe::kProjections] = {1600, 10};  // by 16 bytes, and not
 constexpr float kOld = 3.0F;                                     // in the gradients' sum before
 
@@ -155,15 +157,18 @@ void collect_and_check(Ranks& ranks, const Table& table, int64_t step, int64_t p
     cuda::clones_offer_grads(ranks.view(rank, table), projection, nullptr);
   }
   for (int64_t rank = 0; rank < kRanks; ++rank) {
-    std::vector<float> total(kLocal * kGrads, kOld);
+    // A sum that is not aligned to float4 is added by single floats.
+    const int64_t shift = rank == 1 ? 1 : 0;
+    std::vector<float> total(static_cast<size_t>(kLocal * kGrads + shift), kOld);
     std::vector<float> expected = total;
     for (int64_t index = 0; index < kRanks * kSlots; ++index) {
       const int64_t local = table[static_cast<size_t>(index)] - rank * kLocal;
       for (int64_t i = 0; local >= 0 && local < kLocal && i < kGrads; ++i) {
-        expected[static_cast<size_t>(local * kGrads + i)] += grad(step, projection, index, i);
+        expected[static_cast<size_t>(shift + local * kGrads + i)] +=
+            grad(step, projection, index, i);
       }
     }
-    cuda::clones_collect(ranks.view(rank, table), projection, total.data(), nullptr);
+    cuda::clones_collect(ranks.view(rank, table), projection, total.data() + shift, nullptr);
     ASSERT_EQ(total, expected) << "rank " << rank;
   }
 }
@@ -182,6 +187,46 @@ TEST(CloneKernels, BringWeightsAndCollectGradientsWithChangingTables) {
   for (int64_t rank = 0; rank < kRanks; ++rank) {
     EXPECT_EQ(ranks.failure(rank).fault, PeerFault::kNone);
   }
+}
+
+// Pipelines that overlap two microbatches push the weights of one on a side stream while they
+// collect the gradients of the other.
+TEST(CloneKernels, WeightsArePushedWhileGradientsAreCollected) {
+  Ranks ranks;
+  const Table& table = kFirstTable;
+  bring(ranks, table, 0);
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    cuda::clones_reserve_grads(ranks.view(rank, table), 0, nullptr);
+  }
+  for (int64_t index = 0; index < kRanks * kSlots; ++index) {
+    for (int64_t i = 0; i < kGrads; ++i) {
+      ranks.grads(index, 0)[i] = grad(0, 0, index, i);
+    }
+  }
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    cuda::clones_offer_grads(ranks.view(rank, table), 0, nullptr);
+  }
+  // Rank 0 fills slot 2 (of rank 1) and then waits for rank 2, which has not opened slot 4.
+  cuda::clones_open(ranks.view(0, table), nullptr);
+  cuda::clones_open(ranks.view(1, table), nullptr);
+  const std::vector<std::byte> weights = home_weights(1, 0, 0);
+  std::jthread push([&] { cuda::clones_push(ranks.view(0, table), 0, weights.data(), nullptr); });
+  while (in_slot(ranks, 2, 0).back() != weights[static_cast<size_t>(kWeightBytes[0]) - 1]) {
+    std::this_thread::yield();
+  }
+  // Rank 1 reuses its gradients as soon as rank 0 says that it has read them.
+  std::jthread reuse([&] {
+    cuda::clones_reserve_grads(ranks.view(1, table), 0, nullptr);
+    std::fill_n(ranks.grads(2, 0), kGrads, 1e9F);
+  });
+  std::vector<float> total(kLocal * kGrads, kOld);
+  cuda::clones_collect(ranks.view(0, table), 0, total.data(), nullptr);
+  for (int64_t i = 0; i < kGrads; ++i) {
+    ASSERT_EQ(total[static_cast<size_t>(i)], kOld + grad(0, 0, 2, i) + grad(0, 0, 4, i)) << i;
+  }
+  cuda::clones_open(ranks.view(2, table), nullptr);
+  push.join();
+  EXPECT_EQ(in_slot(ranks, 4, 0), in_slot(ranks, 2, 0));
 }
 
 TEST(CloneKernels, RankThatDoesNotOpenIsNamedAndKeepsItsSlots) {

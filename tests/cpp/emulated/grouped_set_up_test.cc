@@ -112,21 +112,18 @@ void check(const Case& c) {
   Memory expected(moe::grouped_arguments_bytes(num_experts));
   const GroupedGemmParams params = params_of(c, result, found);
   grouped_gemm_set_up(params, nullptr);
-  moe::fill_grouped_arguments({.product = c.product,
-                               .num_rows = rows,
-                               .num_experts = num_experts,
-                               .out_features = kOut,
-                               .in_features = kIn,
-                               .operand_bytes = 2,
-                               .result_bytes = is_weight ? 4 : 2},
-                              c.counts.data(),
-                              params.first_row,
-                              params.accumulate_mask,
-                              c.accumulate,
-                              {reinterpret_cast<uint64_t>(params.a),
-                               reinterpret_cast<uint64_t>(params.b),
-                               reinterpret_cast<uint64_t>(params.d)},
-                              moe::grouped_arguments_at(expected.data(), num_experts));
+  moe::fill_grouped_arguments(
+      {.product = c.product,
+       .num_rows = rows,
+       .num_experts = num_experts,
+       .out_features = kOut,
+       .in_features = kIn,
+       .operand_bytes = 2,
+       .result_bytes = is_weight ? 4 : 2},
+      c.counts.data(), params.first_row, params.accumulate_mask, c.accumulate,
+      {reinterpret_cast<uint64_t>(params.a), reinterpret_cast<uint64_t>(params.b),
+       reinterpret_cast<uint64_t>(params.d)},
+      moe::grouped_arguments_at(expected.data(), num_experts));
   EXPECT_EQ(found.bytes(), expected.bytes());
   EXPECT_EQ(result.bytes(), cleared(c, result.bytes().size()));
 }

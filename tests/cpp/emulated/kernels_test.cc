@@ -46,15 +46,14 @@ std::vector<Float> normal(int64_t numel, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> distribution;
   std::vector<Float> values(static_cast<size_t>(numel));
-  std::generate(
-      values.begin(), values.end(), [&] { return narrowed<Float>(distribution(random)); });
+  std::generate(values.begin(), values.end(),
+                [&] { return narrowed<Float>(distribution(random)); });
   return values;
 }
 
 template <typename Float>
 std::vector<Float> poison(int64_t numel) {
-  return {static_cast<size_t>(numel),
-          narrowed<Float>(std::numeric_limits<float>::quiet_NaN()),
+  return {static_cast<size_t>(numel), narrowed<Float>(std::numeric_limits<float>::quiet_NaN()),
           std::allocator<Float>()};
 }
 
@@ -92,8 +91,8 @@ TEST_P(Sort, HasTheRowsOfTheCpu) {
                         .tokens_per_expert = counts.data(),
                         .workspace = workspace.data()},
                        nullptr);
-  moe::sort_by_expert(
-      chosen.data(), numel, num_experts, expected_rows.data(), expected_counts.data());
+  moe::sort_by_expert(chosen.data(), numel, num_experts, expected_rows.data(),
+                      expected_counts.data());
   EXPECT_EQ(rows, expected_rows);
   EXPECT_EQ(counts, expected_counts);
 }
@@ -171,8 +170,7 @@ void check_rows(const RowCase& c) {
                    .type = kTypeOf<Float>},
                   nullptr);
   moe::unpermute(source.data() + skew, weights, expected_sums.data() + skew, on_host, c.width, 1);
-  expect_near(bits_from(sums),
-              bits_from(expected_sums),
+  expect_near(bits_from(sums), bits_from(expected_sums),
               kTypeOf<Float> == FloatType::kFloat32 ? 1e-6F : 8e-3F);
 
   std::vector<float> dots = poison<float>(copies), expected_dots = dots;
@@ -182,8 +180,8 @@ void check_rows(const RowCase& c) {
                   .map = on_device,
                   .type = kTypeOf<Float>},
                  nullptr);
-  moe::row_dots(
-      tokens.data() + skew, source.data() + skew, expected_dots.data(), on_host, c.width, 1);
+  moe::row_dots(tokens.data() + skew, source.data() + skew, expected_dots.data(), on_host, c.width,
+                1);
   expect_near(dots, expected_dots, 1e-4F);
 }
 
@@ -201,11 +199,9 @@ TEST(Rows, MoveAndAddUpAsOnTheCpu) {
 }
 
 TEST(TopK, ChoosesAsTheCpuDoes) {
-  for (const auto& [rows, columns, k] : {std::tuple{3, 1, 1},
-                                         std::tuple{9, 8, 2},
-                                         std::tuple{5, 33, 33},
-                                         std::tuple{4, 256, 8},
-                                         std::tuple{2, 1024, 5}}) {
+  for (const auto& [rows, columns, k] :
+       {std::tuple{3, 1, 1}, std::tuple{9, 8, 2}, std::tuple{5, 33, 33}, std::tuple{4, 256, 8},
+        std::tuple{2, 1024, 5}}) {
     std::mt19937 random(static_cast<unsigned>(columns));
     std::uniform_int_distribution<int> few(-3, 4);  // many are equal
     std::vector<float> scores(static_cast<size_t>(rows * columns));
@@ -258,14 +254,8 @@ void check_activation(moe::Activation kind, int64_t rows, int64_t width) {
                            .rows = rows,
                            .width = width},
                           nullptr);
-  moe::activate_backward(kind,
-                         grad.data(),
-                         x.data(),
-                         probs.data(),
-                         expected_x.data(),
-                         expected_probs.data(),
-                         {rows, width},
-                         1);
+  moe::activate_backward(kind, grad.data(), x.data(), probs.data(), expected_x.data(),
+                         expected_probs.data(), {rows, width}, 1);
   expect_near(grad_x, expected_x, part);
   expect_near(grad_probs, expected_probs, 1e-4F);
 }
@@ -280,10 +270,9 @@ TEST(Activations, AndTheirGradientsAgreeWithTheCpu) {
 }
 
 TEST(AdamW, HasTheBitsOfTheCpu) {
-  for (const auto& [numel, skew, is_float16] : {std::tuple{int64_t{3}, size_t{0}, true},
-                                                std::tuple{int64_t{1030}, size_t{0}, false},
-                                                std::tuple{int64_t{1030}, size_t{0}, true},
-                                                std::tuple{int64_t{301}, size_t{1}, true}}) {
+  for (const auto& [numel, skew, is_float16] :
+       {std::tuple{int64_t{3}, size_t{0}, true}, std::tuple{int64_t{1030}, size_t{0}, false},
+        std::tuple{int64_t{1030}, size_t{0}, true}, std::tuple{int64_t{301}, size_t{1}, true}}) {
     const auto size = static_cast<int64_t>(skew) + numel;
     std::vector<float> state[2][3];
     std::vector<uint16_t> copies[2];

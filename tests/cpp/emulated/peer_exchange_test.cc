@@ -128,8 +128,7 @@ void plan(Group& group, std::vector<Member<Float>>& members) {
   }
   for (int64_t p = 0; p < kMembers; ++p) {
     Member<Float>& member = members[static_cast<size_t>(p)];
-    cuda::peer_plan(group.view(p),
-                    group.shape(p),
+    cuda::peer_plan(group.view(p), group.shape(p),
                     {.shift = member.shift.data(),
                      .kept = member.kept.data(),
                      .arriving = member.arriving.data()},
@@ -193,37 +192,23 @@ template <typename Float>
 void push_and_pull(Group& group, std::vector<Member<Float>>& members, int64_t width) {
   for (int64_t p = 0; p < kMembers; ++p) {
     Member<Float>& member = members[static_cast<size_t>(p)];
-    cuda::peer_start_push(group.view(p),
-                          0,
-                          tensor(member.tokens, member.probs, width),
-                          copies(member, group.capacity()),
-                          nullptr);
+    cuda::peer_start_push(group.view(p), 0, tensor(member.tokens, member.probs, width),
+                          copies(member, group.capacity()), nullptr);
   }
   for (int64_t p = 0; p < kMembers; ++p) {
     Member<Float>& member = members[static_cast<size_t>(p)];
-    cuda::peer_finish_push(group.view(p),
-                           0,
-                           tensor(member.rows, member.row_probs, width),
-                           &member.num_arrived,
-                           group.capacity(),
-                           nullptr);
+    cuda::peer_finish_push(group.view(p), 0, tensor(member.rows, member.row_probs, width),
+                           &member.num_arrived, group.capacity(), nullptr);
   }
   for (int64_t p = 0; p < kMembers; ++p) {
     Member<Float>& member = members[static_cast<size_t>(p)];
-    cuda::peer_start_pull(group.view(p),
-                          1,
-                          tensor(member.rows, member.row_probs, width),
-                          &member.num_arrived,
-                          group.capacity(),
-                          nullptr);
+    cuda::peer_start_pull(group.view(p), 1, tensor(member.rows, member.row_probs, width),
+                          &member.num_arrived, group.capacity(), nullptr);
   }
   for (int64_t p = 0; p < kMembers; ++p) {
     Member<Float>& member = members[static_cast<size_t>(p)];
-    cuda::peer_finish_pull(group.view(p),
-                           1,
-                           tensor(member.sums, member.prob_sums, width),
-                           copies(member, group.capacity()),
-                           nullptr);
+    cuda::peer_finish_pull(group.view(p), 1, tensor(member.sums, member.prob_sums, width),
+                           copies(member, group.capacity()), nullptr);
   }
 }
 
@@ -315,8 +300,7 @@ TEST(PeerKernels, GiveUpOnAMemberThatDoesNotComeAndNameIt) {
   Member<float>& first = members[0];
   cuda::peer_send_counts(group.view(0), group.shape(0), first.counts.data(), nullptr);
   cuda::peer_plan(
-      group.view(0),
-      group.shape(0),
+      group.view(0), group.shape(0),
       {.shift = first.shift.data(), .kept = first.kept.data(), .arriving = first.arriving.data()},
       nullptr);
   EXPECT_EQ(group.failure(0).fault, parallel::PeerFault::kNoRows);
@@ -337,8 +321,7 @@ TEST(PeerKernels, RefuseAnotherCapacity) {
   }
   Member<float>& first = members[0];
   cuda::peer_plan(
-      group.view(0),
-      group.shape(0),
+      group.view(0), group.shape(0),
       {.shift = first.shift.data(), .kept = first.kept.data(), .arriving = first.arriving.data()},
       nullptr);
   EXPECT_EQ(group.failure(0).fault, parallel::PeerFault::kOtherCapacity);

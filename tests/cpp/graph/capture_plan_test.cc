@@ -290,9 +290,8 @@ TEST(CapturePlan, ForwardPassesOfARingAreCapturedFirst) {
   for (const Capture& graph : plan.captures) {
     kinds.push_back(graph.kind);
   }
-  EXPECT_EQ(kinds,
-            (std::vector<StepKind>{
-                StepKind::kForward, StepKind::kForward, StepKind::kBackward, StepKind::kBackward}));
+  EXPECT_EQ(kinds, (std::vector<StepKind>{StepKind::kForward, StepKind::kForward,
+                                          StepKind::kBackward, StepKind::kBackward}));
 }
 
 TEST(CapturePlan, RefusesASpecForAnotherModel) {

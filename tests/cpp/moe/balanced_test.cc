@@ -36,10 +36,8 @@ std::vector<Clone> clones_of(const OffloadPlan& plan) {
       for (size_t source = 0; source < plan.load_before.size(); ++source) {
         tokens += plan.rerouted[source * plan.slot_expert.size() + i];
       }
-      clones.push_back({plan.slot_expert[i],
-                        static_cast<int64_t>(i / num_slots),
-                        static_cast<int64_t>(i % num_slots),
-                        tokens});
+      clones.push_back({plan.slot_expert[i], static_cast<int64_t>(i / num_slots),
+                        static_cast<int64_t>(i % num_slots), tokens});
     }
   }
   return clones;

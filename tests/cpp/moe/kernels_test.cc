@@ -73,15 +73,15 @@ TEST(GroupedGemm, EqualsLoopsToTheBit) {
       grouped_gemm(x.data(), w.data(), c.m_splits.data(), y.data(), c.shape, threads);
       EXPECT_EQ(y, y_expected);
       std::vector<float> grad_x(x.size(), 9.0F);
-      grouped_gemm_input_grad(
-          grad.data(), w.data(), c.m_splits.data(), grad_x.data(), c.shape, threads);
+      grouped_gemm_input_grad(grad.data(), w.data(), c.m_splits.data(), grad_x.data(), c.shape,
+                              threads);
       EXPECT_EQ(grad_x, grad_x_expected);
       std::vector<float> grad_w(w.size(), 9.0F);
-      grouped_gemm_weight_grad(
-          grad.data(), x.data(), c.m_splits.data(), grad_w.data(), c.shape, false, threads);
+      grouped_gemm_weight_grad(grad.data(), x.data(), c.m_splits.data(), grad_w.data(), c.shape,
+                               false, threads);
       EXPECT_EQ(grad_w, grad_w_expected);
-      grouped_gemm_weight_grad(
-          grad.data(), x.data(), c.m_splits.data(), grad_w.data(), c.shape, true, threads);
+      grouped_gemm_weight_grad(grad.data(), x.data(), c.m_splits.data(), grad_w.data(), c.shape,
+                               true, threads);
       for (size_t i = 0; i < grad_w.size(); ++i) {
         EXPECT_EQ(grad_w[i], 2.0F * grad_w_expected[i]);
       }
@@ -174,8 +174,8 @@ TEST(Activations, EqualFloat64) {
           expected = 0.5 * a * (1.0 + std::tanh(u));
         }
         expected *= probs[static_cast<size_t>(row)];
-        EXPECT_NEAR(
-            y[static_cast<size_t>(row * 300 + i)], expected, 2e-7 * (1 + std::abs(expected)));
+        EXPECT_NEAR(y[static_cast<size_t>(row * 300 + i)], expected,
+                    2e-7 * (1 + std::abs(expected)));
       }
     }
   }

@@ -209,7 +209,8 @@ TEST(OffloadPlan, MistakesAreNamedWithTheirPlace) {
   EXPECT_TRUE(says(message_of({1, 1, {kMaxTokensPerExpert + 1}}, {}), "more than 2147483647"));
   EXPECT_TRUE(says(message_of({2, 2, {kMaxTokensPerExpert, 0, 1, 0}}, {}), "more than 2147483647"));
   EXPECT_TRUE(says(message_of({1, 1, {INT64_MAX}}, {}), "more than 2147483647"));
-  EXPECT_TRUE(says(message_of(good, {.num_spare_slots = -1}), "num_spare_slots is -1"));
+  EXPECT_TRUE(says(message_of(good, {.num_spare_slots = -1}),
+                   "num_spare_slots must be in [0, 1024], got -1"));
   EXPECT_TRUE(says(message_of(good, {.tolerance_per_million = -1}), "tolerance is -1"));
   EXPECT_TRUE(says(message_of(good, {.min_imbalance_per_million = 1}), "minimum imbalance is 1"));
   EXPECT_TRUE(says(message_of(good, {.domain_size = 3}), "must divide the number of ranks, 2"));

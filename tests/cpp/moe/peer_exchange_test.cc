@@ -315,8 +315,7 @@ TEST(PeerExchange, AMapThatPointsOutsideIsRefusedBeforeAnythingIsWritten) {
   const auto errors = run_members(layout_of(group, 4), [&](PeerExchange& peers, int64_t) {
     const std::vector<int64_t> map = {group.num_members * group.capacity};
     std::vector<float> token(1);
-    peers.start_push(0,
-                     {.rows = reinterpret_cast<std::byte*>(token.data()), .width = 1},
+    peers.start_push(0, {.rows = reinterpret_cast<std::byte*>(token.data()), .width = 1},
                      {.rows = map.data(), .num_tokens = 1, .num_choices = 1, .capacity = 8});
   });
   for (const std::string& error : errors) {

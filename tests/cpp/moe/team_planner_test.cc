@@ -120,13 +120,9 @@ Outputs plan_by_team(const TokenCounts& counts, const PlanSpec& spec, int64_t nu
     for (int thread = 0; thread < kWarps * kLanes; ++thread) {
       threads.emplace_back([&, thread] {
         const auto warp = static_cast<size_t>(thread / kLanes);
-        TeamPlanner<HostTeam, HostWarp>(HostTeam(all, thread),
-                                        HostWarp(barriers[warp], shared[warp], thread % kLanes),
-                                        shape,
-                                        spec,
-                                        PlanMemory(words.data(), shape, num_runs),
-                                        counts.tokens,
-                                        plan)
+        TeamPlanner<HostTeam, HostWarp>(
+            HostTeam(all, thread), HostWarp(barriers[warp], shared[warp], thread % kLanes), shape,
+            spec, PlanMemory(words.data(), shape, num_runs), counts.tokens, plan)
             .run();
       });
     }
@@ -171,8 +167,7 @@ PlanSpec random_spec(std::mt19937_64& random, int64_t num_ranks) {
   spec.min_imbalance_per_million = kMillion + (below(4) == 0 ? below(kMillion) : 0);
   if (spec.method == PlanMethod::kBalanced && below(3) == 0) {
     for (spec.domain_size = 1 + below(static_cast<uint64_t>(num_ranks));
-         num_ranks % spec.domain_size != 0;
-         --spec.domain_size) {
+         num_ranks % spec.domain_size != 0; --spec.domain_size) {
     }
   }
   return spec;
@@ -198,8 +193,8 @@ TEST(TeamPlanner, PlansOfManyThreadsAreThoseOfOneForRandomInputs) {
     const PlanSpec spec = random_spec(random, num_ranks);
     const auto num_runs = 1 + static_cast<int64_t>(random() % 33);
     SCOPED_TRACE(trial);
-    ASSERT_NO_FATAL_FAILURE(expect_the_plan_of_one_thread(
-        {tokens.data(), num_ranks, num_experts}, spec, num_runs, num_clones));
+    ASSERT_NO_FATAL_FAILURE(expect_the_plan_of_one_thread({tokens.data(), num_ranks, num_experts},
+                                                          spec, num_runs, num_clones));
   }
   EXPECT_GT(num_clones, 300);
 }
@@ -213,8 +208,8 @@ TEST(TeamPlanner, PlansOfManyThreadsAreThoseOfOneForLargeGroups) {
     const std::vector<int64_t> tokens = random_counts(random, num_ranks, num_experts);
     const PlanSpec spec = random_spec(random, num_ranks);
     SCOPED_TRACE(trial);
-    ASSERT_NO_FATAL_FAILURE(expect_the_plan_of_one_thread(
-        {tokens.data(), num_ranks, num_experts}, spec, 16, num_clones));
+    ASSERT_NO_FATAL_FAILURE(expect_the_plan_of_one_thread({tokens.data(), num_ranks, num_experts},
+                                                          spec, 16, num_clones));
   }
   EXPECT_GT(num_clones, 50);
 }

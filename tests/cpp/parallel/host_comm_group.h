@@ -22,12 +22,8 @@ namespace megacore::parallel {
 class SharedMemory {
  public:
   explicit SharedMemory(int64_t bytes) : bytes_(bytes) {
-    data_ = mmap(nullptr,
-                 static_cast<size_t>(bytes),
-                 PROT_READ | PROT_WRITE,
-                 MAP_SHARED | MAP_ANONYMOUS,
-                 -1,
-                 0);
+    data_ = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
+                 MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   }
   ~SharedMemory() { munmap(data_, static_cast<size_t>(bytes_)); }
   SharedMemory(const SharedMemory&) = delete;
@@ -57,11 +53,10 @@ inline std::vector<int> ranks_of(const GroupShape& shape) {
 inline std::unique_ptr<HostComm> join(const SharedMemory& memory,
                                       const GroupShape& shape,
                                       int position) {
-  return std::make_unique<HostComm>(memory.segment(),
-                                    HostCommConfig{.position = position,
-                                                   .ranks = ranks_of(shape),
-                                                   .slot_bytes = shape.slot_bytes,
-                                                   .timeout_s = shape.timeout_s});
+  return std::make_unique<HostComm>(memory.segment(), HostCommConfig{.position = position,
+                                                                     .ranks = ranks_of(shape),
+                                                                     .slot_bytes = shape.slot_bytes,
+                                                                     .timeout_s = shape.timeout_s});
 }
 
 inline SharedMemory memory_for(const GroupShape& shape) {

@@ -79,8 +79,8 @@ TEST(HostReduce, RoundsLowPrecisionOnce) {
   const auto narrow =
       reduced(inputs, HostDtype::kBFloat16, HostReduction::kSum, HostDtype::kBFloat16);
   EXPECT_EQ(base::float_of_bfloat16(narrow[0]), 260.0F);
-  const auto wide = reduced<uint16_t, float>(
-      inputs, HostDtype::kBFloat16, HostReduction::kAvg, HostDtype::kFloat32);
+  const auto wide = reduced<uint16_t, float>(inputs, HostDtype::kBFloat16, HostReduction::kAvg,
+                                             HostDtype::kFloat32);
   EXPECT_EQ(wide[0], 259.0F / 4);
   const std::vector<std::vector<uint16_t>> halves(3, {base::float16_bits(0.1F)});
   const auto half = reduced(halves, HostDtype::kFloat16, HostReduction::kSum, HostDtype::kFloat16);
@@ -90,8 +90,8 @@ TEST(HostReduce, RoundsLowPrecisionOnce) {
 
 TEST(HostReduce, FloatsMayBeWrittenInLowPrecision) {
   const std::vector<std::vector<float>> inputs = {{1.0F, -3.0F}, {0.0078125F, 1e-3F}};
-  const auto output = reduced<float, uint16_t>(
-      inputs, HostDtype::kFloat32, HostReduction::kSum, HostDtype::kBFloat16);
+  const auto output = reduced<float, uint16_t>(inputs, HostDtype::kFloat32, HostReduction::kSum,
+                                               HostDtype::kBFloat16);
   EXPECT_EQ(output[0], base::bfloat16_bits(1.0078125F));
   EXPECT_EQ(output[1], base::bfloat16_bits(-3.0F + 1e-3F));
   EXPECT_FALSE(can_reduce(HostDtype::kFloat64, HostDtype::kFloat32));

@@ -25,15 +25,14 @@ Matrix rows(const RankGroups& groups) {
 // A worked example of the masking rule: shape (2, 3, 4), only the middle axis masked.
 TEST(RankGenerator, MasksTheMiddleAxisOfThree) {
   const RankGenerator ranks({{"tp", 2}, {"dp", 3}, {"pp", 4}});
-  EXPECT_EQ(rows(ranks.groups("dp")),
-            (Matrix{{0, 2, 4},
-                    {1, 3, 5},
-                    {6, 8, 10},
-                    {7, 9, 11},
-                    {12, 14, 16},
-                    {13, 15, 17},
-                    {18, 20, 22},
-                    {19, 21, 23}}));
+  EXPECT_EQ(rows(ranks.groups("dp")), (Matrix{{0, 2, 4},
+                                              {1, 3, 5},
+                                              {6, 8, 10},
+                                              {7, 9, 11},
+                                              {12, 14, 16},
+                                              {13, 15, 17},
+                                              {18, 20, 22},
+                                              {19, 21, 23}}));
 }
 
 TEST(RankGenerator, JoinsAxesOfAToken) {

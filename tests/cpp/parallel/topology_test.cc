@@ -88,7 +88,7 @@ TEST(Topology, SuggestsOnlySettingsThatAreLegal) {
 TEST(Topology, NamesTheSizeThatIsTooSmall) {
   EXPECT_EQ(message_of({.world_size = 8, .tp = 0}), "tp is 0; an axis size must be at least 1");
   EXPECT_EQ(message_of({.world_size = 8, .etp = -2}), "etp is -2; an axis size must be at least 1");
-  EXPECT_EQ(message_of({.world_size = 0}), "world_size is 0; it must be between 1 and 2147483647");
+  EXPECT_EQ(message_of({.world_size = 0}), "world_size must be between 1 and 2147483647, got 0");
 }
 
 TEST(Topology, SurvivesSizesWhoseProductOverflows) {

@@ -26,24 +26,9 @@ TEST(Action, TextFollowsThePyTorchCells) {
 }
 
 TEST(Action, RefusesWhatIsNotExactlyOneAction) {
-  for (const char* text : {"",
-                           "F0",
-                           "2F",
-                           "2",
-                           "2f0",
-                           "2F0 ",
-                           " 2F0",
-                           "2F0x",
-                           "2F-1",
-                           "2G0",
-                           "2SEND0",
-                           "2SEND_W0",
-                           "2F0;3B1",
-                           "2REDUCE_GRADS0",
-                           "2REDUCE_GRADS",
-                           "2RELEASE0",
-                           "99999999999F0",
-                           "2F99999999999"}) {
+  for (const char* text : {"", "F0", "2F", "2", "2f0", "2F0 ", " 2F0", "2F0x", "2F-1", "2G0",
+                           "2SEND0", "2SEND_W0", "2F0;3B1", "2REDUCE_GRADS0", "2REDUCE_GRADS",
+                           "2RELEASE0", "99999999999F0", "2F99999999999"}) {
     EXPECT_THROW(parse_action(text), std::invalid_argument) << text;
   }
 }

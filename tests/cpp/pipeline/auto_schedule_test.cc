@@ -15,18 +15,14 @@ TEST(AutoSchedule, ReachesAndProvesKnownOptima) {
     bool split;
     double send, optimum;
   };
-  for (const Instance& i : {Instance{chain, 4, 8, 4, false, 0.1, 34.6},
-                            Instance{chain, 4, 8, 4, true, 0.1, 28.2},
-                            Instance{chain, 4, 16, 4, true, 0.1, 52.2},
-                            Instance{chain, 8, 16, 8, false, 0.1, 73.0},
-                            Instance{chain, 16, 16, 16, true, 0.1, 66.0},
-                            Instance{two_chunks, 4, 8, 11, false, 0.1, 57.6},
-                            Instance{two_chunks, 4, 4, 8, true, 0.1, 28.0},
-                            Instance{v, 4, 4, 6, true, 0.0, 29.0},
-                            Instance{v, 4, 4, 6, true, 0.1, 30.8},
-                            Instance{v, 4, 4, 4, true, 0.0, 35.0},
-                            Instance{v, 4, 8, 6, true, 0.0, 53.0},
-                            Instance{v, 8, 8, 10, true, 0.0, 65.0}}) {
+  for (const Instance& i :
+       {Instance{chain, 4, 8, 4, false, 0.1, 34.6}, Instance{chain, 4, 8, 4, true, 0.1, 28.2},
+        Instance{chain, 4, 16, 4, true, 0.1, 52.2}, Instance{chain, 8, 16, 8, false, 0.1, 73.0},
+        Instance{chain, 16, 16, 16, true, 0.1, 66.0},
+        Instance{two_chunks, 4, 8, 11, false, 0.1, 57.6},
+        Instance{two_chunks, 4, 4, 8, true, 0.1, 28.0}, Instance{v, 4, 4, 6, true, 0.0, 29.0},
+        Instance{v, 4, 4, 6, true, 0.1, 30.8}, Instance{v, 4, 4, 4, true, 0.0, 35.0},
+        Instance{v, 4, 8, 6, true, 0.0, 53.0}, Instance{v, 8, 8, 10, true, 0.0, 65.0}}) {
     SCOPED_TRACE(testing::Message() << "p " << i.p << " m " << i.m << " limit " << i.limit);
     const AutoSchedule result = auto_schedule({.placement = i.placement(i.p),
                                                .num_microbatches = i.m,

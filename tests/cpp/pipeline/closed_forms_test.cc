@@ -35,7 +35,7 @@ TEST(ClosedForms, HoldForRandomSizesAndCosts) {
             : interleaved_one_f_one_b(
                   {.num_ranks = p, .num_chunks = v, .num_microbatches = m, .group_size = group});
     const int chunks = kind >= 2 ? v : 1;
-    const std::string sizes = base::concat(schedule.name, " p ", p, " v ", chunks, " m ", m);
+    const std::string sizes = base::format_text("{} p {} v {} m {}", schedule.name, p, chunks, m);
     ASSERT_NO_THROW(validate(schedule)) << sizes;
     const Timeline timeline =
         simulate(schedule, {.forward = {f}, .backward_input = {i}, .backward_weight = {w}});

@@ -105,8 +105,8 @@ class Oracle {
 BoundProblem random_problem(std::mt19937& random) {
   const auto below = [&](int n) { return std::uniform_int_distribution<int>(0, n - 1)(random); };
   const bool split = below(2) == 0;
-  const std::vector<Placement> placements = {
-      chain(2), chain(3), Placement::v({.num_ranks = 2}), Placement({0, 1, 0})};
+  const std::vector<Placement> placements = {chain(2), chain(3), Placement::v({.num_ranks = 2}),
+                                             Placement({0, 1, 0})};
   const Placement& placement = placements[static_cast<size_t>(below(4))];
   const int num_stages = placement.num_stages();
   const int m = (split ? 18 : 20) / (num_stages * (split ? 3 : 2));

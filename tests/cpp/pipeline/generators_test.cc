@@ -40,8 +40,8 @@ TEST(OneFOneB, WorksWithFewerMicrobatchesThanRanks) {
 
 TEST(ScheduleTable, CutsAShortLastGroup) {
   const auto table = schedule_table({.num_microbatches = 5, .num_chunks = 2, .group_size = 3});
-  const std::vector<TableEntry> expected = {
-      {0, 0}, {1, 0}, {2, 0}, {0, 1}, {1, 1}, {2, 1}, {3, 0}, {4, 0}, {3, 1}, {4, 1}};
+  const std::vector<TableEntry> expected = {{0, 0}, {1, 0}, {2, 0}, {0, 1}, {1, 1},
+                                            {2, 1}, {3, 0}, {4, 0}, {3, 1}, {4, 1}};
   EXPECT_EQ(table, expected);
 }
 
@@ -74,12 +74,8 @@ TEST(Interleaved, WarmupCountsAreTheTabulatedOnes) {
   struct Row {
     int p, v, group, first, last;
   };
-  for (const Row& row : {Row{2, 2, 2, 4, 2},
-                         Row{4, 2, 4, 10, 4},
-                         Row{4, 2, 6, 12, 6},
-                         Row{4, 4, 4, 18, 12},
-                         Row{8, 2, 8, 22, 8},
-                         Row{8, 4, 8, 38, 24}}) {
+  for (const Row& row : {Row{2, 2, 2, 4, 2}, Row{4, 2, 4, 10, 4}, Row{4, 2, 6, 12, 6},
+                         Row{4, 4, 4, 18, 12}, Row{8, 2, 8, 22, 8}, Row{8, 4, 8, 38, 24}}) {
     const InterleavedShape shape{
         .num_ranks = row.p, .num_chunks = row.v, .num_microbatches = 96, .group_size = row.group};
     EXPECT_EQ(interleaved_warmup(shape, 0), row.first);

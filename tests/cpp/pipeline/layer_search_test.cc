@@ -118,11 +118,9 @@ TEST(AutoLayerSearch, ProvesWhatLoopsInTheMemoryOf1F1BLose) {
     int num_microbatches;
     double makespan;
   };
-  for (const auto& [p, m, makespan] : {Optimum{2, 12, 76.6},
-                                       Optimum{2, 24, 149.8},
-                                       Optimum{2, 36, 223.0},
-                                       Optimum{3, 12, 80.4},
-                                       Optimum{3, 24, 153.9}}) {
+  for (const auto& [p, m, makespan] :
+       {Optimum{2, 12, 76.6}, Optimum{2, 24, 149.8}, Optimum{2, 36, 223.0}, Optimum{3, 12, 80.4},
+        Optimum{3, 24, 153.9}}) {
     const BoundProblem problem{.placement = Placement::loop({.num_ranks = p, .num_chunks = 2}),
                                .num_microbatches = m,
                                .costs = {.send = 0.1},

@@ -43,8 +43,8 @@ TEST(LowerBound, IsMetByTheBestPublishedSchedulesWhenMessagesAreFree) {
     for (const int m : {p, 2 * p, 4 * p, 4 * p + 3}) {
       SCOPED_TRACE(testing::Message() << "p " << p << " m " << m);
       const PipelineShape shape{.num_ranks = p, .num_microbatches = m};
-      std::vector<Schedule> schedules = {
-          gpipe(shape), one_f_one_b(shape), zb_h1(shape), zb_h2(shape)};
+      std::vector<Schedule> schedules = {gpipe(shape), one_f_one_b(shape), zb_h1(shape),
+                                         zb_h2(shape)};
       for (const int chunks : {2, 3}) {
         schedules.push_back(
             interleaved_one_f_one_b({.num_ranks = p, .num_chunks = chunks, .num_microbatches = m}));
@@ -105,25 +105,22 @@ TEST(LowerBound, IsNeverAboveTheKnownOptima) {
     double send, optimum;
     bool tight;
   };
-  for (const Instance& i : {Instance{chain, 4, 8, 4, false, 0.1, 34.6, false},
-                            Instance{chain, 4, 8, 4, true, 0.1, 28.2, false},
-                            Instance{chain, 4, 16, 4, false, 0.1, 59.8, false},
-                            Instance{chain, 4, 16, 4, true, 0.1, 52.2, false},
-                            Instance{chain, 8, 16, 8, false, 0.1, 73.0, false},
-                            Instance{chain, 8, 16, 8, true, 0.1, 57.8, false},
-                            Instance{chain, 16, 16, 16, true, 0.1, 66.0, true},
-                            Instance{two_chunks, 4, 8, 11, false, 0.1, 57.6, true},
-                            Instance{two_chunks, 4, 4, 8, true, 0.1, 28.0, true},
-                            Instance{two_chunks, 4, 8, 8, true, 0.1, 52.0, true},
-                            Instance{v, 4, 4, 6, true, 0.0, 29.0, true},
-                            Instance{v, 4, 4, 6, true, 0.1, 30.8, false},
-                            Instance{v, 4, 4, 4, true, 0.0, 35.0, false},
-                            Instance{v, 4, 8, 6, true, 0.0, 53.0, true},
-                            Instance{v, 4, 8, 4, true, 0.0, 59.0, false},
-                            Instance{v, 4, 8, 8, true, 0.1, 51.9, true},
-                            Instance{v, 8, 8, 16, true, 0.1, 57.1, true},
-                            Instance{v, 8, 8, 10, true, 0.0, 65.0, false},
-                            Instance{v, 8, 8, 8, true, 0.0, 71.0, false}}) {
+  for (const Instance& i :
+       {Instance{chain, 4, 8, 4, false, 0.1, 34.6, false},
+        Instance{chain, 4, 8, 4, true, 0.1, 28.2, false},
+        Instance{chain, 4, 16, 4, false, 0.1, 59.8, false},
+        Instance{chain, 4, 16, 4, true, 0.1, 52.2, false},
+        Instance{chain, 8, 16, 8, false, 0.1, 73.0, false},
+        Instance{chain, 8, 16, 8, true, 0.1, 57.8, false},
+        Instance{chain, 16, 16, 16, true, 0.1, 66.0, true},
+        Instance{two_chunks, 4, 8, 11, false, 0.1, 57.6, true},
+        Instance{two_chunks, 4, 4, 8, true, 0.1, 28.0, true},
+        Instance{two_chunks, 4, 8, 8, true, 0.1, 52.0, true},
+        Instance{v, 4, 4, 6, true, 0.0, 29.0, true}, Instance{v, 4, 4, 6, true, 0.1, 30.8, false},
+        Instance{v, 4, 4, 4, true, 0.0, 35.0, false}, Instance{v, 4, 8, 6, true, 0.0, 53.0, true},
+        Instance{v, 4, 8, 4, true, 0.0, 59.0, false}, Instance{v, 4, 8, 8, true, 0.1, 51.9, true},
+        Instance{v, 8, 8, 16, true, 0.1, 57.1, true}, Instance{v, 8, 8, 10, true, 0.0, 65.0, false},
+        Instance{v, 8, 8, 8, true, 0.0, 71.0, false}}) {
     SCOPED_TRACE(testing::Message() << "p " << i.p << " m " << i.m << " limit " << i.limit);
     const double bound = bound_of(i.placement(i.p), i.m, i.split, i.limit, i.send);
     EXPECT_LE(bound, i.optimum + 1e-9);
@@ -241,7 +238,8 @@ TEST(LowerBound, RefusesWhatMakesNoSense) {
   const auto refusal = [](const BoundProblem& problem) {
     return message_of([&] { lower_bound(problem); });
   };
-  EXPECT_NE(refusal({.placement = chain(2), .num_microbatches = 0}).find("num_microbatches is 0"),
+  EXPECT_NE(refusal({.placement = chain(2), .num_microbatches = 0})
+                .find("num_microbatches must be at least 1, got 0"),
             std::string::npos);
   EXPECT_NE(refusal({.placement = chain(3), .num_microbatches = 2, .memory_limit = {1, 2}})
                 .find("memory_limit has 2 entries; give one for all ranks or 3"),

@@ -21,8 +21,7 @@ std::string programs_error(const std::vector<Program>& programs) {
 }
 
 size_t position_of(const Program& program, const std::string& action) {
-  const auto step = std::find_if(program.steps.begin(),
-                                 program.steps.end(),
+  const auto step = std::find_if(program.steps.begin(), program.steps.end(),
                                  [&](const ProgramStep& s) { return to_text(s.action) == action; });
   return static_cast<size_t>(step - program.steps.begin());
 }

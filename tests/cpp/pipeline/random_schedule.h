@@ -18,8 +18,7 @@ inline Schedule random_schedule(const Placement& placement,
   const int num_stages = placement.num_stages();
   std::vector<std::vector<Action>> rows(static_cast<size_t>(placement.num_ranks()));
   std::vector<std::vector<int>> progress(  // 0 nothing, 1 F, 2 B or I, 3 W
-      static_cast<size_t>(num_stages),
-      std::vector<int>(static_cast<size_t>(m), 0));
+      static_cast<size_t>(num_stages), std::vector<int>(static_cast<size_t>(m), 0));
   const auto state = [&](int stage, int mb) -> int& {
     return progress[static_cast<size_t>(stage)][static_cast<size_t>(mb)];
   };
@@ -42,8 +41,7 @@ inline Schedule random_schedule(const Placement& placement,
     // Half of the schedules prefer backwards, which keeps memory small.
     std::shuffle(ready.begin(), ready.end(), random);
     const Action action =
-        eager ? *std::max_element(ready.begin(),
-                                  ready.end(),
+        eager ? *std::max_element(ready.begin(), ready.end(),
                                   [](const Action& a, const Action& b) { return a.kind < b.kind; })
               : ready.front();
     rows[static_cast<size_t>(placement.rank_of(action.stage))].push_back(action);

@@ -84,14 +84,13 @@ TEST(Recompute, RandomSchedulesStayValid) {
   std::mt19937 random(19);
   const auto coin = [&] { return std::bernoulli_distribution(0.5)(random); };
   for (int round = 0; round < 300; ++round) {
-    const Schedule schedule = random_schedule(random_placement(4, random),
-                                              std::uniform_int_distribution<int>(1, 4)(random),
-                                              coin(),
-                                              random);
-    const auto programs = recomputing(lower(schedule,
-                                            coin() ? Receives::kInOrder : Receives::kAhead,
-                                            std::uniform_int_distribution<int>(0, 3)(random)),
-                                      {.keep = coin() ? 1 : 0});
+    const Schedule schedule =
+        random_schedule(random_placement(4, random),
+                        std::uniform_int_distribution<int>(1, 4)(random), coin(), random);
+    const auto programs =
+        recomputing(lower(schedule, coin() ? Receives::kInOrder : Receives::kAhead,
+                          std::uniform_int_distribution<int>(0, 3)(random)),
+                    {.keep = coin() ? 1 : 0});
     ASSERT_NO_THROW(validate_programs(programs)) << to_text(schedule);
     for (const Program& program : programs) {
       EXPECT_EQ(occurrences(to_text(program), "RECOMPUTE"), occurrences(dropped(program), " "));

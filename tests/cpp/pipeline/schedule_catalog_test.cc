@@ -23,10 +23,9 @@ TEST(ScheduleCatalog, DescribesWhatItsGeneratorsMake) {
     checked(schedule);
     EXPECT_EQ(schedule.name, info.name);
     EXPECT_EQ(schedule.placement.num_chunks(), info.num_chunks == 0 ? 3 : info.num_chunks);
-    const bool splits =
-        std::any_of(schedule.actions.begin(), schedule.actions.end(), [](const Action& action) {
-          return action.kind == ActionKind::kBackwardWeight;
-        });
+    const bool splits = std::any_of(
+        schedule.actions.begin(), schedule.actions.end(),
+        [](const Action& action) { return action.kind == ActionKind::kBackwardWeight; });
     EXPECT_EQ(splits, info.splits_backward);
     const Placement expected =
         info.placement == PlacementKind::kV ? Placement::v({.num_ranks = 4})

@@ -73,13 +73,12 @@ TEST(Simulate, MessageLatencyMatchesTheClosedForms) {
       const double free = 3.0 * (m + p - 1);
       EXPECT_NEAR(simulate(gpipe(shape), costs).makespan, free + 2 * c * (p - 1), 1e-9);
       EXPECT_NEAR(simulate(one_f_one_b(shape), costs).makespan,
-                  free + 2 * c * (p - 1) * k + 2 * c * (p - 2),
-                  1e-9);
+                  free + 2 * c * (p - 1) * k + 2 * c * (p - 2), 1e-9);
       for (const int v : {2, 4}) {
         const Schedule schedule =
             interleaved_one_f_one_b({.num_ranks = p, .num_chunks = v, .num_microbatches = m});
-        EXPECT_NEAR(
-            simulate(schedule, costs).makespan, 3.0 * (v * m + p - 1) + 2 * c * (p * v - 1), 1e-9);
+        EXPECT_NEAR(simulate(schedule, costs).makespan, 3.0 * (v * m + p - 1) + 2 * c * (p * v - 1),
+                    1e-9);
       }
     }
   }
@@ -89,11 +88,10 @@ TEST(Simulate, TakesCostsPerStageAndFreesSplitBackwardsAtTheirWeightGradient) {
   const Schedule schedule = schedule_from_text(
       "rank 0: 0F0 0F1 0B0 0B1\n"
       "rank 1: 1F0 1I0 1F1 1I1 1W0 1W1\n");
-  const Timeline timeline = simulate(schedule,
-                                     {.forward = {1.0, 2.0},
-                                      .backward_input = {1.0, 3.0},
-                                      .backward_weight = {1.0, 4.0},
-                                      .send = 0.5});
+  const Timeline timeline = simulate(schedule, {.forward = {1.0, 2.0},
+                                                .backward_input = {1.0, 3.0},
+                                                .backward_weight = {1.0, 4.0},
+                                                .send = 0.5});
   // 1F0 waits for 0F0 (1) and its message: 1.5..3.5; 1I0 ..6.5; 1F1 ..8.5; 1I1 ..11.5; W ..19.5.
   EXPECT_DOUBLE_EQ(timeline.spans[4].start, 1.5);
   EXPECT_DOUBLE_EQ(timeline.spans[5].end, 6.5);
@@ -147,10 +145,9 @@ TEST(Exposed, IsTheTimeMessagesCostAtOnce) {
 TEST(CriticalPath, JoinsBeginningAndEndOfRandomSchedules) {
   std::mt19937 random(29);
   for (int round = 0; round < 400; ++round) {
-    Schedule schedule = random_schedule(random_placement(4, random),
-                                        std::uniform_int_distribution<int>(1, 4)(random),
-                                        round % 2 == 0,
-                                        random);
+    Schedule schedule =
+        random_schedule(random_placement(4, random),
+                        std::uniform_int_distribution<int>(1, 4)(random), round % 2 == 0, random);
     if (round % 8 == 0) schedule = dualpipe_v({.num_ranks = 3, .num_microbatches = 6 + round % 3});
     std::uniform_int_distribution<int> eighths(0, 16);
     Costs costs{.send = eighths(random) / 16.0};

@@ -70,8 +70,8 @@ TEST(ZbV, NeverWaitsWithinARank) {
       for (int rank = 0; rank < p; ++rank) EXPECT_EQ(span_of(schedule, timeline, rank), 6 * m);
       EXPECT_EQ(peak_of(timeline), std::min(2 * p, 2 * m));
       if (p == 1 || m < 2 * p) continue;
-      EXPECT_NEAR(
-          simulate(schedule, {.send = 0.1}).makespan, 6 * m + p - 1 + 0.1 * (5 * p - 7), 1e-9);
+      EXPECT_NEAR(simulate(schedule, {.send = 0.1}).makespan, 6 * m + p - 1 + 0.1 * (5 * p - 7),
+                  1e-9);
     }
   }
 }
@@ -137,19 +137,12 @@ TEST(VSchedules, ReproduceThePublishedTable) {
     Generator generate;
     int p, m, makespan, peak;
   };
-  for (const Cell& cell : {Cell{zb_v, 4, 4, 30, 8},
-                           Cell{zb_v, 8, 16, 103, 16},
-                           Cell{zb_v, 16, 128, 783, 32},
-                           Cell{v_half, 4, 8, 53, 6},
-                           Cell{v_half, 8, 8, 65, 10},
-                           Cell{v_half, 8, 32, 209, 10},
-                           Cell{v_half, 16, 16, 137, 18},
-                           Cell{v_min, 4, 4, 35, 4},
-                           Cell{v_min, 8, 16, 123, 8},
-                           Cell{v_min, 16, 64, 443, 12},
-                           Cell{one_f_one_b_v, 4, 8, 63, 6},
-                           Cell{one_f_one_b_v, 8, 16, 129, 12},
-                           Cell{one_f_one_b_v, 16, 32, 267, 22}}) {
+  for (const Cell& cell :
+       {Cell{zb_v, 4, 4, 30, 8}, Cell{zb_v, 8, 16, 103, 16}, Cell{zb_v, 16, 128, 783, 32},
+        Cell{v_half, 4, 8, 53, 6}, Cell{v_half, 8, 8, 65, 10}, Cell{v_half, 8, 32, 209, 10},
+        Cell{v_half, 16, 16, 137, 18}, Cell{v_min, 4, 4, 35, 4}, Cell{v_min, 8, 16, 123, 8},
+        Cell{v_min, 16, 64, 443, 12}, Cell{one_f_one_b_v, 4, 8, 63, 6},
+        Cell{one_f_one_b_v, 8, 16, 129, 12}, Cell{one_f_one_b_v, 16, 32, 267, 22}}) {
     SCOPED_TRACE(testing::Message() << "p " << cell.p << " m " << cell.m);
     const Timeline timeline =
         simulate(cell.generate({.num_ranks = cell.p, .num_microbatches = cell.m}), {});

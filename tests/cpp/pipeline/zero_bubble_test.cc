@@ -180,7 +180,7 @@ TEST(Interleaved, WarmupMultiplierOneSavesMemoryAndKeepsTheMakespan) {
   EXPECT_NE(message_of([] {
               interleaved_one_f_one_b(
                   {.num_ranks = 2, .num_chunks = 2, .num_microbatches = 2, .warmup_multiplier = 3});
-            }).find("warmup_multiplier is 3; it must be 1 or 2"),
+            }).find("warmup_multiplier must be 1 or 2, got 3"),
             std::string::npos);
 }
 
@@ -225,13 +225,11 @@ TEST(ZeroBubble, MessageLatencyMatchesTheClosedForms) {
       for (const int v : {2, 3}) {
         const GroupedShape grouped{.num_ranks = p, .num_chunks = v, .num_microbatches = m};
         EXPECT_NEAR(simulate(interleaved_zero_bubble(grouped), costs).makespan,
-                    3 * v * m + p - 1 + c * ((v + 3) * p - 4),
-                    1e-9);
+                    3 * v * m + p - 1 + c * ((v + 3) * p - 4), 1e-9);
         EXPECT_NEAR(
             simulate(looped_bfs({.num_ranks = p, .num_chunks = v, .num_microbatches = m}), costs)
                 .makespan,
-            3 * (v * m + p - 1) + 2 * c * (p - 1),
-            1e-9);
+            3 * (v * m + p - 1) + 2 * c * (p - 1), 1e-9);
       }
     }
   }

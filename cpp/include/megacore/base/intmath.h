@@ -13,12 +13,8 @@ namespace megacore::base {
 // REQUIRES: a >= 0, b >= 0.
 inline int64_t checked_mul(int64_t a, int64_t b) {
   int64_t product = 0;
-  MC_REQUIRE(!__builtin_mul_overflow(a, b, &product),
-             "the product ",
-             a,
-             " x ",
-             b,
-             " does not fit 64 bits");
+  MC_REQUIRE(!__builtin_mul_overflow(a, b, &product), "the product {} x {} does not fit 64 bits", a,
+             b);
   return product;
 }
 

@@ -17,13 +17,11 @@ namespace megacore::moe {
 inline constexpr int64_t kProjections = 2;
 inline constexpr int64_t kBoardAlignment = 256;
 
+enum class ClonePass : int64_t { kWeights, kGrads };
+
 inline void require_projection(int64_t projection) {
-  MC_REQUIRE(projection >= 0 && projection < kProjections,
-             "projection is ",
-             projection,
-             "; it must be in [0, ",
-             kProjections,
-             ")");
+  MC_REQUIRE(projection >= 0 && projection < kProjections, "projection must be in [0, {}), got {}",
+             kProjections, projection);
 }
 
 // Clones by (rank, slot): expert, or -1 for an unused slot. Home rank p has the experts
@@ -62,7 +60,10 @@ struct CloneLayout {
   //   released                 up to which bring the slots may be written
   //   ready, offered, taken    per projection and slot: weights have come, gradients may be read,
   //                            gradients have been read
-  //   arrivals                 per projection and slot of any rank: blocks that have copied
+  //   arrivals                 per pass (weights, gradients), projection and slot of any rank:
+  //                            blocks that have finished. A pass has words of its own because
+  //                            weights of one microbatch are pushed on another stream while
+  //                            gradients of another are collected.
   MC_HOST_DEVICE static int64_t counter_word(int64_t counter) { return counter; }
   MC_HOST_DEVICE static int64_t released_word() { return 1 + kProjections; }
   MC_HOST_DEVICE int64_t ready_word(int64_t projection, int64_t slot) const {
@@ -74,11 +75,15 @@ struct CloneLayout {
   MC_HOST_DEVICE int64_t taken_word(int64_t projection, int64_t slot) const {
     return slot_words(2) + projection * num_slots + slot;
   }
-  MC_HOST_DEVICE int64_t arrivals_word(int64_t projection, int64_t num_ranks, int64_t index) const {
-    return slot_words(3) + projection * num_ranks * num_slots + index;
+  MC_HOST_DEVICE int64_t arrivals_word(ClonePass pass,
+                                       int64_t projection,
+                                       int64_t num_ranks,
+                                       int64_t index) const {
+    const int64_t row = static_cast<int64_t>(pass) * kProjections + projection;
+    return slot_words(3) + row * num_ranks * num_slots + index;
   }
   MC_HOST_DEVICE int64_t flag_words(int64_t num_ranks) const {
-    return slot_words(3) + kProjections * num_ranks * num_slots;
+    return slot_words(3) + 2 * kProjections * num_ranks * num_slots;
   }
 
   MC_HOST_DEVICE int64_t weights_offset(int64_t num_ranks, int64_t projection) const {

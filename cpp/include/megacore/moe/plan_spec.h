@@ -35,9 +35,7 @@ inline PlanMethod plan_method(std::string_view name) {
     return PlanMethod::kDocumented;
   }
   MC_REQUIRE(name == "balanced",
-             "no offload planner is called \"",
-             name,
-             "\"; there are \"balanced\" and \"echo\"");
+             "no offload planner is called \"{}\"; there are \"balanced\" and \"echo\"", name);
   return PlanMethod::kBalanced;
 }
 
@@ -61,29 +59,20 @@ struct PlanSpec {
 // or a domain with the documented method.
 inline void require_spec(const PlanSpec& spec, int64_t num_ranks) {
   MC_REQUIRE(spec.num_spare_slots >= 0 && spec.num_spare_slots <= kMaxSpareSlots,
-             "num_spare_slots is ",
-             spec.num_spare_slots,
-             "; it must be in [0, ",
-             kMaxSpareSlots,
-             "]");
+             "num_spare_slots must be in [0, {}], got {}", kMaxSpareSlots, spec.num_spare_slots);
   MC_REQUIRE(spec.tolerance_per_million >= 0 && spec.tolerance_per_million <= kMillion,
-             "the tolerance is ",
-             spec.tolerance_per_million,
-             " millionths of the average; it must be in [0, 1000000]");
-  MC_REQUIRE(spec.min_imbalance_per_million >= kMillion &&
-                 spec.min_imbalance_per_million <= kMostImbalancePerMillion,
-             "the minimum imbalance is ",
-             spec.min_imbalance_per_million,
-             " millionths of the average; it must be in [1000000, 1000000000]");
+             "the tolerance is {} millionths of the average; it must be in [0, 1000000]",
+             spec.tolerance_per_million);
+  MC_REQUIRE(
+      spec.min_imbalance_per_million >= kMillion &&
+          spec.min_imbalance_per_million <= kMostImbalancePerMillion,
+      "the minimum imbalance is {} millionths of the average; it must be in [1000000, 1000000000]",
+      spec.min_imbalance_per_million);
   MC_REQUIRE(spec.domain_size >= 0 && (spec.domain_size == 0 || num_ranks % spec.domain_size == 0),
-             "domain_size is ",
-             spec.domain_size,
-             "; it must divide the number of ranks, ",
+             "domain_size is {}; it must divide the number of ranks, {}", spec.domain_size,
              num_ranks);
   MC_REQUIRE(spec.domain_size == 0 || spec.is_balanced(),
-             "domain_size is ",
-             spec.domain_size,
-             ", but only the balanced planner knows domains");
+             "domain_size is {}, but only the balanced planner knows domains", spec.domain_size);
 }
 
 }  // namespace megacore::moe

@@ -258,8 +258,7 @@ class TeamPlanner {
         GreedyRun<Warp> run(warp_, memory, s_);
         const bool is_done = run.run(static_cast<Rule>(number % kNumRules),
                                      goal_of_round(number / kNumRules, missed, reached),
-                                     has_best ? best.load : kNoLimit,
-                                     domain_size_,
+                                     has_best ? best.load : kNoLimit, domain_size_,
                                      {m_.ranks(), m_.experts(), m_.facts().largest_expert});
         const Score score = is_done ? run.score(least_load, domain_size_) : Score{.load = kNoLimit};
         if (warp_.lane() == 0) {

@@ -39,8 +39,7 @@ MC_HOST_DEVICE int64_t packed_failure(const PeerFailure& failure) {
 }
 
 MC_HOST_DEVICE PeerFailure unpacked_failure(int64_t word) {
-  return {static_cast<PeerFault>(word >> 48),
-          (word >> 32) & 0xffff,
+  return {static_cast<PeerFault>(word >> 48), (word >> 32) & 0xffff,
           static_cast<uint32_t>(word & 0xffffffff)};
 }
 

@@ -36,10 +36,9 @@ class PathBack {
   }
 
   int64_t last_to_end() const {
-    const auto last = std::max_element(
-        timeline_.spans.begin(), timeline_.spans.end(), [](const TimedSpan& a, const TimedSpan& b) {
-          return a.end < b.end;
-        });
+    const auto last =
+        std::max_element(timeline_.spans.begin(), timeline_.spans.end(),
+                         [](const TimedSpan& a, const TimedSpan& b) { return a.end < b.end; });
     return last - timeline_.spans.begin();
   }
 
@@ -56,7 +55,7 @@ class PathBack {
     if (found < 0 && is_pair(at)) {
       found = maker_at(rank, schedule_.actions[static_cast<size_t>(at) + 1], start);
     }
-    MC_INVARIANT(found >= 0, to_text(action), " starts at ", start, " for no reason");
+    MC_INVARIANT(found >= 0, "{} starts at {} for no reason", to_text(action), start);
     return found;
   }
 
@@ -83,11 +82,8 @@ class PathBack {
 
 std::vector<int64_t> critical_path(const Schedule& schedule, const Timeline& timeline) {
   MC_REQUIRE(timeline.spans.size() == schedule.actions.size(),
-             "the timeline has ",
-             timeline.spans.size(),
-             " spans, the schedule ",
-             schedule.actions.size(),
-             " actions");
+             "the timeline has {} spans, the schedule {} actions", timeline.spans.size(),
+             schedule.actions.size());
   if (schedule.actions.empty()) return {};
   return PathBack(schedule, timeline).walk();
 }

@@ -330,9 +330,8 @@ class Windows {
     }
     jobs_.resize(old_starts_.size());
     std::iota(jobs_.begin(), jobs_.end(), size_t{0});
-    std::sort(jobs_.begin(), jobs_.end(), [&](size_t a, size_t b) {
-      return old_starts_[a] < old_starts_[b];
-    });
+    std::sort(jobs_.begin(), jobs_.end(),
+              [&](size_t a, size_t b) { return old_starts_[a] < old_starts_[b]; });
     position_.resize(jobs_.size());
     for (size_t i = 0; i < jobs_.size(); ++i) position_[jobs_[i]] = i;
   }

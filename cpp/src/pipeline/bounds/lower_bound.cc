@@ -164,13 +164,9 @@ class RankBounds {
 }  // namespace
 
 std::string_view name_of(BoundReason reason) {
-  constexpr std::array<std::string_view, kNumBoundReasons> kNames = {"critical_path",
-                                                                     "rank_work",
-                                                                     "rank_queue",
-                                                                     "memory_area",
-                                                                     "delivery",
-                                                                     "deadlines",
-                                                                     "exhaustion"};
+  constexpr std::array<std::string_view, kNumBoundReasons> kNames = {
+      "critical_path", "rank_work", "rank_queue", "memory_area",
+      "delivery",      "deadlines", "exhaustion"};
   return kNames[static_cast<size_t>(reason)];
 }
 
@@ -187,53 +183,40 @@ std::string_view to_text(BoundReason reason) {
 }
 
 void require_sound(const BoundProblem& problem) {
-  MC_REQUIRE(problem.num_microbatches >= 1,
-             "num_microbatches is ",
-             problem.num_microbatches,
-             "; it must be at least 1");
+  MC_REQUIRE(problem.num_microbatches >= 1, "num_microbatches must be at least 1, got {}",
+             problem.num_microbatches);
   MC_REQUIRE(problem.costs.overlap == 0.0,
-             "cost 'overlap' is ",
-             problem.costs.overlap,
-             "; the bounds hold without overlap only");
+             "cost 'overlap' is {}; the bounds hold without overlap only", problem.costs.overlap);
   const size_t num_limits = problem.memory_limit.size();
   const int num_ranks = problem.placement.num_ranks();
   MC_REQUIRE(num_limits <= 1 || num_limits == static_cast<size_t>(num_ranks),
-             "memory_limit has ",
-             num_limits,
-             " entries; give one for all ranks or ",
-             num_ranks,
-             ", one per rank");
+             "memory_limit has {} entries; give one for all ranks or {}, one per rank", num_limits,
+             num_ranks);
   const size_t num_sizes = problem.activation_size.size();
   const int num_stages = problem.placement.num_stages();
   MC_REQUIRE(num_sizes <= 1 || num_sizes == static_cast<size_t>(num_stages),
-             "activation_size has ",
-             num_sizes,
-             " entries; give one for all stages or ",
-             num_stages,
-             ", one per stage");
+             "activation_size has {} entries; give one for all stages or {}, one per stage",
+             num_sizes, num_stages);
   // All activations together must be countable.
   const int64_t largest =
       std::numeric_limits<int64_t>::max() / 8 / num_stages / problem.num_microbatches;
   for (const int64_t size : problem.activation_size) {
-    MC_REQUIRE(size >= 1, "activation_size is ", size, "; it must be at least 1");
+    MC_REQUIRE(size >= 1, "activation_size must be at least 1, got {}", size);
     MC_REQUIRE(size <= largest,
-               "activation_size is ",
-               size,
-               "; with these stages and microbatches it can be ",
-               largest,
-               " at most, so choose a larger unit");
+               "activation_size is {}; with these stages and microbatches it can be {} at most, so "
+               "choose a larger unit",
+               size, largest);
   }
 }
 
 LowerBound lower_bound(const BoundProblem& problem) {
   require_sound(problem);
   for (const int64_t limit : problem.memory_limit) {
-    MC_REQUIRE(limit >= 1, "memory_limit is ", limit, "; a rank needs room for 1 activation");
+    MC_REQUIRE(limit >= 1, "memory_limit is {}; a rank needs room for 1 activation", limit);
   }
   const ChainBounds chains(problem.placement,
                            stage_costs(problem.costs, problem.placement.num_stages()),
-                           problem.num_microbatches,
-                           problem.split_backward);
+                           problem.num_microbatches, problem.split_backward);
   LowerBound bound;
   const auto raise = [&](BoundReason reason, double value) {
     double& best = bound.by_reason[static_cast<size_t>(reason)];
@@ -274,14 +257,11 @@ LowerBound tightened(LowerBound bound, const BoundProblem& problem, double makes
 }
 
 BoundProblem problem_of(const Schedule& schedule, const Costs& costs) {
-  MC_REQUIRE(!schedule.forward_only,
-             "schedule '",
-             schedule.name,
-             "' is forward-only; the bounds are for training");
+  MC_REQUIRE(!schedule.forward_only, "schedule '{}' is forward-only; the bounds are for training",
+             schedule.name);
   const bool split =
-      std::any_of(schedule.actions.begin(), schedule.actions.end(), [](const Action& action) {
-        return action.kind == ActionKind::kBackwardWeight;
-      });
+      std::any_of(schedule.actions.begin(), schedule.actions.end(),
+                  [](const Action& action) { return action.kind == ActionKind::kBackwardWeight; });
   return {.placement = schedule.placement,
           .num_microbatches = schedule.num_microbatches,
           .costs = costs,

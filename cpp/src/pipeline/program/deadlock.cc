@@ -12,7 +12,7 @@
 namespace megacore::pipeline {
 namespace {
 
-using base::concat;
+using base::format_text;
 
 constexpr size_t kMaxStuckRanks = 16;
 constexpr int32_t kNoTransfer = -1;
@@ -174,15 +174,9 @@ class QueueRun {
     const std::string_view queues =
         one_queue_ ? "one queue per rank: their sends and receives do not follow one order"
                    : "one queue per ordered pair of ranks";
-    return program_report(programs_,
-                          marks,
-                          concat("they deadlock, ",
-                                 num_stuck,
-                                 " of ",
-                                 programs_.size(),
-                                 " ranks, with ",
-                                 queues,
-                                 reasons));
+    return program_report(programs_, marks,
+                          format_text("they deadlock, {} of {} ranks, with {}{}", num_stuck,
+                                      programs_.size(), queues, reasons));
   }
 
   // Where a rank stands and what the queue that it needs waits for; marks both places.
@@ -196,24 +190,17 @@ class QueueRun {
     if (wanted != kNoTransfer) {
       const ProgramStep& step = step_of(at(wanted));
       mark(here);
-      text = concat("\n  rank ",
-                    rank,
-                    " stops at position ",
-                    here,
-                    ": ",
-                    to_text(programs_[rank].steps[position_[rank]].action),
-                    " waits for ",
-                    to_text(step.action),
-                    " from rank ",
-                    step.peer);
+      text = format_text("\n  rank {} stops at position {}: {} waits for {} from rank {}", rank,
+                         here, to_text(programs_[rank].steps[position_[rank]].action),
+                         to_text(step.action), step.peer);
     } else {
       wanted = first_undone(rank);
       if (wanted == kNoTransfer) return {};
-      text = concat("\n  rank ", rank, " is at its end, but not its transfers");
+      text = format_text("\n  rank {} is at its end, but not its transfers", rank);
     }
     const int32_t head = head_before(wanted);
     mark(at(head).position);
-    return text + concat(";", head_text(head));
+    return text + format_text(";{}", head_text(head));
   }
 
   int32_t first_undone(size_t rank) const {
@@ -230,15 +217,15 @@ class QueueRun {
     const QueuedTransfer& transfer = at(id);
     const QueuedTransfer& partner = at(transfer.partner);
     const auto name = [&](const QueuedTransfer& end) {
-      return concat(
-          to_text(step_of(end).action), " (rank ", end.rank, ", position ", end.position, ")");
+      return format_text("{} (rank {}, position {})", to_text(step_of(end).action), end.rank,
+                         end.position);
     };
     const std::string text =
-        concat(" its queue stands at ", name(transfer), ", which needs ", name(partner));
+        format_text(" its queue stands at {}, which needs {}", name(transfer), name(partner));
     if (!partner.is_posted) return text + ", not posted yet";
     const int32_t before = head_before(transfer.partner);
     if (before == transfer.partner) return text;
-    return text + concat(", behind ", name(at(before)));
+    return text + format_text(", behind {}", name(at(before)));
   }
 
   Programs programs_;

@@ -139,9 +139,8 @@ std::vector<ProgramStep> assemble(const ComputeRow& row,
                                   const Placement& placement,
                                   std::vector<PlacedReceive> receives) {
   std::stable_sort(
-      receives.begin(), receives.end(), [](const PlacedReceive& a, const PlacedReceive& b) {
-        return a.before < b.before;
-      });
+      receives.begin(), receives.end(),
+      [](const PlacedReceive& a, const PlacedReceive& b) { return a.before < b.before; });
   std::vector<ProgramStep> steps;
   steps.reserve(2 * row.actions.size() + receives.size());
   auto receive = receives.begin();
@@ -161,9 +160,8 @@ std::vector<std::vector<Channel>> acknowledged_channels(const Schedule& schedule
   std::vector<std::vector<Channel>> incoming = incoming_channels(schedule);
   for (std::vector<Channel>& channels : incoming) {
     for (Channel& channel : channels) {
-      acknowledge(
-          channel,
-          find_or_add(incoming[static_cast<size_t>(channel.from)], channel.to, channel.from));
+      acknowledge(channel, find_or_add(incoming[static_cast<size_t>(channel.from)], channel.to,
+                                       channel.from));
     }
   }
   return incoming;
@@ -262,10 +260,10 @@ std::vector<Program> lower_in_order(const Schedule& schedule, int ahead) {
 }  // namespace
 
 std::vector<Program> lower(const Schedule& schedule, Receives receives, int ahead) {
-  MC_REQUIRE(ahead >= 0,
-             "ahead is ",
-             ahead,
-             "; it is how many compute actions before its reader a receive stands, 0 at least");
+  MC_REQUIRE(
+      ahead >= 0,
+      "ahead is {}; it is how many compute actions before its reader a receive stands, 0 at least",
+      ahead);
   return receives == Receives::kAhead ? lower_ahead(schedule, ahead)
                                       : lower_in_order(schedule, ahead);
 }

@@ -47,8 +47,8 @@ inline Action maker_of(const Action& send) {
 // The compute action that reads what a receive brings; a backward is named B.
 inline Action reader_of(const Action& receive) {
   const bool forward = receive.kind == ActionKind::kRecvForward;
-  return {
-      receive.stage, forward ? ActionKind::kForward : ActionKind::kBackward, receive.microbatch};
+  return {receive.stage, forward ? ActionKind::kForward : ActionKind::kBackward,
+          receive.microbatch};
 }
 
 }  // namespace megacore::pipeline

@@ -14,7 +14,7 @@ std::string program_report(Programs programs, const std::vector<Mark>& marks, st
     for (const ProgramStep& step : program.steps) row.push_back(step.action);
   }
   const std::vector<std::span<const Action>> rows(actions.begin(), actions.end());
-  return base::concat("the programs are not valid: ", text, "\n", marked_table(rows, marks));
+  return base::format_text("the programs are not valid: {}\n{}", text, marked_table(rows, marks));
 }
 
 void refuse(Programs programs, const std::vector<Mark>& marks, std::string text) {
@@ -25,9 +25,8 @@ void refuse_step(Programs programs, int rank, int64_t position, std::string text
   const ProgramStep& step =
       programs[static_cast<size_t>(rank)].steps[static_cast<size_t>(position)];
   refuse(
-      programs,
-      {{rank, position}},
-      base::concat("rank ", rank, ", position ", position, ": ", to_text(step.action), " ", text));
+      programs, {{rank, position}},
+      base::format_text("rank {}, position {}: {} {}", rank, position, to_text(step.action), text));
 }
 
 }  // namespace megacore::pipeline

@@ -32,17 +32,9 @@ std::vector<Program> programs_from_actions(const Schedule& schedule,
     for (const Action& action : rows[rank]) {
       MC_REQUIRE(action.stage >= 0 && action.stage < schedule.num_stages() &&
                      action.microbatch >= 0 && action.microbatch < schedule.num_microbatches,
-                 "rank ",
-                 rank,
-                 ", position ",
-                 program.steps.size(),
-                 ": ",
-                 to_text(action),
-                 " is outside the ",
-                 schedule.num_stages(),
-                 " stages and ",
-                 schedule.num_microbatches,
-                 " microbatches");
+                 "rank {}, position {}: {} is outside the {} stages and {} microbatches", rank,
+                 program.steps.size(), to_text(action), schedule.num_stages(),
+                 schedule.num_microbatches);
       program.steps.push_back(step_of(action, schedule.placement));
     }
   }

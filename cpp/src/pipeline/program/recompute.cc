@@ -25,11 +25,8 @@ int most_held(const Program& program) {
 
 Program add_recompute(Program program, const Recompute& recompute) {
   MC_REQUIRE(recompute.keep >= 0 && recompute.window >= 0,
-             "keep is ",
-             recompute.keep,
-             " and window ",
-             recompute.window,
-             "; both count forwards and must be at least 0");
+             "keep is {} and window {}; both count forwards and must be at least 0", recompute.keep,
+             recompute.window);
   if (program.forward_only) return program;
   const int window = recompute.window > 0 ? recompute.window : most_held(program);
   const PairIndex index(program);

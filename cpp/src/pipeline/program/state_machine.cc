@@ -34,20 +34,12 @@ void StateMachine::require(bool legal, const char* verb, const Action& action) c
   if (legal) return;
   const ProgramStep* step = next();
   const std::string expected =
-      step == nullptr ? "nothing more: the program is finished"
-                      : base::concat(running_ ? "complete " : "start ", to_text(step->action));
-  throw std::logic_error(base::concat("rank ",
-                                      program_.rank,
-                                      ", position ",
-                                      position_,
-                                      " of ",
-                                      program_.steps.size(),
-                                      ": expected ",
-                                      expected,
-                                      ", got ",
-                                      verb,
-                                      " ",
-                                      to_text(action)));
+      step == nullptr
+          ? "nothing more: the program is finished"
+          : base::format_text("{}{}", running_ ? "complete " : "start ", to_text(step->action));
+  throw std::logic_error(base::format_text("rank {}, position {} of {}: expected {}, got {} {}",
+                                           program_.rank, position_, program_.steps.size(),
+                                           expected, verb, to_text(action)));
 }
 
 }  // namespace megacore::pipeline

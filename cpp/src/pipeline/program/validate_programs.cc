@@ -13,31 +13,23 @@
 namespace megacore::pipeline {
 namespace {
 
-using base::concat;
+using base::format_text;
 
 void check_agreement(Programs programs) {
   MC_REQUIRE(!programs.empty(), "there are no programs; give those of all ranks");
   const Program& model = programs.front();
   MC_REQUIRE(static_cast<int>(programs.size()) == model.placement.num_ranks(),
-             "there are ",
-             programs.size(),
-             " programs for ",
-             model.placement.num_ranks(),
-             " ranks");
+             "there are {} programs for {} ranks", programs.size(), model.placement.num_ranks());
   for (size_t rank = 0; rank < programs.size(); ++rank) {
     const Program& program = programs[rank];
     MC_REQUIRE(program.rank == static_cast<int>(rank),
-               "program ",
-               rank,
-               " is that of rank ",
-               program.rank,
-               "; programs go in rank order");
+               "program {} is that of rank {}; programs go in rank order", rank, program.rank);
     MC_REQUIRE(program.placement == model.placement &&
                    program.num_microbatches == model.num_microbatches &&
                    program.forward_only == model.forward_only && program.receives == model.receives,
-               "the programs of rank 0 and rank ",
-               rank,
-               " differ in placement, number of microbatches, forward_only or receives");
+               "the programs of rank 0 and rank {} differ in placement, number of microbatches, "
+               "forward_only or receives",
+               rank);
   }
 }
 
@@ -54,9 +46,7 @@ Schedule schedule_of(Programs programs) {
       if (steps[i].starts_pair) {
         const bool pair = i + 1 < steps.size() && is_compute(steps[i + 1].action.kind);
         if (!pair) {
-          refuse_step(programs,
-                      program.rank,
-                      static_cast<int64_t>(i),
+          refuse_step(programs, program.rank, static_cast<int64_t>(i),
                       "is marked to overlap with the step after it, which computes nothing");
         }
         schedule.overlaps.push_back(static_cast<int64_t>(schedule.actions.size()));
@@ -120,15 +110,13 @@ class Scan {
   void check_ends_exist(int32_t from, int32_t to, const Ends& channel) const {
     for (size_t i = 0; i < channel.received.size(); ++i) {
       if (sent_[index_.of(reader_of(channel.received[i]))] != 0) continue;
-      refuse_step(programs_,
-                  to,
-                  channel.receive_positions[i],
-                  concat("has no send: rank ", from, " never sends this message"));
+      refuse_step(programs_, to, channel.receive_positions[i],
+                  format_text("has no send: rank {} never sends this message", from));
     }
     for (size_t i = 0; i < channel.sent.size(); ++i) {
       if (posted_[index_.of(reader_of(channel.sent[i]))] >= 0) continue;
-      refuse_step(
-          programs_, from, channel.send_positions[i], concat("has no receive on rank ", to));
+      refuse_step(programs_, from, channel.send_positions[i],
+                  format_text("has no receive on rank {}", to));
     }
   }
 
@@ -147,9 +135,9 @@ class Scan {
     if (const auto needed = receive_of(action, placement_)) {
       const int32_t message = posted_[index_.of(reader_of(needed->action))];
       if (message < 0) {
-        require(false,
-                at,
-                concat("reads a message, but no ", to_text(needed->action), " stands before it"));
+        require(
+            false, at,
+            format_text("reads a message, but no {} stands before it", to_text(needed->action)));
       }
       channels_[{needed->peer, at.program.rank}].mark_read(static_cast<size_t>(message));
     }
@@ -162,18 +150,15 @@ class Scan {
     require(stage >= 0 && stage < placement_.num_stages() && microbatch >= 0 &&
                 microbatch < at.program.num_microbatches &&
                 placement_.rank_of(stage) == at.program.rank,
-            at,
-            "does not belong to this rank");
+            at, "does not belong to this rank");
     const auto expected = is_send(at.step.action.kind) ? send_of(compute_action, placement_)
                                                        : receive_of(compute_action, placement_);
-    require(expected.has_value(),
-            at,
+    require(expected.has_value(), at,
             "has no other end: the neighbouring stage is not on another rank");
     if (at.step.peer != expected->peer) {
-      require(
-          false,
-          at,
-          concat("names rank ", at.step.peer, " as its other end; it is rank ", expected->peer));
+      require(false, at,
+              format_text("names rank {} as its other end; it is rank {}", at.step.peer,
+                          expected->peer));
     }
   }
 
@@ -229,21 +214,14 @@ void check_channel_order(Programs programs, const Channels& channels) {
     if (!i) continue;
     const auto [from, to] = ends;
     const int64_t position = channel.send_positions[*i];
-    refuse(
-        programs,
-        {{from, position}, {to, channel.receive_positions[*i]}},
-        concat("from rank ",
-               from,
-               " to rank ",
-               to,
-               ", message ",
-               *i,
-               " is sent as ",
+    refuse(programs, {{from, position}, {to, channel.receive_positions[*i]}},
+           format_text(
+               "from rank {} to rank {}, message {} is sent as {} but received as {}: a channel "
+               "must be received in the order of sending",
+               from, to, *i,
                to_text(
                    programs[static_cast<size_t>(from)].steps[static_cast<size_t>(position)].action),
-               " but received as ",
-               to_text(channel.received[*i]),
-               ": a channel must be received in the order of sending"));
+               to_text(channel.received[*i])));
   }
 }
 
@@ -252,14 +230,10 @@ void check_acknowledged(Programs programs, int32_t to, const Ends& channel) {
     const auto position = static_cast<size_t>(channel.receive_positions[i]);
     const int32_t claimed = programs[static_cast<size_t>(to)].steps[position].acknowledged;
     if (claimed >= 0 && claimed <= channel.acknowledgeable[i]) continue;
-    refuse_step(programs,
-                to,
-                channel.receive_positions[i],
-                concat("acknowledges ",
-                       claimed,
-                       " sends, but when it is sent only ",
-                       channel.acknowledgeable[i],
-                       " of them have been read"));
+    refuse_step(
+        programs, to, channel.receive_positions[i],
+        format_text("acknowledges {} sends, but when it is sent only {} of them have been read",
+                    claimed, channel.acknowledgeable[i]));
   }
 }
 

@@ -52,9 +52,9 @@ class ActivationWalk {
   void recompute(const Action& action) {
     require(belongs_here(action), "does not belong to this rank");
     State& state = state_[pairs_.of(action)];
-    require(state == State::kDropped,
-            state == State::kAbsent ? "stands before its forward"
-                                    : "makes activations that are there or no longer needed");
+    require(state == State::kDropped, state == State::kAbsent
+                                          ? "stands before its forward"
+                                          : "makes activations that are there or no longer needed");
     state = State::kKept;
   }
 

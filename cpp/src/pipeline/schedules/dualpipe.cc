@@ -107,10 +107,7 @@ class DualOrder {
 template <typename RankOf>
 Schedule build(std::string name, Placement placement, int num_microbatches, const RankOf& rank_of) {
   std::vector<int64_t> overlaps;
-  Schedule schedule = make_schedule(std::move(name),
-                                    std::move(placement),
-                                    num_microbatches,
-                                    3,
+  Schedule schedule = make_schedule(std::move(name), std::move(placement), num_microbatches, 3,
                                     [&](int rank, std::vector<Action>& actions) {
                                       DualOrder(rank_of(rank), actions, overlaps).append();
                                     });
@@ -122,14 +119,8 @@ constexpr int kPerRank = 2;  // microbatches at least
 
 void require_enough(const char* name, int num_ranks, int num_microbatches) {
   MC_REQUIRE(num_microbatches >= kPerRank * int64_t{num_ranks},
-             "num_microbatches is ",
-             num_microbatches,
-             "; ",
-             name,
-             " needs at least ",
-             kPerRank,
-             " per rank: ",
-             kPerRank * int64_t{num_ranks});
+             "num_microbatches is {}; {} needs at least {} per rank: {}", num_microbatches, name,
+             kPerRank, kPerRank * int64_t{num_ranks});
 }
 
 }  // namespace
@@ -151,19 +142,12 @@ Schedule dualpipe(const PipelineShape& shape) {
   const auto [p, m] = shape;
   require_sizes(p, 2, m, 3, kPerRank);
   MC_REQUIRE(p % 2 == 0,
-             "num_ranks is ",
-             p,
-             "; dualpipe needs an even number, for example ",
-             p + 1,
-             ", or use dualpipe_v");
+             "num_ranks is {}; dualpipe needs an even number, for example {}, or use dualpipe_v", p,
+             p + 1);
   require_enough("dualpipe", p, m);
   MC_REQUIRE(m % 2 == 0,
-             "num_microbatches is ",
-             m,
-             "; dualpipe sends one half in each direction: use ",
-             m - 1,
-             " or ",
-             m + 1);
+             "num_microbatches is {}; dualpipe sends one half in each direction: use {} or {}", m,
+             m - 1, m + 1);
   return build("dualpipe", Placement::bidirectional({.num_ranks = p}), m, [&](int rank) {
     // The stage of the chain that enters at the near end comes first.
     const int far = shape.num_ranks - 1 - rank;

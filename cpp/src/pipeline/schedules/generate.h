@@ -27,18 +27,18 @@ struct TooLarge {
 inline std::string advice_on(const TooLarge& sizes) {
   const int64_t microbatches = sizes.most / sizes.num_ranks / sizes.num_chunks;
   if (microbatches >= std::max(int64_t{1}, int64_t{sizes.least_per_rank} * sizes.num_ranks)) {
-    return base::concat("use fewer microbatches (at most ", microbatches, ")");
+    return base::format_text("use fewer microbatches (at most {})", microbatches);
   }
   int64_t ranks = sizes.most / sizes.num_microbatches / sizes.num_chunks;
   if (sizes.least_per_rank > 0) {
     ranks = std::min<int64_t>(ranks, sizes.num_microbatches / sizes.least_per_rank);
   }
-  if (ranks >= 1) return base::concat("use fewer ranks (at most ", ranks, ")");
+  if (ranks >= 1) return base::format_text("use fewer ranks (at most {})", ranks);
   const int64_t chunks = sizes.most / sizes.num_microbatches / sizes.num_ranks;
   if (chunks >= 1 && chunks < sizes.num_chunks) {
-    return base::concat("use fewer chunks (at most ", chunks, ")");
+    return base::format_text("use fewer chunks (at most {})", chunks);
   }
-  return base::concat("the three sizes may multiply to at most ", sizes.most);
+  return base::format_text("the three sizes may multiply to at most {}", sizes.most);
 }
 
 // A microbatch takes `actions_per_stage` actions of each stage: 2 with a fused backward, else 3.
@@ -47,20 +47,14 @@ inline void require_sizes(int num_ranks,
                           int num_microbatches,
                           int actions_per_stage = 2,
                           int least_per_rank = 0) {
-  MC_REQUIRE(num_ranks >= 1, "num_ranks is ", num_ranks, "; it must be at least 1");
-  MC_REQUIRE(num_chunks >= 1, "num_chunks is ", num_chunks, "; it must be at least 1");
-  MC_REQUIRE(
-      num_microbatches >= 1, "num_microbatches is ", num_microbatches, "; it must be at least 1");
+  MC_REQUIRE(num_ranks >= 1, "num_ranks must be at least 1, got {}", num_ranks);
+  MC_REQUIRE(num_chunks >= 1, "num_chunks must be at least 1, got {}", num_chunks);
+  MC_REQUIRE(num_microbatches >= 1, "num_microbatches must be at least 1, got {}",
+             num_microbatches);
   const int64_t most = kMaxActions / actions_per_stage;
   MC_REQUIRE(int64_t{num_ranks} * num_chunks <= most / num_microbatches,
-             num_ranks,
-             " ranks x ",
-             num_chunks,
-             " chunks x ",
-             num_microbatches,
-             " microbatches need more than ",
-             kMaxActions,
-             " actions; ",
+             "{} ranks x {} chunks x {} microbatches need more than {} actions; {}", num_ranks,
+             num_chunks, num_microbatches, kMaxActions,
              advice_on({.num_ranks = num_ranks,
                         .num_chunks = num_chunks,
                         .num_microbatches = num_microbatches,
@@ -73,11 +67,8 @@ inline void require_sizes(int num_ranks,
 inline void require_v_ranks(int num_ranks) {
   constexpr int kMaxRanks = 4096;
   MC_REQUIRE(num_ranks <= kMaxRanks,
-             "num_ranks is ",
-             num_ranks,
-             "; schedules in V placement are made for up to ",
-             kMaxRanks,
-             " ranks");
+             "num_ranks is {}; schedules in V placement are made for up to {} ranks", num_ranks,
+             kMaxRanks);
 }
 
 // A schedule whose rank r runs append_rank(r, actions).

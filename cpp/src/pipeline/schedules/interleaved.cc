@@ -22,13 +22,11 @@ InterleavedOrder order_of(const InterleavedShape& shape, int group_size) {
 
 // The checks all have in common; the group size is 1 where none is given.
 void require_order(const InterleavedOrder& order) {
-  require_sizes(
-      order.num_ranks, order.num_chunks, order.num_microbatches, actions_per_stage(order.backward));
-  MC_REQUIRE(order.group_size >= 1, "group_size is ", order.group_size, "; it must be at least 1");
+  require_sizes(order.num_ranks, order.num_chunks, order.num_microbatches,
+                actions_per_stage(order.backward));
+  MC_REQUIRE(order.group_size >= 1, "group_size must be at least 1, got {}", order.group_size);
   MC_REQUIRE(order.warmup_multiplier == 1 || order.warmup_multiplier == 2,
-             "warmup_multiplier is ",
-             order.warmup_multiplier,
-             "; it must be 1 or 2");
+             "warmup_multiplier must be 1 or 2, got {}", order.warmup_multiplier);
 }
 
 }  // namespace
@@ -69,12 +67,8 @@ Schedule group_interleaved(const GroupedShape& shape) {
   require_sizes(order.num_ranks, order.num_chunks, order.num_microbatches, 3);
   if (shape.group_size) {
     MC_REQUIRE(*shape.group_size >= half,
-               "group_size is ",
-               *shape.group_size,
-               "; group_interleaved needs at least half of the ",
-               shape.num_ranks,
-               " ranks: ",
-               half);
+               "group_size is {}; group_interleaved needs at least half of the {} ranks: {}",
+               *shape.group_size, shape.num_ranks, half);
     return build_or_refuse(order);
   }
   while (!runs(order)) ++order.group_size;

@@ -10,7 +10,7 @@
 namespace megacore::pipeline {
 namespace {
 
-using base::concat;
+using base::format_text;
 
 // Appends the actions of one rank.
 class RankOrder {
@@ -77,8 +77,8 @@ std::string nearest(int value, int lowest, int limit, const RunsWith& runs_with)
   while (below >= lowest && !runs_with(below)) --below;
   int above = value + 1;
   while (above <= limit && !runs_with(above)) ++above;
-  if (above > limit) return concat(below);
-  return below >= lowest ? concat(below, " or ", above) : concat(above);
+  if (above > limit) return format_text("{}", below);
+  return below >= lowest ? format_text("{} or {}", below, above) : format_text("{}", above);
 }
 
 [[noreturn]] void refuse(const InterleavedOrder& order) {
@@ -98,27 +98,14 @@ std::string nearest(int value, int lowest, int limit, const RunsWith& runs_with)
     return runs(other);
   });
   const int last = m % group;
-  const std::string reason = group < p
-                                 ? concat("a group has fewer microbatches than there are ranks")
-                                 : concat("the last group has ",
-                                          last,
-                                          last == 1 ? " microbatch" : " microbatches",
-                                          ", fewer than there are ranks");
-  throw std::invalid_argument(concat(order.name,
-                                     " with num_ranks ",
-                                     p,
-                                     ", num_chunks ",
-                                     order.num_chunks,
-                                     ", num_microbatches ",
-                                     m,
-                                     " and group_size ",
-                                     group,
-                                     " deadlocks: ",
-                                     reason,
-                                     ". Nearest legal group_size: ",
-                                     groups,
-                                     "; or, with this group_size, nearest legal num_microbatches: ",
-                                     microbatches));
+  const std::string reason =
+      group < p ? format_text("a group has fewer microbatches than there are ranks")
+                : format_text("the last group has {}{}, fewer than there are ranks", last,
+                              last == 1 ? " microbatch" : " microbatches");
+  throw std::invalid_argument(format_text(
+      "{} with num_ranks {}, num_chunks {}, num_microbatches {} and group_size {} deadlocks: {}. "
+      "Nearest legal group_size: {}; or, with this group_size, nearest legal num_microbatches: {}",
+      order.name, p, order.num_chunks, m, group, reason, groups, microbatches));
 }
 
 }  // namespace
@@ -140,14 +127,12 @@ Schedule build(const InterleavedOrder& order) {
                                                         .num_chunks = order.num_chunks,
                                                         .group_size = order.group_size});
   std::vector<int64_t> overlaps;
-  Schedule schedule =
-      make_schedule(order.name,
-                    Placement::loop({.num_ranks = order.num_ranks, .num_chunks = order.num_chunks}),
-                    order.num_microbatches,
-                    actions_per_stage(order.backward),
-                    [&](int rank, std::vector<Action>& actions) {
-                      RankOrder(order, table, rank, actions, overlaps).append();
-                    });
+  Schedule schedule = make_schedule(
+      order.name, Placement::loop({.num_ranks = order.num_ranks, .num_chunks = order.num_chunks}),
+      order.num_microbatches, actions_per_stage(order.backward),
+      [&](int rank, std::vector<Action>& actions) {
+        RankOrder(order, table, rank, actions, overlaps).append();
+      });
   schedule.overlaps = std::move(overlaps);
   return schedule;
 }

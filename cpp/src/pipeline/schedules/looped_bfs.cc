@@ -6,10 +6,7 @@ Schedule looped_bfs(const ChunkedShape& shape) {
   const auto [p, v, m] = shape;
   require_sizes(p, v, m);
   return make_schedule(
-      "looped_bfs",
-      Placement::loop({.num_ranks = p, .num_chunks = v}),
-      m,
-      2,
+      "looped_bfs", Placement::loop({.num_ranks = p, .num_chunks = v}), m, 2,
       [&](int rank, std::vector<Action>& actions) {
         const auto stage_of = [&](int chunk) { return chunk * shape.num_ranks + rank; };
         for (int chunk = 0; chunk < shape.num_chunks; ++chunk) {

@@ -18,11 +18,8 @@ Schedule one_f_one_b(const PipelineShape& shape, Pairs pairs) {
                   .backward = split ? BackwardStyle::kSplit : BackwardStyle::kFused,
                   .pairs = true});
   }
-  return make_schedule("1f1b",
-                       Placement::loop({.num_ranks = shape.num_ranks, .num_chunks = 1}),
-                       shape.num_microbatches,
-                       2,
-                       [&](int rank, std::vector<Action>& actions) {
+  return make_schedule("1f1b", Placement::loop({.num_ranks = shape.num_ranks, .num_chunks = 1}),
+                       shape.num_microbatches, 2, [&](int rank, std::vector<Action>& actions) {
                          const int warmup =
                              std::min(shape.num_ranks - rank - 1, shape.num_microbatches);
                          int forward = 0;

@@ -192,10 +192,7 @@ Schedule one_f_one_b_v(const PipelineShape& shape) {
   Grid grid(shape);
   grid.squeeze();
   return make_schedule(
-      "1f1b_v",
-      Placement::v({.num_ranks = shape.num_ranks}),
-      shape.num_microbatches,
-      2,
+      "1f1b_v", Placement::v({.num_ranks = shape.num_ranks}), shape.num_microbatches, 2,
       [&](int rank, std::vector<Action>& actions) { grid.append_rank(rank, actions); });
 }
 

@@ -8,7 +8,7 @@
 namespace megacore::pipeline {
 namespace {
 
-using base::concat;
+using base::format_text;
 using Request = ScheduleRequest;
 
 PipelineShape plain(const Request& r) {
@@ -220,43 +220,30 @@ const ScheduleInfo& find_schedule(std::string_view name) {
   for (const ScheduleInfo& info : kCatalog) {
     if (info.name == name) return info;
   }
-  throw std::invalid_argument(
-      concat("unknown schedule '", name, "'; choose one of ", names_of([](const ScheduleInfo&) {
-               return true;
-             })));
+  throw std::invalid_argument(format_text("unknown schedule '{}'; choose one of {}", name,
+                                          names_of([](const ScheduleInfo&) { return true; })));
 }
 
 Schedule build_schedule(std::string_view name, const ScheduleRequest& request) {
   const ScheduleInfo& info = find_schedule(name);
   MC_REQUIRE(
       info.num_chunks == 0 || request.num_chunks.value_or(info.num_chunks) == info.num_chunks,
-      "num_chunks is ",
-      *request.num_chunks,
-      "; use num_chunks ",
-      info.num_chunks,
-      " with schedule '",
-      name,
-      "', or choose one of ",
+      "num_chunks is {}; use num_chunks {} with schedule '{}', or choose one of {}",
+      *request.num_chunks, info.num_chunks, name,
       names_of([](const ScheduleInfo& other) { return other.num_chunks == 0; }));
   MC_REQUIRE(!request.group_size || info.takes_group_size,
-             "group_size is ",
-             *request.group_size,
-             ", but schedule '",
-             name,
-             "' has no groups; leave it out, or choose one of ",
+             "group_size is {}, but schedule '{}' has no groups; leave it out, or choose one of {}",
+             *request.group_size, name,
              names_of([](const ScheduleInfo& other) { return other.takes_group_size; }));
-  MC_REQUIRE(!request.warmup_multiplier || info.takes_warmup_multiplier,
-             "warmup_multiplier is ",
-             *request.warmup_multiplier,
-             ", but schedule '",
-             name,
-             "' has a fixed warmup; leave it out, or choose ",
-             names_of([](const ScheduleInfo& other) { return other.takes_warmup_multiplier; }));
+  MC_REQUIRE(
+      !request.warmup_multiplier || info.takes_warmup_multiplier,
+      "warmup_multiplier is {}, but schedule '{}' has a fixed warmup; leave it out, or choose {}",
+      *request.warmup_multiplier, name,
+      names_of([](const ScheduleInfo& other) { return other.takes_warmup_multiplier; }));
   MC_REQUIRE(request.pairs == Pairs::kNone || info.takes_pairs,
-             "pairs are asked for, but schedule '",
-             name,
-             "' has no choice of them; leave them out, or choose one of ",
-             names_of([](const ScheduleInfo& other) { return other.takes_pairs; }));
+             "pairs are asked for, but schedule '{}' has no choice of them; leave them out, or "
+             "choose one of {}",
+             name, names_of([](const ScheduleInfo& other) { return other.takes_pairs; }));
   return info.generate(request);
 }
 

@@ -7,12 +7,10 @@
 namespace megacore::pipeline {
 
 std::vector<TableEntry> schedule_table(const ScheduleTableShape& shape) {
-  MC_REQUIRE(shape.num_microbatches >= 1,
-             "num_microbatches is ",
-             shape.num_microbatches,
-             "; it must be at least 1");
-  MC_REQUIRE(shape.num_chunks >= 1, "num_chunks is ", shape.num_chunks, "; it must be at least 1");
-  MC_REQUIRE(shape.group_size >= 1, "group_size is ", shape.group_size, "; it must be at least 1");
+  MC_REQUIRE(shape.num_microbatches >= 1, "num_microbatches must be at least 1, got {}",
+             shape.num_microbatches);
+  MC_REQUIRE(shape.num_chunks >= 1, "num_chunks must be at least 1, got {}", shape.num_chunks);
+  MC_REQUIRE(shape.group_size >= 1, "group_size must be at least 1, got {}", shape.group_size);
   std::vector<TableEntry> table;
   table.reserve(static_cast<size_t>(shape.num_microbatches) *
                 static_cast<size_t>(shape.num_chunks));

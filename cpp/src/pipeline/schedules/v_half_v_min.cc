@@ -172,8 +172,8 @@ class BlockScheduler {
 
   bool run_input(int rank, size_t chunk, int now) {
     RankState& state = ranks_[static_cast<size_t>(rank)];
-    const Action action{
-        stage_of(rank, chunk), ActionKind::kBackwardInput, state.num_inputs[chunk]++};
+    const Action action{stage_of(rank, chunk), ActionKind::kBackwardInput,
+                        state.num_inputs[chunk]++};
     input_end_[at(action.stage, action.microbatch)] = now + 1;
     state.waiting_weights.push_back(action);
     state.actions.push_back(action);
@@ -229,11 +229,8 @@ BuildingBlock v_min_block(int p) {
 
 Schedule from_block(std::string name, const PipelineShape& shape, BuildingBlock block) {
   const std::vector<std::vector<Action>> rows = BlockScheduler(shape, std::move(block)).run();
-  return make_schedule(std::move(name),
-                       Placement::v({.num_ranks = shape.num_ranks}),
-                       shape.num_microbatches,
-                       3,
-                       [&](int rank, std::vector<Action>& actions) {
+  return make_schedule(std::move(name), Placement::v({.num_ranks = shape.num_ranks}),
+                       shape.num_microbatches, 3, [&](int rank, std::vector<Action>& actions) {
                          const auto& row = rows[static_cast<size_t>(rank)];
                          actions.insert(actions.end(), row.begin(), row.end());
                        });

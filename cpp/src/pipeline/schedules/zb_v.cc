@@ -48,10 +48,7 @@ Schedule zb_v(const PipelineShape& shape) {
   require_sizes(p, 2, shape.num_microbatches, 3);
   // As many microbatches as fill the pipeline; surplus ones are left out.
   const int m = std::max(shape.num_microbatches, 2 * p - 1);
-  return make_schedule("zb_v",
-                       Placement::v({.num_ranks = p}),
-                       shape.num_microbatches,
-                       3,
+  return make_schedule("zb_v", Placement::v({.num_ranks = p}), shape.num_microbatches, 3,
                        [&](int rank, std::vector<Action>& actions) {
                          VRank v(rank, p, shape.num_microbatches, actions);
                          for (int i = 0; i < 2 * (p - rank) - 1; ++i) v.forward(0);

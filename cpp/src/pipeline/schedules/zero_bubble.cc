@@ -21,10 +21,7 @@ Schedule zb_h1(const PipelineShape& shape) {
 Schedule zb_h2(const PipelineShape& shape) {
   const auto [p, m] = shape;
   require_sizes(p, 1, m, 3);
-  return make_schedule("zb_h2",
-                       Placement::loop({.num_ranks = p, .num_chunks = 1}),
-                       m,
-                       3,
+  return make_schedule("zb_h2", Placement::loop({.num_ranks = p, .num_chunks = 1}), m, 3,
                        [&](int rank, std::vector<Action>& actions) {
                          // The first I comes back 2(p-r)-1 slots after the first F: until then F.
                          // Then I and F alternate, one I every 2 slots, and the ranks switch one

@@ -40,14 +40,9 @@ void require_feasible(const Instance& instance) {
     }
     const int64_t limit = instance.limit[static_cast<size_t>(rank)];
     MC_REQUIRE(limit >= smallest,
-               "memory_limit is ",
-               limit,
-               ", but a single microbatch holds ",
-               smallest,
-               " on rank ",
-               rank,
-               "; the smallest limit that works there is ",
-               smallest);
+               "memory_limit is {}, but a single microbatch holds {} on rank {}; the smallest "
+               "limit that works there is {}",
+               limit, smallest, rank, smallest);
   }
 }
 
@@ -110,8 +105,7 @@ class Portfolio {
       }
       offer(std::move(seed.orders), makespan, seed.name);
     }
-    std::stable_sort(certificate_.named.begin(),
-                     certificate_.named.end(),
+    std::stable_sort(certificate_.named.begin(), certificate_.named.end(),
                      [](const auto& a, const auto& b) { return a.makespan < b.makespan; });
   }
 
@@ -126,9 +120,8 @@ class Portfolio {
   }
 
   void sort_trials() {
-    std::stable_sort(trials_.begin(), trials_.end(), [](const Trial& a, const Trial& b) {
-      return a.makespan < b.makespan;
-    });
+    std::stable_sort(trials_.begin(), trials_.end(),
+                     [](const Trial& a, const Trial& b) { return a.makespan < b.makespan; });
   }
 
   void add_standard_rules() {
@@ -150,9 +143,7 @@ class Portfolio {
     constexpr size_t kStarts = 4;
     for (size_t i = 0; i < std::min(kStarts, trials_.size()) && !is_optimal(); ++i) {
       const FoundRule found =
-          search_rule(core_scheduler_,
-                      core_,
-                      trials_[i].policy,
+          search_rule(core_scheduler_, core_, trials_[i].policy,
                       {.target = core_bound_, .max_actions = kRuleActions / kStarts, .seed = i});
       certificate_.num_scheduled += found.num_scheduled;
       add_whole(found.policy, "rule_search");
@@ -179,8 +170,8 @@ class Portfolio {
   }
 
   void add_beams() {
-    BeamRounds rounds(
-        problem_, instance_, certificate_.bound.value, {best_, certificate_.makespan});
+    BeamRounds rounds(problem_, instance_, certificate_.bound.value,
+                      {best_, certificate_.makespan});
     for (FoundOrders& found : rounds.run()) {
       offer(std::move(found.orders), found.makespan, "beam");
     }
@@ -191,10 +182,9 @@ class Portfolio {
   void exhaust(int64_t max_nodes) {
     constexpr size_t kMostActions = 200;
     if (instance_.num_actions() > kMostActions || !can_search_exactly(instance_)) return;
-    ExactResult found = search_exactly(instance_,
-                                       {.below = certificate_.makespan,
-                                        .target = certificate_.bound.value,
-                                        .max_nodes = max_nodes});
+    ExactResult found = search_exactly(instance_, {.below = certificate_.makespan,
+                                                   .target = certificate_.bound.value,
+                                                   .max_nodes = max_nodes});
     certificate_.num_scheduled += found.num_nodes;
     if (found.orders) offer(std::move(*found.orders), found.makespan, "exact_search");
     if (found.is_complete && !is_optimal()) raise_bound(certificate_.makespan);
@@ -264,9 +254,8 @@ class Portfolio {
 
 AutoSchedule auto_schedule(const BoundProblem& problem, Effort effort) {
   MC_REQUIRE(problem.placement.num_chains() == 1,
-             "the placement has ",
-             problem.placement.num_chains(),
-             " chains; auto schedules place one, in a loop or a V");
+             "the placement has {} chains; auto schedules place one, in a loop or a V",
+             problem.placement.num_chains());
   require_sound(problem);
   const Instance instance = make_instance(problem);
   require_feasible(instance);

@@ -148,9 +148,8 @@ class Beam {
 
   // Returns how many states there are now.
   size_t keep_best() {
-    std::stable_sort(steps_.begin(), steps_.end(), [](const Step& a, const Step& b) {
-      return a.rating < b.rating;
-    });
+    std::stable_sort(steps_.begin(), steps_.end(),
+                     [](const Step& a, const Step& b) { return a.rating < b.rating; });
     alike_.clear();
     size_t size = 0;
     for (const Step& step : steps_) {

@@ -106,10 +106,9 @@ void BeamRounds::follow_half(int few) {
   const std::vector<FoundOrders> found = rounds.run();
   num_scheduled_ += rounds.num_scheduled();
   if (found.empty()) return;
-  const FoundOrders& best =
-      *std::min_element(found.begin(), found.end(), [](const FoundOrders& a, const FoundOrders& b) {
-        return a.makespan < b.makespan;
-      });
+  const FoundOrders& best = *std::min_element(
+      found.begin(), found.end(),
+      [](const FoundOrders& a, const FoundOrders& b) { return a.makespan < b.makespan; });
   OrderTimer timer(instance);
   timer.makespan(best.orders);
   const DueTimes due = due_times_of(best.orders, timer.starts(), instance);
@@ -130,8 +129,7 @@ void BeamRounds::add(const DueTimes& due, double pull) {
   if (is_optimal()) return;
   const size_t width = kActions / kBeams / instance_.num_actions();
   BeamResult found =
-      search_beam(instance_,
-                  due,
+      search_beam(instance_, due,
                   {.width = std::clamp<size_t>(width, 1, kWidest),
                    .pull = pull,
                    .give_up = std::min(known_.makespan, best_.makespan) * kWorthFollowing});

@@ -158,8 +158,7 @@ class Search {
       // Whatever starts after that could let it go first for nothing.
       const auto own = steps.begin() + static_cast<std::ptrdiff_t>(first);
       steps.erase(
-          std::remove_if(own,
-                         steps.end(),
+          std::remove_if(own, steps.end(),
                          [&](const Step& step) { return step.start > earliest_end - kSameTime; }),
           steps.end());
     }
@@ -238,10 +237,9 @@ class Search {
       } else {
         next_end = 0.0;
       }
-      latest =
-          std::max({latest,
-                    last.backward + (left > 0 ? instance_.weight[static_cast<size_t>(s)] : 0.0),
-                    free_at(s) + work_left(s)});
+      latest = std::max(
+          {latest, last.backward + (left > 0 ? instance_.weight[static_cast<size_t>(s)] : 0.0),
+           free_at(s) + work_left(s)});
     }
     latest = std::max(latest, *std::max_element(free_at_.begin(), free_at_.end()));
     return unit_ > 0.0 ? std::ceil(latest / unit_ - 1e-6) * unit_ : latest;
@@ -287,9 +285,8 @@ class Search {
     }
     auto& others = seen_[std::move(key)];
     for (const std::vector<double>& other : others) {
-      if (std::equal(other.begin(), other.end(), times.begin(), [](double a, double b) {
-            return a <= b + kSameTime;
-          })) {
+      if (std::equal(other.begin(), other.end(), times.begin(),
+                     [](double a, double b) { return a <= b + kSameTime; })) {
         return true;
       }
     }

@@ -24,9 +24,8 @@ LayerLimits::LayerLimits(const Instance& instance, const BeamModel& model, const
         jobs.push_back({{stage, Part::kBackward}, k, backward, latest.backward[at] + backward});
       }
     }
-    std::stable_sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
-      return a.deadline < b.deadline;
-    });
+    std::stable_sort(jobs.begin(), jobs.end(),
+                     [](const Job& a, const Job& b) { return a.deadline < b.deadline; });
     shortest_.push_back(shortest);
     jobs_.push_back(std::move(jobs));
   }

@@ -44,7 +44,7 @@ double ListScheduler::run(const Policy& policy, double give_up) {
   }
   size_t num_run = 0;
   for (const auto& row : rows_) num_run += row.size();
-  MC_INVARIANT(num_run == instance_.num_actions(), "the list scheduler ran ", num_run, " actions");
+  MC_INVARIANT(num_run == instance_.num_actions(), "the list scheduler ran {} actions", num_run);
   const double makespan = *std::max_element(free_at_.begin(), free_at_.end());
   return makespan < give_up ? makespan : kNever;
 }
@@ -78,8 +78,7 @@ void ListScheduler::decide(int rank, double now) {
       if (arrival <= now + policy_->patience) {
         const bool blocked = !is_admissible(rank, stage);
         if (!blocked || num_weights_[r] > 0) {
-          consider(best,
-                   filler,
+          consider(best, filler,
                    {key_of(policy_->forward_keys, stage, forward),
                     arrival,
                     {stage, Part::kForward},
@@ -94,8 +93,7 @@ void ListScheduler::decide(int rank, double now) {
           last ? 0.0 : ends_[1][instance_.at(stage + 1, backward)] + instance_.hop[s + 1];
       if (arrival <= now + policy_->patience) {
         consider(
-            best,
-            filler,
+            best, filler,
             {key_of(policy_->backward_keys, stage, backward), arrival, {stage, Part::kBackward}},
             now);
       }

@@ -164,8 +164,8 @@ class Circle {
     std::vector<double> left = left_;
     std::sort(left.begin(), left.end(), std::greater<>());
     for (const double length : left) {
-      const auto gap = std::find_if(
-          gaps.begin(), gaps.end(), [&](double room) { return room >= length - kSameTime; });
+      const auto gap = std::find_if(gaps.begin(), gaps.end(),
+                                    [&](double room) { return room >= length - kSameTime; });
       if (gap == gaps.end()) return false;
       *gap -= length;
     }
@@ -221,8 +221,7 @@ Policy by_period(const Instance& instance, double stretch, double back_stretch) 
 }  // namespace
 
 std::vector<Policy> standard_policies(const Instance& instance) {
-  std::vector<Policy> plain = {by_time(instance, 0.0),
-                               backward_first(instance, true),
+  std::vector<Policy> plain = {by_time(instance, 0.0), backward_first(instance, true),
                                backward_first(instance, false),
                                by_time(instance, mean(instance.forward))};
   const std::vector<int> caps = caps_of(instance, wave_of(instance, 0.0));

@@ -44,14 +44,12 @@ Orders repeated(const Orders& orders,
     const auto kernel = std::span(orders.tokens).subspan(begin, size);
     if (!is_kernel(kernel, static_cast<size_t>(count), counts)) return {};
     const auto row = orders.tokens.begin();
-    result.tokens.insert(result.tokens.end(),
-                         row + static_cast<std::ptrdiff_t>(orders.offsets[r]),
+    result.tokens.insert(result.tokens.end(), row + static_cast<std::ptrdiff_t>(orders.offsets[r]),
                          row + static_cast<std::ptrdiff_t>(begin));
     for (int i = 0; i < repeats; ++i) {
       result.tokens.insert(result.tokens.end(), kernel.begin(), kernel.end());
     }
-    result.tokens.insert(result.tokens.end(),
-                         row + static_cast<std::ptrdiff_t>(begin),
+    result.tokens.insert(result.tokens.end(), row + static_cast<std::ptrdiff_t>(begin),
                          row + static_cast<std::ptrdiff_t>(orders.offsets[r + 1]));
     result.offsets.push_back(result.tokens.size());
   }

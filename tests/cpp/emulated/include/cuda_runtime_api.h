@@ -1,12 +1,13 @@
-// Enough of CUDA to run our kernels on the CPU, one block after the other: a CUDA thread is a
-// thread of the host, __syncthreads and the operations of a warp are barriers between them. Slow
-// and exact: what a kernel reads, writes and adds up is what it would on a GPU, and sanitizers see
-// it.
+// Enough of CUDA to run our kernels on the CPU, one block after the other (kernels without shared
+// variables also on two host threads, like two streams): a CUDA thread is a thread of the host,
+// __syncthreads and the operations of a warp are barriers between them. Slow and exact: what a
+// kernel reads, writes and adds up is what it would on a GPU, and sanitizers see it.
 
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
@@ -87,6 +88,7 @@ struct Block {
   }
   std::barrier<> all;
   std::vector<std::unique_ptr<Warp>> warps;
+  std::atomic<bool> vote = true;
 };
 
 inline thread_local Block* block = nullptr;

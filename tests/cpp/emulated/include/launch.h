@@ -42,9 +42,8 @@ void launch(const char*,
             const Args&... args) {
   for (int64_t y = 0; y < shape.block_rows; ++y) {
     for (int64_t x = 0; x < shape.blocks; ++x) {
-      run_block(shape, {.x = static_cast<unsigned>(x), .y = static_cast<unsigned>(y), .z = 0}, [&] {
-        kernel(args...);
-      });
+      run_block(shape, {.x = static_cast<unsigned>(x), .y = static_cast<unsigned>(y), .z = 0},
+                [&] { kernel(args...); });
     }
   }
 }

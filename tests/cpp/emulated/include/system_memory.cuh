@@ -23,7 +23,7 @@ T atomicCAS(T* at, T expected, T value) {
 }
 
 inline int __syncthreads_and(bool is) {
-  static std::atomic<bool> all;  // blocks run one after the other
+  std::atomic<bool>& all = emulated::block->vote;
   __syncthreads();
   all = true;
   __syncthreads();
