@@ -46,7 +46,7 @@ $(VENV)/.base: constraints.txt
 $(VENV)/.tools: $(VENV)/.base
 	@$(PROGRESS) "Installing the tools for tests" build/tools.log \
 	    $(PIP) install $(PIP_ARGS) -c constraints.txt pytest pytest-xdist hypothesis tokenizers \
-	    pyarrow transformers ruff mypy clang-format codespell pre-commit
+	    pyarrow tensorboard transformers wandb ruff mypy clang-format codespell pre-commit
 	@touch $@
 
 # What the last install was made of: other settings, or a file more or less, are another install.

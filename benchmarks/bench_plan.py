@@ -142,7 +142,7 @@ def _model_of(row: dict[str, str]) -> ModelSpec:
         groups=8 if grouped else 1,
         groups_top_k=4 if grouped else 1,
         mtp=mtp,
-        window=number("swa_window"),
+        windows=(number("swa_window"), 0),
     )
 
 

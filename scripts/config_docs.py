@@ -81,8 +81,11 @@ def _summary(text: str) -> str:
 def _values(info: FieldInfo) -> str:
     """``int >= 1``, or the allowed words."""
     options = get_args(info.annotation)
-    if get_origin(info.annotation) is list:
-        return "tables"
+    if get_origin(info.annotation) is dict:
+        return "table"
+    is_list = get_origin(info.annotation) is list
+    if is_list and not get_args(options[0]):
+        return "names" if options[0] is str else "tables"
     words = [
         word
         for option in (info.annotation, *options)
@@ -90,7 +93,7 @@ def _values(info: FieldInfo) -> str:
         if isinstance(word, str)
     ]
     if words:
-        return ", ".join(f'`"{word}"`' for word in words)
+        return ("list of " if is_list else "") + ", ".join(f'`"{word}"`' for word in words)
     kind = next(option for option in (*options, info.annotation) if isinstance(option, type))
     names = {str: "text", int: "integer", float: "number", bool: "true, false"}
     return names[kind] + "".join(_bound(rule) for rule in info.metadata)

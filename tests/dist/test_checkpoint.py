@@ -12,11 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.errors import CheckpointError
-from megacore.parallel.collectives import all_reduce_
-from megacore.parallel.params import ParamInfo
-from megacore.parallel.process_groups import ProcessGroups
-from megacore.parallel.topology import Topology
 from megacore.checkpoint import (
     CheckpointSaver,
     TrainState,
@@ -26,6 +21,11 @@ from megacore.checkpoint import (
     save_checkpoint,
 )
 from megacore.checkpoint import save as save_module
+from megacore.errors import CheckpointError
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
+from megacore.parallel.topology import Topology
 from tests.support.checkpoints import assert_equal_pieces, full_values, make_pieces
 from tests.support.distributed import RankFailed, run_ranks
 

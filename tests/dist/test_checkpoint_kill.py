@@ -18,9 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.parallel.params import ParamInfo
-from megacore.parallel.process_groups import ProcessGroups
-from megacore.parallel.topology import Topology
 from megacore.checkpoint import (
     CheckpointSaver,
     TrainState,
@@ -28,6 +25,9 @@ from megacore.checkpoint import (
     load_checkpoint,
     load_full_weights,
 )
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
+from megacore.parallel.topology import Topology
 from tests.support.checkpoints import make_pieces
 
 pytestmark = pytest.mark.dist

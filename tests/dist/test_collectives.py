@@ -265,15 +265,15 @@ def wrong_calls(group: Group) -> list[tuple[Callable[[], object], str]]:
             lambda: reduce_scatter(torch.zeros(2, device="meta"), eight, group),
             "output is on meta but input on cpu",
         ),
-        (lambda: broadcast_(four, group, source_position=4), "it must be in [0, 4)"),
+        (lambda: broadcast_(four, group, source_position=4), "must be in [0, 4)"),
         (
             lambda: isend(four, group, to_position=group.position, tag=0),
             f"to_position {group.position} is this rank itself",
         ),
-        (lambda: irecv(four, group, from_position=-1, tag=0), "it must be in [0, 4)"),
+        (lambda: irecv(four, group, from_position=-1, tag=0), "must be in [0, 4)"),
         (
             lambda: isend(four, group, to_position=(group.position + 1) % 4, tag=-1),
-            "tag is -1; it must be at least 0",
+            "tag must be at least 0, got -1",
         ),
         (
             lambda: irecv(turned, group, from_position=(group.position + 1) % 4, tag=0),

@@ -1,4 +1,4 @@
-"""Training with two copies of the model in one pipeline: what one process does, and equal copies."""
+"""Training with two copies of the model in one pipeline equals one process; copies are equal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megacore.data import microbatch
 from megacore.parallel.batch import Microbatch
 from megacore.train.trainer import Trainer, build_trainer
 from tests.dist.test_moe_invariance import own_gradients, whole_gradients
+from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
 
@@ -77,7 +78,8 @@ def train(_rank: int, world_size: int, changes: Changes) -> dict[str, Any]:
     metrics += [trainer.train_step(step) for step in range(1, STEPS)]
     experts = [step.experts for step in metrics if step.experts is not None]
     return {
-        "losses": [step.loss for step in metrics] + [trainer.mean_validation_loss(trainer.evaluate())],
+        "losses": [step.loss for step in metrics]
+        + [trainer.mean_validation_loss(trainer.evaluate())],
         "norms": [step.grad_norm for step in metrics],
         "further": [loss for step in metrics for loss in step.mtp_losses],
         "balance": [value for step in experts for value in (step.aux_loss, step.z_loss)],
@@ -143,7 +145,13 @@ def one_process() -> Callable[[Changes], dict[str, Any]]:
     return of
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    representatives(
+        LAYOUTS,
+        ["pp2 ep2, clones", "pp2 tp2, sequence parallel, replicated state", "pp4, both overlaps"],
+    ),
+)
 def test_two_copies_train_as_one_process_does(
     layout: str, one_process: Callable[[Changes], dict[str, Any]]
 ) -> None:

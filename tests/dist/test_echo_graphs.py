@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from megacore.moe.dispatchers import PeerDispatcher
 from megacore.moe.echo import message_exchange
 from megacore.moe.echo.device_plan import DevicePlan
-from megacore.moe.dispatchers import PeerDispatcher
 from tests.dist.test_echo import skewed_trainer
 from tests.support.distributed import run_ranks
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.moe.echo.message_exchange import MessageClones, SlotBuffers
 from megacore.moe.echo.exchange import CloneExchange, set_of_turn
 from megacore.moe.echo.memory_exchange import MemoryClones
+from megacore.moe.echo.message_exchange import MessageClones, SlotBuffers
 from megacore.parallel.turns import Turns, running_place
 from megacore.plan.echo_plan import plan_echo
 from megacore.train.trainer import Trainer
-from tests.support.campaigns import representatives
 from tests.dist.test_echo import ECHO, skewed_trainer
+from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks
 
 STEPS = 3

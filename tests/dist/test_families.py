@@ -30,6 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pipeline": {"schedule": "zb_h1", "account_for_embedding": False, "layout": "Ett|tL"},
     },
     "ep2": {"parallel": {"ep": 2}},
+    "etp2": {"parallel": {"tp": 2, "etp": 2, "sequence_parallel": True}},
     "tp2 cp2 sequence parallel, recomputed": {
         "parallel": {"tp": 2, "cp": 2, "sequence_parallel": True},
         "train": {"recompute": "selective"},
@@ -39,18 +40,20 @@ CASES = {
     f"{family} | {layout}": (family, layout)
     for family in MODELS
     for layout in LAYOUTS
-    if layout != "ep2" or any("experts" in key for key in MODELS[family][1])
+    if layout not in ("ep2", "etp2") or any("experts" in key for key in MODELS[family][1])
 }
 REPRESENTATIVES = [
     case
     for case, (family, layout) in CASES.items()
-    if layout == "one process"
+    # Of variants, the layouts that split what they add.
+    if (layout == "one process" and "," not in family and not family.endswith(" tied"))
     or (family, layout)
     in {
         ("qwen2, yarn, windows of some layers", "tp2 cp2 sequence parallel, recomputed"),
         ("qwen2-moe", "ep2"),
         ("llama, linear, biases", "tp2"),
         ("glm4-moe, groups, qk norm, biases", "pp2"),
+        ("gpt-oss", "etp2"),
     }
 ]
 
@@ -104,9 +107,7 @@ def their_losses(family: str, folder: Path) -> list[float]:
             batch = batches(step, number)
             assert batch.labels is not None
             logits = theirs(input_ids=batch.tokens, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch.labels.flatten()
-            )
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
             (loss / config.num_microbatches(1)).backward()
             parts.append(loss.detach())
         optimizer.step()

@@ -225,9 +225,7 @@ def test_graphs_change_no_bit_in_50_steps(name: str) -> None:
     check(world_size, changes, settings, steps=50)
 
 
-@pytest.mark.parametrize(
-    ("pp", "num_microbatches"), representatives(LAYOUTS, [(1, 4), (2, 4)])
-)
+@pytest.mark.parametrize(("pp", "num_microbatches"), representatives(LAYOUTS, [(1, 4), (2, 4)]))
 def test_every_set_of_scopes_in_every_kind_of_pipeline(pp: int, num_microbatches: int) -> None:
     world_size, changes = layout_of(pp, num_microbatches)
     changes["parallel.ep"] = LAYOUTS[pp, num_microbatches][1]
@@ -236,6 +234,54 @@ def test_every_set_of_scopes_in_every_kind_of_pipeline(pp: int, num_microbatches
     check(world_size, {**changes, **STATIC}, [s for s in settings if s not in reads], steps=4)
     if reads:  # these leave room for the host to read sizes
         check(world_size, {**changes, **EXPERTS}, reads, steps=4)
+
+
+MLA = {
+    "model.num_kv_heads": 2,
+    "model.mla": {
+        "kv_rank": 8,
+        "q_rank": 12,
+        "nope_head_dim": 4,
+        "rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
+}
+AFTER = {
+    "model.norm_position": "after",
+    "model.qk_norm": True,
+    "model.qk_norm_width": "all",
+    "model.num_kv_heads": 2,
+}
+SINKS = {
+    **STATIC,
+    "model.attention_sinks": True,
+    "model.sliding_window": 4,
+    "moe.activation": "clamped_swiglu",
+    "moe.biases": True,
+    "moe.shared_ffn_hidden_size": 0,
+}
+ARCHITECTURES: dict[str, tuple[Changes, list[Changes]]] = {
+    "latent attention, tp 2": ({**MLA, "parallel.tp": 2}, [partial("attn"), FULL]),
+    "latent attention and experts": (
+        {**MLA, **STATIC, "parallel.ep": 2},
+        [partial("attn,mlp,moe"), partial("attn,moe_router,moe_preprocess"), WITH_STEP],
+    ),
+    "latent attention, two stages": ({**MLA, "parallel.pp": 2}, [partial("attn,mlp")]),
+    "norms after blocks, tp 2": ({**AFTER, "parallel.tp": 2}, [partial("attn,mlp"), FULL]),
+    "sinks and biases": (
+        {**SINKS, "parallel.ep": 2},
+        [partial("attn,moe"), partial("attn,moe_router")],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    representatives(ARCHITECTURES, ["latent attention and experts"]),
+)
+def test_graphs_of_other_architectures_change_no_bit(name: str) -> None:
+    changes, settings = ARCHITECTURES[name]
+    check(2, {"train.global_batch_size": 8, **changes}, settings, steps=4)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +412,9 @@ def test_a_rank_that_stops_in_the_middle_of_a_step_ends_the_run_at_once(changes:
     ("changes", "settings"),
     [
         (EXPERTS, [partial("attn,moe_router,moe_preprocess")]),
-        (STATIC, [partial("attn,mlp,moe"), FULL, WITH_STEP]),
+        pytest.param(
+            STATIC, [partial("attn,mlp,moe"), FULL, WITH_STEP], marks=pytest.mark.campaign
+        ),
     ],
 )
 def test_parts_of_layers_and_of_sequences(changes: Changes, settings: list[Changes]) -> None:

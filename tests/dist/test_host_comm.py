@@ -344,7 +344,8 @@ def open_memory_files(_rank: int) -> list[str]:
     groups = groups_of(layout={"tp": 2})
     assert groups.tp.host is not None
     barrier(groups.tp)
-    assert not list(Path("/dev/shm").glob("megacore*"))
+    # Folders with records of calls have names; other tests may have them now.
+    assert not [path for path in Path("/dev/shm").glob("megacore*") if path.is_file()]
     links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return [link for link in links if "memfd:megacore" in link]
 

@@ -114,7 +114,7 @@ def refuses(_rank: int) -> str:
     groups = ProcessGroups.create(Topology(world_size=2))
     window = WindowTensor.zeros(8, dtype=torch.float32, group=groups.world, num_parts=1)
     assert window is not None
-    with pytest.raises(ValueError, match=r"part is 1; it must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"part must be in \[0, 1\), got 1"):
         window.start_all_gather(1, 0, 8, name="g")
     with pytest.raises(ValueError, match=r"are not in a window of 32"):
         window.start_all_gather(0, 4, 12, name="g").wait()

@@ -148,9 +148,7 @@ def test_terminal_interrupt_reaches_all_processes_but_is_told_once(tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_one_rank_is_told_with_its_rank(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_to_one_rank_is_told_with_its_rank(tmp_path: Path, number: signal.Signals) -> None:
     job = start("endless", tmp_path)
     pids = wait_for_ranks(tmp_path, 3)
     os.kill(pids[1], number)
@@ -192,6 +190,7 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     assert_gone(pids)
 
 
+@pytest.mark.campaign
 def test_spawned_ranks_agree_and_are_told_apart_like_forked_ones(tmp_path: Path) -> None:
     spawn = partial(launch, num_ranks=2, folder=tmp_path, start_method="spawn")
     good = start_function(partial(spawn, "ok"), tmp_path)

@@ -68,6 +68,7 @@ def fresh_optimizer_in_the_middle() -> list[float]:
 
 
 @pytest.mark.dist
+@pytest.mark.campaign
 def test_twenty_steps_an_export_an_import_and_twenty_steps_are_forty(tmp_path: Path) -> None:
     expected = fresh_optimizer_in_the_middle()
     run, folder, again = tmp_path / "run", tmp_path / "hf", tmp_path / "again"

@@ -92,6 +92,7 @@ def makespan_us(events: list[TimedAction]) -> float:
     return max(e.end_us for e in compute) - min(e.start_us for e in compute)
 
 
+@pytest.mark.campaign
 def test_simulated_and_measured_steps_agree() -> None:
     schedules = [
         build_schedule(name, num_ranks=2, num_microbatches=4)

@@ -16,8 +16,8 @@ from megacore.parallel.async_collectives import PendingCollective
 from megacore.pipeline.execution import Step
 from megacore.plan.from_config import train_schedule
 from megacore.train.trainer import Trainer, build_trainer
-from tests.support.campaigns import representatives
 from tests.dist.test_moe_invariance import EP2, PP2, make_config
+from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -97,9 +97,7 @@ def train_all_ways(_rank: int, world_size: int, changes: dict[str, Any]) -> list
 
 @pytest.mark.parametrize(
     "name",
-    representatives(
-        [*OF_TWO, *OF_FOUR], [*OF_TWO, "shared experts", "static", "recomputed", "one chunk"]
-    ),
+    representatives([*OF_TWO, *OF_FOUR], [*OF_TWO, "shared experts", "static"]),
 )
 def test_pairs_change_no_bit(name: str) -> None:
     world_size = 2 if name in OF_TWO else 4

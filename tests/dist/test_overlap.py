@@ -15,6 +15,7 @@ from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
 from megacore.train.trainer import build_trainer
 from tests.dist.test_invariance import make_config
+from tests.support.campaigns import representatives
 from tests.support.distributed import RankFailed, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -65,7 +66,13 @@ def train(_rank: int, world_size: int, changes: dict[str, Any]) -> tuple[list[An
     return [*numbers, trainer.mean_validation_loss(trainer.evaluate())], early
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    representatives(
+        LAYOUTS,
+        ["tp2 dp2 sequence parallel", "pp2 dp2, 2 chunks", "dp4, 2 instances", "dp2 not sharded"],
+    ),
+)
 def test_overlap_changes_no_bit(layout: str) -> None:
     world_size, changes = LAYOUTS[layout]
     plain = run_ranks(world_size, train, world_size, changes, timeout_s=120)

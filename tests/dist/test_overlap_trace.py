@@ -61,6 +61,7 @@ def read(path: Path) -> Trace:
     )
 
 
+@pytest.mark.campaign
 def test_gloo_reduces_during_backward_and_gathers_during_forward(tmp_path: Path) -> None:
     for trace in trace_step(tmp_path, "on", "gloo"):
         num_buckets = len(trace.reduces)

@@ -10,7 +10,6 @@ import torch
 
 from megacore.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.train.trainer import build_trainer
-from tests.support.campaigns import representatives
 from tests.dist.test_moe_invariance import (
     EP2,
     ETP1,
@@ -21,6 +20,7 @@ from tests.dist.test_moe_invariance import (
     own_gradients,
     whole_gradients,
 )
+from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist

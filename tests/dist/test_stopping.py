@@ -58,7 +58,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 TARGETS = ("launcher", "rank")
 CASES = [(layout, number, target) for layout in LAYOUTS for number in SIGNALS for target in TARGETS]
 KEPT = [
-    ("dp2", signal.SIGTERM, "launcher"),
     ("pp2", signal.SIGUSR1, "rank"),
     ("dp2 overlapped", signal.SIGINT, "launcher"),
 ]
@@ -252,10 +251,13 @@ def test_torchrun_saves_on_sigterm_and_continues(
     done = len(_losses(tmp_path))
     assert f"stopped early after step {done} (a signal to 2 ranks)" in ended.out
     assert _saved_step(tmp_path) == done
+    assert (tmp_path / "stopped").exists()
     assert _finish(_torchrun(config, tmp_path, "--checkpoint.resume=auto")).code == 0
+    assert not (tmp_path / "stopped").exists()
     assert _losses(tmp_path) == undisturbed("dp2")
 
 
+@pytest.mark.campaign
 def test_a_signal_to_one_rank_of_torchrun_is_no_failure(config: Path, tmp_path: Path) -> None:
     job = _torchrun(config, tmp_path)
     _wait_for_step(tmp_path, 4)
@@ -263,9 +265,11 @@ def test_a_signal_to_one_rank_of_torchrun_is_no_failure(config: Path, tmp_path: 
     ended = _finish(job)
     assert ended.code == 0, ended.err
     assert "(SIGUSR1 to rank " in ended.out
+    assert (tmp_path / "stopped").read_text().startswith("SIGUSR1 to rank ")
     assert _saved_step(tmp_path) == len(_losses(tmp_path))
 
 
+@pytest.mark.campaign
 def test_torchrun_restarts_a_run_that_goes_on_by_itself(
     config: Path, tmp_path: Path, undisturbed: Callable[[str], dict[int, float]]
 ) -> None:
@@ -278,6 +282,7 @@ def test_torchrun_restarts_a_run_that_goes_on_by_itself(
     assert _losses(tmp_path) == undisturbed("dp2")
 
 
+@pytest.mark.campaign
 def test_tasks_of_srun_train_save_and_resume_after_a_requeue(
     config: Path, tmp_path: Path, undisturbed: Callable[[str], dict[int, float]]
 ) -> None:

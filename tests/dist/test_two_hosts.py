@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from megacore.cli import main
 from tests.support.campaigns import representatives
 from tests.support.hosts import Host, Hosts, two_hosts
-from tests.support.jobs import Ended, Job
+from tests.support.jobs import Ended, Job, start_function
 
 pytestmark = pytest.mark.dist
 
@@ -27,22 +30,26 @@ FAULTS: dict[str, Callable[[Hosts], None]] = {
 }
 
 
-def _start(hosts: Hosts, behaviour: str, folder: Path, *, per_host: int = 1) -> list[Job]:
-    """Two ranks per host; rank 0, on the first host, has the store."""
+def _start(hosts: Hosts, behaviour: str, folder: Path) -> list[Job]:
+    return _start_command(hosts, [sys.executable, str(WORKER), behaviour, "0", str(folder)], folder)
+
+
+def _start_command(hosts: Hosts, command: Sequence[str], folder: Path) -> list[Job]:
+    """One rank per host; rank 0, on the first host, has the store."""
 
     def rank(number: int, host: Host) -> Job:
         return host.start(
-            [sys.executable, str(WORKER), behaviour, "0", str(folder)],
+            command,
             folder,
             RANK=number,
-            WORLD_SIZE=2 * per_host,
-            LOCAL_RANK=number % per_host,
-            LOCAL_WORLD_SIZE=per_host,
+            WORLD_SIZE=2,
+            LOCAL_RANK=0,
+            LOCAL_WORLD_SIZE=1,
             MASTER_ADDR=hosts.a.address,
             MASTER_PORT=29711,
         )
 
-    return [rank(number, (hosts.a, hosts.b)[number // per_host]) for number in range(2 * per_host)]
+    return [rank(number, host) for number, host in enumerate((hosts.a, hosts.b))]
 
 
 def _wait_until_ready(folder: Path, num_ranks: int) -> None:
@@ -66,7 +73,7 @@ def test_two_hosts_sum_and_leave(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", representatives(FAULTS, ["partition"]))
 def test_a_network_failure_ends_all_ranks_of_both_sides(tmp_path: Path, fault: str) -> None:
     with two_hosts() as hosts:
-        jobs = _start(hosts, "endless", tmp_path)
+        jobs = _start(hosts, "parted", tmp_path)
         _wait_until_ready(tmp_path, 2)
         FAULTS[fault](hosts)
         on_a, on_b = _finish(jobs)
@@ -81,6 +88,7 @@ def test_a_network_failure_ends_all_ranks_of_both_sides(tmp_path: Path, fault: s
     assert "the network between the hosts may have failed" in complaint
 
 
+@pytest.mark.campaign  # it waits for the 30 s of a connection
 def test_a_rank_that_cannot_reach_the_store_says_so(tmp_path: Path) -> None:
     with two_hosts() as hosts:
         hosts.partition()
@@ -93,4 +101,102 @@ def test_a_rank_that_cannot_reach_the_store_says_so(tmp_path: Path) -> None:
         waiting = on_a.finish(timeout_s=LIMIT_S)
     assert waiting.code == 1
     [complaint] = waiting.complaints()
-    assert "1 of 2 ranks did not start within 15 s (run.timeout_s): 1;" in complaint
+    assert "1 of 2 ranks did not start within 4 s (run.timeout_s): 1;" in complaint
+
+
+# ---- a training run ------------------------------------------------------------------------------
+
+CONFIG = """\
+[model]
+hidden_size = 64
+num_layers = 4
+num_heads = 4
+seq_length = 16
+
+[train]
+steps = {steps}
+microbatch_size = 1
+global_batch_size = 4
+eval_interval = 0
+
+[data]
+source = "{folder}/text.txt"
+
+[checkpoint]
+interval = 5
+
+[run]
+dir = "{folder}/run"
+plain = true
+"""
+MOMENTS = ("start", "step", "save", "resume")
+
+
+def _train(hosts: Hosts, folder: Path, *settings: str) -> list[Job]:
+    command = [sys.executable, "-m", "megacore", "train", str(folder / "tiny.toml"), *settings]
+    return _start_command(hosts, command, folder)
+
+
+def _steps(folder: Path) -> int:
+    metrics = folder / "run" / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def _wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the run did not get there"
+        time.sleep(0.002)
+
+
+def _reach(moment: str, hosts: Hosts, folder: Path, chance: random.Random) -> list[Job]:
+    """Start a run and return at a moment of it."""
+    lock = folder / "run" / ".lock"
+    if moment == "resume":
+        jobs = _train(hosts, folder, "--train.steps=6")
+        assert [ended.code for ended in _finish(jobs)] == [0, 0]
+        lock.unlink()
+        jobs = _train(hosts, folder, "--checkpoint.resume=auto")
+        _wait_until(lock.exists)  # just before the checkpoint is read
+        return jobs
+    if moment == "start":  # a rank that has not come yet is waited for as long as settings say
+        jobs = _train(hosts, folder, "--run.timeout_s=30")
+        time.sleep(chance.uniform(0.0, 4.0))
+        return jobs
+    jobs = _train(hosts, folder)
+    if moment == "step":
+        _wait_until(lambda: _steps(folder) > 3)
+        time.sleep(chance.uniform(0.0, 0.1))
+    else:
+        _wait_until(lambda: list((folder / "run").glob("checkpoints/*.partial")))
+    return jobs
+
+
+CASES = [(moment, fault) for moment in MOMENTS for fault in FAULTS]
+
+
+@pytest.mark.parametrize(("moment", "fault"), representatives(CASES, []))
+def test_a_run_ends_at_a_network_failure_and_can_be_resumed(
+    tmp_path: Path, moment: str, fault: str
+) -> None:
+    chance = random.Random(f"{moment}/{fault}")
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    (tmp_path / "tiny.toml").write_text(CONFIG.format(folder=tmp_path, steps=100_000))
+    with two_hosts() as hosts:
+        jobs = _reach(moment, hosts, tmp_path, chance)
+        FAULTS[fault](hosts)
+        since = time.monotonic()
+        ends = _finish(jobs)
+        took_s = time.monotonic() - since
+    print(f"{moment}, {fault}: gone after {took_s:.0f} s")
+    for ended in ends:
+        assert ended.code in (1, 2), ended
+        [complaint] = ended.complaints()
+        assert "network" in complaint
+    steps = _steps(tmp_path) + 2
+    arguments = ["train", str(tmp_path / "tiny.toml"), "--nproc=2", f"--train.steps={steps}"]
+    resume = "--checkpoint.resume=auto"
+    resumed = start_function(lambda: main([*arguments, resume]), tmp_path).finish(timeout_s=120)
+    assert (resumed.code, resumed.err) == (0, "")
+    records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(record)["step"] for record in records] == list(range(steps))

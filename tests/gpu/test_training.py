@@ -12,6 +12,7 @@ import torch
 
 from megacore.config import Config, resolve
 from megacore.train.trainer import build_trainer
+from megacore.train.watch import RunWatch
 from tests.support.jobs import start_command
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +44,26 @@ def train(device: str, **changes: dict[str, Any]) -> list[float]:
 
 def test_losses_in_fp32_are_those_of_the_cpu() -> None:
     assert train("cuda") == pytest.approx(train("cpu"), rel=1e-4)
+
+
+def test_metrics_measure_the_gpu() -> None:
+    sections: dict[str, Any] = {
+        "model": {"hidden_size": 256, "num_heads": 4, "seq_length": 64},
+        "train": {"steps": 4, "microbatch_size": 4, "global_batch_size": 16},
+    }
+    config = resolve(Config(**sections), 1, vocab_size=256, cuda=True)
+    trainer = build_trainer(config, world_size=1, device=torch.device("cuda"))
+    watch = RunWatch(trainer)
+    for step in range(3):
+        watch.before_step(step)
+        metrics = trainer.train_step(step)
+        values = watch.measure(step, metrics)
+    times = {name: value for name, value in values.items() if name.startswith("time_")}
+    assert min(times["time_forward_backward_s"], times["time_optimizer_s"]) > 0
+    assert sum(times.values()) <= 1.05 * metrics.step_time_s
+    allocated, peak = values["memory_allocated_bytes"], values["memory_peak_bytes"]
+    assert 0 < allocated <= peak
+    assert values["memory_reserved_bytes"] >= allocated
 
 
 def test_bf16_learns_like_fp32() -> None:

@@ -35,6 +35,7 @@ def rank_context(rank: int, world_size: int) -> Any:
         launched_by="megacore",
         restarts=0,
         stop=StopRequest(),
+        calls=None,
     )
 
 

@@ -168,6 +168,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
         },
     ),
+    "olmo2": ("Olmo2", {"intermediate_size": 48, "rope_parameters": YARN_ROPE}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "intermediate_size": 24,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "rope_parameters": {**YARN_ROPE, "rope_theta": 150.0, "truncate": False},
+        },
+    ),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12}),
 }
 
@@ -180,9 +192,11 @@ def make_theirs(name: str) -> Any:
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for key, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms start as ones, which would hide their place
                 parameter.uniform_(0.5, 1.5)
+            elif key.endswith("_bias"):
+                parameter.uniform_(-0.5, 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)

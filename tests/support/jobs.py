@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,12 @@ def start_function(function: Callable[[], int], folder: Path) -> Job:
         # pytest has put its own objects in their place.
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         code = function()
-        sys.stdout.flush()
-        sys.stderr.flush()
+    except Exception:
+        traceback.print_exc()
     finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 

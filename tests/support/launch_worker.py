@@ -74,10 +74,12 @@ def launch(
     start_method: Literal["fork", "spawn"] | None = None,
     backend: Literal["gloo", "nccl"] = "gloo",
 ) -> int:
-    peer_timeout_s = PEER_TIMEOUT_S if behaviour in ("silent", "slow") else 20.0
+    peer_timeout_s = {"silent": PEER_TIMEOUT_S, "slow": PEER_TIMEOUT_S, "parted": 5.0}.get(
+        behaviour, 20.0
+    )
     options = LaunchOptions(
         backend=backend,
-        timeout_s=15.0 if behaviour == "short" else 60.0,
+        timeout_s=4.0 if behaviour == "short" else 60.0,
         peer_timeout_s=peer_timeout_s,
         error_dir=folder,
         start_method=start_method,

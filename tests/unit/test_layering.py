@@ -42,6 +42,7 @@ PYTHON_LAYERS = [
     {"data", "report"},
     {"checkpoint", "plan"},
     {"train", "echo_study"},
+    {"api"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in names}

@@ -37,7 +37,15 @@ def background_groups(groups: ProcessGroups) -> ProcessGroups:
         backend="gloo",
         group_desc="megacore checkpoint",
     )
-    world = replace(groups.world, name="checkpoint", handle=handle, host=None)
+    calls = groups.world.calls
+    world = replace(
+        groups.world,
+        name="checkpoint",
+        handle=handle,
+        host=None,
+        # Its order is not that of the main thread's calls.
+        calls=calls and calls.separate("checkpoint"),
+    )
     # Ranks connect at first use, through the store. Connect now, while only one thread per rank
     # uses the store, because two threads could deadlock.
     all_gather_objects(None, world)

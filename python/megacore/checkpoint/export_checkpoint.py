@@ -14,8 +14,12 @@ from torch import Tensor
 
 from megacore.checkpoint import StoredWeights
 from megacore.checkpoint.format import step_folder, step_folders
-from megacore.checkpoint.import_checkpoint import COMPANION_NAMES, TOKENIZER_NAME
-from megacore.config import Config, config_from_values
+from megacore.checkpoint.tokenizer_files import (
+    TOKENIZER_NAME,
+    tokenizer_files,
+    with_tokenizer_beside,
+)
+from megacore.config import config_from_values
 from megacore.errors import CheckpointError, MegacoreError
 from megacore.files import describe_os_error
 from megacore.models.build import torch_dtype
@@ -82,7 +86,7 @@ def export_checkpoint(
     dtype = dtype or config.train.dtype
     hf_config = config_to_hf(config.model, config.moe, family=family)
     tensors = HFTensors(hf_config["model_type"], config.model, config.moe, dtype=torch_dtype(dtype))
-    tokenizer = _tokenizer_files(config)
+    tokenizer = tokenizer_files(with_tokenizer_beside(config, stored.folder).data.tokenizer)
     generation = _generation_config(tokenizer.get("generation_config.json"))
     hf_config |= {name: generation.get(name) for name in _TOKEN_IDS}
     hf_config |= {"dtype": dtype, "torch_dtype": dtype}
@@ -121,18 +125,6 @@ def _folder_of_step(path: Path, step: int) -> Path:
     ]
     known = ", ".join(map(str, steps)) or "none"
     raise CheckpointError(f"{path} has no checkpoint of step {step}; the steps are: {known}")
-
-
-def _tokenizer_files(config: Config) -> dict[str, Path]:
-    """Return the files of the tokenizer by name; empty for bytes or if the files are gone."""
-    path = Path(config.data.tokenizer)
-    path = path / TOKENIZER_NAME if path.is_dir() else path
-    if config.data.tokenizer == "bytes" or not path.is_file():
-        return {}
-    companions = {name: path.parent / name for name in COMPANION_NAMES}
-    return {TOKENIZER_NAME: path} | {
-        name: source for name, source in companions.items() if source.is_file()
-    }
 
 
 def _generation_config(path: Path | None) -> Mapping[str, Any]:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
+from torch import Tensor
 
 from megacore.checkpoint import TrainState, save_checkpoint
-from megacore.config import Config, ModelConfig, MoEConfig, resolve
+from megacore.checkpoint.chunks import MAIN_PARAM
+from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, copy_tokenizer
+from megacore.config import (
+    Config,
+    ModelConfig,
+    MoEConfig,
+    ResolvedConfig,
+    resolve,
+    with_folder_of_file,
+)
 from megacore.data import load_tokenizer
 from megacore.errors import MegacoreError
 from megacore.files import describe_os_error
@@ -19,18 +29,10 @@ from megacore.models.hf import HFWeights, sections_from_hf
 from megacore.models.hf.files import TensorFiles, read_config
 from megacore.optim import ParamPiece
 from megacore.parallel import ProcessGroups
+from megacore.parallel.params import ShardPosition
 
-TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "config.toml"
 
-# Files that an export copies from the folder of the tokenizer.
-COMPANION_NAMES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 # Far below the learning rate for training from scratch, which would destroy the weights.
 _LEARNING_RATE = 2e-5
 
@@ -48,7 +50,7 @@ class ImportedRun:
 
     config_path: Path
     checkpoint: Path
-    config: Config
+    config: ResolvedConfig
     num_params: int
 
 
@@ -57,8 +59,8 @@ def import_checkpoint(
 ) -> ImportedRun:
     """Read a model and write it as a checkpoint of step 0 with weights only, in this process.
 
-    The tokenizer is copied if there is one. Nothing is written before the model has been read.
-    Memory: the float32 weights and the tensors of one parameter.
+    The tokenizer is copied if there is one. Nothing is written before names, shapes and dtypes
+    of all tensors have been checked. Memory: one parameter in float32 and its tensors.
 
     Args:
         folder: Folder with ``config.json``, ``*.safetensors`` and optionally ``tokenizer.json``.
@@ -84,16 +86,15 @@ def import_checkpoint(
     # bfloat16 weights are trained, and exported again, in bfloat16.
     settings["train"] = {"dtype": str(files.dtype()).removeprefix("torch.")}
     config = resolve(Config.model_validate(settings), 1, cuda=False)
+    weights.check()
     pieces = _pieces(weights)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if has_tokenizer:
-            shutil.copyfile(tokenizer, out / TOKENIZER_NAME)
-            for companion in COMPANION_NAMES:
-                if (folder / companion).is_file():
-                    shutil.copyfile(folder / companion, out / companion)
+            copy_tokenizer(str(tokenizer), out)
         header = f"# Imported from {folder.absolute()}; trains it further.\n\n"
-        (out / CONFIG_NAME).write_text(header + tomli_w.dumps(settings), encoding="utf-8")
+        portable = with_folder_of_file(settings, out.absolute())
+        (out / CONFIG_NAME).write_text(header + tomli_w.dumps(portable), encoding="utf-8")
     except OSError as error:
         raise MegacoreError(f"cannot write to {out}: {describe_os_error(error)}") from error
     checkpoint = save_checkpoint(
@@ -102,6 +103,7 @@ def import_checkpoint(
         state=TrainState(step=0, samples=0, optimizer={}),
         config=config.model_dump(),
         groups=ProcessGroups.single(),
+        read=lambda key: _read(weights, key.removeprefix(f"{MAIN_PARAM}.")),
     )
     return ImportedRun(
         config_path=out / CONFIG_NAME,
@@ -132,13 +134,21 @@ def _settings(
     return {section: values for section, values in settings.items() if values}
 
 
+def _read(weights: HFWeights, name: str) -> Tensor:
+    """Return a whole parameter in float32."""
+    values = torch.empty(weights.infos[name].full_shape)
+    weights.read_into(values, name, ShardPosition())
+    return values
+
+
 def _pieces(weights: HFWeights) -> list[ParamPiece]:
+    """Return pieces without values, which are read while the checkpoint is written."""
     return [
         ParamPiece(
             info=info,
             start=0,
             end=math.prod(info.full_shape),
-            tensors={"main_param": weights[info.name].float().contiguous().view(-1)},
+            tensors={MAIN_PARAM: torch.empty(math.prod(info.full_shape), device="meta")},
         )
         for info in weights.infos.values()
     ]

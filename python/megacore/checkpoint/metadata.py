@@ -44,6 +44,8 @@ def read_metadata(folder: Path, index: CheckpointIndex) -> Metadata:
         return _to_metadata(_Unpickler(io.BytesIO(path.read_bytes())).load(), index.files)
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: {error}") from error
+    except KeyError as error:
+        raise CheckpointError(f"cannot read {path}: unknown opcode or name {error}") from error
     except Exception as error:  # an invalid pickle, or one of another torch, fails in many ways
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
@@ -79,8 +81,22 @@ _VALUES: Mapping[tuple[str, str], type] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler of the few names that torch's metadata consists of."""
+# They allocate memory by a number in the file.
+_REFUSED_OPCODES = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
+
+
+class _Unpickler(pickle._Unpickler):
+    """Unpickler of the few names that torch's metadata consists of.
+
+    It is the one in Python: the one in C allocates its memo for the largest index in the file, up
+    to 64 GiB.
+    """
+
+    dispatch = {  # noqa: RUF012
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code not in {opcode[0] for opcode in _REFUSED_OPCODES}
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:

@@ -6,9 +6,11 @@ and DTensors, whose part on a rank is one box.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,10 +46,17 @@ class ChunkSavePlanner(SavePlanner):
 
     Args:
         chunks: Chunks of this rank.
+        read: Returns the values of a whole logical tensor by key, in place of those of the chunks;
+            called once for each, as chunks are written in order.
     """
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], *, read: Callable[[str], Tensor] | None = None
+    ) -> None:
         self._chunks = {MetadataIndex(chunk.key, chunk.offsets): chunk for chunk in chunks}
+        self._read = read
+        self._last: tuple[str, Tensor] | None = None
+        self._given = torch.empty(0)
 
     def over(self, values: Mapping[MetadataIndex, Tensor]) -> ChunkSavePlanner:
         """Create a planner with other values for the chunks that this rank writes."""
@@ -87,7 +96,18 @@ class ChunkSavePlanner(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Look up the values of a chunk."""
-        return self._chunks[write_item.index].tensor
+        chunk = self._chunks[write_item.index]
+        if self._read is None:
+            return chunk.tensor
+        # The writer keeps a reference to the last written tensor until the end.
+        self._given.untyped_storage().resize_(0)
+        if self._last is None or self._last[0] != chunk.key:
+            self._last = None  # frees the tensor before the next one is read
+            _return_free_memory()
+            self._last = chunk.key, self._read(chunk.key)
+        sizes = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+        self._given = self._last[1][tuple(slice(at, at + size) for at, size in sizes)].clone()
+        return self._given
 
 
 class ChunkLoadPlanner(LoadPlanner):
@@ -172,6 +192,12 @@ def _box(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(
         offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.tensor.shape)
     )
+
+
+def _return_free_memory() -> None:
+    """Return freed memory to the system: glibc keeps pieces of up to 32 MiB, which add up."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _write_item(index: MetadataIndex, chunk: Chunk) -> WriteItem:

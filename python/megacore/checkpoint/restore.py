@@ -1,4 +1,4 @@
-"""Restoration of a complete model from a checkpoint of any layout, in one process."""
+"""Restoration of a complete model from any checkpoint or Hugging Face folder, in one process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.checkpoint import load_full_weights
-from megacore.config import Config, config_from_values
+from megacore.checkpoint import load_full_weights, resolve_checkpoint
+from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, with_tokenizer_beside
+from megacore.config import Config, DataConfig, config_from_values, resolve
 from megacore.data import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
 from megacore.models.gpt import GPTChunk
+from megacore.models.hf import import_hf
+from megacore.models.hf.files import CONFIG_NAME
 from megacore.parallel import ProcessGroups
 
 
@@ -22,8 +25,10 @@ class RestoredModel:
 
     Attributes:
         model: Embedding, all layers and head, float32, on one device.
-        config: Configuration of the run that saved the checkpoint.
-        tokenizer: The tokenizer that the model was trained with.
+        config: Configuration of the run that saved the checkpoint; defaults around the model of a
+            Hugging Face folder.
+        tokenizer: The tokenizer that the model was trained with; bytes if a Hugging Face folder has
+            none.
     """
 
     model: GPTChunk
@@ -35,15 +40,25 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
     """Build the model of a checkpoint and load its weights.
 
     Args:
-        path: A checkpoint folder, the folder of all checkpoints, or a run's folder.
+        path: A checkpoint folder, the folder of all checkpoints, a run's folder, or a Hugging Face
+            folder.
         device: Device of the weights.
 
     Raises:
         CheckpointError: If the checkpoint is missing, damaged or of another model.
         DataError: If the tokenizer cannot be read.
+        MegacoreError: If the Hugging Face model cannot be imported.
     """
+    if (Path(path) / CONFIG_NAME).is_file():
+        return _restore_hf(Path(path), device)
     values, weights = load_full_weights(path)
     config = config_from_values(values, source=str(path))
+    if config.model.factory is not None:
+        raise CheckpointError(
+            f'checkpoint {path} is of a model of your own, model.factory = "{config.model.factory}"'
+            "; megacore generates text with its own GPT only"
+        )
+    config = with_tokenizer_beside(config, resolve_checkpoint(path))
     model = GPTChunk(
         config.model,
         layers=range(config.model.num_layers),
@@ -53,10 +68,23 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
         device=device,
         # Without a capacity limit, a text does not depend on the other texts of its batch.
         moe=config.moe.model_copy(update={"dispatcher": "alltoall", "capacity_factor": None}),
+        initialize=False,
     )
     _fill(model, weights, path)
     return RestoredModel(
         model=model, config=config, tokenizer=load_tokenizer(config.data.tokenizer)
+    )
+
+
+def _restore_hf(folder: Path, device: torch.device | str) -> RestoredModel:
+    imported = import_hf(folder, device=device)
+    has_tokenizer = (folder / TOKENIZER_NAME).is_file()
+    tokenizer = str(folder / TOKENIZER_NAME) if has_tokenizer else "bytes"
+    config = Config(model=imported.model, moe=imported.moe, data=DataConfig(tokenizer=tokenizer))
+    return RestoredModel(
+        model=imported.chunk,
+        config=resolve(config, 1, cuda=False),
+        tokenizer=load_tokenizer(tokenizer),
     )
 
 

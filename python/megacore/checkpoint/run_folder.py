@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import filecmp
 import json
 import os
 import socket
@@ -18,7 +19,13 @@ from typing import Any, TextIO
 
 from megacore.checkpoint.agreement import on_rank_0
 from megacore.checkpoint.format import LATEST_NAME, read_index, step_folders
-from megacore.config import Config, filled
+from megacore.checkpoint.tokenizer_files import (
+    TOKENIZER_NAME,
+    copy_tokenizer,
+    tokenizer_files,
+    with_tokenizer_beside,
+)
+from megacore.config import ResolvedConfig
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import describe_os_error
 from megacore.parallel.process_groups import ProcessGroups
@@ -27,7 +34,7 @@ LOCK_NAME = ".lock"
 PREVIOUS = "previous-"
 # Results prove that a run has made progress; its settings and tracebacks are moved with them.
 _RESULTS = ("metrics.jsonl", "run.json", "timeline.json", "trace.json", "report.html")
-_COMPANIONS = ("config.toml", "rank_*.err")
+_COMPANIONS = ("config.toml", "rank_*.err", "tensorboard", "wandb", "profile")
 # Settings that affect the computation, in addition to those of the model and the data.
 _TRAIN_KEYS = ("seed", "global_batch_size")
 # Used once, at the start of a fresh run.
@@ -38,7 +45,7 @@ _START_KEYS = frozenset({"init_std"})
 
 
 @contextlib.contextmanager
-def hold_folders(config: Config, groups: ProcessGroups) -> Iterator[None]:
+def hold_folders(config: ResolvedConfig, groups: ProcessGroups) -> Iterator[None]:
     """Lock the folders of this run against other runs. Collective at the start.
 
     Rank 0 holds an advisory lock on ``<run.dir>/.lock``, and on one in ``checkpoint.dir`` if that
@@ -98,7 +105,7 @@ def _lock(folder: Path, setting: str) -> TextIO | None:
 # ---- a run that was restarted --------------------------------------------------------------------
 
 
-def choose_resume(config: Config, groups: ProcessGroups, *, restarts: int) -> str | None:
+def choose_resume(config: ResolvedConfig, groups: ProcessGroups, *, restarts: int) -> str | None:
     """Choose the start of a run: as configured, or ``auto`` for a restart. Collective.
 
     A restarted run has the same command, so it would start anew forever without this rule. It is
@@ -125,7 +132,9 @@ def choose_resume(config: Config, groups: ProcessGroups, *, restarts: int) -> st
 # ---- results of an earlier run -------------------------------------------------------------------
 
 
-def make_place(config: Config, found: Path | None, groups: ProcessGroups) -> tuple[str, ...]:
+def make_place(
+    config: ResolvedConfig, found: Path | None, groups: ProcessGroups
+) -> tuple[str, ...]:
     """Move an earlier run's results aside unless this run continues that run. Collective.
 
     Args:
@@ -144,7 +153,7 @@ def make_place(config: Config, found: Path | None, groups: ProcessGroups) -> tup
     return on_rank_0(lambda: _set_aside(config), groups)
 
 
-def _continues(found: Path, config: Config) -> bool:
+def _continues(found: Path, config: ResolvedConfig) -> bool:
     """Check if a checkpoint belongs to the run in ``run.dir``."""
     run, path = _run_dir(config).resolve(), found.resolve()
     if path.parent == _checkpoint_dir(config).resolve():
@@ -152,7 +161,7 @@ def _continues(found: Path, config: Config) -> bool:
     return path.is_relative_to(run) and not path.relative_to(run).parts[0].startswith(PREVIOUS)
 
 
-def _set_aside(config: Config) -> tuple[str, ...]:
+def _set_aside(config: ResolvedConfig) -> tuple[str, ...]:
     run, checkpoints = _run_dir(config), _checkpoint_dir(config)
     inside = _is_inside(checkpoints, run)
     has_checkpoints = bool(step_folders(checkpoints))
@@ -181,6 +190,9 @@ def _set_aside(config: Config) -> tuple[str, ...]:
                 f"cannot move what a former run left in {source} to {target}: "
                 f"{describe_os_error(error)}; give this run another run.dir"
             ) from error
+    if (run / name).exists():
+        with contextlib.suppress(OSError):  # the original may still be where it was
+            copy_tokenizer(str(run), run / name)
     places = sorted({str(home / name) for home in homes if (home / name).exists()})
     note = f"what a former run left here was moved to {' and '.join(places)}"
     if has_checkpoints:
@@ -209,7 +221,7 @@ def _has_content(path: Path) -> bool:
 # ---- settings that changed -----------------------------------------------------------------------
 
 
-def changed_settings(found: Path, config: Config) -> tuple[str, ...]:
+def changed_settings(found: Path, config: ResolvedConfig) -> tuple[str, ...]:
     """List notes on settings that affect the computation and differ from the checkpoint.
 
     Args:
@@ -217,7 +229,19 @@ def changed_settings(found: Path, config: Config) -> tuple[str, ...]:
         config: Resolved configuration of this run.
     """
     ours = json.loads(config.model_dump_json())
-    return compare_settings(read_index(found).config, ours)
+    theirs = read_index(found).config
+    if _has_tokenizer_of(found, config):
+        theirs = theirs | {"data": theirs.get("data", {}) | {"tokenizer": config.data.tokenizer}}
+    return compare_settings(theirs, ours)
+
+
+def _has_tokenizer_of(found: Path, config: ResolvedConfig) -> bool:
+    """Check if the tokenizer beside a checkpoint has the content of the configured one."""
+    beside = tokenizer_files(with_tokenizer_beside(config, found).data.tokenizer)
+    mine = tokenizer_files(config.data.tokenizer)
+    if TOKENIZER_NAME not in beside or TOKENIZER_NAME not in mine:
+        return False
+    return filecmp.cmp(beside[TOKENIZER_NAME], mine[TOKENIZER_NAME], shallow=False)
 
 
 def compare_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str, ...]:
@@ -240,12 +264,12 @@ def compare_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str,
     return tuple(notes)
 
 
-def _run_dir(config: Config) -> Path:
-    return Path(filled(config.run.dir))
+def _run_dir(config: ResolvedConfig) -> Path:
+    return Path(config.run.dir)
 
 
-def _checkpoint_dir(config: Config) -> Path:
-    return Path(filled(config.checkpoint.dir))
+def _checkpoint_dir(config: ResolvedConfig) -> Path:
+    return Path(config.checkpoint.dir)
 
 
 def _is_inside(folder: Path, parent: Path) -> bool:

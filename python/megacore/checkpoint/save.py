@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -69,6 +70,7 @@ class CheckpointSaver:
         in_background: Copy the state and return from `save`, while a thread writes and publishes.
             The threads of all ranks communicate over a separate gloo group.
         tolerant: Return the error message of a failed save instead of raising the error.
+        read: As in `ChunkSavePlanner`; for pieces on the meta device.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class CheckpointSaver:
         keep: int = 2,
         in_background: bool = False,
         tolerant: bool = False,
+        read: Callable[[str], Tensor] | None = None,
     ) -> None:
+        self._read = read
         self._directory = Path(directory)
         self._pieces = pieces
         self._groups = groups
@@ -178,7 +182,7 @@ class CheckpointSaver:
 
     def _planner(self) -> ChunkSavePlanner:
         own = [piece for piece in self._pieces() if not piece.info.is_shared_copy]
-        return ChunkSavePlanner(chunks_of(own, self._groups))
+        return ChunkSavePlanner(chunks_of(own, self._groups), read=self._read)
 
     def _planned(self, planner: ChunkSavePlanner) -> _WritePlan:
         held = planner.create_local_plan().items
@@ -226,13 +230,16 @@ def save_checkpoint(
     config: Mapping[str, Any],
     groups: ProcessGroups,
     keep: int = 2,
+    read: Callable[[str], Tensor] | None = None,
 ) -> Path:
     """Write a single checkpoint; arguments and errors as `CheckpointSaver`. Collective.
 
     Returns:
         The folder of the new checkpoint.
     """
-    saver = CheckpointSaver(directory, lambda: pieces, groups=groups, config=config, keep=keep)
+    saver = CheckpointSaver(
+        directory, lambda: pieces, groups=groups, config=config, keep=keep, read=read
+    )
     saver.save(state)
     return Path(directory) / step_folder(state.step)
 

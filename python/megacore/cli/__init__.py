@@ -36,6 +36,7 @@ class Command:
 COMMANDS = {
     "train": Command(help="train a model as a TOML file says", takes_settings=True),
     "generate": Command(help="continue a text with a trained checkpoint"),
+    "eval": Command(help="compute loss and perplexity of trained weights", takes_settings=True),
     "import-hf": Command(help="make a checkpoint from a model of Hugging Face"),
     "export-hf": Command(help="write a checkpoint as a Hugging Face model"),
     "plan": Command(
@@ -43,9 +44,11 @@ COMMANDS = {
     ),
     "calibrate": Command(help="measure this machine for megacore plan, or learn from a run"),
     "data": Command(help="tokenize, inspect, merge and check training data", takes_settings=True),
+    "trace": Command(help="join the profiles of all ranks of a run"),
     "ranks": Command(help="show which ranks form a group, for a layout"),
     "schedule": Command(help="show a pipeline schedule: who runs what, when"),
     "echo": Command(help="simulate how hot experts are cloned to balance the ranks"),
+    "why-hung": Command(help="show which ranks of a run wait for whom, and why"),
     "doctor": Command(help="check this machine and this installation"),
 }
 

@@ -162,25 +162,32 @@ def _as_json(sample: Sample) -> dict[str, Any]:
 
 
 def _print_sample(number: int, sample: Sample, tokenizer: Tokenizer) -> None:
-    """Print the text of a sample; tokens that no loss counts are dim."""
+    """Print the text of a sample: learned tokens green, others dim, a bar before each document."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
-    text = Text(f"sample {number:,}: ", style="bold")
-    text.append(f"{int((sample.labels >= 0).sum()):,} of {len(sample.labels):,} labels count\n")
-    counted = [True, *(sample.labels[:-1] >= 0).tolist()]
     starts = set(sample.document_starts)
+    text = Text(f"sample {number:,}: ", style="bold")
+    text.append(f"{int((sample.labels >= 0).sum()):,} of {len(sample.labels):,} labels count, ")
+    text.append(f"starts of documents: {len(starts)}\n")
+    # A token is learned where it is the label of the one before it.
+    learned = [False, *(sample.labels[:-1] >= 0).tolist()]
     begin = 0
-    for end in range(1, len(counted) + 1):
-        if end < len(counted) and counted[end] == counted[begin] and end not in starts:
+    for end in range(1, len(learned) + 1):
+        if end < len(learned) and learned[end] == learned[begin] and end not in starts:
             continue
         if begin in starts:
             text.append("|", style="bold cyan")
         piece = tokenizer.decode(sample.tokens[begin:end])
-        text.append(piece, style="not bold" if counted[begin] else "dim not bold")
+        text.append(_printable(piece), style="not bold green" if learned[begin] else "dim not bold")
         begin = end
     console.print(text, soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """Replace control characters, such as those of padding, by dots."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\u00b7" for char in text)
 
 
 @contextmanager

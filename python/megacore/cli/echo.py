@@ -110,7 +110,7 @@ def _synthetic(args: argparse.Namespace) -> tuple[str, Workloads]:
         num_tokens=args.tokens,
     )
     if not 0.0 <= args.skew <= 10.0:
-        raise ConfigError(f"--skew is {args.skew:g}; it must be from 0 to 10")
+        raise ConfigError(f"--skew must be from 0 to 10, got {args.skew:g}")
     names = WORKLOADS if args.workload == "all" else (args.workload,)
     title = (
         f"{shape.num_ranks} ranks, {shape.num_experts} experts, top-{shape.top_k}, "

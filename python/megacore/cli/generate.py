@@ -1,15 +1,19 @@
-"""``megacore generate CHECKPOINT --prompt TEXT``: continue a text."""
+"""``megacore generate CHECKPOINT --prompt TEXT``: continue texts."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megacore.cli.values import number, seed_number, whole_number
+from megacore.cli.values import number, require_at_least, seed_number, whole_number
 from megacore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megacore.data import Tokenizer
 
 
 def add_parser(subparsers: Any) -> None:
@@ -17,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="continue a text with a trained checkpoint",
-        description="Continue a text with a trained checkpoint, on one device.",
+        description="Continue texts with a trained checkpoint, on one device.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -25,20 +29,28 @@ def add_parser(subparsers: Any) -> None:
         "checkpoint",
         metavar="CHECKPOINT",
         type=Path,
-        help="a checkpoint folder, a folder of checkpoints, or a run's folder",
+        help="a run's folder, a folder of checkpoints, a checkpoint, or a Hugging Face folder",
     )
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
         required=True,
+        action="append",
         default=argparse.SUPPRESS,  # or help would name None as its default
-        help="text to continue",
+        help="text to continue; may be given several times, for a batch",
     )
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=whole_number, default=200, help="tokens to append"
     )
     parser.add_argument(
         "--temperature", metavar="T", type=number, default=0.8, help="0 takes the likeliest token"
+    )
+    parser.add_argument(
+        "--top-k",
+        metavar="K",
+        type=whole_number,
+        default=argparse.SUPPRESS,
+        help="draw from the K likeliest tokens (default: all)",
     )
     parser.add_argument(
         "--top-p",
@@ -50,50 +62,134 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--seed", metavar="N", type=seed_number, default=0, help="seed of the draws"
     )
+    parser.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=argparse.SUPPRESS,
+        help="end before this text; may be given several times (default: only the tokenizer's "
+        "end-of-document token ends a text)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the checkpoint in this process and print the prompt with its continuation."""
+    """Load the model in this process and print the prompts with their continuations."""
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
     import torch
 
     from megacore.checkpoint.restore import restore_model
-    from megacore.models.generate import check_sampling, generate
+    from megacore.models.generate import Sampling, stream
 
-    sampling = {
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "seed": args.seed,
-    }
-    check_sampling(**sampling)  # before a large model is loaded
-    _require_text(args.prompt)
+    sampling = Sampling(  # checked before a large model is loaded
+        temperature=args.temperature,
+        top_k=getattr(args, "top_k", None),
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+    stops = getattr(args, "stop", [])
+    require_at_least(args, max_new_tokens=0)
+    for option, texts in (("--prompt", args.prompt), ("--stop", stops)):
+        for text in texts:
+            _require_text(option, text)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     restored = restore_model(args.checkpoint, device=device)
-    ids = restored.tokenizer.encode(args.prompt)
-    if len(ids) == 0:
-        raise ConfigError("--prompt is empty; give at least one character to continue")
-    tokens = generate(
-        restored.model,
-        torch.tensor(ids, dtype=torch.int64, device=device)[None],
-        **sampling,
-    )
-    _print_text(restored.tokenizer.decode(tokens[0].tolist()))
+    prompts = [restored.tokenizer.encode(prompt).tolist() for prompt in args.prompt]
+    texts = [Continuation(restored.tokenizer, ids, stops) for ids in prompts]
+    _show(texts, stream(restored.model, prompts, sampling), args.max_new_tokens)
     return 0
 
 
-def _require_text(prompt: str) -> None:
-    """Raise an error for command-line bytes that are not text."""
+class Continuation:
+    """Text of one prompt that grows token by token.
+
+    Args:
+        tokenizer: Decoder of the tokens.
+        prompt: Token ids.
+        stops: Texts that end the continuation and do not belong to it.
+
+    Attributes:
+        has_ended: Whether a stop text or the end of the document was reached.
+        num_new: Tokens after the prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt)
+        self._stops = stops
+        self._taken = 0
+        self._prompt_length = len(tokenizer.decode(self._ids))
+        self.has_ended = False
+        self.num_new = 0
+
+    def add(self, token: int) -> None:
+        """Append a token."""
+        self.num_new += 1
+        self._ids.append(token)
+        self.has_ended = token == self._tokenizer.eod_id or self._text()[1]
+
+    def take(self, *, all_of_it: bool) -> str:
+        """Return the text after that of the last call, without an end that may still change.
+
+        An unfinished character or the beginning of a stop text may change, unless ``all_of_it``.
+        """
+        text, stopped = self._text()
+        if not (all_of_it or stopped):
+            text = text.rstrip("\ufffd")
+            held = max(
+                (n for stop in self._stops for n in range(len(stop)) if text.endswith(stop[:n])),
+                default=0,
+            )
+            text = text[: max(len(text) - held, self._prompt_length)]
+        new, self._taken = text[self._taken :], max(self._taken, len(text))
+        return new
+
+    def _text(self) -> tuple[str, bool]:
+        """Return the text up to the first stop text, and whether there is one."""
+        ids = self._ids[:-1] if self._ids[-1] == self._tokenizer.eod_id else self._ids
+        text = self._tokenizer.decode(ids)
+        found = [text.find(stop, self._prompt_length) for stop in self._stops]
+        ends = [position for position in found if position >= 0]
+        return (text[: min(ends)], True) if ends else (text, False)
+
+
+def _show(
+    texts: list[Continuation], tokens: Iterator[list[int | None]], max_new_tokens: int
+) -> None:
+    """Print each text as its tokens arrive, one text after another."""
+
+    def is_done(text: Continuation) -> bool:
+        return text.has_ended or text.num_new >= max_new_tokens
+
+    shown = 0
+    while True:
+        while shown < len(texts):
+            done = is_done(texts[shown])
+            _print_text(texts[shown].take(all_of_it=done))
+            if not done:
+                break
+            shown += 1
+            _print_text("\n\n" if shown < len(texts) else "\n")
+        if shown == len(texts):
+            return
+        for text, token in zip(texts, next(tokens), strict=True):
+            if token is not None and not is_done(text):
+                text.add(token)
+
+
+def _require_text(option: str, text: str) -> None:
+    """Raise an error for command-line bytes that are not text, and for no text."""
+    if not text:
+        raise ConfigError(f"{option} is empty; give at least one character")
     try:
-        prompt.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"--prompt is no text in UTF-8: character {error.start + 1} is {prompt[error.start]!r}"
+            f"{option} is no text in UTF-8: character {error.start + 1} is {text[error.start]!r}"
         ) from None
 
 
 def _print_text(text: str) -> None:
     """Print generated text; characters outside of the terminal's encoding become question marks."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding))
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)

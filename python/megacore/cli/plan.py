@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.cli.values import whole_number
-from megacore.config import Config, stages_of_ranks
+from megacore.config import ResolvedConfig, stages_of_ranks
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
     from megacore.cli.train import default_nproc, load_with_nproc, resolve_for_training
 
     _require_one_form(args)
-    config = load_with_nproc(args, option="--world-size")
-    world_size = config.run.nproc or default_nproc(config)
-    config = resolve_for_training(config, world_size, launcher="--world-size")
+    loaded = load_with_nproc(args, option="--world-size")
+    world_size = loaded.run.nproc or default_nproc(loaded)
+    config = resolve_for_training(loaded, world_size, launcher="--world-size")
 
     from megacore.plan.run_plan import buffer_layouts, plan_run
 
@@ -145,7 +145,7 @@ def _require_one_form(args: argparse.Namespace) -> None:
         raise ConfigError(f"{buffers} prints buffers as text, {other} other things; leave one out")
 
 
-def _as_json(plan: RunPlan, config: Config, world_size: int) -> dict[str, Any]:
+def _as_json(plan: RunPlan, config: ResolvedConfig, world_size: int) -> dict[str, Any]:
     ranks = []
     for rank in plan.ranks:
         entry = dataclasses.asdict(rank)
@@ -166,7 +166,7 @@ def _as_json(plan: RunPlan, config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-def _print(plan: RunPlan, config: Config, world_size: int) -> None:
+def _print(plan: RunPlan, config: ResolvedConfig, world_size: int) -> None:
     from rich.console import Console
 
     ranks = _rank_table(plan, config, world_size)
@@ -191,7 +191,7 @@ def _print(plan: RunPlan, config: Config, world_size: int) -> None:
     )
 
 
-def _facts_table(plan: RunPlan, config: Config, world_size: int) -> Table:
+def _facts_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Table:
     from rich.table import Table
 
     parallel, train, pipeline = config.parallel, config.train, config.pipeline
@@ -224,7 +224,7 @@ def _facts_table(plan: RunPlan, config: Config, world_size: int) -> Table:
     return facts
 
 
-def _echo_of(plan: RunPlan, config: Config) -> EchoPlanned | None:
+def _echo_of(plan: RunPlan, config: ResolvedConfig) -> EchoPlanned | None:
     """Return the memory plan of expert clones, or ``None`` without clones."""
     if config.moe.echo.spare_slots == 0 or config.parallel.ep == 1:
         return None
@@ -233,7 +233,7 @@ def _echo_of(plan: RunPlan, config: Config) -> EchoPlanned | None:
     return plan_echo(config, plan.topology)
 
 
-def _experts_text(plan: RunPlan, config: Config) -> str:
+def _experts_text(plan: RunPlan, config: ResolvedConfig) -> str:
     """Describe the layout of the experts and the number per rank."""
     moe, topology = config.moe, plan.topology
     num_layers = config.model.mtp_layers.stop
@@ -245,7 +245,7 @@ def _experts_text(plan: RunPlan, config: Config) -> str:
     )
 
 
-def _graphs_text(plan: RunPlan, config: Config) -> str:
+def _graphs_text(plan: RunPlan, config: ResolvedConfig) -> str:
     """Describe the predicted memory of the graphs of each pipeline rank."""
     with_step = ", the optimizer's included" if config.graphs.include_optimizer else ""
     scopes = config.graphs.scopes or f"the whole step{with_step}"
@@ -256,7 +256,7 @@ def _graphs_text(plan: RunPlan, config: Config) -> str:
     return "\n".join(lines)
 
 
-def _memory_text(plan: RunPlan, config: Config) -> str:
+def _memory_text(plan: RunPlan, config: ResolvedConfig) -> str:
     """Describe the bytes per parameter by formula, and the sizes of buckets."""
     from megacore.plan.run_plan import memory_row_of
 
@@ -276,7 +276,7 @@ def _memory_text(plan: RunPlan, config: Config) -> str:
     )
 
 
-def _shards_of_state(plan: RunPlan, config: Config) -> dict[str, int]:
+def _shards_of_state(plan: RunPlan, config: ResolvedConfig) -> dict[str, int]:
     """Return the number of optimizer shards per parameter, by kind if kinds differ."""
     if not config.optimizer.distributed:
         return {"dense": 1}
@@ -288,7 +288,7 @@ def _shards_of_state(plan: RunPlan, config: Config) -> dict[str, int]:
     return {"dense": dense, "experts": experts}
 
 
-def _rank_table(plan: RunPlan, config: Config, world_size: int) -> Any:
+def _rank_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Any:
     from rich.table import Table
 
     unit, unit_bytes = memory_unit(max(rank.total_bytes for rank in plan.ranks))
@@ -313,13 +313,13 @@ def _rank_table(plan: RunPlan, config: Config, world_size: int) -> Any:
     return table
 
 
-def _held_text(rank: RankPlan, config: Config) -> str:
+def _held_text(rank: RankPlan, config: ResolvedConfig) -> str:
     if config.train.recompute == "none":
         return str(rank.peak_in_flight)
     return f"{rank.peak_in_flight}, {rank.peak_kept} in full"
 
 
-def _recompute_text(config: Config) -> str:
+def _recompute_text(config: ResolvedConfig) -> str:
     match config.train.recompute:
         case "full":
             return ";\nnot in full: only the input of each layer is held, the rest is recomputed"
@@ -340,7 +340,7 @@ def memory_unit(largest: int) -> tuple[str, int]:
     return next((unit for unit in units if largest >= unit[1]), ("KiB", 1 << 10))
 
 
-def _layers_text(rank: RankPlan, config: Config) -> str:
+def _layers_text(rank: RankPlan, config: ResolvedConfig) -> str:
     """Return the layers of a rank as ``embed 0-3``, with chunks separated by ``|``."""
     parts, stages = [], stages_of_ranks(config)[rank.pp_rank]
     for chunk, (layers, further) in enumerate(zip(rank.layers, rank.mtp_layers, strict=True)):

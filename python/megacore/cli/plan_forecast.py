@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megacore.cli.outputs import require_folder, write_output
-from megacore.config import Config, config_to_toml, load_config, resolve
+from megacore.config import Config, ResolvedConfig, config_to_toml, load_config, resolve
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,12 +107,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def resolve_for_plan(config: Config, gpus: int) -> Config:
+def resolve_for_plan(config: Config, gpus: int) -> ResolvedConfig:
     """Resolve a configuration for a prediction, without torch.
 
     Raises:
         ConfigError: For an invalid setting, or a vocabulary of unknown size.
     """
+    if config.model.factory is not None:
+        raise ConfigError(
+            "a prediction (--gpus) counts the operations of megacore's GPT, not of model.factory = "
+            f'"{config.model.factory}"; megacore plan without --gpus shows parameters and buffers'
+        )
     vocab = config.model.vocab_size
     if vocab is None and config.data.tokenizer == "bytes":
         vocab = 256
@@ -123,11 +128,11 @@ def resolve_for_plan(config: Config, gpus: int) -> Config:
     return resolve(config, gpus, vocab_size=vocab, cuda=True, launcher="--gpus")
 
 
-def _forecast(config: Config, gpus: int, device: Device, imbalance: float) -> Forecast:
+def _forecast(base: Config, gpus: int, device: Device, imbalance: float) -> Forecast:
     from megacore.plan.config_spec import model_spec, run_spec, state_bytes
     from megacore.plan.forecast import forecast
 
-    config = resolve_for_plan(config, gpus)
+    config = resolve_for_plan(base, gpus)
     try:
         spec = run_spec(config, gpus, imbalance=imbalance)
         return forecast(model_spec(config), spec, device, state_bytes(config, gpus))

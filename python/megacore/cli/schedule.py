@@ -164,7 +164,7 @@ def _costs(args: argparse.Namespace) -> Costs:
     for name in ("forward", "backward", "backward_weight", "send", "overlap"):
         cost, flag = getattr(args, name), name.replace("_", "-")
         if cost is not None and not (math.isfinite(cost) and cost >= 0):
-            raise ConfigError(f"--{flag} is {cost:g}; it must be a finite number of at least 0")
+            raise ConfigError(f"--{flag} must be a finite number of at least 0, got {cost:g}")
     if args.overlap > 1:
         raise ConfigError(f"--overlap is {args.overlap:g}; it is a share, from 0 to 1")
     weight = args.backward / 2 if args.backward_weight is None else args.backward_weight

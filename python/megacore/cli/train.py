@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config import Config, filled, load_config, resolve
+from megacore.config import Config, ResolvedConfig, check_rules, load_config, resolve
 from megacore.errors import ConfigError, MegacoreError
 from megacore.launch.environment import external_launcher, launched_rank
 
@@ -60,28 +60,28 @@ def load_with_nproc(args: argparse.Namespace, *, option: str) -> Config:
 
 
 def _start(args: argparse.Namespace) -> int:
-    threads = _prepare_environment(debug=args.debug)
-    config = load_with_nproc(args, option="--nproc")
-    world_size = config.run.nproc or default_nproc(config)
-    config = resolve_for_training(config, world_size, launcher="--nproc")
-    _check_backend(config)
+    threads = prepare_environment(debug=args.debug)
+    loaded = load_with_nproc(args, option="--nproc")
+    world_size = loaded.run.nproc or default_nproc(loaded)
+    config = resolve_for_training(loaded, world_size, launcher="--nproc")
+    check_backend(config)
 
     from megacore.launch.start import run_ranks_local
 
     _import_loop()
-    options = _options(config, threads=threads, debug=args.debug)
+    options = launch_options(config, threads=threads, debug=args.debug)
     return run_ranks_local(world_size, partial(train_rank, config), options=options)
 
 
 def _join(args: argparse.Namespace, launcher: str) -> int:
     rank = launched_rank(os.environ)
     source = f"{launcher}, {'WORLD_SIZE' if launcher == 'torchrun' else 'SLURM_STEP_NUM_TASKS'}"
-    threads = _prepare_environment(debug=args.debug)
+    threads = prepare_environment(debug=args.debug)
     try:
-        config = load_with_nproc(args, option="--nproc")
-        _check_nproc(config, rank.world_size, launcher=source)
-        config = resolve_for_training(config, rank.world_size, launcher=source)
-        _check_backend(config)
+        loaded = load_with_nproc(args, option="--nproc")
+        _check_nproc(loaded, rank.world_size, launcher=source)
+        config = resolve_for_training(loaded, rank.world_size, launcher=source)
+        check_backend(config)
     except MegacoreError:
         if rank.rank != 0:
             # Every rank finds the same error. Only rank 0 reports it; other ranks wait a moment,
@@ -92,7 +92,7 @@ def _join(args: argparse.Namespace, launcher: str) -> int:
 
     from megacore.launch.start import run_under_torchrun
 
-    options = _options(config, threads=threads, debug=args.debug)
+    options = launch_options(config, threads=threads, debug=args.debug)
     return run_under_torchrun(partial(train_rank, config), options=options)
 
 
@@ -106,7 +106,8 @@ def _check_nproc(config: Config, world_size: int, *, launcher: str) -> None:
         )
 
 
-def _check_backend(config: Config) -> None:
+def check_backend(config: Config) -> None:
+    """Check that there are GPUs if the backend needs them."""
     import torch
 
     if config.run.backend == "nccl" and not torch.cuda.is_available():
@@ -116,7 +117,7 @@ def _check_backend(config: Config) -> None:
         )
 
 
-def train_rank(config: Config, context: RankContext) -> int:
+def train_rank(config: ResolvedConfig, context: RankContext) -> int:
     """Run the training on one rank."""
     from megacore.launch.context import agree
     from megacore.train.loop import train
@@ -126,7 +127,7 @@ def train_rank(config: Config, context: RankContext) -> int:
     return train(config, context)
 
 
-def resolve_for_training(config: Config, world_size: int, *, launcher: str) -> Config:
+def resolve_for_training(config: Config, world_size: int, *, launcher: str) -> ResolvedConfig:
     """Resolve ``config`` and check its layout, schedule and data in this process.
 
     The cheap checks are first: they need neither torch nor the data.
@@ -135,18 +136,17 @@ def resolve_for_training(config: Config, world_size: int, *, launcher: str) -> C
         ConfigError: For an invalid setting.
         DataError: If the tokenizer cannot be read.
     """
-    # cuda only selects the default backend and would need torch; the rules do not depend on it.
-    resolve(config, world_size, cuda=False, launcher=launcher)
+    check_rules(config, world_size, launcher=launcher)
 
     from megacore.data import load_tokenizer
 
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
-    config = resolve(config, world_size, vocab_size=vocab_size, launcher=launcher)
+    resolved = resolve(config, world_size, vocab_size=vocab_size, launcher=launcher)
 
     from megacore.plan.run_plan import check_plan
 
-    check_plan(config, world_size)
-    return config
+    check_plan(resolved, world_size)
+    return resolved
 
 
 def default_nproc(config: Config) -> int:
@@ -160,7 +160,7 @@ def default_nproc(config: Config) -> int:
     return parallel.pp * math.lcm(parallel.tp * parallel.cp, etp * parallel.ep)
 
 
-def _prepare_environment(*, debug: bool) -> int | None:
+def prepare_environment(*, debug: bool) -> int | None:
     """Set environment variables read at the import of torch; return the user's thread count."""
     asked = os.environ.get("OMP_NUM_THREADS")
     # A parent with more OpenMP threads cannot fork ranks safely; each rank sets its own count.
@@ -177,14 +177,15 @@ def _import_loop() -> None:
     import megacore.train.loop  # noqa: F401
 
 
-def _options(config: Config, *, threads: int | None, debug: bool) -> LaunchOptions:
+def launch_options(config: ResolvedConfig, *, threads: int | None, debug: bool) -> LaunchOptions:
+    """Return the options for starting the ranks of a resolved configuration."""
     from megacore.launch.start import LaunchOptions
 
     return LaunchOptions(
-        backend=filled(config.run.backend),
+        backend=config.run.backend,
         timeout_s=config.run.timeout_s,
         peer_timeout_s=config.run.peer_timeout_s,
-        error_dir=Path(filled(config.run.dir)),
+        error_dir=Path(config.run.dir),
         debug=debug,
         threads=threads,
     )

@@ -52,7 +52,7 @@ def require_at_least(args: argparse.Namespace, **least: int) -> None:
         value = getattr(args, name)
         if value is not None and value < smallest:
             flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is {value}; it must be at least {smallest}")
+            raise ConfigError(f"--{flag} must be at least {smallest}, got {value}")
 
 
 def _bounded(text: str, largest: int) -> int:

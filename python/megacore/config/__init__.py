@@ -5,18 +5,20 @@ All errors of a configuration are reported at once, each with its place and the 
 
 from __future__ import annotations
 
-from megacore.config.base import duration_s, filled
+from megacore.config.base import duration_s
 from megacore.config.checkpoint import CheckpointConfig
 from megacore.config.data import DataConfig, SourceConfig
 from megacore.config.graphs import GraphsConfig
 from megacore.config.layers import layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.config.load import (
+    FOLDER_OF_FILE,
     config_from_values,
     config_to_toml,
     did_you_mean,
     load_config,
     setting_homes,
     split_overrides,
+    with_folder_of_file,
 )
 from megacore.config.mla import MLAConfig
 from megacore.config.model import ModelConfig
@@ -24,7 +26,12 @@ from megacore.config.moe import EchoConfig, MoEConfig
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.parallel import ParallelConfig
 from megacore.config.pipeline import PipelineConfig
-from megacore.config.resolve import resolve
+from megacore.config.resolve import check_rules, resolve
+from megacore.config.resolved import (
+    ResolvedConfig,
+    ResolvedModelConfig,
+    ResolvedMoEConfig,
+)
 from megacore.config.rope import RopeScalingConfig
 from megacore.config.run import RunConfig
 from megacore.config.sections import Config, section_classes
@@ -32,6 +39,7 @@ from megacore.config.train import TrainSectionConfig
 from megacore.config.words import close_words
 
 __all__ = [
+    "FOLDER_OF_FILE",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -43,16 +51,19 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PipelineConfig",
+    "ResolvedConfig",
+    "ResolvedMoEConfig",
+    "ResolvedModelConfig",
     "RopeScalingConfig",
     "RunConfig",
     "SourceConfig",
     "TrainSectionConfig",
+    "check_rules",
     "close_words",
     "config_from_values",
     "config_to_toml",
     "did_you_mean",
     "duration_s",
-    "filled",
     "layers_of_stages",
     "load_config",
     "mtp_stage",
@@ -61,4 +72,5 @@ __all__ = [
     "setting_homes",
     "split_overrides",
     "stages_of_ranks",
+    "with_folder_of_file",
 ]

@@ -36,7 +36,8 @@ class CheckpointConfig(Section):
     )
     on_failure: Literal["stop", "continue"] = Field(
         default="stop",
-        description="Reaction to a checkpoint that cannot be written.",
+        description="Reaction to a checkpoint, metrics or a report that cannot be written, such as "
+        "on a full disk; `continue` notes it and tries again with the next one.",
     )
     resume: str | None = Field(
         default=None,

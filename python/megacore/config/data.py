@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from megacore.config.base import Section
+from megacore.config.objects import check_object_name
 
 SourceKind = Literal["auto", "indexed", "text", "jsonl", "parquet", "factory"]
 
@@ -42,6 +43,11 @@ class DataConfig(Section):
         "`path`, `weight` (share of the tokens; left out everywhere: by size), `name` and `kind` "
         "(`auto`, `indexed`, `text`, `jsonl`, `parquet`, `factory`).",
     )
+    factory: str | None = Field(
+        default=None,
+        description="Function that makes datasets of your own, as `package.module:name`, see "
+        "own-model.md. Default: those of `source` or `sources`.",
+    )
     validation: list[SourceConfig] = Field(
         default=[],
         description="Validation sets instead of a split, each a table `[[data.validation]]` with "
@@ -53,7 +59,9 @@ class DataConfig(Section):
     field: str = Field(
         default="text",
         min_length=1,
-        description="Field of `.jsonl` objects, or column of `.parquet` files, with the text.",
+        description="Field of `.jsonl` objects, or column of `.parquet` files, with the text, or "
+        "with the messages of a conversation, of which only answers are learned; two, joined by a "
+        "comma, for prompts and completions: `prompt,completion`.",
     )
     split: str = Field(
         default="95,5",
@@ -64,6 +72,17 @@ class DataConfig(Section):
         default="megacore",
         description="Order of samples: a function of seed and position without an index, or that "
         "of Megatron-Core for the same seed, files, split, steps and sequence length.",
+    )
+    packing: Literal["stream", "best_fit"] = Field(
+        default="stream",
+        description="Samples of the order `megacore`: windows of all documents joined to one "
+        "stream; or whole documents, fitted into samples with little padding, where only longer "
+        "documents are cut.",
+    )
+    document_mask: bool = Field(
+        default=False,
+        description="Attention stays inside of documents, positions start at 0 in each, and no "
+        "document predicts the first token of the next.",
     )
     cache: str | None = Field(
         default=None,
@@ -87,6 +106,11 @@ class DataConfig(Section):
         """``sources``, or ``source`` as the only one."""
         return self.sources or [SourceConfig(path=self.source)]
 
+    @field_validator("factory")
+    @classmethod
+    def _check_factory(cls, name: str | None) -> str | None:
+        return None if name is None else check_object_name(name)
+
     @field_validator("split")
     @classmethod
     def _check_split(cls, split: str) -> str:
@@ -99,6 +123,15 @@ class DataConfig(Section):
         if len(weights) not in (2, 3) or not in_range or weights[0] == 0.0:
             raise ValueError(rule)
         return split
+
+    @model_validator(mode="after")
+    def _check_packing(self) -> Self:
+        if self.packing != "stream" and self.order == "megatron":
+            raise ValueError(
+                f'packing = "{self.packing}" makes other samples than order = "megatron"; leave '
+                "one out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megacore.config.base import nearest_multiples
+from megacore.config.resolved import ResolvedConfig
 from megacore.config.sections import Config
 
 Shown = Callable[[str], str]
@@ -17,7 +19,7 @@ def default_scopes(config: Config) -> str | None:
     if config.graphs.mode != "partial":
         return None
     kinds = _layer_kinds(config)
-    scopes = ["attn"]
+    scopes = [] if config.data.document_mask else ["attn"]
     scopes += ["mlp"] if "dense" in kinds else []
     if "moe" in kinds and not _routes_on_host(config):
         scopes.append("moe_router")
@@ -25,7 +27,7 @@ def default_scopes(config: Config) -> str | None:
     return ",".join(scopes)
 
 
-def graph_problems(config: Config, shown: Shown) -> Iterator[str]:
+def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
     """Yield one sentence per violated rule.
 
     Args:
@@ -46,11 +48,32 @@ def graph_problems(config: Config, shown: Shown) -> Iterator[str]:
             f'{shown("graphs.mode")} asks for; set graphs.backend = "cuda", or graphs.mode = '
             '"partial"'
         )
+    if config.data.document_mask and (graphs.mode == "full" or "attn" in graphs.scope_names):
+        captured = shown("graphs.mode" if graphs.mode == "full" else "graphs.scopes")
+        yield (
+            f"{captured} captures attention, but {shown('data.document_mask')} gives it other "
+            'lengths in every step; set graphs.mode = "partial" with scopes without attn, or '
+            "document_mask = false"
+        )
     if graphs.mode == "partial":
         yield from _scope_problems(config, shown)
         yield from _recompute_problems(config, shown)
     else:
         yield from _full_problems(config, shown)
+
+
+def default_transport(config: Config) -> str:
+    """Return ``moe.static_transport``, or ``"peer"`` for ``"auto"`` if graphs capture clones.
+
+    Collectives send clones by a plan that the host reads, so a group whose members cannot reach
+    each other's memory, for example on several hosts, must be an error before the first step.
+    """
+    graphs, moe = config.graphs, config.moe
+    captures_plans = graphs.mode == "full" or "moe" in graphs.scope_names
+    is_open = moe.static_transport == "auto" and moe.dispatcher == "static"
+    if graphs.mode != "off" and captures_plans and is_open and moe.echo.spare_slots > 0:
+        return "peer"
+    return moe.static_transport
 
 
 def _layer_kinds(config: Config) -> set[str]:
@@ -83,7 +106,7 @@ def _host_problems(config: Config, shown: Shown, where: str, *, plans: bool) -> 
             )
 
 
-def _scope_problems(config: Config, shown: Shown) -> Iterator[str]:
+def _scope_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
     kinds, scopes = _layer_kinds(config), config.graphs.scope_names
     where = shown("graphs.scopes")
     if "mlp" in scopes and "dense" not in kinds:
@@ -100,8 +123,9 @@ def _scope_problems(config: Config, shown: Shown) -> Iterator[str]:
                 f"{where} names moe_preprocess, but clones ({shown('moe.echo.spare_slots')}) go by "
                 "more of the plan than what it leaves behind; name moe instead, or leave it out"
             )
-        plans = "moe" in experts
-        yield from _host_problems(config, shown, where, plans=plans)
+        yield from _host_problems(config, shown, where, plans="moe" in experts)
+        if "moe" in experts:
+            yield from _kernel_problems(config, shown, where)
     if "moe" in scopes and "moe" in kinds and config.moe.dispatcher != "static":
         yield (
             f"{where} names moe, but {shown('moe.dispatcher')} asks the device how many tokens go "
@@ -110,7 +134,29 @@ def _scope_problems(config: Config, shown: Shown) -> Iterator[str]:
         )
 
 
-def _recompute_problems(config: Config, shown: Shown) -> Iterator[str]:
+def _kernel_problems(config: ResolvedConfig, shown: Shown, where: str) -> Iterator[str]:
+    """Yield reasons why experts have no grouped kernel on a GPU, where they are captured.
+
+    Without the kernel, row counts are copied to the host, which a graph cannot contain.
+    """
+    if config.run.backend != "nccl" or config.moe.num_experts == 0:
+        return
+    if config.train.dtype == "float32":
+        yield (
+            f"{where} captures the experts, which needs a grouped kernel, and there is none for "
+            f'{shown("train.dtype")}; set train.dtype = "bfloat16", or capture other scopes'
+        )
+    width = config.moe.ffn_hidden_size // config.parallel.etp
+    sizes = {"model.hidden_size": config.model.hidden_size, "moe.ffn_hidden_size / etp": width}
+    for name, size in sizes.items():
+        if size % 8:
+            yield (
+                f"{name} must be a multiple of 8 where {where} captures the experts, got {size}; "
+                f"nearest: {nearest_multiples(size, 8)}"
+            )
+
+
+def _recompute_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
     """Yield conflicts with recomputed parts, which must be captured whole or not at all."""
     scopes, recomputed = set(config.graphs.scope_names), config.train.recomputed
     where = shown("graphs.scopes")
@@ -134,7 +180,7 @@ def _recompute_problems(config: Config, shown: Shown) -> Iterator[str]:
         )
 
 
-def _full_problems(config: Config, shown: Shown) -> Iterator[str]:
+def _full_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
     if config.pipeline.debug_messages and config.parallel.pp > 1:
         yield (
             f"{shown('graphs.mode')} records the whole step, but "
@@ -143,6 +189,7 @@ def _full_problems(config: Config, shown: Shown) -> Iterator[str]:
         )
     if config.moe.num_experts > 0:
         yield from _host_problems(config, shown, shown("graphs.mode"), plans=True)
+        yield from _kernel_problems(config, shown, shown("graphs.mode"))
     if config.moe.num_experts > 0 and config.moe.dispatcher != "static":
         yield (
             f"{shown('graphs.mode')} records the whole step, but {shown('moe.dispatcher')} asks "

@@ -6,17 +6,16 @@ import math
 
 from megacore.config.base import (
     divisors,
-    filled,
     nearest_divisors,
     nearest_multiples,
     nearest_of,
 )
 from megacore.config.parallel import AXES
 from megacore.config.problems import Problems, count_of
-from megacore.config.sections import Config
+from megacore.config.resolved import ResolvedConfig
 
 
-def _check_layout(problems: Problems, config: Config) -> None:
+def _check_layout(problems: Problems, config: ResolvedConfig) -> None:
     parallel, world = config.parallel, problems.world_size
     product = parallel.tp * parallel.cp * parallel.pp
     if world % product == 0:
@@ -38,7 +37,7 @@ def _check_layout(problems: Problems, config: Config) -> None:
     )
 
 
-def _nearest_layouts(config: Config, world: int) -> list[str]:
+def _nearest_layouts(config: ResolvedConfig, world: int) -> list[str]:
     """Return up to two fitting values of tp and pp, fewest changes first."""
     tp, pp, model = config.parallel.tp, config.parallel.pp, config.model
     stages_per_rank = config.pipeline.stages_per_rank
@@ -46,7 +45,7 @@ def _nearest_layouts(config: Config, world: int) -> list[str]:
         (new_tp, new_pp)
         for new_tp in divisors(world)
         for new_pp in divisors(world // new_tp)
-        if filled(model.num_kv_heads) % new_tp == 0 and new_pp * stages_per_rank <= model.num_layers
+        if model.num_kv_heads % new_tp == 0 and new_pp * stages_per_rank <= model.num_layers
     ]
 
     def distance(layout: tuple[int, int]) -> tuple[int, float]:
@@ -57,9 +56,11 @@ def _nearest_layouts(config: Config, world: int) -> list[str]:
     return [f"tp={new_tp} pp={new_pp}" for new_tp, new_pp in best]
 
 
-def _check_model_fits_tp(problems: Problems, config: Config) -> None:
+def _check_model_fits_tp(problems: Problems, config: ResolvedConfig) -> None:
     tp = config.parallel.tp
     keys = ["num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_pad_multiple"]
+    if config.model.factory is not None:
+        keys = []  # layers of a model of one's own check what they split
     if config.parallel.sequence_parallel:
         keys.append("seq_length")
     for key in keys:
@@ -72,7 +73,7 @@ def _check_model_fits_tp(problems: Problems, config: Config) -> None:
             )
 
 
-def _check_sequence_fits_cp(problems: Problems, config: Config) -> None:
+def _check_sequence_fits_cp(problems: Problems, config: ResolvedConfig) -> None:
     """Check the length: context parallelism needs two slices per rank, to balance load."""
     parallel, length = config.parallel, config.model.seq_length
     slices = parallel.tp if parallel.sequence_parallel else 1
@@ -87,7 +88,7 @@ def _check_sequence_fits_cp(problems: Problems, config: Config) -> None:
         )
 
 
-def _check_experts(problems: Problems, config: Config) -> None:
+def _check_experts(problems: Problems, config: ResolvedConfig) -> None:
     moe, parallel = config.moe, config.parallel
     if moe.num_experts == 0:
         for key, needs in (("ep", parallel.ep > 1), ("etp", parallel.etp not in (1, parallel.tp))):
@@ -98,7 +99,7 @@ def _check_experts(problems: Problems, config: Config) -> None:
                 )
         return
     for key, axis in (("num_experts", "ep"), ("ffn_hidden_size", "etp")):
-        value, size = filled(getattr(moe, key)), filled(getattr(parallel, axis))
+        value, size = getattr(moe, key), getattr(parallel, axis)
         if value % size:
             problems.add(
                 f"{problems.shown(f'moe.{key}', value)} is not a multiple of "
@@ -126,7 +127,7 @@ def _check_experts(problems: Problems, config: Config) -> None:
     _check_expert_layout(problems, config)
 
 
-def _check_shares_of_tokens(problems: Problems, config: Config) -> None:
+def _check_shares_of_tokens(problems: Problems, config: ResolvedConfig) -> None:
     """Check the sequence length: tp ranks with the same tokens route equal shares of them."""
     parallel, length = config.parallel, config.model.seq_length
     slices = 2 * parallel.cp if parallel.cp > 1 else 1
@@ -143,9 +144,9 @@ def _check_shares_of_tokens(problems: Problems, config: Config) -> None:
     )
 
 
-def _check_expert_layout(problems: Problems, config: Config) -> None:
+def _check_expert_layout(problems: Problems, config: ResolvedConfig) -> None:
     parallel, world = config.parallel, problems.world_size
-    etp = filled(parallel.etp)
+    etp = parallel.etp
     most = max(1, world // (etp * parallel.pp))
     product = etp * parallel.ep * parallel.pp
     if world % (parallel.tp * parallel.cp * parallel.pp) == 0 and world % product:
@@ -158,7 +159,7 @@ def _check_expert_layout(problems: Problems, config: Config) -> None:
         )
 
 
-def _check_batch(problems: Problems, config: Config) -> None:
+def _check_batch(problems: Problems, config: ResolvedConfig) -> None:
     dp = config.dp(problems.world_size)
     if dp == 0 or problems.world_size % dp:
         return  # The layout itself is invalid and already reported.
@@ -173,11 +174,11 @@ def _check_batch(problems: Problems, config: Config) -> None:
         )
 
 
-def _check_instances(problems: Problems, config: Config) -> None:
+def _check_instances(problems: Problems, config: ResolvedConfig) -> None:
     """Check that the instances divide the number of ranks that hold the same parameters."""
     parallel, copies = config.parallel, config.pipeline.copies
     dp, cp = config.dp(problems.world_size), parallel.cp
-    edp = problems.world_size // (filled(parallel.etp) * parallel.ep * parallel.pp)
+    edp = problems.world_size // (parallel.etp * parallel.ep * parallel.pp)
     of_copies = f" x {copies} copies of the model" if copies > 1 else ""
     of_cp = f" x cp {cp}" if cp > 1 else ""
     holders = {f"dp {dp}{of_cp}{of_copies}": dp * cp * copies}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import tomllib
 import typing
@@ -17,12 +18,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megacore.config.base import Section, split_key
+from megacore.config.data import SourceConfig
+from megacore.config.objects import with_folder
 from megacore.config.sections import Config, section_classes
 from megacore.config.toml_file import read_toml
 from megacore.config.words import close_words
 from megacore.errors import ConfigError
 
 Overrides = Sequence[tuple[str, str]]
+
+FOLDER_OF_FILE = "{here}"  # at the start of a path in a TOML file
 
 _BOOLS = ("true", "false", "1", "0", "yes", "no", "on", "off")
 
@@ -33,7 +38,8 @@ def load_config(
     """Read a TOML file, apply overrides, and check every section.
 
     Args:
-        path: The file; ``None`` starts from the defaults.
+        path: The file; ``None`` starts from the defaults. A path in it may start with ``{here}``,
+            the folder of the file.
         overrides: Pairs such as ``("parallel.tp", "2")``; the text becomes the field's type,
             ``none`` empties an optional field. Later pairs win.
         flags: Keys set by another option, with its text, as ``{"run.nproc": "--nproc=2"}``, for
@@ -48,16 +54,44 @@ def load_config(
         2
     """
     data, where = ({}, {}) if path is None else read_toml(Path(path))
+    if path is not None:
+        data = _replaced(data, FOLDER_OF_FILE, str(Path(path).parent))
     problems = [
         _apply_override(data, where, key.replace("-", "_"), text) for key, text in overrides
     ]
     where |= flags or {}
     places = _Places(where=where, file=None if path is None else str(path))
     config = _validate(data, places, [problem for problem in problems if problem is not None])
+    if path is not None:
+        config = _with_folders(config, Path(path).parent)
     return config.with_origins(where)
 
 
-def config_from_values(values: Mapping[str, Any], *, source: str) -> Config:
+def with_folder_of_file(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return settings for a TOML file in a folder, with the paths inside relative to the file.
+
+    Example:
+        >>> with_folder_of_file({"data": {"tokenizer": "/runs/x/tokenizer.json"}}, Path("/runs/x"))
+        {'data': {'tokenizer': '{here}/tokenizer.json'}}
+    """
+    replaced: dict[str, Any] = _replaced(values, str(folder), FOLDER_OF_FILE)
+    return replaced
+
+
+def _replaced(values: Any, start: str, replacement: str) -> Any:
+    """Replace the start of paths in settings."""
+    if isinstance(values, dict):
+        return {key: _replaced(value, start, replacement) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_replaced(value, start, replacement) for value in values]
+    if isinstance(values, str) and (values == start or values.startswith(f"{start}/")):
+        return replacement + values.removeprefix(start)
+    return values
+
+
+def config_from_values(
+    values: Mapping[str, Any], *, source: str, overrides: Overrides = ()
+) -> Config:
     """Return a configuration from plain values, such as those stored in a checkpoint.
 
     Raises:
@@ -67,7 +101,44 @@ def config_from_values(values: Mapping[str, Any], *, source: str) -> Config:
         >>> config_from_values({"train": {"steps": 3}}, source="checkpoint x").train.steps
         3
     """
-    return _validate(values, _Places(where={}, file=source), [])
+    data, where = copy.deepcopy(dict(values)), dict[str, str]()
+    problems = [_apply_override(data, where, key, text) for key, text in overrides]
+    places = _Places(where=where, file=source)
+    config = _validate(data, places, [problem for problem in problems if problem is not None])
+    return config.with_origins(where)
+
+
+def _with_folders(config: Config, folder: Path) -> Config:
+    """Add the folder of the configuration file to the names of objects whose module is there."""
+
+    def found(name: str | None) -> str | None:
+        return None if name is None else with_folder(name, folder)
+
+    def located(sources: list[SourceConfig]) -> list[SourceConfig]:
+        return [
+            source.model_copy(update={"path": with_folder(source.path, folder)})
+            if source.kind == "factory"
+            else source
+            for source in sources
+        ]
+
+    model, train, data = config.model, config.train, config.data
+    own_data = {
+        "factory": found(data.factory),
+        "sources": located(data.sources),
+        "validation": located(data.validation),
+    }
+    own_train = {
+        "loss": found(train.loss),
+        "callbacks": [with_folder(name, folder) for name in train.callbacks],
+    }
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update={"factory": found(model.factory)}),
+            "train": train.model_copy(update=own_train),
+            "data": data.model_copy(update=own_data),
+        }
+    )
 
 
 def _validate(values: Mapping[str, Any], places: _Places, problems: list[str]) -> Config:
@@ -131,7 +202,7 @@ def config_to_toml(config: Config) -> str:
 
     Example:
         >>> from megacore.config import resolve
-        >>> print(config_to_toml(resolve(Config(), 2, cuda=False)).split("\n\n")[3])
+        >>> print(config_to_toml(resolve(Config(), 2, vocab_size=256, cuda=False)).split("\n\n")[3])
         [parallel]
         tp = 1
         cp = 1
@@ -167,7 +238,10 @@ def _table(data: dict[str, Any], section: str) -> Any:
 
 def _saved_line(config: Config, key: str, value: Any) -> str:
     name = split_key(key)[1]
-    if value and isinstance(value, list):  # tables, in one value so that the section goes on
+    if isinstance(value, dict):
+        return f"{name} = {toml_value(value)}"
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        # Tables, in one value so that the section goes on.
         line = f"{name} = [\n" + "".join(f"    {_inline_table(item)},\n" for item in value) + "]"
     else:
         line = tomli_w.dumps({name: value}).rstrip("\n")
@@ -212,6 +286,12 @@ def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text:
     """Apply one override to ``data``; return an error message if the section is unknown."""
     flag = f"--{key}={text}"
     section, name = split_key(key)
+    if typing.get_origin(_annotation(section)) is dict:
+        table = _table(data, section)
+        if isinstance(table, dict):
+            table[name] = _toml_or_text(text)
+            where[key] = flag
+        return None
     if not name or section not in section_classes():
         return f"{flag}: {_unknown_key(section, name)}"
     table = _table(data, section)
@@ -229,13 +309,20 @@ def _typed(key: str, text: str) -> Any:
     if text.lower() in ("none", "null") and NoneType in typing.get_args(annotation):
         return None
     if typing.get_origin(annotation) is list:
-        try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            return text
+        value = _toml_or_text(text)
+        is_names = typing.get_args(annotation)[0] is str
+        return value.split(",") if is_names and isinstance(value, str) else value
     try:
         return TypeAdapter[Any](annotation).validate_python(text)
     except ValidationError:
+        return text
+
+
+def _toml_or_text(text: str) -> Any:
+    """Return the value of TOML syntax, or the text if it is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
         return text
 
 
@@ -290,7 +377,7 @@ _TYPES = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "string_type": "text in quotes",
-    "list_type": "a list of tables",
+    "list_type": "a list",
 }
 
 
@@ -318,6 +405,9 @@ def _describe(details: ErrorDetails, places: _Places) -> str:
 def _describe_item(details: ErrorDetails, places: _Places) -> str:
     """Return one line for an error in a table of a list, as in ``[[data.sources]]``."""
     section, key, number, *inner = details["loc"]
+    if typing.get_args(_annotation(f"{section}.{key}"))[0] is str:
+        place = f"{places.prefix(f'{section}.{key}')}{section}.{key}, entry {int(number) + 1}"
+        return f"{place} = {toml_value(details['input'])}: expected {_TYPES['string_type']}"
     table, kind = f"{section}.{key}", details["type"]
     prefix = places.prefix(f"{table}.{inner[0]}" if inner else table)
     place = f"{prefix}[[{table}]] number {int(number) + 1}"
@@ -362,6 +452,8 @@ def _closest_literal(value: Any, context: Mapping[str, Any]) -> str:
 
 def toml_value(value: Any) -> str:
     """Return a value in TOML syntax."""
+    if isinstance(value, dict):
+        return _inline_table(value) if value else "{}"
     try:
         return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
     except TypeError:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megacore.config.base import (
     Section,
@@ -15,12 +15,22 @@ from megacore.config.base import (
     nearest_of,
 )
 from megacore.config.mla import MLAConfig
+from megacore.config.objects import check_object_name
 from megacore.config.rope import RopeScalingConfig
 
 
 class ModelConfig(Section):
     """``[model]``: the shape of the GPT."""
 
+    factory: str | None = Field(
+        default=None,
+        description="Function that builds the stages of a model of your own, as "
+        "`package.module:name`, see own-model.md. Default: megacore's GPT.",
+    )
+    options: dict[str, Any] = Field(
+        default={},
+        description="Settings of `factory`, a table of any names with numbers, text or switches.",
+    )
     hidden_size: int = Field(default=128, ge=1, description="Width of the residual stream.")
     num_layers: int = Field(default=4, ge=1, le=16384, description="Number of transformer layers.")
     num_heads: int = Field(
@@ -93,6 +103,11 @@ class ModelConfig(Section):
         description="Layers with the window (`w`) and with full attention (`f`), repeated over "
         "the layers: `wwf` for two with, one without.",
     )
+    attention_sinks: bool = Field(
+        default=False,
+        description="A learnt score per head that takes part in the softmax and has no value. "
+        "Needs memory for all scores.",
+    )
     attention_softcap: float | None = Field(
         default=None,
         gt=0.0,
@@ -114,12 +129,35 @@ class ModelConfig(Section):
         description="Norm before blocks and the output layer; `layernorm` has a bias.",
     )
     norm_eps: float = Field(default=1e-5, gt=0.0, description="Epsilon of norms.")
+    norm_position: Literal["before", "after"] = Field(
+        default="before",
+        description="Place of the norm of attention and MLP: on the block's input, or on its "
+        "output, before that is added to the residual stream.",
+    )
     qk_norm: bool = Field(
-        default=False, description="RMSNorm of each head's query and key before the rotation."
+        default=False, description="RMSNorm of queries and keys, before rotation."
+    )
+    qk_norm_width: Literal["head", "all"] = Field(
+        default="head",
+        description="`qk_norm`: elements that are normalized together: those of one head, with one "
+        "weight for all heads, or those of all heads.",
     )
     init_std: float = Field(
         default=0.02, gt=0.0, description="Standard deviation of initial weights."
     )
+
+    @field_validator("factory")
+    @classmethod
+    def _check_factory(cls, name: str | None) -> str | None:
+        return None if name is None else check_object_name(name)
+
+    @field_validator("options")
+    @classmethod
+    def _check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name, value in options.items():
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(f"{name} must be a number, text, true or false")
+        return options
 
     def window_of(self, layer: int) -> int | None:
         """Return the attention window of a layer.
@@ -164,6 +202,11 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
+        if self.qk_norm_width != "head" and not self.qk_norm:
+            raise ValueError(
+                f'qk_norm_width = "{self.qk_norm_width}" is for qk_norm = true; set it, or leave '
+                "qk_norm_width out"
+            )
         if self.mla.kv_rank:
             self._check_mla()
         elif self.head_dim is None:
@@ -183,8 +226,16 @@ class ModelConfig(Section):
     def _check_mla(self) -> None:
         """Check that no setting of grouped queries is set."""
         defaults = {name: info.default for name, info in type(self).model_fields.items()}
-        names = ("head_dim", "qk_norm", "qkv_bias", "output_bias", "rotary_fraction")
+        names = (
+            "qk_norm",
+            "qkv_bias",
+            "output_bias",
+            "rotary_fraction",
+            "attention_sinks",
+        )
         found = [name for name in names if getattr(self, name) != defaults[name]]
+        if self.head_dim not in (None, self.mla.nope_head_dim + self.mla.rope_head_dim):
+            found.append("head_dim")
         if self.num_kv_heads not in (None, self.num_heads):
             found.append("num_kv_heads")
         if found:

@@ -65,8 +65,13 @@ class MoEConfig(Section):
         ge=1,
         description="Inner width of an expert. Default: `model.ffn_hidden_size`.",
     )
-    activation: Literal["swiglu", "gelu"] = Field(
-        default="swiglu", description="Activation of the experts."
+    activation: Literal["swiglu", "gelu", "clamped_swiglu"] = Field(
+        default="swiglu",
+        description="Activation of the experts; `clamped_swiglu`, of gpt-oss, is `(up + 1) gate "
+        "sigmoid(1.702 gate)` with `gate` at most 7 and `up` from -7 to 7.",
+    )
+    biases: bool = Field(
+        default=False, description="Biases of the router and of both layers of each expert."
     )
     first_dense_layers: int = Field(
         default=0, ge=0, description="Number of dense layers at the start."
@@ -226,6 +231,11 @@ class MoEConfig(Section):
         """Global indices of the MoE layers of a model."""
         return [index for index in range(num_layers) if self.is_moe_layer(index)]
 
+    @property
+    def gated(self) -> bool:
+        """Whether experts have a gate, and so three matrices instead of two."""
+        return self.activation != "gelu"
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_experts > 0:
@@ -264,6 +274,11 @@ class MoEConfig(Section):
             raise ValueError(
                 f"echo.spare_slots = {self.echo.spare_slots} is for experts, but num_experts = 0; "
                 "leave spare_slots out, or set num_experts"
+            )
+        if self.echo.spare_slots > 0 and self.biases:
+            raise ValueError(
+                "echo.spare_slots clones matrices of experts, not their biases; set "
+                "echo.spare_slots = 0, or biases = false"
             )
         if self.echo.domain is not None and self.echo.planner == "echo":
             raise ValueError(

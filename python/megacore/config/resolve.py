@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from megacore.config.base import filled
-from megacore.config.graph_rules import default_scopes, graph_problems
+from megacore.config import resolved
+from megacore.config.base import Section
+from megacore.config.graph_rules import default_scopes, default_transport, graph_problems
+from megacore.config.graphs import GraphsConfig
 from megacore.config.layout_rules import LAYOUT_RULES
 from megacore.config.load import join_problems
 from megacore.config.pipeline_rules import check_pipeline
 from megacore.config.problems import Problems
+from megacore.config.resolved import ResolvedConfig
 from megacore.config.sections import Config
 from megacore.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
 
 
 def resolve(
@@ -23,7 +28,7 @@ def resolve(
     vocab_size: int | None = None,
     cuda: bool | None = None,
     launcher: str = "--nproc",
-) -> Config:
+) -> ResolvedConfig:
     """Fill every derived setting and check the configuration for ``world_size`` processes.
 
     Resolving a resolved configuration changes nothing.
@@ -31,8 +36,7 @@ def resolve(
     Args:
         config: The loaded configuration.
         world_size: Number of processes.
-        vocab_size: Tokens of the tokenizer; fills an empty ``model.vocab_size``, which otherwise
-            stays empty.
+        vocab_size: Tokens of the tokenizer; the default of ``model.vocab_size``.
         cuda: Whether ranks use GPUs; default: ``torch.cuda.is_available()``.
         launcher: The option or environment that set the process count, for messages.
 
@@ -45,6 +49,8 @@ def resolve(
         >>> done.model.ffn_hidden_size, done.run.dir, done.checkpoint.dir
         (384, 'runs/default', 'runs/default/checkpoints')
     """
+    if vocab_size is None and config.model.vocab_size is None:
+        raise ConfigError("model.vocab_size must be set if no tokenizer is loaded, got none")
     problems = Problems(config=config, world_size=world_size, launcher=launcher)
     filled_in = _fill(config, world_size, vocab_size, cuda)
     for check in _CHECKS:
@@ -54,35 +60,58 @@ def resolve(
     return filled_in
 
 
+def check_rules(config: Config, world_size: int, *, launcher: str) -> None:
+    """Check the rules without a tokenizer, which may have to be trained first, and without torch.
+
+    Raises:
+        ConfigError: Like `resolve`.
+    """
+    resolve(
+        config, world_size, vocab_size=config.model.vocab_size or 1, cuda=False, launcher=launcher
+    )
+
+
 # ---- derived settings ----------------------------------------------------------------------------
 
 
-def _fill(config: Config, world_size: int, vocab_size: int | None, cuda: bool | None) -> Config:
+def _fill(
+    config: Config, world_size: int, vocab_size: int | None, cuda: bool | None
+) -> ResolvedConfig:
     model, parallel, run = config.model, config.parallel, config.run
+    latent = model.mla.nope_head_dim + model.mla.rope_head_dim if model.mla.kv_rank else None
     ffn_hidden_size = model.ffn_hidden_size or -(-8 * model.hidden_size // 192) * 64
     steps = config.train.steps
     run_dir = run.dir or f"runs/{run.name}"
     sections = {
         "model": _filling(
+            resolved.ResolvedModelConfig,
             model,
             num_kv_heads=model.num_heads,
-            head_dim=None if model.mla.kv_rank else model.hidden_size // model.num_heads,
+            head_dim=latent or model.hidden_size // model.num_heads,
             ffn_hidden_size=ffn_hidden_size,
             vocab_size=vocab_size,
         ),
-        "moe": _filling(config.moe, ffn_hidden_size=ffn_hidden_size),
-        "parallel": _filling(parallel, etp=parallel.tp),
-        "pipeline": _filling(config.pipeline, num_chunks=config.pipeline.chunks),
+        "moe": _filling(
+            resolved.ResolvedMoEConfig, config.moe, ffn_hidden_size=ffn_hidden_size
+        ).model_copy(update={"static_transport": default_transport(config)}),
+        "parallel": _filling(resolved.ResolvedParallelConfig, parallel, etp=parallel.tp),
+        "pipeline": _filling(
+            resolved.ResolvedPipelineConfig, config.pipeline, num_chunks=config.pipeline.chunks
+        ),
         "optimizer": _filling(
+            resolved.ResolvedOptimizerConfig,
             config.optimizer,
             min_lr=config.optimizer.lr / 10,
             decay_steps={"cosine": steps, "wsd": max(1, steps // 5), "constant": 0}[
                 config.optimizer.schedule
             ],
         ),
-        "graphs": _filling(config.graphs, scopes=default_scopes(config)),
-        "checkpoint": _filling(config.checkpoint, dir=f"{run_dir}/checkpoints"),
+        "graphs": _filling(GraphsConfig, config.graphs, scopes=default_scopes(config)),
+        "checkpoint": _filling(
+            resolved.ResolvedCheckpointConfig, config.checkpoint, dir=f"{run_dir}/checkpoints"
+        ),
         "run": _filling(
+            resolved.ResolvedRunConfig,
             run,
             dir=run_dir,
             nproc=world_size,
@@ -94,15 +123,17 @@ def _fill(config: Config, world_size: int, vocab_size: int | None, cuda: bool | 
         f"{name}.{key}"
         for name, section in sections.items()
         for key, value in section
-        if value is not None and getattr(getattr(config, name), key) is None
+        if getattr(getattr(config, name), key) != value
     )
-    return config.model_copy(update=sections).with_derived(derived)
+    values = {**dict(config), **sections}
+    return ResolvedConfig.model_construct(**values).with_origins_of(config, derived)
 
 
-def _filling(section: Any, **defaults: Any) -> Any:
-    """The section with its empty fields among ``defaults`` filled."""
-    empty = {name: value for name, value in defaults.items() if getattr(section, name) is None}
-    return section.model_copy(update=empty)
+def _filling(resolved_class: type[S], section: Section, **defaults: Any) -> S:
+    """Return the section as its resolved class, with the defaults where it has no value."""
+    values = dict(section)
+    values |= {name: value for name, value in defaults.items() if values[name] is None}
+    return resolved_class.model_construct(**values)
 
 
 def default_backend(cuda: bool | None) -> str:
@@ -117,7 +148,7 @@ def default_backend(cuda: bool | None) -> str:
 # ---- rules of the other sections -----------------------------------------------------------------
 
 
-def _check_recompute(problems: Problems, config: Config) -> None:
+def _check_recompute(problems: Problems, config: ResolvedConfig) -> None:
     if "moe" in config.train.recomputed and config.moe.num_experts == 0:
         problems.add(
             f"{problems.shown('train.recompute_modules')} names moe, but the model has no experts "
@@ -125,14 +156,37 @@ def _check_recompute(problems: Problems, config: Config) -> None:
         )
 
 
-def _check_graphs(problems: Problems, config: Config) -> None:
+def _check_own_model(problems: Problems, config: ResolvedConfig) -> None:
+    """Check that a model of the user's own needs nothing that only megacore's GPT has."""
+    if config.model.factory is None:
+        if config.model.options:
+            problems.add(
+                f"{problems.shown('model.options')} are settings of model.factory, which is not "
+                "set; set it, or leave them out"
+            )
+        return
+    only = {
+        "model.num_mtp_layers": (0, "multi-token prediction is part of"),
+        "train.recompute": ("none", "it recomputes layers of"),
+        "graphs.mode": ("off", "it captures layers of"),
+        "run.calibration": (None, "predictions count operations of"),
+    }
+    for key, (allowed, reason) in only.items():
+        if operator.attrgetter(key)(config) != allowed:
+            problems.add(
+                f"{problems.shown(key)} does not go with {problems.shown('model.factory')}: "
+                f"{reason} megacore's GPT; leave {key} out"
+            )
+
+
+def _check_graphs(problems: Problems, config: ResolvedConfig) -> None:
     for problem in graph_problems(
         config, lambda key: problems.shown(key, operator.attrgetter(key)(config))
     ):
         problems.add(problem)
 
 
-def _check_decay(problems: Problems, config: Config) -> None:
+def _check_decay(problems: Problems, config: ResolvedConfig) -> None:
     steps, optimizer = config.train.steps, config.optimizer
     set_decay = problems.config.optimizer.decay_steps
     decay = problems.shown("optimizer.decay_steps", optimizer.decay_steps)
@@ -145,15 +199,15 @@ def _check_decay(problems: Problems, config: Config) -> None:
             )
     elif optimizer.schedule == "wsd":
         room = max(0, steps - optimizer.warmup_steps)
-        if filled(optimizer.decay_steps) > room:
+        if optimizer.decay_steps > room:
             problems.add(
                 f"{decay} plus {warmup} is more than {problems.shown('train.steps')}; use at most "
                 f"{room} decay steps"
             )
 
 
-def _check_trace_step(problems: Problems, config: Config) -> None:
-    steps, traced = config.train.steps, filled(config.run.trace_step)
+def _check_trace_step(problems: Problems, config: ResolvedConfig) -> None:
+    steps, traced = config.train.steps, config.run.trace_step
     if traced >= steps:
         legal = f"0 to {steps - 1}" if steps > 1 else "0"
         problems.add(
@@ -163,10 +217,11 @@ def _check_trace_step(problems: Problems, config: Config) -> None:
         )
 
 
-_CHECKS: tuple[Callable[[Problems, Config], None], ...] = (
+_CHECKS: tuple[Callable[[Problems, ResolvedConfig], None], ...] = (
     *LAYOUT_RULES,
     check_pipeline,
     _check_recompute,
+    _check_own_model,
     _check_graphs,
     _check_decay,
     _check_trace_step,

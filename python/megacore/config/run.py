@@ -64,12 +64,19 @@ class RunConfig(Section):
         description="Step (from 0, below `steps`) whose timeline is recorded; -1 for none. "
         "Default: `steps` / 2.",
     )
+    writers: list[Literal["tensorboard", "wandb"]] = Field(
+        default=[],
+        description="Writers of metrics besides the console and `metrics.jsonl`: `tensorboard`, in "
+        "the folder of that name in `run.dir`, and `wandb` (Weights & Biases; `WANDB_MODE=offline` "
+        "for files only). Each needs its extra: `pip install megacore[tensorboard]`.",
+    )
     calibration: str | None = Field(
         default=None,
         min_length=1,
         description="Calibration of the prediction that `run.json` and the report compare with "
-        "the run: a device as in `megacore plan --device`, or a file of `megacore calibrate`. "
-        "Default: that of the GPU's name, and no comparison on other devices.",
+        "the run, and of the peak that MFU is a share of: a device as in `megacore plan --device`, "
+        "or a file of `megacore calibrate`. Default: that of the GPU's name; neither on other "
+        "devices.",
     )
     plain: bool = Field(
         default=False, description="Print plain lines instead of a live progress bar."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Self
 
 from pydantic import PrivateAttr
 
@@ -57,10 +58,10 @@ class Config(Section):
         """Keys, as ``"parallel.etp"``, whose value `resolve` computed because none was set."""
         return self._origins.derived
 
-    def with_derived(self, keys: Iterable[str]) -> Config:
-        """Return a copy with ``keys`` added to the derived ones."""
+    def with_origins_of(self, config: Config, derived: Iterable[str]) -> Self:
+        """Return a copy with the places of ``config``, and ``derived`` keys beside its own."""
         copy = self.model_copy()
-        copy._origins = Origins(self._origins.where, self.derived | frozenset(keys))
+        copy._origins = Origins(config._origins.where, config.derived | frozenset(derived))
         return copy
 
     def dp(self, world_size: int) -> int:

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from megacore.config.base import Section
+from megacore.config.objects import check_object_name
 
 RECOMPUTE_MODULES = ("norm", "attention", "activation", "mlp", "moe")
 
@@ -21,11 +22,21 @@ class TrainSectionConfig(Section):
     global_batch_size: int = Field(
         default=32, ge=1, description="Sequences per optimizer step, all ranks."
     )
-    loss_normalization: Literal["microbatch", "token"] = Field(
-        default="microbatch",
+    loss_normalization: Literal["microbatch", "token"] | None = Field(
+        default=None,
         description="Reduction of token losses: the mean over each microbatch, then over "
         "microbatches; or the mean over all tokens of the global batch. Both are equal unless "
-        "some tokens are ignored (labels below 0).",
+        "some tokens are ignored (labels below 0). Default: `token` if the data have such tokens.",
+    )
+    loss: str | None = Field(
+        default=None,
+        description="Function that computes the loss from the output of the last stage, as "
+        "`package.module:name`, see own-model.md. Default: cross entropy of the next token.",
+    )
+    callbacks: list[str] = Field(
+        default=[],
+        description="Classes with methods that are called during training, each as "
+        "`package.module:name`, see own-model.md.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
@@ -66,6 +77,26 @@ class TrainSectionConfig(Section):
     )
     eval_steps: int = Field(default=4, ge=1, description="Global batches per validation.")
 
+    profile_steps: str | None = Field(
+        default=None,
+        pattern=r"^\d{1,9}(-\d{1,9})?$",
+        description="Steps (from 0) that torch's profiler records on every rank, such as "
+        "`100-103`; files in `<run.dir>/profile`, see `megacore trace merge`. Default: none.",
+    )
+
+    @property
+    def profiled(self) -> range:
+        """Steps of ``profile_steps``.
+
+        Example:
+            >>> TrainSectionConfig(steps=200, profile_steps="100-103").profiled
+            range(100, 104)
+        """
+        if self.profile_steps is None:
+            return range(0)
+        first, _, last = self.profile_steps.partition("-")
+        return range(int(first), int(last or first) + 1)
+
     @property
     def recomputed(self) -> frozenset[str]:
         """Recomputed parts: ``{"layer"}``, or parts of layers.
@@ -78,6 +109,16 @@ class TrainSectionConfig(Section):
             return frozenset(self.recompute_modules.split(","))
         return frozenset({"layer"} if self.recompute == "full" else ())
 
+    @field_validator("loss")
+    @classmethod
+    def _check_loss(cls, name: str | None) -> str | None:
+        return None if name is None else check_object_name(name)
+
+    @field_validator("callbacks")
+    @classmethod
+    def _check_callbacks(cls, names: list[str]) -> list[str]:
+        return [check_object_name(name) for name in names]
+
     @field_validator("recompute_modules")
     @classmethod
     def _check_modules(cls, modules: str) -> str:
@@ -88,6 +129,16 @@ class TrainSectionConfig(Section):
                     f"{', '.join(RECOMPUTE_MODULES)} by commas"
                 )
         return modules
+
+    @model_validator(mode="after")
+    def _check_profile(self) -> Self:
+        steps = self.profiled
+        if self.profile_steps is not None and not 0 <= steps.start < steps.stop <= self.steps:
+            raise ValueError(
+                f'profile_steps = "{self.profile_steps}" must be one step or an ascending range of '
+                f"steps from 0 to {self.steps - 1}, as in 10-12; change it or train.steps"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:

@@ -27,7 +27,7 @@ from megacore.data.sample import Sample, Samples, sample_of_window
 from megacore.data.stream import TokenRange
 from megacore.data.tokenizer import TokenArray
 from megacore.errors import ConfigError, DataError
-from megacore.parallel.batch import Microbatch
+from megacore.parallel.batch import Documents, Microbatch
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 8
@@ -89,7 +89,7 @@ class SampleOrder:
             raise ValueError(f"sample = {sample} must be at least 0")
         epoch, index = divmod(sample, self.num_windows)
         key = _mix(_mix(self.seed) ^ (epoch if self.reshuffle else 0))
-        window = _permute(index, self.num_windows, key)
+        window = permute(index, self.num_windows, key)
         return self._phase(key) + window * self.seq_length
 
     def _phase(self, key: int) -> int:
@@ -110,6 +110,7 @@ class Dataset:
         seed: Seed of the order.
         vocab_size: Every token read must be in ``[0, vocab_size)``.
         reshuffle: See :class:`SampleOrder`.
+        document_mask: No document predicts the first token of the next one.
 
     Raises:
         DataError: If there are too few tokens for one sample.
@@ -125,6 +126,7 @@ class Dataset:
         seed: int,
         vocab_size: int,
         reshuffle: bool = True,
+        document_mask: bool = False,
     ) -> None:
         if len(tokens) < seq_length + 1:
             shorter = (
@@ -138,6 +140,7 @@ class Dataset:
         self.label = label
         self.tokens = tokens
         self.vocab_size = vocab_size
+        self.document_mask = document_mask
         self.order = SampleOrder(
             num_tokens=len(tokens), seq_length=seq_length, seed=seed, reshuffle=reshuffle
         )
@@ -165,7 +168,7 @@ class Dataset:
         """
         start, count = self.order.start(number), self.seq_length + 1
         self.tokens.check(start, count, vocab_size=self.vocab_size, name=self.name)
-        return sample_of_window(self.tokens.window(start, count))
+        return sample_of_window(self.tokens.window(start, count), document_mask=self.document_mask)
 
     def epochs(self, num_samples: int) -> dict[str, float]:
         """Return the passes over the stream that the first samples make."""
@@ -182,6 +185,8 @@ def microbatch(
     microbatch_size: int,
     global_batch_size: int,
     sample_offset: int = 0,
+    document_mask: bool = False,
+    with_tokens: bool = True,
 ) -> Microbatch:
     """Return the samples of one microbatch of one step on one data-parallel rank.
 
@@ -199,9 +204,12 @@ def microbatch(
         global_batch_size: G, samples per step over all ranks.
         sample_offset: Offset of all sample numbers, for a run resumed with another G: samples
             consumed so far, minus those that the previous steps would consume with this G.
+        document_mask: Attention stays inside the documents of the samples.
+        with_tokens: ``False`` for a stage in the middle of a pipeline: reads nothing.
 
     Returns:
-        ``tokens`` and ``labels`` ``(B, seq_length)``, ``sample_ids`` ``(B,)``; int64, CPU.
+        ``tokens`` and ``labels`` ``(B, seq_length)``, ``sample_ids`` ``(B,)``; int64, CPU. Without
+        tokens, these are zeros and there are no labels.
 
     Raises:
         ConfigError: If ``global_batch_size`` is not a multiple of ``microbatch_size * dp_size``.
@@ -216,12 +224,19 @@ def microbatch(
     group = microbatch * dp_size + dp_position
     first = step * global_batch_size + sample_offset + group * microbatch_size
     numbers = range(first, first + microbatch_size)
+    sample_ids = torch.tensor(numbers, dtype=torch.int64)
+    if not with_tokens:
+        tokens = torch.zeros((), dtype=torch.int64).expand(microbatch_size, dataset.seq_length)
+        return Microbatch(tokens=tokens, labels=None, sample_ids=sample_ids, step=step)
     samples = [dataset.sample(number) for number in numbers]
     return Microbatch(
         tokens=_stack([sample.tokens for sample in samples]),
         labels=_stack([sample.labels for sample in samples]),
-        sample_ids=torch.tensor(numbers, dtype=torch.int64),
+        sample_ids=sample_ids,
         step=step,
+        documents=Documents.of([sample.document_starts for sample in samples], dataset.seq_length)
+        if document_mask
+        else None,
     )
 
 
@@ -288,7 +303,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _permute(index: int, size: int, key: int) -> int:
+def permute(index: int, size: int, key: int) -> int:
     """Apply a pseudorandom permutation of ``[0, size)``, keyed by ``key``, to ``index``.
 
     A Feistel network on pairs (left, right) with ``left < rows``, ``right < columns``: each round

@@ -15,11 +15,16 @@ packed and little-endian:
     (then)  i8[S]      optional: mode per sequence, multimodal data only; ignored here
 
 The arrays after offset 34 are unaligned, so they are read as bytes and reinterpreted.
+
+``<prefix>.mask`` is an addition of megacore: one byte per token of ``.bin``, 0 where the prediction
+of the token does not count in the loss. Without the file, all tokens count.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import mmap
 import os
 import shutil
 import struct
@@ -28,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +50,15 @@ U16_VOCAB_LIMIT = 65_500
 # Copied to memory, so a small index must not claim a multiple of the file.
 MAX_SHARING = 8
 MAX_VOCAB = 1 << 31
+# Reads map up to 400 kB each: few enough for 50 MB, and so many that unmapping costs nothing.
+READS_BEFORE_RELEASE = 128
+
+
+def release_pages(*arrays: NDArray[Any] | None) -> None:
+    """Unmap the read pages of mapped arrays; the next read maps them again."""
+    for mapped in arrays:
+        if isinstance(mapped, np.memmap):
+            mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +74,8 @@ class IndexedTokens:
         document_borders: Sequence number of the start of each document, and the number of
             sequences at the end, ``(num_documents + 1,)``, int64.
         in_order: Whether ``stored`` begins with the sequences in their order, without gaps.
+        stored_mask: Whether the prediction of each token of ``stored`` counts, uint8; ``None``: all
+            do.
     """
 
     prefix: Path
@@ -68,6 +84,19 @@ class IndexedTokens:
     starts: NDArray[np.int64]
     document_borders: NDArray[np.int64]
     in_order: bool
+    stored_mask: NDArray[np.uint8] | None = None
+
+    def note_read(self) -> None:
+        """Unmap read pages now and then; the system keeps them in its cache as long as it can.
+
+        Otherwise they would count as memory of the process until the whole file does.
+        """
+        if next(self._num_reads) % READS_BEFORE_RELEASE == 0:
+            release_pages(self.stored, self.stored_mask)
+
+    @functools.cached_property
+    def _num_reads(self) -> Iterator[int]:
+        return itertools.count()
 
     @functools.cached_property
     def tokens(self) -> TokenArray:
@@ -76,6 +105,21 @@ class IndexedTokens:
             return self.stored[: self.num_tokens]
         sequences = [self.sequence(number) for number in range(len(self.lengths))]
         return np.concatenate(sequences or [self.stored[:0]])
+
+    @functools.cached_property
+    def mask(self) -> NDArray[np.uint8] | None:
+        """Whether the prediction of each token counts, as :attr:`tokens`; ``None``: all do."""
+        if self.stored_mask is None or self.in_order:
+            return None if self.stored_mask is None else self.stored_mask[: self.num_tokens]
+        return np.concatenate([self.mask_of(n) for n in range(len(self.lengths))])
+
+    def mask_of(self, number: int, begin: int = 0, end: int | None = None) -> NDArray[np.uint8]:
+        """Return whether the tokens ``[begin, end)`` of a sequence count."""
+        if self.stored_mask is None:
+            return np.ones(len(self.sequence(number, begin, end)), dtype=np.uint8)
+        start = int(self.starts[number]) // self.stored.dtype.itemsize
+        length = int(self.lengths[number])
+        return self.stored_mask[start + begin : start + min(length, length if end is None else end)]
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -111,6 +155,13 @@ class _DocumentStarts(Sequence[int]):
 
     def __len__(self) -> int:
         return self._indexed.num_documents
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        del copy
+        indexed = self._indexed
+        starts = np.append(indexed.starts, indexed.num_tokens * indexed.stored.dtype.itemsize)
+        positions = starts[indexed.document_borders[:-1]] // indexed.stored.dtype.itemsize
+        return positions if dtype is None else positions.astype(dtype)
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
@@ -169,6 +220,7 @@ def read_indexed(prefix: str | Path) -> IndexedTokens:
         starts=starts,
         document_borders=borders,
         in_order=in_order,
+        stored_mask=_map_mask(_file(prefix, ".mask"), len(stored)),
     )
 
 
@@ -223,6 +275,7 @@ class IndexWriter:
         self._prefix = prefix
         self._dtype = dtype
         self._file = _file(prefix, ".bin.partial").open("wb")
+        self._mask: BinaryIO | None = None
         self._lengths = array("i")
 
     @property
@@ -235,14 +288,34 @@ class IndexWriter:
         """Tokens of the sequences so far."""
         return sum(self._lengths)
 
-    def append(self, ids: NDArray[Any]) -> None:
-        """Write token ids."""
+    def append(self, ids: NDArray[Any], mask: NDArray[np.uint8] | None = None) -> None:
+        """Write token ids, and whether their prediction counts if not all do."""
+        if mask is not None:
+            self._open_mask().write(mask.tobytes())
         self._file.write(ids.astype(self._dtype).tobytes())
+        self._fill_mask()
 
-    def append_file(self, path: Path) -> None:
-        """Write the token ids of a file, which has the type of this dataset."""
+    def append_file(self, path: Path, mask: Path | None = None) -> None:
+        """Write the token ids of a file, which has the type of this dataset, and their mask."""
+        if mask is not None:
+            with mask.open("rb") as source:
+                shutil.copyfileobj(source, self._open_mask(), 1 << 20)
         with path.open("rb") as source:
             shutil.copyfileobj(source, self._file, 1 << 20)
+        self._fill_mask()
+
+    def _open_mask(self) -> BinaryIO:
+        """Begin the mask with ones for all tokens before it."""
+        if self._mask is None:
+            self._mask = _file(self._prefix, ".mask.partial").open("wb")
+            self._fill_mask()
+        return self._mask
+
+    def _fill_mask(self) -> None:
+        if self._mask is not None:
+            missing = self._file.tell() // self._dtype.itemsize - self._mask.tell()
+            while missing > 0:
+                missing -= self._mask.write(b"\1" * min(missing, 1 << 20))
 
     def add(self, length: int) -> None:
         """End a sequence of ``length`` tokens."""
@@ -261,8 +334,14 @@ class IndexWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         data, index = _file(self._prefix, ".bin.partial"), _file(self._prefix, ".idx.partial")
+        mask = _file(self._prefix, ".mask.partial")
+        if self._mask is not None:
+            self._mask.flush()
+            os.fsync(self._mask.fileno())
+            self._mask.close()
         if error is not None:
             data.unlink()
+            mask.unlink(missing_ok=True)
             return
         code = next(code for code, name in DTYPE_OF_CODE.items() if np.dtype(name) == self._dtype)
         sizes = np.frombuffer(self._lengths, dtype=np.int32).astype("<i4")
@@ -276,7 +355,10 @@ class IndexWriter:
             os.fsync(file.fileno())
         # An index of before must not describe the new tokens.
         _file(self._prefix, ".idx").unlink(missing_ok=True)
+        _file(self._prefix, ".mask").unlink(missing_ok=True)
         data.replace(_file(self._prefix, ".bin"))
+        if self._mask is not None:
+            mask.replace(_file(self._prefix, ".mask"))
         index.replace(_file(self._prefix, ".idx"))
 
 
@@ -335,7 +417,8 @@ def merge_indexed(prefixes: Sequence[Path], output: Path) -> int:
     with IndexWriter(output, sources[0].stored.dtype) as writer:
         for source in sources:
             for number, length in enumerate(source.lengths):
-                writer.append(source.sequence(number))
+                mask = None if source.stored_mask is None else source.mask_of(number)
+                writer.append(source.sequence(number), mask)
                 writer.add(int(length))
         return writer.num_sequences
 
@@ -358,6 +441,18 @@ def _check_ids(number: int, ids: NDArray[Any], vocab_size: int) -> None:
             f"document {number} holds token ids from {ids.min()} to {ids.max()}; "
             f"with vocab_size = {vocab_size} they must be in [0, {vocab_size})"
         )
+
+
+def _map_mask(path: Path, num_tokens: int) -> NDArray[np.uint8] | None:
+    if not path.is_file():
+        return None
+    if path.stat().st_size != num_tokens:
+        raise DataError(
+            f"{path} has {path.stat().st_size:,} bytes, but {path.with_suffix('.bin').name} has "
+            f"{num_tokens:,} tokens: the mask is cut off or belongs to other tokens; prepare both "
+            f"again"
+        )
+    return np.memmap(path, dtype=np.uint8, mode="r") if num_tokens else np.empty(0, np.uint8)
 
 
 def _file(prefix: Path, suffix: str) -> Path:

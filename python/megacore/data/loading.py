@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from megacore.config import Config, DataConfig, SourceConfig
+import numpy as np
+
+from megacore.config import DataConfig, ResolvedConfig, SourceConfig
 from megacore.config.data import SourceKind
 from megacore.data.blend import Blend
 from megacore.data.cache import built_once, cache_folder, file_facts
 from megacore.data.dataset import Dataset, mixed_seed, unigram_entropy
 from megacore.data.indexed import IndexedTokens, indexed_prefix
 from megacore.data.megatron import megatron_samples, split_borders
+from megacore.data.own import own_datasets
+from megacore.data.packing import PackedDataset
 from megacore.data.prepare import PrepareOptions, Progress, preparation_facts, prepare
 from megacore.data.records import FileKind, find_files, kind_of_file
 from megacore.data.sample import Samples
@@ -24,6 +29,8 @@ from megacore.errors import DataError
 
 # Tokens per source checked before training starts; the others are checked when they are read.
 CHECKED_TOKENS = 1 << 24
+# Samples of a factory whose tokens give the unigram entropy.
+ENTROPY_SAMPLES = 64
 # Larger text is prepared in the cache instead of being tokenized in the memory of every rank.
 IN_MEMORY_BYTES = 64 << 20
 
@@ -33,13 +40,14 @@ class TrainingData:
     """Data of a run.
 
     Attributes:
-        sources: Training sources by name.
+        sources: Training sources by name; of `data.factory`, its first samples.
         tokenizer: Their tokenizer; ``vocab_size`` is the model's vocabulary by default.
         train: Samples for training.
         validation: Validation sets by name, each in one fixed order; empty without validation data.
         validation_weights: Weight of each set in the mean validation loss.
         unigram_entropy: Entropy of the training tokens of the first source, in nats per token. A
             loss below it proves that the model uses context.
+        default_normalization: Default of ``train.loss_normalization``.
     """
 
     sources: Mapping[str, TokenSource]
@@ -48,6 +56,7 @@ class TrainingData:
     validation: Mapping[str, Samples]
     validation_weights: Mapping[str, float]
     unigram_entropy: float
+    default_normalization: Literal["microbatch", "token"] = "microbatch"
 
 
 def load_data(
@@ -101,6 +110,12 @@ def load_data(
     else:
         train = make.train()
         validation = make.validation(needed=need_validation)
+    is_packed = config.packing != "stream"
+    ignores_tokens = (
+        is_packed
+        or config.document_mask
+        or any(source.loss_mask is not None for source in (*sources.values(), *held_out.values()))
+    )
     weights = _weights(config.validation or config.training_sources)
     first = make.range_of(next(iter(sources)), 0)
     return TrainingData(
@@ -110,11 +125,14 @@ def load_data(
         validation=validation,
         validation_weights={name: weights.get(name, 1.0) for name in validation},
         unigram_entropy=unigram_entropy(first.tokens),
+        default_normalization="token" if ignores_tokens else "microbatch",
     )
 
 
-def load_run_data(config: Config, *, progress: Progress | None = None) -> TrainingData:
+def load_run_data(config: ResolvedConfig, *, progress: Progress | None = None) -> TrainingData:
     """Load the data of a run from its resolved configuration; see :func:`load_data`."""
+    if config.data.factory is not None:
+        return _own_data(config)
     train = config.train
     validations = train.steps // train.eval_interval + 1 if train.eval_interval else 1
     return load_data(
@@ -126,6 +144,26 @@ def load_run_data(config: Config, *, progress: Progress | None = None) -> Traini
         num_samples=train.steps * train.global_batch_size,
         num_validation_samples=validations * train.eval_steps * train.global_batch_size,
         progress=progress,
+    )
+
+
+def _own_data(config: ResolvedConfig) -> TrainingData:
+    """Make the data of ``data.factory``."""
+    train, validation = own_datasets(config)
+    if config.train.eval_interval > 0 and not validation:
+        raise DataError(
+            f'data.factory = "{config.data.factory}" returned no validation set; return one, or '
+            "set train.eval_interval = 0"
+        )
+    name = str(config.data.factory)
+    first = np.concatenate([train.sample(number).tokens for number in range(ENTROPY_SAMPLES)])
+    return TrainingData(
+        sources={name: TokenSource(name=name, description="first samples", tokens=first)},
+        tokenizer=load_tokenizer(config.data.tokenizer),
+        train=train,
+        validation=validation,
+        validation_weights=dict.fromkeys(validation, 1.0),
+        unigram_entropy=unigram_entropy(first),
     )
 
 
@@ -245,7 +283,8 @@ class _Maker:
         sets: dict[str, Samples] = {}
         for label, tokens in ranges.items():
             name = self._part_name("validation", label)
-            if len(tokens) <= self.seq_length:
+            shortest = 2 if self.config.packing == "best_fit" else self.seq_length + 1
+            if len(tokens) < shortest:
                 if needed:
                     self._raise_too_short(label, len(tokens))
                 continue
@@ -301,6 +340,7 @@ class _Maker:
             cache=self._cache,
             name=name,
             alone=bool(self.held_out),
+            document_mask=self.config.document_mask,
         )
 
     @functools.cached_property
@@ -309,8 +349,12 @@ class _Maker:
 
     def _dataset(
         self, tokens: TokenRange, *, name: str, label: str, seed: int, reshuffle: bool = True
-    ) -> Dataset:
-        return Dataset(
+    ) -> Dataset | PackedDataset:
+        make: Callable[..., Dataset | PackedDataset] = Dataset
+        if self.config.packing == "best_fit":
+            cache = self._cache if tokens.source.indexed is not None else None
+            make = functools.partial(PackedDataset, cache=cache)
+        return make(
             tokens,
             name=name,
             label=label,
@@ -318,6 +362,7 @@ class _Maker:
             seed=seed,
             vocab_size=self.vocab_size,
             reshuffle=reshuffle,
+            document_mask=self.config.document_mask,
         )
 
     def _part_name(self, part: str, label: str) -> str:

@@ -160,6 +160,7 @@ class MegatronDataset:
         vocab_size: Every token read must be in ``[0, vocab_size)``.
         label: Name of the source in metrics.
         cache: Folder of the indices, which the first process builds and all map.
+        document_mask: No sequence predicts the first token of the next one.
 
     Raises:
         DataError: If the split has too few tokens for one sample.
@@ -177,10 +178,12 @@ class MegatronDataset:
         vocab_size: int,
         label: str,
         cache: Path,
+        document_mask: bool = False,
     ) -> None:
         self.name = f"{label} (sequences {begin:,} to {end:,} of {indexed.prefix})"
         self.label = label
         self.vocab_size = vocab_size
+        self._document_mask = document_mask
         self._indexed = indexed
         self._seq_length = seq_length
         self._num_tokens = int(indexed.lengths[begin:end].sum(dtype=np.int64))
@@ -238,11 +241,12 @@ class MegatronDataset:
             DataError: If a token is not in the vocabulary, or ``number`` is past the end.
         """
         check_not_ended(self.name, number, len(self))
+        self._indexed.note_read()
         ends = self._index.ends
         start = int(self._index.shuffle[number]) * self._seq_length
         stop = start + self._seq_length + 1
         at = int(np.searchsorted(ends, start, side="right")) - 1
-        parts, starts, position = [], [], start
+        parts, masks, starts, position = [], [], [], start
         while position < stop:
             sequence, first = int(self._index.documents[at]), int(ends[at])
             tokens = self._indexed.sequence(sequence, position - first, stop - first)
@@ -255,10 +259,16 @@ class MegatronDataset:
                     f"{self._indexed.prefix}.bin, but {vocab_text(self.vocab_size)}"
                 )
             parts.append(tokens)
+            if self._indexed.stored_mask is not None:
+                masks.append(self._indexed.mask_of(sequence, position - first, stop - first))
             position += len(tokens)
             at += 1
-        window = Window(tokens=np.concatenate(parts).astype(np.int64), starts=starts)
-        return sample_of_window(window)
+        window = Window(
+            tokens=np.concatenate(parts).astype(np.int64),
+            starts=starts,
+            counted=np.concatenate(masks) != 0 if masks else None,
+        )
+        return sample_of_window(window, document_mask=self._document_mask)
 
     def epochs(self, num_samples: int) -> dict[str, float]:
         """Return the passes over the split that the first samples make."""
@@ -362,6 +372,7 @@ def megatron_samples(
     cache: Path,
     name: str,
     alone: bool = False,
+    document_mask: bool = False,
 ) -> MegatronDataset | MegatronBlend:
     """Return the samples of one split of a blend, as ``BlendedMegatronDatasetBuilder`` builds it.
 
@@ -376,6 +387,7 @@ def megatron_samples(
         cache: Folder of the indices.
         name: Name of the blend in messages.
         alone: Ignore the weight of a single source, as Megatron does for paths per split.
+        document_mask: No sequence predicts the first token of the next one.
     """
 
     def dataset(index: int, size: int | None) -> MegatronDataset:
@@ -390,6 +402,7 @@ def megatron_samples(
             vocab_size=vocab_size,
             label=labels[index],
             cache=cache,
+            document_mask=document_mask,
         )
 
     if len(parts) == 1 and (weights is None or alone):

@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.cache import file_facts, remove_partial
+from megacore.data.chat import ChatTemplate, MarkedText, template_files
 from megacore.data.indexed import IndexWriter, token_dtype
 from megacore.data.records import FileKind, Record, Shard, kind_of_file, read_records, shards_of
-from megacore.data.tokenizer import Tokenizer, load_tokenizer
+from megacore.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
 from megacore.errors import DataError
 
 # Text given to the tokenizer library at once.
@@ -45,10 +46,14 @@ class PrepareOptions:
 
     Attributes:
         tokenizer: As ``data.tokenizer``.
-        field: Field or column with the text.
+        field: Field or column with the text or the messages; or prompt and completion, joined by
+            a comma.
         kind: Format of all files; ``None``: by their suffix.
         eod: Token to append to every document; ``None``: that of the tokenizer; ``""``: none.
         skip_bad: Leave out records that cannot be read, and count them, instead of stopping.
+
+    Raises:
+        DataError: If ``field`` has other names than one or two.
     """
 
     tokenizer: str = "bytes"
@@ -56,6 +61,13 @@ class PrepareOptions:
     kind: FileKind | None = None
     eod: str | None = None
     skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        names = self.field.split(",")
+        if len(names) > 2 or not all(names):
+            raise DataError(
+                f'the field must be one name, or two for prompt and completion, got "{self.field}"'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +99,7 @@ class _Part:
     num_empty: int
     num_skipped: int
     first_skipped: str
+    is_marked: bool = False
 
 
 def prepare(
@@ -201,6 +214,7 @@ class _Encoder:
         self._tokenizer = load_tokenizer(options.tokenizer)
         self._dtype = token_dtype(self._tokenizer.vocab_size)
         self._end = end_of_document(self._tokenizer, options.eod)
+        self._template = ChatTemplate.of_tokenizer(options.tokenizer)
 
     def encode(self, shard: Shard, parts: Path, number: int) -> None:
         """Write the part of a shard."""
@@ -211,27 +225,32 @@ class _Encoder:
                 raise DataError(f"{sentence}; --skip-bad leaves such records out")
             problems.append(sentence)
 
-        records = read_records(shard, field=self._options.field, on_bad=on_bad)
+        records = read_records(
+            shard, field=self._options.field, on_bad=on_bad, template=self._template
+        )
         lengths: list[int] = []
         length = num_empty = 0
         data = parts / f"{number:06}.bin"
         partial = data.with_suffix(".partial")
         continues = shard.kind == "text" and shard.begin > 0
+        marks = _Marks()
         with partial.open("wb") as file:
             for batch in _batches(records):
-                encoded = self._tokenizer.encode_many([record.text for record in batch])
-                for record, ids in zip(batch, encoded, strict=True):
+                for record, (ids, counted) in zip(batch, self._encoded(batch), strict=True):
                     length += len(ids)
-                    file.write(ids.astype(self._dtype, copy=False).tobytes())
-                    if not record.ends:
-                        continue
-                    if length == 0 and not (continues and not lengths):
+                    if record.ends and length == 0 and not (continues and not lengths):
                         num_empty += 1
                         continue
-                    file.write(self._end.astype(self._dtype).tobytes())
-                    lengths.append(length + len(self._end))
-                    length = 0
+                    end = self._end_of(record)
+                    for tokens in (ids, end):
+                        file.write(tokens.astype(self._dtype, copy=False).tobytes())
+                    marks.add(len(ids), counted)
+                    marks.add(len(end))
+                    if record.ends:
+                        lengths.append(length + len(end))
+                        length = 0
         partial.replace(data)
+        is_marked = marks.write(data.with_suffix(".mask"))
         facts = _Part(
             lengths=[*lengths, length] if length else lengths,
             continues=continues,
@@ -239,10 +258,54 @@ class _Encoder:
             num_empty=num_empty,
             num_skipped=len(problems),
             first_skipped=problems[0] if problems else "",
+            is_marked=is_marked,
         )
         path = _facts_path(parts, number)
         path.with_suffix(".partial").write_text(json.dumps(asdict(facts)), encoding="utf-8")
         path.with_suffix(".partial").replace(path)
+
+    def _encoded(
+        self, batch: Sequence[Record]
+    ) -> list[tuple[TokenArray, NDArray[np.bool_] | None]]:
+        """Return the tokens of records, and which of them count if not all do."""
+        whole = [record.text for record in batch if isinstance(record.text, str)]
+        encoded = iter(self._tokenizer.encode_many(whole))
+        return [
+            (next(encoded), None)
+            if isinstance(record.text, str)
+            else self._tokenizer.encode_marked(record.text)
+            for record in batch
+        ]
+
+    def _end_of(self, record: Record) -> NDArray[np.integer]:
+        is_closed = isinstance(record.text, MarkedText) and record.text.is_closed
+        if not record.ends or (is_closed and self._options.eod is None):
+            return self._end[:0]
+        return self._end
+
+
+class _Marks:
+    """Marks of the tokens that count, one byte per token; kept once some do not."""
+
+    def __init__(self) -> None:
+        self._num_before = 0
+        self._parts: list[NDArray[np.bool_]] = []
+
+    def add(self, count: int, counted: NDArray[np.bool_] | None = None) -> None:
+        """Append the marks of some tokens; without marks, all of them count."""
+        if counted is not None:
+            self._parts.append(counted)
+        elif self._parts:
+            self._parts.append(np.ones(count, dtype=np.bool_))
+        else:
+            self._num_before += count
+
+    def write(self, path: Path) -> bool:
+        """Write the marks if there are any."""
+        if self._parts:
+            before = np.ones(self._num_before, dtype=np.bool_)
+            path.write_bytes(np.concatenate((before, *self._parts)).tobytes())
+        return bool(self._parts)
 
 
 def end_of_document(tokenizer: Tokenizer, eod: str | None) -> NDArray[np.integer]:
@@ -271,7 +334,7 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     size = 0
     for record in records:
         batch.append(record)
-        size += len(record.text)
+        size += record.length
         if size >= _BATCH_CHARS:
             yield batch
             batch, size = [], 0
@@ -283,7 +346,11 @@ def preparation_facts(options: PrepareOptions) -> dict[str, object]:
     """Return everything that the result depends on besides the files, as JSON values."""
     path = Path(options.tokenizer)
     file = path / "tokenizer.json" if path.is_dir() else path
-    return {"tokenizer": file_facts(file) if file.is_file() else None, "options": asdict(options)}
+    return {
+        "tokenizer": file_facts(file) if file.is_file() else None,
+        "templates": [file_facts(path) for path in template_files(options.tokenizer)],
+        "options": asdict(options),
+    }
 
 
 def _start_parts(parts: Path, files: Sequence[Path], options: PrepareOptions) -> None:
@@ -307,7 +374,8 @@ def _join(prefix: Path, parts: Path, count: int, dtype: np.dtype[np.integer]) ->
     with IndexWriter(prefix, dtype) as writer:
         for number in range(count):
             facts = _Part(**json.loads(_facts_path(parts, number).read_text(encoding="utf-8")))
-            writer.append_file(parts / f"{number:06}.bin")
+            data = parts / f"{number:06}.bin"
+            writer.append_file(data, data.with_suffix(".mask") if facts.is_marked else None)
             lengths = facts.lengths
             if open_length and not facts.continues:
                 writer.add(open_length)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megacore.data.chat import ChatTemplate, MarkedText, marked_pair
 from megacore.data.paths import missing_path
 from megacore.errors import DataError
 
@@ -47,12 +48,17 @@ class Record:
     """Text of a document, or of a part of it.
 
     Attributes:
-        text: The text.
+        text: The text; marked if only parts of it are learned.
         ends: Whether the document ends with it.
     """
 
-    text: str
+    text: str | MarkedText
     ends: bool = True
+
+    @property
+    def length(self) -> int:
+        """Number of characters."""
+        return len(self.text if isinstance(self.text, str) else self.text.text)
 
 
 OnBad = Callable[[str], None]
@@ -108,19 +114,23 @@ def shards_of(path: Path, kind: FileKind) -> list[Shard]:
     ]
 
 
-def read_records(shard: Shard, *, field: str, on_bad: OnBad) -> Iterator[Record]:
+def read_records(
+    shard: Shard, *, field: str, on_bad: OnBad, template: ChatTemplate | None = None
+) -> Iterator[Record]:
     """Yield the documents of a shard in order.
 
     Args:
         shard: The part of a file.
-        field: Field of JSON objects, or column of parquet files, with the text.
+        field: Field of JSON objects, or column of parquet files, with the text or the messages of a
+            conversation; or those of prompt and completion, with a comma.
         on_bad: Called with one sentence for a record that cannot be read; it may raise.
+        template: Renders conversations.
     """
     if shard.kind == "parquet":
-        yield from _parquet_records(shard, field, on_bad)
+        yield from _parquet_records(shard, field, on_bad, template)
     elif shard.kind == "jsonl":
         for offset, line in _lines(shard):
-            text = _field_of_line(line, shard.path, offset, field, on_bad)
+            text = _text_of_line(line, shard.path, offset, field, on_bad, template)
             if text is not None:
                 yield Record(text=text)
     else:
@@ -165,7 +175,14 @@ def _text(lines: Sequence[bytes]) -> str:
     return b"".join(lines).decode("utf-8").removeprefix("\ufeff")
 
 
-def _field_of_line(line: bytes, path: Path, offset: int, field: str, on_bad: OnBad) -> str | None:
+def _text_of_line(
+    line: bytes,
+    path: Path,
+    offset: int,
+    field: str,
+    on_bad: OnBad,
+    template: ChatTemplate | None,
+) -> str | MarkedText | None:
     if not line.strip():
         return None
     try:
@@ -177,38 +194,68 @@ def _field_of_line(line: bytes, path: Path, offset: int, field: str, on_bad: OnB
         place = f"{path}, line {line_number(path, offset)}, column {error.colno}"
         on_bad(f"{place}: not valid JSON: {error.msg}")
         return None
-    if not isinstance(row, dict):
-        problem = f"expected a JSON object, got {type(row).__name__}"
-    elif field not in row:
-        fields = ", ".join(map(str, row)) or "none"
-        problem = f'no field "{field}"; it has {fields} (see --field)'
-    elif not isinstance(row[field], str):
-        problem = f'the field "{field}" must be text, got {type(row[field]).__name__}'
-    else:
-        text: str = row[field]
-        return text
-    on_bad(f"{path}, line {line_number(path, offset)}: {problem}")
-    return None
+    try:
+        if not isinstance(row, dict):
+            raise ValueError(f"expected a JSON object, got {type(row).__name__}")
+        for name in field.split(","):
+            if name not in row:
+                fields = ", ".join(map(str, row)) or "none"
+                raise ValueError(f'no field "{name}"; it has {fields} (see --field)')
+        return _text_of_row(row, field, template, place="field")
+    except DataError:
+        raise
+    except ValueError as error:
+        on_bad(f"{path}, line {line_number(path, offset)}: {error}")
+        return None
 
 
-def _parquet_records(shard: Shard, field: str, on_bad: OnBad) -> Iterator[Record]:
+def _text_of_row(
+    row: Mapping[str, Any], field: str, template: ChatTemplate | None, *, place: str
+) -> str | MarkedText:
+    """Return the document of a row that has all fields.
+
+    Raises:
+        ValueError: For a value of another type, or a conversation that cannot be rendered.
+        DataError: For a conversation without a template.
+    """
+    values = [row[name] for name in field.split(",")]
+    if isinstance(values[0], list) and len(values) == 1:
+        if template is None:
+            raise DataError(
+                "conversations need a chat template: set the tokenizer to a tokenizer.json with "
+                "chat_template.jinja, or chat_template in tokenizer_config.json, beside it"
+            )
+        return template.render(values[0], row.get("tools"))
+    for name, value in zip(field.split(","), values, strict=True):
+        if not isinstance(value, str):
+            raise ValueError(f'the {place} "{name}" must be text, got {type(value).__name__}')
+    return values[0] if len(values) == 1 else marked_pair(*values)
+
+
+def _parquet_records(
+    shard: Shard, field: str, on_bad: OnBad, template: ChatTemplate | None
+) -> Iterator[Record]:
     file = _open_parquet(shard.path)
     names = file.schema_arrow.names
-    if field not in names:
-        raise DataError(
-            f'{shard.path} has no column "{field}"; it has {", ".join(names)} (see --field)'
-        )
+    columns = field.split(",")
+    for column in columns:
+        if column not in names:
+            raise DataError(
+                f'{shard.path} has no column "{column}"; it has {", ".join(names)} (see --field)'
+            )
+    columns += [name for name in ("tools",) if name in names]
     row = sum(file.metadata.row_group(n).num_rows for n in range(shard.begin))
     groups = list(range(shard.begin, shard.end))
-    for batch in file.iter_batches(row_groups=groups, columns=[field], batch_size=1024):
-        for text in batch.column(0).to_pylist():
-            if isinstance(text, str):
-                yield Record(text=text)
+    for batch in file.iter_batches(row_groups=groups, columns=columns, batch_size=1024):
+        for values in batch.to_pylist():
+            try:
+                text = _text_of_row(values, field, template, place="column")
+            except DataError:
+                raise
+            except ValueError as error:
+                on_bad(f"{shard.path}, row {row}: {error}")
             else:
-                on_bad(
-                    f'{shard.path}, row {row}: the column "{field}" must be text, got '
-                    f"{type(text).__name__}"
-                )
+                yield Record(text=text)
             row += 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +21,8 @@ class Sample:
         tokens: Token ids, ``(seq_length,)``, int64.
         labels: The next token of each token, below 0 where it does not count, ``(seq_length,)``,
             int64.
-        document_starts: Index of the first token of each document that starts in the sample.
+        document_starts: Index of the first token of each document that starts in the sample; with
+            ``data.document_mask`` also 0.
     """
 
     tokens: NDArray[np.int64]
@@ -53,6 +54,37 @@ class Samples(Protocol):
         """Return the passes over each source, by name, that the first samples make."""
 
 
+class OneEpoch:
+    """Samples of which those after the first epoch do not count in the loss."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self.name = samples.name
+        # Every source of a blend is read whole, in one of the first samples.
+        self.num_samples = round(1 / min(samples.epochs(1 << 20).values()) * (1 << 20))
+
+    def sample(self, number: int) -> Sample:
+        """Return a sample; without labels after the first epoch."""
+        if number < self.num_samples:
+            return self._samples.sample(number)
+        sample = self._samples.sample(0)
+        return replace(sample, labels=np.full_like(sample.labels, NO_LABEL))
+
+    @property
+    def seq_length(self) -> int:
+        """Number of predicted tokens per sample."""
+        return self._samples.seq_length
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the epoch."""
+        return self._samples.num_tokens
+
+    def epochs(self, num_samples: int) -> Mapping[str, float]:
+        """Return the passes over each source that the first samples make."""
+        return self._samples.epochs(min(num_samples, self.num_samples))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Window:
     """Consecutive tokens of one or more documents.
@@ -68,8 +100,12 @@ class Window:
     counted: NDArray[np.bool_] | None = None
 
 
-def sample_of_window(window: Window) -> Sample:
+def sample_of_window(window: Window, *, document_mask: bool = False) -> Sample:
     """Return the sample of ``seq_length + 1`` consecutive tokens.
+
+    Args:
+        window: The tokens.
+        document_mask: No document predicts the first token of the next one.
 
     Example:
         >>> window = Window(tokens=np.array([7, 8, 9, 5]), starts=[2, 3])
@@ -80,8 +116,8 @@ def sample_of_window(window: Window) -> Sample:
     labels = window.tokens[1:].copy()
     if window.counted is not None:
         labels[~window.counted[1:]] = NO_LABEL
-    return Sample(
-        tokens=window.tokens[:-1],
-        labels=labels,
-        document_starts=[start for start in window.starts if start < len(labels)],
-    )
+    starts = [start for start in window.starts if start < len(labels)]
+    if document_mask:
+        labels[[start - 1 for start in window.starts if start > 0]] = NO_LABEL
+        starts = [0, *(start for start in starts if start > 0)]
+    return Sample(tokens=window.tokens[:-1], labels=labels, document_starts=starts)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megacore.config.objects import call_object, import_object
 from megacore.data.indexed import indexed_prefix, read_indexed
 from megacore.data.paths import missing_path
 from megacore.data.stream import TokenSource
@@ -51,17 +52,11 @@ def factory_source(path: str, tokenizer: Tokenizer) -> TokenSource:
     """Call the factory ``module:function`` with the tokenizer; it returns a :class:`TokenSource`.
 
     Raises:
-        DataError: If there is no such function, or it returns something else.
+        ConfigError: If there is no such function, or it fails.
+        DataError: If it returns something else.
     """
-    module, _, function = path.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(
-            f'the data factory "{path}" must be "module:function" of an importable module, '
-            f"but: {error}"
-        ) from error
-    source = factory(tokenizer)
+    factory = import_object(path, setting="path of a data factory")
+    source = call_object(factory, tokenizer, shown=f'the data factory "{path}"')
     if not isinstance(source, TokenSource):
         raise DataError(
             f'the data factory "{path}" must return a megacore.data.TokenSource, got '
@@ -92,6 +87,7 @@ def _load_indexed(source: str, prefix: Path) -> TokenSource:
         description=f"token files {prefix}.bin and .idx, {indexed.num_documents:,} documents",
         tokens=indexed.tokens,
         document_starts=indexed.document_starts,
+        loss_mask=indexed.mask,
         indexed=indexed,
     )
 

@@ -80,11 +80,20 @@ class TokenRange:
         mask = self.source.loss_mask
         borders = self.source.document_starts
         from_, to = bisect_left(borders, first), bisect_left(borders, first + count)
+        if self.source.indexed is not None:
+            self.source.indexed.note_read()
         return Window(
             tokens=self.source.tokens[first : first + count].astype(np.int64),
             starts=[position - first for position in borders[from_:to]],
             counted=None if mask is None else mask[first : first + count] != 0,
         )
+
+    def document_starts(self) -> NDArray[np.int64]:
+        """Return the first token of every document of the range, ascending from 0."""
+        starts = np.asarray(self.source.document_starts, dtype=np.int64)
+        inside = starts[np.searchsorted(starts, self.begin, side="right") :]
+        inside = inside[: np.searchsorted(inside, self.end)]
+        return np.concatenate(([0], inside - self.begin))
 
     def check(self, start: int, count: int, *, vocab_size: int, name: str | None = None) -> None:
         """Check that ``count`` tokens from ``start`` are in ``[0, vocab_size)``.

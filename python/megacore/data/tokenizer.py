@@ -18,6 +18,8 @@ from megacore.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as _LibraryTokenizer
 
+    from megacore.data.chat import MarkedText
+
 TokenArray = NDArray[np.integer]
 # End-of-document tokens of models whose tokenizer comes without a configuration.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -39,6 +41,9 @@ class Tokenizer(Protocol):
 
     def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
         """Encode several texts."""
+
+    def encode_marked(self, text: MarkedText) -> tuple[TokenArray, NDArray[np.bool_]]:
+        """Encode a text; also return which tokens hold a character of its answers."""
 
     @property
     def eod_id(self) -> int | None:
@@ -72,6 +77,15 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
         """Encode several texts."""
         return [self.encode(text) for text in texts]
+
+    def encode_marked(self, text: MarkedText) -> tuple[TokenArray, NDArray[np.bool_]]:
+        """Encode a text; also return which tokens are part of its answers."""
+        ids = self.encode(text.text)
+        counted = np.zeros(len(ids), dtype=np.bool_)
+        for answer in text.answers:
+            begin, end = (len(text.text[:at].encode("utf-8")) for at in answer)
+            counted[begin:end] = True
+        return ids, counted
 
     @property
     def eod_id(self) -> int | None:
@@ -125,6 +139,15 @@ class JsonTokenizer:
         """Encode several texts, without the offsets that single encodings have."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, dtype=self._dtype) for one in encoded]
+
+    def encode_marked(self, text: MarkedText) -> tuple[TokenArray, NDArray[np.bool_]]:
+        """Encode a text; also return which tokens hold a character of its answers."""
+        encoded = self._tokenizer.encode(text.text, add_special_tokens=False)
+        offsets = np.asarray(encoded.offsets, dtype=np.int64).reshape(-1, 2)
+        counted = np.zeros(len(offsets), dtype=np.bool_)
+        for begin, end in text.answers:
+            counted |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+        return np.asarray(encoded.ids, dtype=self._dtype), counted
 
     @functools.cached_property
     def eod_id(self) -> int | None:

@@ -47,7 +47,7 @@ class RoutingShape:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.num_experts % self.num_ranks != 0:
             raise ValueError(
                 f"{self.num_experts} experts do not divide over {self.num_ranks} ranks; "

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megacore.errors import ConfigError
+from megacore.launch.call_records import note_status, ring_name, save_rings, saved_folder
 from megacore.launch.context import LaunchOptions, RankContext, rank_device
 from megacore.launch.environment import num_restarts
 from megacore.launch.failure import Failure, record_failure
@@ -113,6 +114,7 @@ class Ranks:
                 self.kill()
         if self._failed() and not told:
             self._tell()
+        self._save_rings()
         return self._exit_code()
 
     def terminate(self) -> None:
@@ -191,6 +193,19 @@ class Ranks:
             outcome = dataclasses.replace(first.outcome, first=True)
             print_outcome(outcome, options=self._options, num_others=others)
         return True
+
+    def _save_rings(self) -> None:
+        """Save the calls of ranks that hung or were lost."""
+        run_dir = self._options.error_dir
+        if run_dir is None:
+            return
+        failed = self._failed()
+        if any(rank.outcome is None or rank.outcome.kind in ("error", "victim") for rank in failed):
+            save_rings(run_dir)
+        for rank in failed:
+            if rank.outcome is None and rank.process.exitcode is not None:
+                copy = saved_folder(run_dir) / ring_name(rank.number)
+                note_status(copy, describe_exit(rank.process.exitcode))
 
     def _exit_code(self) -> int:
         finished = all(rank.outcome and rank.outcome.kind == "done" for rank in self._ranks)

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megacore.errors import ConfigError, PeerLostError
+from megacore.launch.calls import CallRing
 from megacore.launch.environment import launched_rank
 from megacore.launch.stopping import StopRequest
 from megacore.launch.store import LocalStoreAddress, StoreAddress, within
@@ -29,7 +30,8 @@ class LaunchOptions:
         backend: ``"gloo"`` places ranks on the CPU, ``"nccl"`` assigns each rank its own GPU.
         timeout_s: Timeout of collectives, seconds.
         peer_timeout_s: Seconds without heartbeat after which a rank counts as lost.
-        error_dir: Folder for ``rank_XX.err`` files; ``None`` writes no files.
+        error_dir: The run's folder, for ``rank_XX.err`` files and the calls of hung ranks; ``None``
+            writes no files.
         debug: Show full tracebacks.
         threads: CPU compute threads per rank; ``None`` divides the cores among the ranks.
         start_method: Start method of local ranks. Default: fork with gloo, since forked ranks share
@@ -74,6 +76,7 @@ class RankContext:
         launched_by: Launcher of the process.
         restarts: Number of times that the launcher or the job scheduler has restarted the run.
         stop: Signals that this rank has received.
+        calls: Ring of this rank's last collectives and messages, if it can be kept.
     """
 
     rank: int
@@ -87,6 +90,7 @@ class RankContext:
     launched_by: Literal["megacore", "torchrun", "srun"]
     restarts: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
+    calls: CallRing | None = None
 
     @property
     def local_ranks(self) -> range:

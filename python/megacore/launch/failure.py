@@ -231,6 +231,8 @@ class FailureMonitor:
             if now - last > self._interval_s + self._peer_timeout_s / 2:
                 self._forgive(now)  # After own suspension, missing heartbeats prove nothing.
             last = now
+            if self._context.calls is not None:
+                self._context.calls.note_position()
             try:
                 self._beat(count)
                 failure = self._recorded() or self._find_dead(self._watched())

@@ -33,6 +33,8 @@ def print_outcome(
         sentence = f"[rank {outcome.rank}] {sentence}"
     if outcome.kind in ("error", "victim", "stopped"):
         sentence += stopped_too(num_others)
+    if outcome.diagnosis:
+        sentence += "".join(f"\n  {line}" for line in outcome.diagnosis.splitlines())
     if outcome.traceback and options.debug:
         sentence += f"\n{outcome.traceback.rstrip()}"
     elif outcome.kind == "error":

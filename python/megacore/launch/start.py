@@ -13,18 +13,20 @@ import os
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
 from megacore.errors import ConfigError
 from megacore.files import describe_os_error, probe_folder
+from megacore.launch.call_records import remove_rings
 from megacore.launch.children import Ranks
 from megacore.launch.context import LaunchOptions, RankContext, context_from_environment
 from megacore.launch.environment import external_launcher
-from megacore.launch.messages import leave, print_outcome
+from megacore.launch.messages import complain, leave, print_outcome
 from megacore.launch.stopping import STOP_SIGNALS
 from megacore.launch.store import local_store
 from megacore.launch.worker import Reporter, Worker, error_file, run_rank, use_threads
@@ -69,6 +71,8 @@ def run_ranks_local(nproc: int, worker: Worker, *, options: LaunchOptions | None
             return ranks.watch(store, signals)
         finally:
             ranks.kill()
+            if options.error_dir is not None:
+                remove_rings(options.error_dir)
 
 
 def under_torchrun() -> bool:
@@ -86,7 +90,7 @@ def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) 
         ConfigError: If the environment is incomplete or the store does not answer.
     """
     options = options or LaunchOptions()
-    context = context_from_environment(options)
+    context = _join(options)
     use_threads(options.threads, num_processes=context.local_world_size)
 
     def prepare_and_work(context: RankContext) -> int:
@@ -101,6 +105,21 @@ def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) 
         # Connections to lost ranks would block an orderly exit.
         leave(code)
     return code
+
+
+def _join(options: LaunchOptions) -> RankContext:
+    """Build the context of this rank; ends the process if the store does not answer."""
+    try:
+        return context_from_environment(options)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, DistError | TimeoutError):
+            raise
+        # The thread that still connects would crash an orderly exit.
+        if options.debug:
+            traceback.print_exc()
+        complain(str(error))
+        leave(2)
+        raise
 
 
 def _check_gpus(nproc: int, options: LaunchOptions) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,11 +21,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from megacore.errors import DivergedError, MegacoreError, PeerLostError
-from megacore.launch.context import LaunchOptions, RankContext, agree
+from megacore.launch.call_records import remove_rings, save_rings, saved_folder
+from megacore.launch.calls import CallRing
+from megacore.launch.context import CONNECT_S, LaunchOptions, RankContext, agree
 from megacore.launch.failure import FailureMonitor, failure_monitor
+from megacore.launch.hang import diagnosis_of_run
 from megacore.launch.peers import Identity, signal_name
 from megacore.launch.stopping import STOP_SIGNALS
-from megacore.launch.store import first_line
+from megacore.launch.store import first_line, within
 
 Worker = Callable[[RankContext], int]
 
@@ -50,6 +56,7 @@ class Outcome:
         exit_code: Exit code of the rank.
         sentence: Message for the user; empty for no message.
         traceback: Full traceback of an error, for a file.
+        diagnosis: Which ranks waited for whom, if the run did not respond.
         first: False if another rank has already printed the same mistake.
         time_s: `time.monotonic` of the end, comparable among processes of one machine.
     """
@@ -59,6 +66,7 @@ class Outcome:
     exit_code: int
     sentence: str = ""
     traceback: str = ""
+    diagnosis: str = ""
     first: bool = True
     time_s: float = 0.0
 
@@ -97,7 +105,8 @@ class Reporter:
         # The file is optional: a full disk must not hide the error itself.
         with contextlib.suppress(OSError):
             self._error_dir.mkdir(parents=True, exist_ok=True)
-            text = f"{outcome.sentence}\n\n{outcome.traceback}".strip() + "\n"
+            parts = (outcome.sentence, outcome.diagnosis, outcome.traceback)
+            text = "\n\n".join(filter(None, parts)).strip() + "\n"
             error_file(self._error_dir, self._rank).write_text(text)
 
 
@@ -125,10 +134,12 @@ def run_rank(context: RankContext, worker: Worker, options: LaunchOptions, repor
 
     try:
         agree(context, "the number of processes", str(context.world_size))
+        context = replace(context, calls=_create_ring(context, options))
         with failure_monitor(
             context, peer_timeout_s=options.peer_timeout_s, on_end=end_from_monitor
         ) as monitor:
             outcome = _work_and_explain(context, worker, options, monitor)
+            _finish_ring(context, outcome, options)
             report(outcome)
     except MegacoreError as error:
         code = 1 if isinstance(error, PeerLostError) else 2
@@ -160,6 +171,8 @@ def _work(
     monitor.wait_for_all(timeout_s=options.timeout_s)
     init_process_group(context, options)
     exit_code = worker(context)
+    if context.calls is not None:
+        context.calls.note_status("its work is done")
     # A rank that exits early resets connections that others may still read from.
     dist.barrier()
     return exit_code
@@ -185,6 +198,7 @@ def _explain(
     """Classify the worker's error: user error, internal error, or failure of another rank."""
     trace = "".join(traceback.format_exception(error))
     rank = context.rank
+    diagnosis = _diagnose(error, context, options)  # before other ranks leave their calls
     if isinstance(error, RuntimeError) and not isinstance(error, MegacoreError):
         patience_s = options.peer_timeout_s + 5.0 if _is_about_connection(error) else 0.0
         culprit = monitor.culprit(patience_s=patience_s)
@@ -212,6 +226,7 @@ def _explain(
         exit_code=1,
         sentence=f"rank {rank} failed: {name}{_last_frame(error)}",
         traceback=trace,
+        diagnosis=diagnosis,
     )
 
 
@@ -245,6 +260,50 @@ def _stop_text(context: RankContext, code: int) -> str:
         return ""
     who = Identity.mine(context.rank)
     return f"{who} was stopped by {signal_name(code - 128)}"
+
+
+def _create_ring(context: RankContext, options: LaunchOptions) -> CallRing | None:
+    """Create the ring of this rank's calls; rank 0 removes copies of an earlier start."""
+    if options.error_dir is None or context.world_size == 1:
+        return None
+    request = partial(context.store.compare_set, "calls/run", "", uuid.uuid4().hex)
+    try:
+        run = within(CONNECT_S, request).decode()
+    except (TimeoutError, dist.DistError):
+        return None
+    if context.rank == 0:
+        shutil.rmtree(saved_folder(options.error_dir), ignore_errors=True)
+    return CallRing.create(
+        options.error_dir, rank=context.rank, world_size=context.world_size, run=run
+    )
+
+
+def _finish_ring(context: RankContext, outcome: Outcome, options: LaunchOptions) -> None:
+    """Save this machine's rings after a failure, and remove those that no rank uses any more."""
+    ring, run_dir = context.calls, options.error_dir
+    if ring is None or run_dir is None:
+        return
+    if outcome.kind == "error" and not outcome.diagnosis:
+        ring.note_status(f"it failed: {outcome.sentence}")
+    if outcome.kind in ("error", "victim"):
+        save_rings(run_dir)
+    if context.launched_by != "megacore":  # whose parent process does this when all have ended
+        ring.path.unlink(missing_ok=True)
+        remove_rings(run_dir, of_running=False)
+
+
+def _diagnose(error: Exception, context: RankContext, options: LaunchOptions) -> str:
+    """Compare the calls of the ranks if an error shows that the run does not respond."""
+    run_dir = options.error_dir
+    if context.calls is None or run_dir is None or not isinstance(error, RuntimeError):
+        return ""
+    if isinstance(error, MegacoreError) or not (
+        _is_about_connection(error) or "in different calls" in str(error)
+    ):
+        return ""
+    save_rings(run_dir)
+    found = diagnosis_of_run(run_dir)
+    return "" if found is None else str(found)
 
 
 def _is_about_connection(error: RuntimeError) -> bool:

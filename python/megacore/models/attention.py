@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from megacore.models.context_parallel import Masks, ScoreRule, causal_attention
 from megacore.models.functional import split_and_rotate
-from megacore.models.layers import ColumnLinear, HeadNorm, ModelContext, RowLinear
+from megacore.models.layers import ColumnLinear, ModelContext, RowLinear, make_qk_norm
+from megacore.models.past import Past
+from megacore.parallel.batch import Documents
+from megacore.parallel.params import ParamInfo
 
 
 class Attention(nn.Module):
@@ -35,27 +38,40 @@ class Attention(nn.Module):
         )
         width = shape.num_heads * shape.head_dim
         self.output = RowLinear(f"{name}.output", width, context=context, bias=config.output_bias)
-        normed = config.qk_norm
-        self.q_norm = HeadNorm(f"{name}.q_norm", context) if normed else None
-        self.k_norm = HeadNorm(f"{name}.k_norm", context) if normed else None
+        self.qk_norm = make_qk_norm(name, context)
+        self.sinks = None
+        if config.attention_sinks:
+            info = ParamInfo(
+                name=f"{name}.sinks",
+                full_shape=(shape.num_kv_heads, shape.q_per_kv),
+                tp_dim=0,
+                weight_decay=False,
+            )
+            self.sinks = context.params.zeros(info)
+        # Set while a text is generated.
+        self.past: Past | None = None
 
-    def forward(self, qkv_SBX: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self, qkv_SBX: Tensor, rotary: tuple[Tensor, Tensor], documents: Documents | None = None
+    ) -> Tensor:
         """Compute causal attention and the output projection.
 
         Args:
             qkv_SBX: Output of the layer ``qkv`` for ``(S[/tp], B, H)``.
             rotary: Cosines and sines at the positions of these tokens, at least ``(S, R/2)`` each,
                 for R rotated elements of a head.
+            documents: Documents inside of which attention stays.
 
         Returns:
             ``(S[/tp], B, H)``.
         """
         qkv_SBGX = qkv_SBX.view(*qkv_SBX.shape[:2], self.num_local_groups, -1)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.qk_norm is not None:
             heads = qkv_SBGX.view(*qkv_SBGX.shape[:3], -1, self.head_dim)
-            q, k = self.q_norm(heads[..., :-2, :]), self.k_norm(heads[..., -2:-1, :])
-            qkv_SBGX = torch.cat((q, k, heads[..., -1:, :]), dim=-2).flatten(-2)
+            qkv_SBGX = self.qk_norm(heads).flatten(-2)
         q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
+        if self.past is not None:
+            k_SBGD, v_SBGD = self.past.extend(torch.stack((k_SBGD, v_SBGD), 1)).unbind(1)
         mixed_SBND = causal_attention(
             q_SBND,
             k_SBGD,
@@ -64,6 +80,8 @@ class Attention(nn.Module):
             grouped=self.grouped,
             masks=self.masks,
             rule=self.rule,
+            sinks=None if self.sinks is None else self.sinks.flatten(),
+            documents=documents,
         )
         output: Tensor = self.output(mixed_SBND.flatten(2))
         return output

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.config import ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
+from megacore.models.loss import token_loss
+from megacore.models.own import OwnStage, StageContext, loss_of
+from megacore.models.stage import Stage, make_context
 from megacore.moe.echo.layer import num_slot_sets
 from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.parallel.process_groups import ProcessGroups
 
 
 def build_chunks(
-    config: Config, groups: ProcessGroups, *, device: torch.device | str = "cpu"
-) -> list[GPTChunk]:
+    config: ResolvedConfig, groups: ProcessGroups, *, device: torch.device | str = "cpu"
+) -> list[Stage]:
     """Build this pipeline rank's chunks, in the order of their stages.
 
     The schedule determines the stages: in a loop, chunk c is stage ``c * pp + pp_rank``; in a V,
@@ -42,14 +45,39 @@ def build_chunks(
 
 
 def build_stages(
-    config: Config, mine: Sequence[int], groups: ProcessGroups, *, device: torch.device | str
-) -> list[GPTChunk]:
+    config: ResolvedConfig,
+    mine: Sequence[int],
+    groups: ProcessGroups,
+    *,
+    device: torch.device | str,
+) -> list[Stage]:
     """Build the chunks of some stages on one rank, in their order; see `build_chunks`."""
     stages, further = _stages(config)
-    chunks: list[GPTChunk] = []
+    chunks: list[Stage] = []
+    loss = loss_of(config) or token_loss
     slots = SlotBuffers(config.moe.echo.spare_slots, num_slot_sets(config))
     # In model order, so that the chunk with the embedding precedes those that share it.
     for stage in sorted(mine):
+        if config.model.factory is not None:
+            context = make_context(
+                config.model,
+                config.moe,
+                groups,
+                sequence_parallel=config.parallel.sequence_parallel,
+                dtype=torch_dtype(config.train.dtype),
+                device=torch.device(device),
+                seed=config.train.seed,
+                slots=slots,
+                peers=chunks[0].moe_peers if chunks else None,
+            )
+            own = StageContext(
+                **vars(context),
+                is_first=stage == 0,
+                is_last=stage == len(stages) - 1,
+                tied_weight=_embedding_weight(chunks),
+            )
+            chunks.append(OwnStage(config, stages[stage], own))
+            continue
         chunks.append(
             GPTChunk(
                 config.model,
@@ -67,13 +95,16 @@ def build_stages(
                 slots=slots,
                 peers=chunks[0].moe_peers if chunks else None,
                 recompute=config.train.recomputed,
+                loss=loss,
             )
         )
     built = dict(zip(sorted(mine), chunks, strict=True))
     return [built[stage] for stage in mine]
 
 
-def in_model_order(config: Config, groups: ProcessGroups, chunks: Sequence[GPTChunk]) -> list[int]:
+def in_model_order(
+    config: ResolvedConfig, groups: ProcessGroups, chunks: Sequence[Stage]
+) -> list[int]:
     """Return the indices of a rank's chunks in model order.
 
     In this order, ranks that hold the same stages have the same parameters, even if two copies of
@@ -83,7 +114,7 @@ def in_model_order(config: Config, groups: ProcessGroups, chunks: Sequence[GPTCh
     return sorted(range(len(chunks)), key=mine.__getitem__)
 
 
-def _stages(config: Config) -> tuple[list[range], int | None]:
+def _stages(config: ResolvedConfig) -> tuple[list[range], int | None]:
     try:
         return layers_of_stages(config), mtp_stage(config)
     except ValueError as error:
@@ -95,6 +126,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _embedding_weight(chunks: list[GPTChunk]) -> nn.Parameter | None:
+def _embedding_weight(chunks: Sequence[Stage]) -> nn.Parameter | None:
     weights = (chunk.embedding_weight for chunk in chunks)
     return next((weight for weight in weights if weight is not None), None)

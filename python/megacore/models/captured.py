@@ -153,8 +153,7 @@ class CapturedPart(nn.Module):
         normed_SBH = found["normed"]
         tokens_SBH = found.get("tokens", normed_SBH)
         inner_SBH = block.moe.finish(normed_SBH, tokens_SBH, plan, memo=memo)
-        added_SBH: Tensor = x_SBH + self.layer.mlp_dropout(inner_SBH, batch)
-        return added_SBH
+        return self.layer.add_mlp(x_SBH, inner_SBH, batch)
 
     @property
     def _reads_samples(self) -> bool:
@@ -219,9 +218,10 @@ def captured_parts(
 def _modules(layer: TransformerLayer, scopes: frozenset[str]) -> list[nn.Module]:
     modules: list[nn.Module] = []
     if "attn" in scopes:
-        modules += [layer.attention_norm, layer.attention, layer.attention_dropout]
+        modules += [layer.attention_norm, layer.attention, layer.attention_output_norm]
+        modules += [layer.attention_dropout]
     if scopes & {"mlp", "moe"}:
-        modules += [layer.mlp_norm, layer.mlp, layer.mlp_dropout]
+        modules += [layer.mlp_norm, layer.mlp, layer.mlp_output_norm, layer.mlp_dropout]
     if "moe_router" in scopes:
         modules += [layer.mlp_norm, _moe_block(layer).moe.router]
     return modules

@@ -82,8 +82,8 @@ def split_and_rotate(
 
     Args:
         qkv_SBGX: ``(S, B, G, (Q + 2) * D)``: for each key head its query heads, the key, the value.
-        cos: ``(S, R/2)``, from `RotaryTables`.
-        sin: ``(S, R/2)``, from `RotaryTables`.
+        cos: ``(S, R/2)``, from `RotaryTables`; ``(S, B, R/2)`` if positions differ by sample.
+        sin: As ``cos``.
         head_dim: D.
 
     Returns:
@@ -212,7 +212,9 @@ def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     if num_rotated < x.shape[-1]:
         out[..., num_rotated:] = x[..., num_rotated:]
         out, x = out[..., :num_rotated], x[..., :num_rotated]
-    cos, sin = (table[: x.shape[0], None, None, None] for table in (cos, sin))
+    if cos.dim() == 2:
+        cos, sin = cos[:, None], sin[:, None]
+    cos, sin = (table[: x.shape[0], :, None, None] for table in (cos, sin))
     target = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
     x_1, x_2 = _wide(x).chunk(2, dim=-1)
     out_1, out_2 = target.chunk(2, dim=-1)

@@ -6,7 +6,8 @@ Shapes: S sequence, B batch, H hidden, V vocabulary. Activations are ``(S, B, H)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +16,23 @@ from torch.nn.functional import linear
 from megacore.config import ModelConfig, MoEConfig
 from megacore.models.dropout import Site
 from megacore.models.functional import softcap
-from megacore.models.init import ParamFactory
 from megacore.models.layers import ModelContext, ResidualDropout, VocabEmbedding, make_norm
-from megacore.models.loss import cross_entropy
-from megacore.models.mappings import Region
-from megacore.models.moe_block import MoEBlock, peers_of
+from megacore.models.loss import Loss, LossContext, token_loss
 from megacore.models.predictions import NO_LABEL, Predictions, ahead
 from megacore.models.rotary import RotaryTables
 from megacore.models.shape import GPTShape
+from megacore.models.stage import Stage, make_context
 from megacore.models.transformer import TransformerLayer
 from megacore.moe.balance import inject_gradient
-from megacore.moe.dispatchers import Peers, StaticBudget
+from megacore.moe.dispatchers import Peers
 from megacore.moe.echo.message_exchange import SlotBuffers
-from megacore.moe.layer import MoELayer
-from megacore.parallel.batch import Microbatch
+from megacore.parallel.batch import Documents, Microbatch
 from megacore.parallel.collectives import all_gather
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.params import ParamInfo, use_params
 from megacore.parallel.process_groups import ProcessGroups
 
 
-class GPTChunk(nn.Module):
+class GPTChunk(Stage):
     """One rank's part of the layers ``layers`` of a GPT.
 
     The whole model is ``GPTChunk(config, layers=range(num_layers), has_embedding=True,
@@ -62,6 +60,8 @@ class GPTChunk(nn.Module):
             allocated if needed.
         recompute: Activations to recompute in the backward pass: ``{"layer"}``, each layer from its
             input, or parts of it as in ``train.recompute_modules``.
+        loss: Loss of the head's logits.
+        initialize: Draw initial weights; else matrices must be filled before use.
 
     Raises:
         ConfigError: If the tp size does not divide a split dimension.
@@ -77,8 +77,6 @@ class GPTChunk(nn.Module):
         >>> model(None, batch).shape, model.logits(None, batch).shape
         (torch.Size([]), torch.Size([1, 4, 10]))
     """
-
-    mtp_sums: Tensor
 
     def __init__(
         self,
@@ -98,36 +96,26 @@ class GPTChunk(nn.Module):
         slots: SlotBuffers | None = None,
         peers: Peers | None = None,
         recompute: frozenset[str] = frozenset(),
+        loss: Loss = token_loss,
+        initialize: bool = True,
     ) -> None:
-        super().__init__()
-        moe = MoEConfig() if moe is None else moe
-        self.shape = GPTShape.from_config(config)
-        self.shape.check_layout(tp=groups.tp.size, sequence_parallel=sequence_parallel)
-        self.region = Region(group=groups.tp, sequence_parallel=sequence_parallel, cp=groups.cp)
-        params = ParamFactory(
-            seed=seed,
-            tp=groups.tp,
-            etp=groups.etp,
-            ep=groups.ep,
+        shape = GPTShape.from_config(config)
+        shape.check_layout(tp=groups.tp.size, sequence_parallel=sequence_parallel)
+        context = make_context(
+            config,
+            MoEConfig() if moe is None else moe,
+            groups,
+            sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=torch.device(device),
-        )
-        self.moe_budget = StaticBudget(moe.static_budget)
-        self.moe_peers = peers or peers_of(
-            moe, groups, hidden=self.shape.hidden, dtype=dtype, device=params.device
-        )
-        context = ModelContext(
-            config=config,
-            shape=self.shape,
-            region=self.region,
-            params=params,
-            moe=moe,
-            groups=groups,
-            budget=self.moe_budget,
-            slots=SlotBuffers(moe.echo.spare_slots) if slots is None else slots,
-            peers=self.moe_peers,
+            seed=seed,
+            slots=slots,
+            peers=peers,
+            initialize=initialize,
             recompute=recompute,
         )
+        super().__init__(context)
+        self.shape = shape
         if mtp_layers is None:
             mtp_layers = config.mtp_layers if has_head else range(0)
         predicts_elsewhere = config.num_mtp_layers > 0 and not mtp_layers
@@ -145,15 +133,9 @@ class GPTChunk(nn.Module):
         if mtp_layers:
             tied_weight = _embedding_copy(context) if tied_weight is None else tied_weight
             self.predictions = Predictions(mtp_layers, context, embedding=tied_weight)
-        self.head = Head(context, tied_weight=tied_weight) if has_head else None
+        self.head = Head(context, tied_weight=tied_weight, loss=loss) if has_head else None
         self._mtp_coef = config.mtp_loss_coef / max(1, config.num_mtp_layers)
-        self._add_buffers(config, params.device)
-        self._param_infos = tuple(params.made)
-
-    def _add_buffers(self, config: ModelConfig, device: torch.device) -> None:
-        sums = torch.zeros(2, config.num_mtp_layers, dtype=torch.float64, device=device)
-        self.register_buffer("mtp_sums", sums, persistent=False)
-        self.tables = RotaryTables(config, config.num_rotated, device=device)
+        self.tables = RotaryTables(config, config.num_rotated, device=context.params.device)
 
     def forward(
         self, hidden_SBH: Tensor | None, batch: Microbatch, *, keep_activations: bool = False
@@ -183,9 +165,9 @@ class GPTChunk(nn.Module):
             raise ValueError("the chunk with the head computes a loss, but the batch has no labels")
         num_outputs = 1 + self.mtp_sums.shape[1]
         if num_outputs == 1:
-            return self.head(hidden_SBH, batch.labels)  # type: ignore[no-any-return]
+            return self.head(hidden_SBH, batch)  # type: ignore[no-any-return]
         main_SBH, *further = hidden_SBH.chunk(num_outputs)
-        loss: Tensor = self.head(main_SBH, batch.labels)
+        loss: Tensor = self.head(main_SBH, batch)
         return self._add_predictions(loss, further, batch) if self.training else loss
 
     def _add_predictions(
@@ -201,8 +183,14 @@ class GPTChunk(nn.Module):
         num_labels = (self.region.share(batch.labels) >= 0).sum()
         for depth, output_SBH in enumerate(outputs):
             labels_BS = ahead(batch.labels, depth + 1, fill=NO_LABEL)
+            if batch.documents is not None:
+                # The tokens from here to the input of the prediction are in one document.
+                positions_BS = batch.documents.positions
+                input_BS = ahead(positions_BS, depth + 1, fill=NO_LABEL)
+                inside_BS = input_BS == positions_BS + depth + 1
+                labels_BS = labels_BS.masked_fill(~inside_BS, NO_LABEL)
             num_predicted = (self.region.share(labels_BS) >= 0).sum()
-            mean = self.head(output_SBH, labels_BS)
+            mean = self.head(output_SBH, replace(batch, labels=labels_BS))
             further = mean * (num_predicted / num_labels.clamp(min=1))
             loss = inject_gradient(loss, further * self._mtp_coef, batch.loss_factor)
             with torch.no_grad():
@@ -212,7 +200,12 @@ class GPTChunk(nn.Module):
 
     @torch.no_grad()
     def logits(
-        self, hidden_SBH: Tensor | None, batch: Microbatch, *, last_only: bool = False
+        self,
+        hidden_SBH: Tensor | None,
+        batch: Microbatch,
+        *,
+        last_only: bool = False,
+        start: int = 0,
     ) -> Tensor:
         """Compute scores of the next token, for generation; only on a chunk with the head.
 
@@ -220,6 +213,8 @@ class GPTChunk(nn.Module):
             hidden_SBH: As in `forward`.
             batch: As in `forward`; labels are not needed.
             last_only: Return only the scores after the last token.
+            start: Position of the batch's first token; the layers have the tokens before it from
+                earlier calls, see `remembering`.
 
         Returns:
             ``(B, S, vocab_size)``, float32, without padding, the same on every tp rank;
@@ -236,15 +231,10 @@ class GPTChunk(nn.Module):
                 f"logits are made for generation, which needs whole sequences on each rank; build "
                 f"the model with cp = 1, not {self.region.cp.size}"
             )
-        outputs_SBH = self._hidden(hidden_SBH, batch, only_next=True)
+        outputs_SBH = self._hidden(hidden_SBH, batch, only_next=True, start=start)
         if self._takes_predictions:
             outputs_SBH = outputs_SBH.chunk(1 + self.mtp_sums.shape[1])[0]
         return self.head.logits(outputs_SBH, last_only=last_only)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the chunk, also of one without parameters."""
-        return self.mtp_sums.device
 
     @property
     def embedding_weight(self) -> nn.Parameter | None:
@@ -256,34 +246,16 @@ class GPTChunk(nn.Module):
         tied = self.head is not None and self.shape.tie_embeddings
         return self.head.weight if tied and self.head is not None else None
 
-    def param_infos(self) -> list[tuple[ParamInfo, nn.Parameter]]:
-        """Return the parameters of this chunk with their descriptions, in order of creation."""
-        return list(self._param_infos)
-
-    def moe_layers(self) -> dict[int, MoELayer]:
-        """Return the MoE layers of this chunk by global index."""
-        further = () if self.predictions is None else self.predictions.layers
-        return {
-            layer.index: layer.mlp.moe
-            for layer in (*self.layers, *(part.layer for part in further))
-            if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoEBlock)
-        }
-
-    def buffer_infos(self) -> list[tuple[ParamInfo, Tensor]]:
-        """Return state that is checkpointed but not optimized: the expert biases."""
-        return [
-            (
-                ParamInfo(
-                    name=f"layers.{index}.moe.expert_bias",
-                    full_shape=tuple(layer.router.expert_bias.shape),
-                    tp_dim=None,
-                    weight_decay=False,
-                ),
-                layer.router.expert_bias,
-            )
-            for index, layer in self.moe_layers().items()
-            if layer.router.expert_bias is not None
-        ]
+    def parts(self) -> Iterator[tuple[int, str, nn.Module]]:
+        """Yield the embedding, the whole chunk and the modules of all layers, see `Stage`."""
+        if self.embedding is not None:
+            yield -1, "the embedding", self.embedding
+        yield 1 << 30, "the last layers of this stage", self
+        for layer in self.layers:
+            assert isinstance(layer, TransformerLayer)
+            for name, module in layer.named_modules():
+                dot = "." if name else ""
+                yield layer.index, f"layers.{layer.index}{dot}{name}", module
 
     def _hidden(
         self,
@@ -292,11 +264,12 @@ class GPTChunk(nn.Module):
         *,
         keep_activations: bool = False,
         only_next: bool = False,
+        start: int = 0,
     ) -> Tensor:
         sequence = batch.shape[1]
-        if sequence > self.shape.seq_length:
+        if start + sequence > self.shape.seq_length:
             raise ValueError(
-                f"the batch has {sequence} tokens per sample, but the model was made for "
+                f"the batch has {start + sequence} tokens per sample, but the model was made for "
                 f"seq_length = {self.shape.seq_length}"
             )
         if sequence % self.region.sequence_unit:
@@ -313,7 +286,8 @@ class GPTChunk(nn.Module):
             x_SBH = hidden_SBH
         else:
             raise ValueError("a chunk without the embedding takes the output of the chunk before")
-        rotary = self.rotary(sequence)
+        cos, sin = self.rotary(start + sequence, batch.documents)
+        rotary = (cos[start:], sin[start:]) if start else (cos, sin)
         for layer in self.layers:
             x_SBH = layer(x_SBH, rotary, batch, keep_activations=keep_activations)
         if self.final_norm is not None:
@@ -322,19 +296,19 @@ class GPTChunk(nn.Module):
             x_SBH = self.predictions(x_SBH, rotary, batch, keep_activations=keep_activations)
         return x_SBH
 
-    def rotary(self, sequence: int) -> tuple[Tensor, Tensor]:
+    def rotary(self, sequence: int, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
         """Return the rotary tables at the positions of this rank's tokens of a sequence."""
-        cos, sin = self.tables(sequence)
-        if self.region.cp.size == 1:
-            return cos, sin
-        positions = self.region.share_positions(sequence, device=cos.device)
-        return cos[positions], sin[positions]
+        if documents is not None:
+            cos, sin = self.tables(sequence)
+            positions = self.region.share(documents.positions).t()
+            return cos[positions], sin[positions]
+        return self.tables.share(sequence, self.region)
 
 
 class Embedding(nn.Module):
     """Token embedding and its dropout."""
 
-    def __init__(self, context: ModelContext, *, is_shared: bool) -> None:
+    def __init__(self, context: ModelContext, *, is_shared: bool = False) -> None:
         super().__init__()
         weight = _vocab_matrix("embedding", context, shared="embedding" if is_shared else None)
         self.words = VocabEmbedding(weight, context=context)
@@ -353,9 +327,16 @@ class Head(nn.Module):
     Columns of the padded vocabulary are never computed, so the loss does not depend on padding.
     """
 
-    def __init__(self, context: ModelContext, *, tied_weight: nn.Parameter | None) -> None:
+    def __init__(
+        self,
+        context: ModelContext,
+        *,
+        tied_weight: nn.Parameter | None = None,
+        loss: Loss = token_loss,
+    ) -> None:
         super().__init__()
         self.region = context.region
+        self.loss, self.context = loss, LossContext.of(context.region, context.shape)
         if not context.shape.tie_embeddings:
             self.weight = _vocab_matrix("head", context)
         elif tied_weight is not None:
@@ -364,21 +345,20 @@ class Head(nn.Module):
             self.weight = _embedding_copy(context)
         self.vocab = context.shape.vocab
         self.softcap = context.config.logit_softcap
-        num_rows = self.weight.shape[0]
-        self.first_column = context.region.group.position * num_rows
-        self.num_columns = min(max(self.vocab - self.first_column, 0), num_rows)
+        rows = self.weight.shape[0]
+        self.num_columns = min(max(self.vocab - self.context.first_column, 0), rows)
 
-    def forward(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
-        """Compute this cp rank's mean loss of normalized ``(S[/tp], B, H)`` and all labels."""
+    def forward(self, x_SBH: Tensor, batch: Microbatch) -> Tensor:
+        """Compute this cp rank's mean loss of normalized ``(S[/tp], B, H)`` and the labels."""
+        return self.loss(self.columns(x_SBH), batch, self.context)
+
+    def columns(self, x_SBH: Tensor) -> Tensor:
+        """Compute the logits of this tp rank's columns: ``(S[/tp], B, H)`` to ``(S, B, V/tp)``."""
+        use_params(self)
         # Even a full slice would cost a copy of the gradient.
         padded = self.num_columns < self.weight.shape[0]
         weight_VH = self.weight[: self.num_columns] if padded else self.weight
-        return cross_entropy(
-            softcap(linear(self.region.enter(x_SBH), weight_VH), self.softcap),
-            self.region.share(labels_BS).t(),
-            first_column=self.first_column,
-            group=self.region.group,
-        )
+        return softcap(linear(self.region.enter(x_SBH), weight_VH), self.softcap)
 
     def logits(self, x_SBH: Tensor, *, last_only: bool) -> Tensor:
         """Compute float32 scores ``(B, S, vocab)`` of normalized ``(S[/tp], B, H)``."""

@@ -62,6 +62,7 @@ class ParamFactory:
         ep: Expert-parallel group, which determines the experts to keep.
         dtype: Number format of the parameters.
         device: Device of the parameters.
+        initialize: Draw random weights; else they are left as they are, to be filled.
         made: Every parameter made so far, in order.
     """
 
@@ -71,12 +72,14 @@ class ParamFactory:
     device: torch.device
     etp: Group = field(default_factory=Group.solo)
     ep: Group = field(default_factory=Group.solo)
+    initialize: bool = True
     made: list[tuple[ParamInfo, nn.Parameter]] = field(default_factory=list)
 
     def normal(self, info: ParamInfo, *, std: float, drawn_rows: int | None = None) -> nn.Parameter:
-        """Make a normally distributed matrix, see `draw_full`; not drawn on the meta device."""
-        if self.device.type == "meta":
-            return self._make(info, torch.empty(info.full_shape, device=self.device))
+        """Make a normally distributed matrix, see `draw_full`."""
+        if self.device.type == "meta" or not self.initialize:
+            shape = info.local_shape(self.tp.size)
+            return self.remember(info, torch.empty(shape, dtype=self.dtype, device=self.device))
         return self._make(info, draw_full(info, seed=self.seed, std=std, drawn_rows=drawn_rows))
 
     def experts(self, info: ParamInfo, *, std: float) -> nn.Parameter:
@@ -89,7 +92,7 @@ class ParamFactory:
             info.local_shape(self.etp.size, ep_size=self.ep.size), device=self.device
         )
         first = self.ep.position * local.shape[0]
-        for index in range(0 if local.is_meta else local.shape[0]):
+        for index in range(0 if local.is_meta or not self.initialize else local.shape[0]):
             one = ParamInfo(
                 name=f"{info.name}.{first + index}",
                 full_shape=info.full_shape[1:],
@@ -98,7 +101,7 @@ class ParamFactory:
             full = draw_full(one, seed=self.seed, std=std)
             part = shard(full, one, tp_position=self.etp.position, tp_size=self.etp.size)
             local[index] = part.to(self.device)
-        return self._remember(info, local)
+        return self.remember(info, local)
 
     def ones(self, info: ParamInfo) -> nn.Parameter:
         """Make a vector of ones."""
@@ -110,9 +113,10 @@ class ParamFactory:
 
     def _make(self, info: ParamInfo, full: Tensor) -> nn.Parameter:
         local = shard(full, info, tp_position=self.tp.position, tp_size=self.tp.size)
-        return self._remember(info, local)
+        return self.remember(info, local)
 
-    def _remember(self, info: ParamInfo, local: Tensor) -> nn.Parameter:
+    def remember(self, info: ParamInfo, local: Tensor) -> nn.Parameter:
+        """Make a parameter of this rank's shard."""
         parameter = nn.Parameter(local.to(device=self.device, dtype=self.dtype))
         self.made.append((info, parameter))
         return parameter

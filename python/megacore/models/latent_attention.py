@@ -21,7 +21,9 @@ from megacore.config import ModelConfig
 from megacore.models.context_parallel import Masks, ScoreRule, attend, gather_in_order
 from megacore.models.functional import rms_norm, rotate
 from megacore.models.layers import ColumnLinear, ModelContext, RowLinear
+from megacore.models.past import Past
 from megacore.models.rotary import magnitude
+from megacore.parallel.batch import Documents
 from megacore.parallel.params import ParamInfo
 
 
@@ -62,13 +64,18 @@ class LatentAttention(nn.Module):
             enters=False,
         )
         self.output = RowLinear(f"{name}.output", shape.num_heads * mla.v_head_dim, context=context)
+        # Set while a text is generated.
+        self.past: Past | None = None
 
-    def forward(self, latent_SBL: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self, latent_SBL: Tensor, rotary: tuple[Tensor, Tensor], documents: Documents | None = None
+    ) -> Tensor:
         """Compute causal attention and the output projection.
 
         Args:
             latent_SBL: Output of `qkv` for ``(S[/tp], B, H)``.
             rotary: Cosines and sines at the positions of these tokens, at least ``(S, R/2)`` each.
+            documents: Documents inside of which attention stays.
 
         Returns:
             ``(S[/tp], B, H)``.
@@ -81,7 +88,10 @@ class LatentAttention(nn.Module):
         q_SBNP, q_SBNR = q_SBNX[..., : mla.nope_head_dim], q_SBNX[..., mla.nope_head_dim :]
         q_SBND = torch.cat((q_SBNP, rotate(q_SBNR, *rotary)), dim=-1)
         k_rot_SBR = rotate(k_rot_SBR[:, :, None], *rotary).squeeze(2)
-        shared = gather_in_order(torch.cat((kv_SBC, k_rot_SBR), dim=-1), self.cp)
+        latent_SBX = torch.cat((kv_SBC, k_rot_SBR), dim=-1)
+        if self.past is not None:
+            return self._attend_to_latents(q_SBND, self.past.extend(latent_SBX))
+        shared = gather_in_order(latent_SBX, self.cp)
         kv_SBC, k_rot_SBR = torch.split_with_sizes(shared, self.qkv.widths[1:], dim=-1)
         heads = (self.num_local_heads, mla.nope_head_dim + mla.v_head_dim)
         kv_SBNX = self.kv_up(kv_SBC).view(*kv_SBC.shape[:2], *heads)
@@ -95,7 +105,34 @@ class LatentAttention(nn.Module):
             grouped=False,
             masks=self.masks,
             rule=self.rule,
+            documents=documents,
         )
+        output: Tensor = self.output(mixed_SBNV.flatten(2))
+        return output
+
+    def _attend_to_latents(self, q_SBND: Tensor, shared_TBX: Tensor) -> Tensor:
+        """Attend without keys and values of heads, which takes less time for few queries.
+
+        The projection of latents to keys is applied to the queries, that to values to the result.
+
+        Args:
+            q_SBND: Queries, rotated.
+            shared_TBX: Latents and rotated parts of keys of all tokens so far, ``(T, B, C + R)``.
+        """
+        mla = self.mla
+        up_NXC = self.kv_up.weight
+        q_SBNP, q_SBNR = q_SBND[..., : mla.nope_head_dim], q_SBND[..., mla.nope_head_dim :]
+        q_SBNC = torch.einsum("sbnp,npc->sbnc", q_SBNP, up_NXC[:, : mla.nope_head_dim])
+        mixed_SBNC = attend(
+            torch.cat((q_SBNC, q_SBNR), dim=-1),
+            shared_TBX[:, :, None],
+            shared_TBX[:, :, None, : mla.kv_rank],
+            group=self.cp,
+            grouped=True,
+            masks=self.masks,
+            rule=self.rule,
+        )
+        mixed_SBNV = torch.einsum("sbnc,nvc->sbnv", mixed_SBNC, up_NXC[:, mla.nope_head_dim :])
         output: Tensor = self.output(mixed_SBNV.flatten(2))
         return output
 

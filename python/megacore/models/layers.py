@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, layer_norm, linear
 
 from megacore.config import ModelConfig, MoEConfig
 from megacore.models.dropout import DropoutKey, Site, dropout, dropout_use, keep_mask
-from megacore.models.functional import rms_norm
+from megacore.models.functional import rms_norm, wide_dtype
 from megacore.models.init import ParamFactory
-from megacore.models.mappings import Region
+from megacore.models.mappings import Region, copy_to_group, reduce_from_group
 from megacore.models.shape import GPTShape
 from megacore.moe.dispatchers import Peers, StaticBudget
 from megacore.moe.echo.message_exchange import SlotBuffers
@@ -116,26 +117,81 @@ class LayerNorm(nn.Module):
         return layer_norm(x_SBH, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class HeadNorm(nn.Module):
-    """RMSNorm of each head's vector; one weight for all heads, replicated over tp."""
+def make_qk_norm(name: str, context: ModelContext) -> HeadNorms | WidthNorms | None:
+    """Make the norm of queries and keys of ``model.qk_norm`` and ``model.qk_norm_width``.
+
+    It takes and returns ``(S, B, G, Q + 2, D)``: for each of G key heads its Q query heads, the key
+    and the value, which is unchanged.
+    """
+    if not context.config.qk_norm:
+        return None
+    kind = HeadNorms if context.config.qk_norm_width == "head" else WidthNorms
+    return kind(name, context)
+
+
+class HeadNorms(nn.Module):
+    """RMSNorm of each head's query and key; one weight for all heads, replicated over tp."""
 
     def __init__(self, name: str, context: ModelContext) -> None:
         super().__init__()
         self.eps = context.config.norm_eps
-        self.weight = context.params.ones(
+        infos = [
             ParamInfo(
-                name=name,
+                name=f"{name}.{part}",
                 full_shape=(context.shape.head_dim,),
                 tp_dim=None,
                 # Each tp rank had its own heads only, so gradients are always summed.
                 sequence_parallel=True,
                 weight_decay=False,
             )
-        )
+            for part in ("q_norm", "k_norm")
+        ]
+        self.q_weight, self.k_weight = map(context.params.ones, infos)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``(..., D)`` to the same shape."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalize queries and keys; the shape is unchanged."""
+        q = rms_norm(heads[..., :-2, :], self.q_weight, self.eps)
+        k = rms_norm(heads[..., -2:-1, :], self.k_weight, self.eps)
+        return torch.cat((q, k, heads[..., -1:, :]), dim=-2)
+
+
+class WidthNorms(nn.Module):
+    """RMSNorm of the queries, and of the keys, of all heads together.
+
+    The sums of squares are over the heads of all tp ranks; each rank has the weights of its heads.
+    """
+
+    def __init__(self, name: str, context: ModelContext) -> None:
+        super().__init__()
+        shape = context.shape
+        self.eps, self.group = context.config.norm_eps, context.region.group
+        self.widths = [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
+        infos = [
+            ParamInfo(
+                name=f"{name}.{part}",
+                full_shape=(shape.num_kv_heads, number * shape.head_dim),
+                tp_dim=0,
+                weight_decay=False,
+            )
+            for part, number in (("q_norm", shape.q_per_kv), ("k_norm", 1))
+        ]
+        self.q_weight, self.k_weight = map(context.params.ones, infos)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalize queries and keys; the shape is unchanged."""
+        parts = [part.to(wide_dtype(heads)) for part in (heads[..., :-2, :], heads[..., -2:-1, :])]
+        squares = torch.stack([part.square().sum((-3, -2, -1)) for part in parts])
+        # Ranks use the sum for different heads, so its gradients are summed too.
+        squares = copy_to_group(reduce_from_group(squares, self.group), self.group)
+        normed = [
+            (part * (total / width + self.eps).rsqrt()[..., None, None, None])
+            .mul(weight.view(part.shape[-3:]))
+            .to(heads.dtype)
+            for part, total, width, weight in zip(
+                parts, squares, self.widths, (self.q_weight, self.k_weight), strict=True
+            )
+        ]
+        return torch.cat((*normed, heads[..., -1:, :]), dim=-2)
 
 
 class ColumnLinear(nn.Module):

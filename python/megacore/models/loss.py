@@ -7,14 +7,72 @@ Shapes: S sequence, B batch, V this rank's true (unpadded) vocabulary columns, p
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacore.models.mappings import Region
+from megacore.models.shape import GPTShape
+from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossContext:
+    """Position of a rank's logits and labels in the whole vocabulary and sequence.
+
+    Attributes:
+        region: The tp group that splits the vocabulary, and the cp group that splits sequences.
+        vocab: Tokens of the vocabulary, without padding.
+        first_column: Token of the first logit of this tp rank.
+    """
+
+    region: Region
+    vocab: int
+    first_column: int
+
+    @classmethod
+    def of(cls, region: Region, shape: GPTShape) -> LossContext:
+        """Take the padded vocabulary of a shape, split over the tp group in equal parts."""
+        rows = shape.padded_vocab // region.group.size
+        return cls(region=region, vocab=shape.vocab, first_column=region.group.position * rows)
+
+    def labels(self, batch: Microbatch) -> Tensor:
+        """Return the labels of this cp rank, ``(S, B)``, below 0 where they do not count."""
+        if batch.labels is None:
+            raise ValueError("a loss needs labels, but the batch has none")
+        return self.region.share(batch.labels).t()
+
+
+class Loss(Protocol):
+    """Loss function of ``train.loss``."""
+
+    def __call__(self, output: Tensor, batch: Microbatch, context: LossContext) -> Tensor:
+        """Compute the mean loss of this cp rank's tokens that count.
+
+        Args:
+            output: Output of the last stage; of megacore's GPT the logits of this tp rank's
+                columns of the vocabulary, ``(S, B, V)``.
+            batch: The microbatch.
+            context: Position of the output in vocabulary and sequence.
+
+        Returns:
+            Scalar, the same on every tp rank.
+        """
+
+
+def token_loss(output: Tensor, batch: Microbatch, context: LossContext) -> Tensor:
+    """Compute the mean cross entropy of the next token, see `cross_entropy`."""
+    return cross_entropy(
+        output,
+        context.labels(batch),
+        first_column=context.first_column,
+        group=context.region.group,
+    )
 
 
 def cross_entropy(

@@ -5,11 +5,14 @@ Shapes: S sequence, B batch, H hidden, E experts, F inner width of an expert.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from megacore.config import MoEConfig, filled
+from megacore.config import MoEConfig
+from megacore.config.base import filled
 from megacore.models.layers import ModelContext
 from megacore.models.mappings import Region, gather_sequence, scatter_sequence
 from megacore.moe.balance import RouterGroups
@@ -26,7 +29,7 @@ from megacore.moe.dispatchers import (
     static_receive_rows,
 )
 from megacore.moe.echo.layer import Echo, ReceiveBudget, receive_factor
-from megacore.moe.experts import GroupedExperts
+from megacore.moe.experts import ExpertBiases, GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.recompute import Memo
@@ -65,6 +68,7 @@ class MoEBlock(nn.Module):
                 ),
                 std=context.config.init_std,
             ),
+            bias=_router_bias(f"{name}.router_bias", context),
             groups=RouterGroups(
                 sequence_parallel=groups.tp,
                 cp=groups.cp,
@@ -137,6 +141,19 @@ class GatedExpert(nn.Module):
         """Compute ``(S[/tp], B, H)`` to the same shape."""
         output: Tensor = self.mlp(x_SBH) * torch.sigmoid(linear(x_SBH, self.gate))
         return output
+
+
+def _router_bias(name: str, context: ModelContext) -> nn.Parameter | None:
+    if not context.moe.biases:
+        return None
+    info = ParamInfo(
+        name=name,
+        full_shape=(context.moe.num_experts,),
+        tp_dim=None,
+        sequence_parallel=True,
+        weight_decay=False,
+    )
+    return context.params.zeros(info)
 
 
 def peers_of(
@@ -223,7 +240,7 @@ def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
 def _experts(name: str, context: ModelContext) -> GroupedExperts:
     moe, hidden = context.moe, context.shape.hidden
     width = filled(moe.ffn_hidden_size)
-    inner = (2, width) if moe.activation == "swiglu" else (width,)
+    inner = (2, width) if moe.gated else (width,)
     fc1 = ParamInfo(
         name=f"{name}.fc1",
         full_shape=(moe.num_experts, *inner, hidden),
@@ -242,4 +259,21 @@ def _experts(name: str, context: ModelContext) -> GroupedExperts:
         context.params.experts(fc1, std=context.config.init_std),
         context.params.experts(fc2, std=context.output_std),
         activation=moe.activation,
+        biases=_expert_biases(fc1, fc2, context) if moe.biases else None,
     )
+
+
+def _expert_biases(fc1: ParamInfo, fc2: ParamInfo, context: ModelContext) -> ExpertBiases:
+    """Make the biases of these matrices, zero at the start."""
+    infos = [
+        replace(
+            info,
+            name=f"{info.name}_bias",
+            full_shape=info.full_shape[:-1],
+            tp_dim=tp_dim,
+            weight_decay=False,
+        )
+        for info, tp_dim in ((fc1, fc1.tp_dim), (fc2, None))
+    ]
+    made = [context.params.experts(info, std=0.0) for info in infos]
+    return ExpertBiases(*made, num_shards=context.groups.etp.size)

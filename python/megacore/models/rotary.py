@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import ModelConfig, RopeScalingConfig
+from megacore.models.mappings import Region
 
 
 def frequencies(
@@ -116,9 +117,19 @@ class RotaryTables(nn.Module):
         """
         if self._config.rope_scaling.type == "dynamic" and sequence != self._length:
             self._length = sequence
-            cos, sin = self._compute(self.cos.device)
-            self.cos, self.sin = cos.to(self.cos.dtype), sin.to(self.sin.dtype)
+            # Generation must not leave tables that training cannot save for backward.
+            with torch.inference_mode(False):
+                cos, sin = self._compute(self.cos.device)
+                self.cos, self.sin = cos.to(self.cos.dtype), sin.to(self.sin.dtype)
         return self.cos, self.sin
+
+    def share(self, sequence: int, region: Region) -> tuple[Tensor, Tensor]:
+        """Return the tables at the positions of this cp rank's tokens of a sequence."""
+        cos, sin = self(sequence)
+        if region.cp.size == 1:
+            return cos, sin
+        positions = region.share_positions(sequence, device=cos.device)
+        return cos[positions], sin[positions]
 
     def _compute(self, device: torch.device) -> tuple[Tensor, Tensor]:
         config = self._config

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megacore.config import ModelConfig, filled
-from megacore.config.base import nearest_divisors
+from megacore.config import ModelConfig
+from megacore.config.base import filled, nearest_divisors
 from megacore.errors import ConfigError
 
 
@@ -66,6 +66,15 @@ class GPTShape:
     def qkv_full_shape(self) -> tuple[int, int, int]:
         """``(num_kv_heads, (q_per_kv + 2) * head_dim, hidden)``, heads ordered ``q.. k v``."""
         return (self.num_kv_heads, (self.q_per_kv + 2) * self.head_dim, self.hidden)
+
+    def part(self, tp: int) -> GPTShape:
+        """Return the sizes of a tp rank's part of heads and vocabulary."""
+        return replace(
+            self,
+            num_heads=self.num_heads // tp,
+            num_kv_heads=self.num_kv_heads // tp,
+            padded_vocab=self.padded_vocab // tp,
+        )
 
     def check_layout(self, *, tp: int, sequence_parallel: bool) -> None:
         """Check that the tensor-parallel size divides all split dimensions.

@@ -1,10 +1,11 @@
-"""Model size: number of parameters, and floating-point operations per token."""
+"""Model size: number of parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megacore.config import ModelConfig, MoEConfig, filled
+from megacore.config import ModelConfig, MoEConfig
+from megacore.config.base import filled
 from megacore.models.shape import GPTShape
 
 
@@ -83,47 +84,6 @@ def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> Param
     )
 
 
-def flops_per_token(config: ModelConfig, moe: MoEConfig | None = None) -> int:
-    """Count floating-point operations of matrix products per token, forward and backward.
-
-    ``6 * W + 6 * L * S * A``, with W the weights that a token is multiplied with (the layers, only
-    the chosen experts, and the output layer, without padding; not the embedding, which is a
-    lookup), L layers, S the sequence length and A the summed width of the query heads (the mean
-    with that of the value heads if they differ). A product
-    with a weight costs 2 operations in the forward and 4 in the backward pass. Attention
-    multiplies a token with the keys and the values of ``S / 2`` tokens on average: ``2 * A * S``
-    operations forward, twice that backward. Layers for multi-token prediction count like others,
-    with their projection and one more output layer each.
-
-    Source:
-        Chowdhery et al., arXiv:2204.02311, appendix B; the attention term is halved here because
-        the causal kernel skips the masked half.
-
-    Example:
-        >>> config = ModelConfig(num_kv_heads=4, ffn_hidden_size=384, vocab_size=256)
-        >>> flops_per_token(config)
-        5701632
-    """
-    shape, moe = GPTShape.from_config(config), MoEConfig() if moe is None else moe
-    num_layers, num_mtp = config.mtp_layers.stop, config.num_mtp_layers
-    num_moe = len(moe.moe_layers(num_layers))
-    weights = num_layers * _attention_weights(config, shape)
-    weights += (1 + num_mtp) * shape.vocab * shape.hidden
-    weights += (num_layers - num_moe) * _dense_weights(shape) + num_mtp * 2 * shape.hidden**2
-    if num_moe:
-        weights += num_moe * _moe_weights(shape, moe, experts=moe.top_k)
-    attention = num_layers * shape.seq_length * shape.num_heads * _head_width(config, shape)
-    return 6 * (weights + int(attention))
-
-
-def _head_width(config: ModelConfig, shape: GPTShape) -> float:
-    """Return the mean width of a query and a value head."""
-    mla = config.mla
-    if mla.kv_rank:
-        return (mla.nope_head_dim + mla.rope_head_dim + mla.v_head_dim) / 2
-    return shape.head_dim
-
-
 def _attention_weights(config: ModelConfig, shape: GPTShape) -> int:
     if config.mla.kv_rank:
         mla, heads = config.mla, shape.num_heads
@@ -143,20 +103,24 @@ def _dense_weights(shape: GPTShape) -> int:
 
 
 def _expert_weights(shape: GPTShape, moe: MoEConfig) -> int:
-    num_matrices = 3 if moe.activation == "swiglu" else 2
-    return num_matrices * filled(moe.ffn_hidden_size) * shape.hidden
+    num_matrices, width = (3 if moe.gated else 2), filled(moe.ffn_hidden_size)
+    biases = (num_matrices - 1) * width + shape.hidden if moe.biases else 0
+    return num_matrices * width * shape.hidden + biases
 
 
 def _moe_weights(shape: GPTShape, moe: MoEConfig, *, experts: int) -> int:
     """Count the router, ``experts`` experts and the shared expert of one layer."""
     shared = 3 * moe.shared_ffn_hidden_size * shape.hidden + moe.shared_gate * shape.hidden
-    return moe.num_experts * shape.hidden + experts * _expert_weights(shape, moe) + shared
+    router = moe.num_experts * (shape.hidden + moe.biases)
+    return router + experts * _expert_weights(shape, moe) + shared
 
 
 def _small_weights(config: ModelConfig, shape: GPTShape) -> int:
     """Count the norms and biases of one layer."""
     biases = shape.num_heads + 2 * shape.num_kv_heads if config.qkv_bias else 0
-    heads = biases * shape.head_dim + (2 * shape.head_dim if config.qk_norm else 0)
+    normed = 2 if config.qk_norm_width == "head" else shape.num_heads + shape.num_kv_heads
+    heads = (biases + normed * config.qk_norm) * shape.head_dim
+    heads += shape.num_heads * config.attention_sinks
     heads += config.mla.q_rank + config.mla.kv_rank
     return 2 * _norm_size(config) + heads + (shape.hidden if config.output_bias else 0)
 

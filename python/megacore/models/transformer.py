@@ -1,4 +1,4 @@
-"""Pre-norm transformer layer: attention, then an MLP or experts, on the residual stream.
+"""Transformer layer: attention, then an MLP or experts, on the residual stream.
 
 A recomputed part ends in a matrix product if possible, because then only the input of the product
 is recomputed, not the product.
@@ -57,7 +57,7 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer; ``index`` is the global layer index, used in parameter names.
+    """One layer; ``index`` is the global layer index, used in parameter names.
 
     The index and the ``[moe]`` section determine whether the layer has an MLP or experts.
     """
@@ -67,12 +67,14 @@ class TransformerLayer(nn.Module):
         self.index = index
         self._recompute = context.recompute
         name = f"layers.{index}"
-        self.attention_norm = make_norm(f"{name}.attention.norm", context)
+        self.attention_norm, self.attention_output_norm = _norms(f"{name}.attention", context)
         kind = LatentAttention if context.config.mla.kv_rank else Attention
         self.attention = kind(f"{name}.attention", index, context)
         self.attention_dropout = ResidualDropout(layer=index, site=Site.ATTENTION, context=context)
         is_moe = context.moe.is_moe_layer(index)
-        self.mlp_norm = make_norm(f"{name}.{'moe' if is_moe else 'mlp'}.norm", context)
+        self.mlp_norm, self.mlp_output_norm = _norms(
+            f"{name}.{'moe' if is_moe else 'mlp'}", context
+        )
         self.mlp: MLP | MoEBlock
         if is_moe:
             shared = _shared_expert(f"{name}.moe", context)
@@ -115,8 +117,11 @@ class TransformerLayer(nn.Module):
             "norm" in again, lambda x: self.attention.qkv(self.attention_norm(x)), x_SBH
         )
         mixed_SBH = recompute_if(
-            "attention" in again, lambda qkv: self.attention(qkv, rotary), qkv_SBX
+            "attention" in again,
+            lambda qkv: self.attention(qkv, rotary, batch.documents),
+            qkv_SBX,
         )
+        mixed_SBH = self.attention_output_norm(mixed_SBH)
         added_SBH: Tensor = x_SBH + self.attention_dropout(mixed_SBH, batch)
         return added_SBH
 
@@ -136,8 +141,20 @@ class TransformerLayer(nn.Module):
         else:
             wide_SBF = recompute_if("norm" in again, lambda x: mlp.gate_up(self.mlp_norm(x)), x_SBH)
             inner_SBH = recompute_if("activation" in again, mlp.finish, wide_SBF)
+        return self.add_mlp(x_SBH, inner_SBH, batch)
+
+    def add_mlp(self, x_SBH: Tensor, inner_SBH: Tensor, batch: Microbatch) -> Tensor:
+        """Add the result of the MLP or the experts to the residual stream ``(S[/tp], B, H)``."""
+        inner_SBH = self.mlp_output_norm(inner_SBH)
         added_SBH: Tensor = x_SBH + self.mlp_dropout(inner_SBH, batch)
         return added_SBH
+
+
+def _norms(name: str, context: ModelContext) -> tuple[nn.Module, nn.Module]:
+    """Return the norms of a block's input and output; one of them changes nothing."""
+    norm = make_norm(f"{name}.norm", context)
+    is_before = context.config.norm_position == "before"
+    return (norm, nn.Identity()) if is_before else (nn.Identity(), norm)
 
 
 def _shared_expert(name: str, context: ModelContext) -> nn.Module | None:

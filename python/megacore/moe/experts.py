@@ -6,37 +6,48 @@ shard, if etp splits experts), H hidden.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from megacore.moe.dispatchers import ExpertRows
 from megacore.moe.echo.exchange import FC1, FC2, CloneExchange
-from megacore.ops.activations import gelu, swiglu
+from megacore.ops.activations import clamped_swiglu, gelu, swiglu
 from megacore.ops.gemm import grouped_gemm, main_grad_of
 
-Activation = Literal["swiglu", "gelu"]
+Activation = Literal["swiglu", "gelu", "clamped_swiglu"]
+_ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu, "clamped_swiglu": clamped_swiglu}
 
 
 class GroupedExperts(nn.Module):
     """Grouped MLP ``fc2(activation(fc1(x)))`` over each expert's rows, times each row's weight.
 
-    The weight is applied between the two products, where rows are narrow; since ``fc2`` is linear
-    and has no bias, this is equivalent to weighting the result.
+    The weight is applied between the two products, where rows are narrow, and to the bias of
+    ``fc2``; since ``fc2`` is linear, this is equivalent to weighting the result.
 
     Args:
         fc1: ``(L, 2, F, H)`` for SwiGLU, gate first; ``(L, F, H)`` for GELU.
         fc2: ``(L, H, F)``.
         activation: Activation between ``fc1`` and ``fc2``.
+        biases: Biases of both; not with clones.
 
     Raises:
         ValueError: If the shapes are inconsistent.
     """
 
-    def __init__(self, fc1: nn.Parameter, fc2: nn.Parameter, *, activation: Activation) -> None:
+    def __init__(
+        self,
+        fc1: nn.Parameter,
+        fc2: nn.Parameter,
+        *,
+        activation: Activation,
+        biases: ExpertBiases | None = None,
+    ) -> None:
         super().__init__()
         num_local, hidden, width = fc2.shape
-        inner = (2, width) if activation == "swiglu" else (width,)
+        inner = (width,) if activation == "gelu" else (2, width)
         if tuple(fc1.shape) != (num_local, *inner, hidden):
             raise ValueError(
                 f"fc1 has shape {tuple(fc1.shape)}, but {activation} before fc2 "
@@ -45,6 +56,7 @@ class GroupedExperts(nn.Module):
         self.fc1 = fc1
         self.fc2 = fc2
         self.activation = activation
+        self.biases = biases
 
     def forward(self, arrived: ExpertRows, clones: CloneExchange | None = None) -> Tensor:
         """Compute the expert outputs.
@@ -57,12 +69,63 @@ class GroupedExperts(nn.Module):
         Returns:
             ``(M, H)``; a partial sum if etp splits experts.
         """
-        activate = swiglu if self.activation == "swiglu" else gelu
+        activate = _ACTIVATIONS[self.activation]
         rows, probs, m_splits = arrived.rows, arrived.probs, arrived.m_splits
         if clones is not None:
             inner = clones.product(FC1, rows, m_splits)
             return clones.product(FC2, activate(inner, probs), m_splits)
-        return _product(activate(_product(rows, self.fc1, m_splits), probs), self.fc2, m_splits)
+        inner = _product(rows, self.fc1, m_splits)
+        if self.biases is None:
+            return _product(activate(inner, probs), self.fc2, m_splits)
+        fc1_bias, fc2_bias = self.biases(m_splits, len(rows))
+        inner = inner + fc1_bias.to(inner.dtype)
+        outer = _product(activate(inner, probs), self.fc2, m_splits)
+        result: Tensor = outer + (fc2_bias * probs[:, None]).to(outer.dtype)
+        return result
+
+
+class ExpertBiases(nn.Module):
+    """Biases of both layers of the local experts.
+
+    Args:
+        fc1: ``(L, 2, F)``, or ``(L, F)`` for GELU.
+        fc2: ``(L, H)``, the same on all etp ranks.
+        num_shards: Number of etp ranks, whose results are summed.
+    """
+
+    def __init__(self, fc1: nn.Parameter, fc2: nn.Parameter, *, num_shards: int) -> None:
+        super().__init__()
+        self.fc1 = fc1
+        self.fc2 = fc2
+        self.num_shards = num_shards
+
+    def forward(self, m_splits: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Return the bias of ``fc1``, and this rank's part of that of ``fc2``, for each row."""
+        ends = m_splits.cumsum(0)
+        rows = torch.arange(num_rows, device=ends.device)
+        experts = torch.searchsorted(ends, rows, right=True)
+        fc2: Tensor = _Part.apply(self.fc2, self.num_shards)  # type: ignore[no-untyped-call]
+        return _of_rows(self.fc1.flatten(1), experts), _of_rows(fc2, experts)
+
+
+def _of_rows(bias: Tensor, experts: Tensor) -> Tensor:
+    """Return the bias of each row in float32 at least; 0 for rows behind those of all experts."""
+    wide = bias.float() if bias.dtype.itemsize < 4 else bias
+    # Rows of no expert may have any gradient, which goes to the further row.
+    rows: Tensor = embedding(experts, torch.cat((wide, wide.new_zeros(1, wide.shape[1]))))
+    return rows
+
+
+class _Part(torch.autograd.Function):
+    """Equal part of a value that is summed over ranks, each of which has the sum's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_parts: int) -> Tensor:  # noqa: ARG004
+        return x / num_parts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grad, None
 
 
 def _product(rows: Tensor, weight: nn.Parameter, m_splits: Tensor) -> Tensor:

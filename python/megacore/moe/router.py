@@ -76,6 +76,7 @@ class TopKRouter(nn.Module):
         config: Options; the router reads those from `score_function` on, `num_experts` and `top_k`.
         weight: The router's matrix, ``(E, H)``. It is replicated over tp; with sequence parallelism
             its gradient must be summed over tp.
+        bias: Added to the logits, ``(E,)``; its gradient is summed like the matrix's.
         groups: Groups that hold the other tokens.
         seed: Seed of the run, for jitter.
         layer: Global index of the layer, for jitter.
@@ -102,6 +103,7 @@ class TopKRouter(nn.Module):
         config: MoEConfig,
         weight: nn.Parameter,
         *,
+        bias: nn.Parameter | None = None,
         groups: RouterGroups | None = None,
         seed: int = 0,
         layer: int = 0,
@@ -113,6 +115,7 @@ class TopKRouter(nn.Module):
             )
         self.config = config
         self.weight = weight
+        self.bias = bias
         self.groups = RouterGroups() if groups is None else groups
         self.seed = seed
         self.layer = layer
@@ -250,7 +253,8 @@ class TopKRouter(nn.Module):
             hidden_SBH = hidden_SBH.float()
         if self.training and self.config.jitter > 0.0:
             hidden_SBH = self._jitter(hidden_SBH, names)
-        logits = nn.functional.linear(hidden_SBH, weight.to(hidden_SBH.dtype))
+        bias = None if self.bias is None else self.bias.to(hidden_SBH.dtype)
+        logits = nn.functional.linear(hidden_SBH, weight.to(hidden_SBH.dtype), bias)
         return logits.float() if logits.dtype.itemsize < 4 else logits
 
     def _jitter(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:

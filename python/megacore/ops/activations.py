@@ -67,6 +67,34 @@ def gelu(x: Tensor, probs: Tensor | None = None) -> Tensor:
     return result
 
 
+def clamped_swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
+    """``probs * (up + 1) * gate * sigmoid(1.702 * gate)``: ``(M, 2F)`` to ``(M, F)``.
+
+    ``gate`` is at most 7 and ``up`` from -7 to 7. With torch operations on any device.
+
+    Args:
+        x: ``[gate, up]``, ``(M, 2F)``; computed in float32 if narrower, and rounded once.
+        probs: Weight of each row, ``(M,)``, float32. Default: all one.
+
+    Returns:
+        ``(M, F)``, dtype of ``x``.
+
+    Raises:
+        ValueError: If shapes do not fit.
+
+    Source:
+        gpt-oss, arXiv:2508.10925.
+
+    Example:
+        >>> clamped_swiglu(torch.tensor([[100.0, 0.0, 100.0, 5.0]])).round(decimals=2).tolist()
+        [[56.0, 0.0]]
+    """
+    _check(x, probs, factor=2)
+    gate, up = x.to(_wide_dtype(x.dtype)).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=_CLAMP), up.clamp(-_CLAMP, _CLAMP)
+    return _weighted((up + 1) * gate * torch.sigmoid(_SLOPE * gate), probs).to(x.dtype)
+
+
 def swiglu_reference(x: Tensor, probs: Tensor | None = None) -> Tensor:
     """Compute :func:`swiglu` with torch operations and their autograd, on any device."""
     gate, up = x.to(_wide_dtype(x.dtype)).chunk(2, dim=-1)
@@ -126,6 +154,7 @@ def _check(x: Tensor, probs: Tensor | None, *, factor: int) -> None:
         raise ValueError(f"probs {describe(probs)} must be ({x.shape[0]},), one per row of x")
 
 
+_CLAMP, _SLOPE = 7.0, 1.702
 # dtypes supported by the native kernels; others use the reference.
 _NATIVE = (torch.float32, torch.bfloat16)
 

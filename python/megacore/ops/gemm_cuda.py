@@ -32,7 +32,7 @@ def takes_kernel(x: Tensor, num_experts: int, out_features: int, in_features: in
     """
     if x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    reason = _obstacle(x.device, num_experts, out_features, in_features)
+    reason = grouped_obstacle(x.device, num_experts, out_features, in_features)
     if reason is not None:
         warnings.warn(
             f"grouped_gemm takes one torch.mm per expert and waits for the GPU: {reason}",
@@ -42,9 +42,10 @@ def takes_kernel(x: Tensor, num_experts: int, out_features: int, in_features: in
 
 
 @functools.cache
-def _obstacle(
+def grouped_obstacle(
     device: torch.device, num_experts: int, out_features: int, in_features: int
 ) -> str | None:
+    """Return why a GPU has no grouped kernel for products of these sizes, or ``None``."""
     if not has_cuda_kernels():
         return "megacore was installed without CUDA kernels"
     archs = cuda_kernels().grouped_gemm_archs()
@@ -152,7 +153,7 @@ def _plan(plan: str | None) -> tuple[int, bool]:
     tile, dash, order = plan.partition("-")
     if tile not in _TILES or (dash and (order != "columns" or tile == "auto")):
         raise ValueError(
-            f"the plan of a grouped product is {plan!r}; it must be one of {', '.join(_TILES)}, "
-            'and all but auto may be followed by "-columns"'
+            f"the plan of a grouped product must be one of {', '.join(_TILES)}, and all but auto "
+            f'may be followed by "-columns", got {plan!r}'
         )
     return _TILES[tile], bool(dash)

@@ -46,7 +46,7 @@ class AdamWSettings:
             raise ValueError(f"step is {self.step}; steps are counted from 1")
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1)")
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
 
     @property
     def bias_correction1(self) -> float:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from megacore.buffers import GradReducer, ParamGatherer, ParamGradBuffer
 from megacore.config import OptimizerConfig
-from megacore.ops.optim import AdamWSettings, StepRules, decide_step_
+from megacore.ops.optim import AdamWSettings, StepRules, decide_step_, sum_of_squares
 from megacore.optim.grad_norm import grad_ranges, norm_parts
 from megacore.optim.grad_sums import needs_sum, sum_sequence_parallel_grads, sum_shared_grads
 from megacore.optim.param_group import ParamGroup, check_patterns
 from megacore.optim.shard import OptimizerShard, ParamPiece
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
+from megacore.pipeline.phases import PhaseClock, in_phase
 
 
 class StepResult:
@@ -28,11 +29,11 @@ class StepResult:
     The numbers stay on the device until one of them is read, so a step needs no host sync.
 
     Args:
-        numbers: ``[gradient norm, skipped or not (1 or 0), *extra]``, fp64.
+        numbers: ``[gradient norm, skipped or not (1 or 0), steps skipped so far, *extra]``, fp64.
 
     Example:
-        >>> StepResult(torch.tensor([5.0, 0.0, 7.0], dtype=torch.float64)).grad_norm
-        5.0
+        >>> StepResult(torch.tensor([5.0, 0.0, 2.0, 7.0], dtype=torch.float64)).num_skipped
+        2
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -40,7 +41,7 @@ class StepResult:
 
     @property
     def numbers(self) -> Tensor:
-        """All numbers as one device tensor: ``[grad_norm, skipped, *extra]``."""
+        """All numbers as one device tensor: ``[grad_norm, skipped, num_skipped, *extra]``."""
         return self._on_device
 
     @cached_property
@@ -62,9 +63,14 @@ class StepResult:
         return bool(self._numbers[1])
 
     @property
+    def num_skipped(self) -> int:
+        """Number of steps skipped so far because of a non-finite gradient."""
+        return int(self._numbers[2])
+
+    @property
     def extra(self) -> Tensor:
         """Additional numbers of the caller, summed over the world, 1-D, fp64, on the CPU."""
-        return self._numbers[2:]
+        return self._numbers[3:]
 
 
 # Numbers in a checkpoint, in the order of the state on the device.
@@ -87,6 +93,7 @@ class DistributedOptimizer:
         modules: The model of this rank; needed with ``overlap_param_gather`` only.
         param_groups: Learning rate factor and weight decay of parameters by name; equal on every
             rank.
+        clock: Measures the phases of :meth:`step`.
 
     Attributes:
         gathers_at_once: With ``overlap_param_gather``: start the gather of updated parameters at
@@ -117,6 +124,7 @@ class DistributedOptimizer:
         config: OptimizerConfig,
         modules: Sequence[nn.Module] = (),
         param_groups: Sequence[ParamGroup] = (),
+        clock: PhaseClock | None = None,
     ) -> None:
         if not buffers:
             raise ValueError("the optimizer needs at least one buffer of parameters")
@@ -125,6 +133,7 @@ class DistributedOptimizer:
         self.buffers = tuple(buffers)
         self._groups = groups
         self._config = config
+        self._clock = clock
         self._device = self.buffers[0].param_data.device
         moments = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.moments_dtype]
         self._shards = [
@@ -319,8 +328,9 @@ class DistributedOptimizer:
             ValueError: If ``lr`` is negative or not finite.
         """
         if isinstance(lr, (int, float)) and not 0.0 <= lr < math.inf:
-            raise ValueError(f"lr is {lr}; it must be a number of at least 0")
-        self.reduce_grads()
+            raise ValueError(f"lr must be a number of at least 0, got {lr}")
+        with in_phase(self._clock, "grad_reduce"):
+            self.reduce_grads()
         self._is_reduced = False
         sums = self._reduce_over_world(extra, num_tokens, veto)
         further = 3 if veto is None else 4
@@ -328,16 +338,38 @@ class DistributedOptimizer:
         if mean_limit is not None:
             is_above = sums[further] > mean_limit * sums[further + 1]
             is_vetoed = is_above if is_vetoed is None else is_vetoed | is_above
-        control = self._decide(sums, per_token=num_tokens is not None, is_vetoed=is_vetoed)
-        control[5:].fill_(lr)
-        self.finish_param_gather()
-        self._update(control)
+        with in_phase(self._clock, "param_gather"):
+            self.finish_param_gather()
+        with in_phase(self._clock, "optimizer"):
+            control = self._decide(sums, per_token=num_tokens is not None, is_vetoed=is_vetoed)
+            control[5:].fill_(lr)
+            self._update(control)
+        with in_phase(self._clock, "param_gather"):
+            self._start_gather()
+        numbers = [control[4:5], 1.0 - control[3:4], self._state[1:2], sums[further:]]
+        return StepResult(torch.cat(numbers))
+
+    @torch.no_grad()
+    def param_square_sum(self) -> Tensor:
+        """Compute this rank's share of the squared norm of all weights; 0-d fp64, on the device.
+
+        Over all ranks, each weight is counted once.
+
+        Sync:
+            None on CUDA.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for item in self._grad_ranges:
+            if item.counted:
+                total += sum_of_squares(item.param)
+        return total
+
+    def _start_gather(self) -> None:
         if self._gatherer is not None:
             self._gatherer.start(at_once=self.gathers_at_once)
         else:
             for buffer in self.buffers:
                 buffer.all_gather_params()
-        return StepResult(torch.cat([control[4:5], 1.0 - control[3:4], sums[further:]]))
 
     def pieces(self) -> list[ParamPiece]:
         """Return every range of every parameter that this rank optimizes, with its state.
@@ -384,7 +416,7 @@ class DistributedOptimizer:
                 raise ValueError(f"unknown scalar {name!r}; use some of {', '.join(values)}")
             least = 1 if name == "loss_scale" else 0
             if not least <= value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be a number of at least {least}")
+                raise ValueError(f"{name} must be a number of at least {least}, got {value}")
             if self._scales_loss or not name.startswith("loss_scale"):
                 values[name] = value
         self._state.copy_(torch.tensor(list(values.values()), dtype=torch.float64))
@@ -438,13 +470,15 @@ class DistributedOptimizer:
         self, extra: Tensor | None, num_tokens: Tensor | None, veto: Tensor | None
     ) -> Tensor:
         """Sum ``[norm^2, non-finite ranks, tokens, *veto, *extra]`` over the world."""
-        parts = [norm_parts(self._grad_ranges, device=self._device)]
+        with in_phase(self._clock, "optimizer"):
+            parts = [norm_parts(self._grad_ranges, device=self._device)]
         tokens = torch.zeros(1, device=self._device) if num_tokens is None else num_tokens
         for numbers in (tokens.reshape(1), None if veto is None else veto.reshape(1), extra):
             if numbers is not None:
                 parts.append(numbers.to(self._device, torch.float64, non_blocking=True))
         sums = torch.cat(parts)
-        all_reduce_(sums, self._groups.world)
+        with in_phase(self._clock, "grad_reduce"):
+            all_reduce_(sums, self._groups.world)
         return sums
 
     @torch.no_grad()

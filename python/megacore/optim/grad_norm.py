@@ -45,9 +45,10 @@ def merge_neighbours(
 
 @dataclass(frozen=True, kw_only=True)
 class GradRange:
-    """Consecutive reduced gradients of this rank and whether they count in the norm."""
+    """Consecutive reduced gradients of this rank, their weights, and if they count in a norm."""
 
     grad: Tensor
+    param: Tensor
     counted: bool
 
 
@@ -63,8 +64,14 @@ def grad_ranges(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> li
         counted = [first and is_counted(info, groups) for info, _ in buffer.params]
         pieces = [(piece, counted[piece.param_index]) for piece in buffer.reduced_pieces()]
         for run in merge_neighbours(pieces):
-            grad = buffer.grad_data[run[0].world_start : run[-1].world_end]
-            ranges.append(GradRange(grad=grad, counted=counted[run[0].param_index]))
+            own = slice(run[0].world_start, run[-1].world_end)
+            ranges.append(
+                GradRange(
+                    grad=buffer.grad_data[own],
+                    param=buffer.param_data[own],
+                    counted=counted[run[0].param_index],
+                )
+            )
     return ranges
 
 

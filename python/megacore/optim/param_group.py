@@ -35,7 +35,7 @@ class ParamGroup:
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < math.inf:
                 raise ValueError(
-                    f"{name} of {self.pattern!r} is {value}; it must be a number of at least 0"
+                    f"{name} of {self.pattern!r} must be a number of at least 0, got {value}"
                 )
 
 

@@ -7,7 +7,8 @@ the transfer, even in groups with shared memory; ``WindowTensor`` is faster ther
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from megacore.launch.call_records import ENQUEUED, ON_DEVICE
+from megacore.launch.calls import Call
 from megacore.parallel import collectives
 from megacore.parallel.process_groups import Group
 
@@ -32,6 +35,7 @@ class PendingCollective:
         complete: Work to do after the transfer.
         is_ready: Without ``work``: returns, without waiting, whether ``complete`` would not block.
         staging_bytes: Memory held until the end of :meth:`wait`.
+        call: Record of the call.
     """
 
     def __init__(
@@ -41,11 +45,13 @@ class PendingCollective:
         complete: Callable[[], None] | None = None,
         is_ready: Callable[[], bool] = lambda: True,
         staging_bytes: int = 0,
+        call: Call | None = None,
     ) -> None:
         self._work = work
         self._is_ready = is_ready
         self._complete = complete
         self.staging_bytes = staging_bytes
+        self._call = call
 
     def is_transferred(self) -> bool:
         """Poll whether :meth:`wait` would start without blocking."""
@@ -59,13 +65,25 @@ class PendingCollective:
         Sync:
             With gloo, waits for the transfer. With NCCL, only the current stream waits.
         """
+        call, self._call = self._call, None
         work, self._work = self._work, None
-        if work is not None:
-            work.wait()
         complete, self._complete = self._complete, None
-        if complete is not None:
-            complete()
+        if call is not None:
+            call.wait()
+        with call or nullcontext():
+            if work is not None:
+                work.wait()
+            if complete is not None:
+                complete()
         self.staging_bytes = 0
+
+
+def enqueued(kind: str, shape: Sequence[int], tensor: Tensor, group: Group) -> Call | None:
+    """Record a collective that is waited for later."""
+    if group.calls is None:
+        return None
+    state = ON_DEVICE if tensor.is_cuda else ENQUEUED
+    return group.calls.begin(kind, shape, tensor.dtype, state)
 
 
 @torch.no_grad()
@@ -95,6 +113,7 @@ def reduce_scatter_async(
     if handle is None:
         output.copy_(input.view(output.shape))
         return PendingCollective()
+    call = enqueued("reduce_scatter_async", input.shape, input, group)
     exchanges = fp32_accumulation and collectives._is_low_precision(input)
     if exchanges or collectives._is_gloo(handle, input):
         parts = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
@@ -103,6 +122,7 @@ def reduce_scatter_async(
             work,
             complete=lambda: _add(output, parts, op == "avg"),
             staging_bytes=parts.numel() * parts.element_size(),
+            call=call,
         )
     same = output.dtype == input.dtype
     reduced = output if same else torch.empty_like(output, dtype=input.dtype)
@@ -113,7 +133,8 @@ def reduce_scatter_async(
         group=handle,
         async_op=True,
     )
-    return PendingCollective(work, complete=None if same else lambda: _copy(output, reduced))
+    complete = None if same else lambda: _copy(output, reduced)
+    return PendingCollective(work, complete=complete, call=call)
 
 
 @torch.no_grad()
@@ -135,10 +156,11 @@ def all_gather_async(output: Tensor, input: Tensor, group: Group) -> PendingColl
     if group.handle is None:
         output.copy_(input.view(output.shape))
         return PendingCollective()
+    call = enqueued("all_gather_async", input.shape, input, group)
     work = _native("all_gather_single", "all_gather_into_tensor")(
         output.view(-1), input.view(-1), group=group.handle, async_op=True
     )
-    return PendingCollective(work)
+    return PendingCollective(work, call=call)
 
 
 @torch.no_grad()

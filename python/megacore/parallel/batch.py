@@ -2,12 +2,67 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from megacore.ops.counter_random import StepKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Documents of a microbatch; attention stays inside of them.
+
+    Attributes:
+        starts: Index of the first token of each document, ascending from 0, for each sample. On the
+            host, so that every rank finds its part without waiting for the device.
+        positions: Position of each token in its document, ``(B, S)``, int64.
+
+    Example:
+        >>> Documents.of([[0, 2], [0]], 3).positions.tolist()
+        [[0, 1, 0], [0, 1, 2]]
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+    positions: Tensor
+
+    @classmethod
+    def of(cls, starts: Sequence[Sequence[int]], sequence: int) -> Documents:
+        """Describe samples of ``sequence`` tokens by the starts of their documents."""
+        rows = [
+            torch.cat([torch.arange(end - begin) for begin, end in pairwise((*row, sequence))])
+            for row in starts
+        ]
+        return cls(starts=tuple(tuple(row) for row in starts), positions=torch.stack(rows))
+
+    def pieces(
+        self, sample: int, begin: int, end: int, *, window: int | None = None
+    ) -> tuple[int, list[int], list[int]]:
+        """Return the first key that queries ``[begin, end)`` see, and queries and keys by document.
+
+        Only the first document may have more keys than queries: those before ``begin``.
+
+        Args:
+            sample: Index of the sample.
+            begin: First query.
+            end: One after the last query.
+            window: Keys that a query attends to at most.
+
+        Example:
+            >>> Documents.of([[0, 2, 5]], 9).pieces(0, 3, 7)
+            (2, [2, 2], [3, 2])
+        """
+        starts = self.starts[sample]
+        inner = starts[bisect_right(starts, begin) : bisect_left(starts, end)]
+        queries = [after - before for before, after in pairwise((begin, *inner, end))]
+        first = starts[bisect_right(starts, begin) - 1]
+        if window is not None:
+            first = max(first, begin - window + 1)
+        return first, queries, [queries[0] + begin - first, *queries[1:]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +87,7 @@ class Microbatch:
         number: Index of the microbatch in the step on this rank, which selects the graphs of
             captured layers; ``None`` runs them eagerly.
         keys: Keys of the step's random numbers on the device, for code that may be captured.
+        documents: Documents inside of which attention stays; ``None``: each sample is one.
 
     Raises:
         ValueError: If the shapes disagree.
@@ -51,6 +107,7 @@ class Microbatch:
     sample_factors: Tensor | None = None
     number: int | None = None
     keys: StepKeys | None = None
+    documents: Documents | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)
@@ -78,11 +135,22 @@ class Microbatch:
         """Return a copy with its tensors on ``device``.
 
         Sync:
-            Waits for copies between devices; otherwise returns at once.
+            Waits for copies between devices, unless the tensors are pinned.
         """
+        return self._with(lambda x: x.to(device, non_blocking=x.is_pinned()))
+
+    def pinned(self) -> Microbatch:
+        """Return a copy in pinned memory, from which copies to a GPU need no wait."""
+        return self._with(Tensor.pin_memory)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
+        documents = self.documents
+        if documents is not None:
+            documents = replace(documents, positions=change(documents.positions))
         return replace(
             self,
-            tokens=self.tokens.to(device),
-            labels=None if self.labels is None else self.labels.to(device),
-            sample_ids=self.sample_ids.to(device),
+            tokens=change(self.tokens),
+            labels=None if self.labels is None else change(self.labels),
+            sample_ids=change(self.sample_ids),
+            documents=documents,
         )

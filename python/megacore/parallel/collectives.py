@@ -13,6 +13,7 @@ memory when it is done.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from megacore.launch.call_records import DONE, ENQUEUED, ON_DEVICE, STARTED
+from megacore.launch.calls import Call
 from megacore.parallel.host_memory import HostCommunicator
 from megacore.parallel.process_groups import Group, backend_for
 
@@ -57,20 +60,13 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: Literal["sum", "max", "avg"
     handle, host = group.handle, _host(group, tensor)
     if handle is None:
         return
-    if host is not None:
-        host.all_reduce_(tensor, op=op)
-        return
-    if not _is_gloo(handle, tensor):
-        dist.all_reduce(tensor, op=_reduce_op(op), group=handle)
-        return
-    # Low precision is summed in float32: gloo would round after every addition, with a different
-    # result on each rank.
-    work = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-    dist.all_reduce(work, op=_reduce_op("sum" if op == "avg" else op), group=handle)
-    if op == "avg":
-        work.div_(group.size)
-    if work is not tensor:
-        tensor.copy_(work)
+    with recorded("all_reduce_", tensor, group):
+        if host is not None:
+            host.all_reduce_(tensor, op=op)
+        elif _is_gloo(handle, tensor):
+            _all_reduce_gloo(tensor, group, handle, op)
+        else:
+            dist.all_reduce(tensor, op=_reduce_op(op), group=handle)
 
 
 @torch.no_grad()
@@ -108,18 +104,20 @@ def reduce_scatter(
     handle, host = group.handle, _host(group, input)
     if handle is None:
         output.copy_(input.view(output.shape))
-    elif host is not None:
-        host.reduce_scatter(output, input, op=op)
-    elif _is_gloo(handle, input) or (fp32_accumulation and _is_low_precision(input)):
-        _exchange_and_add(output, input, group, handle, op)
-    elif output.dtype == input.dtype:
-        _native("reduce_scatter_single", "reduce_scatter_tensor")(
-            output.view(-1), input.view(-1), op=_reduce_op(op), group=handle
-        )
-    else:
-        reduced = torch.empty_like(output, dtype=input.dtype)
-        reduce_scatter(reduced, input, group, op=op)
-        output.copy_(reduced)
+        return
+    with recorded("reduce_scatter", input, group):
+        if host is not None:
+            host.reduce_scatter(output, input, op=op)
+        elif _is_gloo(handle, input) or (fp32_accumulation and _is_low_precision(input)):
+            _exchange_and_add(output, input, group, handle, op)
+        else:
+            same = output.dtype == input.dtype
+            reduced = output if same else torch.empty_like(output, dtype=input.dtype)
+            _native("reduce_scatter_single", "reduce_scatter_tensor")(
+                reduced.view(-1), input.view(-1), op=_reduce_op(op), group=handle
+            )
+            if not same:
+                output.copy_(reduced)
 
 
 @torch.no_grad()
@@ -148,10 +146,13 @@ def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
     if group.handle is None:
         output.copy_(input.view(output.shape))
         return
-    if (host := _host(group, input)) is not None:
-        host.all_gather(output, input)
-        return
-    _native("all_gather_single", "all_gather_into_tensor")(output, input, group=group.handle)
+    with recorded("all_gather", input, group):
+        if (host := _host(group, input)) is not None:
+            host.all_gather(output, input)
+        else:
+            _native("all_gather_single", "all_gather_into_tensor")(
+                output, input, group=group.handle
+            )
 
 
 @torch.no_grad()
@@ -168,10 +169,13 @@ def broadcast_(tensor: Tensor, group: Group, *, source_position: int = 0) -> Non
     """
     _check_tensor("broadcast_", "tensor", tensor, group)
     source = _rank_at("broadcast_", "source_position", source_position, group)
-    if (host := _host(group, tensor)) is not None:
-        host.broadcast_(tensor, source_position=source_position)
-    elif group.handle is not None:
-        dist.broadcast(tensor, src=source, group=group.handle)
+    if group.handle is None:
+        return
+    with recorded("broadcast_", tensor, group):
+        if (host := _host(group, tensor)) is not None:
+            host.broadcast_(tensor, source_position=source_position)
+        else:
+            dist.broadcast(tensor, src=source, group=group.handle)
 
 
 def barrier(group: Group) -> None:
@@ -181,12 +185,13 @@ def barrier(group: Group) -> None:
     """
     if group.handle is None:
         return
-    if "nccl" in dist.get_backend(group.handle):
-        dist.barrier(group=group.handle, device_ids=[torch.cuda.current_device()])
-    elif group.host is not None:
-        group.host.barrier()
-    else:
-        dist.barrier(group=group.handle)
+    with recorded("barrier", None, group):
+        if "nccl" in dist.get_backend(group.handle):
+            dist.barrier(group=group.handle, device_ids=[torch.cuda.current_device()])
+        elif group.host is not None:
+            group.host.barrier()
+        else:
+            dist.barrier(group=group.handle)
 
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:
@@ -194,7 +199,8 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
     if group.handle is None:
         return [obj]
     objects: list[Any] | None = [None] * group.size if group.position == 0 else None
-    dist.gather_object(obj, objects, dst=group.ranks[0], group=group.handle)
+    with recorded("gather_objects", None, group):
+        dist.gather_object(obj, objects, dst=group.ranks[0], group=group.handle)
     return objects or []
 
 
@@ -203,11 +209,12 @@ def all_gather_objects(obj: Any, group: Group) -> list[Any]:
     if group.handle is None:
         return [obj]
     objects: list[Any] = [None] * group.size
-    dist.all_gather_object(objects, obj, group=group.handle)
+    with recorded("all_gather_objects", None, group):
+        dist.all_gather_object(objects, obj, group=group.handle)
     return objects
 
 
-def isend(tensor: Tensor, group: Group, *, to_position: int, tag: int) -> Work:
+def isend(tensor: Tensor, group: Group, *, to_position: int, tag: int) -> Message:
     """Start to send a tensor to another member; do not change it before ``wait()`` on the result.
 
     Messages between two ranks arrive in the order they were sent. On gloo the tags must match as
@@ -223,10 +230,11 @@ def isend(tensor: Tensor, group: Group, *, to_position: int, tag: int) -> Work:
         ValueError: If the receiver is not another member or the tensor cannot be sent.
     """
     peer, handle = _check_message("isend", "to_position", tensor, group, to_position, tag)
-    return _started(dist.isend(tensor, dst=peer, group=handle, tag=tag))
+    call = _message_call("send", tensor, group, group.position, to_position, tag)
+    return Message(_started(dist.isend(tensor, dst=peer, group=handle, tag=tag)), call)
 
 
-def irecv(tensor: Tensor, group: Group, *, from_position: int, tag: int) -> Work:
+def irecv(tensor: Tensor, group: Group, *, from_position: int, tag: int) -> Message:
     """Start to receive a tensor from another member; it is valid after ``wait()`` on the result.
 
     Args:
@@ -239,7 +247,68 @@ def irecv(tensor: Tensor, group: Group, *, from_position: int, tag: int) -> Work
         ValueError: If the sender is not another member or the tensor cannot be received into.
     """
     peer, handle = _check_message("irecv", "from_position", tensor, group, from_position, tag)
-    return _started(dist.irecv(tensor, src=peer, group=handle, tag=tag))
+    call = _message_call("receive", tensor, group, from_position, group.position, tag)
+    return Message(_started(dist.irecv(tensor, src=peer, group=handle, tag=tag)), call)
+
+
+class Message:
+    """A message in flight."""
+
+    def __init__(self, work: Work, call: Call | None) -> None:
+        self._work = work
+        self._call = call
+
+    def is_completed(self) -> bool:
+        """Poll whether :meth:`wait` would return at once."""
+        done: bool = self._work.is_completed()
+        if done and self._call is not None:
+            self._call.move_to(DONE)
+        return done
+
+    def wait(self) -> None:
+        """Wait until the message has arrived, or its tensor may be changed.
+
+        Sync:
+            With NCCL, only the current stream waits.
+        """
+        if self._call is None:
+            self._work.wait()
+            return
+        self._call.wait()
+        with self._call:
+            self._work.wait()
+
+
+def recorded(kind: str, tensor: Tensor | None, group: Group) -> AbstractContextManager[None]:
+    """Return a context that records a call of the group, for the diagnosis of a hang."""
+    calls = group.calls
+    if calls is None:
+        return nullcontext()
+    if tensor is None:
+        return calls.begin(kind, (), "")
+    state = ON_DEVICE if tensor.is_cuda else STARTED
+    return calls.begin(kind, tensor.shape, tensor.dtype, state)
+
+
+def _message_call(
+    kind: str, tensor: Tensor, group: Group, sender: int, receiver: int, tag: int
+) -> Call | None:
+    if group.calls is None:
+        return None
+    messages = group.calls.messages(sender, receiver, tag)
+    state = ON_DEVICE if tensor.is_cuda else ENQUEUED
+    return messages.begin(kind, tensor.shape, tensor.dtype, state)
+
+
+def _all_reduce_gloo(tensor: Tensor, group: Group, handle: ProcessGroup, op: str) -> None:
+    # Low precision is summed in float32: gloo would round after every addition, with a different
+    # result on each rank.
+    work = tensor.float() if _is_low_precision(tensor) else tensor
+    dist.all_reduce(work, op=_reduce_op("sum" if op == "avg" else op), group=handle)
+    if op == "avg":
+        work.div_(group.size)
+    if work is not tensor:
+        tensor.copy_(work)
 
 
 def _exchange_and_add(
@@ -350,7 +419,7 @@ def _check_message(
             f"{function} over {_about(group)}: {argument} {position} is this rank itself"
         )
     if tag < 0:
-        raise ValueError(f"{function} over {_about(group)}: tag is {tag}; it must be at least 0")
+        raise ValueError(f"{function} over {_about(group)}: tag must be at least 0, got {tag}")
     return peer, group.handle
 
 

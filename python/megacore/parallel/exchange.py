@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacore.parallel.async_collectives import PendingCollective
+from megacore.launch.call_records import ANY
+from megacore.parallel.async_collectives import PendingCollective, enqueued
 from megacore.parallel.collectives import all_gather, reduce_scatter
 from megacore.parallel.process_groups import Group
 from megacore.parallel.turns import give_turn, num_turns_given
@@ -78,12 +79,14 @@ def all_to_all_async(
     _check(rows, group, splits)
     if group.handle is None:
         return rows, PendingCollective()
+    call = enqueued("all_to_all", (ANY, *rows.shape[1:]), rows, group)
     received = rows.new_empty(splits.num_received(rows.shape[0]), *rows.shape[1:])
     if not rows.is_cuda and group.host is not None and (host := group.host.exchange()) is not None:
         equal = (rows.shape[0] // group.size,) * group.size
         sent, got = splits.sent or equal, splits.received or equal
         started = host.start(rows, sent)
         return received, PendingCollective(
+            call=call,
             complete=lambda: host.finish(started, received, got),
             is_ready=lambda: host.is_ready(started),
         )
@@ -95,7 +98,7 @@ def all_to_all_async(
         group=group.handle,
         async_op=True,
     )
-    return received, PendingCollective(work)
+    return received, PendingCollective(work, call=call)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -17,6 +18,8 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from megacore._core import HostWindow
+from megacore.launch.call_records import ENQUEUED
+from megacore.launch.calls import GroupCalls
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.host_memory import HOST_DTYPES, HOST_REDUCTIONS
 from megacore.parallel.process_groups import Group
@@ -34,13 +37,24 @@ class WindowTensor:
         numel: Elements.
         dtype: Their dtype.
         size: Number of members of the group.
+        calls: Records the calls of the group.
 
     Attributes:
         data: The tensor, ``(numel,)``, which owns a reference to the memory.
     """
 
-    def __init__(self, window: HostWindow, *, numel: int, dtype: torch.dtype, size: int) -> None:
+    def __init__(
+        self,
+        window: HostWindow,
+        *,
+        numel: int,
+        dtype: torch.dtype,
+        size: int,
+        calls: GroupCalls | None = None,
+    ) -> None:
         self._window = window
+        self._calls = calls
+        self._number = 0 if calls is None else calls.next_window()
         self._size = size
         self._dtype = HOST_DTYPES[dtype]
         self._element_bytes = dtype.itemsize
@@ -64,7 +78,7 @@ class WindowTensor:
         return (
             None
             if window is None
-            else WindowTensor(window, numel=numel, dtype=dtype, size=group.size)
+            else WindowTensor(window, numel=numel, dtype=dtype, size=group.size, calls=group.calls)
         )
 
     def start_reduce_scatter(
@@ -86,7 +100,7 @@ class WindowTensor:
                 op=HOST_REDUCTIONS[op],
             )
 
-        return self._start(part, reduce, name)
+        return self._start(part, reduce, name, "reduce_scatter", end - start)
 
     def start_all_gather(self, part: int, start: int, end: int, *, name: str) -> PendingCollective:
         """Start the all-gather of elements ``[start, end)`` of ``part``, one slice per member."""
@@ -99,7 +113,7 @@ class WindowTensor:
                 dtype=self._dtype,
             )
 
-        return self._start(part, gather, name)
+        return self._start(part, gather, name, "all_gather", end - start)
 
     def wait_until_free(self, part: int) -> None:
         """Wait until no other member needs the part, so that it may be written.
@@ -107,13 +121,25 @@ class WindowTensor:
         Sync:
             Waits until all members have completed the last started collective of the part.
         """
-        self._window.wait_until_taken(part)
+        calls = self._calls_on(part)
+        with calls.begin_reuse() if calls is not None else nullcontext():
+            self._window.wait_until_taken(part)
 
-    def _start(self, part: int, work: Callable[[], None], name: str) -> PendingCollective:
+    def _calls_on(self, part: int) -> GroupCalls | None:
+        return None if self._calls is None else self._calls.part(self._number, part)
+
+    def _start(
+        self, part: int, work: Callable[[], None], name: str, kind: str, numel: int
+    ) -> PendingCollective:
         def complete() -> None:
             with record_function(name):
                 work()
             increment_version(self.data)
 
         self._window.offer(part)
-        return PendingCollective(complete=complete, is_ready=lambda: self._window.is_offered(part))
+        calls = self._calls_on(part)
+        return PendingCollective(
+            complete=complete,
+            is_ready=lambda: self._window.is_offered(part),
+            call=None if calls is None else calls.begin(kind, (numel,), self.data.dtype, ENQUEUED),
+        )

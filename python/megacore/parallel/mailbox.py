@@ -14,12 +14,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megacore._core import HostWindow
+from megacore.launch.call_records import DONE, ENQUEUED, STARTED
+from megacore.launch.calls import Call, GroupCalls
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.host_memory import meminfo
 from megacore.parallel.process_groups import Group
@@ -60,7 +63,14 @@ class _Line:
     channel: Channel
     address: int
     first_part: int
+    calls: GroupCalls | None = None
     count: int = 0
+
+    def begin(self, kind: str, state: int) -> Call | None:
+        """Record the next message."""
+        if self.calls is None:
+            return None
+        return self.calls.begin(kind, self.channel.shape, self.channel.dtype, state)
 
     def current(self) -> tuple[int, int, int]:
         """Return part, address and round of the next message."""
@@ -89,7 +99,7 @@ class Mailbox:
         self._outgoing = outgoing
         self._incoming = incoming
         self._timeout_s = timeout_s
-        self._unsent: dict[Hashable, deque[Tensor]] = {}
+        self._unsent: dict[Hashable, deque[tuple[Tensor, Call | None]]] = {}
 
     @staticmethod
     def open(channels: Mapping[Hashable, Channel], group: Group) -> Mailbox | None:
@@ -128,6 +138,7 @@ class Mailbox:
                         channel=channel,
                         address=window.data_of(sender) + offset,
                         first_part=part,
+                        calls=group.calls and group.calls.messages(sender, channel.receiver, key),
                     )
                 part += channel.depth
                 offset += _bytes_of(channel)
@@ -139,8 +150,9 @@ class Mailbox:
         If all slots are in use, the message is kept, and sent during a later call.
         """
         waiting = self._unsent.get(key)
-        if waiting or not self._put(key, message):
-            self._unsent.setdefault(key, deque()).append(message)
+        call = self._outgoing[key].begin("send", ENQUEUED)
+        if waiting or not self._put(key, message, call):
+            self._unsent.setdefault(key, deque()).append((message, call))
             self._flush()
 
     def receive(self, key: Hashable) -> Tensor:
@@ -154,21 +166,23 @@ class Mailbox:
         """
         line = self._incoming[key]
         part, address, round_number = line.current()
+        with line.begin("receive", STARTED) or nullcontext():
+            self._wait_for_offer(line.peer, part, round_number)
+        message = torch.empty(line.channel.shape, dtype=line.channel.dtype)
+        ctypes.memmove(message.data_ptr(), address, message.nbytes)
+        self._window.take_from(line.peer, part=part, round=round_number)
+        line.count += 1
+        return message
+
+    def _wait_for_offer(self, peer: int, part: int, round_number: int) -> None:
         start = time.monotonic()
         while True:
             self._flush()
             # Without messages of its own to send, this member has nothing to do until then.
             gives_up = not self._unsent or time.monotonic() - start > self._timeout_s
             limit_s = math.inf if gives_up else _RETRY_S
-            if self._window.wait_for_offer_of(
-                line.peer, part=part, round=round_number, limit_s=limit_s
-            ):
-                break
-        message = torch.empty(line.channel.shape, dtype=line.channel.dtype)
-        ctypes.memmove(message.data_ptr(), address, message.nbytes)
-        self._window.take_from(line.peer, part=part, round=round_number)
-        line.count += 1
-        return message
+            if self._window.wait_for_offer_of(peer, part=part, round=round_number, limit_s=limit_s):
+                return
 
     def flush(self) -> None:
         """Wait until every message is in a slot.
@@ -178,6 +192,9 @@ class Mailbox:
         """
         while self._unsent:
             key = next(iter(self._unsent))
+            _, call = self._unsent[key][0]
+            if call is not None:
+                call.move_to(STARTED)
             part, _, _ = self._outgoing[key].current()
             self._window.wait_for_take_by(self._outgoing[key].peer, part=part, limit_s=math.inf)
             self._flush()
@@ -185,12 +202,12 @@ class Mailbox:
     def _flush(self) -> None:
         for key in list(self._unsent):
             waiting = self._unsent[key]
-            while waiting and self._put(key, waiting[0]):
+            while waiting and self._put(key, *waiting[0]):
                 waiting.popleft()
             if not waiting:
                 del self._unsent[key]
 
-    def _put(self, key: Hashable, message: Tensor) -> bool:
+    def _put(self, key: Hashable, message: Tensor, call: Call | None) -> bool:
         """Copy a message into the next slot of its channel, if that is free."""
         line = self._outgoing[key]
         part, address, _ = line.current()
@@ -199,6 +216,8 @@ class Mailbox:
         ctypes.memmove(address, message.data_ptr(), message.nbytes)
         self._window.offer(part)
         line.count += 1
+        if call is not None:
+            call.move_to(DONE)
         return True
 
 

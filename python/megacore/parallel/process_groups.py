@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
 
 from megacore.errors import ConfigError
+from megacore.launch.calls import CallRing, GroupCalls
 from megacore.parallel.holders import embedding_groups, holder_groups
 from megacore.parallel.host_memory import (
     DEFAULT_SLOT_BYTES,
@@ -51,6 +52,7 @@ class Group:
         handle: The torch process group, or ``None`` for a group of one, which never communicates.
         host: Shared-memory communicator for CPU tensors, or ``None``: then ``handle`` is used.
         host_note: Reason why a gloo group has no ``host``.
+        calls: Records the calls of the group.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Group:
     handle: ProcessGroup | None
     host: HostCommunicator | None = None
     host_note: str = ""
+    calls: GroupCalls | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.position < len(self.ranks):
@@ -157,6 +160,7 @@ class ProcessGroups:
         pp_channels: bool = False,
         pp_ends: tuple[int, ...] = (0, -1),
         pp_copies: int = 1,
+        calls: CallRing | None = None,
     ) -> ProcessGroups:
         """Create the groups of this rank; every rank must call it with the same topology.
 
@@ -179,6 +183,7 @@ class ProcessGroups:
                 the same rank; and that of layers for multi-token prediction.
             pp_copies: Copies of the model in each pipeline. With two copies, positions r and p-1-r
                 of a pipeline of p ranks hold the same parameters.
+            calls: Records the collectives and messages of this rank.
 
         Raises:
             ConfigError: If torch.distributed is not initialised, the number of processes is not the
@@ -206,7 +211,10 @@ class ProcessGroups:
                 while_waiting=lambda: _raise_disagreement(call),
             )
         maker = _GroupMaker(
-            timeout=timedelta(seconds=timeout_s), backend=backend, connector=connector
+            timeout=timedelta(seconds=timeout_s),
+            backend=backend,
+            connector=connector,
+            calls=calls,
         )
         groups = _make_all(maker, topology, pp_ends=pp_ends, pp_copies=pp_copies)
         channels = None
@@ -266,6 +274,7 @@ class _GroupMaker:
         timeout: timedelta,
         backend: str | None,
         connector: HostConnector | None = None,
+        calls: CallRing | None = None,
     ) -> None:
         default = _get_default_group()
         self.rank = dist.get_rank()
@@ -273,6 +282,8 @@ class _GroupMaker:
         self._backend = backend
         self._members_only = default.bound_device_id is None
         self._connector = connector
+        self._ring = calls
+        self._calls: dict[tuple[int, ...], GroupCalls] = {}
         self._paths: dict[tuple[int, ...], HostPath] = {}
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
         if backend is None or backend == dist.get_backend():
@@ -292,7 +303,15 @@ class _GroupMaker:
         if len(mine) == 1:
             return Group(name, mine, position, None)
         path = self._path(name, mine, position)
-        return Group(name, mine, position, self._made[mine], path.communicator, path.note)
+        return Group(
+            name,
+            mine,
+            position,
+            self._made[mine],
+            path.communicator,
+            path.note,
+            self._calls_of(name, mine),
+        )
 
     def make_another(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
         """Return a new group for messages only, even if one with the same ranks exists.
@@ -305,7 +324,16 @@ class _GroupMaker:
                 handle = self._new_group(name, ranks)
                 if ranks == mine:
                     my_handle = handle
-        return Group(name, mine, mine.index(self.rank), my_handle)
+        calls = None if self._ring is None else self._ring.group(name, mine)
+        return Group(name, mine, mine.index(self.rank), my_handle, calls=calls)
+
+    def _calls_of(self, name: str, ranks: tuple[int, ...]) -> GroupCalls | None:
+        """Return the calls of a group; groups with equal rank lists share their order."""
+        if self._ring is None:
+            return None
+        if ranks not in self._calls:
+            self._calls[ranks] = self._ring.group(name, ranks)
+        return self._calls[ranks].renamed(name)
 
     def _path(self, name: str, ranks: tuple[int, ...], position: int) -> HostPath:
         """Return the shared-memory path; groups with equal rank lists share one."""

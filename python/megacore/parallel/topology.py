@@ -381,7 +381,7 @@ def _whole(name: str, value: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number") from None
+        raise ConfigError(f"{name} must be a whole number, got {value!r}") from None
     if not -(2**63) <= number < 2**63:
         raise ConfigError(f"{name} is {number}; it must fit 64 bits")
     return number

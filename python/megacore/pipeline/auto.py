@@ -88,7 +88,7 @@ def build_auto(
         num_actions = 3 * num_ranks * num_chunks * num_microbatches
         effort = "thorough" if num_actions <= _THOROUGH_ACTIONS else "fast"
     if effort not in ("fast", "thorough"):
-        raise ValueError(f"effort is {effort!r}; it must be 'fast' or 'thorough'")
+        raise ValueError(f"effort must be 'fast' or 'thorough', got {effort!r}")
     schedule, certificate = _core.auto_schedule(
         placement=placement,
         num_ranks=num_ranks,

@@ -93,7 +93,7 @@ def compare_schedules(
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": chunks}
     for name, value in sizes.items():
         if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+            raise ValueError(f"{name} must be at least 1, got {value}")
     costs = costs or Costs()
     rows: list[ComparedSchedule] = []
     refused: dict[str, str] = {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -17,6 +17,7 @@ from megacore._core import Action, ActionKind, Program, StateMachine
 from megacore.ops.split_backward import DeferredWeightGrads, backward_input, whole_backward
 from megacore.parallel.turns import Turns, spare_work
 from megacore.pipeline.messages import Incoming, Transport
+from megacore.pipeline.phases import PhaseClock, in_phase, named_range
 from megacore.pipeline.recorder import ActionRecorder
 
 # Result of a stage: its output; on the last stage a scalar loss, or (loss, number of tokens).
@@ -102,8 +103,10 @@ class Step:
         recorder: ActionRecorder | None,
         before_backward: BeforeBackward | None,
         turns: Turns | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
         self._track = track
+        self._clock = clock
         self._turns = turns
         self._chunks = chunks
         self._forward_step = forward_step
@@ -145,7 +148,8 @@ class Step:
             machine.start(action)
             self._handle(handlers, action)
             machine.complete(action)
-        self._messages.finish_all()
+        with in_phase(self._clock, "pipeline_wait"):
+            self._messages.finish_all()
         self._require_nothing_left()
         losses = StepLosses(loss for _, loss in sorted(self._losses.items()))
         losses.num_tokens = self._num_tokens
@@ -287,11 +291,17 @@ class Step:
         message = received.pop(key)
         if isinstance(message, Tensor):
             return message
-        with self._recorded(message.action):
+        with in_phase(self._clock, "pipeline_wait"), self._recorded(message.action):
             return self._messages.wait(message)
 
-    def _recorded(self, action: Action) -> AbstractContextManager[None]:
-        return self._recorder.record(action) if self._recorder is not None else nullcontext()
+    @contextmanager
+    def _recorded(self, action: Action) -> Iterator[None]:
+        recorder = self._recorder
+        with (
+            named_range(f"pipeline {action}"),
+            nullcontext() if recorder is None else recorder.record(action),
+        ):
+            yield
 
     def _describe(self, action: Action) -> str:
         program = self._track.program
@@ -334,8 +344,8 @@ def token_count(num_tokens: Tensor | float | None, *, device: torch.device) -> T
     if count is None or count.numel() != 1:
         shown = "None" if count is None else f"a tensor of shape {list(count.shape)}"
         raise ValueError(
-            f"the number of tokens of a microbatch is {shown}; it must be a number, or a tensor "
-            "with one entry"
+            "the number of tokens of a microbatch must be a number, or a tensor with one entry"
+            f", got {shown}"
         )
     count = count.reshape(())
     return count.to(torch.float64 if count.is_floating_point() else torch.int64)

@@ -31,6 +31,7 @@ from megacore.pipeline.execution import (
     Track,
 )
 from megacore.pipeline.messages import Transport, connect, open_mailbox
+from megacore.pipeline.phases import PhaseClock
 from megacore.pipeline.recorder import ActionRecorder
 from megacore.pipeline.schedule import Schedule
 
@@ -63,6 +64,7 @@ class PipelineExecutor:
             (``Program.overlaps``): while one waits for an expert dispatch, the other computes.
         schedule: The schedule of the program. If passed on all ranks, it is compared between ranks
             before the channels are opened, by one small all-gather.
+        clock: Measures waits for messages as phase ``pipeline_wait``.
 
     Raises:
         ValueError: If program, chunks and groups are inconsistent.
@@ -85,6 +87,7 @@ class PipelineExecutor:
         debug: bool = False,
         overlap_pairs: bool = False,
         schedule: Schedule | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
         if (program.rank, program.num_ranks) != (group.position, group.size):
             raise ValueError(
@@ -112,6 +115,7 @@ class PipelineExecutor:
         if not program.is_forward_only:
             self._forward_track = Track(program.forward_only())
         self._recorder = recorder
+        self._clock = clock
         self._turns = Turns() if overlap_pairs else None
         if schedule is not None:
             require_same_schedule(schedule, group, device=activations.device)
@@ -182,6 +186,7 @@ class PipelineExecutor:
             recorder=self._recorder if recorder is None else recorder,
             before_backward=before_backward,
             turns=self._turns,
+            clock=self._clock,
         )
         return step.run()
 

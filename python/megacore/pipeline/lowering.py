@@ -48,11 +48,11 @@ class Lowering:
 def lower(schedule: _core.Schedule, lowering: Lowering) -> list[Program]:
     """Lower a native schedule and prove the programs of all ranks."""
     if lowering.receives not in ("ahead", "in_order"):
-        raise ValueError(f"receives is {lowering.receives!r}; it must be 'ahead' or 'in_order'")
+        raise ValueError(f"receives must be 'ahead' or 'in_order', got {lowering.receives!r}")
     recompute = lowering.recompute
     if recompute is not None and recompute.window == 0:
         raise ValueError(
-            "window is 0; it must be at least 1, or None for what the rank holds at once"
+            "window must be at least 1, or None for all that the rank holds at once, got 0"
         )
     programs = _core.lower(
         schedule,

@@ -15,11 +15,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from megacore._core import Action, ActionKind, Program
 from megacore.parallel.async_collectives import is_capturing
-from megacore.parallel.collectives import irecv, isend
+from megacore.parallel.collectives import Message, irecv, isend
 from megacore.parallel.mailbox import Channel, Mailbox
 from megacore.parallel.process_groups import Group
 from megacore.pipeline.activation import ActivationSpec, StageActivations
@@ -149,7 +148,7 @@ class _Transfer(Incoming):
 
     acknowledged: int
     tensor: Tensor
-    work: Work
+    work: Message
     header: Tensor | None
 
 
@@ -159,7 +158,7 @@ class BackendMessages:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._position = transport.to_higher.position
-        self._waiting: dict[int, deque[tuple[list[Work], list[Tensor]]]] = defaultdict(deque)
+        self._waiting: dict[int, deque[tuple[list[Message], list[Tensor]]]] = defaultdict(deque)
         self._num_done: dict[int, int] = defaultdict(int)
         # In debug mode: messages whose header was not looked at yet, and how many were.
         self._unseen: dict[int, deque[_Transfer]] = defaultdict(deque)

@@ -59,7 +59,7 @@ def partition_layers(
         [range(0, 3), range(3, 5), range(5, 7), range(7, 7)]
     """
     if placement not in ("loop", "v"):
-        raise ValueError(f"placement is {placement!r}; it must be 'loop' or 'v'")
+        raise ValueError(f"placement must be 'loop' or 'v', got {placement!r}")
     ranges = _core.partition_layers(
         num_layers,
         num_ranks=num_ranks,

@@ -142,9 +142,9 @@ class Schedule:
             ValueError: If there is no such rank.
         """
         if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank is {rank}; it must be in [0, {self.num_ranks})")
+            raise ValueError(f"rank must be in [0, {self.num_ranks}), got {rank}")
         if receives not in ("ahead", "in_order"):
-            raise ValueError(f"receives is {receives!r}; it must be 'ahead' or 'in_order'")
+            raise ValueError(f"receives must be 'ahead' or 'in_order', got {receives!r}")
         return (self._programs_ahead if receives == "ahead" else self._programs_in_order)[rank]
 
     def programs_from(self, rows: Sequence[Sequence[Action | str]]) -> list[Program]:

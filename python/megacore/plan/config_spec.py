@@ -9,41 +9,48 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megacore._core import plan_buckets
-from megacore.config import Config, filled, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.config import Config, ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.plan.spec import ModelSpec, RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def model_spec(config: Config) -> ModelSpec:
+def model_spec(config: ResolvedConfig) -> ModelSpec:
     """Take the shape of the model from a resolved configuration."""
-    model, moe = config.model, config.moe
+    model, moe, mla = config.model, config.moe, config.model.mla
+    num_layers = model.mtp_layers.stop
     return ModelSpec(
         layers=model.num_layers,
         hidden=model.hidden_size,
-        ffn=filled(model.ffn_hidden_size),
+        ffn=model.ffn_hidden_size,
         heads=model.num_heads,
-        kv_heads=filled(model.num_kv_heads),
-        head_dim=filled(model.head_dim),
+        kv_heads=model.num_kv_heads,
+        head_dim=mla.v_head_dim if mla.kv_rank else model.head_dim,
         vocab=model.padded_vocab_size,
         seq=model.seq_length,
         tied=model.tie_embeddings,
         qk_norm=model.qk_norm,
+        q_lora=mla.q_rank if mla.kv_rank else 0,
+        kv_lora=mla.kv_rank,
+        qk_nope=mla.nope_head_dim,
+        qk_rope=mla.rope_head_dim,
+        v_dim=mla.v_head_dim,
         experts=moe.num_experts,
         top_k=moe.top_k,
-        moe_ffn=filled(moe.ffn_hidden_size),
+        moe_ffn=moe.ffn_hidden_size,
         shared_ffn=moe.shared_ffn_hidden_size,
         shared_gate=moe.shared_gate,
-        experts_gated=moe.activation == "swiglu",
-        moe_layers=tuple(moe.is_moe_layer(index) for index in range(model.mtp_layers.stop)),
+        experts_gated=moe.gated,
+        moe_layers=tuple(moe.is_moe_layer(index) for index in range(num_layers)),
         groups=moe.num_groups,
         groups_top_k=moe.groups_top_k,
         mtp=model.num_mtp_layers,
+        windows=tuple(model.window_of(layer) or 0 for layer in range(num_layers)),
     )
 
 
-def run_spec(config: Config, gpus: int, *, imbalance: float = 1.0) -> RunSpec:
+def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> RunSpec:
     """Take the layout and all choices from a resolved configuration."""
     parallel, pipeline, train = config.parallel, config.pipeline, config.train
     optimizer, moe = config.optimizer, config.moe
@@ -62,7 +69,7 @@ def run_spec(config: Config, gpus: int, *, imbalance: float = 1.0) -> RunSpec:
         pp=parallel.pp,
         chunks=pipeline.chunks,
         ep=parallel.ep,
-        etp=filled(parallel.etp),
+        etp=parallel.etp,
         microbatch=train.microbatch_size,
         global_batch=train.global_batch_size,
         schedule=pipeline.schedule,
@@ -97,7 +104,7 @@ class _Param(NamedTuple):
     shared: bool = False
 
 
-def state_bytes(config: Config, gpus: int) -> list[dict[str, float]]:
+def state_bytes(config: ResolvedConfig, gpus: int) -> list[dict[str, float]]:
     """Return the bytes of weights, gradients and optimizer state of each pipeline rank, exactly.
 
     The buffers are those that training allocates, with their padding.
@@ -106,7 +113,7 @@ def state_bytes(config: Config, gpus: int) -> list[dict[str, float]]:
     return [_rank_state(config, spec, mine) for mine in stages_of_ranks(config)]
 
 
-def _rank_state(config: Config, spec: RunSpec, mine: list[int]) -> dict[str, float]:
+def _rank_state(config: ResolvedConfig, spec: RunSpec, mine: list[int]) -> dict[str, float]:
     optimizer, copies = config.optimizer, config.pipeline.copies
     by_kind: dict[tuple[bool, bool], list[_Param]] = {}
     for param in _params(config, sorted(mine)):
@@ -132,13 +139,13 @@ def _rank_state(config: Config, spec: RunSpec, mine: list[int]) -> dict[str, flo
     }
 
 
-def _params(config: Config, mine: list[int]) -> Iterator[_Param]:
+def _params(config: ResolvedConfig, mine: list[int]) -> Iterator[_Param]:
     """List the parameters of a rank's stages in the order in which the model makes them."""
     model, parallel = config.model, config.parallel
     stages, further = layers_of_stages(config), mtp_stage(config)
     sp = parallel.sequence_parallel
     matrix = model.padded_vocab_size // parallel.tp * model.hidden_size
-    norm = _Param(model.hidden_size, partial=sp)
+    norm = [_Param(model.hidden_size, partial=sp)] * (2 if model.norm == "layernorm" else 1)
     has_words = False
     for stage in mine:
         is_last, predicts = stage == len(stages) - 1, stage == further
@@ -149,37 +156,33 @@ def _params(config: Config, mine: list[int]) -> Iterator[_Param]:
         for index in stages[stage]:
             yield from _layer_params(config, index)
         if predicts or (is_last and not elsewhere):
-            yield norm
+            yield from norm
         if predicts:
             if not has_words:
                 yield _Param(matrix, shared=True)
                 has_words = True
             for index in model.mtp_layers:
-                yield norm
-                yield norm
+                yield from norm
+                yield from norm
                 yield _Param(2 * model.hidden_size**2, partial=sp)
                 yield from _layer_params(config, index)
-                yield norm
+                yield from norm
         if is_last and not model.tie_embeddings:
             yield _Param(matrix)
         elif is_last and not has_words:
             yield _Param(matrix, shared=True)
 
 
-def _layer_params(config: Config, index: int) -> Iterator[_Param]:
+def _layer_params(config: ResolvedConfig, index: int) -> Iterator[_Param]:
     model, moe, parallel = config.model, config.moe, config.parallel
     hidden, tp, sp = model.hidden_size, parallel.tp, parallel.sequence_parallel
-    head = filled(model.head_dim)
-    yield _Param(hidden, partial=sp)
-    yield _Param((model.num_heads + 2 * filled(model.num_kv_heads)) * head * hidden // tp)
-    yield _Param(hidden * model.num_heads * head // tp)
-    if model.qk_norm:
-        yield _Param(head, partial=True)
-        yield _Param(head, partial=True)
-    yield _Param(hidden, partial=sp)
+    norm = [_Param(hidden, partial=sp)] * (2 if model.norm == "layernorm" else 1)
+    yield from norm
+    yield from _latent_params(config) if model.mla.kv_rank else _attention_params(config)
+    yield from norm
     if not moe.is_moe_layer(index):
-        yield _Param(2 * filled(model.ffn_hidden_size) // tp * hidden)
-        yield _Param(hidden * filled(model.ffn_hidden_size) // tp)
+        yield _Param(2 * model.ffn_hidden_size // tp * hidden)
+        yield _Param(hidden * model.ffn_hidden_size // tp)
         return
     if moe.shared_ffn_hidden_size:
         yield _Param(2 * moe.shared_ffn_hidden_size // tp * hidden)
@@ -187,10 +190,53 @@ def _layer_params(config: Config, index: int) -> Iterator[_Param]:
         if moe.shared_gate:
             yield _Param(hidden, partial=sp)
     yield _Param(moe.num_experts * hidden, partial=True)
+    if moe.biases:
+        yield _Param(moe.num_experts, partial=True)
     experts = moe.num_experts // parallel.ep
-    width = filled(moe.ffn_hidden_size) // filled(parallel.etp)
-    yield _Param(experts * (2 if moe.activation == "swiglu" else 1) * width * hidden, expert=True)
+    width = moe.ffn_hidden_size // parallel.etp
+    inner = (2 if moe.gated else 1) * width
+    yield _Param(experts * inner * hidden, expert=True)
     yield _Param(experts * width * hidden, expert=True)
+    if moe.biases:
+        yield _Param(experts * inner, expert=True)
+        yield _Param(experts * hidden, expert=True)
+
+
+def _attention_params(config: ResolvedConfig) -> Iterator[_Param]:
+    model, tp = config.model, config.parallel.tp
+    hidden, width = model.hidden_size, model.num_heads * model.head_dim
+    qkv = width + 2 * model.num_kv_heads * model.head_dim
+    yield _Param(qkv * hidden // tp)
+    if model.qkv_bias:
+        yield _Param(qkv // tp)
+    yield _Param(hidden * width // tp)
+    if model.output_bias:
+        yield _Param(hidden, partial=config.parallel.sequence_parallel)
+    if model.qk_norm and model.qk_norm_width == "head":
+        yield _Param(model.head_dim, partial=True)
+        yield _Param(model.head_dim, partial=True)
+    elif model.qk_norm:
+        yield _Param(width // tp)
+        yield _Param(model.num_kv_heads * model.head_dim // tp)
+    if model.attention_sinks:
+        yield _Param(model.num_heads // tp)
+
+
+def _latent_params(config: ResolvedConfig) -> Iterator[_Param]:
+    model, mla, tp = config.model, config.model.mla, config.parallel.tp
+    hidden, heads = model.hidden_size, model.num_heads // tp
+    partial = config.parallel.sequence_parallel or not mla.q_rank
+    if mla.q_rank:
+        yield _Param(mla.q_rank * hidden, partial=partial)
+        yield _Param(mla.q_rank, partial=partial)
+    else:
+        yield _Param(heads * model.head_dim * hidden)
+    yield _Param((mla.kv_rank + mla.rope_head_dim) * hidden, partial=partial)
+    yield _Param(mla.kv_rank, partial=partial)
+    if mla.q_rank:
+        yield _Param(heads * model.head_dim * mla.q_rank)
+    yield _Param(heads * (mla.nope_head_dim + mla.v_head_dim) * mla.kv_rank)
+    yield _Param(hidden * heads * mla.v_head_dim)
 
 
 def without_layout(base: Config, gpus: int) -> Config:

@@ -178,16 +178,14 @@ class LayerCosts:
             cost.add("attention", flops / rate, 2 * flops / rate)
             cost.add("attention", 9 * scores / self.bandwidth, 11 * scores / self.bandwidth)
             return cost
-        keys = model.seq / 2
         peak = device.peak_fp32 if spec.precision == "fp32" else device.peak_bf16
         rate = device.peak_clock * peak * device.attention_forward
         rate *= model.seq / (model.seq + device.attention_half)
         if spec.attention == "flash2":
             rate *= device.attention_flash2
-        if model.window:
-            keys = (keys + min(model.window, keys)) / 2
+        if any(model.windows):
             rate *= device.attention_window
-        forward = per_key * keys / rate
+        forward = per_key * model.mean_keys / rate
         cost.add("attention", forward, 2.5 * forward / device.attention_backward)
         if spec.cp > 1:
             self._context_exchange(cost, forward)

@@ -99,6 +99,12 @@ class Device:
         """Return the sustained FLOP/s of large matrix products in a precision."""
         return self.peak_clock * self._at_full_clock(precision)
 
+    def peak_flops(self, precision: str) -> float:
+        """Return the FLOP/s of matrix products in a precision as in the data sheet (dense)."""
+        if precision == "fp32":
+            return self.peak_fp32
+        return self.peak_fp8 if "fp8" in precision else self.peak_bf16
+
     def _at_full_clock(self, precision: str) -> float:
         if precision == "fp32":
             return self.peak_fp32 * self.gemm_fp32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megacore.config import Config, filled
+from megacore.config import ResolvedConfig
 from megacore.moe.echo.layer import guaranteed_factor, num_slot_sets
 from megacore.parallel import Topology
 
@@ -42,7 +42,7 @@ class EchoPlanned:
     text: str
 
 
-def plan_echo(config: Config, topology: Topology) -> EchoPlanned:
+def plan_echo(config: ResolvedConfig, topology: Topology) -> EchoPlanned:
     """Plan the clones of a resolved configuration.
 
     Raises:
@@ -53,9 +53,9 @@ def plan_echo(config: Config, topology: Topology) -> EchoPlanned:
         raise ValueError("moe.echo.spare_slots = 0, so nothing is cloned; set it to 1 or more")
     if topology.ep == 1:
         raise ValueError("parallel.ep = 1, so there is no other rank to clone experts to; raise it")
-    etp, local = filled(parallel.etp), moe.num_experts // topology.ep
-    num_matrices = 3 if moe.activation == "swiglu" else 2
-    numel = num_matrices * filled(moe.ffn_hidden_size) // etp * config.model.hidden_size
+    etp, local = parallel.etp, moe.num_experts // topology.ep
+    num_matrices = 3 if moe.gated else 2
+    numel = num_matrices * moe.ffn_hidden_size // etp * config.model.hidden_size
     width = 4 if config.train.dtype == "float32" else 2
     tokens = config.train.microbatch_size * config.model.seq_length // (parallel.cp * parallel.tp)
     mean = float(tokens * etp * moe.top_k)
@@ -75,7 +75,7 @@ def plan_echo(config: Config, topology: Topology) -> EchoPlanned:
     return EchoPlanned(**{**vars(planned), "text": _text(planned, config, local)})
 
 
-def _text(planned: EchoPlanned, config: Config, local: int) -> str:
+def _text(planned: EchoPlanned, config: ResolvedConfig, local: int) -> str:
     echo, mib = config.moe.echo, 1 << 20
     times = f"{planned.guaranteed_factor or 0:.3f} times the mean of {planned.mean_rows:,.0f}"
     slots = "slot" if echo.spare_slots == 1 else "slots"

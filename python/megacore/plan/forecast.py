@@ -77,9 +77,7 @@ class Forecast:
     @property
     def mfu(self) -> float:
         """Share of the peak of matrix products in the format of the run."""
-        peaks = {"fp32": self.device.peak_fp32}
-        peak = self.device.peak_fp8 if self.spec.is_fp8 else self.device.peak_bf16
-        return self.flops_per_gpu / peaks.get(self.spec.precision, peak)
+        return self.flops_per_gpu / self.device.peak_flops(self.spec.precision)
 
 
 def forecast(

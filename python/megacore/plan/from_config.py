@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.config import Config, ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.build import torch_dtype
 from megacore.parallel import Topology
@@ -37,7 +37,7 @@ def embedding_ranks(config: Config) -> tuple[int, ...]:
     )
 
 
-def make_topology(config: Config, world_size: int) -> Topology:
+def make_topology(config: ResolvedConfig, world_size: int) -> Topology:
     """Build the topology of the ``[parallel]`` section."""
     parallel = config.parallel
     return Topology(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from megacore.config import Config, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.config import ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.graphs import BufferRole, CapturePlan, StepKind, StepOrder, plan_capture, static_bytes
 from megacore.models.build import torch_dtype
 from megacore.models.captured import captured_parts, random_uses
@@ -80,7 +80,7 @@ class _PartBytes:
     delayed: int
 
 
-def predict_graphs(config: Config, program: Program) -> GraphBytes:
+def predict_graphs(config: ResolvedConfig, program: Program) -> GraphBytes:
     """Predict the memory of the graphs of a pipeline rank.
 
     With tensor parallelism the sizes are those of one rank's share of a layer.
@@ -111,7 +111,7 @@ def predict_graphs(config: Config, program: Program) -> GraphBytes:
     return _single_parts(plan, flat, pool)
 
 
-def _whole_steps(config: Config, num_microbatches: int, pool: int) -> GraphBytes:
+def _whole_steps(config: ResolvedConfig, num_microbatches: int, pool: int) -> GraphBytes:
     """Predict full-step graphs: one for training, and one for evaluation if enabled."""
     tokens = config.train.microbatch_size * (2 * config.model.seq_length + 1)
     count = 2 if config.train.eval_interval > 0 else 1
@@ -153,7 +153,7 @@ def _single_parts(plan: CapturePlan, flat: list[_PartBytes], pool: int) -> Graph
     )
 
 
-def _layers_of(config: Config, program: Program) -> list[list[int]]:
+def _layers_of(config: ResolvedConfig, program: Program) -> list[list[int]]:
     stages = layers_of_stages(config)
     further = mtp_stage(config)
     return [
@@ -169,7 +169,7 @@ def _signatures(parts: list[_PartBytes]) -> list[int]:
 
 
 def _parts_of(
-    config: Config, layers: list[int], scopes: tuple[str, ...], *, splits: bool
+    config: ResolvedConfig, layers: list[int], scopes: tuple[str, ...], *, splits: bool
 ) -> list[_PartBytes]:
     """Measure the captured parts of some layers, once per kind of layer."""
     known: dict[bool, list[_PartBytes]] = {}
@@ -183,7 +183,7 @@ def _parts_of(
 
 
 def _one_part(
-    config: Config, index: int, scopes: tuple[str, ...], *, splits: bool
+    config: ResolvedConfig, index: int, scopes: tuple[str, ...], *, splits: bool
 ) -> list[_PartBytes]:
     model, parallel, train = config.model, config.parallel, config.train
     chunk = GPTChunk(

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.plan.config_spec import model_spec, run_spec, state_bytes
 from megacore.plan.device import Device, load_device
 from megacore.plan.forecast import forecast
@@ -16,7 +16,7 @@ _ONCE = ("dp", "optimizer", "host_step")
 
 
 def compare_with_prediction(
-    config: Config,
+    config: ResolvedConfig,
     world_size: int,
     *,
     calibration: str,

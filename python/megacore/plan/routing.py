@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import MegacoreError
 from megacore.moe.routing_trace import Recorded, check_recording_folder, check_replay
 
@@ -24,7 +24,7 @@ _KEYS = (
 )
 
 
-def check_routing(config: Config) -> None:
+def check_routing(config: ResolvedConfig) -> None:
     """Check the folders of both settings, without reading or writing decisions.
 
     Raises:
@@ -46,7 +46,7 @@ def check_routing(config: Config) -> None:
         check_replay(Path(moe.replay_routing), recorded_settings(config), steps=config.train.steps)
 
 
-def recorded_settings(config: Config) -> Recorded:
+def recorded_settings(config: ResolvedConfig) -> Recorded:
     """Select the settings of a run that a replay must match."""
     values = config.model_dump()
     return Recorded(

@@ -10,10 +10,9 @@ import math
 from dataclasses import dataclass
 
 from megacore.buffers import BufferPlan, buffer_kind, plan_buckets
-from megacore.config import Config, filled, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.config import ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.build import build_stages
-from megacore.models.size import count_parameters
 from megacore.optim import MemoryRow, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
@@ -86,7 +85,7 @@ class RunPlan:
     ranks: tuple[RankPlan, ...]
 
 
-def plan_run(config: Config, world_size: int) -> RunPlan:
+def plan_run(config: ResolvedConfig, world_size: int) -> RunPlan:
     """Plan a run of a resolved configuration.
 
     Raises:
@@ -98,14 +97,15 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     programs = schedule.lower(Lowering(receives="ahead", recompute=train_recompute(config)))
     stages, further = layers_of_stages(config), mtp_stage(config)
     pp = config.parallel.pp
-    ranks, num_params = [], 0
+    ranks, num_params, num_idle = [], 0, 0
     for pp_rank in range(pp):
         mine = stages_of_ranks(config)[pp_rank]
         infos = _param_infos(config, mine)
         if pp_rank < pp // config.pipeline.copies:  # the other ranks hold the second copy
-            num_params += sum(
-                math.prod(info.full_shape) for info in infos if not info.is_shared_copy
-            )
+            own = [info for info in infos if not info.is_shared_copy]
+            num_params += sum(math.prod(info.full_shape) for info in own)
+            experts = sum(math.prod(info.full_shape) for info in own if info.expert)
+            num_idle += experts - experts * config.moe.top_k // max(1, config.moe.num_experts)
         sizes = _buffer_sizes(config, infos, topology)
         ranks.append(
             RankPlan(
@@ -132,7 +132,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     return RunPlan(
         topology=topology,
         num_params=num_params,
-        num_active_params=count_parameters(config.model, config.moe).active,
+        num_active_params=num_params - num_idle,
         num_microbatches=config.num_microbatches(world_size),
         bubble_fraction=timeline.bubble_fraction,
         ranks=tuple(ranks),
@@ -158,7 +158,9 @@ def _peak_kept(program: Program) -> int:
     return most
 
 
-def buffer_layouts(config: Config, world_size: int, *, shard: int | None = None) -> list[str]:
+def buffer_layouts(
+    config: ResolvedConfig, world_size: int, *, shard: int | None = None
+) -> list[str]:
     """Format the parameter layout of the buffers of each pipeline position.
 
     Args:
@@ -216,7 +218,7 @@ def _shard_lines(members: list[ParamInfo], plan: BufferPlan, shard: int) -> list
     ] or [f"  rank {shard} owns nothing but padding"]
 
 
-def check_plan(config: Config, world_size: int) -> None:
+def check_plan(config: ResolvedConfig, world_size: int) -> None:
     """Build layout, layer partition and schedule once, to detect errors before ranks start.
 
     Raises:
@@ -234,19 +236,17 @@ def check_plan(config: Config, world_size: int) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _param_infos(config: Config, mine: list[int]) -> list[ParamInfo]:
+def _param_infos(config: ResolvedConfig, mine: list[int]) -> list[ParamInfo]:
     """List the parameter infos of one pipeline rank, in order, on the meta device."""
     chunks = build_stages(config, sorted(mine), ProcessGroups.single(), device="meta")
     return [info for chunk in chunks for info, _ in chunk.param_infos()]
 
 
-def _local_numels(config: Config, infos: list[ParamInfo]) -> list[int]:
+def _local_numels(config: ResolvedConfig, infos: list[ParamInfo]) -> list[int]:
     parallel = config.parallel
     return [
         math.prod(
-            info.local_shape(
-                filled(parallel.etp) if info.expert else parallel.tp, ep_size=parallel.ep
-            )
+            info.local_shape(parallel.etp if info.expert else parallel.tp, ep_size=parallel.ep)
         )
         for info in infos
     ]
@@ -260,7 +260,9 @@ class _BufferSizes:
     bucket_numels: tuple[int, ...]
 
 
-def _buffer_sizes(config: Config, infos: list[ParamInfo], topology: Topology) -> _BufferSizes:
+def _buffer_sizes(
+    config: ResolvedConfig, infos: list[ParamInfo], topology: Topology
+) -> _BufferSizes:
     plans = [plan for _, plan in _buffer_plans(config, infos, topology)]
     numel = sum(plan.numel for plan in plans)
     owned = sum(plan.shard_numel for plan in plans) if config.optimizer.distributed else numel
@@ -273,7 +275,7 @@ def _buffer_sizes(config: Config, infos: list[ParamInfo], topology: Topology) ->
     )
 
 
-def memory_row_of(config: Config) -> MemoryRow:
+def memory_row_of(config: ResolvedConfig) -> MemoryRow:
     """Compute the bytes per parameter in a run of this configuration."""
     optimizer = config.optimizer
     grads = config.train.dtype if optimizer.grad_dtype == "param" else "float32"
@@ -281,7 +283,7 @@ def memory_row_of(config: Config) -> MemoryRow:
 
 
 def _buffer_plans(
-    config: Config, infos: list[ParamInfo], topology: Topology
+    config: ResolvedConfig, infos: list[ParamInfo], topology: Topology
 ) -> list[tuple[list[ParamInfo], BufferPlan]]:
     """Plan the buffers of ``make_buffers``, with their parameters; all have one dtype."""
     by_kind: dict[tuple[bool, bool], list[ParamInfo]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +19,7 @@ class ModelSpec:
             multi-head or grouped-query attention. The next fields belong to it.
         moe_layers: Whether each layer has experts, ``mtp`` layers at the end included.
         groups: Groups of experts of which ``groups_top_k`` can be chosen; 1 without.
-        window: Sliding window of every second layer in tokens; 0 for none.
+        windows: Sliding windows in tokens, repeated over the layers; 0 for none.
     """
 
     layers: int
@@ -47,7 +48,7 @@ class ModelSpec:
     groups: int = 1
     groups_top_k: int = 1
     mtp: int = 0
-    window: int = 0
+    windows: tuple[int, ...] = (0,)
 
     @cached_property
     def qkv_matrices(self) -> tuple[tuple[int, int, bool], ...]:
@@ -85,29 +86,70 @@ class ModelSpec:
 
     def layer_params(self, moe: bool, tp: int = 1, expert_shards: int = 1) -> tuple[float, float]:
         """Weights of a layer on a rank: those of all ranks' data, and those of experts."""
-        shared = self.attention_params(tp) + 2 * self.hidden + 2 * self.qk_norm * self.head_dim
+        norms = 2 * self.hidden + 2 * self.qk_norm * self.head_dim + self.q_lora + self.kv_lora
+        shared = self.attention_params(tp) + norms
         if not moe:
             return shared + (3 if self.gated else 2) * self.ffn * self.hidden / tp, 0.0
         shared += self.experts * self.hidden + 3 * self.shared_ffn * self.hidden / tp
         shared += self.shared_gate * self.hidden
         return shared, self.experts * self.expert_params / expert_shards
 
+    @cached_property
+    def mean_keys(self) -> float:
+        """Keys that a token attends to, averaged over tokens and layers; ``seq / 2`` if causal.
+
+        Example:
+            >>> spec = ModelSpec(layers=2, hidden=8, ffn=8, heads=1, kv_heads=1, head_dim=8,
+            ...                  vocab=8, seq=16, moe_layers=(False, False), windows=(4, 0))
+            >>> spec.mean_keys  # (4 - 4 * 4 / 32 + 8) / 2
+            5.75
+        """
+        reach = [min(window or self.seq, self.seq) for window in self.windows]
+        layers = range(max(1, len(self.moe_layers)))
+        keys = (reach[layer % len(reach)] for layer in layers)
+        return sum(count - count * count / (2 * self.seq) for count in keys) / len(layers)
+
     @property
     def flops_per_token(self) -> float:
-        """Operations of a training step per token; attention causal, nothing recomputed."""
-        keys: float = self.seq / 2
-        if self.window:
-            keys = (keys + min(self.window, keys)) / 2
-        attention = self.heads * keys * sum(self.head_dims)
-        weights: float = (1 + self.mtp) * self.vocab * self.hidden + self.mtp * 2 * self.hidden**2
+        """Operations of a training step per token: the model's, with nothing recomputed.
+
+        ``6 * W + 12 * L * K * A``: a weight costs 2 operations forward and 4 backward. W counts the
+        weights that a token is multiplied with: chosen experts only, the router, the output layer
+        with the padding of its vocabulary, not the embedding. L layers attend to K keys on average
+        (:attr:`mean_keys`, the causal half); A is the number of heads times the mean width of a
+        query and a value.
+
+        Source:
+            Chowdhery et al., arXiv:2204.02311, appendix B, with half of its attention.
+        """
+        head = (1 + self.mtp) * self.vocab * self.hidden + self.mtp * 2 * self.hidden**2
+        by_kind = {moe: sum(self._forward(moe).values()) for moe in set(self.moe_layers)}
+        return 3 * (2 * head + sum(by_kind[moe] for moe in self.moe_layers))
+
+    def recomputed_flops_per_token(self, parts: Collection[str]) -> float:
+        """Operations per token of passes that recomputation repeats.
+
+        Args:
+            parts: Recomputed parts, as in ``train.recompute_modules``, or ``layer`` for all of one.
+        """
+        total = 0.0
         for moe in self.moe_layers:
-            weights += self.attention_params()
-            if moe:
-                weights += self.top_k * self.expert_params + self.experts * self.hidden
-                weights += 3 * self.shared_ffn * self.hidden
-            else:
-                weights += (3 if self.gated else 2) * self.ffn * self.hidden
-        return 6 * (weights + attention * len(self.moe_layers))
+            forward = self._forward(moe)
+            total += sum(ops for part, ops in forward.items() if {part, "layer"} & set(parts))
+        return total
+
+    def _forward(self, moe: bool) -> dict[str, float]:
+        """Operations of a layer's forward pass per token: projections, attention, MLP or MoE."""
+        if moe:
+            weights = self.top_k * self.expert_params + self.experts * self.hidden
+            weights += (3 * self.shared_ffn + self.shared_gate) * self.hidden
+        else:
+            weights = (3 if self.gated else 2) * self.ffn * self.hidden
+        return {
+            "projections": 2 * self.attention_params(),
+            "attention": 2 * self.heads * self.mean_keys * sum(self.head_dims),
+            "moe" if moe else "mlp": 2 * weights,
+        }
 
     @property
     def num_params(self) -> float:

@@ -216,7 +216,7 @@ class Console:
             )
             progress.start()
         progress.update(
-            self._task, completed=record.step + 1, metrics="  ".join(_metric_texts(record))
+            self._task, completed=record.step + 1, metrics="  ".join(record.console_texts())
         )
 
     def _is_due(self, record: StepRecord) -> bool:
@@ -231,7 +231,7 @@ class Console:
         done = record.step + 1 - self._first_step
         left = (self._steps - record.step - 1) * (time.monotonic() - self._started) / done
         width = len(f"{self._steps:,}")
-        parts = [f"step {record.step + 1:>{width},}/{self._steps:,}", *_metric_texts(record)]
+        parts = [f"step {record.step + 1:>{width},}/{self._steps:,}", *record.console_texts()]
         if record.validation_loss is not None:
             parts.append(_validations_text(record))
         if record.step + 1 < self._steps:
@@ -302,15 +302,6 @@ def sparkline(values: Sequence[float], *, width: int = 40) -> str:
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
-
-
-def _metric_texts(record: StepRecord) -> list[str]:
-    return [
-        f"loss {record.loss:.4f}",
-        f"lr {record.lr:.2e}",
-        f"grad {record.grad_norm:.2f}",
-        f"{record.tokens_per_s:,.0f} tok/s",
-    ]
 
 
 def _validation_text(loss: float, *, name: str = "validation loss") -> str:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from megacore.config import Config, duration_s
+from megacore.config import ResolvedConfig, duration_s
 from megacore.errors import DivergedError
 from megacore.launch.context import RankContext
 from megacore.launch.peers import signal_name
@@ -53,7 +53,7 @@ class RunControl:
         started: `time.monotonic` of the start of this process's run.
     """
 
-    def __init__(self, config: Config, context: RankContext, *, started: float) -> None:
+    def __init__(self, config: ResolvedConfig, context: RankContext, *, started: float) -> None:
         self._config = config
         self._context = context
         self._stop_at = math.inf

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.models.gpt import GPTChunk
-from megacore.models.transformer import TransformerLayer
+from megacore.models.stage import Stage
 from megacore.optim import DistributedOptimizer
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.process_groups import Group
@@ -51,7 +50,7 @@ class NonFiniteSearch:
     """
 
     def __init__(
-        self, chunks: Sequence[GPTChunk], optimizer: DistributedOptimizer, *, rank: int
+        self, chunks: Sequence[Stage], optimizer: DistributedOptimizer, *, rank: int
     ) -> None:
         self._chunks = chunks
         self._optimizer = optimizer
@@ -70,7 +69,8 @@ class NonFiniteSearch:
                 self._check(param, phase=0, order=0, place=info.name)
         handles = [
             module.register_forward_hook(self._hook(order, place))
-            for order, place, module in self._modules()
+            for chunk in self._chunks
+            for order, place, module in chunk.parts()
         ]
         try:
             yield
@@ -81,17 +81,6 @@ class NonFiniteSearch:
             for index, (info, _) in reversed(list(enumerate(buffer.params))):
                 order = -_layer(info.name)
                 self._check(buffer.main_grad(index), phase=2, order=order, place=info.name)
-
-    def _modules(self) -> Iterator[tuple[int, str, nn.Module]]:
-        for chunk in self._chunks:
-            if isinstance(chunk.embedding, nn.Module):
-                yield -1, "the embedding", chunk.embedding
-            yield 1 << 30, "the last layers of this stage", chunk
-            for layer in chunk.layers:
-                assert isinstance(layer, TransformerLayer)
-                index = layer.index
-                for name, module in layer.named_modules():
-                    yield index, f"layers.{index}{'.' if name else ''}{name}", module
 
     def _hook(self, order: int, place: str) -> Any:
         def check(_module: nn.Module, _inputs: Any, output: Any) -> None:

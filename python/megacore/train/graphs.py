@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
+from megacore.errors import ConfigError
 from megacore.graphs import (
     CaptureError,
     CaptureSignature,
@@ -27,7 +28,9 @@ from megacore.graphs import (
     graph_backend,
 )
 from megacore.models.captured import CapturedPart, captured_parts, random_uses, transformer_layers
+from megacore.models.gpt import GPTChunk
 from megacore.ops.counter_random import StepKeys
+from megacore.ops.gemm_cuda import grouped_obstacle
 from megacore.optim import StepResult
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather_objects
@@ -64,7 +67,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         eager: EagerStep,
         *,
         program: Program,
@@ -73,12 +76,13 @@ class StepGraphs:
         self._config = config
         self._settings = config.graphs
         self._eager = eager
-        self._chunks = eager.chunks
+        self._chunks = [chunk for chunk in eager.chunks if isinstance(chunk, GPTChunk)]
         self._optimizer = eager.optimizer
         self._groups = eager.groups
         self._program = program
         self._hidden = hidden
         self._device = torch.device(hidden.device)
+        _check_experts(config, self._device)
         self._digest = _digest(config)
         self._num_steps = 0
         self._gave_up = self._gave_up_validation = False
@@ -332,7 +336,7 @@ class StepGraphs:
             return
         factor = torch.ones((), device=self._device)
         sample_batch = replace(batch, keys=self.keys, loss_factor=factor)
-        if self._config.train.loss_normalization == "token":
+        if self._eager.per_token:
             factors = torch.ones(batch.shape[0], device=self._device)
             sample_batch = replace(sample_batch, sample_factors=factors)
         length, _, width = self._hidden.shape
@@ -411,7 +415,29 @@ def _inputs_of(batches: Sequence[Microbatch]) -> list[Tensor]:
     return inputs
 
 
-def _digest(config: Config) -> str:
+def _check_experts(config: ResolvedConfig, device: torch.device) -> None:
+    """Check that captured experts have a grouped kernel: without it the host reads row counts.
+
+    Raises:
+        ConfigError: If not, with the reason.
+    """
+    moe, graphs = config.moe, config.graphs
+    if device.type != "cuda" or moe.num_experts == 0:
+        return
+    if graphs.mode != "full" and "moe" not in graphs.scope_names:
+        return
+    width = moe.ffn_hidden_size // config.parallel.etp
+    reason = grouped_obstacle(
+        device, moe.num_experts // config.parallel.ep, config.model.hidden_size, width
+    )
+    if reason is not None:
+        raise ConfigError(
+            f'graphs.mode = "{graphs.mode}" captures the experts, which needs the grouped kernel: '
+            f"{reason}; or leave moe out of graphs.scopes"
+        )
+
+
+def _digest(config: ResolvedConfig) -> str:
     """Hash the settings that affect the computation to sixteen hexadecimal digits."""
     included = {"model", "parallel", "pipeline", "moe", "train", "optimizer"}
     values = config.model_dump(include=included)

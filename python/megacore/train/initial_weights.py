@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megacore.checkpoint import load_checkpoint
 from megacore.checkpoint.agreement import on_every_rank
@@ -17,14 +16,14 @@ from megacore.models.hf.files import CONFIG_NAME, TensorFiles, read_config
 from megacore.models.hf.settings import differences
 from megacore.optim import ParamPiece
 from megacore.parallel import ProcessGroups
-from megacore.parallel.params import ShardPosition, shard
+from megacore.parallel.params import ShardPosition
 from megacore.train.trainer import Trainer
 
 
 def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
     """Fill the weights of a new trainer; the optimizer state stays new. Collective.
 
-    Each rank reads the parameters of its own stages, one at a time.
+    Each rank reads its own shards, one parameter at a time.
 
     Args:
         trainer: A trainer that has not trained.
@@ -55,6 +54,11 @@ def _fill_from_hf(
     trainer: Trainer, folder: Path, pieces: list[ParamPiece], groups: ProcessGroups
 ) -> tuple[str, ...]:
     model, moe = trainer.config.model, trainer.config.moe
+    if model.factory is not None:
+        raise MegacoreError(
+            f"checkpoint.load_weights = {folder} is a Hugging Face model, which fits megacore's "
+            f'GPT only, not model.factory = "{model.factory}"; use a checkpoint of that model'
+        )
     hf_config = read_config(folder)
     found = sections_from_hf(hf_config, seq_length=model.seq_length)
     different = differences(found, (model, moe))
@@ -74,10 +78,5 @@ def _fill(pieces: list[ParamPiece], weights: HFWeights, groups: ProcessGroups) -
         info = piece.info
         if info.name != name:
             name = info.name
-            local = _own_shard(weights, piece, groups)
+            local = weights.part(name, ShardPosition.of(info, groups)).reshape(-1)
         piece.tensors[MAIN_PARAM].copy_(local[piece.start : piece.end])
-
-
-def _own_shard(weights: HFWeights, piece: ParamPiece, groups: ProcessGroups) -> Tensor:
-    info = piece.info
-    return shard(weights[info.name], info, **vars(ShardPosition.of(info, groups))).view(-1)

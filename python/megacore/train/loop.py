@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -24,25 +25,31 @@ from megacore.checkpoint.run_folder import (
     hold_folders,
     make_place,
 )
-from megacore.config import Config, config_to_toml, filled
+from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, copy_tokenizer
+from megacore.config import FOLDER_OF_FILE, ResolvedConfig, config_to_toml
 from megacore.errors import CheckpointError, DiskFullError, DivergedError
 from megacore.launch.context import RankContext
 from megacore.launch.stopping import STOPPED_EARLY
-from megacore.models.size import count_parameters
 from megacore.parallel.collectives import barrier
 from megacore.pipeline import ActionRecorder
 from megacore.report import RunInfo, write_info
+from megacore.train.callbacks import Callback, make_callbacks
 from megacore.train.console import Console, RunSummary, StartInfo
 from megacore.train.control import RunControl, Verdict
 from megacore.train.diagnosis import NonFiniteSearch, first_of_all
 from megacore.train.initial_weights import load_initial_weights
-from megacore.train.metrics import MetricsWriter, StepRecord
+from megacore.train.metrics import StepRecord
+from megacore.train.profiling import StepProfiler
 from megacore.train.results import run_info, write_results
 from megacore.train.step import StepMetrics
 from megacore.train.trainer import Trainer, build_trainer
+from megacore.train.watch import RunWatch
+from megacore.train.writers import RunFileGuard, RunWriters, check_writers
+
+STOPPED_NAME = "stopped"  # exists while a run has stopped early and is to be continued
 
 
-def train(config: Config, context: RankContext) -> int:
+def train(config: ResolvedConfig, context: RankContext) -> int:
     """Run the training of ``config`` on one rank, from construction to report.
 
     Rank 0 writes ``config.toml``, ``run.json``, ``metrics.jsonl``, ``timeline.json`` and
@@ -59,24 +66,35 @@ def train(config: Config, context: RankContext) -> int:
         MegacoreError: For every error that a user can fix.
     """
     started = time.monotonic()
-    trainer = build_trainer(config, world_size=context.world_size, device=context.device)
+    check_writers(config)
+    trainer = build_trainer(
+        config, world_size=context.world_size, device=context.device, calls=context.calls
+    )
+    callbacks = make_callbacks(config)
     control = RunControl(config, context, started=started)
     with hold_folders(config, trainer.groups), context.stop.deferred():
         saver = _make_saver(trainer) if config.checkpoint.interval >= 0 else None
         notes = () if saver is None else _check_room_to_save(trainer, saver)
         resume = choose_resume(config, trainer.groups, restarts=context.restarts)
-        found = find_checkpoint(resume, filled(config.checkpoint.dir), groups=trainer.groups)
+        found = find_checkpoint(resume, config.checkpoint.dir, groups=trainer.groups)
         start = _resume(trainer, found)
         if found.path is None and config.checkpoint.load_weights is not None:
             notes += load_initial_weights(trainer, config.checkpoint.load_weights)
         # Last, after all checks, so that a failed start does not move earlier results.
         moved = make_place(config, found.path, trainer.groups)
-        run = _Run(trainer, found, saver, control, start=start, notes=moved + notes)
+        run = _Run(
+            trainer, found, saver, control, start=start, notes=moved + notes, callbacks=callbacks
+        )
         try:
             stopped = run.loop()
             run.finish(wall_time_s=time.monotonic() - started, stopped=stopped)
-        finally:
-            run.close()
+        except BaseException:
+            run.close(failed=True)
+            raise
+        run.close(failed=False)
+        if context.rank == 0 and stopped is not None:
+            # For scripts: torchrun exits with 0 or 1, whatever the ranks exit with.
+            (Path(config.run.dir) / STOPPED_NAME).write_text(f"{stopped}\n")
     if stopped is None:
         return 0
     if saver is None:
@@ -108,7 +126,7 @@ def _resume(trainer: Trainer, found: FoundCheckpoint) -> TrainState:
 def _make_saver(trainer: Trainer) -> CheckpointSaver:
     config = trainer.config
     return CheckpointSaver(
-        filled(config.checkpoint.dir),
+        config.checkpoint.dir,
         trainer.pieces,
         groups=trainer.groups,
         config=config.model_dump(),
@@ -126,9 +144,7 @@ def _check_room_to_save(trainer: Trainer, saver: CheckpointSaver) -> tuple[str, 
     """
     settings = trainer.config.checkpoint
     try:
-        check_checkpoint_folder(
-            filled(settings.dir), num_bytes=saver.num_bytes(), groups=trainer.groups
-        )
+        check_checkpoint_folder(settings.dir, num_bytes=saver.num_bytes(), groups=trainer.groups)
     except DiskFullError as error:
         if settings.on_failure == "stop":
             raise
@@ -148,10 +164,12 @@ class _Run:
         *,
         start: TrainState,
         notes: tuple[str, ...] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         config, first_step = trainer.config, start.step
         self._trainer = trainer
         self._saver = saver
+        self._callbacks = callbacks
         self._control = control
         self._next_step = self._saved_step = start.step
         self._config = config
@@ -159,7 +177,7 @@ class _Run:
         # Not 0 if the batch size has changed, so that the data continue at the same sample.
         self._sample_offset = start.samples - start.step * config.train.global_batch_size
         self._is_main = trainer.groups.rank == 0
-        self._dir = Path(filled(config.run.dir))
+        self._dir = Path(config.run.dir)
         self._is_due_to_save = False
         self._validation_loss: float | None = None
         self._last: StepRecord | None = None
@@ -175,17 +193,39 @@ class _Run:
             plain=config.run.plain,
             silent=not self._is_main,
         )
-        self._metrics: MetricsWriter | None = None
+        self._watch = RunWatch(trainer)
+        self._profiler = StepProfiler(
+            config.train.profiled,
+            self._dir,
+            world=trainer.groups.world,
+            device=trainer.device,
+            settle=trainer.optimizer.finish_param_gather,
+        )
+        self._files = RunFileGuard(config, self._console.note)
+        self._writers: RunWriters | None = None
         if self._is_main:
             self._dir.mkdir(parents=True, exist_ok=True)
-            (self._dir / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
-            self._metrics = MetricsWriter(self._dir / "metrics.jsonl", resume_step=first_step)
+            (self._dir / STOPPED_NAME).unlink(missing_ok=True)
+            self._write_config(config)
+            self._writers = RunWriters(config, first_step=first_step, guard=self._files)
         self._console.start(self._start_info(found, notes))
+
+    def _write_config(self, config: ResolvedConfig) -> None:
+        """Write the configuration and the tokenizer, so that the folder can be moved."""
+        if copy_tokenizer(config.data.tokenizer, self._dir):
+            path = f"{FOLDER_OF_FILE}/{TOKENIZER_NAME}"
+            data = config.data.model_copy(update={"tokenizer": path})
+            config = config.model_copy(update={"data": data})
+        (self._dir / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
 
     def loop(self) -> str | None:
         """Run the remaining steps; returns the reason if the run stopped early."""
+        for callback in self._callbacks:
+            callback.on_start(self._trainer)
         for step in range(self._first_step, self._config.train.steps):
+            self._profiler.before_step(step)
             metrics, verdict = self._train(step)
+            self._note(self._profiler.after_step(step))
             is_last = step + 1 == self._config.train.steps
             losses: dict[str, float] = {}
             if verdict.stop is None and _is_due(
@@ -193,7 +233,9 @@ class _Run:
             ):
                 losses = self._trainer.evaluate()
                 self._validation_loss = self._trainer.mean_validation_loss(losses)
-            self._write(self._record(step, metrics, losses))
+            self._write(record := self._record(step, metrics, losses))
+            for callback in self._callbacks:
+                callback.on_step(record)
             for note in verdict.notes:
                 self._console.note(note)
             if self._saver is not None:
@@ -212,22 +254,27 @@ class _Run:
 
     def finish(self, *, wall_time_s: float, stopped: str | None) -> None:
         """Save what is not saved yet, write the report, print the summary. Collective."""
+        self._note(self._profiler.stop())
         if self._saver is not None:
             if self._saved_step < self._next_step:
                 self._save()
             self._note_failure(self._saver.finish())
             if self._last is not None and math.isfinite(self._last.loss):
                 self._saver.remove_old(self._saved_step)
+        for callback in self._callbacks:
+            callback.on_end()
         if stopped is not None:
             self._console.note(self._stop_text(stopped))
         info = self._info(wall_time_s=wall_time_s)
-        files = write_results(
-            self._trainer,
-            self._recorder,
-            step=self._traced_step,
-            info=info,
-            step_times_s=self._step_times_s,
-        )
+        files: dict[str, Path] = {}
+        with self._files.guard("the report"):
+            files = write_results(
+                self._trainer,
+                self._recorder,
+                step=self._traced_step,
+                info=info,
+                step_times_s=self._step_times_s,
+            )
         if self._last is None:
             self._console.note(
                 f"nothing to do: the checkpoint is at step {self._first_step:,} and train.steps is "
@@ -246,6 +293,7 @@ class _Run:
         """
         trainer, control = self._trainer, self._control
         trainer.eager.vote(control.votes())
+        self._watch.before_step(step)
         trainer.eager.limit_loss(control.loss_limit)
         search = None
         if control.will_give_up:
@@ -270,17 +318,17 @@ class _Run:
             raise DivergedError(f"{error}; {place}") from error
         return metrics, verdict
 
-    def close(self) -> None:
-        """Remove the progress bar, close the metrics file and abandon a save in flight."""
+    def close(self, *, failed: bool) -> None:
+        """Remove the progress bar, close the writers and abandon a save in flight."""
         if self._saver is not None:
             self._saver.abandon()
         self._console.__exit__(None, None, None)
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._writers is not None:
+            self._writers.close(failed=failed)
 
     def _choose_traced_step(self) -> int:
         """Choose the step to trace: as configured, at least the second of this run; -1: none."""
-        wanted = filled(self._config.run.trace_step)
+        wanted = self._config.run.trace_step
         if wanted < 0:
             return -1
         return min(max(wanted, self._first_step + 1), self._config.train.steps - 1)
@@ -299,16 +347,14 @@ class _Run:
         self, step: int, metrics: StepMetrics, validation_losses: dict[str, float]
     ) -> StepRecord:
         train = self._config.train
-        tokens = train.global_batch_size * self._config.model.seq_length
         interval, is_last = self._config.moe.load_interval, step + 1 == train.steps
         return StepRecord(
             step=step,
             loss=metrics.loss,
             grad_norm=metrics.grad_norm,
             lr=self._trainer.learning_rate(step),
-            tokens_per_s=tokens / metrics.step_time_s,
             step_time_s=metrics.step_time_s,
-            num_skipped=self._trainer.optimizer.num_skipped,
+            num_skipped=metrics.num_skipped,
             samples=self._samples_after(step + 1),
             validation_loss=self._validation_loss if validation_losses else None,
             validation_losses=validation_losses if len(validation_losses) > 1 else {},
@@ -316,18 +362,20 @@ class _Run:
             experts=metrics.experts,
             mtp_losses=metrics.mtp_losses,
             with_load=interval > 0 and (step % interval == 0 or is_last),
+            **self._watch.measure(step, metrics),
         )
 
     def _write(self, record: StepRecord) -> None:
         if self._last is None and self._is_main:
             # Written with the first step, so that a stopped run can still be reported.
-            write_info(self._dir, self._info(wall_time_s=None))
+            with self._files.guard("run.json"):
+                write_info(self._dir, self._info(wall_time_s=None))
         self._last = record
         self._seconds += record.step_time_s
         self._step_times_s.append(record.step_time_s)
         self._tokens += record.tokens_per_s * record.step_time_s
-        if self._metrics is not None:
-            self._metrics.write(record)
+        if self._writers is not None:
+            self._writers.write(record)
         self._console.step(record)
 
     def _stop_text(self, reason: str) -> str:
@@ -337,6 +385,10 @@ class _Run:
         return f"{done}; continue with the same command and --checkpoint.resume=auto"
 
     def _save(self) -> None:
+        with self._watch.saving():
+            self._save_now()
+
+    def _save_now(self) -> None:
         assert self._saver is not None  # an interval below 0 saves nothing
         step = self._saved_step = self._next_step
         self._is_due_to_save = False
@@ -360,6 +412,10 @@ class _Run:
     def _samples_after(self, steps: int) -> int:
         return steps * self._config.train.global_batch_size + self._sample_offset
 
+    def _note(self, text: str | None) -> None:
+        if text is not None:
+            self._console.note(text)
+
     def _note_failure(self, why: str | None) -> None:
         if why is not None:
             self._console.note(f"a checkpoint was not saved: {why}")
@@ -372,7 +428,7 @@ class _Run:
             name=self._config.run.name,
             layout=trainer.layout_text(),
             model=trainer.model_text(),
-            num_parameters=count_parameters(self._config.model, self._config.moe).total,
+            num_parameters=trainer.num_params,
             data=trainer.data_text(),
             num_tokens=trainer.data.train.num_tokens,
             unigram_entropy=trainer.data.unigram_entropy,

@@ -12,6 +12,7 @@ from torch import Tensor
 from megacore.config import MoEConfig
 from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
+from megacore.models.stage import Stage
 from megacore.moe.echo.layer import EchoCounts, receive_factor
 from megacore.moe.router import update_expert_biases
 from megacore.parallel.collectives import all_reduce_
@@ -82,7 +83,7 @@ class ExpertWatch:
 
     def __init__(
         self,
-        chunks: Sequence[GPTChunk],
+        chunks: Sequence[Stage],
         *,
         moe: MoEConfig,
         num_layers: int,
@@ -245,7 +246,7 @@ class PredictionWatch:
 
     def __init__(
         self,
-        chunks: Sequence[GPTChunk],
+        chunks: Sequence[Stage],
         *,
         num_depths: int,
         groups: ProcessGroups,
@@ -253,7 +254,11 @@ class PredictionWatch:
     ) -> None:
         # The ranks of a tp group compute the same losses, so only one of them counts.
         counts = groups.tp.position == 0
-        self._sums = [chunk.mtp_sums for chunk in chunks if chunk.head is not None and counts]
+        self._sums = [
+            chunk.mtp_sums
+            for chunk in chunks
+            if isinstance(chunk, GPTChunk) and chunk.head is not None and counts
+        ]
         self._zeros = torch.zeros(2, num_depths, dtype=torch.float64, device=device)
 
     def reset(self) -> None:

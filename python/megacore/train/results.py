@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 
-from megacore.config import filled
-from megacore.models.size import count_parameters
 from megacore.parallel.collectives import gather_objects
 from megacore.pipeline import Action, ActionKind, ActionRecorder, Schedule, TimedAction
 from megacore.pipeline.prediction import mean_times, predict
-from megacore.plan.device import match_device
 from megacore.plan.learn import compare_with_prediction
 from megacore.report import (
     RunInfo,
@@ -28,6 +25,7 @@ from megacore.report import (
     write_timeline,
 )
 from megacore.train.trainer import Trainer
+from megacore.train.watch import calibration_name
 from megacore.view import measured_trace
 
 TRACE_NAME = "trace.json"
@@ -55,7 +53,7 @@ def write_results(
     Returns:
         Files by display name; empty on all ranks but 0.
     """
-    directory = Path(filled(trainer.config.run.dir))
+    directory = Path(trainer.config.run.dir)
     recorded = gather_objects(recorder.events() if recorder else [], trainer.groups.world)
     peaks = gather_objects(_peak_bytes(trainer.device), trainer.groups.world)
     if trainer.groups.rank != 0:
@@ -85,10 +83,8 @@ def _prediction(
     step_times_s: Sequence[float],
 ) -> dict[str, Any] | None:
     """Compare the run with the prediction of its calibration, if there is one."""
-    config, calibration = trainer.config, trainer.config.run.calibration
-    if calibration is None and trainer.device.type == "cuda":
-        calibration = match_device(torch.cuda.get_device_name(trainer.device))
-    if calibration is None or not step_times_s:
+    config, calibration = trainer.config, calibration_name(trainer.config, trainer.device)
+    if calibration is None or not step_times_s or config.model.factory is not None:
         return None
     passes = [
         sum(
@@ -195,7 +191,7 @@ def run_info(
             "order": topology.order,
         },
         model=trainer.model_text(),
-        num_parameters=count_parameters(config.model, config.moe).total,
+        num_parameters=trainer.num_params,
         data=trainer.data_text(),
         num_tokens=data.train.num_tokens,
         unigram_entropy=data.unigram_entropy,

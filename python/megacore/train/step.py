@@ -11,49 +11,61 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from megacore.models.gpt import GPTChunk
+from megacore.models.stage import Stage
 from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program
 from megacore.pipeline.execution import StageOutput, StepLosses
+from megacore.pipeline.phases import PhaseClock
 from megacore.train.diagnosis import NonFiniteSearch
 from megacore.train.meters import ExpertMetrics, ExpertWatch, PredictionWatch
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
 BatchSource = Callable[[int, int], Microbatch]
+# By rank, before a step: busy seconds of the last step, three of memory, squares of weights.
+NUM_REPORTS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Results of one step; equal on every rank except the time.
+    """Results of one step; equal on every rank except the times.
 
     Attributes:
         loss: Mean loss over the global batch, nats per token.
         grad_norm: Norm of the averaged gradient before clipping.
         skipped: Whether a non-finite gradient made every rank skip the update.
+        num_skipped: Steps skipped so far because of a non-finite gradient.
         step_time_s: Wall time of the step on this rank, seconds.
         experts: Loads, drops and losses of MoE layers; ``None`` for a dense model.
         mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token.
         votes: Sum over all ranks of the votes for this step.
+        reports: Numbers that the ranks reported before this step: (world size, NUM_REPORTS).
+        phases: Seconds of this rank by phase: ``data``, ``passes`` (of which ``pipeline_wait``),
+            ``grad_reduce``, ``optimizer``, ``param_gather``.
     """
 
     loss: float
     grad_norm: float
     skipped: bool
+    num_skipped: int
     step_time_s: float
     experts: ExpertMetrics | None = None
     mtp_losses: tuple[float, ...] = ()
     votes: tuple[float, ...] = ()
+    reports: npt.NDArray[np.float64]
+    phases: Mapping[str, float]
 
 
 class StepRunner(Protocol):
@@ -120,26 +132,32 @@ class TrainStep:
             Waits for the device to read the metrics.
         """
         start = time.perf_counter()
-        eager, runner = self._eager, self._runner
-        batches = eager.fetch(source, step)
+        eager, runner, clock = self._eager, self._runner, self._eager.clock
+        clock.clear()
+        with clock.phase("data", on_host=True):
+            batches = eager.fetch(source, step)
         with nullcontext() if search is None else search.watch():
             for _ in eager.experts.attempts(f"step {step + 1:,}"):
                 runner.start(step, batches)
                 eager.reset_counts()
                 if recorder is not None:
                     recorder.clear()
-                sums = runner.passes(batches, lr=lr, recorder=recorder)
+                with clock.phase("passes"):
+                    sums = runner.passes(batches, lr=lr, recorder=recorder)
         self._warn_of_missing_grads()
         result = runner.update(sums, lr=lr)
-        losses, votes, mtp, experts = eager.split_extra(result.extra)
+        losses, votes, reports, mtp, experts = eager.split_extra(result.extra)
         return StepMetrics(
             loss=_mean(losses),
             grad_norm=result.grad_norm,
             skipped=result.skipped,
+            num_skipped=result.num_skipped,
             step_time_s=time.perf_counter() - start,
             experts=eager.experts.finish_step(experts, skipped=result.skipped),
             mtp_losses=eager.predictions.losses(mtp),
             votes=tuple(votes.tolist()),
+            reports=reports.view(-1, NUM_REPORTS).numpy(),
+            phases=clock.take(),
         )
 
     @torch.no_grad()
@@ -187,13 +205,14 @@ class EagerStep:
         predictions: Sums of the multi-token prediction losses.
         per_token: Average the loss over all tokens of the global batch, instead of over the means
             of microbatches.
+        clock: Measures the phases of steps; that of the executor and the optimizer.
         num_votes: Number of votes, see :meth:`vote`.
         limits_loss: Skip the update of a step whose loss is above :meth:`limit_loss`.
     """
 
     def __init__(
         self,
-        chunks: Sequence[GPTChunk],
+        chunks: Sequence[Stage],
         optimizer: DistributedOptimizer,
         groups: ProcessGroups,
         executor: PipelineExecutor,
@@ -202,6 +221,7 @@ class EagerStep:
         num_microbatches: int,
         experts: ExpertWatch,
         predictions: PredictionWatch,
+        clock: PhaseClock,
         per_token: bool = False,
         num_votes: int = 0,
         limits_loss: bool = False,
@@ -211,13 +231,21 @@ class EagerStep:
         self.groups = groups
         self.experts = experts
         self.predictions = predictions
+        self.clock = clock
         self.num_microbatches = num_microbatches
         self.device = self.chunks[0].device
         self._executor = executor
-        self._per_token = per_token
+        self.per_token = per_token
         # On the device at fixed addresses, because graphs read them.
         self._votes_sent = (0.0,) * num_votes
         self._votes = torch.zeros(num_votes, dtype=torch.float64, device=self.device)
+        size = groups.topology.world_size * NUM_REPORTS
+        self._reports = torch.zeros(size, dtype=torch.float64, device=self.device)
+        own = self._reports.view(-1, NUM_REPORTS)[groups.rank]
+        self._own_report, self._own_squares = own[:-1], own[-1]
+        on_gpu = self.device.type == "cuda"
+        self._report = torch.zeros(NUM_REPORTS - 1, dtype=torch.float64, pin_memory=on_gpu)
+        self._report_values = self._report.numpy()
         self._loss_limit = self._votes.new_full((), math.inf) if limits_loss else None
         self._constants: dict[float, Tensor] = {}
         self._last_backwards = {
@@ -242,6 +270,21 @@ class EagerStep:
             if vote != before:
                 self._votes[index].fill_(vote)
         self._votes_sent = tuple(votes)
+
+    def report(self, numbers: Sequence[float], square_sum: Tensor | None = None) -> None:
+        """Set the numbers of this rank that the next step shows to all ranks.
+
+        Args:
+            numbers: All but the last of ``NUM_REPORTS`` numbers.
+            square_sum: The last one, on the device; ``None`` to keep the former one.
+
+        Sync:
+            None: the last step has been waited for, so the former numbers are copied.
+        """
+        self._report_values[:] = numbers
+        self._own_report.copy_(self._report, non_blocking=True)
+        if square_sum is not None:
+            self._own_squares.copy_(square_sum)
 
     def limit_loss(self, limit: float) -> None:
         """Set the largest loss that the next step may have, if this step has such a limit."""
@@ -286,18 +329,18 @@ class EagerStep:
             lr: Learning rate.
             veto: Device scalar; non-zero to leave all state unchanged.
         """
-        extra = torch.cat((sums, self._votes, self.predictions.extra(), self.experts.extra()))
-        num_tokens = sums[1] if self._per_token else None
+        votes = self._votes, self._reports
+        extra = torch.cat((sums, *votes, self.predictions.extra(), self.experts.extra()))
+        num_tokens = sums[1] if self.per_token else None
         return self.optimizer.step(
             lr=lr, extra=extra, num_tokens=num_tokens, veto=veto, mean_limit=self._loss_limit
         )
 
-    def split_extra(self, extra: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Split ``StepResult.extra``: losses, votes, multi-token losses, expert counters."""
+    def split_extra(self, extra: Tensor) -> list[Tensor]:
+        """Split ``StepResult.extra``: losses, votes, reports, multi-token losses, experts."""
         num_mtp = self.predictions.extra().numel()
-        sizes = [2, self._votes.numel(), num_mtp]
-        losses, votes, mtp, experts = torch.split(extra, [*sizes, extra.numel() - sum(sizes)])
-        return losses, votes, mtp, experts
+        sizes = [2, self._votes.numel(), self._reports.numel(), num_mtp]
+        return list(torch.split(extra, [*sizes, extra.numel() - sum(sizes)]))
 
     def validate(self, batches: Sequence[Microbatch]) -> Tensor:
         """Run all forward passes; see ``StepRunner``."""
@@ -315,14 +358,14 @@ class EagerStep:
         weighted = [self._weighted(batch, loss_scale) for batch in batches]
 
         def forward_step(chunk: nn.Module, hidden: Tensor | None, number: int) -> StageOutput:
-            assert isinstance(chunk, GPTChunk)
+            assert isinstance(chunk, Stage)
             batch = weighted[number]
             keep = (self._stages[chunk], number) not in self._recomputed
             output: Tensor = chunk(hidden, batch, keep_activations=keep)
             if output.dim() > 0:
                 return output
             # Scale the mean loss of the unmasked tokens to its share of the step's loss.
-            if self._per_token:
+            if self.per_token:
                 return output * batch.loss_factor, self._num_tokens(batch)
             return output / self.num_microbatches * loss_scale
 
@@ -330,7 +373,7 @@ class EagerStep:
 
     def _weighted(self, batch: Microbatch, loss_scale: Tensor | float) -> Microbatch:
         """Attach loss factors to a microbatch: per token, or an equal share of the mean."""
-        if not self._per_token:
+        if not self.per_token:
             factor = loss_scale / self.num_microbatches
             # Captured code reads the factor from a tensor, which must outlive the capture.
             if batch.keys is not None and not isinstance(factor, Tensor):
@@ -338,6 +381,8 @@ class EagerStep:
                     self._constants[factor] = torch.full((), factor, device=self.device)
                 factor = self._constants[factor]
             return replace(batch, loss_factor=factor)
+        if batch.labels is None:
+            return batch  # of a stage that neither computes losses nor routes tokens
         return replace(
             batch,
             loss_factor=self._num_tokens(batch) * loss_scale,

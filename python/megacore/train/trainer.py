@@ -6,23 +6,30 @@ function of the configuration, so agreement needs no communication.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from megacore.buffers import make_buffers
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.data import Samples, TrainingData, microbatch
 from megacore.data.loading import load_run_data
-from megacore.errors import DataError
+from megacore.data.prefetch import Prefetch
+from megacore.data.sample import OneEpoch
+from megacore.errors import ConfigError, DataError
+from megacore.launch.calls import CallRing
 from megacore.models.build import build_chunks, in_model_order
 from megacore.models.gpt import GPTChunk
+from megacore.models.size import count_parameters
+from megacore.models.stage import Stage
 from megacore.moe.routing_trace import RoutingRecorder, RoutingReplay, RoutingTape
 from megacore.optim import DistributedOptimizer, ParamPiece, learning_rate
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
+from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.instances import InstanceGroups
 from megacore.pipeline import (
     ActionRecorder,
@@ -32,6 +39,7 @@ from megacore.pipeline import (
     Schedule,
     receives_for,
 )
+from megacore.pipeline.phases import PhaseClock
 from megacore.plan.from_config import (
     activation_spec,
     activation_specs,
@@ -63,19 +71,23 @@ class Trainer:
         graphs: CUDA graphs of training steps; ``None`` without graphs.
         device: Device of the model.
         routing: Recorder and replay of routing decisions, both optional.
+        num_params: Parameters of the whole model.
     """
 
-    config: Config
+    config: ResolvedConfig
     groups: ProcessGroups
     data: TrainingData
     schedule: Schedule
-    chunks: list[GPTChunk]
+    chunks: list[Stage]
     optimizer: DistributedOptimizer
     step: TrainStep
     eager: EagerStep
     graphs: StepGraphs | None
     device: torch.device
     routing: RoutingTape
+    num_params: int
+    # Sources of training microbatches by sample offset, of which a run has one.
+    prefetched: dict[int, Prefetch] = field(default_factory=dict, repr=False)
 
     def train_step(
         self,
@@ -91,7 +103,13 @@ class Trainer:
         """
         lr = self.learning_rate(step)
         self.routing.start_step(step)
-        batches = self._batches(self.data.train, sample_offset)
+        if sample_offset not in self.prefetched:
+            self.prefetched[sample_offset] = Prefetch(
+                self._host_batches(self.data.train, sample_offset),
+                num_microbatches=self.eager.num_microbatches,
+                end=self.config.train.steps,
+            )
+        batches = self._on_device(self.prefetched[sample_offset])
         metrics = self.step.train(step, batches, lr=lr, recorder=recorder, search=search)
         self.routing.finish_step(step)
         return metrics
@@ -109,12 +127,29 @@ class Trainer:
         """Compute the learning rate of step ``step``."""
         return learning_rate(step, config=self.config.optimizer, steps=self.config.train.steps)
 
-    def evaluate(self) -> dict[str, float]:
-        """Compute the mean loss of each validation set over ``train.eval_steps`` fixed batches."""
+    def evaluate(self, *, whole: bool = False) -> dict[str, float]:
+        """Compute the mean loss of each validation set over ``train.eval_steps`` fixed batches.
+
+        With ``whole``, every sample of a set counts once; use ``train.loss_normalization`` "token".
+        """
         if not self.data.validation:
             raise DataError("there is no validation data; set train.eval_interval = 0")
+        batch, counts = self.config.train.global_batch_size, self.validation_samples(whole=whole)
         return {
-            name: self.step.evaluate(self._batches(samples), num_steps=self.config.train.eval_steps)
+            name: self.step.evaluate(
+                self._batches(OneEpoch(samples) if whole else samples),
+                num_steps=-(-counts[name] // batch),
+            )
+            for name, samples in self.data.validation.items()
+        }
+
+    def validation_samples(self, *, whole: bool = False) -> dict[str, int]:
+        """Return the samples that :meth:`evaluate` reads, by validation set."""
+        train = self.config.train
+        return {
+            name: OneEpoch(samples).num_samples
+            if whole
+            else train.eval_steps * train.global_batch_size
             for name, samples in self.data.validation.items()
         }
 
@@ -140,6 +175,11 @@ class Trainer:
     def model_text(self) -> str:
         """Format a summary of the model."""
         model = self.config.model
+        if model.factory is not None:
+            return (
+                f"{model.factory}, {model.num_layers} layers, hidden {model.hidden_size}, "
+                f"sequence {model.seq_length}, {self.config.train.dtype}"
+            )
         return (
             f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
             f"sequence {model.seq_length}, {self.config.train.dtype}"
@@ -162,10 +202,17 @@ class Trainer:
         )
 
     def _batches(self, dataset: Samples, sample_offset: int = 0) -> BatchSource:
+        return self._on_device(self._host_batches(dataset, sample_offset))
+
+    def _on_device(self, source: BatchSource) -> BatchSource:
+        return lambda step, number: source(step, number).to(self.device)
+
+    def _host_batches(self, dataset: Samples, sample_offset: int = 0) -> BatchSource:
         train, dp = self.config.train, self.groups.dp
+        with_tokens = self._reads_tokens
 
         def batches(step: int, number: int) -> Microbatch:
-            return microbatch(
+            batch = microbatch(
                 dataset,
                 step=step,
                 microbatch=number,
@@ -174,26 +221,44 @@ class Trainer:
                 microbatch_size=train.microbatch_size,
                 global_batch_size=train.global_batch_size,
                 sample_offset=sample_offset,
-            ).to(self.device)
+                document_mask=self.config.data.document_mask,
+                with_tokens=with_tokens,
+            )
+            return batch.pinned() if self.device.type == "cuda" else batch
 
         return batches
 
+    @property
+    def _reads_tokens(self) -> bool:
+        """Whether this rank needs tokens or labels: not in the middle of a pipeline of MLPs."""
+        if any(
+            not isinstance(chunk, GPTChunk) or chunk.embedding or chunk.head or chunk.predictions
+            for chunk in self.chunks
+        ):
+            return True
+        counts_by_token = self.eager.per_token and self.config.moe.num_experts > 0
+        return counts_by_token or self.config.data.document_mask or self.graphs is not None
 
-def build_trainer(config: Config, *, world_size: int, device: torch.device) -> Trainer:
+
+def build_trainer(
+    config: ResolvedConfig, *, world_size: int, device: torch.device, calls: CallRing | None = None
+) -> Trainer:
     """Build all components of this rank; collective.
 
     Args:
         config: Resolved configuration.
         world_size: Number of ranks. Above 1, ``torch.distributed`` must be initialized.
         device: Device of this rank.
+        calls: Records the collectives and messages of this rank.
 
     Raises:
         ConfigError: If the layout is invalid for the model or the number of ranks.
         DataError: If the data is missing or too small.
     """
-    groups = _make_groups(config, world_size)
+    groups = _make_groups(config, world_size, calls)
     data = load_run_data(config)
     chunks = build_chunks(config, groups, device=device)
+    num_params = _count_params(config, chunks, groups)
     order = in_model_order(config, groups, chunks)
     params = [param for number in order for param in chunks[number].param_infos()]
     instances = InstanceGroups.split(
@@ -203,11 +268,12 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         host_memory=config.run.host_memory,
     )
     buffers = make_buffers(params, groups=groups, optimizer=config.optimizer, instances=instances)
+    clock = PhaseClock(device)
     optimizer = DistributedOptimizer(
-        buffers, groups=groups, config=config.optimizer, modules=chunks
+        buffers, groups=groups, config=config.optimizer, modules=chunks, clock=clock
     )
     schedule = train_schedule(config, world_size)
-    program, executor = _make_executor(config, schedule, groups, chunks, device=device)
+    program, executor = _make_executor(config, schedule, groups, chunks, clock, device=device)
     predictions = PredictionWatch(
         chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
     )
@@ -220,7 +286,8 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         num_microbatches=config.num_microbatches(world_size),
         experts=_watch_experts(config, chunks, groups, device=device),
         predictions=predictions,
-        per_token=config.train.loss_normalization == "token",
+        clock=clock,
+        per_token=(config.train.loss_normalization or data.default_normalization) == "token",
         num_votes=NUM_VOTES,
         limits_loss=config.train.on_spike == "skip",
     )
@@ -240,14 +307,49 @@ def build_trainer(config: Config, *, world_size: int, device: torch.device) -> T
         graphs=graphs,
         device=device,
         routing=_attach_tape(config, chunks, rank=groups.rank),
+        num_params=num_params,
     )
 
 
+def _count_params(config: ResolvedConfig, chunks: Sequence[Stage], groups: ProcessGroups) -> int:
+    """Count the parameters of the whole model; those of one's own, on all stages. Collective.
+
+    Raises:
+        ConfigError: On every rank, if stages of one's own disagree on names or shared parameters.
+    """
+    if config.model.factory is None:
+        return count_parameters(config.model, config.moe).total
+    shown = f'model.factory = "{config.model.factory}"'
+    mine = [info for chunk in chunks for info, _ in chunk.param_infos()]
+    by_rank = all_gather_objects(mine, groups.pp)
+    shared = [[info for info in infos if info.shared is not None] for infos in by_rank]
+    holders = {rank for rank, infos in enumerate(shared) if infos}
+    expected = set(embedding_ranks(config)) if config.pipeline.copies == 1 else holders
+    if max(map(len, shared)) > 1 or (holders and holders != expected):
+        raise ConfigError(
+            f"{shown}: a tied embedding must be one shared parameter on the first and one on the "
+            "last stage; use Embedding(context, is_shared=not context.is_last) and Head(context, "
+            "tied_weight=...) with the embedding of this rank or context.tied_weight"
+        )
+    counts: dict[str, int] = {}
+    # With two copies of the model, the second half of the ranks has the second copy.
+    for infos in by_rank[: groups.pp.size // config.pipeline.copies]:
+        for info in infos:
+            if info.name in counts and not info.is_shared_copy:
+                raise ConfigError(
+                    f"{shown}: two parameters are called {info.name}; name them by the global "
+                    "number of their layer"
+                )
+            counts[info.name] = math.prod(info.full_shape)
+    return sum(counts.values())
+
+
 def _make_executor(
-    config: Config,
+    config: ResolvedConfig,
     schedule: Schedule,
     groups: ProcessGroups,
-    chunks: Sequence[GPTChunk],
+    chunks: Sequence[Stage],
+    clock: PhaseClock,
     *,
     device: torch.device,
 ) -> tuple[Program, PipelineExecutor]:
@@ -265,12 +367,13 @@ def _make_executor(
         debug=config.pipeline.debug_messages,
         overlap_pairs=config.pipeline.overlap_moe,
         schedule=schedule,
+        clock=clock,
     )
     return program, executor
 
 
 def _watch_experts(
-    config: Config, chunks: list[GPTChunk], groups: ProcessGroups, *, device: torch.device
+    config: ResolvedConfig, chunks: list[Stage], groups: ProcessGroups, *, device: torch.device
 ) -> ExpertWatch:
     return ExpertWatch(
         chunks,
@@ -282,7 +385,7 @@ def _watch_experts(
     )
 
 
-def _make_groups(config: Config, world_size: int) -> ProcessGroups:
+def _make_groups(config: ResolvedConfig, world_size: int, calls: CallRing | None) -> ProcessGroups:
     if world_size == 1:
         return ProcessGroups.single()
     return ProcessGroups.create(
@@ -292,10 +395,11 @@ def _make_groups(config: Config, world_size: int) -> ProcessGroups:
         pp_channels=bool(config.pipeline.overlap_p2p) and config.run.backend == "nccl",
         pp_ends=embedding_ranks(config),
         pp_copies=config.pipeline.copies,
+        calls=calls,
     )
 
 
-def _attach_tape(config: Config, chunks: Sequence[GPTChunk], *, rank: int) -> RoutingTape:
+def _attach_tape(config: ResolvedConfig, chunks: Sequence[Stage], *, rank: int) -> RoutingTape:
     """Create the routing recorder and replay of the configuration, and attach them to all routers.
 
     Args:

@@ -74,7 +74,7 @@ def topology_svg(topology: Topology, *, gpus_per_node: int = 8) -> str:
         ConfigError: If ``gpus_per_node`` is below 1 or above 128.
     """
     if not 1 <= gpus_per_node <= 128:
-        raise ConfigError(f"gpus_per_node is {gpus_per_node}; it must be between 1 and 128")
+        raise ConfigError(f"gpus_per_node must be between 1 and 128, got {gpus_per_node}")
     gpus_per_node = min(gpus_per_node, topology.world_size)
     panel_w = _panel_width(topology.world_size, gpus_per_node)
     columns = 2  # the title needs as much

@@ -156,7 +156,7 @@ def test_default_bucket_grows_with_the_number_of_ranks(dp_size: int, expected: i
 
 
 def test_mistakes_are_explained() -> None:
-    with pytest.raises(ValueError, match="dp_size is 0"):
+    with pytest.raises(ValueError, match="dp_size must be a number of ranks, at least 1, got 0"):
         plan_buckets([1], dp_size=0)
     with pytest.raises(ValueError, match="bucket_numel is 0; a bucket must hold at least 1"):
         plan_buckets([1], dp_size=1, bucket_numel=0)

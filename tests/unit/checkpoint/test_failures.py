@@ -112,7 +112,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
                 )
             )(folder),
         )[0],
-        r"cannot read .*\.metadata: UnpicklingError",
+        r"cannot read .*\.metadata: unknown opcode",
     ),
     "missing index": (
         lambda folder: (folder / "index.json").unlink(),

@@ -6,9 +6,11 @@ import builtins
 import json
 import os
 import pickle
+import resource
 import subprocess
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,10 +78,25 @@ RAW_ATTACKS = {
     "persistent id": b"Px\n.",
     "state of a class": b"ctorch.distributed.checkpoint.metadata\nMetadata\n}(S'x'\nI1\nsb.",
     "slots of a class": b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'x'\nI1\nstb.",
+    "memo of 64 GiB": b"\x80\x02}r\xff\xff\xff\xff.",
+    "bytes of 1 TiB": b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",
+    "text of 1 TiB": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b".",
     "no metadata": pickle.dumps({"state_dict_metadata": {}}),
     "deep": b"(" * 100_000 + b".",
     "empty": b"",
 }
+
+
+@contextmanager
+def _address_space(more: int) -> Iterator[None]:
+    """Limit the memory that this process can claim in addition to what it has."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _refused(folder: Path) -> str:
@@ -115,7 +132,8 @@ def test_prepared_opcodes_are_refused(tmp_path: Path, name: str) -> None:
     folder = save_small(tmp_path)
     before = dict(vars(Metadata))
     _replace_metadata(folder, RAW_ATTACKS[name])
-    _refused(folder)
+    with _address_space(4 << 30):
+        assert "MemoryError" not in _refused(folder)
     assert dict(vars(Metadata)) == before
 
 

@@ -66,13 +66,17 @@ def test_a_fresh_run_moves_all_of_the_former_one_and_only_that(tmp_path: Path) -
     _leave_checkpoint(tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / "step_00000008.partial").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
+    further = ("tensorboard/events", "wandb/id", "profile/rank_0.json.gz")
+    for name in further:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("x")
     [note] = make_place(_config(tmp_path), None, GROUPS)
     place = tmp_path / "previous-1"
     assert note == (
         f"what a former run left here was moved to {place}; to go on from it, start with "
         f"--checkpoint.resume={place / 'checkpoints'}"
     )
-    moved = {*RESULTS, "checkpoints/latest", "checkpoints/step_00000007/index.json"}
+    moved = {*RESULTS, *further, "checkpoints/latest", "checkpoints/step_00000007/index.json"}
     assert _tree(tmp_path / "previous-1") == moved
     assert _tree(tmp_path) == {"notes.txt"} | {f"previous-1/{name}" for name in moved}
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -87,7 +87,12 @@ def test_an_imported_model_trains_and_speaks(
     )
     options = ("--prompt", "The quick", "--max-new-tokens", "3", "--temperature", "0")
     assert main(["generate", str(out), *options]) == 0
-    assert capfd.readouterr().out.startswith("The quick")
+    said = capfd.readouterr().out
+    assert said.startswith("The quick")
+    assert main(["generate", str(tmp_path / "theirs"), *options]) == 0
+    assert capfd.readouterr().out == said
+    assert main(["generate", str(out), *options, "--prompt=A lazy dog"]) == 0
+    assert capfd.readouterr().out.startswith(f"{said}\nA lazy dog")
 
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
@@ -113,7 +118,7 @@ def test_an_imported_model_trains_and_speaks(
 def first_loss(theirs: Any, config: Any) -> float:
     """Of the first batch, with their model."""
     trainer = build_trainer(
-        resolve(config, 1, cuda=False), world_size=1, device=torch.device("cpu")
+        resolve(config, 1, vocab_size=256, cuda=False), world_size=1, device=torch.device("cpu")
     )
     losses = []
     for number in range(2):
@@ -140,7 +145,9 @@ def test_mistakes_are_told_and_leave_nothing(
     make_folder("llama", theirs, tokenizer=False)
     capsys.readouterr()
     assert "config.json" in complaint(capsys, str(tmp_path / "nowhere"), str(out))
-    assert "--seq-length is 0" in complaint(capsys, str(theirs), str(out), "--seq-length=0")
+    assert "--seq-length must be at least 1, got 0" in complaint(
+        capsys, str(theirs), str(out), "--seq-length=0"
+    )
     busy = tmp_path / "busy"
     busy.mkdir()
     (busy / "mine.txt").write_text("x")

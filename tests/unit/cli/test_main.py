@@ -11,6 +11,7 @@ import pytest
 import megacore.cli
 from megacore import __version__
 from megacore.cli import COMMANDS, doctor, generate, main
+from megacore.data import ByteTokenizer
 
 DEMO = "[parallel]\ntp = 2\npp = 2\n"
 
@@ -90,6 +91,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--prompt=x", "--seed=y"], "--seed: expected a whole number, but got"),
         (["generate", "x", "--prompt=x", "--top-p=y"], "--top-p: expected a number, but got 'y'"),
         (["generate", "x", "--prompt=x", "--top-p=0"], "top_p = 0.0 is not in (0, 1]"),
+        (["generate", "x", "--prompt=x", "--top-k=0"], "top_k = 0 must be at least 1"),
+        (
+            ["generate", "x", "--prompt=x", "--stop="],
+            "--stop is empty; give at least one character",
+        ),
         (["generate", "x", "--prompt=\udcff"], "--prompt is no text in UTF-8: character 1 is"),
         (["import-hf", "nowhere", "out"], "nowhere does not exist; name the folder that holds con"),
         (["import-hf", "x", "y", "--seq-length=z"], "--seq-length: expected a whole number, but"),
@@ -204,7 +210,21 @@ def test_generated_text_is_printed_on_a_terminal_of_few_characters(
     monkeypatch.setattr(sys, "stdout", narrow)
     generate._print_text("a\ufffdé")
     narrow.flush()
-    assert narrow.buffer.getvalue() == b"a??\n"  # type: ignore[attr-defined]
+    assert narrow.buffer.getvalue() == b"a??"  # type: ignore[attr-defined]
+
+
+def test_a_continuation_ends_before_a_stop_text_and_holds_its_beginning_back() -> None:
+    text = generate.Continuation(ByteTokenizer(), list(b"Q: \nA:"), ["\nQ", "##"])
+    shown = [text.take(all_of_it=False)]
+    for byte in "né\n#\nQ".encode():
+        assert not text.has_ended
+        text.add(byte)
+        shown.append(text.take(all_of_it=False))
+    assert shown == ["Q: \nA:", "n", "", "é", "", "\n", "#", ""]
+    assert (text.has_ended, text.num_new) == (True, 7)
+    unfinished = generate.Continuation(ByteTokenizer(), [0xC3], [])
+    assert unfinished.take(all_of_it=False) == ""
+    assert unfinished.take(all_of_it=True) == "\ufffd"
 
 
 def test_module_runs_as_a_command() -> None:

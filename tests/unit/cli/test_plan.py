@@ -48,7 +48,7 @@ def test_plan_shows_layers_parameters_and_schedule(
     assert [rank["layers"] for rank in plan["ranks"]] == [[[0, 3]], [[3, 6]]]
     assert [rank["peak_in_flight"] for rank in plan["ranks"]] == [2, 1]
     assert plan["bubble_fraction"] == pytest.approx(1 / 5)
-    resolved = resolve(load_config(config), 8, cuda=False)
+    resolved = resolve(load_config(config), 8, vocab_size=256, cuda=False)
     assert plan["num_params"] == count_parameters(resolved.model).total
 
 
@@ -163,7 +163,7 @@ def test_planned_bytes_are_those_of_the_real_buffers(config: Path, dtype: str, t
         ("train.dtype", dtype),
         ("model.tie_embeddings", tied),
     ]
-    resolved = resolve(load_config(config, settings), 1, cuda=False)
+    resolved = resolve(load_config(config, settings), 1, vocab_size=256, cuda=False)
     groups = ProcessGroups.single()
     chunks = build_chunks(resolved, groups)
     params = [param for chunk in chunks for param in chunk.param_infos()]
@@ -180,7 +180,12 @@ def test_planned_bytes_are_those_of_the_real_buffers(config: Path, dtype: str, t
 def test_sharding_divides_the_optimizer_state_only(config: Path) -> None:
     whole, sharded = (
         plan_run(
-            resolve(load_config(config, [("optimizer.distributed", distributed)]), 16, cuda=False),
+            resolve(
+                load_config(config, [("optimizer.distributed", distributed)]),
+                16,
+                vocab_size=256,
+                cuda=False,
+            ),
             16,
         ).ranks[0]
         for distributed in ("false", "true")
@@ -190,7 +195,7 @@ def test_sharding_divides_the_optimizer_state_only(config: Path) -> None:
 
 
 def test_a_tied_head_is_held_but_not_counted_twice(config: Path) -> None:
-    resolved = resolve(load_config(config, [("parallel.tp", "1")]), 2, cuda=False)
+    resolved = resolve(load_config(config, [("parallel.tp", "1")]), 2, vocab_size=256, cuda=False)
     plan = plan_run(resolved, 2)
     held = sum(rank.num_params for rank in plan.ranks)
     assert held == plan.num_params + 384 * 32
@@ -262,7 +267,9 @@ def test_plan_shows_what_each_rank_owns(config: Path, capsys: pytest.CaptureFixt
 
 def test_planned_gradients_may_have_the_format_of_the_parameters(config: Path) -> None:
     settings = [("train.dtype", "bfloat16"), ("optimizer.grad_dtype", "param")]
-    first = plan_run(resolve(load_config(config, settings), 8, cuda=False), 8).ranks[0]
+    first = plan_run(
+        resolve(load_config(config, settings), 8, vocab_size=256, cuda=False), 8
+    ).ranks[0]
     assert first.grad_bytes == first.param_bytes
 
 

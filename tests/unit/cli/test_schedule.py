@@ -26,7 +26,10 @@ from megacore.cli import main
             ["--compare", "--pp", "5000", "--chunks", "3000"],
             "use at most --pp 1024 with --chunks 2, or look at one",
         ),
-        (["--compare", "--pp", "0", "--microbatches", "9999999"], "num_ranks is 0; it must be"),
+        (
+            ["--compare", "--pp", "0", "--microbatches", "9999999"],
+            "num_ranks must be at least 1, got 0",
+        ),
         (
             ["gpipe", "--pp", "200000000"],
             "200000000 ranks x 1 chunks x 8 microbatches need more than 268435456 actions; use "

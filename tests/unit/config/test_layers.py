@@ -15,13 +15,16 @@ def make(**settings: str) -> Config:
 
 def message_of(config: Config, world_size: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        resolve(config, world_size, cuda=False)
+        resolve(config, world_size, vocab_size=256, cuda=False)
     return str(caught.value)
 
 
 def test_a_layout_deals_the_layers_and_its_mistakes_are_marked() -> None:
     uneven = make(parallel__pp="2", pipeline__layout="Et|tttL")
-    assert layers_of_stages(resolve(uneven, 2, cuda=False)) == [range(0, 1), range(1, 4)]
+    assert layers_of_stages(resolve(uneven, 2, vocab_size=256, cuda=False)) == [
+        range(0, 1),
+        range(1, 4),
+    ]
     for layout, sentence in (
         ("Et|ttxL", '): layout "Et|tt>x<L": unknown; use E'),
         ("Et|ttL", "has 3 layers (t), but num_layers is 4; add 1, or set num_layers to 3"),
@@ -37,10 +40,12 @@ def test_a_rank_with_nothing_to_train_is_refused() -> None:
     hollow = make(parallel__pp="3", pipeline__layout="Ett||ttL")
     assert "pipeline rank 1 gets neither layers nor embedding nor head" in message_of(hollow, 3)
     ends_only = make(parallel__pp="3", pipeline__layout="E|tttt|L")
-    assert [len(s) for s in layers_of_stages(resolve(ends_only, 3, cuda=False))] == [0, 4, 0]
+    assert [
+        len(s) for s in layers_of_stages(resolve(ends_only, 3, vocab_size=256, cuda=False))
+    ] == [0, 4, 0]
     settings = {"pipeline__schedule": "interleaved_1f1b", "pipeline__num_chunks": "2"}
     one_of_two = make(parallel__pp="2", pipeline__layout="Ett|t||tL", **settings)
-    resolve(one_of_two, 2, cuda=False)
+    resolve(one_of_two, 2, vocab_size=256, cuda=False)
     both = make(parallel__pp="3", pipeline__layout="Ett||t||tL|", **settings)
     assert "ends with L" in message_of(both, 3)
     both = make(parallel__pp="3", pipeline__layout="Ett||t|||tL", **settings)
@@ -50,9 +55,19 @@ def test_a_rank_with_nothing_to_train_is_refused() -> None:
 def test_the_first_rank_of_a_v_holds_both_ends() -> None:
     settings = {"parallel__pp": "2", "model__num_layers": "6", "pipeline__first_layers": "2"}
     loop = make(**settings, pipeline__schedule="interleaved_1f1b", pipeline__num_chunks="2")
-    assert [len(s) for s in layers_of_stages(resolve(loop, 2, cuda=False))] == [1, 2, 1, 2]
+    assert [len(s) for s in layers_of_stages(resolve(loop, 2, vocab_size=256, cuda=False))] == [
+        1,
+        2,
+        1,
+        2,
+    ]
     v = make(**settings, pipeline__schedule="zb_v", pipeline__num_chunks="2")
-    assert [len(s) for s in layers_of_stages(resolve(v, 2, cuda=False))] == [1, 2, 2, 1]
+    assert [len(s) for s in layers_of_stages(resolve(v, 2, vocab_size=256, cuda=False))] == [
+        1,
+        2,
+        2,
+        1,
+    ]
     hollow = make(
         parallel__pp="2",
         pipeline__schedule="zb_v",
@@ -76,7 +91,9 @@ def test_layers_for_multi_token_prediction_are_where_the_layout_says(
 def test_their_number_is_that_of_the_model() -> None:
     pipeline, parallel = {"layout": "Ett|ttmL"}, {"pp": 2}
     with pytest.raises(ConfigError, match=r"has 1 m .*, but model.num_mtp_layers is 0"):
-        resolve(Config(parallel=parallel, pipeline=pipeline), 2, cuda=False)
+        resolve(Config(parallel=parallel, pipeline=pipeline), 2, vocab_size=256, cuda=False)
     model = {"num_mtp_layers": 1}
-    resolve(Config(model=model, parallel=parallel, pipeline=pipeline), 2, cuda=False)
+    resolve(
+        Config(model=model, parallel=parallel, pipeline=pipeline), 2, vocab_size=256, cuda=False
+    )
     assert mtp_stage(Config(parallel=parallel)) is None

@@ -231,7 +231,7 @@ def test_origin_tells_file_line_override_or_default(tmp_path: Path) -> None:
     assert config.origin("parallel.pp") == "--parallel.pp=2"
     assert config.origin("parallel.cp") == "default"
     assert pickle.loads(pickle.dumps(config)).origin("parallel.tp") == f"{path}:3"
-    assert resolve(config, 4, cuda=False).origin("parallel.tp") == f"{path}:3"
+    assert resolve(config, 4, vocab_size=256, cuda=False).origin("parallel.tp") == f"{path}:3"
 
 
 def test_config_is_frozen_and_compares_by_value() -> None:
@@ -310,7 +310,9 @@ def test_saved_config_names_every_setting() -> None:
 
 def test_derived_settings_are_known_and_travel_to_other_processes() -> None:
     config = load_config(None, [("optimizer.min_lr", "0")])
-    resolved = resolve(resolve(config, 2, cuda=False), 2, vocab_size=256, cuda=False)
+    resolved = resolve(
+        resolve(config, 2, vocab_size=256, cuda=False), 2, vocab_size=256, cuda=False
+    )
     assert config.derived == frozenset()
     assert {"parallel.etp", "run.nproc", "model.vocab_size"} <= resolved.derived
     assert not {"optimizer.min_lr", "model.num_layers"} & resolved.derived

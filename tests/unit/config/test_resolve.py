@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from megacore.config import Config, filled, load_config, resolve
+from megacore.config import Config, load_config, resolve
+from megacore.config.base import filled
 from megacore.config.moe import EchoConfig
 from megacore.errors import ConfigError
 
@@ -14,7 +17,7 @@ def make(**settings: str) -> Config:
 
 def message_of(config: Config, world_size: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        resolve(config, world_size, cuda=False)
+        resolve(config, world_size, vocab_size=256, cuda=False)
     return str(caught.value)
 
 
@@ -33,7 +36,7 @@ def test_every_derived_setting_is_filled() -> None:
 
 @pytest.mark.parametrize(("hidden", "ffn"), [(64, 192), (96, 256), (128, 384), (256, 704)])
 def test_ffn_width_is_eight_thirds_rounded_up_to_64(hidden: int, ffn: int) -> None:
-    config = resolve(make(model__hidden_size=str(hidden)), 1, cuda=False)
+    config = resolve(make(model__hidden_size=str(hidden)), 1, vocab_size=256, cuda=False)
     assert config.model.ffn_hidden_size == ffn
 
 
@@ -58,8 +61,8 @@ def test_resolving_twice_changes_nothing() -> None:
 
 
 def test_backend_follows_the_gpu() -> None:
-    assert resolve(make(), 1, cuda=True).run.backend == "nccl"
-    assert resolve(make(), 1, cuda=False).run.backend == "gloo"
+    assert resolve(make(), 1, vocab_size=256, cuda=True).run.backend == "nccl"
+    assert resolve(make(), 1, vocab_size=256, cuda=False).run.backend == "gloo"
 
 
 def test_layout_message_shows_factors_origins_and_fixes() -> None:
@@ -78,6 +81,7 @@ def test_suggested_layouts_do_fit() -> None:
         resolve(
             make(parallel__tp=str(tp), parallel__pp=str(pp), train__global_batch_size="96"),
             8,
+            vocab_size=256,
             cuda=False,
         )
 
@@ -273,7 +277,12 @@ def test_suggested_instances_divide_the_holders_of_dense_and_expert_parameters()
     for line in lines:
         assert line.endswith("; nearest: 3 or 6")
     for count in ("3", "6"):
-        resolve(make(**settings, **batch, optimizer__num_instances=count), 12, cuda=False)
+        resolve(
+            make(**settings, **batch, optimizer__num_instances=count),
+            12,
+            vocab_size=256,
+            cuda=False,
+        )
 
 
 @pytest.mark.parametrize("settings", [("5", "2", "1"), ("14", "4", "2"), ("7", "3", "1")])
@@ -285,7 +294,10 @@ def test_suggested_first_layers_do_work(settings: tuple[str, str, str]) -> None:
     message = message_of(make(**base, train__global_batch_size="48"), 12)
     first = message.rpartition("--pipeline.first_layers=")[2]
     resolve(
-        make(**base, train__global_batch_size="48", pipeline__first_layers=first), 12, cuda=False
+        make(**base, train__global_batch_size="48", pipeline__first_layers=first),
+        12,
+        vocab_size=256,
+        cuda=False,
     )
 
 
@@ -303,16 +315,25 @@ def test_slices_of_a_sequence_are_one_problem_with_experts_too() -> None:
 
 
 def test_a_run_may_be_shorter_than_its_warmup() -> None:
-    config = resolve(make(optimizer__warmup_steps="50", train__steps="5"), 1, cuda=False)
+    config = resolve(
+        make(optimizer__warmup_steps="50", train__steps="5"), 1, vocab_size=256, cuda=False
+    )
     assert config.optimizer.decay_steps == 5
 
 
 def test_expert_tensor_size_may_be_one_without_experts() -> None:
-    assert resolve(make(parallel__tp="2", parallel__etp="1"), 2, cuda=False).parallel.etp == 1
+    assert (
+        resolve(
+            make(parallel__tp="2", parallel__etp="1"), 2, vocab_size=256, cuda=False
+        ).parallel.etp
+        == 1
+    )
 
 
 def test_microbatches_follow_from_the_layout() -> None:
-    config = resolve(make(parallel__tp="2", train__global_batch_size="32"), 4, cuda=False)
+    config = resolve(
+        make(parallel__tp="2", train__global_batch_size="32"), 4, vocab_size=256, cuda=False
+    )
     assert (config.dp(4), config.num_microbatches(4)) == (2, 4)
 
 
@@ -334,7 +355,9 @@ def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
     config = make(**on)
     clones = EchoConfig(spare_slots=1)
     config = config.model_copy(update={"moe": config.moe.model_copy(update={"echo": clones})})
-    assert resolve(config, 4, cuda=False).pipeline.overlap_moe, "each microbatch has its own slots"
+    assert resolve(config, 4, vocab_size=256, cuda=False).pipeline.overlap_moe, (
+        "each microbatch has its own slots"
+    )
     for moe in ({}, {"moe": config.moe}):
         graphs = make(**on, graphs__mode="partial", graphs__scopes="attn").model_copy(update=moe)
         assert 'set mode = "off", or turn it off' in message_of(graphs, 4)
@@ -342,7 +365,7 @@ def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
     split = {**on, "pipeline__split_weight_grads": "true"}
     assert "with 1f1b, interleaved_1f1b, but pipeline.schedule = " in message_of(make(**split), 4)
     split["pipeline__schedule"] = "interleaved_1f1b"
-    assert resolve(make(**split), 4, cuda=False).pipeline.split_weight_grads
+    assert resolve(make(**split), 4, vocab_size=256, cuda=False).pipeline.split_weight_grads
     split["pipeline__overlap_moe"] = "false"
     assert "but pipeline.overlap_moe = False" in message_of(make(**split), 4)
 
@@ -362,3 +385,41 @@ def test_stages_of_a_wrong_number_of_chunks_are_no_second_problem() -> None:
     settings = {"pipeline__schedule": "zb_v", "pipeline__num_chunks": "1", "parallel__pp": "2"}
     assert message_of(make(**settings), 2).count("pipeline.num_chunks = 1") == 1
     assert "cannot be dealt" not in message_of(make(**settings), 2)
+
+
+CAPTURED = {
+    "moe__num_experts": "4",
+    "moe__dispatcher": "static",
+    "graphs__mode": "full",
+    "train__dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"train__dtype": "float32"}, "captures the experts, which needs a grouped kernel, and"),
+        ({"moe__ffn_hidden_size": "36"}, "moe.ffn_hidden_size / etp must be a multiple of 8 where"),
+        (
+            {"graphs__mode": "partial", "graphs__scopes": "moe", "train__dtype": "float32"},
+            "graphs.scopes = moe (--graphs.scopes=moe) captures the experts",
+        ),
+    ],
+)
+def test_captured_experts_need_a_grouped_kernel_on_gpus(
+    settings: dict[str, str], expected: str
+) -> None:
+    config = make(**{**CAPTURED, **settings})
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        resolve(config, 1, vocab_size=256, cuda=True)
+    resolve(config, 1, vocab_size=256, cuda=False)
+    resolve(make(**CAPTURED), 1, vocab_size=256, cuda=True)
+
+
+def test_graphs_of_clone_plans_need_peer_memory() -> None:
+    clones = {**CAPTURED, "moe__echo__spare_slots": "1", "parallel__ep": "2"}
+    captured = resolve(make(**clones), 2, vocab_size=256, cuda=True)
+    assert captured.moe.static_transport == "peer"
+    assert "moe.static_transport" in captured.derived
+    eager = resolve(make(**{**clones, "graphs__mode": "off"}), 2, vocab_size=256, cuda=True)
+    assert eager.moe.static_transport == "auto"

@@ -16,7 +16,7 @@ from megacore.data import (
     microbatch,
     num_microbatches,
 )
-from megacore.data.dataset import _permute
+from megacore.data.dataset import permute
 from megacore.data.tokenizer import TokenArray
 from megacore.errors import ConfigError, DataError
 
@@ -34,7 +34,7 @@ def _epoch(order: SampleOrder, epoch: int) -> list[int]:
 
 @given(size=st.integers(1, 500), key=st.integers(0, 2**64 - 1))
 def test_every_key_gives_a_permutation(size: int, key: int) -> None:
-    assert sorted(_permute(i, size, key) for i in range(size)) == list(range(size))
+    assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
 
 
 def test_every_position_is_equally_likely() -> None:
@@ -42,7 +42,7 @@ def test_every_position_is_equally_likely() -> None:
     counts = np.zeros((size, size))
     for key in range(trials):
         for i in range(size):
-            counts[i, _permute(i, size, key * 0x9E3779B97F4A7C15)] += 1
+            counts[i, permute(i, size, key * 0x9E3779B97F4A7C15)] += 1
     # Binomial with mean 1000 and deviation 29: five deviations.
     assert np.abs(counts - trials / size).max() < 5 * 29
 

@@ -298,3 +298,30 @@ def test_show_prints_the_samples_of_training(
     assert ByteTokenizer().decode(rows[0]["tokens"]).replace("A", "|A") in shown
     assert main([*arguments, "--set", "other"]) == 2
     assert 'must be one of train, got "other"' in capsys.readouterr().err
+
+
+def test_show_colours_what_is_learned_and_marks_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "ask", "completion": "say"}, {"prompt": "a", "completion": "b"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["data", "show", f"--data.source={path}", f"--data.cache={tmp_path / 'cache'}"]
+    arguments += ["--data.field=prompt,completion", "--data.packing=best_fit", "--count=1"]
+    arguments += ["--data.document_mask=true", "--data.split=1,0", "--train.eval_interval=0"]
+    run = tmp_path / "run.toml"
+    run.write_text("[model]\nseq_length = 16\n")
+    arguments.insert(2, str(run))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "8 of 16 labels count, starts of documents: 3" in shown
+    bar, dim, green, end = "\x1b[1;36m|\x1b[0m", "\x1b[2m", "\x1b[32m", "\x1b[0m"
+    for prompt, answer in (("ask", "say"), ("a", "b")):
+        assert f"{bar}{dim}{prompt}{end}{green}{answer}" in shown
+    assert f"{bar}{dim}····{end}" in shown
+    monkeypatch.delenv("FORCE_COLOR")
+    assert main([*arguments, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert sum(row["loss_mask"]) == 8
+    assert len(row["document_starts"]) == 3

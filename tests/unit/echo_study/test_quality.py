@@ -121,7 +121,7 @@ def test_drift_moves_popularity_and_bursts_last_one_step() -> None:
     [
         ({"num_experts": 10}, "10 experts do not divide over 4 ranks"),
         ({"top_k": 17}, "top_k is 17, but there are 16 experts"),
-        ({"num_tokens": 0}, "num_tokens is 0"),
+        ({"num_tokens": 0}, "num_tokens must be at least 1, got 0"),
     ],
 )
 def test_impossible_shapes_are_explained(options: dict[str, int], message: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from megacore.config import ModelConfig
 from megacore.models.context_parallel import Masks, ScoreRule, causal_attention
 from megacore.parallel.process_groups import Group
 from tests.support.models import params_by_name, random_batch, tiny_config, whole_model
@@ -82,3 +85,18 @@ def test_layer_norm_has_a_bias_and_removes_the_mean() -> None:
     mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
     expected = (x - mean) / (variance + config.norm_eps).sqrt() * 2.0 + 1.0
     torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"qk_norm_width": "all"}, 'qk_norm_width = "all" is for qk_norm = true'),
+        (
+            {"attention_sinks": True, "mla": {"kv_rank": 8}},
+            "attention_sinks = True has no meaning with mla.kv_rank = 8",
+        ),
+    ],
+)
+def test_settings_that_do_not_combine_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**fields)

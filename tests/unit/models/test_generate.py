@@ -1,52 +1,113 @@
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megacore.models.generate import _divided, generate, nucleus
+from megacore.models.generate import Sampling, _batch, _divided, generate, nucleus, stream
+from megacore.parallel.batch import Microbatch
 from megacore.parallel.process_groups import ProcessGroups
 from tests.support.models import params_by_name, plain_logits, tiny_config, whole_model
 
 CONFIG = tiny_config(seq_length=8)
 
 
-def test_greedy_tokens_are_the_most_likely_ones_of_a_sliding_window() -> None:
+def contexts(num_tokens: int, prompt: int, limit: int) -> list[slice]:
+    """The tokens that each new one is predicted from, after the rule in `stream`."""
+    found, begin = [], max(0, prompt - limit)
+    for end in range(prompt, num_tokens):
+        begin = end - (limit + 1) // 2 if end - begin > limit else begin
+        found.append(slice(begin, end))
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 11])
+def test_greedy_tokens_are_the_most_likely_ones_of_their_context(length: int) -> None:
     model = whole_model(CONFIG)
-    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    result = generate(model, tokens, max_new_tokens=9, temperature=0.0)
-    assert result.shape == (2, 12)
-    assert torch.equal(result[:, :3], tokens)
-    for end in range(3, 12):
-        logits = plain_logits(CONFIG, params_by_name(model), result[:, max(0, end - 8) : end])
-        assert torch.equal(result[:, end], logits[:, -1, :50].argmax(-1))
+    tokens = torch.arange(2 * length).view(2, length)
+    result = generate(model, tokens, max_new_tokens=16, sampling=Sampling(temperature=0.0))
+    assert result.shape == (2, length + 16)
+    assert torch.equal(result[:, :length], tokens)
+    for context in contexts(length + 16, length, limit=8):
+        logits = plain_logits(CONFIG, params_by_name(model), result[:, context])
+        assert torch.equal(result[:, context.stop], logits[:, -1, :50].argmax(-1))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    temperature=st.sampled_from([0.0, 0.7]),
+    top_k=st.sampled_from([None, 1, 5]),
+)
+@settings(deadline=None, max_examples=20)
+def test_tokens_of_a_prompt_do_not_depend_on_the_others(
+    lengths: list[int], temperature: float, top_k: int | None
+) -> None:
+    model = whole_model(tiny_config(init_std=0.05, seq_length=16))
+    prompts = [[(5 * row + i) % 50 for i in range(n)] for row, n in enumerate(lengths)]
+    together: list[list[int]] = [[] for _ in prompts]
+    sampling = Sampling(temperature=temperature, top_k=top_k)
+    for chosen in islice(stream(model, prompts, sampling), 7):
+        for new, token in zip(together, chosen, strict=True):
+            new += [] if token is None else [token]
+    for row, (prompt, new) in enumerate(zip(prompts, together, strict=True)):
+        assert len(new) == 7 - len(prompt) + min(lengths)
+        # The generator of a row is seeded by its number.
+        alone = stream(model, [prompt], Sampling(temperature=temperature, top_k=top_k, seed=row))
+        assert [chosen[0] for chosen in islice(alone, len(new))] == new
+
+
+def test_top_k_of_one_is_greedy_and_few_tokens_are_drawn() -> None:
+    model, tokens = whole_model(tiny_config(init_std=0.05)), torch.tensor([[1, 2, 3]])
+    greedy = generate(model, tokens, max_new_tokens=5, sampling=Sampling(temperature=0.0))
+    assert torch.equal(
+        generate(model, tokens, max_new_tokens=5, sampling=Sampling(top_k=1)), greedy
+    )
+    best = model.logits(None, _batch(tokens), last_only=True)[0, 0].topk(3).indices.tolist()
+    drawn = {
+        int(generate(model, tokens, max_new_tokens=1, sampling=Sampling(top_k=3, seed=i))[0, -1])
+        for i in range(40)
+    }
+    assert drawn == set(best)
 
 
 def test_draws_follow_the_seed_and_the_row_only() -> None:
     model = whole_model(tiny_config(init_std=0.05))
     tokens = torch.tensor([[1, 2, 3], [1, 2, 3]])
-    first = generate(model, tokens, max_new_tokens=10, seed=5)
-    assert torch.equal(first, generate(model, tokens, max_new_tokens=10, seed=5))
-    assert torch.equal(first[:1], generate(model, tokens[:1], max_new_tokens=10, seed=5))
+    first = generate(model, tokens, max_new_tokens=10, sampling=Sampling(seed=5))
+    assert torch.equal(first, generate(model, tokens, max_new_tokens=10, sampling=Sampling(seed=5)))
+    assert torch.equal(
+        first[:1], generate(model, tokens[:1], max_new_tokens=10, sampling=Sampling(seed=5))
+    )
     assert not torch.equal(first[0], first[1])
-    assert not torch.equal(first, generate(model, tokens, max_new_tokens=10, seed=9))
+    assert not torch.equal(
+        first, generate(model, tokens, max_new_tokens=10, sampling=Sampling(seed=9))
+    )
     assert first.max() < 50  # never a padding token
 
 
 def test_a_low_temperature_approaches_the_greedy_choice() -> None:
     model, tokens = whole_model(CONFIG), torch.tensor([[1, 2, 3]])
-    greedy = generate(model, tokens, max_new_tokens=6, temperature=0.0)
-    assert torch.equal(generate(model, tokens, max_new_tokens=6, temperature=1e-4), greedy)
-    assert torch.equal(generate(model, tokens, max_new_tokens=6, top_p=1e-6), greedy)
+    greedy = generate(model, tokens, max_new_tokens=6, sampling=Sampling(temperature=0.0))
+    assert torch.equal(
+        generate(model, tokens, max_new_tokens=6, sampling=Sampling(temperature=1e-4)), greedy
+    )
+    assert torch.equal(
+        generate(model, tokens, max_new_tokens=6, sampling=Sampling(top_p=1e-6)), greedy
+    )
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-310])
 @pytest.mark.parametrize("top_p", [0.5, 1.0])
 def test_the_lowest_temperatures_take_the_greedy_choice(temperature: float, top_p: float) -> None:
     model, tokens = whole_model(CONFIG), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    greedy = generate(model, tokens, max_new_tokens=6, temperature=0.0)
-    drawn = generate(model, tokens, max_new_tokens=6, temperature=temperature, top_p=top_p)
+    greedy = generate(model, tokens, max_new_tokens=6, sampling=Sampling(temperature=0.0))
+    drawn = generate(
+        model, tokens, max_new_tokens=6, sampling=Sampling(temperature=temperature, top_p=top_p)
+    )
     assert torch.equal(drawn, greedy)
 
 
@@ -75,8 +136,8 @@ def test_generation_is_without_dropout_and_leaves_the_mode_alone(training: bool)
     model = whole_model(tiny_config(dropout=0.5)).train(training)
     plain = whole_model(tiny_config())
     assert torch.equal(
-        generate(model, tokens, max_new_tokens=5, temperature=0.0),
-        generate(plain, tokens, max_new_tokens=5, temperature=0.0),
+        generate(model, tokens, max_new_tokens=5, sampling=Sampling(temperature=0.0)),
+        generate(plain, tokens, max_new_tokens=5, sampling=Sampling(temperature=0.0)),
     )
     assert model.training is training
 
@@ -91,13 +152,12 @@ def test_generation_is_without_dropout_and_leaves_the_mode_alone(training: bool)
         ({"seed": -1}, "seed = -1 is not in 0"),
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"top_p": 1.5}, "top_p = 1.5"),
-        ({"max_new_tokens": -1}, "max_new_tokens = -1"),
+        ({"top_k": 0}, "top_k = 0 must be at least 1"),
     ],
 )
 def test_arguments_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    arguments = {"max_new_tokens": 1, **changes}
     with pytest.raises(ValueError, match=message):
-        generate(whole_model(CONFIG), torch.tensor([[1]]), **arguments)
+        Sampling(**changes)
 
 
 @pytest.mark.parametrize(
@@ -118,17 +178,39 @@ def test_prompts_that_are_no_token_ids_are_refused(tokens: torch.Tensor, message
         generate(whole_model(CONFIG), tokens, max_new_tokens=1)
 
 
+def test_a_model_trains_after_it_has_generated() -> None:
+    config = tiny_config(
+        sliding_window=3, rope_scaling={"type": "dynamic", "factor": 2.0, "original_seq_length": 4}
+    )
+    tokens = torch.arange(6)[None]
+    batch = Microbatch(tokens=tokens, labels=tokens, sample_ids=torch.arange(1), step=0)
+    losses = []
+    for generates in (False, True):
+        model = whole_model(config)
+        if generates:
+            generate(model, tokens, max_new_tokens=2)
+        losses.append(model(None, batch))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+
+
 def test_prompts_may_have_any_integer_type() -> None:
     model = whole_model(CONFIG)
-    expected = generate(model, torch.tensor([[1, 49]]), max_new_tokens=2, temperature=0.0)
+    expected = generate(
+        model, torch.tensor([[1, 49]]), max_new_tokens=2, sampling=Sampling(temperature=0.0)
+    )
     for dtype in (torch.uint8, torch.int16, torch.int32):
         tokens = torch.tensor([[1, 49]], dtype=dtype)
-        result = generate(model, tokens, max_new_tokens=2, temperature=0.0)
+        result = generate(model, tokens, max_new_tokens=2, sampling=Sampling(temperature=0.0))
         assert result.dtype == torch.int64
         assert torch.equal(result, expected)
 
 
 def test_an_empty_prompt_and_a_part_of_a_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_new_tokens = -1"):
+        generate(whole_model(CONFIG), torch.tensor([[1]]), max_new_tokens=-1)
+    with pytest.raises(ValueError, match="a prompt is empty"):
+        stream(whole_model(CONFIG), [[1], []], Sampling())
     with pytest.raises(ValueError, match="at least one token"):
         generate(whole_model(CONFIG), torch.zeros(1, 0, dtype=torch.int64), max_new_tokens=1)
     part = whole_model(CONFIG, has_embedding=False, groups=ProcessGroups.single())

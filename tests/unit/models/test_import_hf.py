@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from megacore.errors import MegacoreError
-from megacore.models.hf import HFWeights, import_hf, sections_from_hf
+from megacore.models.generate import Sampling, generate
+from megacore.models.hf import HFWeights, files, import_hf, sections_from_hf
+from megacore.models.hf.files import TensorFiles
 from megacore.parallel.batch import Microbatch
+from megacore.parallel.params import ShardPosition, shard
 from tests.support.hf_models import MODELS, make_theirs
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -40,6 +44,68 @@ def test_logits_and_gradients_are_theirs(name: str, tmp_path: Path) -> None:
         assert distance < 1e-5, f"{info.name}: {distance}"
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_theirs(name: str, tmp_path: Path) -> None:
+    theirs = make_theirs(name).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = import_hf(tmp_path).chunk
+    prompts = torch.randint(0, 260, (2, 6), generator=torch.Generator().manual_seed(2))
+    count = ours.shape.seq_length - 6
+    expected = theirs.generate(
+        prompts, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    found = generate(ours, prompts, max_new_tokens=count, sampling=Sampling(temperature=0.0))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_part_is_the_shard_of_the_whole(name: str, tmp_path: Path) -> None:
+    theirs = make_theirs(name)
+    theirs.save_pretrained(tmp_path)
+    config = theirs.config.to_dict()
+    sections = sections_from_hf(config)
+    tensors = TensorFiles(tmp_path)
+    weights = HFWeights(tensors, config, *sections)
+    names = tensors.keys()
+    in_memory = HFWeights({name: tensors[name] for name in names}, config, *sections)
+    for info in weights.infos.values():
+        whole = weights[info.name]
+        tp, ep = (1 if dim is None else 2 for dim in (info.tp_dim, info.ep_dim))
+        if info.name in ("embedding", "head"):
+            tp = 4  # the last part is padding only
+        for at, ep_at in itertools.product(range(tp), range(ep)):
+            position = ShardPosition(tp_position=at, tp_size=tp, ep_position=ep_at, ep_size=ep)
+            expected = shard(whole, info, **vars(position))
+            assert torch.equal(weights.part(info.name, position), expected), info.name
+            assert torch.equal(in_memory.part(info.name, position), expected), info.name
+
+
+def test_only_the_values_of_a_shard_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = make_theirs("mixtral")
+    theirs.save_pretrained(tmp_path)
+    config = theirs.config.to_dict()
+    weights = HFWeights(TensorFiles(tmp_path), config, *sections_from_hf(config))
+    num_bytes: list[int] = []
+    read_bytes = files._read_bytes
+
+    def counting(path: Path, begin: int, into: torch.Tensor) -> None:
+        num_bytes.append(into.nbytes)
+        read_bytes(path, begin, into)
+
+    monkeypatch.setattr(files, "_read_bytes", counting)
+    for name, position in {
+        "layers.1.moe.experts.fc1": ShardPosition(ep_position=1, ep_size=2),
+        "layers.1.moe.experts.fc2": ShardPosition(ep_position=1, ep_size=4),
+        "layers.1.attention.qkv": ShardPosition(tp_position=1, tp_size=2),
+        "embedding": ShardPosition(tp_position=0, tp_size=2),
+    }.items():
+        part = weights.part(name, position)
+        assert sum(num_bytes) == part.nbytes, name
+        num_bytes.clear()
+
+
 def test_experts_may_be_one_tensor_each() -> None:
     theirs = make_theirs("mixtral")
     joined = theirs.state_dict()
@@ -66,7 +132,10 @@ def test_experts_may_be_one_tensor_each() -> None:
     [
         ({"model_type": "gpt2"}, r"must be one of llama, .* to be imported, got 'gpt2'"),
         ({"attention_bias": True}, r"attention_bias in .* mixtral model must be False, got True"),
-        ({"quantization_config": {"bits": 4}}, r"has quantization_config = \{'bits': 4\}, which"),
+        (
+            {"quantization_config": {"bits": 4}},
+            r"config = \{'bits': 4\}, but .* dequantized",
+        ),
         ({"head_dim": 3}, r"invalid model: head_dim"),
     ],
 )
@@ -90,6 +159,25 @@ def test_tensors_without_a_place_are_refused() -> None:
     del tensors["model.norm.weight"]
     with pytest.raises(MegacoreError, match=r"no tensor model.norm.weight"):
         HFWeights(tensors, config, *sections)
+
+
+def test_quantized_experts_are_refused_with_the_remedy() -> None:
+    theirs = make_theirs("gpt-oss")
+    tensors, config = dict(theirs.state_dict()), theirs.config.to_dict()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors[f"{name}_blocks"] = tensors.pop(name)
+    with pytest.raises(MegacoreError, match=rf"no tensor {name}, .* MXFP4; save .* dequantized"):
+        HFWeights(tensors, config, *sections_from_hf(config))
+
+
+def test_entries_that_gpt_oss_may_leave_out_have_its_defaults() -> None:
+    config = make_theirs("gpt-oss").config.to_dict()
+    expected = sections_from_hf({**config, "num_hidden_layers": 4, "layer_types": None})[0]
+    assert [expected.window_of(layer) for layer in range(4)] == [5, None, 5, None]
+    del config["rope_parameters"]
+    model, _ = sections_from_hf(config)
+    assert (model.rope_base, model.rope_scaling.factor) == (150000.0, 32.0)
+    assert not model.rope_scaling.truncate
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])

@@ -56,7 +56,7 @@ def test_groups_act_as_those_of_torch() -> None:
 
 
 def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"lr_scale of 'a' is -1.0"):
+    with pytest.raises(ValueError, match=r"lr_scale of 'a' must be .*, got -1.0"):
         ParamGroup(pattern="a", lr_scale=-1.0)
 
 

@@ -177,7 +177,7 @@ def test_native_mistakes_become_python_errors() -> None:
         RuntimeError, match=r"open the shared-memory segment /proc/\d+/fd/-2 of .* No such file"
     ):
         HostComm(segment=(os.getpid(), -2), **settings)
-    with pytest.raises(ValueError, match="slot_bytes is 65; it must be a multiple of 64"):
+    with pytest.raises(ValueError, match=r"slot_bytes must be a multiple of 64, .*got 65"):
         HostComm(segment=None, **{**settings, "slot_bytes": 65})
     comm = HostComm(segment=None, **settings)
     comm.close_file()

@@ -120,8 +120,11 @@ def test_svg_goes_to_the_file_and_json_stays_clean(
         (["--world-size", "12", "--tp", "2", "--pp", "4"], "tp 2 x cp 1 x pp 4 = 8"),
         (["--world-size", "8", "--token", "tp-xx"], 'unknown axis "xx"'),
         (["--world-size", "8", "--order", "tp-tp"], "names axis tp twice"),
-        (["--world-size", "8", "--gpus-per-node", "0"], "--gpus-per-node is 0"),
-        (["--world-size", "8", "--lines", "-1"], "--lines is -1"),
+        (
+            ["--world-size", "8", "--gpus-per-node", "0"],
+            "--gpus-per-node must be at least 1, got 0",
+        ),
+        (["--world-size", "8", "--lines", "-1"], "--lines must be at least 0, got -1"),
         (
             ["--world-size", "8", "--svg", "/nowhere/a.svg"],
             "cannot write /nowhere/a.svg: there is no folder /nowhere; make it",
@@ -129,7 +132,7 @@ def test_svg_goes_to_the_file_and_json_stays_clean(
         (["--world-size", "8", "--svg", "/"], "cannot write /: it is a folder; name a file in it"),
         (["--world-size", "many"], "--world-size: expected a whole number, but got 'many'"),
         (["--world-size", "8", "--tp", "1.5"], "--tp: expected a whole number, but got '1.5'"),
-        (["--world-size", "8", "--tp", "0"], "--tp is 0; it must be at least 1"),
+        (["--world-size", "8", "--tp", "0"], "--tp must be at least 1, got 0"),
         (["--world-size", "2147483648"], "2147483648 is out of range; the largest is 2147483647"),
         ([], "--world-size"),
     ],

@@ -33,9 +33,9 @@ from megacore.parallel.topology import groups_text
             "etp 4 x ep 4 x pp 2 = 32 (expert layers; etp defaults to tp)",
         ),
         ({"world_size": 8, "tp": 0}, "tp is 0; an axis size must be at least 1"),
-        ({"world_size": 0}, "world_size is 0; it must be between 1 and 2147483647"),
-        ({"world_size": 8, "tp": 2.5}, "tp is 2.5; it must be a whole number"),
-        ({"world_size": 8, "pp": "2"}, "pp is '2'; it must be a whole number"),
+        ({"world_size": 0}, "world_size must be between 1 and 2147483647, got 0"),
+        ({"world_size": 8, "tp": 2.5}, "tp must be a whole number, got 2.5"),
+        ({"world_size": 8, "pp": "2"}, "pp must be a whole number, got '2'"),
         ({"world_size": 2**70}, "it must fit 64 bits"),
         (
             {"world_size": 8, "tp": 2, "pp": 2, "order": "tp-dp"},

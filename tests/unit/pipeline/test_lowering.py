@@ -35,8 +35,8 @@ def test_a_program_has_a_text() -> None:
     [
         (Lowering(ahead=-1), "ahead is -1"),
         (Lowering(recompute=Recompute(keep=-1)), "keep is -1"),
-        (Lowering(recompute=Recompute(window=0)), "window is 0; it must be at least 1"),
-        (Lowering(receives="late"), "receives is 'late'"),  # type: ignore[arg-type]
+        (Lowering(recompute=Recompute(window=0)), "window must be at least 1, or None"),
+        (Lowering(receives="late"), "receives must be 'ahead' or 'in_order', got 'late'"),  # type: ignore[arg-type]
     ],
 )
 def test_options_that_make_no_sense_are_refused(lowering: Lowering, message: str) -> None:

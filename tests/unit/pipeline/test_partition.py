@@ -97,8 +97,8 @@ def test_uneven_ends() -> None:
     [
         ({"num_layers": 30, "num_ranks": 4}, "num_layers 28 or 32; num_ranks 3 or 5"),
         ({"num_layers": 4, "num_ranks": 2, "first": 3, "last": 3}, "no other rank is left"),
-        ({"num_layers": 0, "num_ranks": 2}, "num_layers is 0; it must be in 1.."),
-        ({"num_layers": 4, "num_ranks": 0}, "num_ranks is 0; it must be in 1.."),
+        ({"num_layers": 0, "num_ranks": 2}, "num_layers must be in 1.."),
+        ({"num_layers": 4, "num_ranks": 0}, "num_ranks must be in 1.."),
     ],
 )
 def test_errors_say_value_rule_and_remedy(settings: dict[str, Any], text: str) -> None:
@@ -134,5 +134,5 @@ def test_any_layout_is_read_or_refused_with_a_sentence(layout: str) -> None:
 def test_first_and_last_follow_the_placement() -> None:
     stages = partition_layers(14, num_ranks=3, num_chunks=2, first=4, last=2, placement="v")
     assert [len(stage) for stage in stages] == [2, 4, 1, 1, 4, 2]
-    with pytest.raises(ValueError, match="placement is 'w'; it must be 'loop' or 'v'"):
+    with pytest.raises(ValueError, match="placement must be 'loop' or 'v', got 'w'"):
         partition_layers(4, num_ranks=2, placement="w")  # type: ignore[arg-type]

@@ -204,14 +204,14 @@ def test_files_are_written_and_read_back(
         (["1fb1"], "did you mean '1f1b'"),
         ([], "name a schedule"),
         (["1f1b", "--from-csv", "x"], "one of the two"),
-        (["1f1b", "--pp=0"], "num_ranks is 0"),
+        (["1f1b", "--pp=0"], "num_ranks must be at least 1, got 0"),
         (["1f1b", "--chunks=2"], "use num_chunks 1"),
         (
             ["interleaved_1f1b", "--chunks=3", "--microbatches=5", "--group-size=4"],
             "Nearest legal group_size: 5",
         ),
-        (["1f1b", "--backward=-1"], "--backward is -1"),
-        (["1f1b", "--send=nan"], "--send is nan"),
+        (["1f1b", "--backward=-1"], "--backward must be a finite number of at least 0, got -1"),
+        (["1f1b", "--send=nan"], "--send must be a finite number of at least 0, got nan"),
         (["--from-csv", "/nowhere/x.csv"], "cannot read /nowhere/x.csv"),
         (
             ["1f1b", "--svg", "/nowhere/x.svg"],
@@ -226,8 +226,8 @@ def test_files_are_written_and_read_back(
         (["1f1b", "--backward-weight=3"], "--backward-weight is 3, but it is a part of --backward"),
         (["1fb1", "--compare"], "unknown schedule '1fb1'; did you mean '1f1b'?"),
         (["--compare", "--svg=x.svg"], "--svg is about one; leave one of them out"),
-        (["--compare", "--pp=0"], "num_ranks is 0; it must be at least 1"),
-        (["--compare", "--chunks=0"], "num_chunks is 0; it must be at least 1"),
+        (["--compare", "--pp=0"], "num_ranks must be at least 1, got 0"),
+        (["--compare", "--chunks=0"], "num_chunks must be at least 1, got 0"),
         (["--compare", "--pairs=whole"], "--pairs is about one; leave one of them out"),
         (["zb_v", "--pairs=whole"], "has no choice of them; leave them out"),
         (["--from-csv=x.csv", "--pairs=split"], "--pairs is to make one"),
@@ -272,7 +272,7 @@ def test_programs_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, *arguments, "--program", "--keep=0", "--receives=in_order")
     assert "0RECOMPUTE1 0B1" in out
     code, _, err = run(capsys, *arguments, "--program", "--keep=-1")
-    assert (code, "--keep is -1; it must be at least 0" in err) == (2, True)
+    assert (code, "--keep must be at least 0, got -1" in err) == (2, True)
 
 
 def test_the_critical_path_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from megacore.models.layers import RMSNorm
 from megacore.moe.dispatchers.peers import Slots
 from megacore.parallel.batch import Microbatch
 from megacore.train.trainer import Trainer
+from tests.support.campaigns import representatives
 from tests.support.graphed_training import (
     FULL,
     OVERLAPS,
@@ -103,7 +104,7 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("graphs", [PARTIAL, FULL, WITH_STEP])
+@pytest.mark.parametrize("graphs", representatives([PARTIAL, FULL, WITH_STEP], [WITH_STEP]))
 def test_what_is_given_up_leaves_nothing(graphs: dict[str, Any]) -> None:
     trainer = make_trainer(graphs, optimizer=OVERLAPS)
     assert trainer.graphs is not None
@@ -119,7 +120,7 @@ def test_what_is_given_up_leaves_nothing(graphs: dict[str, Any]) -> None:
     assert held[1] == held[2]
 
 
-@pytest.mark.parametrize("graphs", [PARTIAL, FULL, WITH_STEP])
+@pytest.mark.parametrize("graphs", representatives([PARTIAL, FULL, WITH_STEP], [PARTIAL]))
 def test_a_capture_that_fails_leaves_nothing_and_all_as_it_was(
     graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

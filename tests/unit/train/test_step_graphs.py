@@ -23,6 +23,7 @@ from megacore.ops.counter_random import StepKeys
 from megacore.optim import DistributedOptimizer
 from megacore.parallel.batch import Microbatch
 from megacore.pipeline import ActionRecorder, build_schedule
+from megacore.train import graphs as graphs_of_steps
 from megacore.train.trainer import Trainer
 from tests.support.graphed_training import (
     EXPERTS,
@@ -373,6 +374,12 @@ def test_a_resumed_run_captures_anew_and_goes_on(graphs: dict[str, Any]) -> None
         ({"scopes": "attn"}, {"train": {"recompute": "full"}}, "runs whole layers again"),
         ({"backend": "cuda"}, {}, "needs a GPU"),
         (
+            {"scopes": "attn"},
+            {"data": {"document_mask": True}},
+            'captures attention.*partial" with scopes without attn',
+        ),
+        ({"mode": "full"}, {"data": {"document_mask": True}}, "captures attention"),
+        (
             {"mode": "full"},
             {"parallel": {"pp": 2}, "pipeline": {"debug_messages": True}},
             "lets the host check every message",
@@ -412,3 +419,24 @@ def test_scopes_that_do_not_go_together(scopes: str, message: str) -> None:
 def test_the_optimizer_is_no_part_of_a_layer() -> None:
     with pytest.raises(ValueError, match='set mode = "full"'):
         Config(graphs={"mode": "partial", "include_optimizer": True})
+
+
+@pytest.mark.parametrize("settings", [FULL, {"mode": "partial", "scopes": "moe"}])
+def test_captured_experts_without_a_kernel_are_refused_at_the_start(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+
+    def obstacle(*arguments: Any) -> str:
+        sizes.append(arguments[1:])
+        return "megacore was built without CUTLASS's headers"
+
+    monkeypatch.setattr(graphs_of_steps, "grouped_obstacle", obstacle)
+    config = make_trainer(moe=STATIC).config
+    graphs = config.graphs.model_copy(update=settings)
+    config = config.model_copy(update={"graphs": graphs})
+    with pytest.raises(ConfigError, match="needs the grouped kernel: megacore was built without"):
+        graphs_of_steps._check_experts(config, torch.device("cuda"))
+    experts, width = config.moe.num_experts, config.moe.ffn_hidden_size
+    assert sizes == [(experts, config.model.hidden_size, width)]
+    graphs_of_steps._check_experts(config, torch.device("cpu"))

@@ -79,5 +79,5 @@ def test_a_partly_used_last_node_has_only_its_ranks() -> None:
 
 
 def test_a_node_without_gpus_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gpus_per_node is 0; it must be between 1 and 128"):
+    with pytest.raises(ConfigError, match="gpus_per_node must be between 1 and 128, got 0"):
         topology_svg(Topology(world_size=4), gpus_per_node=0)

@@ -9,7 +9,7 @@ Shapes: H hidden, F inner width of the MLP or of an expert, E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megacore.models.hf.keys import Key, LayerRule
@@ -21,7 +21,10 @@ from megacore.models.hf.layer_rules import (
     Windows,
 )
 from megacore.models.hf.rows import (
+    ALTERNATING,
+    ALTERNATING_BIAS,
     GATED_EXPERTS,
+    GROUPED,
     HEADS,
     JOINED_EXPERTS,
     QKV,
@@ -30,6 +33,7 @@ from megacore.models.hf.rows import (
     SAME,
     STACKED,
     SWAPPED,
+    TRANSPOSED,
     VOCABULARY,
     Row,
     Table,
@@ -55,6 +59,7 @@ class Family:
         copies: Names of tensors of each layer for multi-token prediction that repeat a parameter,
             and the parameter.
         rope_base: Base of the rotary embedding if no entry states it.
+        rope: The rotation if no entry describes it.
         rotary_fraction: Rotated share of a head if no entry states it; ``None`` if always whole.
     """
 
@@ -68,6 +73,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     rope_base: float = 10000.0
+    rope: Mapping[str, Any] = field(default_factory=dict)
     rotary_fraction: float | None = None
 
 
@@ -173,6 +179,29 @@ _LATENT_ATTENTION = {
     "attention.kv_latent_norm": _row(f"{LAYER}.self_attn.kv_a_layernorm.weight"),
     "attention.kv_up": _row(f"{LAYER}.self_attn.kv_b_proj.weight", transform=HEADS),
     "attention.output": _row(f"{LAYER}.self_attn.o_proj.weight"),
+}
+_OLMO2 = {
+    **_LLAMA,
+    **{
+        f"attention.{name}": _row(f"{LAYER}.self_attn.{name}.weight", transform=GROUPED)
+        for name in ("q_norm", "k_norm")
+    },
+    "attention.norm": _row(f"{LAYER}.post_attention_layernorm.weight"),
+    "mlp.norm": _row(f"{LAYER}.post_feedforward_layernorm.weight"),
+}
+_GPT_OSS = {
+    **_ENDS,
+    **_ATTENTION,
+    "attention.sinks": _row(f"{LAYER}.self_attn.sinks", transform=GROUPED),
+    "moe.norm": _row(f"{LAYER}.post_attention_layernorm.weight"),
+    "moe.router": _row(f"{LAYER}.mlp.router.weight"),
+    "moe.router_bias": _row(f"{LAYER}.mlp.router.bias"),
+    "moe.experts.fc1": _row(f"{LAYER}.mlp.experts.gate_up_proj", transform=ALTERNATING),
+    "moe.experts.fc1_bias": _row(
+        f"{LAYER}.mlp.experts.gate_up_proj_bias", transform=ALTERNATING_BIAS
+    ),
+    "moe.experts.fc2": _row(f"{LAYER}.mlp.experts.down_proj", transform=TRANSPOSED),
+    "moe.experts.fc2_bias": _row(f"{LAYER}.mlp.experts.down_proj_bias"),
 }
 _DEEPSEEK = {**_GLM4_MOE, **_LATENT_ATTENTION}
 
@@ -341,6 +370,47 @@ FAMILIES: Mapping[str, Family] = {
             rules=(FirstDense(default=1), SharedExperts()),
             copies=_MTP_COPIES,
             rotary_fraction=0.5,
+        ),
+        Family(
+            model_type="olmo2",
+            architecture="Olmo2ForCausalLM",
+            table=_OLMO2,
+            keys=(*_sizes(norm_eps=1e-5), _FFN, _BIAS),
+            fixed=_FIXED,
+            implied={
+                "model.norm_position": "after",
+                "model.qk_norm": True,
+                "model.qk_norm_width": "all",
+            },
+        ),
+        Family(
+            model_type="gpt_oss",
+            architecture="GptOssForCausalLM",
+            table=_GPT_OSS,
+            keys=(
+                *_sizes(head_dim=64, norm_eps=1e-5),
+                *_MIXTRAL_KEYS,
+                replace(_BIAS, default=True),
+            ),
+            fixed={**_FIXED, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+            implied={
+                "model.attention_sinks": True,
+                "moe.activation": "clamped_swiglu",
+                "moe.biases": True,
+                "moe.softmax_after_top_k": True,
+            },
+            rules=(Windows(default=128, by_layer=True, pattern="wf"),),
+            # Repeat other entries, for other programs.
+            ignored=("experts_per_token", "initial_context_length"),
+            rope_base=150000.0,
+            rope={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         ),
         Family(
             model_type="deepseek_v3",

@@ -19,6 +19,7 @@ from megacore.errors import MegacoreError
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_BLOCK_BYTES = 1 << 24
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -81,34 +82,74 @@ class TensorFiles:
         """Check whether there is a tensor of this name."""
         return name in self._files
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._entry(name)[2]["shape"])
+
     def __getitem__(self, name: str) -> Tensor:
-        """Read one tensor, in its own dtype.
+        """Read one tensor; see `part`."""
+        return self.part(name, {})
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor.
+
+        Raises:
+            MegacoreError: If it is not supported.
+        """
+        path, _, entry = self._entry(name)
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise MegacoreError(
+                f"tensor {name} in {path} must have one of the dtypes {', '.join(DTYPES)}, got "
+                f"{entry['dtype']}; convert the model to bfloat16 first"
+            )
+        return dtype
+
+    def part(
+        self, name: str, ranges: Mapping[int, tuple[int, int]], *, into: Tensor | None = None
+    ) -> Tensor:
+        """Read one tensor, or the part within these ranges of its dimensions, in its own dtype.
+
+        Only rows in range are read. Of inner dimensions, whole rows are read, a block at a time.
+
+        Args:
+            name: The tensor.
+            ranges: First index and end of dimensions.
+            into: Tensor to fill and return. Default: a new one of the tensor's dtype.
 
         Raises:
             MegacoreError: If its file cannot be read, or it has an unsupported dtype.
         """
+        dtype = self.dtype_of(name)
+        path, start, entry = self._entry(name)
+        shape, begin = entry["shape"], start + entry["data_offsets"][0]
+        ends = [ranges.get(dim, (0, size)) for dim, size in enumerate(shape)]
+        if into is None:
+            into = torch.empty([end - first for first, end in ends], dtype=dtype)
+        is_direct = into.dtype == dtype and into.is_contiguous() and into.device.type == "cpu"
+        if ranges.keys() <= {0} and is_direct:
+            row_bytes = into.numel() * dtype.itemsize // max(1, into.shape[0]) if shape else 0
+            _read_bytes(path, begin + (ends[0][0] * row_bytes if shape else 0), into)
+            return into
+        if not shape:
+            return into.copy_(self.part(name, {}))
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        first, stop = ends[0]
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        for at in range(first, stop, step):
+            block = torch.empty([min(step, stop - at), *shape[1:]], dtype=dtype)
+            _read_bytes(path, begin + at * row_bytes, block)
+            inner = tuple(slice(*end) for end in ends[1:])
+            into[at - first : at - first + step].copy_(block[:, *inner])
+        return into
+
+    def _entry(self, name: str) -> tuple[Path, int, dict[str, Any]]:
+        """Return a tensor's file, the position of the first tensor in it, and its header."""
         path = self._files[name]
         if path not in self._headers:
             self._headers[path] = _read_header(path)
-        start, entry = self._headers[path]
-        dtype = DTYPES.get(entry[name]["dtype"])
-        if dtype is None:
-            raise MegacoreError(
-                f"tensor {name} in {path} must have one of the dtypes {', '.join(DTYPES)}, got "
-                f"{entry[name]['dtype']}; convert the model to bfloat16 first"
-            )
-        begin, end = entry[name]["data_offsets"]
-        # Not mapped: pages of a mapping would count as memory until the file is closed.
-        content = torch.empty(end - begin, dtype=torch.uint8)
-        try:
-            with path.open("rb") as file:
-                file.seek(start + begin)
-                num_read = file.readinto(content.numpy().data)
-        except OSError as error:
-            raise MegacoreError(f"cannot read {path}: {error.strerror}") from error
-        if num_read != end - begin:
-            raise MegacoreError(f"cannot read {path}: it ends inside tensor {name}")
-        return content.view(dtype).view(entry[name]["shape"])
+        start, entries = self._headers[path]
+        return path, start, entries[name]
 
     def dtype(self) -> torch.dtype:
         """Return the most frequent dtype of matrices: float32, bfloat16 or float16."""
@@ -117,6 +158,23 @@ class TensorFiles:
             _, entries = _read_header(path)
             counts.update(entry["dtype"] for entry in entries.values() if len(entry["shape"]) > 1)
         return DTYPES.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.float32
+
+
+def _read_bytes(path: Path, begin: int, into: Tensor) -> None:
+    """Fill a contiguous tensor from a position of a file."""
+    # Not mapped: pages of a mapping would count as memory until the file is closed.
+    view = memoryview(into.detach().view(-1).view(torch.uint8).numpy().data)
+    num_read = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(begin)
+            # One call returns at most 2 GiB.
+            while num_read < len(view) and (count := file.readinto(view[num_read:])):
+                num_read += count
+    except OSError as error:
+        raise MegacoreError(f"cannot read {path}: {error.strerror}") from error
+    if num_read != len(view):
+        raise MegacoreError(f"cannot read {path}: it ends inside a tensor")
 
 
 def _indexed_files(index: Path) -> dict[str, Path]:

@@ -20,7 +20,7 @@ from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
 from megacore.models.hf.families import Family
 from megacore.models.hf.files import TensorFiles, read_config
-from megacore.models.hf.rows import Row, local_name, rows_of
+from megacore.models.hf.rows import TENSORS, Row, local_name, rows_of
 from megacore.models.hf.settings import family_of, sections_from_hf
 from megacore.models.shape import GPTShape
 from megacore.parallel.params import ParamInfo, ShardPosition, shard
@@ -28,6 +28,8 @@ from megacore.parallel.process_groups import ProcessGroups
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+# Parameters whose last rows may be padding.
+_PADDED = ("embedding", "head")
 
 
 class Tensors(Protocol):
@@ -108,22 +110,97 @@ class HFWeights:
         return self._infos
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a whole parameter, in the dtype of the tensors.
+        """Return a whole parameter; see `part`."""
+        return self.part(name, ShardPosition())
+
+    def part(self, name: str, position: ShardPosition) -> Tensor:
+        """Return a shard of a parameter, in the dtype of its first tensor; see `read_into`."""
+        info, (_, names) = self._infos[name], self._rows[name]
+        shape = info.local_shape(position.tp_size, ep_size=position.ep_size)
+        values = torch.empty(shape, dtype=_dtype_of(self._tensors, names[0]))
+        self.read_into(values, name, position)
+        return values
+
+    @torch.no_grad()
+    def read_into(self, values: Tensor, name: str, position: ShardPosition) -> None:
+        """Fill a shard of a parameter; only its values are read, most of them without a copy.
 
         Raises:
             MegacoreError: If a tensor has another shape than the configuration implies.
         """
-        row, names = self._rows[name]
-        parts = [self._tensors[theirs] for theirs in names]
-        full = torch.empty(self._infos[name].full_shape, device="meta")
-        expected = row.transform.split(full, self._shape)
-        for theirs, part, wanted in zip(names, parts, expected, strict=True):
-            if part.shape != wanted.shape:
+        info, (row, names) = self._infos[name], self._rows[name]
+        self._check_shapes(info, row, names)
+        tp = (info.tp_dim, position.tp_position, position.tp_size)
+        ep = (info.ep_dim, position.ep_position, position.ep_size)
+        dims, shape = row.transform.dims, self._shape
+        splits = [(dim, at, size) for dim, at, size in (tp, ep) if dim is not None and size > 1]
+        if not all(dim in dims for dim, _, _ in splits):
+            values.copy_(shard(self[name], info, **vars(position)))
+            return
+        ranges: dict[int, tuple[int, int, int]] = {}
+        for dim, at, size in splits:
+            if dims[dim] == TENSORS:
+                count = len(names) // size
+                names = names[at * count : (at + 1) * count]
+            else:
+                ranges[dims[dim]] = (info.full_shape[dim], at, size)
+        if not info.expert:
+            shape = shape.part(position.tp_size)
+        if not _splits_to_views(row, values.shape, shape):
+            parts = [self._read(theirs, ranges) for theirs in names]
+            values.copy_(row.transform.join(parts, shape))
+            return
+        if info.name in _PADDED and self._shape.vocab < self._shape.padded_vocab:
+            values.zero_()
+        for theirs, place in zip(names, row.transform.split(values, shape), strict=True):
+            self._read(theirs, ranges, into=place)
+
+    def check(self) -> None:
+        """Check the shapes and dtypes of all tensors, without reading their values.
+
+        Raises:
+            MegacoreError: As `part`.
+        """
+        for name, (row, names) in self._rows.items():
+            self._check_shapes(self._infos[name], row, names)
+            for theirs in names:
+                _dtype_of(self._tensors, theirs)
+
+    def _read(
+        self,
+        name: str,
+        splits: Mapping[int, tuple[int, int, int]],
+        *,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """Read the part of a tensor; ``splits`` has the parameter's size, the index and number.
+
+        A part of the padded vocabulary may have fewer rows than ``into``.
+        """
+        theirs = _shape_of(self._tensors, name)
+        ranges = {}
+        for dim, (ours, at, size) in splits.items():
+            # A tensor has several rows for one of the parameter, or fewer without padding.
+            unit = max(1, theirs[dim] // ours)
+            first, stop = (unit * (index * ours // size) for index in (at, at + 1))
+            ranges[dim] = (min(first, theirs[dim]), min(stop, theirs[dim]))
+        if into is not None and 0 in ranges:
+            into = into[: ranges[0][1] - ranges[0][0]]
+        if isinstance(self._tensors, TensorFiles):
+            return self._tensors.part(name, ranges, into=into)
+        whole = (slice(*ranges.get(dim, (0, size))) for dim, size in enumerate(theirs))
+        part = self._tensors[name][tuple(whole)]
+        return part if into is None else into.copy_(part)
+
+    def _check_shapes(self, info: ParamInfo, row: Row, names: list[str]) -> None:
+        full = torch.empty(info.full_shape, device="meta")
+        for name, wanted in zip(names, row.transform.split(full, self._shape), strict=True):
+            found = _shape_of(self._tensors, name)
+            if found != tuple(wanted.shape):
                 raise MegacoreError(
-                    f"tensor {theirs} must have shape {tuple(wanted.shape)} according to "
-                    f"config.json, got {tuple(part.shape)}"
+                    f"tensor {name} must have shape {tuple(wanted.shape)} according to "
+                    f"config.json, got {found}"
                 )
-        return row.transform.join(parts, self._shape)
 
     def _row(self, name: str, family: Family, moe: MoEConfig) -> tuple[Row, list[str]]:
         candidates = list(rows_of(name, family.table, moe.num_experts))
@@ -134,12 +211,31 @@ class HFWeights:
         first = next(theirs for theirs in candidates[0][1] if theirs not in self._tensors)
         layer, _ = local_name(name)
         advice = ""
+        if f"{first}_blocks" in self._tensors:
+            advice = (
+                f", but {first}_blocks in MXFP4; save the model dequantized, in bfloat16, and "
+                "import that folder"
+            )
         if layer is not None and layer >= self._shape.num_layers:
             advice = (
                 "; if the folder has no layers for multi-token prediction, set "
                 "num_nextn_predict_layers to 0 in config.json"
             )
         raise MegacoreError(f"there is no tensor {first}, which the model needs{advice}")
+
+
+def _shape_of(tensors: Tensors, name: str) -> tuple[int, ...]:
+    return tensors.shape(name) if isinstance(tensors, TensorFiles) else tuple(tensors[name].shape)
+
+
+def _splits_to_views(row: Row, shape: torch.Size, sizes: GPTShape) -> bool:
+    whole = torch.empty(shape, device="meta")
+    parts = row.transform.split(whole, sizes)
+    return all(part is whole or part._base is whole for part in parts)
+
+
+def _dtype_of(tensors: Tensors, name: str) -> torch.dtype:
+    return tensors.dtype_of(name) if isinstance(tensors, TensorFiles) else tensors[name].dtype
 
 
 def copies_of(family: Family, model: ModelConfig) -> list[tuple[str, str]]:
@@ -189,6 +285,7 @@ def import_hf(
         dtype=dtype,
         device=device,
         moe=moe,
+        initialize=False,
     )
     fill_chunk(chunk, weights, groups)
     return ImportedModel(chunk=chunk, model=model, moe=moe)
@@ -196,15 +293,15 @@ def import_hf(
 
 @torch.no_grad()
 def fill_chunk(chunk: GPTChunk, weights: HFWeights, groups: ProcessGroups) -> None:
-    """Copy this rank's shards of whole parameters into its chunk.
+    """Read this rank's shards of all parameters into its chunk, one parameter at a time.
 
     Args:
         chunk: Any part of the model in any layout.
-        weights: Whole parameters by name; additional ones are ignored.
+        weights: The parameters; additional ones are ignored.
         groups: The groups of the chunk.
     """
     for info, values in (*chunk.param_infos(), *chunk.buffer_infos()):
-        values.copy_(shard(weights[info.name], info, **vars(ShardPosition.of(info, groups))))
+        weights.read_into(values, info.name, ShardPosition.of(info, groups))
 
 
 def describe_params(model: ModelConfig, moe: MoEConfig) -> list[ParamInfo]:

@@ -151,11 +151,13 @@ class Windows:
     Attributes:
         default: Window if the entry is missing.
         by_layer: Whether layers differ: by ``layer_types``, or by ``max_window_layers``.
+        pattern: Kinds of layers if ``layer_types`` is missing, in place of ``max_window_layers``.
         switch: Whether ``use_sliding_window`` must be true for a window.
     """
 
     default: int | None = None
     by_layer: bool = False
+    pattern: str | None = None
     switch: bool = False
     names: tuple[str, ...] = (
         "sliding_window",
@@ -191,12 +193,15 @@ class Windows:
             config["use_sliding_window"] = "w" in layers
         if self.by_layer:
             config["layer_types"] = [_FULL if kind == "f" else _SLIDING for kind in layers]
+        if self.by_layer and self.pattern is None:
             config["max_window_layers"] = len(layers) - len(layers.lstrip("f"))
         return config
 
     def _kinds(self, config: Mapping[str, Any], num_layers: int) -> str:
         """Return a letter for each layer, as in ``model.window_pattern``."""
         kinds = config.get("layer_types") if self.by_layer else None
+        if kinds is None and self.pattern is not None:
+            return (self.pattern * num_layers)[:num_layers]
         if kinds is None and self.by_layer:
             first: int = min(config.get("max_window_layers", _MAX_WINDOW_LAYERS), num_layers)
             return "f" * first + "w" * (num_layers - first)

@@ -30,7 +30,13 @@ _OF_KIND: Mapping[str, tuple[str, ...]] = {
 _ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
-def rope_from_hf(config: Mapping[str, Any], *, base: float, fraction: float | None) -> Values:
+def rope_from_hf(
+    config: Mapping[str, Any],
+    *,
+    base: float,
+    fraction: float | None,
+    default: Mapping[str, Any],
+) -> Values:
     """Return the settings of the rotation.
 
     Args:
@@ -38,11 +44,12 @@ def rope_from_hf(config: Mapping[str, Any], *, base: float, fraction: float | No
         base: Base if no entry states it.
         fraction: Rotated share of a head if no entry states it; ``None`` if the family always
             rotates whole heads.
+        default: The rotation if no entry describes it.
 
     Raises:
         MegacoreError: If the rotation is not supported.
     """
-    rope = _rotation(config)
+    rope = _rotation(config) or default
     # The entry was `type` before it was `rope_type`; `transformers` reads both.
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _OF_KIND:

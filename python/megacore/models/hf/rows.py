@@ -9,12 +9,14 @@ tensors follow from the parameter's shape by a `split` on the meta device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megacore.models.shape import GPTShape
+
+TENSORS = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +26,13 @@ class Transform:
     Attributes:
         join: From the tensors of a row, in its order, to the parameter.
         split: The inverse: views or copies of parts of the parameter.
+        dims: The tensors' dimension for each dimension of the parameter whose equal parts can be
+            joined alone from the same parts of the tensors; `TENSORS` if they are whole tensors.
     """
 
     join: Callable[[Sequence[Tensor], GPTShape], Tensor]
     split: Callable[[Tensor, GPTShape], Sequence[Tensor]]
+    dims: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ def rows_of(layer_name: str, table: Table, num_experts: int) -> Iterator[tuple[R
 
 def _join_vocab(parts: Sequence[Tensor], shape: GPTShape) -> Tensor:
     missing = shape.padded_vocab - parts[0].shape[0]
-    return torch.nn.functional.pad(parts[0], (0, 0, 0, missing))
+    return torch.nn.functional.pad(parts[0], (0, 0, 0, missing)) if missing else parts[0]
 
 
 def _join_qkv(parts: Sequence[Tensor], shape: GPTShape) -> Tensor:
@@ -129,32 +134,66 @@ def _heads(part: Tensor, shape: GPTShape) -> Tensor:
     return part.view(shape.num_heads, -1, part.shape[-1])
 
 
-SAME = Transform(join=lambda parts, _: parts[0], split=lambda whole, _: [whole])
+SAME = Transform(
+    join=lambda parts, _: parts[0], split=lambda whole, _: [whole], dims={0: 0, 1: 1, 2: 2}
+)
 # Rows of the vocabulary, without the padding.
-VOCABULARY = Transform(join=_join_vocab, split=lambda whole, shape: [whole[: shape.vocab]])
+VOCABULARY = Transform(
+    join=_join_vocab, split=lambda whole, shape: [whole[: shape.vocab]], dims={0: 0}
+)
 # For each head of keys and values: its query heads, the key and the value.
-QKV = Transform(join=_join_qkv, split=_split_qkv)
+QKV = Transform(join=_join_qkv, split=_split_qkv, dims={0: 0})
 # Tensors of equal shape along a new first dimension: gate and up, or experts.
 STACKED = Transform(
-    join=lambda parts, _: torch.stack(list(parts)), split=lambda whole, _: whole.unbind(0)
+    join=lambda parts, _: torch.stack(list(parts)),
+    split=lambda whole, _: whole.unbind(0),
+    dims={0: TENSORS, 1: 0, 2: 1},
 )
 # Gate and up of each expert: `(E, 2, F, H)`.
 GATED_EXPERTS = Transform(
-    join=_join_gated_experts, split=lambda whole, _: whole.flatten(0, 1).unbind(0)
+    join=_join_gated_experts,
+    split=lambda whole, _: whole.flatten(0, 1).unbind(0),
+    dims={0: TENSORS, 2: 0},
 )
 # Rows of heads, ``(N * D, I)`` to ``(N, D, I)``.
 HEADS = Transform(
-    join=lambda parts, shape: _heads(parts[0], shape), split=lambda whole, _: [whole.flatten(0, 1)]
+    join=lambda parts, shape: _heads(parts[0], shape),
+    split=lambda whole, _: [whole.flatten(0, 1)],
+    dims={0: 0},
 )
 # The same, with the last rows of each head rotated in pairs side by side.
 ROTATED_HEADS = Transform(
     join=lambda parts, shape: _halves_first(_heads(parts[0], shape), 1, shape.rope_head_dim),
     split=lambda whole, shape: [_pairs_first(whole, 1, shape.rope_head_dim).flatten(0, 1)],
+    dims={0: 0},
 )
 # The last rows rotated in pairs side by side.
 ROTATED_ROWS = Transform(
     join=lambda parts, shape: _halves_first(parts[0], 0, shape.rope_head_dim),
     split=lambda whole, shape: [_pairs_first(whole, 0, shape.rope_head_dim)],
+)
+# One value or more for each head, grouped by heads of keys and values: `(G, X)`.
+GROUPED = Transform(
+    join=lambda parts, shape: parts[0].view(shape.num_kv_heads, -1),
+    split=lambda whole, _: [whole.flatten()],
+    dims={0: 0},
+)
+# Matrices of all experts with inputs first, `(E, I, O)` to `(E, O, I)`.
+TRANSPOSED = Transform(
+    join=lambda parts, _: parts[0].transpose(1, 2),
+    split=lambda whole, _: [whole.transpose(1, 2)],
+    dims={0: 0, 1: 2, 2: 1},
+)
+# Gate and up of all experts in alternating columns, `(E, H, 2F)` to `(E, 2, F, H)`; their biases.
+ALTERNATING = Transform(
+    join=lambda parts, _: parts[0].view(*parts[0].shape[:2], -1, 2).permute(0, 3, 2, 1),
+    split=lambda whole, _: [whole.permute(0, 3, 2, 1).flatten(2)],
+    dims={0: 0, 2: 2},
+)
+ALTERNATING_BIAS = Transform(
+    join=lambda parts, _: parts[0].view(len(parts[0]), -1, 2).transpose(1, 2),
+    split=lambda whole, _: [whole.transpose(1, 2).flatten(1)],
+    dims={0: 0, 2: 1},
 )
 # The halves of the columns in the other order.
 SWAPPED = Transform(
@@ -165,4 +204,5 @@ SWAPPED = Transform(
 JOINED_EXPERTS = Transform(
     join=lambda parts, _: parts[0].view(len(parts[0]), 2, -1, parts[0].shape[2]),
     split=lambda whole, _: [whole.flatten(1, 2)],
+    dims={0: 0},
 )

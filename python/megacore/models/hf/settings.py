@@ -99,7 +99,12 @@ def sections_from_hf(
     for key in family.keys:
         value = key.read(config)
         values |= dict.fromkeys(key.ours, value)
-    values |= rope_from_hf(config, base=family.rope_base, fraction=family.rotary_fraction)
+    values |= rope_from_hf(
+        config,
+        base=family.rope_base,
+        fraction=family.rotary_fraction,
+        default=family.rope,
+    )
     for rule in family.rules:
         values |= rule.read(config, values)
     heads = values["model.num_heads"]
@@ -125,6 +130,11 @@ def config_to_hf(
     Raises:
         MegacoreError: If there is none, with the settings that differ for each family.
     """
+    if model.factory is not None:
+        raise MegacoreError(
+            f'model.factory = "{model.factory}" is a model of your own, which no family of Hugging '
+            "Face describes; its weights are in the checkpoint (megacore.checkpoint.StoredWeights)"
+        )
     if family is not None and family not in FAMILIES:
         raise MegacoreError(f"the family must be one of {', '.join(FAMILIES)}, got {family!r}")
     reasons = []
@@ -163,6 +173,13 @@ def differences(
 
 
 def _check_entries(family: Family, config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"]
+        method = method.get("quant_method", method) if isinstance(method, Mapping) else method
+        raise MegacoreError(
+            f"config.json has quantization_config = {method!r}, but weights must be unquantized; "
+            "save the model dequantized, in bfloat16, and import that folder"
+        )
     for name, supported in family.fixed.items():
         value = config.get(name, supported)
         if value is not None and value != supported:
@@ -236,6 +253,8 @@ def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
         skipped |= {name for name in values if name.startswith("model.mla.")} - {
             "model.mla.kv_rank"
         }
+    else:
+        skipped.add("model.head_dim")  # follows from the widths of [model.mla]
     if moe.shared_ffn_hidden_size == 0:
         values["moe.shared_gate"] = False
     if moe.softmax_after_top_k:

@@ -167,6 +167,11 @@ class Slots:
         """Mark a slot as free."""
         self._free.append(slot)
 
+    @property
+    def any_taken(self) -> bool:
+        """Whether an exchange is in flight."""
+        return len(self._free) < PEER_SLOTS
+
     def free_all(self) -> None:
         """Free all slots and restore the initial order."""
         self._free = list(range(PEER_SLOTS))
@@ -342,7 +347,7 @@ def no_peers(note: str) -> str:
     """Error message for a group without access to peer memory."""
     return (
         "moe.static_transport = peer needs ranks that reach each other's memory, but here is "
-        f"{note}; set it to auto or collective"
+        f"{note}; set it to auto or collective, and capture no clones (graphs.scopes)"
     )
 
 

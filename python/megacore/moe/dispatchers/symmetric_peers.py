@@ -37,6 +37,7 @@ class _DeviceMemory:
         self.layout = layout
         self.state = addresses.new_zeros(cuda_kernels().PEER_STATE_NUMEL)
         self.slots = Slots()
+        self.is_captured = False
 
 
 class DevicePeers(Peers):
@@ -58,7 +59,7 @@ class DevicePeers(Peers):
         super().__init__(group, row_bytes=row_bytes)
         self.device = device
         self._timeout_s = timeout_s
-        # Memory that became too small is kept, because captured graphs still use it.
+        # The last one is in use; captured graphs still use others, which were too small.
         self._memories: list[_DeviceMemory] = []
 
     @abstractmethod
@@ -156,6 +157,7 @@ class DevicePeers(Peers):
             layout = memory.layout
             had = (layout.max_experts, layout.max_capacity, layout.max_row_bytes)
             if num_experts <= had[0] and capacity <= had[1] and row_bytes <= had[2]:
+                memory.is_captured |= torch.cuda.is_current_stream_capturing()
                 return memory
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -169,6 +171,11 @@ class DevicePeers(Peers):
             max_row_bytes=max(row_bytes, had[2]),
         )
         addresses, owner = self._allocate(peer_flags_bytes(self.group.size) + layout.bytes)
+        # All members have finished their kernels when the allocation returns.
+        self.check()
+        self._memories = [
+            memory for memory in self._memories if memory.is_captured or memory.slots.any_taken
+        ]
         self._memories.append(_DeviceMemory(addresses, owner, layout))
         return self._memories[-1]
 
@@ -183,7 +190,9 @@ class SymmetricPeers(DevicePeers):
     """
 
     def __init__(self, group: Group, device: torch.device, *, row_bytes: int = 0) -> None:
-        super().__init__(group, device, timeout_s=_timeout_s(group, device), row_bytes=row_bytes)
+        super().__init__(
+            group, device, timeout_s=kernel_timeout_s(group, device), row_bytes=row_bytes
+        )
 
     def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
         try:
@@ -271,8 +280,13 @@ def _memory_of(ticket: Ticket) -> _DeviceMemory:
     return ticket.memory
 
 
-def _timeout_s(group: Group, device: torch.device) -> float:
-    """Timeout of the group's collectives, seconds."""
+def kernel_timeout_s(group: Group, device: torch.device) -> float:
+    """Limit of the waits of kernels: a third of the timeout of the group's collectives, seconds.
+
+    Collectives queued behind a waiting kernel start their timeout when they are enqueued. With the
+    same limit, NCCL would abort the process before the kernel's error, which has the name of the
+    lost rank, could be read.
+    """
     assert group.handle is not None
     timeout: float = group.handle._get_backend(device).options._timeout.total_seconds()
-    return timeout
+    return timeout / 3

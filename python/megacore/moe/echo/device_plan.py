@@ -120,7 +120,7 @@ def plan_offload_on_device(
     if counts.dim() != 2 or counts.dtype != torch.int64:
         raise ValueError(f"the counts {describe(counts)} must be (R, E) int64")
     if num_spare_slots < 0:
-        raise ValueError(f"num_spare_slots is {num_spare_slots}; it must be at least 0")
+        raise ValueError(f"num_spare_slots must be at least 0, got {num_spare_slots}")
     if domain_size is not None and method != "balanced":
         raise ValueError(
             f"domain_size is {domain_size}, but only the balanced planner knows domains"

@@ -215,9 +215,9 @@ class DeviceCloneMemory(CloneMemory):
     """Spare slots in peer memory of GPUs; see ``cuda/include/megacore/cuda/clone_exchange.h``.
 
     There is no host sync. Weights are pushed on a separate stream, overlapping with the dispatch of
-    tokens and the computation of home experts. A kernel waits for a rank for at most the group's
-    timeout; after a timeout gradients become NaN, so the optimizer skips them, and :meth:`check`
-    raises.
+    tokens and the computation of home experts. A kernel waits for a rank for at most a third of the
+    group's timeout; after a timeout gradients become NaN, so the optimizer skips them, and
+    :meth:`check` raises.
 
     Args:
         beside: The set of slots that holds the gradients, if this is an additional set for weights;
@@ -238,11 +238,9 @@ class DeviceCloneMemory(CloneMemory):
             raise ValueError(
                 f"experts are {fc1.dtype}; clones on GPUs take float32, bfloat16 and float16"
             )
-        from megacore.moe.dispatchers.symmetric_peers import symmetric_memory
+        from megacore.moe.dispatchers.symmetric_peers import kernel_timeout_s, symmetric_memory
 
-        assert group.handle is not None
-        options = group.handle._get_backend(fc1.device).options
-        self._timeout_s: float = options._timeout.total_seconds()
+        self._timeout_s = kernel_timeout_s(group, fc1.device)
         num_bytes = self.layout.bytes(group.size)
         self._addresses, owner = symmetric_memory(group, fc1.device, num_bytes)
         self._owner = owner
@@ -256,7 +254,7 @@ class DeviceCloneMemory(CloneMemory):
         """See `CloneMemory`."""
         self.join()
         self._launch("clones_open")
-        self._side.wait_stream(torch.cuda.current_stream())
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         self._is_pushing = True
 
     def push(self, projection: int, weights: Tensor, plan: DevicePlan) -> None:
@@ -303,7 +301,7 @@ class DeviceCloneMemory(CloneMemory):
     def join(self) -> None:
         """See `CloneMemory`."""
         if self._is_pushing:
-            torch.cuda.current_stream().wait_stream(self._side)
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
             self._is_pushing = False
 
     def _launch(
@@ -321,16 +319,18 @@ class DeviceCloneMemory(CloneMemory):
             *(shape.numel() * self._dtype.itemsize for shape in self._shapes.values()),
             *(shape.numel() * self._grad_width for shape in self._shapes.values()),
         ]
-        getattr(cuda_kernels(), name)(
-            memory=self._addresses.data_ptr(),
-            failure=self._failure.data_ptr(),
-            sizes=sizes,
-            slot_expert=0 if plan is None else plan.slot_expert.data_ptr(),
-            timeout_s=self._timeout_s,
-            projection=projection,
-            tensor=0 if tensor is None else tensor.data_ptr(),
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
+        # Threads that run microbatches in turns start with device 0.
+        with torch.cuda.device(self._side.device):
+            getattr(cuda_kernels(), name)(
+                memory=self._addresses.data_ptr(),
+                failure=self._failure.data_ptr(),
+                sizes=sizes,
+                slot_expert=0 if plan is None else plan.slot_expert.data_ptr(),
+                timeout_s=self._timeout_s,
+                projection=projection,
+                tensor=0 if tensor is None else tensor.data_ptr(),
+                stream=torch.cuda.current_stream().cuda_stream,
+            )
 
 
 def _view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

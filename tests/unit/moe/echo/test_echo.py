@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -293,10 +295,18 @@ def test_kernels_of_both_sets_of_slots_tell_failures_in_one_place(
     # Weights of the second set that did not come must spoil the gradients, which are in the first.
     launched: list[dict[str, Any]] = []
     kernels = SimpleNamespace(clones_wait=lambda **arguments: launched.append(arguments))
-    stream = SimpleNamespace(cuda_stream=0)
+    stream = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 1))
+    guarded: list[torch.device] = []
+
+    @contextmanager
+    def guard(device: torch.device) -> Iterator[None]:
+        guarded.append(device)
+        yield
+
     monkeypatch.setattr(clone_memory, "cuda_kernels", lambda: kernels)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(
         symmetric_peers,
         "symmetric_memory",
@@ -311,6 +321,8 @@ def test_kernels_of_both_sets_of_slots_tell_failures_in_one_place(
     second = DeviceCloneMemory(group, 1, fc1, fc2, beside=first)
     for memory in (first, second):
         memory.weights(FC1, plan)
+    assert guarded == [stream.device] * 2, "kernels run on the device of the memory"
+    assert [arguments["timeout_s"] for arguments in launched] == [pytest.approx(1 / 3)] * 2
     assert launched[0]["failure"] == launched[1]["failure"] != 0
     assert launched[0]["sizes"] == [2, 1, 2, 0, 120, 60, 120, 60]
     assert launched[1]["sizes"] == [2, 1, 2, 0, 120, 60, 0, 0]

@@ -1,0 +1,81 @@
+"""Write inputs of the example: a tiny Hugging Face model with a chat template, and conversations.
+
+Usage: ``make_inputs.py FOLDER`` writes ``FOLDER/model`` and ``FOLDER/conversations.jsonl``. The
+weights are random, so nothing is downloaded; use any supported model in its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+WORDS += ["eleven"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{{ message.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def conversations() -> list[dict[str, list[dict[str, str]]]]:
+    """Two questions and answers each: a sum, and its successor."""
+    rows = []
+    for first, second in itertools.product(range(6), repeat=2):
+        turns = [
+            ("user", f"What is {WORDS[first]} plus {WORDS[second]}?"),
+            ("assistant", f"It is {WORDS[first + second]}."),
+            ("user", "And one more?"),
+            ("assistant", f"Then it is {WORDS[first + second + 1]}."),
+        ]
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    return rows
+
+
+def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes and frequent pairs."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    whole = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
+    whole.chat_template = TEMPLATE
+    return whole
+
+
+def main(folder: Path) -> None:
+    """Write both."""
+    rows = conversations()
+    chosen = tokenizer([turn["content"] for row in rows for turn in row["messages"]])
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(chosen),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+        )
+    )
+    model.save_pretrained(folder / "model")
+    chosen.save_pretrained(folder / "model")
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "conversations.jsonl").write_text(lines, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

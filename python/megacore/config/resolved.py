@@ -1,0 +1,75 @@
+"""Sections whose derived settings have values; made by `megacore.config.resolve`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megacore.config.checkpoint import CheckpointConfig
+from megacore.config.model import ModelConfig
+from megacore.config.moe import MoEConfig
+from megacore.config.optimizer import OptimizerConfig
+from megacore.config.parallel import ParallelConfig
+from megacore.config.pipeline import PipelineConfig
+from megacore.config.run import RunConfig
+from megacore.config.sections import Config
+
+
+class ResolvedModelConfig(ModelConfig):
+    """``[model]`` with all sizes; ``head_dim`` of latent attention is that of queries and keys."""
+
+    head_dim: int
+    num_kv_heads: int
+    ffn_hidden_size: int
+    vocab_size: int
+
+
+class ResolvedMoEConfig(MoEConfig):
+    """``[moe]`` with the width of the experts."""
+
+    ffn_hidden_size: int
+
+
+class ResolvedParallelConfig(ParallelConfig):
+    """``[parallel]`` with the tensor parallel size of the experts."""
+
+    etp: int
+
+
+class ResolvedPipelineConfig(PipelineConfig):
+    """``[pipeline]`` with the number of model chunks per rank."""
+
+    num_chunks: int
+
+
+class ResolvedOptimizerConfig(OptimizerConfig):
+    """``[optimizer]`` with the learning rate at the end and the length of the decay."""
+
+    min_lr: float
+    decay_steps: int
+
+
+class ResolvedCheckpointConfig(CheckpointConfig):
+    """``[checkpoint]`` with its folder."""
+
+    dir: str
+
+
+class ResolvedRunConfig(RunConfig):
+    """``[run]`` with its folder, processes and backend."""
+
+    dir: str
+    nproc: int
+    backend: Literal["gloo", "nccl"]
+    trace_step: int
+
+
+class ResolvedConfig(Config):
+    """A configuration whose rules hold for a number of processes, with all derived settings."""
+
+    model: ResolvedModelConfig
+    moe: ResolvedMoEConfig
+    parallel: ResolvedParallelConfig
+    pipeline: ResolvedPipelineConfig
+    optimizer: ResolvedOptimizerConfig
+    checkpoint: ResolvedCheckpointConfig
+    run: ResolvedRunConfig

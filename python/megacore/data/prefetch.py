@@ -1,0 +1,79 @@
+"""Microbatches of the next steps, made while a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+
+from megacore.parallel.batch import Microbatch
+
+MakeBatch = Callable[[int, int], Microbatch]
+
+
+class Prefetch:
+    """Source of microbatches that makes those of the next steps ahead, in a thread per step.
+
+    A microbatch is a function of its step and number, so nothing depends on the threads, and there
+    is no state to save. An error of a thread is raised where its microbatch is taken.
+
+    Args:
+        make: Makes the microbatch of a step and number.
+        num_microbatches: Microbatches per step.
+        end: No step from this one on is made ahead.
+        depth: Steps made ahead at most.
+
+    Example:
+        >>> import torch
+        >>> def make(step, number):
+        ...     ids = torch.tensor([10 * step + number])
+        ...     return Microbatch(tokens=ids[:, None], labels=None, sample_ids=ids, step=step)
+        >>> source = Prefetch(make, num_microbatches=2, end=3)
+        >>> [source(step, number).sample_ids.item() for step in (1, 2) for number in range(2)]
+        [10, 11, 20, 21]
+    """
+
+    def __init__(self, make: MakeBatch, *, num_microbatches: int, end: int, depth: int = 2) -> None:
+        self._make = make
+        self._num_microbatches = num_microbatches
+        self._end = end
+        self._depth = depth
+        self._ahead: dict[int, Future[list[Microbatch]]] = {}
+        self._step: int | None = None
+        self._batches: list[Microbatch] = []
+
+    def __call__(self, step: int, number: int) -> Microbatch:
+        """Return a microbatch; waits if it is not made yet.
+
+        Raises:
+            DataError: As the data do.
+        """
+        if step != self._step:
+            self._take(step)
+        return self._batches[number]
+
+    def _take(self, step: int) -> None:
+        wanted = range(step, max(step + 1, min(step + 1 + self._depth, self._end)))
+        for other in [other for other in self._ahead if other not in wanted]:
+            self._ahead.pop(other).cancel()
+        for other in wanted:
+            if other not in self._ahead:
+                self._ahead[other] = self._start(other)
+        self._batches = self._ahead.pop(step).result()
+        self._step = step
+
+    def _start(self, step: int) -> Future[list[Microbatch]]:
+        made: Future[list[Microbatch]] = Future()
+
+        def make() -> None:
+            if not made.set_running_or_notify_cancel():
+                return
+            try:
+                numbers = range(self._num_microbatches)
+                made.set_result([self._make(step, number) for number in numbers])
+            except BaseException as error:
+                made.set_exception(error)
+
+        # A daemon, because a read from a dead disk must not keep the process from its end.
+        Thread(target=make, name=f"data of step {step}", daemon=True).start()
+        return made

@@ -1,0 +1,161 @@
+"""Loss and perplexity of the weights of a run, a checkpoint or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacore.checkpoint import StoredWeights, read_index
+from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, with_tokenizer_beside
+from megacore.config import Config, ResolvedConfig, config_from_values
+from megacore.data.indexed import indexed_prefix
+from megacore.errors import ConfigError
+from megacore.launch.context import RankContext
+from megacore.models.hf import sections_from_hf
+from megacore.models.hf.files import CONFIG_NAME, TensorFiles, read_config
+from megacore.train.initial_weights import load_initial_weights
+from megacore.train.trainer import build_trainer
+
+# Limit of the default sequence length of Hugging Face models, many of which take far longer ones.
+MAX_SEQ_LENGTH = 2048
+# Sections of a run that its evaluation uses; layout and files are chosen for the evaluation.
+_KEPT = ("model", "moe", "data", "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSource:
+    """Weights to evaluate.
+
+    Attributes:
+        path: Checkpoint folder, or Hugging Face folder.
+        step: Steps of the checkpoint; ``None`` for a Hugging Face folder.
+        config: The settings to evaluate with, not resolved.
+        whole: Whether every sample of a set counts once, instead of ``train.eval_steps`` batches.
+    """
+
+    path: Path
+    step: int | None
+    config: Config
+    whole: bool
+
+
+def open_source(
+    path: str | Path,
+    settings: Sequence[tuple[str, str]] = (),
+    *,
+    data: str | None = None,
+    whole: bool = False,
+) -> EvalSource:
+    """Find weights, and the settings of their evaluation: those of the run, on one process.
+
+    Args:
+        path: A run's folder, a folder of checkpoints, a checkpoint or a Hugging Face folder.
+        settings: Settings of the user, which override those of the run.
+        data: Data to evaluate on, as ``data.source``. Default: the validation sets.
+        whole: As in `EvalSource`; also if ``data`` is given and ``train.eval_steps`` is not.
+
+    Raises:
+        CheckpointError: If there is no checkpoint.
+        MegacoreError: If the Hugging Face model is not supported, or a setting is invalid.
+    """
+    path, step = Path(path), None
+    keys = {key for key, _ in settings}
+    if (path / CONFIG_NAME).is_file():
+        values = _hf_values(path, data, keys)
+    else:
+        stored = StoredWeights(path)
+        path, step = stored.folder, read_index(stored.folder).state.step
+        values = _run_values(stored.config)
+    if data is not None:
+        values["data"] |= {
+            "factory": None,
+            "source": data,
+            "sources": [],
+            "validation": [{"path": data}],
+            "order": "megacore",
+        }
+        whole = whole or "train.eval_steps" not in keys
+    values.setdefault("train", {})
+    if whole:
+        values["train"]["loss_normalization"] = "token"
+    if values["train"].get("eval_interval") == 0:
+        values["train"]["eval_interval"] = 1  # or too little validation data would be left out
+    config = config_from_values(values, source=str(path), overrides=settings)
+    if step is not None and "data.tokenizer" not in keys:
+        config = with_tokenizer_beside(config, path)
+    return EvalSource(path=path, step=step, config=config, whole=whole)
+
+
+def _run_values(stored: Mapping[str, Any]) -> dict[str, Any]:
+    values = {section: dict(stored[section]) for section in _KEPT if section in stored}
+    for name in ("echo", "record_routing", "replay_routing", "static_transport"):
+        values.get("moe", {}).pop(name, None)
+    for name in ("recompute", "recompute_keep", "callbacks"):
+        values.get("train", {}).pop(name, None)
+    return values
+
+
+def _hf_values(folder: Path, data: str | None, keys: set[str]) -> dict[str, Any]:
+    hf_config = read_config(folder)
+    model, moe = sections_from_hf(hf_config)
+    values: dict[str, Any] = {
+        "model": model.model_dump() | {"seq_length": min(model.seq_length, MAX_SEQ_LENGTH)},
+        "moe": moe.model_dump(),
+        "train": {"dtype": str(TensorFiles(folder).dtype()).removeprefix("torch.")},
+        "data": {},
+    }
+    if (folder / TOKENIZER_NAME).is_file():
+        values["data"]["tokenizer"] = str(folder / TOKENIZER_NAME)
+    elif "data.tokenizer" not in keys and (data is None or indexed_prefix(data) is None):
+        raise ConfigError(
+            f"{folder} has no {TOKENIZER_NAME}; set --data.tokenizer, or give tokens as --data, "
+            "the prefix of a .bin/.idx pair"
+        )
+    return values
+
+
+def evaluate(source: EvalSource, config: ResolvedConfig, context: RankContext) -> dict[str, Any]:
+    """Load the weights and compute the loss of each validation set. Collective.
+
+    Args:
+        source: The weights.
+        config: ``source.config``, resolved.
+        context: Rank, world size and device of this process.
+
+    Returns:
+        ``path``, ``step``, ``parameters``, ``loss`` and ``perplexity`` (the mean over the sets by
+        weight, nats per token), and ``sets`` with ``loss``, ``perplexity`` and ``tokens`` of each.
+    """
+    trainer = build_trainer(config, world_size=context.world_size, device=context.device)
+    load_initial_weights(trainer, source.path)
+    counts = trainer.validation_samples(whole=source.whole)
+    losses = trainer.evaluate(whole=source.whole)
+    mean = trainer.mean_validation_loss(losses)
+    return {
+        "path": str(source.path),
+        "step": source.step,
+        "parameters": trainer.num_params,
+        "loss": mean,
+        "perplexity": perplexity(mean),
+        "sets": {
+            name: {
+                "loss": loss,
+                "perplexity": perplexity(loss),
+                "tokens": counts[name] * config.model.seq_length,
+            }
+            for name, loss in losses.items()
+        },
+    }
+
+
+def perplexity(loss: float) -> float:
+    """Return the exponential of a loss, infinite if it is too large.
+
+    Example:
+        >>> perplexity(0.0), perplexity(1e6)
+        (1.0, inf)
+    """
+    return math.exp(loss) if loss < 700.0 else math.inf

@@ -1,0 +1,47 @@
+"""The example that fine-tunes a model on conversations."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megacore.cli import main
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "finetune"
+
+
+def commands(folder: Path) -> list[list[str]]:
+    """The commands of the page, in another folder and in this process."""
+    text = (EXAMPLE / "README.md").read_text().replace("\\\n", " ")
+    text = text.replace("runs/finetune", str(folder)).replace("--nproc 2", "--nproc 1")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [
+        shlex.split(command, comments=True)
+        for language, block in blocks
+        if not language
+        for command in re.split(r"\n(?=megacore )", block)
+    ]
+
+
+def test_the_example_learns_to_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    first, *rest = commands(tmp_path)
+    assert first[:2] == ["python", "examples/finetune/make_inputs.py"]
+    runpy.run_path(str(EXAMPLE / "make_inputs.py"))["main"](Path(first[2]))
+    for command in rest:
+        assert command[0] == "megacore"
+        arguments = command[1:]
+        if arguments[0] == "train":
+            arguments += ["--run.plain=true", f"--data.cache={tmp_path / 'cache'}"]
+        capfd.readouterr()
+        assert main(arguments) == 0, command
+    assert "assistant\nIt is five.\n" in capfd.readouterr().out
+    lines = (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses[-1] < 0.6 < 5.0 < losses[0]
+    assert (tmp_path / "answers" / "chat_template.jinja").is_file()

@@ -1,0 +1,230 @@
+"""Writers of metrics: what is read back from their files, missing packages, full disks."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import resource
+import signal
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.cli import main
+from megacore.config import Config
+from megacore.errors import ConfigError, MegacoreError
+from megacore.train import loop as loop_module
+from megacore.train import metrics as metrics_module
+from megacore.train import writers as writers_module
+from megacore.train.meters import ExpertMetrics
+from megacore.train.metrics import METRICS, MetricsWriter, StepRecord
+from megacore.train.writers import RunFileGuard, RunWriters, check_writers
+from tests.support.jobs import start_function
+from tests.unit.train.test_metrics import _record
+
+
+def config_of(folder: Path, *names: str, on_failure: str = "stop") -> Config:
+    run = {"dir": str(folder), "writers": list(names)}
+    return Config(run=run, checkpoint={"on_failure": on_failure})
+
+
+def write(config: Config, records: list[StepRecord], *, first_step: int = 0) -> list[str]:
+    notes: list[str] = []
+    guard = RunFileGuard(config, notes.append)
+    writers = RunWriters(config, first_step=first_step, guard=guard)
+    for record in records:
+        writers.write(record)
+    writers.close(failed=False)
+    return notes
+
+
+def test_tensorboard_has_the_numbers_of_the_table(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_of(tmp_path, "tensorboard")
+    record = _record(0, mfu=0.4, validation_losses={"a": 1.0, "b": 2.0}, time_data_s=0.25)
+    write(config, [record, _record(1), _record(2)])
+    write(config, [_record(2, loss=9.0)], first_step=2)  # resumed: the third step again
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) >= set(record.scalars())
+    assert "validation/validation_losses/b" in record.scalars()
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(1, 3.0), (2, pytest.approx(2.9)), (3, 9.0)]
+    assert [event.value for event in events.Scalars("speed/mfu")] == [pytest.approx(0.4)]
+
+
+def test_weights_and_biases_works_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    config = config_of(tmp_path, "wandb")
+
+    def run() -> int:
+        os.environ["WANDB_MODE"] = "offline"
+        write(config, [_record(0, mfu=0.4), _record(1)])
+        write(config, [_record(1)], first_step=1)
+        return 0
+
+    ended = start_function(run, tmp_path).finish()
+    assert ended.code == 0, ended.err
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    number = (tmp_path / "wandb" / "id").read_text()
+    assert len(files) == 2
+    assert all(number in file.name for file in files), "a resumed run has the same id"
+    written = b"".join(file.read_bytes() for file in files)
+    for name in _record(0, mfu=0.4).scalars():
+        assert name.encode() in written
+
+
+def test_weights_and_biases_without_a_key_is_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+
+    def run() -> int:
+        os.environ |= {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": "/dev/null"}
+        os.environ.pop("WANDB_API_KEY", None)
+        try:
+            write(config_of(tmp_path, "wandb"), [])
+        except MegacoreError as error:
+            print(error)
+            return 7
+        return 0
+
+    ended = start_function(run, tmp_path).finish()
+    assert ended.code == 7, ended.err
+    assert "Weights & Biases does not start" in ended.out
+    assert "WANDB_MODE=offline" in ended.out
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_is_one_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        writers_module.importlib.util, "find_spec", lambda n: None if n == name else find(n)
+    )
+    with pytest.raises(ConfigError, match=rf'pip install "megacore\[{name}\]"'):
+        check_writers(config_of(tmp_path, name))
+    check_writers(config_of(tmp_path))
+    # A folder in the working directory, such as Weights & Biases makes, is no package.
+    monkeypatch.setattr(
+        writers_module.importlib.util, "find_spec", lambda n: ModuleSpec(n, None, is_package=True)
+    )
+    with pytest.raises(ConfigError):
+        check_writers(config_of(tmp_path, name))
+
+
+def test_a_full_disk_is_one_note_and_later_records_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, on_failure="continue")
+    full = {2, 3, 4}
+    original = MetricsWriter.write
+
+    def write_unless_full(writer: MetricsWriter, record: StepRecord) -> None:
+        if record.step in full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(writer.path))
+        original(writer, record)
+
+    monkeypatch.setattr(MetricsWriter, "write", write_unless_full)
+    notes = write(config, [_record(step) for step in range(7)])
+    assert len(notes) == 1
+    assert "metrics.jsonl cannot be written now" in notes[0]
+    assert "No space left on device" in notes[0]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 5, 6]
+
+
+def test_a_full_disk_ends_the_run_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(writer: MetricsWriter, _: StepRecord) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(writer.path))
+
+    monkeypatch.setattr(MetricsWriter, "write", fail)
+    config = config_of(tmp_path)
+    writers = RunWriters(config, first_step=0, guard=RunFileGuard(config, pytest.fail))
+    with pytest.raises(MegacoreError, match=r"No space left.*on_failure = .continue"):
+        writers.write(_record(0))
+    writers.close(failed=True)
+
+
+def test_a_record_that_fits_in_part_leaves_no_torn_line(tmp_path: Path) -> None:
+    """A limit on the size of files cuts the third record in two."""
+    path = tmp_path / "metrics.jsonl"
+    length = len(_record(0).to_json()) + 1
+
+    def run() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with MetricsWriter(path) as writer:
+            limit = 2 * length + length // 2
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            failures = 0
+            for step in range(4):
+                try:
+                    writer.write(_record(step))
+                except OSError as error:
+                    failures += error.filename == str(path)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            writer.write(_record(4))
+        return failures
+
+    ended = start_function(run, tmp_path).finish()
+    assert ended.code == 2, ended.err
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 4]
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_a_run_on_a_full_disk(on_failure: str, tmp_path: Path) -> None:
+    """Metrics and report go to a device that is always full."""
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
+    (tmp_path / "run.toml").write_text(
+        "[model]\nhidden_size = 32\nseq_length = 16\n"
+        "[train]\nsteps = 4\neval_interval = 0\n"
+        f'[data]\nsource = "{tmp_path}/text.txt"\n'
+        f'[run]\ndir = "{tmp_path}/run"\nplain = true\n'
+        f'[checkpoint]\non_failure = "{on_failure}"\n'
+    )
+
+    def run() -> int:
+        keep = metrics_module._keep_before
+
+        def onto_full(path: Path, step: int) -> None:
+            keep(path, step)
+            path.unlink()
+            path.symlink_to("/dev/full")
+
+        metrics_module._keep_before = onto_full
+        loop_module.write_results = lambda *_, **__: Path("/dev/full").write_text("report")
+        return main(["train", str(tmp_path / "run.toml"), "--nproc=1"])
+
+    ended = start_function(run, tmp_path).finish()
+    if on_failure == "stop":
+        assert ended.code == 2, ended.err
+        assert "metrics.jsonl cannot be written" in ended.err
+        assert "Traceback" not in ended.err
+        return
+    assert ended.code == 0, ended.err
+    assert ended.out.count("cannot be written now") == 2
+    assert "step 4/4" in ended.out
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*4"))
+
+
+def test_every_number_of_a_record_is_in_the_table() -> None:
+    experts = ExpertMetrics(
+        load={1: (3, 1)}, num_dropped=4, num_over_budget=1, aux_loss=0.5, z_loss=0.25
+    )
+    optional: dict[str, Any] = {
+        name: 1 for name in METRICS if name in StepRecord.__dataclass_fields__
+    }
+    optional |= {"epochs": {"a": 1.0}, "validation_losses": {"a": 1.0}, "mtp_losses": (1.0, 2.0)}
+    record = StepRecord(step=0, experts=experts, **optional)
+    assert set(record.as_dict()) - {"step"} == set(METRICS) - {"echo"}
+    assert record.scalars()["train/mtp_losses/2"] == 2.0
+    assert not any("expert_load" in name for name in record.scalars())
+    assert record.console_texts()[0] == "loss 1.0000"
