@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -74,6 +75,8 @@ def start_function(function: Callable[[], int], folder: Path) -> Job:
         for number, name in ((1, "out"), (2, "err")):
             file = os.open(folder / f"{os.getpid()}.{name}", os.O_CREAT | os.O_WRONLY)
             os.dup2(file, number)
+        # pytest's handler would write to a duplicate of its own stderr.
+        faulthandler.disable()
         # pytest has put its own objects in their place.
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         code = function()
