@@ -162,7 +162,13 @@ def read_row(row: dict[str, str]) -> Run:
     dispatcher = row["dispatcher"].strip("?") or (
         "deepep" if row["epoch"] == "2026" else "alltoall"
     )
-    loss = "fused" if row["source"].startswith("SimuMax") else "eager" if is_torch else "unfused"
+    loss = (
+        "fused"
+        if row["source"].startswith(("SimuMax", "llm-foundry"))  # the default of llm-foundry
+        else "eager"
+        if is_torch
+        else "unfused"
+    )
     spec = RunSpec(
         gpus=number("gpus"),
         tp=number("tp"),
