@@ -15,6 +15,7 @@ from megacore.moe.dispatchers import (
     Capacity,
     Dispatcher,
     ExpertPlacement,
+    LocalDispatcher,
     StaticBudget,
     StaticDispatcher,
 )
@@ -41,6 +42,7 @@ def make_dispatcher(
     if name == "static":
         return StaticDispatcher(placement, budget=StaticBudget(budget), capacity=capacity)
     kinds = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+    kinds["local"] = LocalDispatcher
     return kinds[name](placement, capacity=capacity)
 
 
@@ -305,10 +307,29 @@ def test_shared_memory_compares_the_numbers_of_tokens_of_allgather() -> None:
         assert same == [True, True, True]
 
 
+@pytest.mark.parametrize("drop_by", [None, "probs", "position"])
+def test_one_rank_computes_the_same_bits_without_an_exchange(drop_by: str | None) -> None:
+    groups = ProcessGroups.single()
+    placement = ExpertPlacement.of(groups, 8)
+    capacity = None if drop_by is None else Capacity(factor=0.75, drop_by=drop_by)
+    for seed, num_tokens in enumerate((0, 1, 2, 31)):
+        choice = make_choice("random", seed, num_tokens=num_tokens, num_experts=8, top_k=3)
+        x = tokens_of(seed, num_tokens)
+        made = [
+            forward_backward(kind(placement, capacity=capacity), x, choice, groups)
+            for kind in (LocalDispatcher, AllToAllDispatcher)
+        ]
+        for key in ("output", "x", "probs", "w1", "w2"):
+            assert torch.equal(made[0][key], made[1][key]), key
+        plans = [each["plan"] for each in made]
+        for name in ("tokens_per_expert", "num_dropped", "num_over_budget"):
+            assert torch.equal(*(getattr(plan, name) for plan in plans)), name
+
+
 def test_a_plan_has_the_fields_that_its_dispatcher_declares() -> None:
     placement = ExpertPlacement.of(ProcessGroups.single(), 4)
     choice = make_choice("random", 0, num_tokens=5, num_experts=4, top_k=2)
-    for name in ("allgather", "alltoall", "static"):
+    for name in ("allgather", "alltoall", "local", "static"):
         dispatcher = make_dispatcher(name, placement)
         plan = dispatcher.preprocess(choice)
         fields = {field: getattr(plan, field) for field in dispatcher.captured_fields}

@@ -22,6 +22,7 @@ from megacore.moe.dispatchers import (
     Capacity,
     Dispatcher,
     ExpertPlacement,
+    LocalDispatcher,
     PeerDispatcher,
     Peers,
     StaticDispatcher,
@@ -232,6 +233,8 @@ def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
         )
     if moe.dispatcher == "static":
         return StaticDispatcher(placement, budget=context.budget, capacity=capacity)
+    if placement.group.size == 1:
+        return LocalDispatcher(placement, capacity=capacity)
     if moe.dispatcher == "allgather":
         return AllGatherDispatcher(placement, capacity=capacity)
     return AllToAllDispatcher(placement, capacity=capacity)

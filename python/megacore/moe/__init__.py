@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         AllToAllDispatcher,
         Dispatcher,
         ExpertPlacement,
+        LocalDispatcher,
         StaticDispatcher,
     )
     from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
@@ -38,6 +39,7 @@ __all__ = [
     "Dispatcher",
     "ExpertPlacement",
     "GroupedExperts",
+    "LocalDispatcher",
     "MoELayer",
     "OffloadPlan",
     "RouterGroups",
@@ -59,6 +61,7 @@ _MODULES = {
     "Dispatcher": "dispatchers",
     "ExpertPlacement": "dispatchers",
     "GroupedExperts": "experts",
+    "LocalDispatcher": "dispatchers",
     "MoELayer": "layer",
     "RouterGroups": "balance",
     "RoutingLog": "routing_trace",

@@ -53,6 +53,7 @@ class Group:
         host: Shared-memory communicator for CPU tensors, or ``None``: then ``handle`` is used.
         host_note: Reason why a gloo group has no ``host``.
         calls: Records the calls of the group.
+        size: Number of members.
     """
 
     name: str
@@ -62,17 +63,14 @@ class Group:
     host: HostCommunicator | None = None
     host_note: str = ""
     calls: GroupCalls | None = field(default=None, compare=False, repr=False)
+    size: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
         if not 0 <= self.position < len(self.ranks):
             raise ValueError(f"group {self.name}: no position {self.position} in {self.ranks}")
         if self.handle is None and len(self.ranks) > 1:
             raise ValueError(f"group {self.name} has {len(self.ranks)} ranks but no handle")
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.ranks)
 
     @property
     def rank(self) -> int:

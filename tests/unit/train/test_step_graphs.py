@@ -18,7 +18,7 @@ from megacore.graphs import BufferRole, FullIterationGraph, ReplayError, StepOrd
 from megacore.graphs.layer import CapturedLayer
 from megacore.graphs.replay import GraphedCallable
 from megacore.models.layers import ResidualDropout
-from megacore.moe.dispatchers import AllToAllDispatcher
+from megacore.moe.dispatchers import LocalDispatcher
 from megacore.ops.counter_random import StepKeys
 from megacore.optim import DistributedOptimizer
 from megacore.parallel.batch import Microbatch
@@ -186,9 +186,9 @@ def test_a_skipped_hook_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_forgotten_field_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = tuple(name for name in AllToAllDispatcher.captured_fields if name != "arriving")
-    monkeypatch.setattr(AllToAllDispatcher, "captured_fields", fields)
-    with pytest.raises(AttributeError, match="shape"):
+    fields = tuple(name for name in LocalDispatcher.captured_fields if name != "arriving")
+    monkeypatch.setattr(LocalDispatcher, "captured_fields", fields)
+    with pytest.raises(TypeError, match="subscriptable"):
         run(make_trainer(PARTIAL, moe=EXPERTS))
 
 

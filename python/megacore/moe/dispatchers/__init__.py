@@ -5,6 +5,8 @@
 * ``static``: the same with buffers of fixed size, without host sync. Copies that exceed a buffer
   are counted and dropped. Rows are exchanged by equal-split all-to-alls (``StaticDispatcher``), or
   written directly into peer memory (``PeerDispatcher``).
+
+A rank that has all experts uses ``LocalDispatcher`` for the first two.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from megacore.moe.dispatchers.exchange import (
     StaticDispatcher,
     static_receive_rows,
 )
+from megacore.moe.dispatchers.local import LocalDispatcher
 from megacore.moe.dispatchers.make import make_peers
 from megacore.moe.dispatchers.peer import PeerDispatcher
 from megacore.moe.dispatchers.peers import HostPeers, Peers
@@ -38,6 +41,7 @@ __all__ = [
     "ExpertPlacement",
     "ExpertRows",
     "HostPeers",
+    "LocalDispatcher",
     "PeerDispatcher",
     "Peers",
     "PendingDispatch",

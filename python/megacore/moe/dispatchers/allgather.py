@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megacore.moe.dispatchers.base import (
+    Arrived,
     Dispatcher,
     DispatchPlan,
     ExpertRows,
@@ -79,7 +80,7 @@ class AllGatherDispatcher(Dispatcher):
         group = self.placement.group
         rows = permute(gather_rows(x_TH, group), plan.row_map, num_rows)
         probs = permute_probs(gather_rows(plan.probs, group), plan.row_map, num_rows)
-        return _Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
+        return Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
 
     def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:  # noqa: ARG002
         """Return ``rows`` unchanged: ``postprocess`` communicates. See `Dispatcher`."""
@@ -110,11 +111,3 @@ def _gather_choices(ids_Tk: Tensor, group: Group) -> Tensor:
         )
         raise
     return all_ids
-
-
-class _Arrived(PendingDispatch):
-    def __init__(self, rows: ExpertRows) -> None:
-        self._rows = rows
-
-    def finish(self) -> ExpertRows:
-        return self._rows

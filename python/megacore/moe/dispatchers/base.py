@@ -163,6 +163,17 @@ class PendingDispatch(ABC):
         """Wait for the tokens; must be called exactly once."""
 
 
+class Arrived(PendingDispatch):
+    """Dispatch whose rows are here already."""
+
+    def __init__(self, rows: ExpertRows) -> None:
+        self._rows = rows
+
+    def finish(self) -> ExpertRows:
+        """Return the rows."""
+        return self._rows
+
+
 class Dispatcher(ABC):
     """Exchange of tokens and results between ranks and the ranks of their experts.
 

@@ -1,0 +1,66 @@
+"""The dispatcher of a rank that has all experts: rows are sorted by expert and stay here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacore.moe.dispatchers.base import (
+    Arrived,
+    Dispatcher,
+    DispatchPlan,
+    ExpertRows,
+    PendingDispatch,
+    Routing,
+)
+from megacore.ops.permutation import permute, permute_probs, sort_by_expert
+from megacore.parallel.exchange import RowSplits
+
+
+class LocalDispatcher(Dispatcher):
+    """Dispatcher without an exchange, for groups of one rank: ``alltoall`` and ``allgather`` there.
+
+    Rows have the order of the other dispatchers, and results the same bits. There is no host sync:
+    the number of rows is that of all copies, and dropped copies leave empty rows at the end.
+    """
+
+    captured_fields = (
+        "probs",
+        "row_map",
+        "tokens_per_expert",
+        "arriving",
+        "num_dropped",
+        "num_over_budget",
+    )
+
+    def preprocess(self, routing: Routing) -> DispatchPlan:
+        """Sort copies by expert. See `Dispatcher`."""
+        num_experts, ids_Tk = self.placement.num_experts, routing.expert_ids
+        none = ids_Tk.new_zeros(())
+        if self.capacity is not None:
+            ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=num_experts)
+        row_map, counts_E = sort_by_expert(ids_Tk, num_experts)
+        return DispatchPlan(
+            probs=routing.probs,
+            row_map=row_map,
+            tokens_per_expert=counts_E,
+            arriving=counts_E[None],
+            rows_per_member=None,
+            num_dropped=none if self.capacity is None else (ids_Tk < 0).sum(),
+            num_over_budget=torch.zeros_like(none),
+        )
+
+    def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
+        """Return at once: nothing is exchanged. See `Dispatcher`."""
+        return RowSplits()
+
+    def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:  # noqa: ARG002
+        """Sort the tokens by expert. See `Dispatcher`."""
+        num_rows = plan.row_map.numel()
+        rows = permute(x_TH, plan.row_map, num_rows)
+        probs = permute_probs(plan.probs, plan.row_map, num_rows)
+        return Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
+
+    def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:  # noqa: ARG002
+        """Return ``rows`` unchanged. See `Dispatcher`."""
+        return rows
