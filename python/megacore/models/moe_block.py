@@ -80,6 +80,7 @@ class MoEBlock(nn.Module):
             layer=layer,
         )
         echo = _echo(context)
+        is_split = region.sequence_parallel or region.group.size == 1
         self.moe = MoELayer(
             router=router,
             dispatcher=_dispatcher(context, echo),
@@ -87,8 +88,8 @@ class MoEBlock(nn.Module):
             experts=_experts(f"{name}.experts", context),
             shared=shared,
             overlap_shared=moe.shared_overlap,
-            take_share=None if region.sequence_parallel else self._take_share,
-            join_shares=None if region.sequence_parallel else self._join_shares,
+            take_share=None if is_split else self._take_share,
+            join_shares=None if is_split else self._join_shares,
         )
         self.num_shares = 1 if region.sequence_parallel else region.group.size
 
@@ -105,8 +106,10 @@ class MoEBlock(nn.Module):
         names = self.names(x_SBH, batch)
         return self.moe.route(x_SBH, names, loss_factor=batch.router_factor, memo=memo)
 
-    def names(self, x_SBH: Tensor, batch: Microbatch) -> TokenNames:
-        """Return identifiers of the tokens that this rank routes."""
+    def names(self, x_SBH: Tensor, batch: Microbatch) -> TokenNames | None:
+        """Return identifiers of the tokens that this rank routes, if the router uses them."""
+        if not self.moe.router.uses_names:
+            return None
         num_tokens = x_SBH.shape[0] // self.num_shares
         return TokenNames(
             step=batch.step,

@@ -126,6 +126,13 @@ class TopKRouter(nn.Module):
         self.register_buffer("tokens_seen", zeros.long() if biased else None, persistent=False)
 
     @property
+    def uses_names(self) -> bool:
+        """Whether a call now depends on the identifiers of its tokens."""
+        config = self.config
+        in_training = config.jitter > 0.0 or self.tape is not None
+        return config.force_balanced or (self.training and in_training)
+
+    @property
     def random_uses(self) -> tuple[str, ...]:
         """Purposes of the router's random numbers, as `StepKeys` identifies them."""
         if self.config.jitter == 0.0:
