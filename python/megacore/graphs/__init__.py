@@ -17,8 +17,7 @@ from megacore.graphs.full import FullIterationGraph
 from megacore.graphs.options import CaptureOptions
 from megacore.graphs.partial import PartialGraphs, StepOrder
 from megacore.graphs.replay import GraphedCallable
-from megacore.graphs.signature import CaptureSignature
-from megacore.graphs.tensors import TensorSpec, weak_tensor
+from megacore.graphs.static_tensors import CaptureSignature, TensorSpec, weak_tensor
 from megacore.graphs.transformer_engine import DelegatedCallable, TransformerEngineBackend
 
 __all__ = [

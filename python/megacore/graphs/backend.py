@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megacore.graphs.observe import Recording
-from megacore.graphs.tensors import TensorSpec, copy_of, overwrite, weak_tensor
+from megacore.graphs.static_tensors import TensorSpec, copy_of, overwrite, weak_tensor
 
 Results = Sequence[Tensor | None]
 

@@ -10,9 +10,8 @@ from torch import nn
 
 from megacore.graphs.backend import GraphBackend, graph_backend
 from megacore.graphs.capturing import Capturing
-from megacore.graphs.describe import Kwargs, describe_layers, plan_layers
 from megacore.graphs.layer import CapturedLayer
-from megacore.graphs.options import CaptureOptions
+from megacore.graphs.options import CaptureOptions, Kwargs, describe_layers, plan_layers
 from megacore.graphs.replay import GraphedCallable
 from megacore.graphs.transformer_engine import TransformerEngineBackend
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from megacore.graphs.backend import GraphBackend
 from megacore.graphs.capture_plan import BufferRole, Capture, CapturePlan, StepKind
-from megacore.graphs.describe import Kwargs
 from megacore.graphs.errors import (
     CaptureError,
     FormError,
@@ -25,11 +24,10 @@ from megacore.graphs.errors import (
     failing_line,
     is_abrupt,
 )
-from megacore.graphs.kept import KeptTensors
 from megacore.graphs.layer import CapturedLayer, LayerSite, Maybe
-from megacore.graphs.options import CaptureOptions
+from megacore.graphs.options import CaptureOptions, Kwargs
 from megacore.graphs.replay import GraphedCallable, ReplayState
-from megacore.graphs.tensors import TensorSpec
+from megacore.graphs.static_tensors import KeptTensors, TensorSpec
 from megacore.ops.gemm import main_grad_of
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megacore.graphs.backend import CapturedGraph, GraphBackend, Results
 from megacore.graphs.errors import CaptureError, ReplayError, failing_line, is_abrupt
-from megacore.graphs.tensors import TensorSpec
+from megacore.graphs.static_tensors import TensorSpec
 
 StepFunction = Callable[[Sequence[Tensor]], Results]
 

@@ -15,8 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megacore.graphs.backend import CapturedGraph
 from megacore.graphs.errors import FormError, ReplayError
-from megacore.graphs.kept import KeptTensors
-from megacore.graphs.tensors import TensorSpec
+from megacore.graphs.static_tensors import KeptTensors, TensorSpec
 from megacore.ops.split_backward import DeferredWeightGrads, backward_inputs
 
 Maybe = Tensor | None

@@ -1,4 +1,4 @@
-"""Capture options, common to all backends."""
+"""Capture options, common to all backends, and descriptions and plans of the captured modules."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megacore.graphs.backend import GraphBackend
+from megacore.graphs.capture_plan import CapturePlan, plan_capture
+from megacore.graphs.layer import CapturedLayer
+from megacore.graphs.static_tensors import TensorSpec
+
+Kwargs = Mapping[str, Tensor]
 
 # Hooks by kind, then by an arbitrary key.
 CaptureTimeHooks = Mapping[str, Mapping[Any, Callable[[nn.Module], None]]]
@@ -28,9 +33,9 @@ class CaptureOptions:
         retain_graph_in_backward: Keep saved tensors after captured backward passes, so that replays
             may use another order than captures.
         clone_param_grads_on_return: Return copies of parameter gradients, which ``.grad`` may keep.
-                Otherwise ``.grad`` must be consumed before the next replay.
-            defer_weight_grads: If the order list has weight halves: compute parameter gradients in
-                ``backward_dw()`` of each callable. Otherwise autograd computes them.
+            Otherwise ``.grad`` must be consumed before the next replay.
+        defer_weight_grads: If the order list has weight halves: compute parameter gradients in
+            ``backward_dw()`` of each callable. Otherwise autograd computes them.
         pre_warmup_hook: Runs once before the warmup.
         post_warmup_hook: Runs once after the warmup.
         capture_time_hooks: For each module ``None``, or for each of ``forward_pre_hooks``,
@@ -38,9 +43,9 @@ class CaptureOptions:
             the module. They run around each of its passes in warmup and capture, outside of the
             graphs, never at a replay, and return ``None``.
         run_pre_hooks: Accept modules with forward pre-hooks, and run those hooks before each replay
-                with the module and no arguments. Otherwise such modules raise an error.
-            generators: Random generators, besides the default one, used by captured code. A capture
-                restores the states of all generators.
+            with the module and no arguments. Otherwise such modules raise an error.
+        generators: Random generators, besides the default one, used by captured code. A capture
+            restores the states of all generators.
         pool: Memory pool to share with other graphs, from ``torch.cuda.graph_pool_handle()``. All
             graphs that share it must be replayed in the order of their captures.
         backend: ``"cuda"``, ``"emulated"``, ``"transformer_engine"``, or a ``GraphBackend``.
@@ -100,3 +105,106 @@ class CaptureOptions:
                     f"capture-time hook {hook!r} returned {result!r}; it must return None, since "
                     "no replay would see the result"
                 )
+
+
+_HOOKS = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def describe_layers(
+    modules: list[nn.Module],
+    args: list[tuple[Any, ...]],
+    kwargs: Sequence[Kwargs] | None,
+    *,
+    run_pre_hooks: bool,
+) -> list[CapturedLayer]:
+    """Describe each module for capture; for errors, see `make_graphed_callables`."""
+    if not modules:
+        raise ValueError("there is no module to capture")
+    for number, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"callable {number} is {module!r}; only torch modules can be captured")
+        for inner_name, inner in module.named_modules():
+            refused = _HOOKS if run_pre_hooks else (*_HOOKS, "_forward_pre_hooks")
+            if any(getattr(inner, name) for name in refused):
+                raise ValueError(
+                    f"callable {number} has hooks on {inner_name or 'itself'}, which a replay "
+                    "would skip; remove them, or run them before each call"
+                )
+        if any(buffer.requires_grad for buffer in module.buffers()):
+            raise ValueError(
+                f"callable {number} has a buffer that requires grad; make it a parameter, or "
+                "detach it"
+            )
+    if len({module.training for module in modules}) > 1:
+        raise ValueError(
+            "some of the modules are in training and some in evaluation mode; call train() on all "
+            "of them, or eval()"
+        )
+    casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    if casts and torch.is_autocast_cache_enabled():
+        raise ValueError(
+            "autocast caches the weights that it casts, and a graph would read those of its "
+            "capture for ever; use autocast(..., cache_enabled=False)"
+        )
+    given = [dict(one) for one in (kwargs or [{}] * len(modules))]
+    if len(args) != len(modules) or len(given) != len(modules):
+        raise ValueError(
+            f"{len(modules)} modules need as many tuples of sample arguments, but there are "
+            f"{len(args)}, and {len(given)} mappings of keyword arguments"
+        )
+    return [
+        CapturedLayer.of(_name_of(module, number), module, one, named)
+        for number, (module, one, named) in enumerate(zip(modules, args, given, strict=True))
+    ]
+
+
+def _name_of(module: nn.Module, number: int) -> str:
+    own = getattr(module, "captured_name", None)
+    return own if isinstance(own, str) else f"module {number} ({type(module).__name__})"
+
+
+def plan_layers(
+    layers: list[CapturedLayer],
+    order: Sequence[float] | None,
+    num_layers_per_chunk: int | Sequence[int] | None,
+    reuse: Literal["none", "buffers", "graphs"],
+) -> CapturePlan:
+    """Return the capture plan; for errors, see `make_graphed_callables`."""
+    numbers: dict[tuple[TensorSpec, ...], int] = {}
+    signature = [numbers.setdefault(layer.input_specs, len(numbers)) for layer in layers]
+    if order is None:
+        order, per_chunk = [1, -1], [len(layers)]
+    else:
+        per_chunk = split_into_chunks(len(layers), order, num_layers_per_chunk)
+    # Output specs are known after warmup only, so output gradients share no buffers.
+    return plan_capture(
+        order,
+        num_layers_per_chunk=per_chunk,
+        input_signature=signature,
+        output_signature=list(range(len(layers))),
+        reuse=reuse,
+    )
+
+
+def split_into_chunks(
+    num_layers: int, order: Sequence[float], num_layers_per_chunk: int | Sequence[int] | None
+) -> list[int]:
+    """Return the layers of each chunk of an order list; see `make_graphed_callables`."""
+    num_chunks = max((int(abs(entry)) for entry in order), default=1)
+    if num_layers_per_chunk is None:
+        if num_layers % max(num_chunks, 1):
+            raise ValueError(
+                f"{num_layers} modules do not divide into {num_chunks} equal chunks; give "
+                "num_layers_per_chunk"
+            )
+        num_layers_per_chunk = num_layers // max(num_chunks, 1)
+    if isinstance(num_layers_per_chunk, int):
+        per_chunk = [num_layers_per_chunk] * num_chunks
+    else:
+        per_chunk = list(num_layers_per_chunk)
+    if sum(per_chunk) != num_layers:
+        raise ValueError(
+            f"num_layers_per_chunk = {per_chunk} counts {sum(per_chunk)} modules, but there are "
+            f"{num_layers}"
+        )
+    return per_chunk

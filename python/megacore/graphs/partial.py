@@ -12,8 +12,7 @@ from megacore._core import ActionKind, Program
 from megacore.graphs.backend import GraphBackend
 from megacore.graphs.capture_plan import CapturePlan
 from megacore.graphs.capturing import Capturing
-from megacore.graphs.describe import Kwargs, describe_layers, plan_layers
-from megacore.graphs.options import CaptureOptions
+from megacore.graphs.options import CaptureOptions, Kwargs, describe_layers, plan_layers
 from megacore.graphs.replay import GraphedCallable
 from megacore.graphs.transformer_engine import (
     Delegated,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_unflatten
 from megacore.graphs.backend import CapturedGraph, GraphBackend
 from megacore.graphs.errors import ReplayError
 from megacore.graphs.layer import LayerSite, Maybe
-from megacore.graphs.tensors import distinct_elements
+from megacore.graphs.static_tensors import distinct_elements
 
 # Stream of a replay, and the event that the current stream waits for.
 Where = tuple[Any, Any]

@@ -22,10 +22,9 @@ from torch import nn
 from megacore.graphs.backend import CapturedGraph, GraphBackend, Results
 from megacore.graphs.capture_plan import BufferRole, CapturePlan
 from megacore.graphs.capturing import buffers_kept
-from megacore.graphs.describe import plan_layers, split_into_chunks
 from megacore.graphs.errors import CaptureError
 from megacore.graphs.layer import CapturedLayer
-from megacore.graphs.options import CaptureOptions
+from megacore.graphs.options import CaptureOptions, plan_layers, split_into_chunks
 
 _MODULE = "transformer_engine.pytorch"
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.graphs import BufferRole, ReplayError, make_graphed_callables, plan_capture
 from megacore.graphs.capturing import Capturing
-from megacore.graphs.kept import KeptTensors
 from megacore.graphs.replay import GraphedCallable
+from megacore.graphs.static_tensors import KeptTensors
 from tests.unit.graphs.test_callables import train
 
 LATE = [1, 1, -1, -1, -1.5, 1, -1, -1.5, -1.5]

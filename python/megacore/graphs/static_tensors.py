@@ -1,13 +1,17 @@
-"""Tensor specifications for captures, and tensors that do not own their memory."""
+"""Facts that a capture fixes: tensor specifications, static tensors, signature of the step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megacore import _core
+from megacore.ops.split_backward import DeferredWeightGrads
 
 # DLPack codes of dtype kinds and devices.
 _DTYPE_CODES = {
@@ -152,3 +156,91 @@ def weak_tensor(tensor: Tensor) -> Tensor:
     )
     made: Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return made
+
+
+class KeptTensors:
+    """One static buffer of the role ``KEPT`` in a capture plan.
+
+    The first capture that uses the buffer adopts its kept tensors without a copy. Later captures,
+    and every emulated replay, copy to these addresses.
+
+    Args:
+        foreign: Tensors that must not be overwritten; kept tensors in their memory are copied.
+
+    Attributes:
+        tensors: The kept tensors; empty until the first capture.
+    """
+
+    def __init__(self, foreign: Iterable[Tensor]) -> None:
+        self._foreign = {tensor.untyped_storage().data_ptr() for tensor in foreign}
+        self.tensors: list[Tensor] = []
+
+    @torch.no_grad()
+    def hold(self, deferred: DeferredWeightGrads) -> None:
+        """Redirect a weight half to the tensors of this buffer, with the same values.
+
+        Raises:
+            RuntimeError: If the kept tensors differ in number or form from the first capture.
+        """
+        is_new = not self.tensors
+        found: list[Tensor] = []
+
+        def place(tensor: Tensor) -> Tensor:
+            found.append(self._own(tensor) if is_new else self._copied(tensor, len(found)))
+            return found[-1]
+
+        # Emulated replays copy here. These copies are not operations of the captured code.
+        with _disable_current_modes():
+            deferred.map_kept(place)
+        if not is_new and len(found) != len(self.tensors):
+            raise RuntimeError(
+                f"a weight half now needs {len(found)} gradients, and {len(self.tensors)} at its "
+                "capture; a graph always does the same"
+            )
+        self.tensors = found
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        is_foreign = tensor.untyped_storage().data_ptr() in self._foreign
+        return copy_of(tensor) if is_foreign else tensor
+
+    def _copied(self, tensor: Tensor, number: int) -> Tensor:
+        static = self.tensors[number] if number < len(self.tensors) else tensor
+        if difference := TensorSpec.of(tensor).difference(TensorSpec.of(static)):
+            raise RuntimeError(
+                f"gradient {number} that a weight half needs has another form than at its capture: "
+                f"{difference}; a graph always does the same"
+            )
+        if static.data_ptr() != tensor.data_ptr():
+            overwrite(static, tensor)
+        return static
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureSignature:
+    """Facts about a step that its graphs have frozen.
+
+    Attributes:
+        facts: Values by readable name, such as ``"microbatches"``.
+    """
+
+    facts: Mapping[str, Any]
+
+    def difference(self, captured: CaptureSignature) -> str:
+        """Describe the differences from the signature of a capture; empty if there are none.
+
+        Example:
+            >>> now = CaptureSignature(facts={"microbatches": 8, "dtype": "float32"})
+            >>> now.difference(CaptureSignature(facts={"microbatches": 4, "dtype": "float32"}))
+            'microbatches 8, not 4'
+        """
+        names = dict.fromkeys([*captured.facts, *self.facts])
+        return ", ".join(
+            f"{name} {_shown(self.facts.get(name))}, not {_shown(captured.facts.get(name))}"
+            for name in names
+            if self.facts.get(name) != captured.facts.get(name)
+        )
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
