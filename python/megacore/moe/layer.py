@@ -197,7 +197,7 @@ class MoELayer(nn.Module):
         self.num_over_budget += plan.num_over_budget
         for index, loss in enumerate((routing.aux_loss, routing.z_loss)):
             if loss is not None:
-                self.losses[index] += loss
+                self.losses[index].add_(loss)
 
 
 def _without_gradient(plan: DispatchPlan) -> DispatchPlan:

@@ -48,7 +48,6 @@ class RoutingResult:
     Attributes:
         probs: Weight of each choice, ``(T, k)``, float32.
         expert_ids: The choices, best first, ``(T, k)``, int64.
-        tokens_per_expert: Choices per expert among this rank's tokens, ``(E,)``, int64.
         aux_loss: Value of the load-balancing loss times its coefficient, a scalar without gradient;
             ``None`` without that loss. Averaged over ranks and microbatches it is the value of the
             global batch. Its gradient is already attached to ``probs``.
@@ -57,7 +56,6 @@ class RoutingResult:
 
     probs: Tensor
     expert_ids: Tensor
-    tokens_per_expert: Tensor
     aux_loss: Tensor | None
     z_loss: Tensor | None
 
@@ -91,8 +89,8 @@ class TopKRouter(nn.Module):
     Example:
         >>> router = TopKRouter(MoEConfig(num_experts=2, top_k=1), nn.Parameter(torch.eye(2)))
         >>> routed = router(torch.tensor([[3.0, 1.0], [0.0, 2.0]]))
-        >>> routed.expert_ids.tolist(), routed.probs.tolist(), routed.tokens_per_expert.tolist()
-        ([[0], [1]], [[1.0], [1.0]], [1, 1])
+        >>> routed.expert_ids.tolist(), routed.probs.tolist()
+        ([[0], [1]], [[1.0], [1.0]])
     """
 
     expert_bias: Tensor | None
@@ -190,20 +188,17 @@ class TopKRouter(nn.Module):
                 f"({logits.shape[0]}, {config.top_k})"
             )
         probs = _weights(logits, scores, expert_ids, config)
-        counts = expert_ids.new_zeros(config.num_experts).scatter_add_(
-            0, expert_ids.flatten(), torch.ones_like(expert_ids).flatten()
-        )
         aux_value = z_value = None
         if self.training:
             if self.tokens_seen is not None and not memo.is_replay:
-                self.tokens_seen += counts
+                chosen = expert_ids.flatten()
+                self.tokens_seen.scatter_add_(0, chosen, torch.ones_like(chosen))
             probs, aux_value, z_value = self._with_losses(
                 probs, logits_SBE, scores, expert_ids, loss_factor=loss_factor, memo=memo
             )
         return RoutingResult(
             probs=probs,
             expert_ids=expert_ids,
-            tokens_per_expert=counts,
             aux_loss=aux_value,
             z_loss=z_value,
         )
