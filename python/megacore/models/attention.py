@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megacore.models.context_parallel import Masks, ScoreRule, causal_attention
+from megacore.models.attention_parts import ScoreRule
+from megacore.models.context_parallel import Masks, causal_attention
 from megacore.models.functional import split_and_rotate
 from megacore.models.layers import ColumnLinear, ModelContext, RowLinear, make_qk_norm
 from megacore.models.past import Past

@@ -16,43 +16,41 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from megacore.models.functional import softcap, wide_dtype
+from megacore.models.attention_parts import (
+    Bands,
+    Part,
+    ScoreRule,
+    attend_parts,
+    causal_parts,
+    visible,
+)
 from megacore.models.mappings import all_gather_sequence
 from megacore.parallel.batch import Documents
+from megacore.parallel.collectives import all_gather, reduce_scatter
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_slices
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoreRule:
-    """Rule from products of queries and keys to attention weights.
-
-    Attributes:
-        window: Keys that a query attends to, with that of its own token; ``None`` for all before.
-        softcap: Limit of scores, see `softcap`; ``None`` for none.
-        scale: Factor on the products. Default: ``D ** -0.5``.
-    """
-
-    window: int | None = None
-    softcap: float | None = None
-    scale: float | None = None
-
-
 class Masks:
     """Cached causal masks, for queries that are the last of more keys or that have a window.
+
+    Attributes:
+        bands: Masks of blocks, for attention by parts.
 
     torch's masks without a window are a tensor subclass, which cannot be created while the
     operations of a captured function are logged.
     """
 
     def __init__(self) -> None:
+        self.bands = Bands()
         self._made: dict[tuple[int, int, int | None], Tensor] = {}
 
     def of(
@@ -92,20 +90,6 @@ class Masks:
         return causal_lower_right(num_queries, num_keys)
 
 
-def visible(
-    num_queries: int, num_keys: int, window: int, *, device: torch.device | None = None
-) -> Tensor:
-    """Return the keys of each query, ``(queries, keys)``, bool; the last of both are one token.
-
-    Example:
-        >>> visible(2, 3, 2).tolist()
-        [[True, True, False], [False, True, True]]
-    """
-    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    distance = query - torch.arange(num_keys, device=device)
-    return (distance >= 0) & (distance < window)
-
-
 def causal_attention(
     q_SBND: Tensor,
     k_SBGD: Tensor,
@@ -138,9 +122,9 @@ def causal_attention(
         One all-gather of keys and values over ``group``, and one reduce-scatter of their gradients
         in the backward pass; none for a group of one.
     """
-    if group.size > 1:
-        both = gather_in_order(torch.stack((k_SBGD, v_SBGD), dim=1), group)
-        k_SBGD, v_SBGD = both.unbind(1)
+    k_SBGD, v_SBGD = gather(
+        (k_SBGD, v_SBGD), group, in_order=needs_order(q_SBND, rule, sinks, documents)
+    )
     return attend(
         q_SBND,
         k_SBGD,
@@ -154,16 +138,39 @@ def causal_attention(
     )
 
 
-def gather_in_order(x: Tensor, group: Group) -> Tensor:
-    """Gather the tokens of all cp ranks: ``(S/cp, ...)`` to ``(S, ...)`` in the sequence's order.
+def needs_order(
+    q_SBND: Tensor, rule: ScoreRule, sinks: Tensor | None, documents: Documents | None
+) -> bool:
+    """Return whether `attend` takes gathered tokens in the order of the sequence."""
+    has_ranges = rule.window is not None or documents is not None
+    return has_ranges or not _is_by_parts(q_SBND, rule, sinks)
 
-    Each rank uses the result for its own queries, so the backward pass sums over ranks.
+
+def gather(tensors: tuple[Tensor, ...], group: Group, *, in_order: bool) -> tuple[Tensor, ...]:
+    """Gather the tokens of all cp ranks: ``(S/cp, ...)`` to ``(S, ...)``.
+
+    Each rank uses the results for its own queries, so the backward pass sums over ranks.
+
+    Args:
+        tensors: Tensors of the same shape.
+        group: The cp group.
+        in_order: Whether tokens have the order of the sequence. Otherwise they are in the order
+            that needs no copy: the later slice of each rank, which descend, then the earlier ones.
+            All tokens before a slice are then one range too.
 
     Sync:
-        One all-gather over ``group``, and one reduce-scatter in the backward pass; none for a group
-        of one.
+        One or two all-gathers over ``group``, and as many reduce-scatters in the backward pass;
+        none for a group of one.
     """
-    return x if group.size == 1 else _in_order(all_gather_sequence(x, group), group.size)
+    if group.size == 1:
+        return tensors
+    if not in_order:
+        slices: tuple[Tensor, ...] = _GatherSlices.apply(  # type: ignore[no-untyped-call]
+            group, *tensors
+        )
+        return slices
+    ordered = _in_order(all_gather_sequence(torch.stack(tensors, dim=1), group), group.size)
+    return ordered.unbind(1)
 
 
 def attend(
@@ -182,7 +189,7 @@ def attend(
 
     Args:
         q_SBND: Queries of this rank's tokens, ``(S/cp, B, N, D)``.
-        k_SBGD: Keys of all tokens, ``(S, B, G, D)``.
+        k_SBGD: Keys of all tokens, ``(S, B, G, D)``, as `gather` returns them.
         v_SBGE: Values of all tokens, ``(S, B, G, E)``.
         group: The cp group.
         grouped: Whether several query heads share a key head.
@@ -207,20 +214,78 @@ def attend(
             sinks=sinks,
         )
 
-    def one(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return _attend(queries, keys, values, grouped=grouped, masks=masks, rule=rule, sinks=sinks)
-
+    arguments: Any = {"grouped": grouped, "masks": masks, "rule": rule, "sinks": sinks}
     if group.size == 1:
-        return one(q_SBND, k_SBGD, v_SBGE)
+        return _attend(q_SBND, k_SBGD, v_SBGE, **arguments)
+    if _is_by_parts(q_SBND, rule, sinks):
+        parts = _slice_parts(q_SBND, group, masks=masks, rule=rule)
+        return attend_parts(q_SBND, k_SBGD, v_SBGE, parts, rule=rule, sinks=sinks)
     length = q_SBND.shape[0] // 2
     mixed = []
     for queries, index in zip(
         q_SBND.chunk(2), context_slices(group.size, group.position), strict=True
     ):
-        end = (index + 1) * length
-        start = 0 if rule.window is None else max(0, end - length - rule.window + 1)
-        mixed.append(one(queries, k_SBGD[start:end], v_SBGE[start:end]))
+        start, end = _reach(index, length, rule)
+        mixed.append(_attend(queries, k_SBGD[start:end], v_SBGE[start:end], **arguments))
     return torch.cat(mixed)
+
+
+def _is_by_parts(q_SBND: Tensor, rule: ScoreRule, sinks: Tensor | None) -> bool:
+    """Return whether attention that is not square and causal is computed by parts.
+
+    On GPUs, torch's attention has kernels that take such queries and keys at once.
+    """
+    return q_SBND.device.type == "cpu" or rule.softcap is not None or sinks is not None
+
+
+def _reach(index: int, length: int, rule: ScoreRule) -> tuple[int, int]:
+    """Return the first key of a slice of queries, and the one after the last."""
+    end = (index + 1) * length
+    return (0 if rule.window is None else max(0, end - length - rule.window + 1)), end
+
+
+def _slice_parts(q_SBND: Tensor, group: Group, *, masks: Masks, rule: ScoreRule) -> list[Part]:
+    """Return the parts of this rank's two slices, for keys as `gather` returns them."""
+    length, num_early = q_SBND.shape[0] // 2, q_SBND.shape[0] // 2 * group.size
+    early, late = context_slices(group.size, group.position)
+    if rule.window is not None:
+        band = masks.bands.of(rule.window, q_SBND)
+        parts = []
+        for place, index in enumerate((early, late)):
+            start, end = _reach(index, length, rule)
+            of_slice = causal_parts(length, end - start, band)
+            parts += [part.shifted(place * length, start) for part in of_slice]
+        return parts
+    # The later slices of all ranks come first, in descending order.
+    own = group.position * length
+    parts = [part.shifted(0, num_early) for part in causal_parts(length, (early + 1) * length)]
+    return [
+        *parts,
+        Part((length, 2 * length), (own + length, 2 * num_early)),
+        Part((length, 2 * length), (own, own + length), causal=True),
+    ]
+
+
+class _GatherSlices(torch.autograd.Function):
+    """All-gather of tokens, see `gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        shape = tensors[0].shape[0] * group.size, len(tensors), *tensors[0].shape[1:]
+        gathered = tensors[0].new_empty(shape)
+        for whole, part in zip(gathered.chunk(2), (1, 0), strict=True):
+            all_gather(whole, torch.stack([x.chunk(2)[part] for x in tensors], dim=1), group)
+        return gathered.unbind(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        shape = grads[0].shape[0] // ctx.group.size, len(grads), *grads[0].shape[1:]
+        reduced = grads[0].new_empty(shape)
+        for whole, part in zip(reduced.chunk(2), (1, 0), strict=True):
+            reduce_scatter(whole, torch.stack([x.chunk(2)[part] for x in grads], 1), ctx.group)
+        return None, *reduced.unbind(1)
 
 
 def _attend(
@@ -239,18 +304,16 @@ def _attend(
     if num_queries == 1 and rule.window is not None:
         k_SBGD, v_SBGD = k_SBGD[-rule.window :], v_SBGD[-rule.window :]
     num_keys = k_SBGD.shape[0]
-    q_BNSD, k_BGSD, v_BGSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGD))
     window = None if rule.window is None or rule.window >= num_keys else rule.window
-    if rule.softcap is not None or sinks is not None:
-        seen = None
-        if num_queries > 1:
-            size = window or whole or num_keys
-            seen = masks.of(num_queries, num_keys, window=size, like=q_SBND, whole=whole)
-        mixed_BNSD = _attend_with_scores(q_BNSD, k_BGSD, v_BGSD, seen, rule, sinks)
-        return mixed_BNSD.permute(2, 0, 1, 3)
     # A single query attends to all keys of its window.
     is_square = num_queries == num_keys and window is None
     needs_mask = num_queries > 1 and not is_square
+    is_fused = not needs_mask and k_SBGD.shape[-1] == v_SBGD.shape[-1]
+    has_scores = rule.softcap is not None or sinks is not None
+    if has_scores or (not is_fused and num_queries > 1 and _is_by_parts(q_SBND, rule, sinks)):
+        parts = _parts(num_queries, num_keys, window, masks, like=q_SBND)
+        return attend_parts(q_SBND, k_SBGD, v_SBGD, parts, rule=rule, sinks=sinks)
+    q_BNSD, k_BGSD, v_BGSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGD))
     mixed_BNSD = scaled_dot_product_attention(
         q_BNSD,
         k_BGSD,
@@ -264,6 +327,16 @@ def _attend(
     )
     # The kernel preserves the memory order of its input, so this is a view, not a copy.
     return mixed_BNSD.permute(2, 0, 1, 3)
+
+
+def _parts(
+    num_queries: int, num_keys: int, window: int | None, masks: Masks, *, like: Tensor
+) -> list[Part]:
+    """Return the parts of causal attention, with a window if it is less than all keys."""
+    band = None
+    if window is not None and window < num_keys:
+        band = masks.bands.of(window, like)
+    return causal_parts(num_queries, num_keys, band)
 
 
 def _attend_documents(
@@ -345,6 +418,14 @@ def _attend_pieces(
             enable_gqa=grouped,
         )
         return mixed
+    if _is_by_parts(q_TND, rule, sinks):
+        parts, first, start = [], 0, 0
+        for queries, keys in zip(num_queries, num_keys, strict=True):
+            piece = _parts(queries, keys, rule.window, masks, like=q_TND)
+            parts += [part.shifted(first, start) for part in piece]
+            first, start = first + queries, start + keys
+        tensors = q_TND[:, None], k_TGD[:, None], v_TGE[:, None]
+        return attend_parts(*tensors, parts, rule=rule, sinks=sinks).squeeze(1)
     pieces = zip(
         torch.split_with_sizes(q_TND[:, None], num_queries),
         torch.split_with_sizes(k_TGD[:, None], num_keys),
@@ -371,31 +452,6 @@ def _has_varlen() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def _attend_with_scores(
-    q_BNSD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    visible: Tensor | None,
-    rule: ScoreRule,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute attention from a matrix of scores, which no fused kernel can change."""
-    repeats = q_BNSD.shape[1] // k_BGSD.shape[1]
-    k_BNSD, v_BNSD = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSD, v_BGSD))
-    scale = q_BNSD.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-    scores_BNST = softcap((q_BNSD @ k_BNSD.transpose(-1, -2)).mul(scale), rule.softcap)
-    if visible is not None:
-        scores_BNST = scores_BNST.masked_fill(~visible, -torch.inf)
-    scores_BNST = scores_BNST.to(wide_dtype(scores_BNST))
-    if sinks is None:
-        weights_BNST = scores_BNST.softmax(-1)
-    else:
-        sinks_BNS1 = sinks.to(scores_BNST.dtype)[:, None, None].expand(*scores_BNST.shape[:3], 1)
-        weights_BNST = torch.cat((scores_BNST, sinks_BNS1), -1).softmax(-1)[..., :-1]
-    weights_BNST = weights_BNST.to(v_BNSD.dtype)
-    return weights_BNST @ v_BNSD
 
 
 def _in_order(gathered: Tensor, cp_size: int) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from megacore.config import ModelConfig
-from megacore.models.context_parallel import Masks, ScoreRule, attend, gather_in_order
+from megacore.models.attention_parts import ScoreRule
+from megacore.models.context_parallel import Masks, attend, gather, needs_order
 from megacore.models.functional import rms_norm, rotate
 from megacore.models.layers import ColumnLinear, ModelContext, RowLinear
 from megacore.models.past import Past
@@ -91,7 +92,8 @@ class LatentAttention(nn.Module):
         latent_SBX = torch.cat((kv_SBC, k_rot_SBR), dim=-1)
         if self.past is not None:
             return self._attend_to_latents(q_SBND, self.past.extend(latent_SBX))
-        shared = gather_in_order(latent_SBX, self.cp)
+        in_order = needs_order(q_SBND, self.rule, None, documents)
+        (shared,) = gather((latent_SBX,), self.cp, in_order=in_order)
         kv_SBC, k_rot_SBR = torch.split_with_sizes(shared, self.qkv.widths[1:], dim=-1)
         heads = (self.num_local_heads, mla.nope_head_dim + mla.v_head_dim)
         kv_SBNX = self.kv_up(kv_SBC).view(*kv_SBC.shape[:2], *heads)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megacore.config import ModelConfig
-from megacore.models.context_parallel import Masks, ScoreRule, causal_attention
+from megacore.models.attention_parts import ScoreRule
+from megacore.models.context_parallel import Masks, causal_attention
 from megacore.parallel.process_groups import Group
 from tests.support.models import params_by_name, random_batch, tiny_config, whole_model
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacore.models import context_parallel
-from megacore.models.context_parallel import Masks, ScoreRule, attend, causal_attention
+from megacore.models.attention_parts import ScoreRule
+from megacore.models.context_parallel import Masks, attend, causal_attention
 from megacore.models.gpt import GPTChunk
 from megacore.parallel.batch import Documents, Microbatch
 from megacore.parallel.process_groups import Group
