@@ -124,7 +124,11 @@ def main() -> None:
     args = parser.parse_args()
     model = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     model["seq_length"] = args.seq
-    ways: dict[str, dict[str, Any]] = {"cp 1": {"cp": 1}, "cp 2": {"cp": 2}}
+    ways: dict[str, dict[str, Any]] = {
+        "cp 1": {"cp": 1},
+        "cp 2": {"cp": 2},
+        "cp 2, a2a": {"cp": 2, "cp_comm": "a2a"},
+    }
     parts = [header("torch"), table(ways, model, args.rounds, None)]
     if args.long:
         model = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64}

@@ -89,6 +89,16 @@ LAYOUTS = {
     ),
     "cp2 pp2": (4, {"parallel.cp": 2, "parallel.pp": 2}),
     "cp4": (4, {"parallel.cp": 4}),
+    "cp2 a2a": (2, {"parallel.cp": 2, "parallel.cp_comm": "a2a"}),
+    "cp2 a2a pp2, recomputed": (
+        4,
+        {
+            "parallel.cp": 2,
+            "parallel.cp_comm": "a2a",
+            "parallel.pp": 2,
+            "train.recompute": "full",
+        },
+    ),
     "pp4 zb_h1": (4, {"parallel.pp": 4, "pipeline.schedule": "zb_h1"}),
     "pp2 dp2 zb_v, overlapped": (
         4,
@@ -218,11 +228,15 @@ ARCHITECTURE_LAYOUTS = (
     "cp2",
     "tp2 cp2 sequence parallel",
     "cp4",
+    "cp2 a2a",
     "pp4 zb_h1",
     "tp2 pp2 dualpipe_v, sequence parallel",
 )
 ARCHITECTURE_CASES = [
-    (architecture, layout) for architecture in ARCHITECTURES for layout in ARCHITECTURE_LAYOUTS
+    (architecture, layout)
+    for architecture in ARCHITECTURES
+    for layout in ARCHITECTURE_LAYOUTS
+    if not (layout == "cp2 a2a" and architecture.startswith("latent"))  # refused
 ]
 
 
@@ -234,6 +248,7 @@ ARCHITECTURE_CASES = [
         [
             ("biases, partial rotation, llama3 scaling", "tp2"),
             ("windows of some layers, yarn", "cp4"),
+            ("attention sinks, window", "cp2 a2a"),
             ("layer norm, geglu, soft caps, window", "tp2 cp2 sequence parallel"),
             (
                 "norms after blocks, wide norms of queries and keys",

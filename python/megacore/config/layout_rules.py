@@ -88,6 +88,26 @@ def _check_sequence_fits_cp(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
+def _check_heads_fit_cp(problems: Problems, config: ResolvedConfig) -> None:
+    """Check the heads: ``a2a`` gives each cp rank some heads of keys of its tp rank."""
+    parallel, model = config.parallel, config.model
+    if parallel.cp == 1 or parallel.cp_comm == "allgather":
+        return
+    comm = problems.shown("parallel.cp_comm")
+    if model.mla.kv_rank:
+        problems.add(
+            f"{comm} exchanges heads of keys, but {problems.shown('model.mla.kv_rank')} gathers "
+            'narrower latents; set cp_comm = "allgather"'
+        )
+    unit = parallel.tp * parallel.cp
+    if model.factory is None and model.num_kv_heads % unit:
+        problems.add(
+            f"{comm} needs num_kv_heads to be a multiple of {problems.shown('parallel.tp')} * "
+            f"{problems.shown('parallel.cp')} = {unit}, got "
+            f'{problems.shown("model.num_kv_heads", model.num_kv_heads)}; set cp_comm = "allgather"'
+        )
+
+
 def _check_experts(problems: Problems, config: ResolvedConfig) -> None:
     moe, parallel = config.moe, config.parallel
     if moe.num_experts == 0:
@@ -200,6 +220,7 @@ LAYOUT_RULES = (
     _check_experts,
     _check_model_fits_tp,
     _check_sequence_fits_cp,
+    _check_heads_fit_cp,
     _check_batch,
     _check_instances,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,6 +31,11 @@ class ParallelConfig(Section):
     )
     order: str = Field(
         default="tp-cp-ep-dp-pp", description="Axes from adjacent ranks to far ones, joined by `-`."
+    )
+    cp_comm: Literal["allgather", "a2a"] = Field(
+        default="allgather",
+        description="Exchange of context parallelism: `allgather` gathers keys and values; `a2a` "
+        "gives each rank all tokens of some heads (Ulysses), so `cp` divides each tp rank's heads.",
     )
     sequence_parallel: bool = Field(
         default=False,

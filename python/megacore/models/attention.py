@@ -33,6 +33,7 @@ class Attention(nn.Module):
         self.num_local_groups = shape.num_kv_heads // context.region.group.size
         self.grouped = shape.q_per_kv > 1
         self.cp, self.masks = context.region.cp, Masks()
+        self.cp_comm = context.region.cp_comm
         self.rule = ScoreRule(window=config.window_of(layer), softcap=config.attention_softcap)
         self.qkv = ColumnLinear(
             f"{name}.qkv", shape.qkv_full_shape, tp_dim=0, context=context, bias=config.qkv_bias
@@ -83,6 +84,7 @@ class Attention(nn.Module):
             rule=self.rule,
             sinks=None if self.sinks is None else self.sinks.flatten(),
             documents=documents,
+            comm=self.cp_comm,
         )
         output: Tensor = self.output(mixed_SBND.flatten(2))
         return output

@@ -35,6 +35,7 @@ from megacore.models.attention_parts import (
 from megacore.models.mappings import all_gather_sequence
 from megacore.parallel.batch import Documents
 from megacore.parallel.collectives import all_gather, reduce_scatter
+from megacore.parallel.exchange import RowSplits, all_to_all
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_slices
 
@@ -101,6 +102,7 @@ def causal_attention(
     rule: ScoreRule,
     sinks: Tensor | None = None,
     documents: Documents | None = None,
+    comm: str = "allgather",
 ) -> Tensor:
     """Compute attention of this rank's queries to the keys up to each query.
 
@@ -114,14 +116,37 @@ def causal_attention(
         rule: Window and scores.
         sinks: For each head a score that takes part in the softmax and has no value, ``(N,)``.
         documents: Documents inside of which attention stays.
+        comm: "allgather" of keys and values, or "a2a" from some tokens of all heads to all tokens
+            of some heads, and back.
 
     Returns:
         ``(S/cp, B, N, D)``.
 
     Sync:
-        One all-gather of keys and values over ``group``, and one reduce-scatter of their gradients
-        in the backward pass; none for a group of one.
+        One or two all-gathers of keys and values over ``group``, and as many reduce-scatters of
+        their gradients in the backward pass; two all-to-alls in both with "a2a"; none for a group
+        of one.
+
+    Raises:
+        ValueError: If the members of the group do not divide the heads of keys, for "a2a".
     """
+    if group.size > 1 and comm == "a2a":
+        q_SBND, k_SBGD, v_SBGD = _exchange_heads((q_SBND, k_SBGD, v_SBGD), group)
+        if sinks is not None:
+            sinks = sinks.chunk(group.size)[group.position]
+        mixed_SBND = attend(
+            q_SBND,
+            k_SBGD,
+            v_SBGD,
+            group=Group.solo(),
+            grouped=grouped,
+            masks=masks,
+            rule=rule,
+            sinks=sinks,
+            documents=documents,
+        )
+        tokens: Tensor = _ToTokens.apply(mixed_SBND, group)  # type: ignore[no-untyped-call]
+        return tokens
     k_SBGD, v_SBGD = gather(
         (k_SBGD, v_SBGD), group, in_order=needs_order(q_SBND, rule, sinks, documents)
     )
@@ -454,8 +479,72 @@ def _has_varlen() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
+def _exchange_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
+    """Exchange some tokens of all heads for all tokens of some heads, in the sequence's order."""
+    heads = [x.shape[2] for x in tensors]
+    if any(number % group.size for number in heads):
+        raise ValueError(
+            f"heads must be a multiple of the {group.size} members of group {group.name} for "
+            f'cp_comm = "a2a", got {heads[0]} of queries and {heads[1]} of keys'
+        )
+    # First all heads for the first member, those of queries, keys and values.
+    joined = torch.cat(
+        [x.reshape(*x.shape[:2], group.size, -1, x.shape[3]) for x in tensors], dim=3
+    )
+    all_tokens: Tensor = _ToHeads.apply(joined.flatten(2, 3), group)  # type: ignore[no-untyped-call]
+    return list(all_tokens.split_with_sizes([number // group.size for number in heads], dim=2))
+
+
+class _ToHeads(torch.autograd.Function):
+    """All-to-all from ``(S/cp, B, N, D)`` to ``(S, B, N/cp, D)`` in the sequence's order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _to_heads(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(grad, ctx.group), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """The reverse of `_ToHeads`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _to_tokens(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grad, ctx.group), None
+
+
+def _to_heads(x_SBND: Tensor, group: Group) -> Tensor:
+    tokens, batch, _, width = x_SBND.shape
+    by_member = x_SBND.reshape(tokens, batch, group.size, -1, width).permute(2, 0, 1, 3, 4)
+    received = all_to_all(by_member.contiguous(), group, RowSplits())
+    return _in_order(received.flatten(0, 1), group.size)
+
+
+def _to_tokens(x_SBND: Tensor, group: Group) -> Tensor:
+    slices = x_SBND.chunk(2 * group.size)
+    by_member = [slices[index] for index in _held(group.size)]
+    received = all_to_all(torch.cat(by_member), group, RowSplits())
+    from_members = received.view(group.size, -1, *received.shape[1:])
+    return from_members.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
 def _in_order(gathered: Tensor, cp_size: int) -> Tensor:
     """Reorder gathered slices from rank order into sequence order."""
     slices = gathered.chunk(2 * cp_size)
-    held = [index for position in range(cp_size) for index in context_slices(cp_size, position)]
+    held = _held(cp_size)
     return torch.cat([slices[held.index(index)] for index in range(2 * cp_size)])
+
+
+def _held(cp_size: int) -> list[int]:
+    """Return the slices of the sequence in the order of the ranks that hold them."""
+    return [index for position in range(cp_size) for index in context_slices(cp_size, position)]

@@ -46,6 +46,7 @@ class GPTChunk(Stage):
         has_head: Whether the chunk ends the model and returns the loss.
         groups: Process groups; the tp group splits the layers.
         sequence_parallel: Split activations between tensor-parallel regions along the sequence.
+        cp_comm: Exchange of context parallelism, see ``parallel.cp_comm``.
         dtype: Number format of parameters and activations. Norms and the loss are computed in
             float32 at least.
         device: Device of the parameters.
@@ -87,6 +88,7 @@ class GPTChunk(Stage):
         has_head: bool,
         groups: ProcessGroups,
         sequence_parallel: bool = False,
+        cp_comm: str = "allgather",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 1234,
@@ -106,6 +108,7 @@ class GPTChunk(Stage):
             MoEConfig() if moe is None else moe,
             groups,
             sequence_parallel=sequence_parallel,
+            cp_comm=cp_comm,
             dtype=dtype,
             device=torch.device(device),
             seed=seed,

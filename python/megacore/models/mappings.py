@@ -80,11 +80,13 @@ class Region:
         group: The tp group.
         sequence_parallel: Between regions, each rank has only its slice of the sequence.
         cp: The cp group. ``S`` in the methods is this cp rank's share of the sequence.
+        cp_comm: Exchange of attention over it, see ``parallel.cp_comm``.
     """
 
     group: Group
     sequence_parallel: bool
     cp: Group = field(default_factory=Group.solo)
+    cp_comm: str = "allgather"
 
     def enter(self, x_SBH: Tensor) -> Tensor:
         """Enter a region: ``(S[/tp], B, H)`` to the whole sequence ``(S, B, H)`` on every rank."""

@@ -26,6 +26,7 @@ def make_context(
     groups: ProcessGroups,
     *,
     sequence_parallel: bool,
+    cp_comm: str = "allgather",
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
@@ -48,7 +49,12 @@ def make_context(
     return ModelContext(
         config=config,
         shape=shape,
-        region=Region(group=groups.tp, sequence_parallel=sequence_parallel, cp=groups.cp),
+        region=Region(
+            group=groups.tp,
+            sequence_parallel=sequence_parallel,
+            cp=groups.cp,
+            cp_comm=cp_comm,
+        ),
         params=params,
         moe=moe,
         groups=groups,

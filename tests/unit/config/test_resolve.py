@@ -96,6 +96,20 @@ def test_suggested_layouts_do_fit() -> None:
             "2 (--parallel.cp=2) = 4, the slices of a sequence; nearest seq_length: 16 or 20",
         ),
         (
+            {"parallel__cp": "2", "parallel__cp_comm": "a2a", "model__num_kv_heads": "1"},
+            2,
+            "parallel.cp_comm = a2a (--parallel.cp_comm=a2a) needs num_kv_heads to be a multiple "
+            "of parallel.tp = 1 (default) * parallel.cp = 2 (--parallel.cp=2) = 2, got "
+            'model.num_kv_heads = 1 (--model.num_kv_heads=1); set cp_comm = "allgather"',
+        ),
+        (
+            {"parallel__cp": "2", "parallel__cp_comm": "a2a", "model__mla__kv_rank": "8"},
+            2,
+            "parallel.cp_comm = a2a (--parallel.cp_comm=a2a) exchanges heads of keys, but "
+            "model.mla.kv_rank = 8 (--model.mla.kv_rank=8) gathers narrower latents; "
+            'set cp_comm = "allgather"',
+        ),
+        (
             {"parallel__ep": "2"},
             2,
             "parallel.ep = 2 (--parallel.ep=2) is for experts, but moe.num_experts = 0 (default); "
