@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=2.0, help="GiB of a process for --long")
     parser.add_argument("--out", type=Path, help="also write the output here")
     args = parser.parse_args()
-    model = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    model = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     model["seq_length"] = args.seq
     ways: dict[str, dict[str, Any]] = {
         "cp 1": {"cp": 1},
@@ -131,7 +131,7 @@ def main() -> None:
     }
     parts = [header("torch"), table(ways, model, args.rounds, None)]
     if args.long:
-        model = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
+        model = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 64}
         model["seq_length"] = args.long
         ways = {"cp 1": {"cp": 1}, "cp 4": {"cp": 4}}
         parts.append(table(ways, model, 1, args.limit))
