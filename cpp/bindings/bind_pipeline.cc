@@ -101,6 +101,8 @@ void bind_schedule(py::module_& module) {
       .def("overlaps", &overlap_positions, "rank"_a)
       .def("order", &order_list, "rank"_a)
       .def("forward_only", py::overload_cast<const Schedule&>(&forward_only), NoGil())
+      .def(
+          "digest", [](const Schedule& s) { return static_cast<int64_t>(digest(s)); }, NoGil())
       .def("validate", &validate, NoGil())
       .def(
           "validate_memory",

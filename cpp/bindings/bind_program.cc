@@ -80,21 +80,57 @@ void bind_program_class(py::module_& module) {
       .def(py::self == py::self);
 }
 
+// Makes programs rank by rank, with recomputation if it is given as (keep, window).
+class Maker {
+ public:
+  Maker(const Schedule& schedule,
+        bool in_order,
+        int ahead,
+        std::optional<std::pair<int, int>> recompute)
+      : lowering_(schedule, in_order ? Receives::kInOrder : Receives::kAhead, ahead),
+        recompute_(recompute) {}
+
+  Program program(int rank) const {
+    Program program = lowering_.program(rank);
+    if (!recompute_) return program;
+    const auto [keep, window] = *recompute_;
+    return add_recompute(std::move(program), {.keep = keep, .window = window});
+  }
+
+ private:
+  Lowering lowering_;
+  std::optional<std::pair<int, int>> recompute_;
+};
+
 void bind_lowering(py::module_& module) {
   module.def(
       "lower",
       [](const Schedule& schedule, bool in_order, int ahead,
          std::optional<std::pair<int, int>> recompute) {
-        const Receives receives = in_order ? Receives::kInOrder : Receives::kAhead;
-        std::vector<Program> programs = lower(schedule, receives, ahead);
-        if (!recompute) return programs;
-        const auto [keep, window] = *recompute;
-        for (Program& program : programs) {
-          program = add_recompute(std::move(program), {.keep = keep, .window = window});
+        const Maker maker(schedule, in_order, ahead, recompute);
+        std::vector<Program> programs;
+        for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+          programs.push_back(maker.program(rank));
         }
         return programs;
       },
       "schedule"_a, py::kw_only(), "in_order"_a, "ahead"_a, "recompute"_a, NoGil());
+  module.def(
+      "lower_rank",
+      [](const Schedule& schedule, int rank, bool in_order, int ahead,
+         std::optional<std::pair<int, int>> recompute, bool prove) {
+        const Maker maker(schedule, in_order, ahead, recompute);
+        if (!prove) return maker.program(rank);
+        std::optional<Program> mine;
+        std::optional<Program> other;
+        validate_programs(schedule, in_order ? Receives::kInOrder : Receives::kAhead,
+                          [&](int asked) -> const Program& {
+                            return (asked == rank ? mine : other).emplace(maker.program(asked));
+                          });
+        return std::move(mine).value();
+      },
+      "schedule"_a, "rank"_a, py::kw_only(), "in_order"_a, "ahead"_a, "recompute"_a, "prove"_a,
+      NoGil());
   module.def("programs_from_actions", &programs_from_actions, "schedule"_a, "rows"_a, NoGil());
   module.def(
       "validate_programs",

@@ -21,6 +21,8 @@ class ValueIndex {
         plane_(static_cast<size_t>(num_stages) * num_microbatches_) {}
 
   size_t size() const { return 3 * plane_; }
+  // Values that can go from rank to rank, named by the action that reads them; they come first.
+  size_t num_messages() const { return 2 * plane_; }
 
   size_t of(const Action& action) const {
     const size_t plane = action.kind == ActionKind::kForward          ? 0

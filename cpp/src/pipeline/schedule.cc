@@ -1,6 +1,7 @@
 #include "megacore/pipeline/schedule.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "megacore/base/check.h"
 
@@ -38,6 +39,27 @@ std::vector<int32_t> order_list(const Schedule& schedule, int rank) {
     if (gives_input_gradient(action.kind)) order.push_back(-token);
   }
   return order;
+}
+
+uint64_t digest(const Schedule& schedule) {
+  uint64_t hash = 0;
+  const auto add = [&](uint64_t word) {
+    // Constants of xxHash64; every bit of a word reaches every bit of the hash within a few words.
+    hash = std::rotl(hash ^ word * 0x9E3779B185EBCA87U, 27) * 0xC2B2AE3D27D4EB4FU + 1;
+  };
+  const Placement& placement = schedule.placement;
+  add(static_cast<uint64_t>(placement.num_chains()));
+  for (int stage = 0; stage < schedule.num_stages(); ++stage) {
+    add(static_cast<uint64_t>(placement.rank_of(stage)));
+  }
+  add(static_cast<uint64_t>(schedule.num_microbatches) << 1 | (schedule.forward_only ? 1U : 0U));
+  for (const int64_t offset : schedule.offsets) add(static_cast<uint64_t>(offset));
+  for (const Action& action : schedule.actions) {
+    add(static_cast<uint64_t>(action.stage) << 36 | static_cast<uint64_t>(action.kind) << 32 |
+        static_cast<uint32_t>(action.microbatch));
+  }
+  for (const int64_t index : schedule.overlaps) add(static_cast<uint64_t>(index));
+  return hash ^ hash >> 32;
 }
 
 }  // namespace megacore::pipeline

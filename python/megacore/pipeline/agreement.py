@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -28,16 +27,12 @@ class _Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule) -> _Fingerprint:
-        # Schedules of the same actions belong together, whatever their names.
-        header, _, rows = schedule.to_text().partition("\n")
-        sizes = [word for word in header.split() if not word.startswith("name=")]
-        text = " ".join(sizes) + "\n" + rows
         return cls(
             name=schedule.name,
             num_ranks=schedule.num_ranks,
             num_chunks=schedule.num_chunks,
             num_microbatches=schedule.num_microbatches,
-            digest=_number(hashlib.blake2b(text.encode(), digest_size=_WORD_BYTES).digest()),
+            digest=schedule.digest(),
         )
 
     def to_words(self) -> list[int]:

@@ -134,11 +134,11 @@ def require_schedule_name(name: str) -> None:
     Example:
         >>> require_schedule_name("zb_v")
     """
-    from megacore.config import close_words
-
     known = (*SCHEDULE_NAMES, AUTO)
     if name in known:
         return
+    from megacore.config import close_words
+
     close = close_words(name, known, count=1)
     hint = f"did you mean {close[0]!r}? There are" if close else "choose one of"
     raise ValueError(f"unknown schedule {name!r}; {hint} {', '.join(known)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from megacore import _core
 from megacore._core import Program
@@ -47,6 +47,31 @@ class Lowering:
 
 def lower(schedule: _core.Schedule, lowering: Lowering) -> list[Program]:
     """Lower a native schedule and prove the programs of all ranks."""
+    programs = _core.lower(schedule, **_native_options(lowering))
+    _core.validate_programs(programs)
+    return programs
+
+
+def lower_rank(schedule: _core.Schedule, lowering: Lowering, rank: int, *, prove: bool) -> Program:
+    """Make the program of one rank.
+
+    Args:
+        schedule: The native schedule.
+        lowering: Options.
+        rank: Pipeline rank.
+        prove: Prove it together with the programs of all other ranks, which are made and dropped
+            one by one.
+    """
+    return _core.lower_rank(schedule, rank, **_native_options(lowering), prove=prove)
+
+
+class _Options(TypedDict):
+    in_order: bool
+    ahead: int
+    recompute: tuple[int, int] | None
+
+
+def _native_options(lowering: Lowering) -> _Options:
     if lowering.receives not in ("ahead", "in_order"):
         raise ValueError(f"receives must be 'ahead' or 'in_order', got {lowering.receives!r}")
     recompute = lowering.recompute
@@ -54,11 +79,8 @@ def lower(schedule: _core.Schedule, lowering: Lowering) -> list[Program]:
         raise ValueError(
             "window must be at least 1, or None for all that the rank holds at once, got 0"
         )
-    programs = _core.lower(
-        schedule,
-        in_order=lowering.receives == "in_order",
-        ahead=lowering.ahead,
-        recompute=None if recompute is None else (recompute.keep, recompute.window or 0),
-    )
-    _core.validate_programs(programs)
-    return programs
+    return {
+        "in_order": lowering.receives == "in_order",
+        "ahead": lowering.ahead,
+        "recompute": None if recompute is None else (recompute.keep, recompute.window or 0),
+    }

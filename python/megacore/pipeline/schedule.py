@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megacore import _core
 from megacore._core import Action, LowerBound, Program
 from megacore.pipeline.auto import Certificate
-from megacore.pipeline.lowering import Lowering, Receives, lower
+from megacore.pipeline.lowering import Lowering, Receives, Recompute, lower, lower_rank
 from megacore.pipeline.timeline import Costs, Timeline, entries
 
 _DEFAULT_COSTS = Costs()
@@ -28,6 +27,7 @@ class Schedule:
         native.validate()
         self._native = native
         self._certificate = certificate
+        self._proved: set[Lowering] = set()  # of which the programs of all ranks are proved
 
     @property
     def name(self) -> str:
@@ -68,6 +68,10 @@ class Schedule:
     def is_forward_only(self) -> bool:
         """True if the schedule has no backward actions, for evaluation."""
         return self._native.is_forward_only
+
+    def digest(self) -> int:
+        """Return a hash of stages and actions of all ranks, equal for equal schedules."""
+        return self._native.digest()
 
     def stages(self, rank: int) -> list[int]:
         """Return the stages of a rank, in chunk order."""
@@ -126,10 +130,13 @@ class Schedule:
         """
         return Schedule(self._native.forward_only())
 
-    def program(self, rank: int, *, receives: Receives = "ahead") -> Program:
+    def program(
+        self, rank: int, *, receives: Receives = "ahead", recompute: Recompute | None = None
+    ) -> Program:
         """Return the program of one rank: its actions, with sends and receives.
 
-        The programs of all ranks are built and validated together at the first call.
+        The first call proves the programs of all ranks together, but makes them one by one and
+        keeps only that of ``rank``.
 
         Args:
             rank: Pipeline rank.
@@ -137,15 +144,17 @@ class Schedule:
                 reader, so that transfer and compute overlap; the transport needs a queue of its own
                 per ordered pair of ranks, as gloo has. ``"in_order"`` lets all transfers follow one
                 global order, which is safe on any transport; NCCL needs it.
+            recompute: Adds RECOMPUTE for the activations that are not kept.
 
         Raises:
-            ValueError: If there is no such rank.
+            ValueError: If there is no such rank, or an option is out of range.
         """
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank must be in [0, {self.num_ranks}), got {rank}")
-        if receives not in ("ahead", "in_order"):
-            raise ValueError(f"receives must be 'ahead' or 'in_order', got {receives!r}")
-        return (self._programs_ahead if receives == "ahead" else self._programs_in_order)[rank]
+        lowering = Lowering(receives=receives, recompute=recompute)
+        program = lower_rank(self._native, lowering, rank, prove=lowering not in self._proved)
+        self._proved.add(lowering)
+        return program
 
     def programs_from(self, rows: Sequence[Sequence[Action | str]]) -> list[Program]:
         """Take over the programs that another lowering made for these stages, and prove them.
@@ -175,16 +184,8 @@ class Schedule:
         _core.validate_programs(programs)
         return programs
 
-    @cached_property
-    def _programs_ahead(self) -> list[Program]:
-        return lower(self._native, Lowering(receives="ahead"))
-
-    @cached_property
-    def _programs_in_order(self) -> list[Program]:
-        return lower(self._native, Lowering(receives="in_order"))
-
     def lower(self, lowering: Lowering = _DEFAULT_LOWERING) -> list[Program]:
-        """Return what all ranks execute; as ``program``, with more options.
+        """Return and prove the programs of all ranks; as ``program``, with more options.
 
         Args:
             lowering: Where receives stand, and whether activations are recomputed.

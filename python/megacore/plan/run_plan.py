@@ -16,7 +16,7 @@ from megacore.models.build import build_stages
 from megacore.optim import MemoryRow, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
-from megacore.pipeline import ActionKind, Lowering, Program
+from megacore.pipeline import ActionKind, Program
 from megacore.plan.device import load_device
 from megacore.plan.from_config import make_topology, train_recompute, train_schedule
 from megacore.plan.graph_memory import GraphBytes, predict_graphs
@@ -94,11 +94,12 @@ def plan_run(config: ResolvedConfig, world_size: int) -> RunPlan:
     topology = make_topology(config, world_size)
     schedule = train_schedule(config, world_size)
     timeline = schedule.simulate()
-    programs = schedule.lower(Lowering(receives="ahead", recompute=train_recompute(config)))
+    recompute = train_recompute(config)
     stages, further = layers_of_stages(config), mtp_stage(config)
     pp = config.parallel.pp
     ranks, num_params, num_idle = [], 0, 0
     for pp_rank in range(pp):
+        program = schedule.program(pp_rank, recompute=recompute)
         mine = stages_of_ranks(config)[pp_rank]
         infos = _param_infos(config, mine)
         if pp_rank < pp // config.pipeline.copies:  # the other ranks hold the second copy
@@ -120,12 +121,8 @@ def plan_run(config: ResolvedConfig, world_size: int) -> RunPlan:
                 optimizer_bytes=sizes.optimizer_bytes,
                 bucket_numels=sizes.bucket_numels,
                 peak_in_flight=timeline.peak_in_flight[pp_rank],
-                peak_kept=_peak_kept(programs[pp_rank]),
-                graphs=(
-                    None
-                    if config.graphs.mode == "off"
-                    else predict_graphs(config, programs[pp_rank])
-                ),
+                peak_kept=_peak_kept(program),
+                graphs=(None if config.graphs.mode == "off" else predict_graphs(config, program)),
                 busy_fraction=timeline.busy[pp_rank] / timeline.makespan,
             )
         )

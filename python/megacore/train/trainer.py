@@ -33,7 +33,6 @@ from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.instances import InstanceGroups
 from megacore.pipeline import (
     ActionRecorder,
-    Lowering,
     PipelineExecutor,
     Program,
     Schedule,
@@ -356,8 +355,9 @@ def _make_executor(
     """Make this rank's program and its executor. Collective."""
     activation = activation_specs(config, device)
     receives = receives_for(groups.pp, activation, overlap=config.pipeline.overlap_p2p)
-    lowering = Lowering(receives=receives, recompute=train_recompute(config))
-    program = schedule.lower(lowering)[groups.pp.position]
+    program = schedule.program(
+        groups.pp.position, receives=receives, recompute=train_recompute(config)
+    )
     executor = PipelineExecutor(
         program,
         chunks,

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from megacore.config import ResolvedConfig
-from megacore.pipeline import ActionKind, Lowering
 from megacore.plan.config_spec import model_spec, run_spec
 from megacore.plan.device import load_device, match_device
 from megacore.plan.from_config import train_recompute
@@ -145,6 +144,10 @@ def _recomputed_share(trainer: Trainer) -> float:
     recompute = train_recompute(trainer.config)
     if recompute is None or recompute.keep == 0:
         return 1.0
-    programs = trainer.schedule.lower(Lowering(recompute=recompute))
-    kinds = [action.kind for program in programs for action in program.actions]
-    return kinds.count(ActionKind.RECOMPUTE) / kinds.count(ActionKind.FORWARD)
+    schedule = trainer.schedule
+    num_dropped = sum(
+        len(schedule.program(rank, recompute=recompute).dropped)
+        for rank in range(schedule.num_ranks)
+    )
+    stages_per_chain = schedule.num_stages // schedule.num_chains
+    return num_dropped / (stages_per_chain * schedule.num_microbatches)

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <random>
 
 #include "megacore/pipeline/program/recompute.h"
@@ -19,9 +20,11 @@ class Faults {
  public:
   explicit Faults(unsigned seed) : random_(seed) {}
 
-  std::vector<Program> random_programs() {
-    const Schedule schedule =
-        random_schedule(random_placement(4, random_), 1 + below(4), coin(), random_);
+  Schedule any_schedule() {
+    return random_schedule(random_placement(4, random_), 1 + below(4), coin(), random_);
+  }
+
+  std::vector<Program> random_programs(const Schedule& schedule) {
     const Receives receives = coin() ? Receives::kInOrder : Receives::kAhead;
     std::vector<Program> programs = lower(schedule, receives, below(3));
     if (coin()) return programs;
@@ -118,6 +121,14 @@ class Faults {
   std::mt19937 random_;
 };
 
+// Every program replaces the one before, which is freed.
+void validate_one_by_one(const Schedule& schedule, const std::vector<Program>& programs) {
+  std::unique_ptr<Program> current;
+  validate_programs(schedule, programs.front().receives, [&](int rank) -> const Program& {
+    return *(current = std::make_unique<Program>(programs[static_cast<size_t>(rank)]));
+  });
+}
+
 TEST(SeededFaults, AllAreFoundInAThousandRandomPrograms) {
   struct Kind {
     const char* name;
@@ -132,8 +143,10 @@ TEST(SeededFaults, AllAreFoundInAThousandRandomPrograms) {
   std::map<std::string, int> planted;
   for (unsigned round = 0; round < 1000; ++round) {
     Faults faults(round);
-    const std::vector<Program> good = faults.random_programs();
+    const Schedule schedule = faults.any_schedule();
+    const std::vector<Program> good = faults.random_programs(schedule);
     ASSERT_NO_THROW(validate_programs(good)) << round;
+    ASSERT_NO_THROW(validate_one_by_one(schedule, good)) << round;
     for (const Kind& kind : kinds) {
       std::vector<Program> bad = good;
       Program& program = bad[faults.pick(bad.size())];
@@ -142,6 +155,8 @@ TEST(SeededFaults, AllAreFoundInAThousandRandomPrograms) {
       ASSERT_THROW(validate_programs(bad), std::invalid_argument)
           << kind.name << " in round " << round << " on rank " << program.rank << "\n"
           << to_text(program);
+      ASSERT_THROW(validate_one_by_one(schedule, bad), std::invalid_argument)
+          << kind.name << " in round " << round << " on rank " << program.rank;
     }
   }
   for (const Kind& kind : kinds) EXPECT_GT(planted[kind.name], 300) << kind.name;

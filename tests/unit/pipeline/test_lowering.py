@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Literal
 
 import pytest
@@ -42,6 +44,43 @@ def test_a_program_has_a_text() -> None:
 def test_options_that_make_no_sense_are_refused(lowering: Lowering, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_schedule("1f1b", num_ranks=2, num_microbatches=2).lower(lowering)
+
+
+@pytest.mark.parametrize("receives", RECEIVES)
+@pytest.mark.parametrize("recompute", [None, Recompute(keep=1)])
+def test_the_program_of_one_rank_is_that_of_all_ranks(
+    receives: Receives, recompute: Recompute | None
+) -> None:
+    for info in schedule_catalog():
+        if info.name == "no_pipelining":
+            continue
+        schedule = build_schedule(info.name, num_ranks=4, num_microbatches=8)
+        of_all = schedule.lower(Lowering(receives=receives, recompute=recompute))
+        for rank in (2, 0, 3, 1):  # the first proves those of all
+            assert schedule.program(rank, receives=receives, recompute=recompute) == of_all[rank]
+
+
+# Its own process, whose peak nothing else has raised.
+_PEAK = """
+import resource
+from megacore import _core
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+before = peak()
+sizes = dict(num_ranks=64, num_microbatches=4096, num_chunks=None)
+options = dict(group_size=None, warmup_multiplier=None, pairs=None)
+schedule = _core.build_schedule("zb_v", **sizes, **options)
+schedule.validate()
+_core.lower_rank(schedule, 31, in_order=False, ahead=1, recompute=None, prove=True)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit")
+def test_the_proof_does_not_hold_the_programs_of_all_ranks() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", _PEAK], capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout) <= 100  # MiB; the programs alone would be 88
 
 
 @pytest.mark.parametrize("pairs", ["whole", "split"])

@@ -64,6 +64,9 @@ std::vector<int64_t> overlap_positions(const Schedule& schedule, int rank);
 // of the input; backward of weights has no entry). Length 2 * num_chunks * num_microbatches.
 std::vector<int32_t> order_list(const Schedule& schedule, int rank);
 
+// A hash of what operator== compares, the same on every machine. O(actions).
+uint64_t digest(const Schedule& schedule);
+
 // One header line, then one line per rank.
 std::string to_text(const Schedule& schedule);
 

@@ -1,164 +1,195 @@
-#include <cstdint>
+#include "program/deadlock.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <vector>
+#include <utility>
 
-#include "dependencies.h"
 #include "megacore/base/check.h"
 #include "program/messages.h"
-#include "program/program_errors.h"
 
 namespace megacore::pipeline {
 namespace {
 
 using base::format_text;
+using Kind = Events::Kind;
 
 constexpr size_t kMaxStuckRanks = 16;
-constexpr int32_t kNoTransfer = -1;
+constexpr size_t kNoMessage = SIZE_MAX;
 
-// One send or receive in its queue.
-struct QueuedTransfer {
-  int32_t rank;
-  int32_t position;               // in the steps of its rank
-  int32_t partner = kNoTransfer;  // the other end
-  int32_t queue = kNoTransfer;
-  int32_t next = kNoTransfer;  // behind it in its queue
-  bool is_posted = false;
-  bool is_done = false;
+// Ranks and channel of every message; the messages of a stage and direction have the same.
+class Routes {
+ public:
+  struct Route {
+    int32_t from = -1;
+    int32_t to = -1;
+    int32_t channel = -1;
+    int32_t sending_stage = -1;
+  };
+
+  explicit Routes(const Schedule& schedule)
+      : num_stages_(schedule.num_stages()),
+        num_microbatches_(static_cast<size_t>(schedule.num_microbatches)) {
+    const Placement& placement = schedule.placement;
+    std::map<std::pair<int32_t, int32_t>, int32_t> channels;
+    for (const bool forward : {true, false}) {
+      for (int stage = 0; stage < num_stages_; ++stage) {
+        const int sender = forward ? placement.previous(stage) : placement.next(stage);
+        Route& route = routes_.emplace_back();
+        if (sender < 0) continue;
+        const int32_t from = placement.rank_of(sender);
+        const int32_t to = placement.rank_of(stage);
+        const auto next = static_cast<int32_t>(channels.size());
+        route = {from, to, channels.try_emplace({from, to}, next).first->second, sender};
+      }
+    }
+    num_channels_ = channels.size();
+  }
+
+  size_t num_channels() const { return num_channels_; }
+  const Route& of(size_t message) const { return routes_[message / num_microbatches_]; }
+
+  // The send or receive of a message.
+  Action transfer(size_t message, bool send) const {
+    const size_t row = message / num_microbatches_;
+    const auto microbatch = static_cast<int32_t>(message % num_microbatches_);
+    const bool forward = row < static_cast<size_t>(num_stages_);
+    const auto stage = static_cast<int32_t>(forward ? row : row - static_cast<size_t>(num_stages_));
+    if (send) {
+      return {routes_[row].sending_stage,
+              forward ? ActionKind::kSendForward : ActionKind::kSendBackward, microbatch};
+    }
+    return {stage, forward ? ActionKind::kRecvForward : ActionKind::kRecvBackward, microbatch};
+  }
+
+ private:
+  int num_stages_;
+  size_t num_microbatches_;
+  std::vector<Route> routes_;  // by direction and reading stage
+  size_t num_channels_ = 0;
 };
 
-// Runs the programs of all ranks over their queues.
+// Runs the events of all ranks over their queues.
 class QueueRun {
  public:
-  explicit QueueRun(Programs programs)
-      : programs_(programs),
-        placement_(programs.front().placement),
-        index_(placement_.num_stages(), programs.front().num_microbatches),
-        one_queue_(programs.front().receives == Receives::kInOrder),
-        position_(programs.size(), 0),
-        waits_for_(programs.size(), kNoTransfer),
-        num_posted_(programs.size(), 0) {
-    find_transfers();
-    connect();
+  QueueRun(const Schedule& schedule,
+           Receives receives,
+           const Events& events,
+           const std::vector<int32_t>& number,
+           const Programs& programs)
+      : placement_(schedule.placement),
+        events_(events),
+        number_(number),
+        programs_(programs),
+        routes_(schedule),
+        one_queue_(receives == Receives::kInOrder),
+        waits_for_(static_cast<size_t>(schedule.num_ranks()), kNoMessage) {
+    for (int32_t rank = 0; rank < schedule.num_ranks(); ++rank) {
+      position_.push_back(events.begin(rank));
+    }
+    if (one_queue_) {
+      heads_ = position_;
+      done_.assign(number.size(), 0);
+    } else {
+      ends_.resize(routes_.num_channels());
+    }
   }
 
   // An empty text when all ranks reach their end and all queues are empty.
   std::string run() {
-    for (size_t rank = programs_.size(); rank-- > 0;) ready_.push_back(static_cast<int32_t>(rank));
+    for (int32_t rank = num_ranks(); rank-- > 0;) ready_.push_back(rank);
     while (!ready_.empty()) {
       const int32_t rank = ready_.back();
       ready_.pop_back();
-      advance(static_cast<size_t>(rank));
+      advance(rank);
     }
-    return num_done_ == transfers_.size() ? std::string() : report();
+    for (int32_t rank = 0; rank < num_ranks(); ++rank) {
+      const bool at_end = position_of(rank) == events_.end(rank);
+      if (!at_end || (one_queue_ && posted_head(rank))) return report();
+    }
+    return {};
   }
 
  private:
-  QueuedTransfer& at(int32_t id) { return transfers_[static_cast<size_t>(id)]; }
-  const QueuedTransfer& at(int32_t id) const { return transfers_[static_cast<size_t>(id)]; }
+  // How many messages of a channel have been posted at each end. Both ends list the same messages
+  // in the same order, so as many have happened as both ends have posted.
+  struct ChannelEnds {
+    int32_t sent = 0;
+    int32_t received = 0;
 
-  const ProgramStep& step_of(const QueuedTransfer& transfer) const {
-    return programs_[static_cast<size_t>(transfer.rank)]
-        .steps[static_cast<size_t>(transfer.position)];
+    int32_t num_done() const { return std::min(sent, received); }
+  };
+
+  int32_t num_ranks() const { return static_cast<int32_t>(waits_for_.size()); }
+  size_t& position_of(int32_t rank) { return position_[static_cast<size_t>(rank)]; }
+  size_t position_of(int32_t rank) const { return position_[static_cast<size_t>(rank)]; }
+  size_t& waits_for(int32_t rank) { return waits_for_[static_cast<size_t>(rank)]; }
+
+  bool is_done(size_t message) const {
+    if (one_queue_) return done_[message] != 0;
+    return number_[message] < ends_[static_cast<size_t>(routes_.of(message).channel)].num_done();
   }
 
-  size_t queues_per_rank() const { return one_queue_ ? 1 : 2 * programs_.size(); }
-
-  // The queue that a rank posts a transfer into.
-  size_t queue_of(size_t rank, const ProgramStep& step) const {
-    if (one_queue_) return rank;
-    const size_t channel = 2 * static_cast<size_t>(step.peer) + (is_send(step.action.kind) ? 0 : 1);
-    return rank * queues_per_rank() + channel;
-  }
-
-  void find_transfers() {
-    first_transfer_.push_back(0);
-    heads_.assign(programs_.size() * queues_per_rank(), kNoTransfer);
-    std::vector<int32_t> last(heads_.size(), kNoTransfer);
-    for (size_t rank = 0; rank < programs_.size(); ++rank) {
-      const auto& steps = programs_[rank].steps;
-      for (size_t position = 0; position < steps.size(); ++position) {
-        if (!is_transfer(steps[position].action.kind)) continue;
-        const size_t queue = queue_of(rank, steps[position]);
-        const auto id = static_cast<int32_t>(transfers_.size());
-        transfers_.push_back({.rank = static_cast<int32_t>(rank),
-                              .position = static_cast<int32_t>(position),
-                              .queue = static_cast<int32_t>(queue)});
-        (last[queue] == kNoTransfer ? heads_[queue] : at(last[queue]).next) = id;
-        last[queue] = id;
-      }
-      first_transfer_.push_back(static_cast<int32_t>(transfers_.size()));
-    }
-  }
-
-  // Finds the other end of every transfer, and the receive that every compute action reads.
-  void connect() {
-    std::vector<int32_t> sends(index_.size(), kNoTransfer);
-    receive_of_reader_.assign(index_.size(), kNoTransfer);
-    const auto reader = [&](const Action& receive) { return index_.of(reader_of(receive)); };
-    for (size_t id = 0; id < transfers_.size(); ++id) {
-      const Action& action = step_of(transfers_[id]).action;
-      const bool sends_it = is_send(action.kind);
-      const size_t value = reader(sends_it ? receive_for(action, placement_) : action);
-      (sends_it ? sends : receive_of_reader_)[value] = static_cast<int32_t>(id);
-    }
-    for (size_t value = 0; value < sends.size(); ++value) {
-      const int32_t send = sends[value];
-      const int32_t receive = receive_of_reader_[value];
-      if (send == kNoTransfer) continue;
-      at(send).partner = receive;
-      at(receive).partner = send;
-    }
-  }
-
-  void advance(size_t rank) {
-    const auto& steps = programs_[rank].steps;
-    size_t& here = position_[rank];
-    for (; here < steps.size(); ++here) {
-      const Action& action = steps[here].action;
-      if (is_transfer(action.kind)) {
-        // Transfers are posted in the order of the program.
-        const int32_t id = first_transfer_[rank] + num_posted_[rank]++;
-        at(id).is_posted = true;
-        meet(id);
-      } else if (is_compute(action.kind) && action.kind != ActionKind::kBackwardWeight) {
-        const int32_t receive = receive_of_reader_[index_.of(action)];
-        if (receive == kNoTransfer || at(receive).is_done) continue;
-        waits_for_[rank] = receive;
+  void advance(int32_t rank) {
+    size_t& here = position_of(rank);
+    while (here < events_.end(rank)) {
+      const size_t message = events_.message(here);
+      const Kind kind = events_.kind(here);
+      if (kind == Kind::kWait && !is_done(message)) {
+        waits_for(rank) = message;
         return;
       }
+      ++here;
+      if (kind == Kind::kWait) continue;
+      one_queue_ ? meet(rank) : post(message, kind);
     }
   }
 
-  // Lets a transfer happen if it can, and then those that it has stood before.
+  // One queue per channel.
+  void post(size_t message, Kind kind) {
+    const Routes::Route& route = routes_.of(message);
+    ChannelEnds& ends = ends_[static_cast<size_t>(route.channel)];
+    ++(kind == Kind::kSend ? ends.sent : ends.received);
+    const size_t wanted = waits_for(route.to);
+    if (wanted != kNoMessage && is_done(wanted)) release(route.to);
+  }
+
+  // One queue per rank: lets the transfer at the head happen if it can, and then those behind it.
   void meet(int32_t first) {
     candidates_.push_back(first);
     while (!candidates_.empty()) {
-      const int32_t id = candidates_.back();
+      const int32_t rank = candidates_.back();
       candidates_.pop_back();
-      const int32_t other = at(id).partner;
-      if (!can_happen(id) || !can_happen(other)) continue;
-      for (const int32_t end : {id, other}) {
-        finish(end);
-        if (at(end).next != kNoTransfer) candidates_.push_back(at(end).next);
+      const auto head = posted_head(rank);
+      if (!head) continue;
+      const size_t message = events_.message(*head);
+      const auto [from, to, channel, stage] = routes_.of(message);
+      const int32_t other = rank == from ? to : from;
+      const auto partner = posted_head(other);
+      if (!partner || events_.message(*partner) != message) continue;
+      done_[message] = 1;
+      for (const int32_t end : {rank, other}) {
+        ++heads_[static_cast<size_t>(end)];
+        candidates_.push_back(end);
       }
+      if (waits_for(to) == message) release(to);
     }
   }
 
-  bool can_happen(int32_t id) const {
-    return at(id).is_posted && heads_[static_cast<size_t>(at(id).queue)] == id;
+  // The transfer at the head of a rank's queue, if it is posted.
+  std::optional<size_t> posted_head(int32_t rank) {
+    size_t& head = heads_[static_cast<size_t>(rank)];
+    const size_t posted = position_of(rank);
+    while (head < posted && events_.kind(head) == Kind::kWait) ++head;
+    return head < posted ? std::optional(head) : std::nullopt;
   }
 
-  void finish(int32_t id) {
-    QueuedTransfer& transfer = at(id);
-    transfer.is_done = true;
-    ++num_done_;
-    heads_[static_cast<size_t>(transfer.queue)] = transfer.next;
-    int32_t& waits_for = waits_for_[static_cast<size_t>(transfer.rank)];
-    if (waits_for != id) return;
-    waits_for = kNoTransfer;
-    ready_.push_back(transfer.rank);
+  void release(int32_t rank) {
+    waits_for(rank) = kNoMessage;
+    ready_.push_back(rank);
   }
 
   // ---- the report -------------------------------------------------------------------------------
@@ -167,7 +198,7 @@ class QueueRun {
     std::vector<Mark> marks;
     std::string reasons;
     size_t num_stuck = 0;
-    for (size_t rank = 0; rank < programs_.size(); ++rank) {
+    for (int32_t rank = 0; rank < num_ranks(); ++rank) {
       const std::string reason = reason_of(rank, marks);
       if (!reason.empty() && num_stuck++ < kMaxStuckRanks) reasons += reason;
     }
@@ -176,78 +207,113 @@ class QueueRun {
                    : "one queue per ordered pair of ranks";
     return program_report(programs_, marks,
                           format_text("they deadlock, {} of {} ranks, with {}{}", num_stuck,
-                                      programs_.size(), queues, reasons));
+                                      num_ranks(), queues, reasons));
   }
 
   // Where a rank stands and what the queue that it needs waits for; marks both places.
-  std::string reason_of(size_t rank, std::vector<Mark>& marks) const {
-    const auto mark = [&](int64_t position) {
-      marks.push_back({static_cast<int>(rank), position});
-    };
-    const auto here = static_cast<int64_t>(position_[rank]);
+  std::string reason_of(int32_t rank, std::vector<Mark>& marks) const {
     std::string text;
-    int32_t wanted = waits_for_[rank];
-    if (wanted != kNoTransfer) {
-      const ProgramStep& step = step_of(at(wanted));
-      mark(here);
+    std::optional<size_t> wanted;
+    if (const size_t message = waits_for_[static_cast<size_t>(rank)]; message != kNoMessage) {
+      const int64_t here = step_of(rank, position_of(rank));
+      marks.push_back({rank, here});
+      const Action action = programs_.of(rank).steps[static_cast<size_t>(here)].action;
       text = format_text("\n  rank {} stops at position {}: {} waits for {} from rank {}", rank,
-                         here, to_text(programs_[rank].steps[position_[rank]].action),
-                         to_text(step.action), step.peer);
+                         here, to_text(action), to_text(routes_.transfer(message, false)),
+                         routes_.of(message).from);
+      wanted = find(rank, message, Kind::kReceive);
     } else {
       wanted = first_undone(rank);
-      if (wanted == kNoTransfer) return {};
+      if (!wanted) return {};
       text = format_text("\n  rank {} is at its end, but not its transfers", rank);
     }
-    const int32_t head = head_before(wanted);
-    mark(at(head).position);
-    return text + format_text(";{}", head_text(head));
+    const size_t head = head_before(rank, *wanted);
+    marks.push_back({rank, step_of(rank, head)});
+    return text + format_text(";{}", head_text(rank, head));
   }
 
-  int32_t first_undone(size_t rank) const {
-    for (int32_t id = first_transfer_[rank]; id < first_transfer_[rank + 1]; ++id) {
-      if (!at(id).is_done) return id;
+  std::optional<size_t> first_undone(int32_t rank) const {
+    for (size_t event = events_.begin(rank); event < events_.end(rank); ++event) {
+      if (events_.kind(event) != Kind::kWait && !is_done(events_.message(event))) return event;
     }
-    return kNoTransfer;
+    return std::nullopt;
+  }
+
+  size_t find(int32_t rank, size_t message, Kind kind) const {
+    size_t event = events_.begin(rank);
+    while (events_.message(event) != message || events_.kind(event) != kind) ++event;
+    return event;
   }
 
   // The head of the queue that a transfer which is not done is in.
-  int32_t head_before(int32_t id) const { return heads_[static_cast<size_t>(at(id).queue)]; }
-
-  std::string head_text(int32_t id) const {
-    const QueuedTransfer& transfer = at(id);
-    const QueuedTransfer& partner = at(transfer.partner);
-    const auto name = [&](const QueuedTransfer& end) {
-      return format_text("{} (rank {}, position {})", to_text(step_of(end).action), end.rank,
-                         end.position);
+  size_t head_before(int32_t rank, size_t transfer) const {
+    const auto queue = [&](size_t event) {
+      return std::pair(routes_.of(events_.message(event)).channel, events_.kind(event));
     };
-    const std::string text =
-        format_text(" its queue stands at {}, which needs {}", name(transfer), name(partner));
-    if (!partner.is_posted) return text + ", not posted yet";
-    const int32_t before = head_before(transfer.partner);
-    if (before == transfer.partner) return text;
-    return text + format_text(", behind {}", name(at(before)));
+    size_t event = events_.begin(rank);
+    while (events_.kind(event) == Kind::kWait || is_done(events_.message(event)) ||
+           (!one_queue_ && queue(event) != queue(transfer))) {
+      ++event;
+    }
+    return event;
   }
 
-  Programs programs_;
+  // The position of an event in the program of its rank.
+  int64_t step_of(int32_t rank, size_t event) const {
+    size_t left = event - events_.begin(rank);
+    int64_t position = 0;
+    for (const ProgramStep& step : programs_.of(rank).steps) {
+      const ActionKind kind = step.action.kind;
+      if (is_transfer(kind) || (is_compute(kind) && receive_of(step.action, placement_))) {
+        if (left-- == 0) break;
+      }
+      ++position;
+    }
+    return position;
+  }
+
+  std::string head_text(int32_t rank, size_t head) const {
+    const auto name = [&](int32_t at, size_t event) {
+      const bool send = events_.kind(event) == Kind::kSend;
+      return format_text("{} (rank {}, position {})",
+                         to_text(routes_.transfer(events_.message(event), send)), at,
+                         step_of(at, event));
+    };
+    const size_t message = events_.message(head);
+    const bool sends = events_.kind(head) == Kind::kSend;
+    const int32_t other = sends ? routes_.of(message).to : routes_.of(message).from;
+    const size_t partner = find(other, message, sends ? Kind::kReceive : Kind::kSend);
+    const std::string text = format_text(" its queue stands at {}, which needs {}",
+                                         name(rank, head), name(other, partner));
+    if (partner >= position_of(other)) return text + ", not posted yet";
+    const size_t before = head_before(other, partner);
+    if (before == partner) return text;
+    return text + format_text(", behind {}", name(other, before));
+  }
+
   const Placement& placement_;
-  ValueIndex index_;
-  bool one_queue_;                          // per rank, else one per channel
-  std::vector<QueuedTransfer> transfers_;   // rank after rank, in program order
-  std::vector<int32_t> first_transfer_;     // [num_ranks + 1]
-  std::vector<int32_t> heads_;              // by queue: the first transfer that is not done
-  std::vector<int32_t> receive_of_reader_;  // by value of the reader
-  std::vector<size_t> position_;            // by rank
-  std::vector<int32_t> waits_for_;          // by rank: the receive that its compute action reads
-  std::vector<int32_t> num_posted_;         // by rank
-  std::vector<int32_t> candidates_;         // transfers that may happen now
-  std::vector<int32_t> ready_;              // ranks that may go on
-  size_t num_done_ = 0;
+  const Events& events_;
+  const std::vector<int32_t>& number_;
+  const Programs& programs_;
+  Routes routes_;
+  bool one_queue_;                   // per rank, else one per channel
+  std::vector<size_t> position_;     // by rank: the event at which it stands
+  std::vector<size_t> waits_for_;    // by rank: the message that its compute action reads
+  std::vector<int32_t> ready_;       // ranks that may go on
+  std::vector<ChannelEnds> ends_;    // by channel, with one queue per channel
+  std::vector<size_t> heads_;        // by rank, with one queue per rank: nothing before it is left
+  std::vector<uint8_t> done_;        // by message, with one queue per rank
+  std::vector<int32_t> candidates_;  // ranks whose head may happen now
 };
 
 }  // namespace
 
-void check_deadlock(Programs programs) {
-  const std::string stop = QueueRun(programs).run();
+void check_deadlock(const Schedule& schedule,
+                    Receives receives,
+                    const Events& events,
+                    const std::vector<int32_t>& number,
+                    const Programs& programs) {
+  const std::string stop = QueueRun(schedule, receives, events, number, programs).run();
   if (!stop.empty()) throw std::invalid_argument(stop);
 }
 

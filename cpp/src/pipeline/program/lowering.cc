@@ -1,7 +1,6 @@
 #include "megacore/pipeline/program/lowering.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "dependencies.h"
@@ -20,57 +19,64 @@ struct Message {
   int32_t acknowledged = 0;
 };
 
-struct Channel {
-  int32_t from;
-  int32_t to;
-  std::vector<Message> messages;  // in the order of sending
-};
+// The messages from one rank to another, in the order of sending.
+using Channel = std::vector<Message>;
 
-// The channels that end, or begin, at one rank: few, as a rank talks to its neighbours only.
-Channel& find_or_add(std::vector<Channel>& channels, int32_t from, int32_t to) {
-  for (Channel& channel : channels) {
-    if (channel.from == from && channel.to == to) return channel;
+// Ranks that hold a stage before or after one of this rank's, ascending.
+std::vector<int32_t> peers_of(const Placement& placement, int rank) {
+  std::vector<int32_t> peers;
+  for (const int32_t stage : placement.stages_of(rank)) {
+    for (const int neighbour : {placement.previous(stage), placement.next(stage)}) {
+      if (neighbour >= 0 && placement.rank_of(neighbour) != rank) {
+        peers.push_back(placement.rank_of(neighbour));
+      }
+    }
   }
-  return channels.emplace_back(Channel{.from = from, .to = to, .messages = {}});
+  std::sort(peers.begin(), peers.end());
+  peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+  return peers;
 }
 
-// Index of every compute action among the actions of its rank, by the value it makes.
-std::vector<int32_t> compute_indices(const Schedule& schedule, const ValueIndex& index) {
-  std::vector<int32_t> indices(index.size(), -1);
+// Index of every action that makes a message, or reads one, among the actions of its rank, by the
+// value it makes.
+std::vector<int32_t> compute_indices(const Schedule& schedule) {
+  const ValueIndex index(schedule.num_stages(), schedule.num_microbatches);
+  std::vector<int32_t> indices(index.num_messages(), -1);
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     int32_t next = 0;
-    for (const Action& action : schedule.rank_actions(rank)) indices[index.of(action)] = next++;
+    for (const Action& action : schedule.rank_actions(rank)) {
+      if (action.kind != ActionKind::kBackwardWeight) indices[index.of(action)] = next;
+      ++next;
+    }
   }
   return indices;
 }
 
-// incoming[r] holds the channels that end at rank r.
-std::vector<std::vector<Channel>> incoming_channels(const Schedule& schedule) {
+Channel channel_between(const Schedule& schedule,
+                        const std::vector<int32_t>& indices,
+                        int from,
+                        int to) {
   const Placement& placement = schedule.placement;
   const ValueIndex index(schedule.num_stages(), schedule.num_microbatches);
-  const std::vector<int32_t> indices = compute_indices(schedule, index);
-  std::vector<std::vector<Channel>> incoming(static_cast<size_t>(schedule.num_ranks()));
-  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
-    for (const Action& action : schedule.rank_actions(rank)) {
-      const auto send = send_of(action, placement);
-      if (!send) continue;
-      const Action receive = receive_for(send->action, placement);
-      Channel& channel = find_or_add(incoming[static_cast<size_t>(send->peer)], rank, send->peer);
-      channel.messages.push_back({.receive = receive,
-                                  .made_at = indices[index.of(action)],
-                                  .read_at = indices[index.of(reader_of(receive))]});
-    }
+  Channel channel;
+  int32_t made_at = -1;
+  for (const Action& action : schedule.rank_actions(from)) {
+    ++made_at;
+    const auto send = send_of(action, placement);
+    if (!send || send->peer != to) continue;
+    const Action receive = receive_for(send->action, placement);
+    channel.push_back(
+        {.receive = receive, .made_at = made_at, .read_at = indices[index.of(reader_of(receive))]});
   }
-  return incoming;
+  return channel;
 }
 
 // A message made at x after its sender had read the first k messages of the opposite channel, in
 // order, tells their sender so.
 void acknowledge(Channel& channel, const Channel& opposite) {
   size_t num_read = 0;
-  for (Message& message : channel.messages) {
-    while (num_read < opposite.messages.size() &&
-           opposite.messages[num_read].read_at <= message.made_at) {
+  for (Message& message : channel) {
+    while (num_read < opposite.size() && opposite[num_read].read_at <= message.made_at) {
       ++num_read;
     }
     message.acknowledged = static_cast<int32_t>(num_read);
@@ -107,22 +113,29 @@ ComputeRow compute_row(const Schedule& schedule, int rank) {
 
 // `ahead` compute actions before the reader, never between two that overlap, and never behind a
 // later message of the same channel.
-void place_receives(const Channel& channel,
-                    const ComputeRow& row,
-                    int ahead,
-                    std::vector<PlacedReceive>& placed) {
-  const size_t begin = placed.size();
-  placed.resize(begin + channel.messages.size());
+std::vector<PlacedReceive> place_receives(const Channel& channel,
+                                          int32_t from,
+                                          const ComputeRow& row,
+                                          int ahead) {
+  std::vector<PlacedReceive> placed(channel.size());
   int32_t latest = INT32_MAX;
-  for (size_t i = channel.messages.size(); i-- > 0;) {
-    const Message& message = channel.messages[i];
+  for (size_t i = channel.size(); i-- > 0;) {
+    const Message& message = channel[i];
     const int32_t wanted = std::max(row.start_of(message.read_at) - ahead, 0);
     latest = std::min(latest, row.start_of(wanted));
-    placed[begin + i] = {
+    placed[i] = {
         .before = latest,
-        .step = {
-            .action = message.receive, .peer = channel.from, .acknowledged = message.acknowledged}};
+        .step = {.action = message.receive, .peer = from, .acknowledged = message.acknowledged}};
   }
+  return placed;
+}
+
+// Appends a sorted list to a sorted list; of equal ones the first list's stand first.
+template <typename Item, typename Less>
+void merge_into(std::vector<Item>& items, const std::vector<Item>& more, const Less& less) {
+  const auto middle = static_cast<std::ptrdiff_t>(items.size());
+  items.insert(items.end(), more.begin(), more.end());
+  std::inplace_merge(items.begin(), items.begin() + middle, items.end(), less);
 }
 
 // Appends the compute action at `i`, or the pair that begins there. Returns how many those are.
@@ -133,14 +146,10 @@ size_t append_compute(const ComputeRow& row, size_t i, std::vector<ProgramStep>&
   return pair ? 2 : 1;
 }
 
-// Merges the compute actions of a rank, their sends, and its receives, which are ordered by place
-// (stably: the order within a channel stays).
+// Merges the compute actions of a rank, their sends, and its receives, which are ordered by place.
 std::vector<ProgramStep> assemble(const ComputeRow& row,
                                   const Placement& placement,
-                                  std::vector<PlacedReceive> receives) {
-  std::stable_sort(
-      receives.begin(), receives.end(),
-      [](const PlacedReceive& a, const PlacedReceive& b) { return a.before < b.before; });
+                                  const std::vector<PlacedReceive>& receives) {
   std::vector<ProgramStep> steps;
   steps.reserve(2 * row.actions.size() + receives.size());
   auto receive = receives.begin();
@@ -155,127 +164,117 @@ std::vector<ProgramStep> assemble(const ComputeRow& row,
   return steps;
 }
 
-// The channels of a schedule, by the rank at which they end, with their acknowledgements.
-std::vector<std::vector<Channel>> acknowledged_channels(const Schedule& schedule) {
-  std::vector<std::vector<Channel>> incoming = incoming_channels(schedule);
-  for (std::vector<Channel>& channels : incoming) {
-    for (Channel& channel : channels) {
-      acknowledge(channel, find_or_add(incoming[static_cast<size_t>(channel.from)], channel.to,
-                                       channel.from));
-    }
-  }
-  return incoming;
-}
-
-// Programs without steps.
-std::vector<Program> empty_programs(const Schedule& schedule, Receives receives, int ahead) {
-  std::vector<Program> programs;
-  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
-    programs.push_back({.rank = rank,
-                        .placement = schedule.placement,
-                        .num_microbatches = schedule.num_microbatches,
-                        .forward_only = schedule.forward_only,
-                        .receives = receives,
-                        .steps = {},
-                        .ahead = ahead});
-  }
-  return programs;
-}
-
-std::vector<Program> lower_ahead(const Schedule& schedule, int ahead) {
-  const std::vector<std::vector<Channel>> incoming = acknowledged_channels(schedule);
-  std::vector<Program> programs = empty_programs(schedule, Receives::kAhead, ahead);
-  for (Program& program : programs) {
-    const ComputeRow row = compute_row(schedule, program.rank);
-    std::vector<PlacedReceive> receives;
-    for (const Channel& channel : incoming[static_cast<size_t>(program.rank)]) {
-      place_receives(channel, row, ahead, receives);
-    }
-    program.steps = assemble(row, schedule.placement, std::move(receives));
-  }
-  return programs;
-}
-
-// Both ends of a message, at the time at which it is made if all costs are 1.
+// One end of a message, at the time at which it is made if all costs are 1.
 struct Transfer {
   double time;
   size_t made_at;  // index into the actions of the schedule: by sender, then in its order
-  ProgramStep send;
-  ProgramStep receive;  // its peer is the sender
+  ProgramStep step;
 };
 
-// All messages by time; of those made at one time, by sender; a pair makes two at a time, in order.
-std::vector<Transfer> transfers_in_order(const Schedule& schedule, const Timeline& timeline) {
-  const std::vector<uint8_t> starts_pair = pair_starts(schedule);
+// The order of all transfers of all ranks: by time; of those made at one time, by sender; a pair
+// makes two at a time, in order.
+bool goes_before(const Transfer& a, const Transfer& b) {
+  return a.time != b.time ? a.time < b.time : a.made_at < b.made_at;
+}
+
+// The sending or the receiving ends of a channel from a rank, in order.
+std::vector<Transfer> transfers_of(const Schedule& schedule,
+                                   const Timeline& timeline,
+                                   const Channel& channel,
+                                   int from,
+                                   bool sending) {
+  const ComputeRow row = compute_row(schedule, from);
+  const auto begin = static_cast<size_t>(schedule.offsets[static_cast<size_t>(from)]);
   std::vector<Transfer> transfers;
-  for (const std::vector<Channel>& channels : acknowledged_channels(schedule)) {
-    for (const Channel& channel : channels) {
-      const int64_t begin = schedule.offsets[static_cast<size_t>(channel.from)];
-      for (const Message& message : channel.messages) {
-        const auto made_at = static_cast<size_t>(begin + message.made_at);
-        const bool pair = !starts_pair.empty() && starts_pair[made_at] != 0;
-        transfers.push_back({.time = timeline.spans[made_at + (pair ? 1 : 0)].end,
-                             .made_at = made_at,
-                             .send = send_of(schedule.actions[made_at], schedule.placement).value(),
-                             .receive = {.action = message.receive,
-                                         .peer = channel.from,
-                                         .acknowledged = message.acknowledged}});
-      }
-    }
+  transfers.reserve(channel.size());
+  for (const Message& message : channel) {
+    const auto at = static_cast<size_t>(message.made_at);
+    const ProgramStep step = sending ? send_of(row.actions[at], schedule.placement).value()
+                                     : ProgramStep{.action = message.receive,
+                                                   .peer = from,
+                                                   .acknowledged = message.acknowledged};
+    transfers.push_back({.time = timeline.spans[begin + at + (row.is_pair(at) ? 1 : 0)].end,
+                         .made_at = begin + at,
+                         .step = step});
   }
-  std::sort(transfers.begin(), transfers.end(), [](const Transfer& a, const Transfer& b) {
-    return a.time != b.time ? a.time < b.time : a.made_at < b.made_at;
-  });
   return transfers;
 }
 
-std::vector<Program> lower_in_order(const Schedule& schedule, int ahead) {
-  const Timeline timeline = simulate(schedule, {});
-  std::vector<Program> programs = empty_programs(schedule, Receives::kInOrder, ahead);
-  std::vector<ComputeRow> rows;
-  for (const Program& program : programs) rows.push_back(compute_row(schedule, program.rank));
-  std::vector<size_t> next(rows.size(), 0);
-  // Appends the compute actions of a rank that start before `time`.
-  const auto compute_until = [&](int32_t rank, double time) {
-    const auto r = static_cast<size_t>(rank);
-    const auto begin = static_cast<size_t>(schedule.offsets[r]);
-    while (next[r] < rows[r].actions.size() && timeline.spans[begin + next[r]].start < time) {
-      next[r] += append_compute(rows[r], next[r], programs[r].steps);
+// Puts every transfer behind the compute actions that start before it.
+std::vector<ProgramStep> assemble_in_order(const Schedule& schedule,
+                                           const Timeline& timeline,
+                                           int rank,
+                                           const std::vector<Transfer>& transfers) {
+  const ComputeRow row = compute_row(schedule, rank);
+  const auto begin = static_cast<size_t>(schedule.offsets[static_cast<size_t>(rank)]);
+  std::vector<ProgramStep> steps;
+  steps.reserve(row.actions.size() + transfers.size());
+  size_t next = 0;
+  for (const Transfer& transfer : transfers) {
+    while (next < row.actions.size() && timeline.spans[begin + next].start < transfer.time) {
+      next += append_compute(row, next, steps);
     }
-  };
-  for (const Transfer& transfer : transfers_in_order(schedule, timeline)) {
-    const int32_t from = transfer.receive.peer;
-    const int32_t to = transfer.send.peer;
-    compute_until(from, transfer.time);
-    compute_until(to, transfer.time);
-    programs[static_cast<size_t>(from)].steps.push_back(transfer.send);
-    programs[static_cast<size_t>(to)].steps.push_back(transfer.receive);
+    steps.push_back(transfer.step);
   }
-  for (const Program& program : programs) {
-    compute_until(program.rank, std::numeric_limits<double>::infinity());
-  }
-  return programs;
+  while (next < row.actions.size()) next += append_compute(row, next, steps);
+  return steps;
 }
 
 }  // namespace
 
-std::vector<Program> lower(const Schedule& schedule, Receives receives, int ahead) {
+Lowering::Lowering(const Schedule& schedule, Receives receives, int ahead)
+    : schedule_(&schedule), receives_(receives), ahead_(ahead) {
   MC_REQUIRE(
       ahead >= 0,
       "ahead is {}; it is how many compute actions before its reader a receive stands, 0 at least",
       ahead);
-  return receives == Receives::kAhead ? lower_ahead(schedule, ahead)
-                                      : lower_in_order(schedule, ahead);
+  indices_ = compute_indices(schedule);
+  if (receives == Receives::kInOrder) timeline_ = simulate(schedule, {});
+}
+
+Program Lowering::program(int rank) const {
+  const Schedule& schedule = *schedule_;
+  const ComputeRow row = compute_row(schedule, rank);
+  std::vector<PlacedReceive> receives;
+  std::vector<Transfer> transfers;
+  for (const int32_t peer : peers_of(schedule.placement, rank)) {
+    Channel incoming = channel_between(schedule, indices_, peer, rank);
+    const Channel outgoing = channel_between(schedule, indices_, rank, peer);
+    acknowledge(incoming, outgoing);
+    if (receives_ == Receives::kAhead) {
+      merge_into(receives, place_receives(incoming, peer, row, ahead_),
+                 [](const auto& a, const auto& b) { return a.before < b.before; });
+    } else {
+      merge_into(transfers, transfers_of(schedule, timeline_, incoming, peer, false), goes_before);
+      merge_into(transfers, transfers_of(schedule, timeline_, outgoing, rank, true), goes_before);
+    }
+  }
+  return {.rank = rank,
+          .placement = schedule.placement,
+          .num_microbatches = schedule.num_microbatches,
+          .forward_only = schedule.forward_only,
+          .receives = receives_,
+          .steps = receives_ == Receives::kAhead
+                       ? assemble(row, schedule.placement, receives)
+                       : assemble_in_order(schedule, timeline_, rank, transfers),
+          .ahead = ahead_};
+}
+
+std::vector<Program> lower(const Schedule& schedule, Receives receives, int ahead) {
+  const Lowering lowering(schedule, receives, ahead);
+  std::vector<Program> programs;
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank)
+    programs.push_back(lowering.program(rank));
+  return programs;
 }
 
 Program forward_only(const Program& program) {
-  const Schedule schedule = {.name = "",
-                             .placement = program.placement,
-                             .num_microbatches = program.num_microbatches,
-                             .actions = {},
-                             .offsets = {}};
-  std::vector<Program> programs = lower(forward_only(schedule), program.receives, program.ahead);
-  return std::move(programs[static_cast<size_t>(program.rank)]);
+  const Schedule schedule = forward_only(Schedule{.name = "",
+                                                  .placement = program.placement,
+                                                  .num_microbatches = program.num_microbatches,
+                                                  .actions = {},
+                                                  .offsets = {}});
+  return Lowering(schedule, program.receives, program.ahead).program(program.rank);
 }
 
 std::string to_text(const Program& program) {

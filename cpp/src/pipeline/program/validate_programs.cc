@@ -1,12 +1,12 @@
 #include "megacore/pipeline/program/validate_programs.h"
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 #include "dependencies.h"
 #include "megacore/base/check.h"
 #include "megacore/pipeline/validate.h"
+#include "program/deadlock.h"
 #include "program/messages.h"
 #include "program/program_errors.h"
 
@@ -15,25 +15,39 @@ namespace {
 
 using base::format_text;
 
-void check_agreement(Programs programs) {
+constexpr const char* kPairsWithNothing =
+    "is marked to overlap with the step after it, which computes nothing";
+
+using Span = std::span<const Program>;
+
+// The program with the index `rank` is that of this rank, for the same pipeline as `model`.
+void check_agreement(const Program& program, int rank, const Program& model) {
+  MC_REQUIRE(program.rank == rank, "program {} is that of rank {}; programs go in rank order", rank,
+             program.rank);
+  MC_REQUIRE(program.placement == model.placement &&
+                 program.num_microbatches == model.num_microbatches &&
+                 program.forward_only == model.forward_only && program.receives == model.receives,
+             "the programs of rank 0 and rank {} differ in placement, number of microbatches, "
+             "forward_only or receives",
+             rank);
+}
+
+void check_agreement(Span programs) {
   MC_REQUIRE(!programs.empty(), "there are no programs; give those of all ranks");
   const Program& model = programs.front();
   MC_REQUIRE(static_cast<int>(programs.size()) == model.placement.num_ranks(),
              "there are {} programs for {} ranks", programs.size(), model.placement.num_ranks());
   for (size_t rank = 0; rank < programs.size(); ++rank) {
-    const Program& program = programs[rank];
-    MC_REQUIRE(program.rank == static_cast<int>(rank),
-               "program {} is that of rank {}; programs go in rank order", rank, program.rank);
-    MC_REQUIRE(program.placement == model.placement &&
-                   program.num_microbatches == model.num_microbatches &&
-                   program.forward_only == model.forward_only && program.receives == model.receives,
-               "the programs of rank 0 and rank {} differ in placement, number of microbatches, "
-               "forward_only or receives",
-               rank);
+    check_agreement(programs[rank], static_cast<int>(rank), model);
   }
 }
 
-Schedule schedule_of(Programs programs) {
+Programs all_of(Span programs) {
+  return {static_cast<int>(programs.size()),
+          [programs](int rank) -> const Program& { return programs[static_cast<size_t>(rank)]; }};
+}
+
+Schedule schedule_of(Span programs) {
   Schedule schedule{.name = "program",
                     .placement = programs.front().placement,
                     .num_microbatches = programs.front().num_microbatches,
@@ -46,8 +60,7 @@ Schedule schedule_of(Programs programs) {
       if (steps[i].starts_pair) {
         const bool pair = i + 1 < steps.size() && is_compute(steps[i + 1].action.kind);
         if (!pair) {
-          refuse_step(programs, program.rank, static_cast<int64_t>(i),
-                      "is marked to overlap with the step after it, which computes nothing");
+          refuse_step(all_of(programs), program.rank, static_cast<int64_t>(i), kPairsWithNothing);
         }
         schedule.overlaps.push_back(static_cast<int64_t>(schedule.actions.size()));
       }
@@ -58,90 +71,119 @@ Schedule schedule_of(Programs programs) {
   return schedule;
 }
 
-// What a channel carries, named by its receives, and where its ends stand in their programs.
-struct Ends {
-  std::vector<Action> sent;
-  std::vector<int64_t> send_positions;
-  // By message sent: how many messages of the opposite channel the sender had read, without a gap.
-  std::vector<int32_t> acknowledgeable;
-  std::vector<Action> received;  // in the order of posting
-  std::vector<int64_t> receive_positions;
-  std::vector<uint8_t> read;  // by index in `received`, while the receiver is scanned
-  size_t num_read = 0;        // how many of the first received are all read
-
-  void mark_read(size_t message) {
-    read[message] = 1;
-    while (num_read < read.size() && read[num_read] != 0) ++num_read;
-  }
-};
-
-using Channels = std::map<std::pair<int32_t, int32_t>, Ends>;  // by (from, to)
-
-// Scans the programs step by step: sends follow what makes them, receives precede what reads them.
-// REQUIRES: the compute actions are a valid schedule.
+// Scans the programs step by step, rank after rank: sends follow what makes them, receives precede
+// what reads them. A message is its value, that of the action that reads it.
+// REQUIRES: the schedule is valid.
 class Scan {
  public:
-  explicit Scan(Programs programs)
-      : programs_(programs),
-        placement_(programs.front().placement),
-        index_(placement_.num_stages(), programs.front().num_microbatches),
-        made_(index_.size(), 0),
-        sent_(index_.size(), 0),
-        posted_(index_.size(), -1) {}
+  Scan(const Schedule& schedule, Receives receives, const Programs& programs)
+      : schedule_(schedule),
+        receives_(receives),
+        programs_(programs),
+        placement_(schedule.placement),
+        index_(schedule.num_stages(), schedule.num_microbatches),
+        made_(index_.num_messages(), 0),
+        sent_(index_.num_messages(), -1),
+        received_(index_.num_messages(), -1),
+        acknowledgeable_(index_.num_messages(), 0),
+        acknowledged_(index_.num_messages(), 0),
+        events_(index_.num_messages()) {
+    MC_REQUIRE(index_.num_messages() < Events::kMaxMessages,
+               "{} stages and {} microbatches are too many to prove their programs",
+               schedule.num_stages(), schedule.num_microbatches);
+  }
 
-  Channels run() && {
-    for (const Program& program : programs_) {
-      for (size_t position = 0; position < program.steps.size(); ++position) {
-        const Place at{program, program.steps[position], static_cast<int64_t>(position)};
-        const ActionKind kind = at.step.action.kind;
-        if (is_compute(kind)) {
-          compute(at);
-        } else if (is_transfer(kind)) {
-          is_send(kind) ? send(at) : receive(at);
-        }
-      }
-    }
-    for (const auto& [ends, channel] : channels_)
-      check_ends_exist(ends.first, ends.second, channel);
-    return std::move(channels_);
+  void run() {
+    for (int rank = 0; rank < schedule_.num_ranks(); ++rank) scan(programs_.of(rank), rank);
+    check_messages();
+    check_deadlock(schedule_, receives_, events_, sent_, programs_);
   }
 
  private:
-  void check_ends_exist(int32_t from, int32_t to, const Ends& channel) const {
-    for (size_t i = 0; i < channel.received.size(); ++i) {
-      if (sent_[index_.of(reader_of(channel.received[i]))] != 0) continue;
-      refuse_step(programs_, to, channel.receive_positions[i],
-                  format_text("has no send: rank {} never sends this message", from));
-    }
-    for (size_t i = 0; i < channel.sent.size(); ++i) {
-      if (posted_[index_.of(reader_of(channel.sent[i]))] >= 0) continue;
-      refuse_step(programs_, from, channel.send_positions[i],
-                  format_text("has no receive on rank {}", to));
-    }
-  }
-
   struct Place {
     const Program& program;
     const ProgramStep& step;
     int64_t position;
   };
 
+  // What the rank that is scanned has exchanged with another so far.
+  struct Peer {
+    int32_t rank;
+    int32_t num_sent = 0;
+    std::vector<uint8_t> read = {};  // by message received, in the order of posting
+    size_t num_read = 0;             // how many of the first received are all read
+
+    void mark_read(size_t message) {
+      read[message] = 1;
+      while (num_read < read.size() && read[num_read] != 0) ++num_read;
+    }
+  };
+
+  Peer& peer(int32_t rank) {
+    for (Peer& known : peers_) {
+      if (known.rank == rank) return known;
+    }
+    return peers_.emplace_back(Peer{.rank = rank});
+  }
+
   void require(bool holds, const Place& at, std::string_view text) const {
     if (!holds) refuse_step(programs_, at.program.rank, at.position, std::string(text));
   }
 
+  void scan(const Program& program, int rank) {
+    check_agreement(program, rank,
+                    {.rank = 0,
+                     .placement = placement_,
+                     .num_microbatches = schedule_.num_microbatches,
+                     .forward_only = schedule_.forward_only,
+                     .receives = receives_,
+                     .steps = {}});
+    peers_.clear();
+    row_ = schedule_.rank_actions(rank);
+    pairs_ = overlap_positions(schedule_, rank);
+    next_ = next_pair_ = 0;
+    for (size_t i = 0; i < program.steps.size(); ++i) {
+      const ProgramStep& step = program.steps[i];
+      const Place at{program, step, static_cast<int64_t>(i)};
+      if (is_compute(step.action.kind)) {
+        if (step.starts_pair) {
+          const bool pair =
+              i + 1 < program.steps.size() && is_compute(program.steps[i + 1].action.kind);
+          require(pair, at, kPairsWithNothing);
+        }
+        compute(at);
+      } else if (is_transfer(step.action.kind)) {
+        is_send(step.action.kind) ? send(at) : receive(at);
+      }
+    }
+    MC_REQUIRE(next_ == row_.size(), "the program of rank {} has {} of the {} actions of its row",
+               rank, next_, row_.size());
+    events_.end_rank();
+    check_recompute(programs_, program);
+  }
+
+  // The next action of the schedule, paired as there.
   void compute(const Place& at) {
     const Action& action = at.step.action;
+    require(next_ < row_.size() && action == row_[next_], at,
+            "is not the action of the schedule at this place");
+    const bool starts_pair =
+        next_pair_ < pairs_.size() && pairs_[next_pair_] == static_cast<int64_t>(next_);
+    require(at.step.starts_pair == starts_pair, at, "overlaps with other actions than scheduled");
+    ++next_;
+    if (starts_pair) ++next_pair_;
+    if (action.kind == ActionKind::kBackwardWeight) return;
+    const size_t value = index_.of(action);
     if (const auto needed = receive_of(action, placement_)) {
-      const int32_t message = posted_[index_.of(reader_of(needed->action))];
-      if (message < 0) {
+      if (received_[value] < 0) {
         require(
             false, at,
             format_text("reads a message, but no {} stands before it", to_text(needed->action)));
       }
-      channels_[{needed->peer, at.program.rank}].mark_read(static_cast<size_t>(message));
+      peer(needed->peer).mark_read(static_cast<size_t>(received_[value]));
+      events_.add(Events::Kind::kWait, value);
     }
-    made_[index_.of(action)] = 1;
+    made_[value] = 1;
   }
 
   // A send or receive must be about a stage of its rank, and about a value that crosses ranks.
@@ -166,87 +208,149 @@ class Scan {
     const Action maker = maker_of(at.step.action);
     check_ends(at, maker);
     require(made_[index_.of(maker)] != 0, at, "stands before the action that makes its message");
-    const Action receive = receive_for(at.step.action, placement_);
-    uint8_t& sent = sent_[index_.of(reader_of(receive))];
-    require(sent == 0, at, "is repeated");
-    sent = 1;
-    Ends& channel = channels_[{at.program.rank, at.step.peer}];
-    channel.sent.push_back(receive);
-    channel.send_positions.push_back(at.position);
-    const Ends& opposite = channels_[{at.step.peer, at.program.rank}];
-    channel.acknowledgeable.push_back(static_cast<int32_t>(opposite.num_read));
+    const size_t message = index_.of(reader_of(receive_for(at.step.action, placement_)));
+    require(sent_[message] < 0, at, "is repeated");
+    Peer& to = peer(at.step.peer);
+    sent_[message] = to.num_sent++;
+    acknowledgeable_[message] = static_cast<int32_t>(to.num_read);
+    events_.add(Events::Kind::kSend, message);
   }
 
   void receive(const Place& at) {
     const Action reader = reader_of(at.step.action);
     check_ends(at, reader);
-    int32_t& posted = posted_[index_.of(reader)];
-    require(posted < 0, at, "is repeated");
-    Ends& channel = channels_[{at.step.peer, at.program.rank}];
-    posted = static_cast<int32_t>(channel.received.size());
-    channel.received.push_back(at.step.action);
-    channel.receive_positions.push_back(at.position);
-    channel.read.push_back(0);
+    const size_t message = index_.of(reader);
+    require(received_[message] < 0, at, "is repeated");
+    Peer& from = peer(at.step.peer);
+    received_[message] = static_cast<int32_t>(from.read.size());
+    acknowledged_[message] = at.step.acknowledged;
+    from.read.push_back(0);
+    events_.add(Events::Kind::kReceive, message);
   }
 
-  Programs programs_;
-  const Placement& placement_;
-  ValueIndex index_;
-  std::vector<uint8_t> made_;  // by value: its action has been scanned
-  std::vector<uint8_t> sent_;  // by value of the reader
-  // By value of the reader: index of its message in its channel, or -1.
-  std::vector<int32_t> posted_;
-  Channels channels_;
-};
+  // ---- both ends of every message ---------------------------------------------------------------
 
-// The first message that the two ends of a channel list differently, or nothing.
-std::optional<size_t> first_difference(const Ends& channel) {
-  const auto differ =
-      std::mismatch(channel.sent.begin(), channel.sent.end(), channel.received.begin());
-  if (differ.first == channel.sent.end()) return std::nullopt;
-  return static_cast<size_t>(differ.first - channel.sent.begin());
-}
+  // The receive of a message, and the send that belongs to it.
+  struct Ends {
+    Action receive;
+    Action send;
+    int32_t to;
+    int32_t from;
+  };
 
-// The ends of every channel list the same messages in the same order.
-void check_channel_order(Programs programs, const Channels& channels) {
-  for (const auto& [ends, channel] : channels) {
-    const auto i = first_difference(channel);
-    if (!i) continue;
-    const auto [from, to] = ends;
-    const int64_t position = channel.send_positions[*i];
-    refuse(programs, {{from, position}, {to, channel.receive_positions[*i]}},
+  Ends ends_of(size_t message) const {
+    const auto m = static_cast<size_t>(schedule_.num_microbatches);
+    const size_t row = message / m;
+    const auto num_stages = static_cast<size_t>(schedule_.num_stages());
+    const bool forward = row < num_stages;
+    const Action reader = {static_cast<int32_t>(row % num_stages),
+                           forward ? ActionKind::kForward : ActionKind::kBackward,
+                           static_cast<int32_t>(message % m)};
+    const ProgramStep receive = receive_of(reader, placement_).value();
+    const int sender = forward ? placement_.previous(reader.stage) : placement_.next(reader.stage);
+    return {.receive = receive.action,
+            .send = {sender, forward ? ActionKind::kSendForward : ActionKind::kSendBackward,
+                     reader.microbatch},
+            .to = placement_.rank_of(reader.stage),
+            .from = receive.peer};
+  }
+
+  int64_t position_of(const Action& action, int32_t rank) const {
+    const auto& steps = programs_.of(rank).steps;
+    const auto found = std::find_if(steps.begin(), steps.end(),
+                                    [&](const ProgramStep& s) { return s.action == action; });
+    return found - steps.begin();
+  }
+
+  // Every message has both ends, which list the messages of their channel in the same order.
+  void check_messages() const {
+    for (size_t message = 0; message < sent_.size(); ++message) {
+      if (sent_[message] >= 0 && received_[message] >= 0) continue;
+      if (sent_[message] == received_[message]) continue;  // stays on its rank
+      refuse_end(ends_of(message), received_[message] < 0);
+    }
+    for (size_t message = 0; message < sent_.size(); ++message) {
+      if (sent_[message] != received_[message]) refuse_order(message);
+    }
+    for (size_t message = 0; message < sent_.size(); ++message) {
+      const int32_t claimed = acknowledged_[message];
+      if (claimed >= 0 && claimed <= acknowledgeable_[message]) continue;
+      const Ends ends = ends_of(message);
+      refuse_step(
+          programs_, ends.to, position_of(ends.receive, ends.to),
+          format_text("acknowledges {} sends, but when it is sent only {} of them have been read",
+                      claimed, acknowledgeable_[message]));
+    }
+  }
+
+  [[noreturn]] void refuse_end(const Ends& ends, bool is_sent) const {
+    if (is_sent) {
+      refuse_step(programs_, ends.from, position_of(ends.send, ends.from),
+                  format_text("has no receive on rank {}", ends.to));
+    }
+    refuse_step(programs_, ends.to, position_of(ends.receive, ends.to),
+                format_text("has no send: rank {} never sends this message", ends.from));
+  }
+
+  // Names the first message that the two ends of the channel list differently.
+  [[noreturn]] void refuse_order(size_t message) const {
+    const auto [receive, send, to, from] = ends_of(message);
+    const auto is_of_channel = [&](const ProgramStep& step, bool sends, int32_t peer) {
+      const ActionKind kind = step.action.kind;
+      return step.peer == peer && (sends ? is_send(kind) : is_recv(kind));
+    };
+    const auto list = [&](int32_t rank, bool sends, int32_t peer) {
+      std::vector<std::pair<int64_t, Action>> transfers;
+      const auto& steps = programs_.of(rank).steps;
+      for (size_t i = 0; i < steps.size(); ++i) {
+        if (is_of_channel(steps[i], sends, peer)) {
+          transfers.emplace_back(static_cast<int64_t>(i), steps[i].action);
+        }
+      }
+      return transfers;
+    };
+    const auto sent = list(from, true, to);
+    const auto received = list(to, false, from);
+    size_t i = 0;
+    while (receive_for(sent[i].second, placement_) == received[i].second) ++i;
+    refuse(programs_, {{from, sent[i].first}, {to, received[i].first}},
            format_text(
                "from rank {} to rank {}, message {} is sent as {} but received as {}: a channel "
                "must be received in the order of sending",
-               from, to, *i,
-               to_text(
-                   programs[static_cast<size_t>(from)].steps[static_cast<size_t>(position)].action),
-               to_text(channel.received[*i])));
+               from, to, i, to_text(sent[i].second), to_text(received[i].second)));
   }
-}
 
-void check_acknowledged(Programs programs, int32_t to, const Ends& channel) {
-  for (size_t i = 0; i < channel.received.size(); ++i) {
-    const auto position = static_cast<size_t>(channel.receive_positions[i]);
-    const int32_t claimed = programs[static_cast<size_t>(to)].steps[position].acknowledged;
-    if (claimed >= 0 && claimed <= channel.acknowledgeable[i]) continue;
-    refuse_step(
-        programs, to, channel.receive_positions[i],
-        format_text("acknowledges {} sends, but when it is sent only {} of them have been read",
-                    claimed, channel.acknowledgeable[i]));
-  }
-}
+  const Schedule& schedule_;
+  Receives receives_;
+  const Programs& programs_;
+  const Placement& placement_;
+  ValueIndex index_;
+  std::vector<uint8_t> made_;             // by value: its action has been scanned
+  std::vector<int32_t> sent_;             // by message: its index in the order of sending, or -1
+  std::vector<int32_t> received_;         // by message: its index in the order of posting, or -1
+  std::vector<int32_t> acknowledgeable_;  // by message: the opposite ones that its sender had read
+  std::vector<int32_t> acknowledged_;     // by message
+  Events events_;
+  // Of the rank that is scanned:
+  std::vector<Peer> peers_;
+  std::span<const Action> row_;
+  std::vector<int64_t> pairs_;
+  size_t next_ = 0;       // in row_
+  size_t next_pair_ = 0;  // in pairs_
+};
 
 }  // namespace
 
+void validate_programs(const Schedule& schedule, Receives receives, const ProgramOf& program_of) {
+  const Programs programs(schedule.num_ranks(), program_of);
+  Scan(schedule, receives, programs).run();
+}
+
 void validate_programs(std::span<const Program> programs) {
   check_agreement(programs);
-  validate(schedule_of(programs));
-  const Channels channels = Scan(programs).run();
-  check_channel_order(programs, channels);
-  for (const auto& [ends, channel] : channels) check_acknowledged(programs, ends.second, channel);
-  check_recompute(programs);
-  check_deadlock(programs);
+  const Schedule schedule = schedule_of(programs);
+  validate(schedule);
+  Scan(schedule, programs.front().receives, all_of(programs)).run();
 }
 
 }  // namespace megacore::pipeline

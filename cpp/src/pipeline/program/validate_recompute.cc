@@ -11,9 +11,9 @@ namespace {
 // Walks one rank's program and follows the activations of every stage and microbatch.
 class ActivationWalk {
  public:
-  ActivationWalk(Programs programs, int rank)
+  ActivationWalk(const Programs& programs, const Program& program)
       : programs_(programs),
-        program_(programs[static_cast<size_t>(rank)]),
+        program_(program),
         pairs_(program_),
         state_(pairs_.size(), State::kAbsent) {}
 
@@ -66,7 +66,7 @@ class ActivationWalk {
     return action.microbatch >= begin && action.microbatch < end;
   }
 
-  Programs programs_;
+  const Programs& programs_;
   const Program& program_;
   PairIndex pairs_;
   std::vector<State> state_;
@@ -75,10 +75,8 @@ class ActivationWalk {
 
 }  // namespace
 
-void check_recompute(Programs programs) {
-  for (size_t rank = 0; rank < programs.size(); ++rank) {
-    ActivationWalk(programs, static_cast<int>(rank)).check();
-  }
+void check_recompute(const Programs& programs, const Program& program) {
+  ActivationWalk(programs, program).check();
 }
 
 }  // namespace megacore::pipeline

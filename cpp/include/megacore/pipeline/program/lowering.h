@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "megacore/pipeline/schedule.h"
+#include "megacore/pipeline/simulate.h"
 
 namespace megacore::pipeline {
 
@@ -61,10 +62,27 @@ struct Program {
   friend bool operator==(const Program&, const Program&) = default;
 };
 
-// One program per rank. A send directly follows the action that makes its message. Ahead, a receive
-// stands where a channel's order asks for it even earlier than described above; `ahead` 0 places it
-// directly before its reader where that order permits. O(actions), in order O(actions log actions).
-// Throws std::invalid_argument for a negative `ahead`. REQUIRES: validate(schedule) passes.
+// Makes the program of one rank without those of the others. A send directly follows the action
+// that makes its message. Ahead, a receive stands where a channel's order asks for it even earlier
+// than described above; `ahead` 0 places it directly before its reader where that order permits.
+class Lowering {
+ public:
+  // O(actions). Throws std::invalid_argument for a negative `ahead`.
+  // REQUIRES: validate(schedule) passes; the schedule outlives this.
+  explicit Lowering(const Schedule& schedule, Receives receives = Receives::kAhead, int ahead = 1);
+
+  // O(actions of the rank and of those it exchanges messages with).
+  Program program(int rank) const;
+
+ private:
+  const Schedule* schedule_;
+  Receives receives_;
+  int ahead_;
+  std::vector<int32_t> indices_;  // by value: index of its action in its rank
+  Timeline timeline_ = {};        // of receives in order
+};
+
+// The programs of all ranks. O(actions).
 std::vector<Program> lower(const Schedule& schedule,
                            Receives receives = Receives::kAhead,
                            int ahead = 1);

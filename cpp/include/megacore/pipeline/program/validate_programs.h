@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include <functional>
 #include <span>
 
 #include "megacore/pipeline/program/lowering.h"
@@ -24,5 +25,14 @@ namespace megacore::pipeline {
 // Throws std::invalid_argument that names rank, position and action and shows the programs as a
 // table. O(steps).
 void validate_programs(std::span<const Program> programs);
+
+// Gives the program of a rank; valid until the next call.
+using ProgramOf = std::function<const Program&(int rank)>;
+
+// The same checks of the programs that were made of a schedule, each asked for once, in rank order,
+// so that no two need to exist at a time: the compute actions must be those of the schedule. Keeps
+// some bytes per step.
+// REQUIRES: validate(schedule) passes; `program_of` gives equal programs each time it is asked.
+void validate_programs(const Schedule& schedule, Receives receives, const ProgramOf& program_of);
 
 }  // namespace megacore::pipeline
