@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -66,9 +66,19 @@ class Track:
         self.machine = StateMachine(program)
         self.peers = program.peers
         self.acknowledged = program.acknowledged
-        self.pair_starts = frozenset(program.overlaps)
-        self.with_weights = _with_weights(program)
         self.stages_per_chain = program.num_stages // program.num_chains
+
+    @cached_property
+    def pairs(self) -> dict[int, tuple[Action, Action]]:
+        """The pairs of actions that run in turns, by the position of the first."""
+        overlaps = self.program.overlaps
+        actions = self.program.actions if overlaps else []
+        return {position: (actions[position], actions[position + 1]) for position in overlaps}
+
+    @cached_property
+    def with_weights(self) -> frozenset[tuple[int, int]]:
+        """Stage and microbatch of each I that its own W follows."""
+        return _with_weights(self.program)
 
     def is_first(self, stage: int) -> bool:
         """Check if a stage is the first of its chain, without input from another stage."""
@@ -142,7 +152,7 @@ class Step:
         machine = self._track.machine
         machine.reset()
         while (action := machine.next()) is not None:
-            if self._turns is not None and machine.position in self._track.pair_starts:
+            if self._turns is not None and machine.position in self._track.pairs:
                 self._run_pair(self._turns, handlers)
                 continue
             machine.start(action)
@@ -160,7 +170,7 @@ class Step:
     ) -> None:
         """Run a forward and the backward behind it in turns."""
         machine = self._track.machine
-        actions = self._track.program.actions[machine.position : machine.position + 2]
+        actions = self._track.pairs[machine.position]
         machine.start(actions[0])
         turns.run(*(partial(self._handle, handlers, action) for action in actions))
         machine.complete(actions[0])

@@ -10,6 +10,7 @@ covered.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from torch import nn
 
@@ -111,9 +112,6 @@ class PipelineExecutor:
                 f"{group.name} has {group.ranks}"
             )
         self._track = Track(program)
-        self._forward_track = self._track
-        if not program.is_forward_only:
-            self._forward_track = Track(program.forward_only())
         self._recorder = recorder
         self._clock = clock
         self._turns = Turns() if overlap_pairs else None
@@ -128,6 +126,11 @@ class PipelineExecutor:
         )
         if self._transport.mailbox is None:
             connect(self._transport, {peer for peer in program.peers if peer >= 0})
+
+    @cached_property
+    def _forward_track(self) -> Track:
+        program = self._track.program
+        return self._track if program.is_forward_only else Track(program.forward_only())
 
     def run(
         self,
