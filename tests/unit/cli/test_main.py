@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import subprocess
 import sys
@@ -53,6 +54,18 @@ def test_help_and_version_work_as_words(capsys: pytest.CaptureFixture[str]) -> N
         said = capsys.readouterr().out
         assert main(options) == 0
         assert capsys.readouterr().out == said
+
+
+def test_train_says_on_a_terminal_that_it_starts(
+    demo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["train", str(demo), "--nproc", "3"]  # 4 ranks are needed
+    assert main(command) == 2
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(command) == 2
+    assert capsys.readouterr().out == f"starting  {demo}\n"
+    assert gc.isenabled()
 
 
 def test_help_names_no_default_of_a_required_option(capsys: pytest.CaptureFixture[str]) -> None:
