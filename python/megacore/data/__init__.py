@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from megacore.data.dataset import (
-    Dataset,
-    SampleOrder,
-    microbatch,
-    num_microbatches,
-    unigram_entropy,
-)
+from typing import TYPE_CHECKING, Any
+
 from megacore.data.indexed import IndexedTokens, read_indexed, write_indexed
-from megacore.data.loading import TrainingData, load_data
 from megacore.data.sample import Sample, Samples
 from megacore.data.sources import load_tokens
 from megacore.data.stream import TokenRange, TokenSource
 from megacore.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from megacore.data.dataset import (
+        Dataset,
+        SampleOrder,
+        microbatch,
+        num_microbatches,
+        unigram_entropy,
+    )
+    from megacore.data.loading import TrainingData, load_data
 
 __all__ = [
     "ByteTokenizer",
@@ -37,3 +41,16 @@ __all__ = [
     "unigram_entropy",
     "write_indexed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Processes that tokenize need no torch, which takes longer to import than a shard.
+    if name in ("TrainingData", "load_data"):
+        from megacore.data import loading
+
+        return getattr(loading, name)
+    if name in ("Dataset", "SampleOrder", "microbatch", "num_microbatches", "unigram_entropy"):
+        from megacore.data import dataset
+
+        return getattr(dataset, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -130,7 +130,7 @@ def prepare(
     ]
     dtype = token_dtype(load_tokenizer(options.tokenizer).vocab_size)
     parts = prefix.with_name(prefix.name + ".parts")
-    _start_parts(parts, files, options)
+    _start_parts(parts, files, options, len(shards))
     missing = [number for number in range(len(shards)) if not _facts_path(parts, number).is_file()]
     if workers is None:
         size = sum(path.stat().st_size for path in files)
@@ -353,10 +353,13 @@ def preparation_facts(options: PrepareOptions) -> dict[str, object]:
     }
 
 
-def _start_parts(parts: Path, files: Sequence[Path], options: PrepareOptions) -> None:
-    """Create the folder of parts; discard parts of other files or options."""
+def _start_parts(
+    parts: Path, files: Sequence[Path], options: PrepareOptions, num_shards: int
+) -> None:
+    """Create the folder of parts; discard parts of other files, options or shards."""
     parts.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"files": [file_facts(path) for path in files], **preparation_facts(options)})
+    facts = {"files": [file_facts(path) for path in files], "num_shards": num_shards}
+    text = json.dumps({**facts, **preparation_facts(options)})
     path = parts / "facts.json"
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         remove_partial(parts)

@@ -14,6 +14,9 @@ from megacore.errors import DataError
 
 FileKind = Literal["text", "jsonl", "parquet"]
 SHARD_BYTES = 32 << 20
+# Small files of lines are cut into smaller shards, so that all workers end at about the same time.
+_SMALL_SHARD_BYTES = 1 << 20
+_SHARDS_PER_FILE = 256
 # Text is encoded in blocks of whole lines of about this size.
 BLOCK_BYTES = 64 << 10
 _SUFFIXES: dict[str, FileKind] = {
@@ -105,6 +108,8 @@ def shards_of(path: Path, kind: FileKind) -> list[Shard]:
         count, step = _open_parquet(path).metadata.num_row_groups, 1
     else:
         count, step = path.stat().st_size, SHARD_BYTES
+        if kind == "jsonl":
+            step = min(step, max(_SMALL_SHARD_BYTES, count // _SHARDS_PER_FILE))
         _check_encoding(path)
     if count == 0:
         raise DataError(f"data file {path} is empty")

@@ -16,6 +16,7 @@ from megacore.data import ByteTokenizer, load_data, read_indexed, write_indexed
 from megacore.data import loading as loading_module
 from megacore.data import records as records_module
 from megacore.data.prepare import PrepareOptions, prepare
+from megacore.data.records import shards_of
 from megacore.errors import DataError
 
 SEPARATOR = "\n\n"
@@ -128,6 +129,36 @@ def test_other_options_start_anew(tmp_path: Path) -> None:
         prepare([path], tmp_path / "x", PrepareOptions(), progress=stop)
     prepare([path], tmp_path / "x", PrepareOptions(field="body"))
     assert _documents(tmp_path / "x") == ["two" + SEPARATOR]
+
+
+def test_parts_of_other_shards_are_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"document {n}" for n in range(60)]
+    path = _jsonl(tmp_path / "a.jsonl", texts)
+
+    def stop(finished: int, total: int) -> None:
+        if 2 * finished > total:
+            raise KeyboardInterrupt
+
+    for size in (300, 200):
+        monkeypatch.setattr(records_module, "SHARD_BYTES", size)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([path], tmp_path / "x", PrepareOptions(), workers=1, progress=stop)
+    monkeypatch.undo()
+    prepare([path], tmp_path / "x", PrepareOptions(), workers=1)
+    assert _documents(tmp_path / "x") == [text + SEPARATOR for text in texts]
+
+
+def test_a_small_file_of_lines_has_work_for_several_processes(tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "a.jsonl", ["x" * 1000] * 4000)
+    assert len(shards_of(path, "jsonl")) == 4
+    assert len(shards_of(path, "text")) == 1
+
+
+def test_processes_that_tokenize_do_not_import_torch() -> None:
+    code = "import sys, megacore.data.prepare; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 BAD = [
