@@ -50,13 +50,14 @@ U16_VOCAB_LIMIT = 65_500
 # Copied to memory, so a small index must not claim a multiple of the file.
 MAX_SHARING = 8
 MAX_VOCAB = 1 << 31
-# Reads map up to 400 kB each: few enough for 50 MB, and so many that unmapping costs nothing.
-READS_BEFORE_RELEASE = 128
+# A read maps up to 1 MB: few enough for 40 MB, and so many that unmapping costs nothing.
+READS_BEFORE_RELEASE = 32
 
 
 def release_pages(*arrays: NDArray[Any] | None) -> None:
-    """Unmap the read pages of mapped arrays; the next read maps them again."""
-    for mapped in arrays:
+    """Unmap the read pages of the files of mapped arrays; the next read maps them again."""
+    for view in arrays:
+        mapped = view if view is None or isinstance(view, np.memmap) else view.base
         if isinstance(mapped, np.memmap):
             mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
@@ -86,13 +87,17 @@ class IndexedTokens:
     in_order: bool
     stored_mask: NDArray[np.uint8] | None = None
 
-    def note_read(self) -> None:
+    def note_read(self, *others: NDArray[Any]) -> None:
         """Unmap read pages now and then; the system keeps them in its cache as long as it can.
 
         Otherwise they would count as memory of the process until the whole file does.
+
+        Args:
+            others: Mapped arrays that are read as often.
         """
         if next(self._num_reads) % READS_BEFORE_RELEASE == 0:
-            release_pages(self.stored, self.stored_mask)
+            # The other arrays of the index are views of the same file as the lengths.
+            release_pages(self.stored, self.stored_mask, self.lengths, *others)
 
     @functools.cached_property
     def _num_reads(self) -> Iterator[int]:
@@ -213,6 +218,7 @@ def read_indexed(prefix: str | Path) -> IndexedTokens:
             f"{file_bytes:,}; sequences may share tokens up to {MAX_SHARING} times: the index "
             f"is damaged, write or copy it again"
         )
+    release_pages(lengths)
     return IndexedTokens(
         prefix=prefix,
         stored=stored,

@@ -241,8 +241,8 @@ class MegatronDataset:
             DataError: If a token is not in the vocabulary, or ``number`` is past the end.
         """
         check_not_ended(self.name, number, len(self))
-        self._indexed.note_read()
         ends = self._index.ends
+        self._indexed.note_read(ends, self._index.documents, self._index.shuffle)
         start = int(self._index.shuffle[number]) * self._seq_length
         stop = start + self._seq_length + 1
         at = int(np.searchsorted(ends, start, side="right")) - 1

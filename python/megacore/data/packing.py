@@ -13,24 +13,47 @@ Source:
 
 from __future__ import annotations
 
-import itertools
+import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.cache import built_once, file_facts
 from megacore.data.dataset import mixed_seed, permute
-from megacore.data.indexed import READS_BEFORE_RELEASE, release_pages
 from megacore.data.sample import Sample, Window, sample_of_window
 from megacore.data.stream import TokenRange
 from megacore.errors import DataError
 
 
+class ArrayFile:
+    """One-dimensional array in an ``.npy`` file, of which slices are read.
+
+    A mapped file would count as memory of the process: a read of it maps up to 2 MB.
+    """
+
+    def __init__(self, path: Path) -> None:
+        array = np.load(path, mmap_mode="r")
+        self._dtype, self._offset, self._size = array.dtype, array.offset, len(array)
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        begin, end, _ = part.indices(self._size)
+        width = self._dtype.itemsize
+        raw = os.pread(self._file, (end - begin) * width, self._offset + begin * width)
+        return np.frombuffer(raw, dtype=self._dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Pieces of documents by sample.
+    """Pieces of documents by sample, in memory or in files.
 
     Attributes:
         starts: Position of the first token of each piece, samples one after the other, int64.
@@ -39,10 +62,21 @@ class Packing:
         rows: First piece of each sample, and the number of pieces at the end, int64.
     """
 
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int32]
-    continued: NDArray[np.bool_]
-    rows: NDArray[np.int64]
+    starts: NDArray[np.int64] | ArrayFile
+    lengths: NDArray[np.int32] | ArrayFile
+    continued: NDArray[np.bool_] | ArrayFile
+    rows: NDArray[np.int64] | ArrayFile
+
+    @property
+    def num_rows(self) -> int:
+        """Number of samples."""
+        return len(self.rows) - 1
+
+    def pieces(self, row: int) -> list[tuple[int, int, bool]]:
+        """Return start, length, and whether it continues a document, of the pieces of a sample."""
+        part = slice(*self.rows[row : row + 2].tolist())
+        columns = (self.starts, self.lengths, self.continued)
+        return list(zip(*(column[part].tolist() for column in columns), strict=True))
 
 
 def build_packing(
@@ -65,22 +99,39 @@ def build_packing(
     """
     sizes = np.diff(document_starts, append=num_tokens)
     counts = np.where(sizes > seq_length + 1, -(-(sizes - 1) // seq_length), sizes > 0)
-    which = np.repeat(np.arange(len(sizes)), counts)
-    number = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = number * seq_length
-    lengths = np.minimum(seq_length + 1, sizes[which] - offsets).astype(np.int32)
-    random = np.random.RandomState(seed % (1 << 32)).permutation(len(lengths))
-    by_length = np.argsort(-lengths[random], kind="stable")
-    order = random[by_length]
-    rows = _best_fit(lengths[order], seq_length + 1)
-    by_row = np.lexsort((by_length, rows))
-    order = order[by_row]
+    ends = np.cumsum(counts)
+    num_pieces = int(ends[-1])
+    # There may be many more pieces than documents, so few arrays of them are held at once.
+    lengths = np.full(num_pieces, seq_length + 1, dtype=np.int32)
+    lengths[ends[counts > 0] - 1] = (sizes - (counts - 1) * seq_length)[counts > 0]
+    order, rows = _ordered(lengths, seq_length + 1, seed)
+    starts = np.arange(num_pieces) * seq_length
+    starts += np.repeat(document_starts - (ends - counts) * seq_length, counts)
+    continued = np.ones(num_pieces, dtype=np.bool_)
+    continued[(ends - counts)[counts > 0]] = False
     return Packing(
-        starts=document_starts[which[order]] + offsets[order],
-        lengths=lengths[order],
-        continued=number[order] > 0,
-        rows=np.concatenate(([0], np.cumsum(np.bincount(rows)))),
+        starts=starts[order], lengths=lengths[order], continued=continued[order], rows=rows
     )
+
+
+def _ordered(
+    lengths: NDArray[np.int32], capacity: int, seed: int
+) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+    """Return the pieces by sample, and the first of each sample and their number at the end."""
+    dtype = np.int32 if len(lengths) < 1 << 31 else np.int64
+    random = np.arange(len(lengths), dtype=dtype)
+    np.random.RandomState(seed % (1 << 32)).shuffle(random)
+    is_full = lengths[random] == capacity
+    full, rest = random[is_full], random[~is_full]
+    del random, is_full
+    by_length = np.argsort(-lengths[rest], kind="stable")
+    order = rest[by_length]
+    rows = _best_fit(lengths[order], capacity)
+    order = order[np.lexsort((by_length, rows))]
+    # Full pieces are the longest, each a sample of its own.
+    sizes = np.concatenate((np.ones(len(full) + 1, dtype=np.int64), np.bincount(rows)))
+    sizes[0] = 0
+    return np.concatenate((full, order)), np.cumsum(sizes, out=sizes)
 
 
 def _best_fit(lengths: NDArray[np.int32], capacity: int) -> NDArray[np.int64]:
@@ -138,7 +189,7 @@ class PackedDataset:
         seq_length: Number of predicted tokens per sample.
         seed: Seed of packing and order.
         vocab_size: Every token read must be in ``[0, vocab_size)``.
-        cache: Folder of the packing of token files, which the first process builds and all map.
+        cache: Folder of the packing of token files, which the first process builds and all read.
         reshuffle: A new order in every epoch.
         document_mask: No document predicts the first token of the next one.
 
@@ -170,8 +221,7 @@ class PackedDataset:
         self._seed, self._reshuffle = seed, reshuffle
         self._document_mask = document_mask
         self.packing = self._packed(cache)
-        self.num_rows = len(self.packing.rows) - 1
-        self._num_reads = itertools.count()
+        self.num_rows = self.packing.num_rows
 
     def sample(self, number: int) -> Sample:
         """Return sample ``number`` >= 0.
@@ -186,19 +236,15 @@ class PackedDataset:
         tokens = np.zeros(size, dtype=np.int64)
         counted = np.zeros(size, dtype=np.bool_)
         starts, at = [], 0
-        for piece in range(*self.packing.rows[row : row + 2].tolist()):
-            start, length = int(self.packing.starts[piece]), int(self.packing.lengths[piece])
+        for start, length, is_continued in self.packing.pieces(row):
             self.tokens.check(start, length, vocab_size=self._vocab_size, name=self.name)
             window = self.tokens.window(start, length)
             tokens[at : at + length] = window.tokens
             counted[at : at + length] = True if window.counted is None else window.counted
             # Predicted at the end of the piece before it.
-            counted[at] &= not self.packing.continued[piece]
+            counted[at] &= not is_continued
             starts.append(at)
             at += length
-        if next(self._num_reads) % READS_BEFORE_RELEASE == 0:
-            packing = self.packing
-            release_pages(packing.rows, packing.starts, packing.lengths, packing.continued)
         if at < size:  # padding is a document of its own
             starts.append(at)
         window = Window(tokens=tokens, starts=starts, counted=counted)
@@ -235,4 +281,4 @@ class PackedDataset:
         }
         folder = built_once(cache, "packing", facts, build)
         fields = Packing.__dataclass_fields__
-        return Packing(**{n: np.load(folder / f"{n}.npy", mmap_mode="r") for n in fields})
+        return Packing(**{name: ArrayFile(folder / f"{name}.npy") for name in fields})

@@ -79,12 +79,16 @@ class TokenRange:
         first = self.begin + start
         mask = self.source.loss_mask
         borders = self.source.document_starts
-        from_, to = bisect_left(borders, first), bisect_left(borders, first + count)
+        starts = []
+        for number in range(bisect_left(borders, first), len(borders)):
+            if (border := borders[number]) >= first + count:
+                break
+            starts.append(border - first)
         if self.source.indexed is not None:
             self.source.indexed.note_read()
         return Window(
             tokens=self.source.tokens[first : first + count].astype(np.int64),
-            starts=[position - first for position in borders[from_:to]],
+            starts=starts,
             counted=None if mask is None else mask[first : first + count] != 0,
         )
 
