@@ -30,7 +30,6 @@ from _common import finish, header, options, take_turns
 from megacore.config import Config, resolve
 from megacore.data import read_indexed
 from megacore.data.indexed import IndexWriter
-from megacore.data.prepare import PrepareOptions, prepare
 from megacore.parallel.batch import Microbatch
 from megacore.train.trainer import Trainer, build_trainer
 
@@ -81,20 +80,30 @@ def bench_prepare(folder: Path, megabytes: int, rounds: int, workers: int) -> li
     )
     tokenizer.train_from_iterator(texts[:2000], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    options = PrepareOptions(tokenizer=str(folder / "tokenizer.json"))
+    name = str(folder / "tokenizer.json")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     os.environ["RAYON_NUM_THREADS"] = str(workers)
+    tiny = folder / "tiny.jsonl"
+    tiny.write_text(json.dumps({"text": "one line"}) + "\n")
+
+    def command(source: Path, prefix: Path) -> None:
+        line = [sys.executable, "-m", "megacore", "data", "prepare", str(source), "-o", str(prefix)]
+        line += ["--tokenizer", name, "--workers", str(workers)]
+        subprocess.run(line, check=True, capture_output=True)
 
     def ours() -> None:
-        prepare([path], folder / "out", options, workers=workers)
+        command(path, folder / "out")
+
+    def start() -> None:
+        command(tiny, folder / "tiny")
 
     def library() -> None:
         # Loaded in every round, as prepare does, with an empty cache of words.
-        tokenizer = Tokenizer.from_file(options.tokenizer)
+        tokenizer = Tokenizer.from_file(name)
         for begin in range(0, len(texts), 1000):
             tokenizer.encode_batch_fast(texts[begin : begin + 1000], add_special_tokens=False)
 
-    busy: dict[str, list[float]] = {"ours": [], "library": []}
+    busy: dict[str, list[float]] = {"ours": [], "library": [], "start": []}
 
     def measured(run: Callable[[], None]) -> Callable[[], None]:
         def timed() -> None:
@@ -104,24 +113,27 @@ def bench_prepare(folder: Path, megabytes: int, rounds: int, workers: int) -> li
 
         return timed
 
-    contenders = {run.__name__: measured(run) for run in (ours, library)}
+    contenders = {run.__name__: measured(run) for run in (ours, library, start)}
     times = take_turns(contenders, rounds=rounds, warmup=1)
     num_tokens = read_indexed(folder / "out").num_tokens
     rows = [
         f"{megabytes} MB of JSON lines, {num_tokens:,} tokens, {workers} cores, median of {rounds}",
         f"{'':<50}{'tokens/s':>12}{'tokens per CPU s':>20}",
     ]
-    for name, text in {
-        "ours": "megacore data prepare (reads, tokenizes, writes)",
+    for key, text in {
+        "ours": "megacore data prepare (starts, reads, writes)",
         "library": "encode_batch_fast on text in memory",
     }.items():
-        speeds = [num_tokens / statistics.median(x[name][-rounds:]) for x in (times, busy)]
+        speeds = [num_tokens / statistics.median(x[key][-rounds:]) for x in (times, busy)]
         rows.append(f"{text:<50}{speeds[0]:>12,.0f}{speeds[1]:>20,.0f}")
     ratios = [
         statistics.median(b / a for a, b in zip(x["ours"], x["library"], strict=True))
         for x in (times, busy)
     ]
-    return [*rows, f"{'ratio, median of rounds':<50}{ratios[0]:>12.2f}{ratios[1]:>20.2f}"]
+    rows.append(f"{'ratio, median of rounds':<50}{ratios[0]:>12.2f}{ratios[1]:>20.2f}")
+    seconds = [statistics.median(x["start"]) for x in (times, busy)]
+    text = "the command on one line, without workers: seconds"
+    return [*rows, f"{text:<50}{seconds[0]:>12.2f}{seconds[1]:>20.2f}"]
 
 
 def cpu_seconds() -> float:
@@ -150,7 +162,10 @@ def bench_memory(folder: Path, megabytes: int) -> list[str]:
     write_corpus(folder / "large", num_tokens=megabytes * 500_000)
     write_corpus(folder / "small", num_tokens=200_000)
     rows = [f"corpus of {(folder / 'large.bin').stat().st_size / 1e9:.2f} GB", ""]
-    rows.append(f"{'data':<28}{'open s':>8}{'first step s':>14}{'own MB':>10}{'mapped MB':>12}")
+    rows.append(
+        f"{'data':<28}{'open s':>8}{'first step s':>14}{'own MB':>10}{'mapped MB':>12}"
+        f"{'building MB':>14}"
+    )
     best_fit = {"packing": "best_fit", "document_mask": True}
     base: dict[str, Any] = {}
     for name, settings in {
@@ -162,20 +177,27 @@ def bench_memory(folder: Path, megabytes: int) -> list[str]:
         data = {**settings, "source": str(folder / settings["source"])}
         data |= {"cache": str(folder / "cache"), "split": "1,0"}
         command = [sys.executable, __file__, "run", "--settings", json.dumps(data)]
-        for _ in (False, True):  # the second run finds its indices
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found = json.loads(output.splitlines()[-1])
+        building, found = (  # the second run finds its indices
+            json.loads(
+                subprocess.run(
+                    command, check=True, capture_output=True, text=True
+                ).stdout.splitlines()[-1]
+            )
+            for _ in range(2)
+        )
         base = base or found
         own, mapped = (found[key] - base[key] for key in ("own", "mapped"))
+        peak = building["peak"] - base["peak"]
         first = f"{found['open']:>8.2f}{found['first']:>14.2f}"
-        rows.append(f"{name:<28}{first}{own / 1e6:>10.1f}{mapped / 1e6:>12.1f}")
+        rows.append(f"{name:<28}{first}{own / 1e6:>10.1f}{mapped / 1e6:>12.1f}{peak / 1e6:>14.1f}")
     return [
         *rows,
         "",
-        f"one rank, {STEPS} steps of 16 samples of 128 tokens; then memory above that of the same",
-        "run on a small corpus: own, and pages of mapped files, which the system can take back;",
-        "open: until the trainer is built; first step: until its end; indices exist, imports are",
-        "not counted",
+        f"one rank, {STEPS} steps of 16 samples of 128 tokens; the largest memory after a step",
+        "above that of the same run on a small corpus: own, and pages of mapped files, which the",
+        "system can take back; open: until the trainer is built; first step: until its end;",
+        "indices exist, imports are not counted. building: peak of the one rank of a machine",
+        "that builds the indices, own and mapped",
     ]
 
 
@@ -195,13 +217,21 @@ def measure_run(data: dict[str, Any]) -> dict[str, float]:
     start = time.perf_counter()
     trainer = small_trainer(data, steps=STEPS, seq_length=128)
     opened = time.perf_counter() - start
+    own = mapped = 0
     for step in range(STEPS):
         trainer.train_step(step)
         if step == 0:
             first = time.perf_counter() - start
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    own, mapped = (int(status[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile"))
-    return {"open": opened, "first": first, "own": own, "mapped": mapped}
+        used = memory()
+        own, mapped = max(own, used["RssAnon"]), max(mapped, used["RssFile"])
+    return {"open": opened, "first": first, "own": own, "mapped": mapped, "peak": used["VmHWM"]}
+
+
+def memory() -> dict[str, int]:
+    """Bytes of memory of this process: its own, pages of mapped files, and the peak of both."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    return {key: int(status[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile", "VmHWM")}
 
 
 def small_trainer(
@@ -232,31 +262,59 @@ def small_trainer(
 
 
 def bench_step(folder: Path, steps: int) -> list[str]:
+    """Compare steps that prefetch with the same steps on microbatches that exist already."""
     write_corpus(folder / "corpus", num_tokens=50_000_000)
     data = {"source": str(folder / "corpus"), "split": "1,0", "cache": str(folder / "cache")}
-    rows = [f"{'data':<12}{'ms with data':>14}{'ms without':>12}{'ratio':>8}{'waited ms':>11}"]
-    for name, settings in {"stream": {}, "best_fit": {"packing": "best_fit"}}.items():
-        trainer = small_trainer(data | settings, steps=10**6, hidden=64, batch=4)
-        made = trainer._batches(trainer.data.train)(0, 0)
-        with_data: list[float] = []
-        without: list[float] = []
+    rows = [
+        f"{'':<28}{'with data':>19}{'without':>19}{'ratio':>15}{'':>10}",
+        f"{'data':<28}{'CPU ms':>10}{'wall':>9}{'CPU ms':>10}{'wall':>9}{'CPU':>8}{'wall':>7}"
+        f"{'waited':>10}",
+    ]
+    for name, settings in {
+        "stream": {},
+        "best_fit": {"packing": "best_fit"},
+        "best_fit, document_mask": {"packing": "best_fit", "document_mask": True},
+        'order = "megatron"': {"order": "megatron"},
+    }.items():
+        trainer = small_trainer(data | settings, steps=steps, hidden=64, batch=4)
+        batches = trainer._batches(trainer.data.train)
+        made = {step: batches(step, 0) for step in range(steps)}
         waited: list[float] = []
 
-        def synthetic(step: int, number: int, made: Microbatch = made) -> Microbatch:
-            del step, number
-            return made
+        def with_data(step: int, trainer: Trainer = trainer, waited: list[float] = waited) -> None:
+            waited.append(trainer.train_step(step).phases["data"])
 
+        def without(
+            step: int, trainer: Trainer = trainer, made: dict[int, Microbatch] = made
+        ) -> None:
+            trainer.step.train(step, lambda step, _: made[step], lr=trainer.learning_rate(step))
+
+        used: dict[str, list[tuple[float, float]]] = {"with_data": [], "without": []}
         for step in range(steps):
-            found = trainer.train_step(step)
-            with_data.append(found.step_time_s)
-            waited.append(found.phases["data"])
-            without.append(trainer.step.train(step, synthetic, lr=1e-4).step_time_s)
-        times = [1e3 * statistics.quantiles(values, n=4)[0] for values in (with_data, without)]
+            turns = (with_data, without) if step % 2 else (without, with_data)
+            for run in turns:
+                start = time.process_time(), time.perf_counter()
+                run(step)
+                used[run.__name__].append(
+                    (time.process_time() - start[0], time.perf_counter() - start[1])
+                )
+        quartiles = {
+            run: [1e3 * statistics.quantiles(kind, n=4)[0] for kind in zip(*pairs, strict=True)]
+            for run, pairs in used.items()
+        }
+        (cpu, wall), (cpu_without, wall_without) = quartiles.values()
         wait = 1e3 * statistics.quantiles(waited, n=4)[0]
-        ratio = times[0] / times[1]
-        rows.append(f"{name:<12}{times[0]:>14.1f}{times[1]:>12.1f}{ratio:>8.3f}{wait:>11.3f}")
-    note = f"first quartiles of {steps} steps of 4 x 512 tokens each, in turns, on one thread"
-    return [*rows, "", note]
+        rows.append(
+            f"{name:<28}{cpu:>10.2f}{wall:>9.2f}{cpu_without:>10.2f}{wall_without:>9.2f}"
+            f"{cpu / cpu_without:>8.3f}{wall / wall_without:>7.3f}{wait:>10.3f}"
+        )
+    return [
+        *rows,
+        "",
+        f"first quartiles of {steps} steps of 4 x 512 tokens, on one thread; without: the same",
+        "steps on microbatches that were made before, in turns, in one process with one model;",
+        "CPU: of all threads, those that read included",
+    ]
 
 
 if __name__ == "__main__":

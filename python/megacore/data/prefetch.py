@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from threading import Thread
 
 from megacore.parallel.batch import Microbatch
 
 MakeBatch = Callable[[int, int], Microbatch]
+# Work of the thread in its order; ``None`` ends it.
+_Tasks = SimpleQueue[Callable[[], None] | None]
 
 
 class Prefetch:
-    """Source of microbatches that makes those of the next steps ahead, in a thread per step.
+    """Source of microbatches that makes those of the next steps ahead, in one thread.
 
-    A microbatch is a function of its step and number, so nothing depends on the threads, and there
-    is no state to save. An error of a thread is raised where its microbatch is taken.
+    A microbatch is a function of its step and number, so nothing depends on the thread, and there
+    is no state to save. An error of the thread is raised where the microbatch is taken.
 
     Args:
         make: Makes the microbatch of a step and number.
@@ -41,6 +46,7 @@ class Prefetch:
         self._ahead: dict[int, Future[list[Microbatch]]] = {}
         self._step: int | None = None
         self._batches: list[Microbatch] = []
+        self._tasks: _Tasks | None = None
 
     def __call__(self, step: int, number: int) -> Microbatch:
         """Return a microbatch; waits if it is not made yet.
@@ -56,24 +62,38 @@ class Prefetch:
         wanted = range(step, max(step + 1, min(step + 1 + self._depth, self._end)))
         for other in [other for other in self._ahead if other not in wanted]:
             self._ahead.pop(other).cancel()
+        if self._tasks is None:
+            self._tasks = self._start_thread()
         for other in wanted:
             if other not in self._ahead:
-                self._ahead[other] = self._start(other)
+                made = self._ahead[other] = Future()
+                self._tasks.put(
+                    partial(_make_step, made, self._make, other, self._num_microbatches)
+                )
         self._batches = self._ahead.pop(step).result()
         self._step = step
 
-    def _start(self, step: int) -> Future[list[Microbatch]]:
-        made: Future[list[Microbatch]] = Future()
-
-        def make() -> None:
-            if not made.set_running_or_notify_cancel():
-                return
-            try:
-                numbers = range(self._num_microbatches)
-                made.set_result([self._make(step, number) for number in numbers])
-            except BaseException as error:
-                made.set_exception(error)
-
+    def _start_thread(self) -> _Tasks:
+        tasks: _Tasks = SimpleQueue()
         # A daemon, because a read from a dead disk must not keep the process from its end.
-        Thread(target=make, name=f"data of step {step}", daemon=True).start()
-        return made
+        Thread(target=_run_all, args=(tasks,), name="data of the next steps", daemon=True).start()
+        # While it waits, the thread has no reference to this object, and ends with it.
+        weakref.finalize(self, tasks.put, None).atexit = False
+        return tasks
+
+
+def _run_all(tasks: _Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task
+
+
+def _make_step(
+    made: Future[list[Microbatch]], make: MakeBatch, step: int, num_microbatches: int
+) -> None:
+    if not made.set_running_or_notify_cancel():
+        return
+    try:
+        made.set_result([make(step, number) for number in range(num_microbatches)])
+    except BaseException as error:
+        made.set_exception(error)

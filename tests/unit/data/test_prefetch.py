@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,20 @@ def test_a_bounded_number_of_steps_is_made_ahead_and_none_past_the_end() -> None
     assert threading.get_ident() not in make.threads
 
 
+def test_one_thread_makes_all_steps_and_ends_with_its_source() -> None:
+    before = set(threading.enumerate())
+    make = Maker()
+    source = Prefetch(make, num_microbatches=1, end=9)
+    for step in (0, 1, 2, 7, 3):
+        source(step, 0)
+    (thread,) = set(threading.enumerate()) - before
+    assert make.threads == {thread.ident}
+    del source
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
 def test_an_error_of_the_thread_is_raised_in_its_step() -> None:
     source = Prefetch(Maker(bad_step=2), num_microbatches=1, end=9, depth=3)
     source(0, 0)
@@ -111,6 +127,7 @@ def test_a_bad_token_read_ahead_is_named_with_its_file(tmp_path: Path) -> None:
     write_indexed(tmp_path / "x", documents, vocab_size=256)
     trainer = make_trainer(str(tmp_path / "x"))
     trainer.train_step(0)
+    wait(trainer.prefetched[0]._ahead.values())
     tokens = trainer.data.sources["x"].tokens
     with (tmp_path / "x.bin").open("r+b") as file:
         file.write(b"\xff\xff" * len(tokens))
