@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -29,22 +30,60 @@ TIMEOUT_S = 1.5
 FAR_AWAY = dataclasses.replace(Identity.mine(1), pid=77, host="far", space="elsewhere")
 
 
-def beat(store: Store, *, seconds: float, every_s: float) -> None:
-    """Be a healthy rank 1 for a while."""
+WORLD_SIZE = 20  # where some ranks have not arrived yet
+
+
+@dataclasses.dataclass
+class Own:
+    """The only reference to the server of the store, and the monitor of rank 0."""
+
+    server: list[Store]
+    monitor: FailureMonitor
+
+
+def arrive(store: Store, rank: int) -> None:
+    """Be a rank of another machine that starts."""
+    store.set(f"health/who/{rank}", dataclasses.replace(FAR_AWAY, rank=rank).to_json())
+    store.set(f"health/beat/{rank}", "first")
+    number = store.add("health/arrived", 1) - 1
+    store.set(f"health/arrival/{number}", str(rank))
+
+
+def beat(store: Store, *, seconds: float, every_s: float, rank: int = 1) -> None:
+    """Be a healthy rank for a while."""
     deadline = time.monotonic() + seconds
     count = 0
     while time.monotonic() < deadline:
-        store.set("health/beat/1", str(count))
+        store.set(f"health/beat/{rank}", str(count))
         count += 1
         time.sleep(every_s)
 
 
-def goes_silent(store: Store, _server: list[Store]) -> None:
+def goes_silent(store: Store, _own: Own) -> None:
     beat(store, seconds=0.5, every_s=0.2)
     time.sleep(6.0)
 
 
-def is_suspended_with_us(store: Store, _server: list[Store]) -> None:
+def goes_silent_while_others_are_late(store: Store, own: Own) -> None:
+    arrive(store, 15)
+    own.monitor.wait_for_all(timeout_s=100.0)
+
+
+def waits_for_late_ranks(store: Store, own: Own) -> None:
+    def others() -> None:
+        arrive(store, 15)
+        beat(store, seconds=3.0 * TIMEOUT_S, every_s=0.2, rank=15)
+        for rank in range(1, WORLD_SIZE):
+            if rank != 15:
+                arrive(store, rank)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    own.monitor.wait_for_all(timeout_s=100.0)
+    thread.join()
+
+
+def is_suspended_with_us(store: Store, _own: Own) -> None:
     beat(store, seconds=0.5, every_s=0.2)
     time.sleep(0.4 * TIMEOUT_S)  # our watch sees the last beat
     os.kill(os.getpid(), signal.SIGSTOP)  # the fixture wakes us up
@@ -52,32 +91,34 @@ def is_suspended_with_us(store: Store, _server: list[Store]) -> None:
     beat(store, seconds=3.0, every_s=0.2)  # longer than an alarmed watch waits
 
 
-def is_done(store: Store, _server: list[Store]) -> None:
+def is_done(store: Store, _own: Own) -> None:
     beat(store, seconds=0.3, every_s=0.2)
     store.set("health/end/1", "done")
     time.sleep(2.0 * TIMEOUT_S + 2.5)
 
 
-def is_stopped(store: Store, _server: list[Store]) -> None:
+def is_stopped(store: Store, _own: Own) -> None:
     beat(store, seconds=0.3, every_s=0.2)
     store.set("health/end/1", "stopped")
     time.sleep(6.0)
 
 
-def fails_far_from_us(store: Store, _server: list[Store]) -> None:
+def fails_far_from_us(store: Store, _own: Own) -> None:
     record_failure(store, Failure(rank=5, who="rank 5", reason="its fuse blew"))
     record_failure(store, Failure(rank=6, who="rank 6", reason="came too late"))
     beat(store, seconds=6.0, every_s=0.2)
 
 
-def loses_the_store(_store: Store, server: list[Store]) -> None:
-    server.clear()  # the last reference to it
+def loses_the_store(_store: Store, own: Own) -> None:
+    own.server.clear()  # the last reference to it
     time.sleep(8.0)
 
 
-Scene = Callable[[Store, list[Store]], None]
+Scene = Callable[[Store, Own], None]
 SCENES: tuple[Scene, ...] = (
     goes_silent,
+    goes_silent_while_others_are_late,
+    waits_for_late_ranks,
     is_suspended_with_us,
     is_done,
     is_stopped,
@@ -98,9 +139,10 @@ def play(scene: Scene) -> int:
     ]
     address = StoreAddress(host="127.0.0.1", port=port)
     store = PrefixStore(address.prefix, address.connect(timeout_s=10))
+    is_late = "late" in scene.__name__
     context = RankContext(
         rank=0,
-        world_size=2,
+        world_size=WORLD_SIZE if is_late else 2,
         local_rank=0,
         local_world_size=1,
         device=torch.device("cpu"),
@@ -109,14 +151,15 @@ def play(scene: Scene) -> int:
         store=store,
         launched_by="torchrun",
     )
-    store.set("health/who/1", FAR_AWAY.to_json())
     monitor = FailureMonitor(
         context,
         peer_timeout_s=TIMEOUT_S,
         on_end=lambda sentence, code: print(f"{code}: {sentence}", file=sys.stderr, flush=True),
     )
     monitor.start()
-    scene(store, server)
+    if not is_late:
+        arrive(store, 1)
+    scene(store, Own(server, monitor))
     monitor.stop()
     return 0
 
@@ -138,6 +181,17 @@ def test_a_silent_rank_is_reported(jobs: dict[Scene, Job]) -> None:
     assert ended.err.startswith("1: rank 1 (pid 77 on host far) went away: silent for ")
     assert 1.5 <= float(ended.err.split("silent for ")[1].split()[0]) < 4.0
     assert "the network between the hosts may have failed" in ended.err
+
+
+def test_a_silent_rank_is_reported_while_others_are_late(jobs: dict[Scene, Job]) -> None:
+    ended = jobs[goes_silent_while_others_are_late].finish()
+    assert ended.code == 1
+    assert ended.err.startswith("1: rank 15 (pid 77 on host far) went away: silent for ")
+
+
+def test_late_ranks_are_waited_for(jobs: dict[Scene, Job]) -> None:
+    ended = jobs[waits_for_late_ranks].finish()
+    assert (ended.code, ended.err) == (0, "")
 
 
 def test_silence_while_we_were_suspended_ourselves_proves_nothing(jobs: dict[Scene, Job]) -> None:

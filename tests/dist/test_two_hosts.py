@@ -7,11 +7,13 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from megacore.cli import main
+from megacore.launch.store import StoreAddress
 from tests.support.campaigns import representatives
 from tests.support.hosts import Host, Hosts, two_hosts
 from tests.support.jobs import Ended, Job, start_function
@@ -20,6 +22,8 @@ pytestmark = pytest.mark.dist
 
 WORKER = Path(__file__).parents[1] / "support" / "launch_worker.py"
 LIMIT_S = 60.0
+LATE_S = 40  # longer than a connection, or the heartbeat of a rank, is waited for
+PORT = 29711
 
 FAULTS: dict[str, Callable[[Hosts], None]] = {
     "partition": Hosts.partition,
@@ -34,19 +38,25 @@ def _start(hosts: Hosts, behaviour: str, folder: Path) -> list[Job]:
     return _start_command(hosts, [sys.executable, str(WORKER), behaviour, "0", str(folder)], folder)
 
 
-def _start_command(hosts: Hosts, command: Sequence[str], folder: Path) -> list[Job]:
-    """One rank per host; rank 0, on the first host, has the store."""
+def _start_command(
+    hosts: Hosts, command: Sequence[str], folder: Path, *, late: int = -1
+) -> list[Job]:
+    """One rank per host, the ``late`` one after the others; rank 0, on the first, has the store."""
 
     def rank(number: int, host: Host) -> Job:
+        if number == late:
+            command_ = ["sh", "-c", f'sleep {LATE_S}; exec "$@"', "sh", *command]
+        else:
+            command_ = [*command]
         return host.start(
-            command,
+            command_,
             folder,
             RANK=number,
             WORLD_SIZE=2,
             LOCAL_RANK=0,
             LOCAL_WORLD_SIZE=1,
             MASTER_ADDR=hosts.a.address,
-            MASTER_PORT=29711,
+            MASTER_PORT=PORT,
         )
 
     return [rank(number, host) for number, host in enumerate((hosts.a, hosts.b))]
@@ -88,7 +98,19 @@ def test_a_network_failure_ends_all_ranks_of_both_sides(tmp_path: Path, fault: s
     assert "the network between the hosts may have failed" in complaint
 
 
-@pytest.mark.campaign  # it waits for the 30 s of a connection
+@pytest.mark.campaign
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_host_is_waited_for(tmp_path: Path, late: int) -> None:
+    with two_hosts() as hosts:
+        command = [sys.executable, str(WORKER), "parted-late", "0", str(tmp_path)]
+        jobs = _start_command(hosts, command, tmp_path, late=late)
+        for ended in (job.finish(timeout_s=2 * LIMIT_S) for job in jobs):
+            assert (ended.code, ended.out) == (0, "sum 3\n"), ended.err
+    has_waited = "waits up to 60 s (run.timeout_s) for rank 0, whose store at" in ended.err
+    assert has_waited == (late == 0)
+
+
+@pytest.mark.campaign
 def test_a_rank_that_cannot_reach_the_store_says_so(tmp_path: Path) -> None:
     with two_hosts() as hosts:
         hosts.partition()
@@ -129,7 +151,7 @@ interval = 5
 dir = "{folder}/run"
 plain = true
 """
-MOMENTS = ("start", "step", "save", "resume")
+MOMENTS = ("arrival", "start", "step", "save", "resume", "loading")
 
 
 def _train(hosts: Hosts, folder: Path, *settings: str) -> list[Job]:
@@ -149,19 +171,37 @@ def _wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
+def _wait_for_arrival(hosts: Hosts, folder: Path) -> None:
+    """Wait until both ranks are known to each other, before they have any group."""
+
+    def wait() -> int:
+        hosts.a.enter()
+        store = StoreAddress(host=hosts.a.address, port=PORT).connect(timeout_s=LIMIT_S)
+        store.set_timeout(timedelta(seconds=LIMIT_S))
+        store.wait(["megacore/0/health/arrival/1"])
+        return 0
+
+    assert start_function(wait, folder).finish(timeout_s=2 * LIMIT_S).code == 0
+
+
 def _reach(moment: str, hosts: Hosts, folder: Path, chance: random.Random) -> list[Job]:
     """Start a run and return at a moment of it."""
     lock = folder / "run" / ".lock"
-    if moment == "resume":
+    if moment in ("resume", "loading"):
         jobs = _train(hosts, folder, "--train.steps=6")
         assert [ended.code for ended in _finish(jobs)] == [0, 0]
         lock.unlink()
         jobs = _train(hosts, folder, "--checkpoint.resume=auto")
-        _wait_until(lock.exists)  # just before the checkpoint is read
+        if moment == "loading":
+            _wait_until(lock.exists)  # just before the checkpoint is read
+        else:
+            _wait_for_arrival(hosts, folder)
+            time.sleep(chance.uniform(0.0, 1.0))
         return jobs
-    if moment == "start":  # a rank that has not come yet is waited for as long as settings say
-        jobs = _train(hosts, folder, "--run.timeout_s=30")
-        time.sleep(chance.uniform(0.0, 4.0))
+    if moment in ("arrival", "start"):
+        jobs = _train(hosts, folder)
+        _wait_for_arrival(hosts, folder)
+        time.sleep(chance.uniform(0.0, 1.0) if moment == "start" else 0.0)
         return jobs
     jobs = _train(hosts, folder)
     if moment == "step":
@@ -193,6 +233,7 @@ def test_a_run_ends_at_a_network_failure_and_can_be_resumed(
         assert ended.code in (1, 2), ended
         [complaint] = ended.complaints()
         assert "network" in complaint
+        assert "went away" in complaint
     steps = _steps(tmp_path) + 2
     arguments = ["train", str(tmp_path / "tiny.toml"), "--nproc=2", f"--train.steps={steps}"]
     resume = "--checkpoint.resume=auto"

@@ -7,6 +7,7 @@ Each host is a network namespace; a process on it has a hostname, a process-id s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -46,6 +47,12 @@ class Host:
             # Without a name service, gloo would take the loopback interface.
             env={"GLOO_SOCKET_IFNAME": "eth0", **settings},
         )
+
+    def enter(self) -> None:
+        """Move the calling process, which must have one thread, to the network of the host."""
+        with Path(f"/var/run/netns/{self.space}").open() as space:
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from megacore.launch.start import (
 
 PEER_TIMEOUT_S = 1.5  # where a test waits for silence
 LONG = 10_000  # steps of 20 ms that no test waits for
-STEPS = {"slow": 40, "endless": LONG, "ok": 3, "code": 3}
+STEPS = {"slow": 40, "endless": LONG, "ok": 3, "code": 3, "parted-late": 3}
 
 
 def work(behaviour: str, folder: Path, context: RankContext) -> int:
@@ -75,7 +75,7 @@ def launch(
     backend: Literal["gloo", "nccl"] = "gloo",
 ) -> int:
     peer_timeout_s = {"silent": PEER_TIMEOUT_S, "slow": PEER_TIMEOUT_S, "parted": 5.0}.get(
-        behaviour, 20.0
+        behaviour.removesuffix("-late"), 20.0
     )
     options = LaunchOptions(
         backend=backend,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -13,11 +15,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megacore.errors import ConfigError, PeerLostError
 from megacore.launch.calls import CallRing
-from megacore.launch.environment import launched_rank
+from megacore.launch.environment import LaunchedRank, launched_rank
 from megacore.launch.stopping import StopRequest
 from megacore.launch.store import LocalStoreAddress, StoreAddress, within
 
-CONNECT_S = 30.0  # limit of the connection to the store and of a request at the start
+CONNECT_S = 30.0  # limit of the connection to a store that is there, and of a first request
 
 Backend = Literal["gloo", "nccl"]
 
@@ -141,16 +143,26 @@ def rank_device(backend: Backend, local_rank: int) -> torch.device:
     return device
 
 
-def context_from_environment(options: LaunchOptions) -> RankContext:
+def context_from_environment(
+    options: LaunchOptions, *, notify: Callable[[str], None] = lambda _: None
+) -> RankContext:
     """Build the context of a rank started by torchrun or srun.
+
+    Args:
+        options: Options for starting and monitoring.
+        notify: Called with a message if rank 0 is not there yet after some time.
 
     Raises:
         ConfigError: If a variable is missing or invalid, or the store does not answer.
     """
     found = launched_rank(os.environ)
     address = StoreAddress(host=found.host, port=found.port, prefix=f"megacore/{found.attempt}")
-    is_server = found.rank == 0 and not found.agent_hosts_store
-    store = address.connect(timeout_s=CONNECT_S, is_server=is_server)
+    if found.agent_hosts_store:
+        store = address.connect(timeout_s=CONNECT_S)
+    elif found.rank == 0:
+        store = address.connect(timeout_s=CONNECT_S, is_server=True)
+    else:
+        store = _connect_to_rank_0(found, address, options.timeout_s, notify)
     store.set_timeout(options.timeout)
     return RankContext(
         rank=found.rank,
@@ -164,3 +176,20 @@ def context_from_environment(options: LaunchOptions) -> RankContext:
         launched_by=found.launcher,
         restarts=found.restarts,
     )
+
+
+def _connect_to_rank_0(
+    rank: LaunchedRank, address: StoreAddress, timeout_s: float, notify: Callable[[str], None]
+) -> Store:
+    """Connect to the store of rank 0, which may start later, such as on a node that is late."""
+    text = (
+        f"rank {rank.rank} waits up to {timeout_s:g} s (run.timeout_s) for rank 0, whose store at "
+        f"{rank.host}:{rank.port} does not answer yet"
+    )
+    timer = threading.Timer(CONNECT_S, notify, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        return address.connect(timeout_s=timeout_s)
+    finally:
+        timer.cancel()

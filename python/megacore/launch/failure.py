@@ -1,9 +1,10 @@
 """Health monitoring of ranks: every survivor reports the rank that failed first.
 
 Each rank runs a daemon thread with its own connection to the store. The thread writes a heartbeat
-and polls a few neighbours on a ring of ranks, so the load per rank is independent of the world
-size. A rank is lost if its process on this machine has ended, if its heartbeat has stopped for too
-long, or if it has reported its own error. The first failure recorded in the store wins
+and polls a few neighbours on a ring of the ranks that have arrived, in the order of their arrival,
+so the load per rank is independent of the world size, and a rank is monitored while others are
+still missing. A rank is lost if its process on this machine has ended, if its heartbeat has stopped
+for too long, or if it has reported its own error. The first failure recorded in the store wins
 (``compare_set``), so all ranks report the same failure.
 
 A survivor usually detects the loss through an error of a collective; `FailureMonitor.culprit` then
@@ -29,6 +30,7 @@ from typing import Literal, TypeVar
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megacore.errors import PeerLostError, printable
+from megacore.launch.calls import CallRing
 from megacore.launch.context import RankContext
 from megacore.launch.peers import Identity, is_dead, local_state
 from megacore.launch.stopping import STOP_SIGNALS, StopRequest
@@ -40,6 +42,7 @@ NUM_WATCHED = 8  # ranks that each rank watches
 STORE_HOST = -1  # the "rank" of a lost store
 GRACE_S = 2.0  # time for a blocked main thread to exit on its own
 FAILURE_KEY = "health/failure"
+ARRIVED_KEY = "health/arrived"
 STOPPED = "it was stopped by a signal"
 NETWORK_ADVICE = "; its host may be down, or the network between the hosts may have failed"
 
@@ -99,6 +102,9 @@ class FailureMonitor:
         peer_timeout_s: Seconds without heartbeat after which a rank counts as lost.
         on_end: Called from the thread just before it ends the process, with the message to show
             (may be empty) and the exit code.
+
+    Attributes:
+        calls: Ring in which the position of the main thread is noted, once it exists.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class FailureMonitor:
         peer_timeout_s: float,
         on_end: Callable[[str, int], None],
     ) -> None:
+        self.calls: CallRing | None = None
         self._context = context
         self._peer_timeout_s = peer_timeout_s
         self._interval_s = min(2.0, peer_timeout_s / 4)
@@ -115,6 +122,9 @@ class FailureMonitor:
         self._store = StoreConnection(self._connect, deadline_s=max(5.0, peer_timeout_s))
         self._identity = Identity.mine(context.rank)
         self._known: dict[int, Identity] = {}
+        self._number = 0  # in the order of arrival
+        self._num_arrived = 1
+        self._arrivals: dict[int, int] = {}  # number -> rank
         self._finished: set[int] = set()
         self._beats: dict[int, tuple[bytes, float]] = {}  # rank -> last beat, when it changed
         self._cpu_ticks: dict[int, int] = {}
@@ -127,22 +137,31 @@ class FailureMonitor:
     # ---- main thread ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Publish this rank's identity and start monitoring."""
-        self._ask(lambda store: store.set(self._key("who"), self._identity.to_json()))
-        self._beat(0)
+        """Publish this rank's identity and start monitoring.
+
+        Raises:
+            PeerLostError: If the store does not answer.
+        """
+        rank = self._context.rank
+        try:
+            self._ask(lambda store: store.set(self._key("who"), self._identity.to_json()))
+            self._beat(0)
+            self._number = self._ask(lambda store: store.add(ARRIVED_KEY, 1)) - 1
+            self._ask(lambda store: store.set(f"health/arrival/{self._number}", str(rank)))
+        except RuntimeError as error:
+            raise self._store_lost(error).to_error() from error
         self._thread.start()
 
     def wait_for_all(self, *, timeout_s: float) -> None:
-        """Wait until all ranks of the world are monitored.
+        """Wait until all ranks of the world have arrived; those that have are monitored.
 
         Raises:
             PeerLostError: If some have not started within ``timeout_s``.
         """
         world = self._context.world_size
-        self._ask(lambda store: store.add("health/joined", 1))
         deadline = time.monotonic() + timeout_s
         pause_s = 0.01
-        while self._ask(lambda store: store.add("health/joined", 0)) < world:
+        while self._ask(lambda store: store.add(ARRIVED_KEY, 0)) < world:
             if time.monotonic() > deadline:
                 missing = [rank for rank in range(world) if self._who(rank) is None]
                 shown = ", ".join(map(str, missing[:8])) + (", ..." if missing[8:] else "")
@@ -231,8 +250,8 @@ class FailureMonitor:
             if now - last > self._interval_s + self._peer_timeout_s / 2:
                 self._forgive(now)  # After own suspension, missing heartbeats prove nothing.
             last = now
-            if self._context.calls is not None:
-                self._context.calls.note_position()
+            if self.calls is not None:
+                self.calls.note_position()
             try:
                 self._beat(count)
                 failure = self._recorded() or self._find_dead(self._watched())
@@ -346,9 +365,21 @@ class FailureMonitor:
         return self._known[rank]
 
     def _watched(self) -> list[int]:
-        world = self._context.world_size
-        count = min(NUM_WATCHED, world - 1)
-        return [(self._context.rank + offset) % world for offset in range(1, count + 1)]
+        """List the ranks that arrived after this one; the first one follows the last one."""
+        if self._num_arrived < self._context.world_size:
+            self._num_arrived = self._ask(lambda store: store.add(ARRIVED_KEY, 0))
+        offsets = range(1, min(NUM_WATCHED, self._num_arrived - 1) + 1)
+        ranks = (self._arrival((self._number + offset) % self._num_arrived) for offset in offsets)
+        return [rank for rank in ranks if rank is not None]
+
+    def _arrival(self, number: int) -> int | None:
+        """Return the rank with a number in the order of arrival, if it has published it."""
+        if number not in self._arrivals:
+            text = self._get(f"health/arrival/{number}")
+            if text is None:
+                return None
+            self._arrivals[number] = int(text)
+        return self._arrivals[number]
 
     def _local_ranks(self) -> list[int]:
         ranks = {*self._context.local_ranks, *self._watched()}

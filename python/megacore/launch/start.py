@@ -110,7 +110,7 @@ def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) 
 def _join(options: LaunchOptions) -> RankContext:
     """Build the context of this rank; ends the process if the store does not answer."""
     try:
-        return context_from_environment(options)
+        return context_from_environment(options, notify=complain)
     except ConfigError as error:
         if not isinstance(error.__cause__, DistError | TimeoutError):
             raise

@@ -133,11 +133,12 @@ def run_rank(context: RankContext, worker: Worker, options: LaunchOptions, repor
         report(Outcome(rank=context.rank, kind=kind, exit_code=exit_code, sentence=sentence))
 
     try:
-        agree(context, "the number of processes", str(context.world_size))
-        context = replace(context, calls=_create_ring(context, options))
+        # First of all, so that the others can tell a rank that was lost from one that is late.
         with failure_monitor(
             context, peer_timeout_s=options.peer_timeout_s, on_end=end_from_monitor
         ) as monitor:
+            monitor.calls = _create_ring(context, options)
+            context = replace(context, calls=monitor.calls)
             outcome = _work_and_explain(context, worker, options, monitor)
             _finish_ring(context, outcome, options)
             report(outcome)
@@ -168,6 +169,7 @@ def _work_and_explain(
 def _work(
     context: RankContext, worker: Worker, options: LaunchOptions, monitor: FailureMonitor
 ) -> int:
+    agree(context, "the number of processes", str(context.world_size))
     monitor.wait_for_all(timeout_s=options.timeout_s)
     init_process_group(context, options)
     exit_code = worker(context)
