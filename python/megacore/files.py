@@ -1,9 +1,32 @@
-"""Early write check for output folders."""
+"""Early write check for output folders, and unpickling of files of unknown origin."""
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from pathlib import Path
+from typing import Any
+
+# They allocate memory by a number in the file.
+_REFUSED_OPCODES = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
+
+
+class PlainUnpickler(pickle._Unpickler):
+    """Unpickler of plain values; a subclass may accept names in ``find_class``.
+
+    It is the one in Python: the one in C allocates its memo for the largest index in the file, up
+    to 64 GiB.
+    """
+
+    dispatch = {  # noqa: RUF012
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code not in {opcode[0] for opcode in _REFUSED_OPCODES}
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse every name."""
+        raise pickle.UnpicklingError(f"it refers to {module!r}.{name!r}")
 
 
 def probe_folder(folder: Path) -> None:

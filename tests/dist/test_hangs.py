@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megacore.cli import main
 from megacore.launch.call_records import read_rings, ring_folder
+from megacore.launch.flight import save_dump
 from megacore.launch.hang import Diagnosis, diagnose, diagnosis_of_run
 from megacore.launch.start import LaunchOptions, RankContext, run_ranks_local
 from megacore.parallel import ProcessGroups, Topology
@@ -217,6 +221,47 @@ def test_a_run_that_stops_responding_prints_the_diagnosis(
     capsys.readouterr()
     assert main(["why-hung", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.splitlines()[0] == others[0].strip()
+
+
+def test_calls_without_a_ring_are_explained_by_the_flight_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def dump(context: RankContext, *, when: int) -> None:
+        while True:
+            entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]
+            if len(entries) == when and entries[-1]["retired"] == (when == 3):
+                break
+            time.sleep(0.05)
+        save_dump(run, context.rank, context.backend, os.environ)
+
+    def own_loop(context: RankContext) -> int:
+        for _ in range(3):
+            dist.all_reduce(torch.zeros(5))
+        if context.rank == 0:
+            dump(context, when=3)
+            time.sleep(600.0)
+        threading.Thread(target=dump, args=(context,), kwargs={"when": 4}, daemon=True).start()
+        dist.all_reduce(torch.zeros(7))
+        return 0
+
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    options = LaunchOptions(timeout_s=60.0, error_dir=run)
+    job = start_function(lambda: run_ranks_local(2, own_loop, options=options), tmp_path)
+    try:
+        deadline = time.monotonic() + 30
+        while len(list(run.glob("calls/flight_?"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found = diagnosis_of_run(run)
+    finally:
+        os.kill(job.pid, signal.SIGTERM)
+        job.finish()
+    assert found is not None
+    [finding] = found.findings
+    assert (finding.cause, finding.ranks) == ("slow", (0,))
+    assert "did not come to all_reduce [7] float over default_pg, number 4 (" in finding.text
+    assert "test_hangs.py" in finding.text
 
 
 def test_a_stopped_rank_and_a_lost_one_are_named(tmp_path: Path) -> None:

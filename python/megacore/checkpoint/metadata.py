@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from megacore.checkpoint.checked_files import ADVICE, FileSum, check_content
 from megacore.checkpoint.format import INDEX_NAME, METADATA_NAME, CheckpointIndex
 from megacore.errors import CheckpointError
+from megacore.files import PlainUnpickler
 
 
 def read_metadata(folder: Path, index: CheckpointIndex) -> Metadata:
@@ -81,22 +81,8 @@ _VALUES: Mapping[tuple[str, str], type] = {
 }
 
 
-# They allocate memory by a number in the file.
-_REFUSED_OPCODES = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
-
-
-class _Unpickler(pickle._Unpickler):
-    """Unpickler of the few names that torch's metadata consists of.
-
-    It is the one in Python: the one in C allocates its memo for the largest index in the file, up
-    to 64 GiB.
-    """
-
-    dispatch = {  # noqa: RUF012
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()
-        if code not in {opcode[0] for opcode in _REFUSED_OPCODES}
-    }
+class _Unpickler(PlainUnpickler):
+    """Unpickler of the few names that torch's metadata consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:

@@ -25,20 +25,25 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="folder of the run (run.dir)")
+    parser.add_argument(
+        "--flight-recorder",
+        metavar="PREFIX",
+        type=Path,
+        help="path of the dumps of torch's flight recorder, without the ranks at their ends "
+        "(default: RUN/calls/flight_)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis."""
-    from megacore.launch.call_records import read_rings
-    from megacore.launch.hang import diagnose
+    from megacore.launch.hang import diagnosis_of_run
 
-    rings = read_rings(args.run_dir)
-    if not rings:
+    found = diagnosis_of_run(args.run_dir, dumps=args.flight_recorder)
+    if found is None:
         raise ConfigError(
             f"{args.run_dir}: no calls of ranks were found; give the run's folder on a machine "
             "that runs it with several ranks, or the folder of a run that has failed"
         )
-    found = diagnose(rings)
     text = str(found)
     if not found.findings and not found.waits:
         text = "\n".join(filter(None, ["no rank waits for another", text]))

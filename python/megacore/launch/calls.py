@@ -294,7 +294,7 @@ class CallRing:
             frame = frame.f_back
         if frame is not None:
             text = (
-                f"{_site_text(frame.f_code.co_filename, frame.f_lineno)} in {frame.f_code.co_name}"
+                f"{site_text(frame.f_code.co_filename, frame.f_lineno)} in {frame.f_code.co_name}"
             )
             put_text(self.memory, POSITION_AT, text, HEADER_BYTES)
 
@@ -310,7 +310,7 @@ class CallRing:
 
     def _new_site(self, key: tuple[str, int], function: str) -> int:
         self._sites[key] = len(self._sites) + 1
-        self._name("site", self._sites[key], f"{_site_text(*key)} in {function}")
+        self._name("site", self._sites[key], f"{site_text(*key)} in {function}")
         return self._sites[key]
 
     def _new_label(self, label: Any) -> int:
@@ -326,6 +326,12 @@ class CallRing:
             os.write(self._file, json.dumps([table, index, value]).encode() + b"\n")
 
 
-def _site_text(filename: str, line: int) -> str:
+def is_carrier(filename: str) -> bool:
+    """Check if the lines of a file say nothing of the purpose of a call."""
+    return filename.startswith(_CARRIERS)
+
+
+def site_text(filename: str, line: int) -> str:
+    """Format a source line, with a short path."""
     name = filename.removeprefix(f"{_PACKAGE}{os.sep}")
     return f"{name if name != filename else '/'.join(Path(filename).parts[-2:])}:{line}"

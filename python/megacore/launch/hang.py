@@ -25,6 +25,7 @@ from megacore.launch.call_records import (
     RankCalls,
     read_rings,
 )
+from megacore.launch.flight import dump_prefix, read_dumps
 from megacore.launch.peers import is_dead, local_state
 
 STOPPED = "its process is stopped by a signal"
@@ -122,11 +123,23 @@ def diagnose(rings: Sequence[RankCalls]) -> Diagnosis:
     return _Comparison(rings).diagnose()
 
 
-def diagnosis_of_run(run_dir: Path) -> Diagnosis | None:
-    """Read and compare the calls of a run's ranks; ``None`` without any, or if none waits."""
+def diagnosis_of_run(run_dir: Path, *, dumps: Path | None = None) -> Diagnosis | None:
+    """Read and compare the calls of a run's ranks; ``None`` if none can be read.
+
+    If the rings show no cause, dumps of torch's flight recorder are compared, which see the end of
+    NCCL's collectives, and those that the rings lack.
+
+    Args:
+        run_dir: Folder of the run.
+        dumps: Path of the dumps without the ranks at their ends; default: in the run's folder.
+    """
     rings = read_rings(run_dir)
     found = diagnose(rings) if rings else None
-    return found if found is not None and (found.findings or found.waits) else None
+    if found is None or not found.findings:
+        by_torch = diagnose(read_dumps(dumps or dump_prefix(run_dir), rings))
+        if by_torch.findings or found is None:
+            return by_torch if by_torch.num_read else None
+    return found
 
 
 class _Comparison:

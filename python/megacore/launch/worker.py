@@ -25,6 +25,7 @@ from megacore.launch.call_records import remove_rings, save_rings, saved_folder
 from megacore.launch.calls import CallRing
 from megacore.launch.context import CONNECT_S, LaunchOptions, RankContext, agree
 from megacore.launch.failure import FailureMonitor, failure_monitor
+from megacore.launch.flight import direct_dumps, save_dump
 from megacore.launch.hang import diagnosis_of_run
 from megacore.launch.peers import Identity, signal_name
 from megacore.launch.stopping import STOP_SIGNALS
@@ -129,6 +130,8 @@ def run_rank(context: RankContext, worker: Worker, options: LaunchOptions, repor
 
     def end_from_monitor(sentence: str, exit_code: int) -> None:
         kind: Literal["victim", "stopped"] = "victim" if sentence else "stopped"
+        if sentence and options.error_dir is not None:
+            save_dump(options.error_dir, context.rank, context.backend, os.environ)
         sentence = sentence or _stop_text(context, exit_code)
         report(Outcome(rank=context.rank, kind=kind, exit_code=exit_code, sentence=sentence))
 
@@ -172,6 +175,8 @@ def _work(
     agree(context, "the number of processes", str(context.world_size))
     monitor.wait_for_all(timeout_s=options.timeout_s)
     init_process_group(context, options)
+    if options.error_dir is not None:
+        direct_dumps(options.error_dir, os.environ)
     exit_code = worker(context)
     if context.calls is not None:
         context.calls.note_status("its work is done")
@@ -289,6 +294,7 @@ def _finish_ring(context: RankContext, outcome: Outcome, options: LaunchOptions)
         ring.note_status(f"it failed: {outcome.sentence}")
     if outcome.kind in ("error", "victim"):
         save_rings(run_dir)
+        save_dump(run_dir, context.rank, context.backend, os.environ)
     if context.launched_by != "megacore":  # whose parent process does this when all have ended
         ring.path.unlink(missing_ok=True)
         remove_rings(run_dir, of_running=False)
@@ -304,8 +310,9 @@ def _diagnose(error: Exception, context: RankContext, options: LaunchOptions) ->
     ):
         return ""
     save_rings(run_dir)
+    save_dump(run_dir, context.rank, context.backend, os.environ)
     found = diagnosis_of_run(run_dir)
-    return "" if found is None else str(found)
+    return str(found) if found is not None and (found.findings or found.waits) else ""
 
 
 def _is_about_connection(error: RuntimeError) -> bool:
