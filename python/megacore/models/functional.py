@@ -36,6 +36,8 @@ def rms_norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0).square().sum().item()
         2.0
     """
+    if not torch.is_grad_enabled():
+        return _normalized(x_SBH, weight_H, eps)[0]
     result: Tensor = _RMSNorm.apply(x_SBH, weight_H, eps)  # type: ignore[no-untyped-call]
     return result
 
@@ -46,6 +48,8 @@ def swiglu(x_SBF: Tensor) -> Tensor:
     Source:
         Shazeer, arXiv:2002.05202.
     """
+    if not torch.is_grad_enabled():
+        return _gated(x_SBF)
     result: Tensor = _SwiGLU.apply(x_SBF)  # type: ignore[no-untyped-call]
     return result
 
@@ -87,11 +91,13 @@ def split_and_rotate(
         head_dim: D.
 
     Returns:
-        Queries ``(S, B, G * Q, D)``, keys and values ``(S, B, G, D)``, all contiguous.
+        Queries ``(S, B, G * Q, D)``, keys and values ``(S, B, G, D)``; contiguous in training.
 
     Source:
         Su et al., arXiv:2104.09864.
     """
+    if not torch.is_grad_enabled():
+        return _split_and_rotate(qkv_SBGX, cos, sin, head_dim)
     result: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(  # type: ignore[no-untyped-call]
         qkv_SBGX, cos, sin, head_dim
     )
@@ -114,13 +120,41 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
 
 
+def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalized tensor, and the factor of each token."""
+    wide = _wide(x)
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight).to(x.dtype), scale
+
+
+def _gated(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
+
+
+def _split_and_rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads_SBGND = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
+    if torch.is_inference_mode_enabled():
+        # Half of the operations, for the few tokens of a generated text.
+        rotated = torch.empty_like(heads_SBGND[..., :-1, :])
+        _rotate_into(rotated, heads_SBGND[..., :-1, :], cos, sin)
+        return rotated[..., :-1, :].flatten(2, 3), rotated[..., -1, :], heads_SBGND[..., -1, :]
+    sequence, batch, groups, slots, _ = heads_SBGND.shape
+    q = qkv.new_empty(sequence, batch, groups, slots - 2, head_dim)
+    k = qkv.new_empty(sequence, batch, groups, 1, head_dim)
+    _rotate_into(q, heads_SBGND[..., :-2, :], cos, sin)
+    _rotate_into(k, heads_SBGND[..., -2:-1, :], cos, sin)
+    return q.flatten(2, 3), k.squeeze(3), heads_SBGND[..., -1, :].contiguous()
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
-        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        result, scale = _normalized(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return result
 
     @staticmethod
     @once_differentiable
@@ -143,8 +177,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        return _gated(x)
 
     @staticmethod
     @once_differentiable
@@ -164,13 +197,7 @@ class _SplitAndRotate(torch.autograd.Function):
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        heads_SBGND = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
-        sequence, batch, groups, slots, _ = heads_SBGND.shape
-        q = qkv.new_empty(sequence, batch, groups, slots - 2, head_dim)
-        k = qkv.new_empty(sequence, batch, groups, 1, head_dim)
-        _rotate_into(q, heads_SBGND[..., :-2, :], cos, sin)
-        _rotate_into(k, heads_SBGND[..., -2:-1, :], cos, sin)
-        return q.flatten(2, 3), k.squeeze(3), heads_SBGND[..., -1, :].contiguous()
+        return _split_and_rotate(qkv, cos, sin, head_dim)
 
     @staticmethod
     @once_differentiable
@@ -214,7 +241,8 @@ def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         out, x = out[..., :num_rotated], x[..., :num_rotated]
     if cos.dim() == 2:
         cos, sin = cos[:, None], sin[:, None]
-    cos, sin = (table[: x.shape[0], :, None, None] for table in (cos, sin))
+    length = x.shape[0]
+    cos, sin = cos[:length, :, None, None], sin[:length, :, None, None]
     target = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
     x_1, x_2 = _wide(x).chunk(2, dim=-1)
     out_1, out_2 = target.chunk(2, dim=-1)

@@ -366,9 +366,13 @@ class Head(nn.Module):
     def logits(self, x_SBH: Tensor, *, last_only: bool) -> Tensor:
         """Compute float32 scores ``(B, S, vocab)`` of normalized ``(S[/tp], B, H)``."""
         x_SBH = self.region.enter(x_SBH)
+        x_SBH = x_SBH[-1:] if last_only else x_SBH
+        if self.region.group.size == 1:
+            local_SBV = linear(x_SBH, self.weight[: self.vocab])
+            return softcap(local_SBV.transpose(0, 1).float(), self.softcap)
         # All rows, with padding, as every rank must contribute equally many. The vocabulary is
         # the first dimension, because all_gather concatenates along dimension 0.
-        local_VSB = linear(x_SBH[-1:] if last_only else x_SBH, self.weight).movedim(-1, 0)
+        local_VSB = linear(x_SBH, self.weight).movedim(-1, 0)
         group = self.region.group
         full_VSB = local_VSB.new_empty(group.size * local_VSB.shape[0], *local_VSB.shape[1:])
         all_gather(full_VSB, local_VSB.contiguous(), group)

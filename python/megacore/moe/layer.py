@@ -133,7 +133,12 @@ class MoELayer(nn.Module):
         return tokens_SBH, routing
 
     def plan(self, routing: RoutingResult, *, memo: Memo) -> DispatchPlan:
-        """Plan the dispatch: the second phase. So far no tensor shape depends on the routing."""
+        """Plan the dispatch: the second phase. So far no tensor shape depends on the routing.
+
+        Generation, in inference mode, counts nothing.
+        """
+        if torch.is_inference_mode_enabled():
+            return self._decide(routing)
         decided = memo.once(lambda: _without_gradient(self._decide(routing)))
         plan = replace(decided, probs=routing.probs)
         if not memo.is_replay:
@@ -192,9 +197,10 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def _count(self, plan: DispatchPlan, routing: RoutingResult) -> None:
-        self.tokens_per_expert += plan.tokens_per_expert
-        self.num_dropped += plan.num_dropped
-        self.num_over_budget += plan.num_over_budget
+        # An augmented assignment would register the buffer anew.
+        self.tokens_per_expert.add_(plan.tokens_per_expert)
+        self.num_dropped.add_(plan.num_dropped)
+        self.num_over_budget.add_(plan.num_over_budget)
         for index, loss in enumerate((routing.aux_loss, routing.z_loss)):
             if loss is not None:
                 self.losses[index].add_(loss)

@@ -36,7 +36,14 @@ def define_op(
     _LIBRARY.impl(name, cuda, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"megacore::{name}", fake, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.megacore, name).default
-    return op
+
+    def call(first: torch.Tensor, *others: Any) -> Any:
+        # torch's dispatch takes longer than an operation on the few tokens of a generated text.
+        if torch.is_inference_mode_enabled() and type(first) is torch.Tensor and first.is_cpu:
+            return cpu(first, *others)
+        return op(first, *others)
+
+    return call
 
 
 def define_gradient(
