@@ -80,10 +80,12 @@ def check_content(path: Path, expected: FileSum) -> None:
     """
     check_size(path, expected)
     crc32 = 0
+    # One block: new memory for each would take longer than its checksum.
+    block = memoryview(bytearray(_BLOCK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK_BYTES):
-                crc32 = zlib.crc32(block, crc32)
+            while count := file.readinto(block):
+                crc32 = zlib.crc32(block[:count], crc32)
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint file {path}: {error.strerror}") from error
     if crc32 != expected.crc32:

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from megacore.optim import ParamPiece
@@ -121,9 +120,3 @@ def boxes_of_range(
         boxes.append((at, (1,) * dim + (count,) + shape[dim + 1 :]))
         start += count * stride
     return boxes
-
-
-def whole(key: str, shape: torch.Size, dtype: torch.dtype) -> Chunk:
-    """Create a single uninitialized box for a whole logical tensor."""
-    tensor = torch.empty(shape, dtype=dtype)
-    return Chunk(key=key, full_shape=tuple(shape), offsets=(0,) * len(shape), tensor=tensor)

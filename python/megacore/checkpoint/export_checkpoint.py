@@ -91,9 +91,12 @@ def export_checkpoint(
     hf_config |= {name: generation.get(name) for name in _TOKEN_IDS}
     hf_config |= {"dtype": dtype, "torch_dtype": dtype}
 
+    # One memory for all parameters: new pages for each would take longer than reading it.
+    largest = max(stored.num_bytes(info.name) for info in tensors.infos)
+    memory = torch.empty(largest, dtype=torch.uint8)
+
     def read(name: str) -> Tensor:
-        (tensor,) = stored.read([name]).values()
-        return tensor
+        return stored.read_into(memory, name)
 
     try:
         out.mkdir(parents=True, exist_ok=True)

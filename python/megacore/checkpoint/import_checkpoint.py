@@ -88,6 +88,8 @@ def import_checkpoint(
     config = resolve(Config.model_validate(settings), 1, cuda=False)
     weights.check()
     pieces = _pieces(weights)
+    # One memory for all parameters: new pages for each would take longer than reading it.
+    memory = torch.empty(max(piece.end for piece in pieces))
     try:
         out.mkdir(parents=True, exist_ok=True)
         if has_tokenizer:
@@ -103,7 +105,7 @@ def import_checkpoint(
         state=TrainState(step=0, samples=0, optimizer={}),
         config=config.model_dump(),
         groups=ProcessGroups.single(),
-        read=lambda key: _read(weights, key.removeprefix(f"{MAIN_PARAM}.")),
+        read=lambda key: _read(weights, key.removeprefix(f"{MAIN_PARAM}."), memory),
     )
     return ImportedRun(
         config_path=out / CONFIG_NAME,
@@ -134,9 +136,10 @@ def _settings(
     return {section: values for section, values in settings.items() if values}
 
 
-def _read(weights: HFWeights, name: str) -> Tensor:
-    """Return a whole parameter in float32."""
-    values = torch.empty(weights.infos[name].full_shape)
+def _read(weights: HFWeights, name: str, memory: Tensor) -> Tensor:
+    """Return a whole parameter in float32, in the beginning of ``memory``."""
+    shape = weights.infos[name].full_shape
+    values = memory[: math.prod(shape)].view(shape)
     weights.read_into(values, name, ShardPosition())
     return values
 

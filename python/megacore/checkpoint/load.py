@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megacore.checkpoint.agreement import gather_results, on_every_rank
 from megacore.checkpoint.checked_files import ADVICE
-from megacore.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of, tensor_key, whole
+from megacore.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of, tensor_key
 from megacore.checkpoint.find import resolve_checkpoint, verify_files
 from megacore.checkpoint.format import CheckpointIndex, TrainState, read_index
 from megacore.checkpoint.metadata import read_metadata
@@ -93,25 +94,50 @@ class StoredWeights:
         """Return the names of all parameters and checkpointed buffers."""
         return sorted(self._stored)
 
+    def num_bytes(self, name: str) -> int:
+        """Return the size of a parameter.
+
+        Raises:
+            CheckpointError: If the checkpoint lacks it.
+        """
+        stored = self._find(name)
+        return math.prod(stored.size) * stored.properties.dtype.itemsize
+
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read parameters by name: full shape, float32.
 
         Raises:
-            CheckpointError: If the checkpoint lacks a parameter or cannot be read.
+            CheckpointError: As `read_into`.
         """
-        missing = [name for name in names if name not in self._stored]
-        if missing:
+        return {
+            name: self.read_into(torch.empty(self.num_bytes(name), dtype=torch.uint8), name)
+            for name in names
+        }
+
+    def read_into(self, memory: Tensor, name: str) -> Tensor:
+        """Read a parameter, full shape, float32, to the beginning of ``memory``, bytes.
+
+        Raises:
+            CheckpointError: If the checkpoint lacks the parameter or cannot be read.
+        """
+        stored = self._find(name)
+        values = memory[: self.num_bytes(name)].view(stored.properties.dtype).view(stored.size)
+        chunk = Chunk(
+            key=tensor_key(MAIN_PARAM, name),
+            full_shape=tuple(stored.size),
+            offsets=(0,) * len(stored.size),
+            tensor=values,
+        )
+        _fill(self.folder, self._metadata, [chunk])
+        return values
+
+    def _find(self, name: str) -> TensorStorageMetadata:
+        if name not in self._stored:
             raise CheckpointError(
-                f"checkpoint {self.folder} has no parameter {missing[0]}, which its own "
+                f"checkpoint {self.folder} has no parameter {name}, which its own "
                 "configuration asks for; it was written by another version of the model"
             )
-        chunks = {}
-        for name in names:
-            stored = self._stored[name]
-            key = tensor_key(MAIN_PARAM, name)
-            chunks[name] = whole(key, stored.size, stored.properties.dtype)
-        _fill(self.folder, self._metadata, list(chunks.values()))
-        return {name: chunk.tensor for name, chunk in chunks.items()}
+        return self._stored[name]
 
 
 def load_full_weights(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

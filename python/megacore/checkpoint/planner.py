@@ -6,8 +6,6 @@ and DTensors, whose part on a rank is one box.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +45,8 @@ class ChunkSavePlanner(SavePlanner):
     Args:
         chunks: Chunks of this rank.
         read: Returns the values of a whole logical tensor by key, in place of those of the chunks;
-            called once for each, as chunks are written in order.
+            called once for each, as chunks are written in order. A value may use the memory of
+            the one before.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class ChunkSavePlanner(SavePlanner):
         self._chunks = {MetadataIndex(chunk.key, chunk.offsets): chunk for chunk in chunks}
         self._read = read
         self._last: tuple[str, Tensor] | None = None
-        self._given = torch.empty(0)
 
     def over(self, values: Mapping[MetadataIndex, Tensor]) -> ChunkSavePlanner:
         """Create a planner with other values for the chunks that this rank writes."""
@@ -99,15 +97,12 @@ class ChunkSavePlanner(SavePlanner):
         chunk = self._chunks[write_item.index]
         if self._read is None:
             return chunk.tensor
-        # The writer keeps a reference to the last written tensor until the end.
-        self._given.untyped_storage().resize_(0)
         if self._last is None or self._last[0] != chunk.key:
-            self._last = None  # frees the tensor before the next one is read
-            _return_free_memory()
             self._last = chunk.key, self._read(chunk.key)
         sizes = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-        self._given = self._last[1][tuple(slice(at, at + size) for at, size in sizes)].clone()
-        return self._given
+        part = self._last[1][tuple(slice(at, at + size) for at, size in sizes)]
+        # The writer copies a part of a larger storage; through NumPy it has a storage of its own.
+        return torch.from_numpy(part.numpy())
 
 
 class ChunkLoadPlanner(LoadPlanner):
@@ -192,12 +187,6 @@ def _box(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(
         offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.tensor.shape)
     )
-
-
-def _return_free_memory() -> None:
-    """Return freed memory to the system: glibc keeps pieces of up to 32 MiB, which add up."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _write_item(index: MetadataIndex, chunk: Chunk) -> WriteItem:
