@@ -224,7 +224,7 @@ def microbatch(
     group = microbatch * dp_size + dp_position
     first = step * global_batch_size + sample_offset + group * microbatch_size
     numbers = range(first, first + microbatch_size)
-    sample_ids = torch.tensor(numbers, dtype=torch.int64)
+    sample_ids = torch.arange(numbers.start, numbers.stop)
     if not with_tokens:
         tokens = torch.zeros((), dtype=torch.int64).expand(microbatch_size, dataset.seq_length)
         return Microbatch(tokens=tokens, labels=None, sample_ids=sample_ids, step=step)

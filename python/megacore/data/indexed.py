@@ -466,7 +466,12 @@ def _file(prefix: Path, suffix: str) -> Path:
 
 
 def _read_header(path: Path, raw: bytes) -> tuple[np.dtype[np.integer], int, int]:
-    if len(raw) < HEADER.size or not raw.startswith(MAGIC):
+    if raw and MAGIC.startswith(raw[: len(MAGIC)]) and len(raw) < HEADER.size:
+        raise DataError(
+            f"{path} has {len(raw)} bytes, but the header of an index takes {HEADER.size}: the "
+            f"file is cut off, write or copy it again"
+        )
+    if not raw.startswith(MAGIC):
         raise DataError(
             f"{path} is no index of an indexed dataset: it does not start with {MAGIC!r}; "
             f"make one with megacore.data.write_indexed or Megatron's preprocess_data.py"

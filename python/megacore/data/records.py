@@ -199,6 +199,9 @@ def _text_of_line(
         place = f"{path}, line {line_number(path, offset)}, column {error.colno}"
         on_bad(f"{place}: not valid JSON: {error.msg}")
         return None
+    except RecursionError:
+        on_bad(f"{path}, line {line_number(path, offset)}: nested too deeply to be read")
+        return None
     try:
         if not isinstance(row, dict):
             raise ValueError(f"expected a JSON object, got {type(row).__name__}")
@@ -206,12 +209,28 @@ def _text_of_line(
             if name not in row:
                 fields = ", ".join(map(str, row)) or "none"
                 raise ValueError(f'no field "{name}"; it has {fields} (see --field)')
-        return _text_of_row(row, field, template, place="field")
+        text = _text_of_row(row, field, template, place="field")
+        if b"\\u" in line:
+            _check_surrogates(text if isinstance(text, str) else text.text)
+        return text
     except DataError:
         raise
     except ValueError as error:
         on_bad(f"{path}, line {line_number(path, offset)}: {error}")
         return None
+
+
+def _check_surrogates(text: str) -> None:
+    """Check that no escape is half of a surrogate pair, which is not a character.
+
+    Raises:
+        ValueError: With the first of them.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f"the text has {half}, half of a surrogate pair") from error
 
 
 def _text_of_row(

@@ -162,3 +162,11 @@ def test_a_missing_half_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.bin").unlink()
     with pytest.raises(DataError, match=r"x\.bin does not exist"):
         read_indexed(tmp_path / "x")
+
+
+def test_an_index_cut_off_in_its_header_is_named_as_such(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "x", [[1, 2, 3]], vocab_size=256)
+    index = tmp_path / "x.idx"
+    index.write_bytes(index.read_bytes()[:20])
+    with pytest.raises(DataError, match=r"x\.idx has 20 bytes, .* takes 34: the file is cut off"):
+        read_indexed(tmp_path / "x")

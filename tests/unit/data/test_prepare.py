@@ -165,6 +165,11 @@ BAD = [
     (b'{"text": "x"}\n{"text": "y"\n', r"a\.jsonl, line 2, column 13: not valid JSON"),
     (b'{"text": "x"}\n{"body": 1}\n', r'a\.jsonl, line 2: no field "text"; it has body'),
     (b'{"text": "x"}\n{"text": 7}\n', r'a\.jsonl, line 2: the field "text" must be text, got int'),
+    (
+        b'{"text": "x"}\n{"text": "a\\ud83d"}\n',
+        r"a\.jsonl, line 2: the text has \\ud83d, half of a",
+    ),
+    (b'{"text": "x"}\n' + b"[" * 100_000 + b"\n", r"a\.jsonl, line 2: nested too deeply"),
     (b'{"text": "x"}\n[1]\n', r"line 2: expected a JSON object, got list"),
     (b'{"text": "x"}\n{"text": "abc\xe9"}\n', r"a\.jsonl, line 2: not UTF-8 text: byte 27 is 0xe9"),
 ]
