@@ -1,12 +1,16 @@
-"""Cost of metrics: steps of the demo with and without them, in turns in the same processes.
+"""Cost of metrics, of the ring of calls and of agreement, in steps of the demo.
 
     python benchmarks/bench_metrics.py [--pairs 200] [--out FILE]
 
 Four gloo ranks train the demo (pp 2 x ep 2). Every second step measures phases, memory, speed and
 norms, and writes a record as `megacore train` does; the others do not. The order within a pair
 changes, so that neither kind always comes first. Processor time is the sum over all ranks: it does
-not depend on other programs, as the time of a step does. The direct cost is the processor time of
-the added calls in rank 0.
+not depend on other programs, as the time of a step does.
+
+That difference is smaller than its error, so the parts are also measured one by one, as shares of
+the processor time of a step of the same rank; the table has the rank with the largest share.
+Metrics, and votes and verdict of the agreement, are timed where they happen. Records of the ring
+and phases are counted in each step; their cost is the least of several loops in the same process.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked ranks need it, and share
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from _common import finish, header, on_gloo_ranks, options
@@ -28,30 +34,78 @@ RANKS = 4
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 
 
-def measure(rank: int, folder: str, pairs: int) -> list[tuple[bool, float, float, float]]:
-    """Per step: with metrics or not, seconds, processor time, that of the added calls."""
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of one rank, seconds; those named ``cpu`` are processor time.
+
+    Attributes:
+        is_on: Whether metrics were measured.
+        wall: Time.
+        cpu: Processor time.
+        metrics_cpu: That of metrics but phases.
+        agreement_cpu: That of votes and verdict.
+        num_calls: Records written to the ring.
+        num_phases: Phases measured.
+    """
+
+    is_on: bool
+    wall: float
+    cpu: float
+    metrics_cpu: float
+    agreement_cpu: float
+    num_calls: int
+    num_phases: int
+
+
+def measure(rank: int, folder: str, pairs: int) -> tuple[list[Step], float, float]:
+    """Return the steps, and the processor time of one record of the ring and of one phase."""
     import torch
 
     from megacore.config import load_config, resolve
+    from megacore.launch.calls import CallRing
+    from megacore.launch.stopping import StopRequest
+    from megacore.pipeline.phases import PhaseClock
+    from megacore.train.control import RunControl
     from megacore.train.metrics import MetricsWriter, StepRecord
     from megacore.train.trainer import build_trainer
     from megacore.train.watch import RunWatch
 
     config = load_config(DEMO)
     config = resolve(config, RANKS, vocab_size=256, cuda=False)
-    trainer = build_trainer(config, world_size=RANKS, device=torch.device("cpu"))
+    ring = CallRing.create(Path(folder), rank=rank, world_size=RANKS, run="benchmark")
+    assert ring is not None
+    trainer = build_trainer(config, world_size=RANKS, device=torch.device("cpu"), calls=ring)
     watch = RunWatch(trainer)
+    context: Any = SimpleNamespace(rank=rank, stop=StopRequest())
+    control = RunControl(config, context, started=time.monotonic())
     writer = MetricsWriter(f"{folder}/{rank}.jsonl")
+    phases = 0
+    entered = PhaseClock.phase
+
+    def counted(clock: PhaseClock, *args: Any, **options: Any) -> Any:
+        nonlocal phases
+        phases += 1
+        return entered(clock, *args, **options)
+
+    PhaseClock.phase = counted  # type: ignore[method-assign]
     found = []
     for step in range(2 * pairs + 4):
         is_on = (step // 2 + step) % 2 == 0
         trainer.eager.clock.enabled = is_on
+        phases, num_calls = 0, max(ring.serials)
         start, cpu = time.perf_counter(), time.process_time()
+        trainer.eager.vote(control.votes())
+        trainer.eager.limit_loss(control.loss_limit)
+        agreement = time.process_time() - cpu
         added = 0.0
         if is_on:
+            before = time.process_time()
             watch.before_step(step)
-            added += time.process_time() - cpu
+            added += time.process_time() - before
         metrics = trainer.train_step(step % config.train.steps)
+        before = time.process_time()
+        control.judge(metrics.votes, step=step, loss=metrics.loss, skipped=metrics.skipped)
+        agreement += time.process_time() - before
         if is_on:
             before = time.process_time()
             values = watch.measure(step, metrics)
@@ -70,8 +124,67 @@ def measure(rank: int, folder: str, pairs: int) -> list[tuple[bool, float, float
                 writer.write(record)
                 record.console_texts()
             added += time.process_time() - before
-        found.append((is_on, time.perf_counter() - start, time.process_time() - cpu, added))
-    return found[4:]
+        found.append(
+            Step(
+                is_on=is_on,
+                wall=time.perf_counter() - start,
+                cpu=time.process_time() - cpu,
+                metrics_cpu=added,
+                agreement_cpu=agreement,
+                num_calls=max(ring.serials) - num_calls,
+                num_phases=phases,
+            )
+        )
+    PhaseClock.phase = entered  # type: ignore[method-assign]
+    group, tensor = ring.group("benchmark", range(RANKS)), torch.zeros(4, 64)
+
+    def call() -> None:
+        with group.begin("all_reduce_", tensor.shape, tensor.dtype):
+            pass
+
+    def phase() -> None:
+        with trainer.eager.clock.phase("optimizer"):
+            pass
+
+    trainer.eager.clock.enabled = True
+    costs = least_cost(call), least_cost(phase)
+    ring.remove()
+    return found[4:], *costs
+
+
+def least_cost(action: Callable[[], None], *, repeats: int = 20, number: int = 2000) -> float:
+    """Processor time of one call: the least mean of several loops."""
+    costs = []
+    for _ in range(repeats):
+        start = time.process_time()
+        for _ in range(number):
+            action()
+        costs.append((time.process_time() - start) / number)
+    return min(costs)
+
+
+def table(by_rank: Sequence[tuple[list[Step], float, float]]) -> list[str]:
+    """Cost per step of each part, of the rank where their sum is the largest share."""
+    found = []
+    for steps, per_call, per_phase in by_rank:
+        on = [step for step in steps if step.is_on]
+        calls, phases = (
+            statistics.fmean(step.num_calls for step in on),
+            statistics.fmean(step.num_phases for step in on),
+        )
+        parts = {
+            f"ring: {calls:.0f} records of {per_call * 1e6:.1f} us": calls * per_call,
+            f"phases: {phases:.0f} of {per_phase * 1e6:.1f} us": phases * per_phase,
+            "metrics": statistics.fmean(step.metrics_cpu for step in on),
+            "agreement": statistics.fmean(step.agreement_cpu for step in on),
+        }
+        parts["sum"] = sum(parts.values())
+        found.append((statistics.median(step.cpu for step in steps), parts))
+    own, parts = max(found, key=lambda pair: pair[1]["sum"] / pair[0])
+    lines = [f"of {own * 1e3:.1f} ms of processor time of one rank and step:"]
+    return lines + [
+        f"{name:40}{seconds * 1e6:8.0f} us {seconds / own:7.2%}" for name, seconds in parts.items()
+    ]
 
 
 def compare(on: Sequence[float], off: Sequence[float]) -> str:
@@ -96,23 +209,17 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         by_rank: list[Any] = on_gloo_ranks(RANKS, measure, folder, args.pairs, timeout_s=3000)
-    rank = by_rank[0]
+    steps = by_rank[0][0]
     # A step is as slow as rank 0 says, and costs the processor time of all ranks.
-    wall = [seconds for _, seconds, _, _ in rank]
-    cpu = [sum(one[step][2] for one in by_rank) for step in range(len(rank))]
-    on = [step for step, one in enumerate(rank) if one[0]]
-    off = [step for step, one in enumerate(rank) if not one[0]]
-    direct = statistics.fmean(rank[step][3] for step in on)
-    own = statistics.fmean(rank[step][2] for step in off)
+    wall = [step.wall for step in steps]
+    cpu = [sum(one[0][number].cpu for one in by_rank) for number in range(len(steps))]
+    on = [number for number, step in enumerate(steps) if step.is_on]
+    off = [number for number, step in enumerate(steps) if not step.is_on]
     lines = [f"{len(on)} pairs of steps of examples/demo.toml on {RANKS} ranks"]
     for name, values in (("time of a step", wall), ("processor time, all ranks", cpu)):
         text = compare([values[step] for step in on], [values[step] for step in off])
         lines.append(f"{name:28}{text}")
-    lines.append(
-        f"{'added calls, rank 0':28}{direct * 1e6:8.0f} us of processor time, "
-        f"{direct / own:.2%} of that of a step"
-    )
-    finish([header("torch"), "\n".join(lines)], args.out)
+    finish([header("torch"), "\n".join(lines), "\n".join(table(by_rank))], args.out)
 
 
 if __name__ == "__main__":
