@@ -234,6 +234,8 @@ def test_a_run_ends_at_a_network_failure_and_can_be_resumed(
         [complaint] = ended.complaints()
         assert "network" in complaint
         assert "went away" in complaint
+        # The host that is lost, by name or address.
+        assert ("on host host-b)" if ended is ends[0] else hosts.a.address) in complaint
     steps = _steps(tmp_path) + 2
     arguments = ["train", str(tmp_path / "tiny.toml"), "--nproc=2", f"--train.steps={steps}"]
     resume = "--checkpoint.resume=auto"

@@ -43,7 +43,8 @@ class RunConfig(Section):
         default=300.0,
         gt=0.0,
         le=MAX_TIMEOUT_S,
-        description="Timeout of a collective operation in seconds; at most a week.",
+        description="Timeout of a collective operation, and of the wait for ranks that start late, "
+        "in seconds; at most a week.",
     )
     peer_timeout_s: float = Field(
         default=20.0,
