@@ -70,19 +70,23 @@ def write_json(path: str | Path | None, results: Any, machine: Mapping[str, Any]
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of every round of every contender.
+    """Seconds of every round of every contender, by ``clock``.
 
     The contenders take turns, so that a busy moment of the machine hits all of them.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for round_number in range(rounds + warmup):
         for name, run in contenders.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if round_number >= warmup:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return times
 
 

@@ -4,13 +4,15 @@
 
 The model is that of the configuration, with random weights, which take the same time; greedy. Its
 context is `--context` tokens, so that 256 tokens fit; the last row has the configuration's own. The
-contenders take turns; the best round is shown, and both must choose the same tokens. ``ratio`` is
-time without / time with kept keys and values. For orientation, the last column has the time of
-`transformers` with its cache for a Llama of the same width and depth (dense, if installed).
+contenders take turns; the best round is shown, in processor time of one thread, and both must
+choose the same tokens. ``ratio`` is time without / time with kept keys and values. For orientation,
+the last column has the time of `transformers` with its cache for a Llama of the same width and
+depth (dense, if installed).
 """
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +41,7 @@ def whole_model(config: Config, *, context: int, moe: MoEConfig) -> GPTChunk:
     ).eval()
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def without_past(model: GPTChunk, tokens_BS: Tensor, count: int) -> Tensor:
     """The same tokens, each from its whole context (see `stream` for which tokens that has)."""
     begin, limit = 0, model.shape.seq_length
@@ -77,7 +79,7 @@ def theirs(config: Config, prompts_BS: Tensor, count: int, context: int) -> floa
     def run() -> None:
         llama.generate(prompts_BS, max_new_tokens=count, **settings)
 
-    return min(take_turns({"theirs": run}, rounds=3)["theirs"])
+    return min(take_turns({"theirs": run}, rounds=3, clock=time.process_time)["theirs"])
 
 
 def main() -> None:
@@ -115,6 +117,7 @@ def main() -> None:
             },
             rounds=arguments.rounds,
             warmup=0,
+            clock=time.process_time,
         )
         ours, plain = (min(times[name]) for name in ("with", "without"))
         other = theirs(config, prompts_BS, count, context) if context > count else None
