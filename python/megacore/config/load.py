@@ -210,6 +210,7 @@ def config_to_toml(config: Config) -> str:
         ep = 1
         # etp = 1   (derived)
         order = "tp-cp-ep-dp-pp"
+        cp_comm = "allgather"
         sequence_parallel = false
     """
     parts = []
