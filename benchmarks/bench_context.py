@@ -15,6 +15,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked ranks need it, and share the cores
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,7 @@ def table(
         for way, parallel in ways.items():
             args = parallel, model, limit
             found[way].append(on_gloo_ranks(parallel["cp"], step_on_rank, *args, timeout_s=3600))
+            print(f"{way}: {found[way][-1]}", file=sys.stderr, flush=True)
     above = "" if limit is None else f"; at most {limit:g} GiB of data per process"
     lines = [
         f"a step of {model['seq_length']} tokens: {model['num_layers']} layers of 512, "
