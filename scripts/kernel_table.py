@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +24,6 @@ REPORT = re.compile(
     r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
 )
-TILE = re.compile(r"cute::tuple<cute::C<(\d+)>, cute::C<(\d+)>, cute::C<(\d+)> ?>")
 
 
 def report(command: dict[str, str]) -> str:
@@ -40,15 +40,11 @@ def report(command: dict[str, str]) -> str:
 
 
 def readable(name: str) -> str:
-    """Return a kernel's name; of a kernel of CUTLASS its tile and schedule."""
+    """Return a kernel's name; those of CUTLASS fill a page each."""
+    if "cutlass" in name:
+        return "CUTLASS grouped GEMM"
     long = subprocess.run(["c++filt", name], check=True, capture_output=True, text=True).stdout
     long = long.strip().replace("(anonymous namespace)::", "")
-    if "cutlass::device_kernel" in long:
-        tile = TILE.search(long)
-        schedule = re.search(r"KernelPtrArray\w+", long)
-        accumulates = "acc" if "LinearCombination<float" in long else "out 16 bit"
-        words = ["CUTLASS", "x".join(tile.groups()) if tile else "", schedule and schedule[0]]
-        return " ".join(filter(None, [*words, accumulates]))
     depth = 0
     for place, letter in enumerate(long):  # without the arguments, which follow the template's
         depth += (letter == "<") - (letter == ">")
@@ -80,7 +76,8 @@ def main() -> None:
                 f"{readable(found['name'])}"
             )
         print(f"\n{Path(command['file']).name}")
-        print("\n".join(sorted(set(rows), key=lambda row: row[26:])), flush=True)
+        for row, count in sorted(Counter(rows).items(), key=lambda each: (each[0][26:], each[0])):
+            print(row + (f" ({count} kernels)" if count > 1 else ""), flush=True)
 
 
 if __name__ == "__main__":
