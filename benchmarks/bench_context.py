@@ -73,7 +73,7 @@ def step_on_rank(
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
-        return str(error).rpartition("] ")[2].partition("\n")[0]
+        return str(error).rpartition("DefaultCPUAllocator: ")[2].partition("\n")[0]
 
 
 def table(
