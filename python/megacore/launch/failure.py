@@ -146,7 +146,9 @@ class FailureMonitor:
         try:
             self._ask(lambda store: store.set(self._key("who"), self._identity.to_json()))
             self._beat(0)
-            self._number = self._ask(lambda store: store.add(ARRIVED_KEY, 1)) - 1
+            # Sent twice, it would count a rank that never comes.
+            arrive = self._store.ask(lambda store: store.add(ARRIVED_KEY, 1), repeat=False)
+            self._number = arrive - 1
             self._ask(lambda store: store.set(f"health/arrival/{self._number}", str(rank)))
         except RuntimeError as error:
             raise self._store_lost(error).to_error() from error

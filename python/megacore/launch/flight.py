@@ -66,7 +66,8 @@ def direct_dumps(run_dir: Path, environ: MutableMapping[str, str]) -> None:
 
 def save_dump(run_dir: Path, rank: int, backend: str, environ: Mapping[str, str]) -> None:
     """Write the flight record of this rank, unless it is off or was already written."""
-    path = Path(f"{dump_prefix(run_dir)}{rank}")
+    places = [environ[name] for name in FILE_VARIABLES if name in environ]
+    path = Path(f"{places[0] if places else dump_prefix(run_dir)}{rank}")
     name = "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name, None)
     if not is_on(environ) or dump is None or path.exists():
@@ -240,4 +241,6 @@ def _site(frames: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _text(value: Any) -> str:
-    return printable(str(value)).replace("\n", " ")
+    # Containers of a damaged file may be nested without end.
+    shown = str(value) if isinstance(value, str | int) else type(value).__name__
+    return printable(shown).replace("\n", " ")

@@ -137,8 +137,12 @@ def diagnosis_of_run(run_dir: Path, *, dumps: Path | None = None) -> Diagnosis |
     found = diagnose(rings) if rings else None
     if found is None or not found.findings:
         by_torch = diagnose(read_dumps(dumps or dump_prefix(run_dir), rings))
-        if by_torch.findings or found is None:
+        if found is None:
             return by_torch if by_torch.num_read else None
+        # Dumps of fewer ranks than there are rings know less, but for a cause that they show.
+        is_known = any(finding.cause != "unknown" for finding in by_torch.findings)
+        if is_known or (by_torch.findings and by_torch.num_read >= found.num_read):
+            return by_torch
     return found
 
 

@@ -112,8 +112,12 @@ class StoreConnection:
         self._lock = threading.Lock()
         self._channel = _Channel(lambda: connect(30.0))
 
-    def ask(self, request: Callable[[Store], T]) -> T:
+    def ask(self, request: Callable[[Store], T], *, repeat: bool = True) -> T:
         """Send one request.
+
+        Args:
+            request: The request.
+            repeat: Whether it may be sent twice, because the first answer did not arrive.
 
         Raises:
             RuntimeError: If there is no answer.
@@ -124,10 +128,12 @@ class StoreConnection:
             try:
                 return self._channel.ask(request, self._deadline_s)
             except (DistError, TimeoutError):
+                if not repeat:
+                    raise
                 self._channel.close()
                 self._channel = _Channel(lambda: self._connect(RETRY_S / 2))
                 return self._channel.ask(request, RETRY_S)
-        except (ConfigError, TimeoutError) as error:
+        except (ConfigError, DistError, TimeoutError) as error:
             raise RuntimeError(first_line(error)) from error
         finally:
             self._lock.release()

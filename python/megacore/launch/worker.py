@@ -140,10 +140,8 @@ def run_rank(context: RankContext, worker: Worker, options: LaunchOptions, repor
         with failure_monitor(
             context, peer_timeout_s=options.peer_timeout_s, on_end=end_from_monitor
         ) as monitor:
-            monitor.calls = _create_ring(context, options)
-            context = replace(context, calls=monitor.calls)
             outcome = _work_and_explain(context, worker, options, monitor)
-            _finish_ring(context, outcome, options)
+            _finish_ring(replace(context, calls=monitor.calls), outcome, options)
             report(outcome)
     except MegacoreError as error:
         code = 1 if isinstance(error, PeerLostError) else 2
@@ -159,6 +157,8 @@ def _work_and_explain(
 ) -> Outcome:
     try:
         try:
+            monitor.calls = _create_ring(context, options)
+            context = replace(context, calls=monitor.calls)
             exit_code = _work(context, worker, options, monitor)
             monitor.announce_end("done")
         except Exception as error:
@@ -278,7 +278,7 @@ def _create_ring(context: RankContext, options: LaunchOptions) -> CallRing | Non
         run = within(CONNECT_S, request).decode()
     except (TimeoutError, dist.DistError):
         return None
-    if context.rank == 0:
+    if context.local_rank == 0:
         shutil.rmtree(saved_folder(options.error_dir), ignore_errors=True)
     return CallRing.create(
         options.error_dir, rank=context.rank, world_size=context.world_size, run=run

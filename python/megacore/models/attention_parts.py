@@ -28,6 +28,8 @@ from megacore.models.functional import softcap, wide_dtype
 
 # Scores that `_Blocks` has at once: 64 MiB in float32.
 _BLOCK_SCORES = 1 << 24
+# Elements of a mask of `Bands`, if a window is not too wide for 64 rows of it: 16 MiB in float32.
+_MASK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class Bands:
         """
         key = window, like.dtype, like.device
         if key not in self._made:
-            rows = min(max(window, 64), 512)
+            rows = min(max(window, 64), 512, max(64, _MASK_ELEMENTS // window))
             with torch.inference_mode(False):  # training may use the mask later
                 outside = ~visible(rows, rows + window - 1, window, device=like.device)
                 zeros = torch.zeros(outside.shape, dtype=like.dtype, device=like.device)

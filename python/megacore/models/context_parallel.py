@@ -274,7 +274,8 @@ def _slice_parts(q_SBND: Tensor, group: Group, *, masks: Masks, rule: ScoreRule)
     length, num_early = q_SBND.shape[0] // 2, q_SBND.shape[0] // 2 * group.size
     early, late = context_slices(group.size, group.position)
     if rule.window is not None:
-        band = masks.bands.of(rule.window, q_SBND)
+        is_limit = rule.window < 2 * num_early
+        band = masks.bands.of(rule.window, q_SBND) if is_limit else None
         parts = []
         for place, index in enumerate((early, late)):
             start, end = _reach(index, length, rule)

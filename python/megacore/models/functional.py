@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, silu
 
+from megacore.ops.library import in_inference
+
 
 def rms_norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Normalize each token by its root mean square and multiply by a weight.
@@ -136,7 +138,7 @@ def _split_and_rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads_SBGND = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
-    if torch.is_inference_mode_enabled():
+    if in_inference():
         # Half of the operations, for the few tokens of a generated text.
         rotated = torch.empty_like(heads_SBGND[..., :-1, :])
         _rotate_into(rotated, heads_SBGND[..., :-1, :], cos, sin)

@@ -15,6 +15,7 @@ from megacore.moe.dispatchers import Dispatcher, DispatchPlan
 from megacore.moe.echo.layer import Echo, EchoPlan
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
+from megacore.ops.library import in_inference
 from megacore.ops.recompute import Memo
 from megacore.parallel.params import use_params
 
@@ -137,7 +138,7 @@ class MoELayer(nn.Module):
 
         Generation, in inference mode, counts nothing.
         """
-        if torch.is_inference_mode_enabled():
+        if in_inference():
             return self._decide(routing)
         decided = memo.once(lambda: _without_gradient(self._decide(routing)))
         plan = replace(decided, probs=routing.probs)

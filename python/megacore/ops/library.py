@@ -39,11 +39,16 @@ def define_op(
 
     def call(first: torch.Tensor, *others: Any) -> Any:
         # torch's dispatch takes longer than an operation on the few tokens of a generated text.
-        if torch.is_inference_mode_enabled() and type(first) is torch.Tensor and first.is_cpu:
+        if in_inference() and type(first) is torch.Tensor and first.is_cpu:
             return cpu(first, *others)
         return op(first, *others)
 
     return call
+
+
+def in_inference() -> bool:
+    """Return whether inference mode is on; never while the compiler traces, which cannot ask."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def define_gradient(

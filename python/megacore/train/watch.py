@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import resource
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,8 +132,9 @@ def memory_bytes(device: torch.device) -> tuple[float, float, float]:
     """
     if device.type != "cuda":
         resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return int(resident) * _PAGE, int(shared) * _PAGE, peak
+        # Not ru_maxrss, which starts with the peak of the process that started this one.
+        (line,) = re.findall(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+        return int(resident) * _PAGE, int(shared) * _PAGE, int(line) * 1024
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
     return allocated["current"], reserved["current"], allocated["peak"]

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from megacore.cli import main
+from megacore.launch.call_records import remove_rings
+from megacore.launch.calls import CallRing
+from megacore.launch.flight import save_dump
 from megacore.launch.hang import Diagnosis, diagnosis_of_run
 
 RANKS = 4
@@ -149,6 +152,27 @@ def test_parts_of_a_coalesced_call_count_once_and_messages_not_at_all(tmp_path: 
         rank.entries[-1]["is_p2p"] = True
     found = found_in(tmp_path, ranks)
     assert (found.findings, found.waits) == ((), ())
+
+
+def test_the_dump_of_one_rank_does_not_hide_complete_rings(tmp_path: Path) -> None:
+    rings = [CallRing.create(tmp_path, rank=rank, world_size=RANKS, run="a") for rank in range(4)]
+    for ring in rings:
+        assert ring is not None
+        ring.group("world", range(RANKS)).begin("all_reduce", (8,), "float32")
+    rank = Rank()
+    rank.call("0", state="started")
+    rank.write(tmp_path / "calls" / "flight_0")
+    found = diagnosis_of_run(tmp_path)
+    remove_rings(tmp_path)
+    assert found is not None
+    assert found.findings == ()
+    assert (found.num_read, len(found.waits)) == (RANKS, RANKS)
+
+
+def test_a_record_is_written_to_the_place_of_the_user(tmp_path: Path) -> None:
+    environ = {"TORCH_FR_BUFFER_SIZE": "10", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/mine_"}
+    save_dump(tmp_path / "run", 3, "gloo", environ)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine_3"]
 
 
 def test_an_overwritten_buffer_proves_nothing(tmp_path: Path) -> None:

@@ -34,6 +34,22 @@ def test_a_request_ends_though_the_store_never_answers(monkeypatch: pytest.Monke
     mute.released.set()
 
 
+def test_a_request_that_must_not_repeat_is_sent_once() -> None:
+    connections: list[float] = []
+
+    def connect(timeout_s: float) -> Any:
+        connections.append(timeout_s)
+        raise TimeoutError("no answer")
+
+    connection = StoreConnection(connect, deadline_s=5.0)
+    for repeat, count in ((False, 1), (True, 2)):
+        connections.clear()
+        with pytest.raises(RuntimeError, match="no answer"):
+            connection.ask(lambda store: store.add("n", 1), repeat=repeat)
+        assert len(connections) == count
+    connection.close()
+
+
 def test_a_late_answer_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megacore.launch.store.RETRY_S", 5.0)
     mute = _Mute()

@@ -22,6 +22,7 @@ RULES = {
     "scale": ScoreRule(scale=0.7),
     "window of a slice": ScoreRule(window=2),
     "window over slices": ScoreRule(window=9),
+    "window of more than all": ScoreRule(window=1000),
     "soft cap": ScoreRule(softcap=1.5),
     "soft cap, window": ScoreRule(softcap=1.5, window=5),
 }
@@ -164,6 +165,7 @@ def _tensors(tree: Any) -> list[Tensor]:
         (ScoreRule(), 4, False),
         (ScoreRule(window=40), 8, False),
         (ScoreRule(window=40), 8, True),
+        (ScoreRule(window=1 << 20), 8, False),
         (ScoreRule(softcap=1.5), 8, False),
     ],
 )

@@ -20,6 +20,17 @@ cases = st.tuples(
 )  # tokens, choices, experts, seed
 
 
+def test_operations_compile_without_a_graph_break() -> None:
+    def layer(tokens: Tensor, expert_of: Tensor) -> tuple[Tensor, Tensor]:
+        row_map, counts = sort_by_expert(expert_of, 3)
+        return unpermute(permute(tokens, row_map, 8) * 2, row_map), counts
+
+    tokens, expert_of = torch.randn(4, 5), choices(4, 2, 3, 0)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for expected, found in zip(layer(tokens, expert_of), compiled(tokens, expert_of), strict=True):
+        assert torch.equal(found, expected)
+
+
 def choices(num_tokens: int, k: int, num_experts: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-1, num_experts, (num_tokens, k), generator=generator)
