@@ -270,13 +270,15 @@ def bench_step(folder: Path, steps: int) -> list[str]:
         f"{'data':<28}{'CPU ms':>10}{'wall':>9}{'CPU ms':>10}{'wall':>9}{'CPU':>8}{'wall':>7}"
         f"{'waited':>10}",
     ]
-    for name, settings in {
-        "stream": {},
-        "best_fit": {"packing": "best_fit"},
-        "best_fit, document_mask": {"packing": "best_fit", "document_mask": True},
-        'order = "megatron"': {"order": "megatron"},
-    }.items():
-        trainer = small_trainer(data | settings, steps=steps, hidden=64, batch=4)
+    kinds: dict[str, tuple[int, dict[str, Any]]] = {
+        "stream": (64, {}),
+        "best_fit": (64, {"packing": "best_fit"}),
+        "best_fit, document_mask": (64, {"packing": "best_fit", "document_mask": True}),
+        'order = "megatron"': (64, {"order": "megatron"}),
+        "stream, hidden size 256": (256, {}),
+    }
+    for name, (hidden, settings) in kinds.items():
+        trainer = small_trainer(data | settings, steps=steps, hidden=hidden, batch=4)
         batches = trainer._batches(trainer.data.train)
         made = {step: batches(step, 0) for step in range(steps)}
         waited: list[float] = []
@@ -311,7 +313,8 @@ def bench_step(folder: Path, steps: int) -> list[str]:
     return [
         *rows,
         "",
-        f"first quartiles of {steps} steps of 4 x 512 tokens, on one thread; without: the same",
+        f"first quartiles of {steps} steps of 4 x 512 tokens, on one thread, with a hidden size of",
+        "64 unless another is named; without: the same",
         "steps on microbatches that were made before, in turns, in one process with one model;",
         "CPU: of all threads, those that read included",
     ]
