@@ -26,9 +26,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from _common import finish, header, on_gloo_ranks, options
+
+if TYPE_CHECKING:
+    from megacore.launch.calls import CallRing
+    from megacore.pipeline.phases import PhaseClock
 
 RANKS = 4
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
@@ -136,24 +140,37 @@ def measure(rank: int, folder: str, pairs: int) -> tuple[list[Step], float, floa
             )
         )
     PhaseClock.phase = entered  # type: ignore[method-assign]
+    trainer.eager.clock.enabled = True
+    costs = cost_of_record(ring), cost_of_phase(trainer.eager.clock)
+    ring.remove()
+    return found[4:], *costs
+
+
+def cost_of_record(ring: CallRing) -> float:
+    """Return the processor time of one record of the ring."""
+    import torch
+
     group, tensor = ring.group("benchmark", range(RANKS)), torch.zeros(4, 64)
 
     def call() -> None:
         with group.begin("all_reduce_", tensor.shape, tensor.dtype):
             pass
 
+    return least_cost(call)
+
+
+def cost_of_phase(clock: PhaseClock) -> float:
+    """Return the processor time of one phase."""
+
     def phase() -> None:
-        with trainer.eager.clock.phase("optimizer"):
+        with clock.phase("optimizer"):
             pass
 
-    trainer.eager.clock.enabled = True
-    costs = least_cost(call), least_cost(phase)
-    ring.remove()
-    return found[4:], *costs
+    return least_cost(phase)
 
 
 def least_cost(action: Callable[[], None], *, repeats: int = 20, number: int = 2000) -> float:
-    """Processor time of one call: the least mean of several loops."""
+    """Return the processor time of one call: the least mean of several loops."""
     costs = []
     for _ in range(repeats):
         start = time.process_time()

@@ -176,8 +176,8 @@ def test_the_build_is_for_the_device_and_offline(
 
 
 def test_only_whole_names_of_folders_are_replaced(gpu_check: ModuleType) -> None:
-    places = {"/work/src/": "", "/work/src": ".", "/tmp": "<tmp>"}
-    text = "/work/src/a.py in /work/src, /tmp/tmp12/x and /tmpfs"
+    places = {"/home/me/": "", "/home/me": ".", "/tmp": "<tmp>"}
+    text = "/home/me/a.py in /home/me, /tmp/tmp12/x and /tmpfs"
     assert gpu_check.scrub(text, places) == "a.py in ., <tmp>/tmp12/x and /tmpfs"
 
 

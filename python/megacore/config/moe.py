@@ -233,7 +233,7 @@ class MoEConfig(Section):
 
     @property
     def gated(self) -> bool:
-        """Whether experts have a gate, and so three matrices instead of two."""
+        """Return whether experts have a gate, and so three matrices instead of two."""
         return self.activation != "gelu"
 
     @model_validator(mode="after")

@@ -113,7 +113,7 @@ class IndexedTokens:
 
     @functools.cached_property
     def mask(self) -> NDArray[np.uint8] | None:
-        """Whether the prediction of each token counts, as :attr:`tokens`; ``None``: all do."""
+        """Marks of the tokens whose prediction counts, as :attr:`tokens`; ``None``: all do."""
         if self.stored_mask is None or self.in_order:
             return None if self.stored_mask is None else self.stored_mask[: self.num_tokens]
         return np.concatenate([self.mask_of(n) for n in range(len(self.lengths))])

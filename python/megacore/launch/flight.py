@@ -162,7 +162,7 @@ class _Dump:
             first = int(item["record_id"]) if number == 0 else first
             if not item["is_p2p"]:
                 entry = _Entry.of(item)
-                # The last one of a number stands for the parts of a coalesced collective.
+                # The last one of a number represents the parts of a coalesced collective.
                 entries[entry.group][entry.number] = entry
         ranks = {
             str(name): tuple(map(int, json.loads(_text(config["ranks"]))))

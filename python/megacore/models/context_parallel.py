@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from megacore.models.attention_parts import (
@@ -32,10 +31,8 @@ from megacore.models.attention_parts import (
     causal_parts,
     visible,
 )
-from megacore.models.mappings import all_gather_sequence
+from megacore.models.context_exchange import exchange_back, exchange_heads, gather
 from megacore.parallel.batch import Documents
-from megacore.parallel.collectives import all_gather, reduce_scatter
-from megacore.parallel.exchange import RowSplits, all_to_all
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_slices
 
@@ -130,37 +127,27 @@ def causal_attention(
     Raises:
         ValueError: If the members of the group do not divide the heads of keys, for "a2a".
     """
-    if group.size > 1 and comm == "a2a":
-        q_SBND, k_SBGD, v_SBGD = _exchange_heads((q_SBND, k_SBGD, v_SBGD), group)
+    by_heads = group.size > 1 and comm == "a2a"
+    if by_heads:
+        q_SBND, k_SBGD, v_SBGD = exchange_heads((q_SBND, k_SBGD, v_SBGD), group)
         if sinks is not None:
             sinks = sinks.chunk(group.size)[group.position]
-        mixed_SBND = attend(
-            q_SBND,
-            k_SBGD,
-            v_SBGD,
-            group=Group.solo(),
-            grouped=grouped,
-            masks=masks,
-            rule=rule,
-            sinks=sinks,
-            documents=documents,
+    else:
+        k_SBGD, v_SBGD = gather(
+            (k_SBGD, v_SBGD), group, in_order=needs_order(q_SBND, rule, sinks, documents)
         )
-        tokens: Tensor = _ToTokens.apply(mixed_SBND, group)  # type: ignore[no-untyped-call]
-        return tokens
-    k_SBGD, v_SBGD = gather(
-        (k_SBGD, v_SBGD), group, in_order=needs_order(q_SBND, rule, sinks, documents)
-    )
-    return attend(
+    mixed_SBND = attend(
         q_SBND,
         k_SBGD,
         v_SBGD,
-        group=group,
+        group=Group.solo() if by_heads else group,
         grouped=grouped,
         masks=masks,
         rule=rule,
         sinks=sinks,
         documents=documents,
     )
+    return exchange_back(mixed_SBND, group) if by_heads else mixed_SBND
 
 
 def needs_order(
@@ -169,33 +156,6 @@ def needs_order(
     """Return whether `attend` takes gathered tokens in the order of the sequence."""
     has_ranges = rule.window is not None or documents is not None
     return has_ranges or not _is_by_parts(q_SBND, rule, sinks)
-
-
-def gather(tensors: tuple[Tensor, ...], group: Group, *, in_order: bool) -> tuple[Tensor, ...]:
-    """Gather the tokens of all cp ranks: ``(S/cp, ...)`` to ``(S, ...)``.
-
-    Each rank uses the results for its own queries, so the backward pass sums over ranks.
-
-    Args:
-        tensors: Tensors of the same shape.
-        group: The cp group.
-        in_order: Whether tokens have the order of the sequence. Otherwise they are in the order
-            that needs no copy: the later slice of each rank, which descend, then the earlier ones.
-            All tokens before a slice are then one range too.
-
-    Sync:
-        One or two all-gathers over ``group``, and as many reduce-scatters in the backward pass;
-        none for a group of one.
-    """
-    if group.size == 1:
-        return tensors
-    if not in_order:
-        slices: tuple[Tensor, ...] = _GatherSlices.apply(  # type: ignore[no-untyped-call]
-            group, *tensors
-        )
-        return slices
-    ordered = _in_order(all_gather_sequence(torch.stack(tensors, dim=1), group), group.size)
-    return ordered.unbind(1)
 
 
 def attend(
@@ -290,28 +250,6 @@ def _slice_parts(q_SBND: Tensor, group: Group, *, masks: Masks, rule: ScoreRule)
         Part((length, 2 * length), (own + length, 2 * num_early)),
         Part((length, 2 * length), (own, own + length), causal=True),
     ]
-
-
-class _GatherSlices(torch.autograd.Function):
-    """All-gather of tokens, see `gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        shape = tensors[0].shape[0] * group.size, len(tensors), *tensors[0].shape[1:]
-        gathered = tensors[0].new_empty(shape)
-        for whole, part in zip(gathered.chunk(2), (1, 0), strict=True):
-            all_gather(whole, torch.stack([x.chunk(2)[part] for x in tensors], dim=1), group)
-        return gathered.unbind(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        shape = grads[0].shape[0] // ctx.group.size, len(grads), *grads[0].shape[1:]
-        reduced = grads[0].new_empty(shape)
-        for whole, part in zip(reduced.chunk(2), (1, 0), strict=True):
-            reduce_scatter(whole, torch.stack([x.chunk(2)[part] for x in grads], 1), ctx.group)
-        return None, *reduced.unbind(1)
 
 
 def _attend(
@@ -478,74 +416,3 @@ def _has_varlen() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def _exchange_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
-    """Exchange some tokens of all heads for all tokens of some heads, in the sequence's order."""
-    heads = [x.shape[2] for x in tensors]
-    if any(number % group.size for number in heads):
-        raise ValueError(
-            f"heads must be a multiple of the {group.size} members of group {group.name} for "
-            f'cp_comm = "a2a", got {heads[0]} of queries and {heads[1]} of keys'
-        )
-    # First all heads for the first member, those of queries, keys and values.
-    joined = torch.cat(
-        [x.reshape(*x.shape[:2], group.size, -1, x.shape[3]) for x in tensors], dim=3
-    )
-    all_tokens: Tensor = _ToHeads.apply(joined.flatten(2, 3), group)  # type: ignore[no-untyped-call]
-    return list(all_tokens.split_with_sizes([number // group.size for number in heads], dim=2))
-
-
-class _ToHeads(torch.autograd.Function):
-    """All-to-all from ``(S/cp, B, N, D)`` to ``(S, B, N/cp, D)`` in the sequence's order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_heads(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grad, ctx.group), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """The reverse of `_ToHeads`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_tokens(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad, ctx.group), None
-
-
-def _to_heads(x_SBND: Tensor, group: Group) -> Tensor:
-    tokens, batch, _, width = x_SBND.shape
-    by_member = x_SBND.reshape(tokens, batch, group.size, -1, width).permute(2, 0, 1, 3, 4)
-    received = all_to_all(by_member.contiguous(), group, RowSplits())
-    return _in_order(received.flatten(0, 1), group.size)
-
-
-def _to_tokens(x_SBND: Tensor, group: Group) -> Tensor:
-    slices = x_SBND.chunk(2 * group.size)
-    by_member = [slices[index] for index in _held(group.size)]
-    received = all_to_all(torch.cat(by_member), group, RowSplits())
-    from_members = received.view(group.size, -1, *received.shape[1:])
-    return from_members.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-def _in_order(gathered: Tensor, cp_size: int) -> Tensor:
-    """Reorder gathered slices from rank order into sequence order."""
-    slices = gathered.chunk(2 * cp_size)
-    held = _held(cp_size)
-    return torch.cat([slices[held.index(index)] for index in range(2 * cp_size)])
-
-
-def _held(cp_size: int) -> list[int]:
-    """Return the slices of the sequence in the order of the ranks that hold them."""
-    return [index for position in range(cp_size) for index in context_slices(cp_size, position)]

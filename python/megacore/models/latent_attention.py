@@ -19,7 +19,8 @@ from torch.nn.functional import linear
 
 from megacore.config import ModelConfig
 from megacore.models.attention_parts import ScoreRule
-from megacore.models.context_parallel import Masks, attend, gather, needs_order
+from megacore.models.context_exchange import gather
+from megacore.models.context_parallel import Masks, attend, needs_order
 from megacore.models.functional import rms_norm, rotate
 from megacore.models.layers import ColumnLinear, ModelContext, RowLinear
 from megacore.models.past import Past

@@ -125,7 +125,7 @@ class TopKRouter(nn.Module):
 
     @property
     def uses_names(self) -> bool:
-        """Whether a call now depends on the identifiers of its tokens."""
+        """Return whether a call now depends on the identifiers of its tokens."""
         config = self.config
         in_training = config.jitter > 0.0 or self.tape is not None
         return config.force_balanced or (self.training and in_training)

@@ -229,7 +229,7 @@ class Trainer:
 
     @property
     def _reads_tokens(self) -> bool:
-        """Whether this rank needs tokens or labels: not in the middle of a pipeline of MLPs."""
+        """Return whether this rank needs tokens or labels; an inner stage of MLPs does not."""
         if any(
             not isinstance(chunk, GPTChunk) or chunk.embedding or chunk.head or chunk.predictions
             for chunk in self.chunks

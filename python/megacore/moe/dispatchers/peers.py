@@ -169,7 +169,7 @@ class Slots:
 
     @property
     def any_taken(self) -> bool:
-        """Whether an exchange is in flight."""
+        """Return whether an exchange is in flight."""
         return len(self._free) < PEER_SLOTS
 
     def free_all(self) -> None:
