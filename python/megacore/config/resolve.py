@@ -156,6 +156,14 @@ def _check_recompute(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
+def _check_fp8(problems: Problems, config: ResolvedConfig) -> None:
+    if config.train.fp8 != "off" and config.moe.echo.spare_slots > 0:
+        problems.add(
+            f"{problems.shown('train.fp8')} has no products with clones of experts "
+            f"({problems.shown('moe.echo.spare_slots')}); set one of them to its default"
+        )
+
+
 def _check_own_model(problems: Problems, config: ResolvedConfig) -> None:
     """Check that a model of the user's own needs nothing that only megacore's GPT has."""
     if config.model.factory is None:
@@ -222,6 +230,7 @@ _CHECKS: tuple[Callable[[Problems, ResolvedConfig], None], ...] = (
     check_pipeline,
     _check_recompute,
     _check_own_model,
+    _check_fp8,
     _check_graphs,
     _check_decay,
     _check_trace_step,

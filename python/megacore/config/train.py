@@ -42,6 +42,13 @@ class TrainSectionConfig(Section):
         default="float32",
         description="Number format of weights and activations; main weights are float32.",
     )
+    fp8: Literal["off", "blockwise"] = Field(
+        default="off",
+        description="Operands of the products in linear layers and experts: those of `dtype`, or "
+        "8-bit floats with a scale per 128 elements of activations and per 128 x 128 of weights. "
+        "Emulated: it shows the effect on the loss and keeps inputs of layers in 8 bits, but is "
+        "slower than `dtype` alone.",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
         description="Activations that are recomputed in the backward pass instead of kept: none; "

@@ -70,6 +70,7 @@ def build_stages(
                 seed=config.train.seed,
                 slots=slots,
                 peers=chunks[0].moe_peers if chunks else None,
+                fp8=config.train.fp8 == "blockwise",
             )
             own = StageContext(
                 **vars(context),
@@ -97,6 +98,7 @@ def build_stages(
                 slots=slots,
                 peers=chunks[0].moe_peers if chunks else None,
                 recompute=config.train.recomputed,
+                fp8=config.train.fp8 == "blockwise",
                 loss=loss,
             )
         )

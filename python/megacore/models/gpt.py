@@ -61,6 +61,7 @@ class GPTChunk(Stage):
             allocated if needed.
         recompute: Activations to recompute in the backward pass: ``{"layer"}``, each layer from its
             input, or parts of it as in ``train.recompute_modules``.
+        fp8: Whether the products of linear layers and experts have 8-bit operands.
         loss: Loss of the head's logits.
         initialize: Draw initial weights; else matrices must be filled before use.
 
@@ -98,6 +99,7 @@ class GPTChunk(Stage):
         slots: SlotBuffers | None = None,
         peers: Peers | None = None,
         recompute: frozenset[str] = frozenset(),
+        fp8: bool = False,
         loss: Loss = token_loss,
         initialize: bool = True,
     ) -> None:
@@ -116,6 +118,7 @@ class GPTChunk(Stage):
             peers=peers,
             initialize=initialize,
             recompute=recompute,
+            fp8=fp8,
         )
         super().__init__(context)
         self.shape = shape

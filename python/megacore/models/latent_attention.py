@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from megacore.config import ModelConfig
 from megacore.models.attention_parts import ScoreRule
@@ -152,6 +151,7 @@ class LatentProjection(nn.Module):
         super().__init__()
         config, shape, mla = context.config, context.shape, context.config.mla
         self.region = context.region
+        self.linear = context.linear
         self.widths = [mla.q_rank, mla.kv_rank, mla.rope_head_dim]
         self.eps = mla.latent_norm_eps
         self.has_q_latent = mla.q_rank > 0
@@ -181,12 +181,12 @@ class LatentProjection(nn.Module):
         latent for queries, else ``(S, B, N * (P + R) + C + R)``.
         """
         if self.q_down is not None and self.q_norm is not None:
-            q = rms_norm(linear(x_SBH, self.q_down), self.q_norm, self.eps)
+            q = rms_norm(self.linear(x_SBH, self.q_down), self.q_norm, self.eps)
         else:
             assert self.q is not None
             x_SBH = self.region.enter(x_SBH)
-            q = linear(x_SBH, self.q.flatten(0, 1))
-        kv = linear(x_SBH, self.kv_down)
+            q = self.linear(x_SBH, self.q.flatten(0, 1))
+        kv = self.linear(x_SBH, self.kv_down)
         kv_SBC, k_rot_SBR = torch.split_with_sizes(kv, self.widths[1:], dim=-1)
         return torch.cat((q, rms_norm(kv_SBC, self.kv_norm, self.eps), k_rot_SBR), dim=-1)
 

@@ -7,6 +7,7 @@ regions are slices ``(S/tp, B, H)``.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from megacore.models.mappings import Region, copy_to_group, reduce_from_group
 from megacore.models.shape import GPTShape
 from megacore.moe.dispatchers import Peers, StaticBudget
 from megacore.moe.echo.message_exchange import SlotBuffers
+from megacore.ops.fp8 import fp8_linear
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
@@ -43,6 +45,7 @@ class ModelContext:
             collectives.
         recompute: Activations to recompute in the backward pass: ``"layer"``, or parts of layers
             as in ``train.recompute_modules``.
+        fp8: Whether the products of linear layers and experts have 8-bit operands.
     """
 
     config: ModelConfig
@@ -55,6 +58,12 @@ class ModelContext:
     slots: SlotBuffers
     peers: Peers | None = None
     recompute: frozenset[str] = frozenset()
+    fp8: bool = False
+
+    @property
+    def linear(self) -> Callable[..., Tensor]:
+        """Function of linear layers: ``(x, weight, bias=None)`` to ``x @ weight.T + bias``."""
+        return fp8_linear if self.fp8 else linear
 
     @property
     def output_std(self) -> float:
@@ -214,6 +223,7 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.region = context.region
+        self.linear = context.linear
         self.enters = enters
         self.weight = context.params.normal(
             ParamInfo(name=name, full_shape=full_shape, tp_dim=tp_dim), std=context.config.init_std
@@ -229,7 +239,7 @@ class ColumnLinear(nn.Module):
         """Project ``(S[/tp], B, H)`` to ``(S, B, output features / tp)``."""
         bias = None if self.bias is None else self.bias.flatten()
         x_SBH = self.region.enter(x_SBH) if self.enters else x_SBH
-        return linear(x_SBH, self.weight.flatten(0, -2), bias)
+        return self.linear(x_SBH, self.weight.flatten(0, -2), bias)
 
 
 class RowLinear(nn.Module):
@@ -240,6 +250,7 @@ class RowLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.region = context.region
+        self.linear = context.linear
         self.weight = context.params.normal(
             ParamInfo(name=name, full_shape=(context.shape.hidden, num_inputs), tp_dim=1),
             std=context.output_std,
@@ -258,7 +269,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x_SBF: Tensor) -> Tensor:
         """Project ``(S, B, input features / tp)`` to ``(S[/tp], B, H)``."""
-        output_SBH = self.region.leave(linear(x_SBF, self.weight))
+        output_SBH = self.region.leave(self.linear(x_SBF, self.weight))
         return output_SBH if self.bias is None else output_SBH + self.bias
 
 

@@ -266,6 +266,7 @@ def _experts(name: str, context: ModelContext) -> GroupedExperts:
         context.params.experts(fc2, std=context.output_std),
         activation=moe.activation,
         biases=_expert_biases(fc1, fc2, context) if moe.biases else None,
+        fp8=context.fp8,
     )
 
 

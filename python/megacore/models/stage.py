@@ -33,6 +33,7 @@ def make_context(
     slots: SlotBuffers | None = None,
     peers: Peers | None = None,
     recompute: frozenset[str] = frozenset(),
+    fp8: bool = False,
     initialize: bool = True,
 ) -> ModelContext:
     """Make the construction context of one stage; for the arguments see `GPTChunk`."""
@@ -62,6 +63,7 @@ def make_context(
         slots=SlotBuffers(moe.echo.spare_slots) if slots is None else slots,
         peers=peers or peers_of(moe, groups, hidden=shape.hidden, dtype=dtype, device=device),
         recompute=recompute,
+        fp8=fp8,
     )
 
 

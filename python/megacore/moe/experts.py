@@ -15,6 +15,7 @@ from torch.nn.functional import embedding
 from megacore.moe.dispatchers import ExpertRows
 from megacore.moe.echo.exchange import FC1, FC2, CloneExchange
 from megacore.ops.activations import clamped_swiglu, gelu, swiglu
+from megacore.ops.fp8 import fp8_grouped_gemm
 from megacore.ops.gemm import grouped_gemm, main_grad_of
 
 Activation = Literal["swiglu", "gelu", "clamped_swiglu"]
@@ -32,6 +33,7 @@ class GroupedExperts(nn.Module):
         fc2: ``(L, H, F)``.
         activation: Activation between ``fc1`` and ``fc2``.
         biases: Biases of both; not with clones.
+        fp8: Whether the products have 8-bit operands; not with clones.
 
     Raises:
         ValueError: If the shapes are inconsistent.
@@ -44,6 +46,7 @@ class GroupedExperts(nn.Module):
         *,
         activation: Activation,
         biases: ExpertBiases | None = None,
+        fp8: bool = False,
     ) -> None:
         super().__init__()
         num_local, hidden, width = fc2.shape
@@ -57,6 +60,7 @@ class GroupedExperts(nn.Module):
         self.fc2 = fc2
         self.activation = activation
         self.biases = biases
+        self.product = fp8_grouped_gemm if fp8 else grouped_gemm
 
     def forward(self, arrived: ExpertRows, clones: CloneExchange | None = None) -> Tensor:
         """Compute the expert outputs.
@@ -74,14 +78,23 @@ class GroupedExperts(nn.Module):
         if clones is not None:
             inner = clones.product(FC1, rows, m_splits)
             return clones.product(FC2, activate(inner, probs), m_splits)
-        inner = _product(rows, self.fc1, m_splits)
+        inner = self._product(rows, self.fc1, m_splits)
         if self.biases is None:
-            return _product(activate(inner, probs), self.fc2, m_splits)
+            return self._product(activate(inner, probs), self.fc2, m_splits)
         fc1_bias, fc2_bias = self.biases(m_splits, len(rows))
         inner = inner + fc1_bias.to(inner.dtype)
-        outer = _product(activate(inner, probs), self.fc2, m_splits)
+        outer = self._product(activate(inner, probs), self.fc2, m_splits)
         result: Tensor = outer + (fc2_bias * probs[:, None]).to(outer.dtype)
         return result
+
+    def _product(self, rows: Tensor, weight: nn.Parameter, m_splits: Tensor) -> Tensor:
+        main_grad = main_grad_of(weight)
+        return self.product(
+            rows,
+            weight.flatten(1, -2),
+            m_splits,
+            main_grad=None if main_grad is None else main_grad.flatten(1, -2),
+        )
 
 
 class ExpertBiases(nn.Module):
@@ -126,13 +139,3 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return grad, None
-
-
-def _product(rows: Tensor, weight: nn.Parameter, m_splits: Tensor) -> Tensor:
-    main_grad = main_grad_of(weight)
-    return grouped_gemm(
-        rows,
-        weight.flatten(1, -2),
-        m_splits,
-        main_grad=None if main_grad is None else main_grad.flatten(1, -2),
-    )
