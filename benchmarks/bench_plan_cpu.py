@@ -45,6 +45,11 @@ MODEL = {
 }
 TRAIN = {"microbatch_size": 2, "global_batch_size": 16, "eval_interval": 0, "steps": 100}
 MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 192, "force_balanced": True}
+# Logits of 512 MiB, which are computed in blocks.
+LARGE = {
+    "model": {"vocab_size": 65536, "seq_length": 1024, "num_layers": 2},
+    "train": {"global_batch_size": 8},
+}
 ECHO = {**MOE, "force_balanced": False, "echo": {"spare_slots": 2}}
 
 
@@ -66,6 +71,9 @@ LAYOUTS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "recompute mlp": (1, _recompute("mlp")),
     "microbatch 4": (1, {"train": {"microbatch_size": 4}}),
     "untied, mtp": (1, {"model": {"tie_embeddings": False, "num_mtp_layers": 1}}),
+    "large vocabulary": (1, LARGE),
+    "large vocabulary bf16": (1, {**LARGE, "train": {**LARGE["train"], "dtype": "bfloat16"}}),
+    "large vocabulary zb_h1": (2, {**LARGE, **_pipeline("zb_h1")}),
     "dp2": (2, {}),
     "dp2 overlap": (2, {"optimizer": {"overlap_grad_reduce": True}}),
     "dp2 unsharded": (2, {"optimizer": {"distributed": False}}),
@@ -98,7 +106,8 @@ def configuration(world_size: int, changes: Mapping[str, Any]) -> Config:
     }  # fmt: skip
     for name, values in changes.items():
         sections[name] = {**sections.get(name, {}), **values}
-    return resolve(Config(**sections), world_size, vocab_size=1024, cuda=False)
+    vocab = sections["model"]["vocab_size"]
+    return resolve(Config(**sections), world_size, vocab_size=vocab, cuda=False)
 
 
 class PeakBytes(TorchDispatchMode):

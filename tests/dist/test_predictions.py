@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megacore.checkpoint import CheckpointSaver, TrainState, load_checkpoint
+from megacore.models import gpt
 from megacore.train.trainer import build_trainer
 from tests.dist.test_moe_invariance import (
     EP2,
@@ -94,6 +95,17 @@ def singles() -> dict[str, Any]:
 def test_layout_gives_losses_and_gradients_of_one_process(
     layout: str, singles: dict[str, Any]
 ) -> None:
+    check(layout, singles)
+
+
+def test_layout_with_logits_in_blocks(
+    singles: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpt, "block_columns", lambda *_: 100)
+    check("pp2 tp2, weight gradients apart", singles)
+
+
+def check(layout: str, singles: dict[str, Any]) -> None:
     model, world_size, changes = LAYOUTS[layout]
     results = run_ranks(world_size, train, world_size, {**MODELS[model], **changes}, timeout_s=120)
     losses, gradients = singles[model]

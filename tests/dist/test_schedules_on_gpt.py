@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import ModelConfig
+from megacore.models import gpt
 from megacore.models.gpt import GPTChunk
 from megacore.parallel import ProcessGroups, Topology
 from megacore.pipeline import (
@@ -192,6 +193,15 @@ def test_four_stages_on_four_ranks() -> None:
         sum(adds_in_order(schedule) for schedule in schedules) >= len(schedules) - 2
     )  # bfs, two chains
     check(schedules)
+
+
+def test_four_stages_with_logits_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt, "block_columns", lambda *_: 7)
+    reference.cache_clear()
+    try:
+        check(all_schedules(4))
+    finally:
+        reference.cache_clear()
 
 
 def test_four_stages_on_two_ranks_of_two_chunks() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
 from megacore.config import ModelConfig
-from megacore.models import mappings
+from megacore.models import gpt, mappings
 from megacore.models.generate import generate
 from megacore.models.gpt import GPTChunk
 from megacore.models.loss import cross_entropy
@@ -75,15 +75,21 @@ def run_cases(rank: int, tp: int, cases: list[dict[str, Any]], sequence_parallel
     ]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_loss_and_gradients_equal_those_of_one_process(tp: int, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "block"),
+    [(2, False, None), (2, True, None), (4, False, None), (4, True, None), (4, True, 3)],
+)
+def test_loss_and_gradients_equal_those_of_one_process(
+    tp: int, sequence_parallel: bool, block: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cases = [
         {"tie_embeddings": tied, "dropout": dropout}
         for tied in (True, False)
         for dropout in (0, 0.2)
     ]
-    outcomes = run_ranks(tp, run_cases, tp, cases, sequence_parallel)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt, "block_columns", lambda *_: block)
+        outcomes = run_ranks(tp, run_cases, tp, cases, sequence_parallel)
     for number, case in enumerate(cases):
         loss, gradients = run_model(four_way_config(**case), ProcessGroups.single())
         losses = [outcome[number][0] for outcome in outcomes]

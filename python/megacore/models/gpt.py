@@ -16,11 +16,12 @@ from torch.nn.functional import linear
 from megacore.config import ModelConfig, MoEConfig
 from megacore.models.dropout import Site
 from megacore.models.functional import softcap
+from megacore.models.head_loss import head_cross_entropy
 from megacore.models.layers import ModelContext, ResidualDropout, VocabEmbedding, make_norm
 from megacore.models.loss import Loss, LossContext, token_loss
 from megacore.models.predictions import NO_LABEL, Predictions, ahead
 from megacore.models.rotary import RotaryTables
-from megacore.models.shape import GPTShape
+from megacore.models.shape import GPTShape, block_columns
 from megacore.models.stage import Stage, make_context
 from megacore.models.transformer import TransformerLayer
 from megacore.moe.balance import inject_gradient
@@ -355,8 +356,25 @@ class Head(nn.Module):
         self.num_columns = min(max(self.vocab - self.context.first_column, 0), rows)
 
     def forward(self, x_SBH: Tensor, batch: Microbatch) -> Tensor:
-        """Compute this cp rank's mean loss of normalized ``(S[/tp], B, H)`` and the labels."""
-        return self.loss(self.columns(x_SBH), batch, self.context)
+        """Compute this cp rank's mean loss of normalized ``(S[/tp], B, H)`` and the labels.
+
+        The logits of the default loss are computed in blocks of columns if they are large.
+        """
+        tokens = x_SBH.shape[0] * self.region.num_slices * x_SBH.shape[1]
+        columns = block_columns(tokens, self.weight.shape[0])
+        if self.loss is not token_loss or columns is None:
+            return self.loss(self.columns(x_SBH), batch, self.context)
+        use_params(self)
+        return head_cross_entropy(
+            self.region.enter(x_SBH),
+            self.weight,
+            self.context.labels(batch),
+            num_columns=self.num_columns,
+            columns=columns,
+            first_column=self.context.first_column,
+            softcap=self.softcap,
+            group=self.region.group,
+        )
 
     def columns(self, x_SBH: Tensor) -> Tensor:
         """Compute the logits of this tp rank's columns: ``(S[/tp], B, H)`` to ``(S, B, V/tp)``."""

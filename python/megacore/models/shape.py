@@ -9,6 +9,13 @@ from megacore.config import ModelConfig
 from megacore.config.base import filled, nearest_divisors
 from megacore.errors import ConfigError
 
+# Float32 logits of a microbatch above this many bytes are computed in blocks.
+WHOLE_BYTES = 256 << 20
+# Float32 logits of a block, unless this would make the products narrow.
+BLOCK_BYTES = 64 << 20
+_MIN_COLUMNS = 1024
+_COLUMN_UNIT = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTShape:
@@ -101,3 +108,19 @@ class GPTShape:
         yield "the padded vocabulary", self.padded_vocab
         if sequence_parallel:
             yield "model.seq_length", self.seq_length
+
+
+def block_columns(tokens: int, rows: int) -> int | None:
+    """Return the columns of a block, or ``None`` where the whole logits are small.
+
+    Args:
+        tokens: Tokens of a microbatch on this rank, N.
+        rows: Rows of this rank's part of the padded vocabulary, so that tp ranks agree.
+
+    Example:
+        >>> block_columns(4096, 131072), block_columns(4096, 8192)
+        (4096, None)
+    """
+    if rows <= _MIN_COLUMNS or 4 * tokens * rows <= WHOLE_BYTES:
+        return None
+    return max(_MIN_COLUMNS, BLOCK_BYTES // (4 * tokens) // _COLUMN_UNIT * _COLUMN_UNIT)

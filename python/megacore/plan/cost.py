@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import comb
 
 from megacore.plan.device import Device
-from megacore.plan.spec import ModelSpec, RunSpec
+from megacore.plan.spec import ModelSpec, RunSpec, loss_columns
 
 
 @dataclass
@@ -255,6 +255,11 @@ class LayerCosts:
         once = self._product(self.tokens, columns, model.hidden, self._head_peak())
         cost.add("head", once, once, once)
         read, written = {"fused": (4, 4), "unfused": (18, 10), "eager": (24, 16)}[spec.loss]
+        if loss_columns(model, spec) is not None:
+            # The backward pass computes the logits again (I and W of a split one both do, which is
+            # not counted here).
+            cost.add("head", 0.0, once)
+            written = read
         cost.add("head", self._traffic(read * columns), self._traffic(written * columns))
         if spec.tp > 1:
             ring = self.tp_link.ring(2 * self.tokens * model.hidden)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from megacore.pipeline import ActionKind
 from megacore.plan.device import Device
-from megacore.plan.spec import ModelSpec, RunSpec
+from megacore.plan.spec import ModelSpec, RunSpec, loss_columns
 from megacore.plan.step_time import cached_schedule, stage_params
 
 GIB = float(1 << 30)
@@ -127,6 +127,13 @@ def pending_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
 def head_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
     """Return the bytes per token that the loss keeps, and those at its peak with the logits."""
     columns = model.vocab / spec.tp
+    block = loss_columns(model, spec)
+    if block is not None:
+        # The sum of exponentials and the labels; at the peak also the gradients of both inputs.
+        wide = 4 if spec.precision == "fp32" else 2
+        logits = 4 if spec.precision == "fp32" else 6
+        weight = wide * columns * model.hidden / (spec.microbatch * model.seq / spec.cp)
+        return 12, 12 + logits * block + 4 * model.hidden + weight
     peak = {"fused": 4, "unfused": 10, "eager": 14}[spec.loss]
     if spec.precision == "fp32" and spec.loss == "unfused":
         peak = 8  # the logits are not copied to float32

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from megacore.models.shape import block_columns
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -189,7 +191,8 @@ class RunSpec:
         fused_experts: Quantization, permutation and activation are part of the experts' products.
         graphs: CUDA graphs: off, partial or full.
         attention: flash (FlashAttention 3 or cuDNN), flash2, or unfused (scores are stored).
-        loss: fused, unfused or eager; how logits are stored.
+        loss: fused, unfused or eager; how logits are stored. megacore's own runs compute large
+            ones in blocks, see `loss_columns`.
         instances: Copies of the sharded optimizer state.
         stages: Layers of each stage as counts; empty to distribute them evenly by cost.
         cp_alltoall: Context parallelism exchanges heads by all-to-all instead of keys and values.
@@ -265,3 +268,10 @@ class RunSpec:
     def is_fp8(self) -> bool:
         """True if products with weights are computed in 8 bits."""
         return "fp8" in self.precision
+
+
+def loss_columns(model: ModelSpec, spec: RunSpec) -> int | None:
+    """Return the columns of a block of logits, ``None`` if they are computed as a whole."""
+    if not spec.plain_autograd:
+        return None
+    return block_columns(spec.microbatch * model.seq // spec.cp, model.vocab // spec.tp)
