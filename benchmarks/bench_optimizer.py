@@ -42,6 +42,8 @@ from megacore.parallel.params import ParamInfo
 VARIANTS = {
     "megacore": "megacore",
     "megacore-overlap": "megacore, both overlaps",
+    "megacore-gloo": "megacore, as on several hosts",
+    "megacore-gloo-overlap": "megacore, as on several hosts, both overlaps",
     "ddp": "DistributedDataParallel + fused AdamW",
     "zero": "DistributedDataParallel + ZeroRedundancyOptimizer",
     "fsdp": "fully_shard (weights kept after forward) + fused AdamW",
@@ -81,8 +83,9 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (output - x).square().mean()
 
 
-def with_megacore(model: nn.Sequential, *, overlap: bool) -> tuple[Step, str]:
-    groups = ProcessGroups.create(Topology(world_size=dist.get_world_size()))
+def with_megacore(model: nn.Sequential, *, overlap: bool, host_memory: bool) -> tuple[Step, str]:
+    topology = Topology(world_size=dist.get_world_size())
+    groups = ProcessGroups.create(topology, host_memory=host_memory)
     config = OptimizerConfig(
         beta1=ADAMW["betas"][0],
         beta2=ADAMW["betas"][1],
@@ -124,7 +127,8 @@ def with_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Step
 def make_step(variant: str, shape: Shape) -> tuple[Step, str]:
     model = make_model(shape)
     if variant.startswith("megacore"):
-        return with_megacore(model, overlap=variant.endswith("overlap"))
+        host_memory = "gloo" not in variant
+        return with_megacore(model, overlap=variant.endswith("overlap"), host_memory=host_memory)
     if variant == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.parallel import Group, ProcessGroups, Topology
+from megacore.parallel.async_collectives import reduce_scatter_async
 from megacore.parallel.collectives import (
     all_gather,
     all_gather_objects,
@@ -21,6 +22,7 @@ from megacore.parallel.collectives import (
     isend,
     reduce_scatter,
 )
+from megacore.parallel.gloo_messages import chunk_length
 from tests.support.distributed import run_ranks
 
 WORLD = 4
@@ -129,6 +131,44 @@ def test_reduce_scatter_adds_in_rank_order_bit_for_bit(
     total = left_to_right([values_of(rank, 50 * WORLD, dtype) for rank in range(WORLD)])
     for rank, result in enumerate(on_every_rank(reduce_and_scatter, "sum", dtype, out)):
         assert torch.equal(result.flatten(), total[50 * rank : 50 * rank + 50].to(out))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("dtype", "out"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_large_slices_are_added_in_rank_order_and_in_place(
+    on_every_rank: OnEveryRank, dtype: torch.dtype, out: torch.dtype
+) -> None:
+    for same in on_every_rank(reduce_large, dtype, out):
+        assert same == [True] * len(same)
+
+
+def reduce_large(rank: int, group: Group, dtype: torch.dtype, out: torch.dtype) -> list[bool]:
+    """Reduce several chunks of a message and a rest, also with two reductions in flight."""
+    numel = 2 * chunk_length(WORLD, dtype.itemsize) + 1000
+    inputs = [values_of(member, numel * WORLD, dtype) for member in range(WORLD)]
+    wanted = left_to_right(inputs).view(WORLD, -1)[rank]
+    buffers = [inputs[rank].clone() for _ in range(3)]
+    outputs = [torch.empty(numel, dtype=out) for _ in buffers]
+    if dtype == out:
+        outputs = [buffer.view(WORLD, -1)[rank] for buffer in buffers]
+    pending = [
+        reduce_scatter_async(outputs[0], buffers[0], group),
+        reduce_scatter_async(outputs[1], buffers[1], group, op="avg"),
+    ]
+    reduce_scatter(outputs[2], buffers[2], group)
+    for collective in pending:
+        collective.wait()
+    means = (wanted / WORLD).to(out)
+    results = [outputs[0], outputs[2]]
+    return [torch.equal(x, wanted.to(out)) for x in results] + [torch.equal(outputs[1], means)]
 
 
 @pytest.mark.dist

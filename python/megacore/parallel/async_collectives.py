@@ -97,8 +97,9 @@ def reduce_scatter_async(
 ) -> PendingCollective:
     """Start :func:`megacore.parallel.collectives.reduce_scatter`.
 
-    On gloo, and with ``fp32_accumulation``, the slices are exchanged in the background and added in
-    rank order in ``wait()``. Until then the received slices take as much memory as ``input``.
+    On gloo, a thread exchanges and adds slices of more than 1 MiB, chunk by chunk. Smaller ones,
+    and those with ``fp32_accumulation`` on NCCL, are exchanged in the background and added in rank
+    order in ``wait()``; until then the received slices take as much memory as ``input``.
 
     Raises:
         ValueError: If sizes, dtypes or devices do not match.
@@ -114,6 +115,9 @@ def reduce_scatter_async(
         output.copy_(input.view(output.shape))
         return PendingCollective()
     call = enqueued("reduce_scatter_async", input.shape, input, group)
+    if (messages := collectives._reducing_messages(group, input)) is not None:
+        future = messages.start_reduce_scatter(output, input, average=op == "avg")
+        return PendingCollective(complete=future.result, is_ready=future.done, call=call)
     exchanges = fp32_accumulation and collectives._is_low_precision(input)
     if exchanges or collectives._is_gloo(handle, input):
         parts = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
@@ -157,6 +161,13 @@ def all_gather_async(output: Tensor, input: Tensor, group: Group) -> PendingColl
         output.copy_(input.view(output.shape))
         return PendingCollective()
     call = enqueued("all_gather_async", input.shape, input, group)
+    if (messages := collectives._messages(group, input)) is not None:
+        works = messages.start_all_gather(output, input)
+        return PendingCollective(
+            complete=lambda: [work.wait() for work in works].clear(),
+            is_ready=lambda: all(work.is_completed() for work in works),
+            call=call,
+        )
     work = _native("all_gather_single", "all_gather_into_tensor")(
         output.view(-1), input.view(-1), group=group.handle, async_op=True
     )

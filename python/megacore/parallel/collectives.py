@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup, Work
 
 from megacore.launch.call_records import DONE, ENQUEUED, ON_DEVICE, STARTED
 from megacore.launch.calls import Call
+from megacore.parallel.gloo_messages import GlooMessages
 from megacore.parallel.host_memory import HostCommunicator
 from megacore.parallel.process_groups import Group, backend_for
 
@@ -38,6 +39,9 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
+
+# An exchange of all slices of at most this size is as fast as one in chunks, with less overhead.
+_SMALL_BYTES = 1 << 20
 
 
 @torch.no_grad()
@@ -108,6 +112,8 @@ def reduce_scatter(
     with recorded("reduce_scatter", input, group):
         if host is not None:
             host.reduce_scatter(output, input, op=op)
+        elif (messages := _reducing_messages(group, input)) is not None:
+            messages.reduce_scatter(output, input, average=op == "avg")
         elif _is_gloo(handle, input) or (fp32_accumulation and _is_low_precision(input)):
             _exchange_and_add(output, input, group, handle, op)
         else:
@@ -149,6 +155,9 @@ def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
     with recorded("all_gather", input, group):
         if (host := _host(group, input)) is not None:
             host.all_gather(output, input)
+        elif (messages := _messages(group, input)) is not None:
+            for work in messages.start_all_gather(output, input):
+                work.wait()
         else:
             _native("all_gather_single", "all_gather_into_tensor")(
                 output, input, group=group.handle
@@ -344,6 +353,16 @@ def _native(name: str, old_name: str) -> Any:
 
 def _host(group: Group, tensor: Tensor) -> HostCommunicator | None:
     return group.host if tensor.device.type == "cpu" else None
+
+
+def _messages(group: Group, tensor: Tensor) -> GlooMessages | None:
+    return group.messages if tensor.device.type == "cpu" else None
+
+
+def _reducing_messages(group: Group, input: Tensor) -> GlooMessages | None:
+    """Return what reduces large tensors; a small one takes less time in one exchange."""
+    is_large = input.numel() * input.element_size() > _SMALL_BYTES
+    return _messages(group, input) if is_large else None
 
 
 def _is_gloo(handle: ProcessGroup, tensor: Tensor) -> bool:

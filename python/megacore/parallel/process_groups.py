@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 
 from megacore.errors import ConfigError
 from megacore.launch.calls import CallRing, GroupCalls
+from megacore.parallel.gloo_messages import GlooMessages
 from megacore.parallel.holders import embedding_groups, holder_groups
 from megacore.parallel.host_memory import (
     DEFAULT_SLOT_BYTES,
@@ -53,6 +54,7 @@ class Group:
         host: Shared-memory communicator for CPU tensors, or ``None``: then ``handle`` is used.
         host_note: Reason why a gloo group has no ``host``.
         calls: Records the calls of the group.
+        messages: Collectives of a gloo group by messages.
         size: Number of members.
     """
 
@@ -63,6 +65,7 @@ class Group:
     host: HostCommunicator | None = None
     host_note: str = ""
     calls: GroupCalls | None = field(default=None, compare=False, repr=False)
+    messages: GlooMessages | None = field(default=None, compare=False, repr=False)
     size: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -283,6 +286,7 @@ class _GroupMaker:
         self._ring = calls
         self._calls: dict[tuple[int, ...], GroupCalls] = {}
         self._paths: dict[tuple[int, ...], HostPath] = {}
+        self._messages: dict[tuple[int, ...], GlooMessages] = {}
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
         if backend is None or backend == dist.get_backend():
             self._made[tuple(range(dist.get_world_size()))] = default
@@ -309,6 +313,7 @@ class _GroupMaker:
             path.communicator,
             path.note,
             self._calls_of(name, mine),
+            self._messages_of(mine, position),
         )
 
     def make_another(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
@@ -332,6 +337,14 @@ class _GroupMaker:
         if ranks not in self._calls:
             self._calls[ranks] = self._ring.group(name, ranks)
         return self._calls[ranks].renamed(name)
+
+    def _messages_of(self, ranks: tuple[int, ...], position: int) -> GlooMessages | None:
+        """Return the collectives by messages; groups with equal rank lists share their tags."""
+        if backend_for(self._made[ranks], "cpu") != "gloo":
+            return None
+        if ranks not in self._messages:
+            self._messages[ranks] = GlooMessages(self._made[ranks], position, len(ranks))
+        return self._messages[ranks]
 
     def _path(self, name: str, ranks: tuple[int, ...], position: int) -> HostPath:
         """Return the shared-memory path; groups with equal rank lists share one."""
