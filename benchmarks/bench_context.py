@@ -130,6 +130,7 @@ def main() -> None:
         "cp 1": {"cp": 1},
         "cp 2": {"cp": 2},
         "cp 2, a2a": {"cp": 2, "cp_comm": "a2a"},
+        "cp 2, ring": {"cp": 2, "cp_comm": "ring"},
     }
     parts = [header("torch"), table(ways, model, args.rounds, None)]
     if args.long:

@@ -1,4 +1,4 @@
-"""Attention of two cp ranks against one process, for both exchanges."""
+"""Attention of two cp ranks against one process, for all exchanges."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def on_rank(rank: int) -> None:
     own = context_positions(SEQUENCE, cp_size=WORLD, position=rank)
     for name, case in CASES.items():
         whole = results(Group.solo(), torch.arange(SEQUENCE), case)
-        for comm in ("allgather", "a2a"):
+        for comm in ("allgather", "a2a", "ring"):
             *found, sinks = results(group, own, case, comm=comm)
             torch.distributed.all_reduce(sinks)
             torch.testing.assert_close(

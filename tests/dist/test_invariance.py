@@ -99,6 +99,26 @@ LAYOUTS = {
             "train.recompute": "full",
         },
     ),
+    "cp4 ring": (4, {"parallel.cp": 4, "parallel.cp_comm": "ring"}),
+    "cp2 ring tp2 sequence parallel, recomputed": (
+        4,
+        {
+            "parallel.cp": 2,
+            "parallel.cp_comm": "ring",
+            "parallel.tp": 2,
+            "parallel.sequence_parallel": True,
+            "train.recompute": "full",
+        },
+    ),
+    "cp2 ring pp2 zb_v": (
+        4,
+        {
+            "parallel.cp": 2,
+            "parallel.cp_comm": "ring",
+            "parallel.pp": 2,
+            "pipeline.schedule": "zb_v",
+        },
+    ),
     "pp4 zb_h1": (4, {"parallel.pp": 4, "pipeline.schedule": "zb_h1"}),
     "pp2 dp2 zb_v, overlapped": (
         4,
@@ -152,6 +172,7 @@ REPRESENTATIVES = (
     "dp4 small buckets",
     "tp2 pp2",
     "cp2",
+    "cp4 ring",
     "pp4 zb_h1",
     "pp2 dp2 zb_v, overlapped",
     "pp2 v_half, checked messages",
@@ -229,6 +250,7 @@ ARCHITECTURE_LAYOUTS = (
     "tp2 cp2 sequence parallel",
     "cp4",
     "cp2 a2a",
+    "cp4 ring",
     "pp4 zb_h1",
     "tp2 pp2 dualpipe_v, sequence parallel",
 )
@@ -236,7 +258,7 @@ ARCHITECTURE_CASES = [
     (architecture, layout)
     for architecture in ARCHITECTURES
     for layout in ARCHITECTURE_LAYOUTS
-    if not (layout == "cp2 a2a" and architecture.startswith("latent"))  # refused
+    if not (layout in ("cp2 a2a", "cp4 ring") and architecture.startswith("latent"))  # refused
 ]
 
 
@@ -249,6 +271,7 @@ ARCHITECTURE_CASES = [
             ("biases, partial rotation, llama3 scaling", "tp2"),
             ("windows of some layers, yarn", "cp4"),
             ("attention sinks, window", "cp2 a2a"),
+            ("attention sinks, window", "cp4 ring"),
             ("layer norm, geglu, soft caps, window", "tp2 cp2 sequence parallel"),
             (
                 "norms after blocks, wide norms of queries and keys",

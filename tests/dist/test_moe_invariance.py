@@ -153,6 +153,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "etp2": ("softmax", 2, ETP2),
     "pp2": ("softmax", 2, PP2),
     "cp2 ep2": ("softmax", 2, {"parallel.cp": 2, **EP2}),
+    "cp2 ring ep2": ("softmax", 2, {"parallel.cp": 2, "parallel.cp_comm": "ring", **EP2}),
     "ep2, gradients reduced early": (
         "softmax",
         2,

@@ -89,7 +89,7 @@ def _check_sequence_fits_cp(problems: Problems, config: ResolvedConfig) -> None:
 
 
 def _check_heads_fit_cp(problems: Problems, config: ResolvedConfig) -> None:
-    """Check the heads: ``a2a`` gives each cp rank some heads of keys of its tp rank."""
+    """Check the heads: all but ``allgather`` exchange heads of keys, ``a2a`` divides them."""
     parallel, model = config.parallel, config.model
     if parallel.cp == 1 or parallel.cp_comm == "allgather":
         return
@@ -100,6 +100,8 @@ def _check_heads_fit_cp(problems: Problems, config: ResolvedConfig) -> None:
             'narrower latents; set cp_comm = "allgather"'
         )
     unit = parallel.tp * parallel.cp
+    if parallel.cp_comm == "ring":
+        return
     if model.factory is None and model.num_kv_heads % unit:
         problems.add(
             f"{comm} needs num_kv_heads to be a multiple of {problems.shown('parallel.tp')} * "

@@ -32,10 +32,11 @@ class ParallelConfig(Section):
     order: str = Field(
         default="tp-cp-ep-dp-pp", description="Axes from adjacent ranks to far ones, joined by `-`."
     )
-    cp_comm: Literal["allgather", "a2a"] = Field(
+    cp_comm: Literal["allgather", "a2a", "ring"] = Field(
         default="allgather",
         description="Exchange of context parallelism: `allgather` gathers keys and values; `a2a` "
-        "gives each rank all tokens of some heads (Ulysses), so `cp` divides each tp rank's heads.",
+        "gives each rank all tokens of some heads (Ulysses), so `cp` divides each tp rank's heads; "
+        "`ring` passes keys and values from rank to rank and keeps those of two ranks.",
     )
     sequence_parallel: bool = Field(
         default=False,

@@ -172,15 +172,15 @@ class _Attention(torch.autograd.Function):
         parts: Sequence[Part],
         rule: ScoreRule,
     ) -> Tensor:
-        kernel = _kernel(q_SBND, v_TBGE, rule)
+        kernel = kernel_for(q_SBND, v_TBGE, rule)
         length, batch, heads, _ = q_SBND.shape
         mixed_SBNE = q_SBND.new_empty(length, batch, heads, v_TBGE.shape[-1])
         lse_SBN = q_SBND.new_empty(length, batch, heads, dtype=wide_dtype(q_SBND))
         for (first, last), same in groupby(parts, key=lambda part: part.queries):
             merged = None
             for part in same:
-                tensors = _views(part, q_SBND, k_TBGD, v_TBGE)
-                merged = _merged(merged, Mixed(*kernel.forward(*tensors, part)))
+                tensors = part_views(part, q_SBND, k_TBGD, v_TBGE)
+                merged = merge(merged, Mixed(*kernel.forward(*tensors, part)))
             assert merged is not None
             if sinks is not None:
                 merged = merged.with_sinks(sinks)
@@ -200,7 +200,7 @@ class _Attention(torch.autograd.Function):
             rows = slice(*part.queries)
             grad, mixed = (x[rows].permute(1, 2, 0, 3) for x in (grad_SBNE, mixed_SBNE))
             lse = lse_SBN[rows].permute(1, 2, 0)
-            tensors = _views(part, q_SBND, k_TBGD, v_TBGE)
+            tensors = part_views(part, q_SBND, k_TBGD, v_TBGE)
             grads = ctx.kernel.backward(grad, *tensors, mixed, lse, part)
             for total, added, where in zip(
                 (dq, dk, dv), grads, (part.queries, part.keys, part.keys), strict=True
@@ -246,7 +246,7 @@ class Mixed(NamedTuple):
         return Mixed((self.values * factor).to(self.values.dtype), lse)
 
 
-def _merged(one: Mixed | None, other: Mixed) -> Mixed:
+def merge(one: Mixed | None, other: Mixed) -> Mixed:
     """Combine attention of the same queries to two ranges of keys."""
     if one is None:
         return other
@@ -255,7 +255,7 @@ def _merged(one: Mixed | None, other: Mixed) -> Mixed:
     return Mixed(values.to(one.values.dtype), torch.logaddexp(one.lse, other.lse))
 
 
-def _views(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def part_views(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the part's queries, keys and values, ``(B, heads, tokens, dimension)``."""
     rows, keys = slice(*part.queries), slice(*part.keys)
     return q[rows].permute(1, 2, 0, 3), k[keys].permute(1, 2, 0, 3), v[keys].permute(1, 2, 0, 3)
@@ -281,7 +281,8 @@ class _Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-def _kernel(q: Tensor, v: Tensor, rule: ScoreRule) -> _Kernel:
+def kernel_for(q: Tensor, v: Tensor, rule: ScoreRule) -> _Kernel:
+    """Return what computes attention of parts of these queries and values, forward and backward."""
     scale = q.shape[-1] ** -0.5 if rule.scale is None else rule.scale
     if q.device.type == "cpu" and rule.softcap is None:
         return _CpuFlash(scale, max(q.shape[-1], v.shape[-1]))

@@ -32,6 +32,7 @@ from megacore.models.attention_parts import (
     visible,
 )
 from megacore.models.context_exchange import exchange_back, exchange_heads, gather
+from megacore.models.context_ring import ring_attention
 from megacore.parallel.batch import Documents
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_slices
@@ -113,20 +114,31 @@ def causal_attention(
         rule: Window and scores.
         sinks: For each head a score that takes part in the softmax and has no value, ``(N,)``.
         documents: Documents inside of which attention stays.
-        comm: "allgather" of keys and values, or "a2a" from some tokens of all heads to all tokens
-            of some heads, and back.
+        comm: "allgather" of keys and values, "a2a" from some tokens of all heads to all tokens of
+            some heads, and back, or "ring" of keys and values.
 
     Returns:
         ``(S/cp, B, N, D)``.
 
     Sync:
         One or two all-gathers of keys and values over ``group``, and as many reduce-scatters of
-        their gradients in the backward pass; two all-to-alls in both with "a2a"; none for a group
-        of one.
+        their gradients in the backward pass; two all-to-alls in both with "a2a"; see
+        `ring_attention` for "ring"; none for a group of one.
 
     Raises:
         ValueError: If the members of the group do not divide the heads of keys, for "a2a".
     """
+    if group.size > 1 and comm == "ring":
+        return ring_attention(
+            q_SBND,
+            k_SBGD,
+            v_SBGD,
+            group=group,
+            bands=masks.bands,
+            rule=rule,
+            sinks=sinks,
+            documents=documents,
+        )
     by_heads = group.size > 1 and comm == "a2a"
     if by_heads:
         q_SBND, k_SBGD, v_SBGD = exchange_heads((q_SBND, k_SBGD, v_SBGD), group)

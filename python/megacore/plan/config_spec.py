@@ -66,7 +66,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         tp=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,
         cp=parallel.cp,
-        cp_alltoall=parallel.cp_comm == "a2a",
+        cp_comm=parallel.cp_comm,
         pp=parallel.pp,
         chunks=pipeline.chunks,
         ep=parallel.ep,

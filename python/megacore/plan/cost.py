@@ -197,9 +197,15 @@ class LayerCosts:
         queries, values = model.head_dims
         kv_heads = model.heads if model.kv_lora else model.kv_heads
         width = kv_heads * (queries + values) / spec.tp
-        if spec.cp_alltoall:
+        if spec.cp_comm == "a2a":
             width = (model.heads + kv_heads) * (queries + values) / spec.tp
             once = ring.ring(2 * self.tokens * width)
+            cost.add("cp", once, once)
+            return
+        if spec.cp_comm == "allgather":  # before attention and after its gradients: not hidden
+            if model.kv_lora:
+                width = model.kv_lora + model.qk_rope
+            once = ring.ring(2 * self.tokens * width * spec.cp)
             cost.add("cp", once, once)
             return
         once = ring.ring(2 * self.tokens * width * spec.cp)

@@ -81,17 +81,17 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     else:
         mlp = (2 * wide if model.gated else wide) * model.ffn / t
         activation = saved * model.ffn / t
-    whole = (
-        norm_inputs + norm_outputs + core + up + out + log_sums + scores + masks + mlp + activation
-    )
+    gathered, passing = context_bytes(model, spec)
+    kept = norm_inputs + norm_outputs + core + up + out + log_sums + scores + masks
+    kept += mlp + activation + gathered
+    whole = kept + passing
     recompute = spec.recompute
     if "layer" in recompute:
         return wide * h / split, whole
     if "op" in recompute:
-        return 0.55 * whole, whole
-    kept = whole
+        return 0.55 * kept, whole
     if "attention" in recompute:  # with the output projection, whose input is not kept
-        kept -= scores + out + log_sums
+        kept -= scores + out + log_sums + gathered
     elif "core_attn" in recompute:
         kept -= scores
     if "norm" in recompute:
@@ -103,6 +103,27 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     if "mla_up_proj" in recompute:
         kept -= up
     return kept, whole
+
+
+def context_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
+    """Return the bytes per token of other ranks' keys and values that attention keeps and passes.
+
+    Gathered ones are those of the whole sequence, kept for the backward pass. A ring has two blocks
+    in flight, and in the backward pass their gradients in float32.
+    """
+    if spec.cp == 1:
+        return 0.0, 0.0
+    wide = 4 if spec.precision == "fp32" else 2
+    queries, values = model.head_dims
+    kv_heads = model.heads if model.kv_lora else model.kv_heads
+    width = kv_heads * (queries + values) / spec.tp
+    if spec.cp_comm == "ring":
+        return 0.0, (2 * wide + 2 * 4) * width
+    if spec.cp_comm == "a2a":
+        return 0.0, wide * width
+    if model.kv_lora:
+        width += model.kv_lora + model.qk_rope
+    return (spec.cp - 1) * wide * width, 0.0
 
 
 def mlp_width(model: ModelSpec, spec: RunSpec) -> float:

@@ -195,7 +195,8 @@ class RunSpec:
             ones in blocks, see `loss_columns`.
         instances: Copies of the sharded optimizer state.
         stages: Layers of each stage as counts; empty to distribute them evenly by cost.
-        cp_alltoall: Context parallelism exchanges heads by all-to-all instead of keys and values.
+        cp_comm: Context parallelism by a "ring" of keys and values, as published runs have it, by
+            "allgather" of them, or "a2a" of heads.
         plain_autograd: Tensors are saved as megacore's layers save them: inputs gathered for
             sequence parallelism are kept instead of gathered again, and output gradients wait
             beside the activations from I to W.
@@ -232,7 +233,7 @@ class RunSpec:
     loss: str = "unfused"
     instances: int = 1
     stages: tuple[int, ...] = ()
-    cp_alltoall: bool = False
+    cp_comm: str = "ring"
     plain_autograd: bool = False
     keeps_permuted: bool = True
     group_size: int | None = None

@@ -110,6 +110,13 @@ def test_suggested_layouts_do_fit() -> None:
             'set cp_comm = "allgather"',
         ),
         (
+            {"parallel__cp": "2", "parallel__cp_comm": "ring", "model__mla__kv_rank": "8"},
+            2,
+            "parallel.cp_comm = ring (--parallel.cp_comm=ring) exchanges heads of keys, but "
+            "model.mla.kv_rank = 8 (--model.mla.kv_rank=8) gathers narrower latents; "
+            'set cp_comm = "allgather"',
+        ),
+        (
             {"parallel__ep": "2"},
             2,
             "parallel.ep = 2 (--parallel.ep=2) is for experts, but moe.num_experts = 0 (default); "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megacore.models import attention_parts
-from megacore.models.attention_parts import ScoreRule, attend_parts, causal_parts
+from megacore.models.attention_parts import ScoreRule, attend_parts, causal_parts, visible
 from megacore.models.context_parallel import Masks, attend, causal_attention, needs_order
+from megacore.models.context_ring import ring_parts
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_positions, context_slices
 
@@ -198,3 +200,43 @@ def test_a_single_token_attends_to_all_keys() -> None:
         q[-1:], k, v, group=Group.solo(), grouped=True, masks=Masks(), rule=ScoreRule()
     )
     torch.testing.assert_close(alone, expected)
+
+
+@pytest.mark.parametrize("comm_case", ["whole", "window", "documents", "documents, window"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_of_a_ring_are_the_visible_pairs_once(comm_case: str, size: int) -> None:
+    length = 6
+    sequence = 2 * size * length
+    window = 8 if "window" in comm_case else None
+    starts = ((0, 3, 7, 20), (0, 11)) if "documents" in comm_case else ((0,),)
+    band = None if window is None else torch.zeros(4, 4 + window - 1)
+    if band is not None and window is not None:
+        band.masked_fill_(~visible(4, 4 + window - 1, window), -torch.inf)
+    for sample, documents in enumerate(starts):
+        document = torch.bucketize(torch.arange(sequence), torch.tensor(documents), right=True)
+        wanted = visible(sequence, sequence, window or sequence)
+        wanted &= document[:, None] == document
+        found = torch.zeros(sequence, sequence, dtype=torch.int64)
+        for position, member in itertools.product(range(size), repeat=2):
+            parts = ring_parts(
+                position, member, size, length, starts=starts, window=window, band=band
+            )
+            own, theirs = (
+                context_positions(sequence, cp_size=size, position=p) for p in (position, member)
+            )
+            for part in parts:
+                (first, last), (start, end) = part.queries, part.keys
+                if first // (2 * length) != sample:
+                    continue
+                shown = torch.ones(last - first, end - start, dtype=torch.int64)
+                if part.causal:
+                    shown = shown.tril()
+                if part.mask is not None:
+                    shown = (part.mask == 0).long()
+                assert shown.any(1).all(), "a query without a key"
+                rows, columns = (
+                    positions[torch.arange(*ends) - 2 * length * sample]
+                    for positions, ends in ((own, part.queries), (theirs, part.keys))
+                )
+                found[rows[:, None], columns] += shown
+        assert torch.equal(found, wanted.long())

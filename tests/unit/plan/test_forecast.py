@@ -213,6 +213,18 @@ def test_parts_add_up_and_choices_move_results_the_right_way(
         assert skewed.fullest.total >= base.fullest.total
 
 
+def test_gathered_keys_and_values_are_kept_whole_and_a_ring_keeps_its_own() -> None:
+    spec = RunSpec(gpus=8, cp=4, tp=2)
+    kept, passing = {}, {}
+    for comm in ("allgather", "a2a", "ring"):
+        kept[comm], whole = layer_bytes(LLAMA_12, replace(spec, cp_comm=comm), False)
+        passing[comm] = whole - kept[comm]
+    own = 2 * 2 * LLAMA_12.kv_heads * LLAMA_12.head_dim / 2  # keys and values, 2 bytes, tp 2
+    assert kept["allgather"] - kept["ring"] == pytest.approx(3 * own)
+    assert kept["a2a"] == kept["ring"] == layer_bytes(LLAMA_12, replace(spec, cp=1), False)[0]
+    assert passing["ring"] == pytest.approx(2 * own + 2 * 2 * own)  # blocks, gradients in fp32
+
+
 def test_pipeline_time_is_the_simulated_one() -> None:
     spec = RunSpec(gpus=4, pp=4, global_batch=8, overlap=frozenset({"pp"}))
     device = load_device("h100")
