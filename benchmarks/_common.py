@@ -53,6 +53,12 @@ def header(*packages: str) -> str:
     return f"# {known['date']}; {known['cpu']}, {cores} cores; load {load}; {versions}\n# {command}"
 
 
+def row(table: str, **numbers: Any) -> None:
+    """Print a row of a table as a line of JSON where gpu_check.py asks for it (MEGACORE_ROWS)."""
+    if os.environ.get("MEGACORE_ROWS"):
+        print("@json " + json.dumps({"event": "row", "table": table, **numbers}), flush=True)
+
+
 def finish(parts: Sequence[str], out: Path | None) -> None:
     """Print parts of an output, and write it to a file if there is one; its folder is made."""
     text = "\n\n".join(parts)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from _common import facts, header, options, write_json
+from _common import facts, header, options, row, write_json
 from megacore.ops import has_cuda_kernels
 from megacore.ops.optim import AdamWSettings, adamw_step_
 
@@ -120,15 +120,16 @@ def main() -> int:
     results: dict[str, Any] = {"copy_tb_per_s": copy, "steps": []}
     for numel in (int(number) for number in args.numel):
         for name, dtype in COPIES.items():
-            row = compare(numel, dtype, args.rounds)
-            bandwidth = row["tb_per_s"]
-            ratios = [f"{row['us'][peer] / row['us']['ours']:.2f}x" for peer in PEERS]
+            found = compare(numel, dtype, args.rounds)
+            bandwidth = found["tb_per_s"]
+            ratios = [f"{found['us'][peer] / found['us']['ours']:.2f}x" for peer in PEERS]
             print(
-                f"{numel:>14,} {name:>5} {row['us']['ours']:>9.1f} {bandwidth:>6.2f} "
+                f"{numel:>14,} {name:>5} {found['us']['ours']:>9.1f} {bandwidth:>6.2f} "
                 f"{bandwidth / copy:>8.0%} {ratios[0]:>7} {ratios[1]:>8}",
                 flush=True,
             )
-            results["steps"].append({"elements": numel, "copy": name, **row})
+            results["steps"].append({"elements": numel, "copy": name, **found})
+            row("adamw", elements=numel, copy=name, **found)
             if args.out is not None:  # what is known so far
                 machine = {**facts("torch"), "gpu": torch.cuda.get_device_name()}
                 write_json(args.out / "bench_gpu_adamw.json", results, machine)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from _common import facts, header, options
+from _common import facts, header, options, row
 from megacore.ops import cuda_kernels, has_cuda_kernels
 from megacore.ops.gemm_cuda import Product, launch_grouped
 
@@ -34,7 +34,14 @@ except ImportError:  # no Triton on this machine
 
 PRODUCTS: tuple[Product, ...] = ("forward", "input_grad", "weight_grad")
 KINDS = ("balanced", "zipf", "half empty")
-PLANS = ("wide", "wide-columns", "middle", "middle-columns", "narrow", "narrow-columns")
+PLANS = tuple(
+    tile + order for tile in ("wide", "middle", "narrow", "square") for order in ("", "-columns")
+)
+WEIGHT_PLANS = ("wide", "wide-columns", "square", "square-columns")
+# The shape of published figures (torch._grouped_mm 597 to 624 TFLOP/s on an H200): experts, output
+# and input features; and rows of an expert for the choice of tiles.
+ANCHOR = (256, 4096, 6144)
+ANCHOR_ROWS = (1024, 32, 64, 128, 192, 256, 384, 512, 2048)
 PEERS = ("torch", "loop", "triton")
 Runs = dict[str, Callable[[], object]]
 
@@ -65,6 +72,7 @@ class Data:
             for shape in ((num_rows, k), (num_rows, n), (num_experts, n, k))
         )
         self.main_grad = torch.zeros(num_experts, n, k, device="cuda")
+        self._results: dict[Product, Tensor] = {}
 
     def factors(self, product: Product) -> tuple[Tensor, Tensor]:
         """What is multiplied."""
@@ -73,10 +81,17 @@ class Data:
         return self.dy, self.w if product == "input_grad" else self.x
 
     def result(self, product: Product) -> Tensor:
-        """Where the result goes: new memory, or what weight gradients are added to."""
+        """Where results go, one memory for all contestants; weight gradients are added to it."""
         if product == "weight_grad":
             return self.main_grad
-        return torch.empty_like(self.dy if product == "forward" else self.x)
+        like = self.dy if product == "forward" else self.x
+        return self._results.setdefault(product, torch.empty_like(like))
+
+    def clear(self) -> None:
+        """Clear all results."""
+        self.main_grad.zero_()
+        for result in self._results.values():
+            result.zero_()
 
 
 def ours(data: Data, product: Product, plan: str = "auto") -> Callable[[], Tensor]:
@@ -209,9 +224,9 @@ def contestants(data: Data, product: Product) -> tuple[Runs, dict[str, str]]:
 
 def fresh(run: Callable[[], Tensor], data: Data) -> Tensor:
     """What a run writes into cleared memory, in float32; a sample of it where it is large."""
-    data.main_grad.zero_()
+    data.clear()
     result = run().flatten()
-    return result[:: max(1, result.numel() // (1 << 24))].float()
+    return result[:: max(1, result.numel() // (1 << 24))].to(torch.float32, copy=True)
 
 
 def dense_rate(rounds: int) -> float:
@@ -278,14 +293,19 @@ def compare(report: Report, data: Data, about: dict[str, Any], dense: float, rou
         )
         for name, reason in missing.items():
             report.say_once(f"  without {name}: {reason}")
-        report.results["products"].append(
-            {**about, "product": product, "us": times, "tflops": rate, "missing": missing}
-        )
+        found = {**about, "product": product, "us": times, "tflops": rate, "missing": missing}
+        report.results["products"].append(found)
+        row("products", **found)
 
 
 def compare_plans(report: Report, data: Data, about: dict[str, Any], rounds: int) -> None:
     for product in PRODUCTS:
-        plans = PLANS if product != "weight_grad" else ("wide", "wide-columns")
+        plans = PLANS if product != "weight_grad" else WEIGHT_PLANS
+        expected = fresh(ours(data, product), data)
+        wrong = [
+            plan for plan in plans if differs(fresh(ours(data, product, plan), data), expected)
+        ]
+        plans = tuple(plan for plan in plans if plan not in wrong)
         times = measure({plan: ours(data, product, plan) for plan in ("auto", *plans)}, rounds)
         best = min(plans, key=lambda plan: times[plan])
         shown = "  ".join(f"{plan} {times[plan]:.0f}" for plan in plans)
@@ -293,7 +313,39 @@ def compare_plans(report: Report, data: Data, about: dict[str, Any], rounds: int
             f"{about['rows']:>7} {about['experts']:>4} {about['kind']:<11} {product:<12}"
             f"auto {times['auto']:.0f}, best {best} ({times['auto'] / times[best]:.2f})   {shown}"
         )
-        report.results["plans"].append({**about, "product": product, "us": times})
+        if wrong:
+            report.say(f"  WRONG RESULTS: {', '.join(wrong)}")
+        found = {**about, "product": product, "us": times, "wrong": wrong}
+        report.results["plans"].append(found)
+        row("plans", **found)
+
+
+def differs(result: Tensor, expected: Tensor) -> bool:
+    """Whether a plan's result is another one than rounding explains."""
+    return not float((result - expected).norm()) <= 2e-2 * float(expected.norm())
+
+
+def run_anchor(args: argparse.Namespace, report: Report, dense: float, begin: float) -> None:
+    """The shape of published figures, then plans and peers over rows per expert."""
+    num_experts, n, k = ANCHOR
+    report.say(f"anchor shape: {num_experts} experts, {n} x {k} features")
+    for per_expert in ANCHOR_ROWS:
+        if time.perf_counter() - begin > args.seconds:
+            report.say(f"stopped after {args.seconds:.0f} s, before {per_expert} rows per expert")
+            return
+        rows = per_expert * num_experts
+        about = {"rows": rows, "experts": num_experts, "kind": "balanced", "features": [n, k]}
+        try:  # about 65 GB at 2048 rows
+            data = Data("balanced", num_experts, rows, n, k)
+            compare(report, data, about, dense, args.rounds)
+            compare_plans(report, data, about, args.rounds)
+        except torch.OutOfMemoryError:
+            report.say(f"out of memory with {per_expert} rows per expert")
+            return
+        if args.out is not None:
+            report.write(args.out)
+        del data
+        torch.cuda.empty_cache()
 
 
 def arguments() -> argparse.Namespace:
@@ -304,6 +356,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--in-features", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=100.0, help="stop after about this long")
+    parser.add_argument("--anchor", action="store_true", help="E=256, N=4096, K=6144 first")
     parser.add_argument("--out", type=Path, help="folder for gpu_grouped_gemm.{txt,json}")
     return parser.parse_args()
 
@@ -320,6 +373,8 @@ def run_all(args: argparse.Namespace, report: Report) -> None:
         f"{'rows':>7} {'E':>4} {'counts':<11} {'product':<12}{'ours us':>9} {'TFLOP/s':>8} "
         f"{'dense':>6} {'torch':>9}{'loop':>9}{'triton':>9}"
     )
+    if args.anchor:
+        run_anchor(args, report, dense, begin)
     cases = [(r, e, kind) for r in args.rows for e in args.experts for kind in KINDS]
     for step, compares in enumerate((True, False)):
         if step:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from _common import facts, header, options, take_turns, write_json
+from _common import facts, header, options, row, take_turns, write_json
 from megacore.moe import plan_offload, plan_offload_on_device
 from megacore.moe.dispatchers.peers import CopyMap
 from megacore.moe.dispatchers.symmetric_peers import DevicePeers
@@ -218,6 +218,7 @@ def measure_moving(rounds: int, copy: float) -> list[dict[str, Any]]:
                     "torch_us": torch_us,
                 }
             )
+            row("moving", **found[-1])
         torch.cuda.empty_cache()
     values = torch.randn(1 << 29, device="cuda")
     ours_us = median_us(lambda: sum_of_squares(values), rounds)
@@ -233,6 +234,7 @@ def measure_moving(rounds: int, copy: float) -> list[dict[str, Any]]:
             "torch_us": torch_us,
         }
     )
+    row("moving", **found[-1])
     return found
 
 
@@ -253,6 +255,7 @@ def measure_small(rounds: int) -> list[dict[str, Any]]:
                     "torch_us": median_us(beside.replay, rounds) / IN_A_ROW,
                 }
             )
+            row("small", **found[-1])
     return found
 
 
@@ -281,6 +284,7 @@ def measure_plans(rounds: int) -> list[dict[str, Any]]:
                 "cpu_us": statistics.median(on_cpu["cpu"]) * 1e6,
             }
         )
+        row("plans", **found[-1])
     return found
 
 
@@ -293,23 +297,23 @@ def table(
     """The results as text."""
     lines = [f"copy of 2 GiB: {copy:.2f} TB/s", ""]
     lines.append(f"{'kernel':<16} {'shape':<12} {'us':>9} {'TB/s':>6} {'of copy':>8} {'torch':>7}")
-    for row in moving:
+    for each in moving:
         lines.append(
-            f"{row['kernel']:<16} {row['shape']:<12} {row['us']:>9.1f} {row['tb_per_s']:>6.2f} "
-            f"{row['of_copy']:>8.0%} {row['torch_us'] / row['us']:>6.2f}x"
+            f"{each['kernel']:<16} {each['shape']:<12} {each['us']:>9.1f} {each['tb_per_s']:>6.2f} "
+            f"{each['of_copy']:>8.0%} {each['torch_us'] / each['us']:>6.2f}x"
         )
     lines += ["", f"{'kernel':<16} {'shape':<12} {'warm us':>9} {'cold us':>9} {'torch':>7}"]
-    for row in small:
+    for each in small:
         lines.append(
-            f"{row['kernel']:<16} {row['shape']:<12} {row['warm_us']:>9.1f} "
-            f"{row['cold_us']:>9.1f} {row['torch_us'] / row['warm_us']:>6.2f}x"
+            f"{each['kernel']:<16} {each['shape']:<12} {each['warm_us']:>9.1f} "
+            f"{each['cold_us']:>9.1f} {each['torch_us'] / each['warm_us']:>6.2f}x"
         )
     lines += ["", "offload plan, 256 experts, 2 slots"]
     lines.append(f"{'ranks':>5} {'clones':>6} {'warm us':>9} {'cold us':>9} {'cpu us':>9}")
-    for row in plans:
+    for each in plans:
         lines.append(
-            f"{row['ranks']:>5} {row['clones']:>6} {row['warm_us']:>9.1f} {row['cold_us']:>9.1f} "
-            f"{row['cpu_us']:>9.1f}"
+            f"{each['ranks']:>5} {each['clones']:>6} {each['warm_us']:>9.1f} {each['cold_us']:>9.1f} "
+            f"{each['cpu_us']:>9.1f}"
         )
     return lines
 

@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from _common import facts, header, options, write_json
+from _common import facts, header, options, row, write_json
 from megacore.config import Config, resolve
 from megacore.graphs import BufferRole, CaptureError
 from megacore.models import init
@@ -202,6 +202,9 @@ def main() -> None:
         print(f"\n{name}: {model}{f', {moe}' if moe else ''}")
         for mode, graphs in modes_of(moe).items():
             found = results.setdefault(name, {})[mode] = measure(model, moe, graphs, args.steps)
+            row("graphs", model=name, mode=mode, **found)
+            if args.out:  # what is known so far
+                write_json(args.out / "bench_graphs.json", results, facts("torch"))
             if "failed" in found:
                 print(f"  {mode:22} {found['failed']}")
                 continue

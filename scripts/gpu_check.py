@@ -20,12 +20,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PHASES = ("build", "tests", "sanitizer", "benchmarks")
+PHASES = ("build", "tests", "benchmarks", "again", "sanitizer", "curves")
 REQUIREMENTS = (
     *("scikit-build-core", "pybind11", "ninja", "cmake", "numpy", "pydantic", "rich"),
     *("safetensors", "tomli-w", "pytest", "hypothesis"),
@@ -37,8 +37,30 @@ NO_SANITIZER = (
 )
 _TELLING = ("FAILED", "ERROR", "SKIPPED")
 FOUND_ERRORS = 9  # exit code of compute-sanitizer, unlike any of pytest's
-# What a benchmark takes at most, in seconds.
-BENCHMARK_LIMITS = {"bench_gpu_grouped_gemm": 140.0}
+# Seconds for files of tests and for benchmarks, where it is not the usual limit.
+LIMITS = {
+    **{"bench_gpu_grouped_gemm": 110.0, "bench_gpu_tokens": 60.0, "bench_gpu_adamw": 25.0},
+    **{"test_shared_gpu": 120.0, "test_graph_training": 150.0, "test_training": 120.0},
+}
+# Tests and benchmarks by value per second; those of a group run at a time. Files of tests that are
+# not named run in the last group. Peers and clones run alone: they wait for one another.
+ORDER = (
+    ("tests", ("test_small_cases",)),
+    ("tests", ("test_grouped_gemm", "test_token_kernels", "test_plan_kernel")),
+    ("benchmarks", ("bench_gpu_grouped_gemm",)),
+    ("benchmarks", ("bench_gpu_tokens",)),
+    ("tests", ("test_peer_kernels",)),
+    ("tests", ("test_clone_kernels",)),
+    ("tests", ("test_shared_gpu",)),
+    ("tests", ()),
+    ("benchmarks", ("bench_graphs",)),
+    ("benchmarks", ("bench_gpu_adamw",)),
+)
+# The shape that published figures are for: E=256, N=4096, K=6144.
+ARGUMENTS = {
+    "bench_gpu_grouped_gemm": ("--anchor", "--seconds", "100"),
+    "bench_gpu_adamw": ("--numel", "100e6"),
+}
 _ASK_TORCH = """
 import json, torch
 gpu = torch.cuda.is_available()
@@ -49,6 +71,21 @@ print(json.dumps({
     "cuda": torch.version.cuda,
 }))
 """
+_PROBE = """
+import torch
+a = torch.ones(256, 256, device="cuda")
+assert float((a @ a).sum()) == 256.0**3
+"""
+_HAS_KERNELS = """
+import sys
+from megacore.ops import cuda_kernels, has_cuda_kernels
+archs = cuda_kernels().grouped_gemm_archs() if has_cuda_kernels() else []
+sys.exit(0 if sys.argv[1] in archs else
+         f"no grouped products for sm_{sys.argv[1]} in this build, which has {archs}: "
+         "set CUTLASS_ROOT and build again")
+"""
+_ARCHS = {"9.0": "90a", "10.0": "100a"}
+_PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index")
 _CLOCKS = (
     "driver_version",
     *("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem"),
@@ -93,8 +130,10 @@ class Record:
         if name in taken:
             name = next(f"{name}-{n}" for n in range(2, 1000) if f"{name}-{n}" not in taken)
         self.json, self.text = folder / f"{name}.json", folder / f"{name}.txt"
+        self.events = folder / f"{name}.jsonl"
         self.text.write_text("")
-        self._data: dict[str, Any] = {**about, "steps": [], "benchmarks": {}}
+        self.events.write_text("")
+        self._data: dict[str, Any] = {**about, "steps": [], "benchmarks": {}, "tests": {}}
         self._lock = threading.RLock()  # a signal may come while it is held
         self._places = _places(folder)
         self.write()
@@ -112,6 +151,21 @@ class Record:
             print(line, flush=True)
             with self.text.open("a") as log:
                 log.write(line + "\n")
+
+    def event(self, step: str, event: dict[str, Any]) -> None:
+        """Append a line for an event of a step; outcomes of tests go into the record too."""
+        line = scrub(json.dumps({"step": step, **event}), self._places)
+        with self._lock:
+            with self.events.open("a") as file:
+                file.write(line + "\n")
+            if event.get("event") == "end":
+                self._data["tests"][event["test"]] = event["outcome"]
+
+    def failed_tests(self) -> list[str]:
+        """Return the tests whose latest outcome is not good, in the order of their first run."""
+        with self._lock:
+            outcomes = self._data["tests"].items()
+            return [test for test, outcome in outcomes if outcome not in ("passed", "skipped")]
 
     def add(self, step: dict[str, Any], results: Path | None = None) -> None:
         """Keep the outcome of a step and the JSON files it wrote."""
@@ -135,8 +189,10 @@ class Record:
 
     @property
     def is_good(self) -> bool:
-        """Whether no step failed or was left out for lack of time."""
-        return all(step["outcome"] in ("ok", "skipped") for step in self._data["steps"])
+        """Whether no step failed or was left out for lack of time, and no test failed at last."""
+        steps = [step for step in self._data["steps"] if not step.get("tests")]
+        good = all(step["outcome"] in ("ok", "skipped") for step in steps)
+        return good and not self.failed_tests()
 
 
 def scrub(text: str, places: Mapping[str, str]) -> str:
@@ -175,15 +231,23 @@ def _places(out: Path) -> dict[str, str]:
 class Runner:
     """Runs steps, each until its own limit and none beyond the deadline.
 
+    After a step that did not go well the device is probed. If it does not answer twice, nothing
+    else is started.
+
     Args:
         record: Keeps what they say.
         budget_s: Seconds for all of them.
+        probe: Command that succeeds if the device works; ``None`` where there is no device.
     """
 
-    def __init__(self, record: Record, budget_s: float) -> None:
+    def __init__(self, record: Record, budget_s: float, probe: Sequence[str] | None = None) -> None:
         self.record = record
+        self._probe = probe
+        self._probing = threading.Lock()
+        self._clock_samples = ClockSampler()
         self._deadline = time.monotonic() + budget_s
         self._running: dict[int, subprocess.Popen[str]] = {}
+        self._events: dict[str, list[dict[str, Any]]] = {}
 
     def run(self, step: Step, *, prefix: str = "") -> bool:
         """Run a step; returns whether it went well. ``prefix`` marks its lines."""
@@ -195,7 +259,8 @@ class Runner:
             record.add({"name": step.name, "outcome": "left out"})
             return False
         record.say(f"== {step.name}")
-        code, lines, is_late = self._execute(step, limit, prefix)
+        code, lines, events, is_late = self._execute(step, limit, prefix)
+        self._report_open_test(step.name, events, is_late)
         seconds = round(time.monotonic() - start, 1)
         outcome = "stopped" if is_late else "ok" if code == 0 else "failed"
         record.say(f"== {step.name}: {outcome} after {seconds} s")
@@ -208,19 +273,87 @@ class Runner:
                 "limit_s": round(limit, 1),
                 "last_line": next((line for line in reversed(lines) if line.strip()), ""),
                 "told": [line for line in lines if line.startswith(_TELLING)][:50],
+                "tests": sum(event.get("event") == "end" for event in events),
             },
             step.results,
         )
+        if outcome != "ok":
+            self._require_device()
         return outcome == "ok"
+
+    def run_tests(self, step: Step, tests: Sequence[str], *, prefix: str = "") -> None:
+        """Run a file of tests; after a fault or a hang, the rest of it in a new process.
+
+        Args:
+            step: The command without tests.
+            tests: A file, or the tests of it that are to run.
+            prefix: Marks the lines.
+        """
+        start, rest, name = time.monotonic(), list(tests), step.name
+        for attempt in range(1, 1000):
+            left = step.limit_s - (time.monotonic() - start)
+            events = self.events_of(
+                replace(step, name=name, command=[*step.command, *rest], limit_s=left), prefix
+            )
+            collected = next((e["tests"] for e in events if e.get("event") == "collected"), [])
+            ended = {e["test"] for e in events if e.get("event") == "end"}
+            rest = [test for test in collected if test not in ended]
+            if not rest or not ended or self.is_over:
+                break
+            name = f"{step.name} ({attempt + 1})"
+        if rest and collected:
+            self.record.add({"name": f"{step.name}: rest", "outcome": "left out", "left": rest})
+
+    def events_of(self, step: Step, prefix: str = "") -> list[dict[str, Any]]:
+        """Run a step and return its events."""
+        self._events[step.name] = []
+        self.run(step, prefix=prefix)
+        return self._events[step.name]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing else can be started."""
+        return self._deadline - time.monotonic() < 5.0
+
+    def _report_open_test(self, name: str, events: list[dict[str, Any]], is_late: bool) -> None:
+        """Report the end of a test that took its process with it."""
+        started = [event["test"] for event in events if event.get("event") == "start"]
+        ended = {event["test"] for event in events if event.get("event") == "end"}
+        if started and started[-1] not in ended:
+            outcome = "hung" if is_late else "crashed"
+            event = {"event": "end", "test": started[-1], "outcome": outcome}
+            events.append(event)
+            self.record.event(name, event)
+        self._events[name] = events
+
+    def _require_device(self) -> None:
+        """Probe the device twice; start nothing else if it does not answer."""
+        with self._probing:
+            if self._probe is None or self.is_over:
+                return
+            for _ in range(2):
+                step = Step(name="probe", command=self._probe, limit_s=30.0)
+                code, lines, _, is_late = self._execute(step, 30.0, "probe: ")
+                if code == 0 and not is_late:
+                    return
+            self._deadline = time.monotonic()
+            self.record.say("== the device does not answer any more")
+            details = output_of("nvidia-smi", "-q") + output_of("dmesg")[-4000:]
+            self.record.say(details)
+            self.record.add({"name": "probe", "outcome": "failed", "last_line": lines[-1:]})
 
     def stop(self) -> None:
         """End everything that runs."""
+        self._clock_samples.stop()
         for process in list(self._running.values()):
             _end(process, patience_s=0.0)
 
-    def _execute(self, step: Step, limit_s: float, prefix: str) -> tuple[int, list[str], bool]:
-        """Exit code, lines, and whether it had to be stopped."""
+    def _execute(
+        self, step: Step, limit_s: float, prefix: str
+    ) -> tuple[int, list[str], list[dict[str, Any]], bool]:
+        """Exit code, lines, events, and whether it had to be stopped."""
         lines: list[str] = []
+        events: list[dict[str, Any]] = []
         process = subprocess.Popen(
             step.command,
             cwd=ROOT,
@@ -237,8 +370,15 @@ class Runner:
         def read() -> None:
             assert process.stdout is not None
             for line in process.stdout:
-                lines.append(line.rstrip("\n"))
-                self.record.say(prefix + lines[-1])
+                event = event_of(line)
+                if event is None:
+                    lines.append(line.rstrip("\n"))
+                    self.record.say(prefix + lines[-1])
+                    continue
+                if event.get("event") == "row":  # clocks since the row before
+                    event["clocks"] = self._clock_samples.take()
+                events.append(event)
+                self.record.event(step.name, event)
 
         # A daemon: what a stopped step left behind may keep the pipe open.
         reader = threading.Thread(target=read, daemon=True)
@@ -254,7 +394,66 @@ class Runner:
             assert process.stdout is not None
             process.stdout.close()
         del self._running[process.pid]
-        return process.poll() or 0, lines, is_late
+        return process.poll() or 0, lines, events, is_late
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """Return the event that a line of a step holds, or ``None``.
+
+    Example:
+        >>> event_of('@json {"event": "start"}')
+        {'event': 'start'}
+    """
+    if not line.startswith("@json "):
+        return None
+    try:
+        event = json.loads(line.removeprefix("@json "))
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+class ClockSampler:
+    """Clock and power of the first GPU, sampled while benchmarks run."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, float]] = []
+        self._process: subprocess.Popen[str] | None = None
+        command = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms=200"]
+        if program := shutil.which("nvidia-smi"):
+            self._process = subprocess.Popen(
+                [program, "-i", "0", *command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def take(self) -> dict[str, float]:
+        """Return the medians since the last call; empty without samples."""
+        samples, self._samples = self._samples, []
+        if not samples:
+            return {}
+        middle = [sorted(values)[len(samples) // 2] for values in zip(*samples, strict=True)]
+        return {"sm_mhz": middle[0], "watts": middle[1]}
+
+    def stop(self) -> None:
+        """End the sampling process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _read(self) -> None:
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                clock, power = (float(value) for value in line.split(","))
+            except ValueError:
+                continue
+            self._samples.append((clock, power))
 
 
 def _end(process: subprocess.Popen[str], *, patience_s: float) -> None:
@@ -274,34 +473,81 @@ def _end(process: subprocess.Popen[str], *, patience_s: float) -> None:
 # ---- what there is to do ------------------------------------------------------------------------
 
 
+def requirement_steps() -> list[Step]:
+    """Install what is missing from the folder of wheels, if there is one."""
+    wheels = wheel_folder()
+    if wheels is None:
+        return []
+    command = [*_PIP, "--find-links", str(wheels), *REQUIREMENTS]
+    return [Step(name="requirements", command=command, limit_s=60.0)]
+
+
+def wheel_folder() -> Path | None:
+    """The folder WHEELS, or the one of the bundle (``make gpu-bundle``)."""
+    folder = Path(os.environ.get("WHEELS") or ROOT / "wheels").resolve()
+    return folder if folder.is_dir() else None
+
+
+def wheel_steps() -> list[Step]:
+    """Install the wheel that was carried along and import it; empty without one."""
+    folder = wheel_folder()
+    wheels = sorted(folder.glob("megacore-*.whl")) if folder else []
+    if not wheels:
+        return []
+    command = [*_PIP, "--no-deps", "--force-reinstall", str(wheels[-1])]
+    imports = "import megacore._core, megacore._cuda"
+    return [
+        Step(name="wheel", command=command, limit_s=60.0),
+        Step(name="import", command=[sys.executable, "-c", imports], limit_s=60.0),
+    ]
+
+
 def build_steps(capability: Sequence[int], limit_s: float) -> list[Step]:
-    """Install what is missing, then this."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
-    steps = []
-    if wheels := os.environ.get("WHEELS"):
-        command = [*pip, "--find-links", str(Path(wheels).resolve()), *REQUIREMENTS]
-        steps.append(Step(name="requirements", command=command, limit_s=60.0))
+    """Compile and install this."""
     settings = ["MEGACORE_CUDA=ON"]
-    if arch := {"9.0": "90a", "10.0": "100a"}.get(".".join(map(str, capability))):
+    if arch := _arch(capability):
         settings.append(f"MEGACORE_CUDA_ARCHS={arch}")
     defines = [f"--config-settings=cmake.define.{setting}" for setting in settings]
     env = {}
-    if root := os.environ.get("CUTLASS_ROOT"):  # the build runs elsewhere
+    carried = ROOT / "cutlass"
+    root = os.environ.get("CUTLASS_ROOT") or (str(carried) if carried.is_dir() else "")
+    if root:  # the build runs elsewhere
         env["CUTLASS_ROOT"] = str(Path(root).resolve())
-    command = [*pip, "--no-deps", "--no-build-isolation", *defines, "."]
-    return [*steps, Step(name="build", command=command, limit_s=limit_s, env=env)]
+    command = [*_PIP, "--no-deps", "--no-build-isolation", *defines, "."]
+    return [Step(name="build", command=command, limit_s=limit_s, env=env)]
+
+
+def kernel_steps(capability: Sequence[int]) -> list[Step]:
+    """Fail where the build has no grouped products for the device, though it could."""
+    arch = _arch(capability)
+    command = [sys.executable, "-c", _HAS_KERNELS, arch]
+    return [Step(name="kernels", command=command, limit_s=60.0)] if arch else []
+
+
+def _arch(capability: Sequence[int]) -> str:
+    return _ARCHS.get(".".join(map(str, capability)), "")
 
 
 def test_steps() -> list[Step]:
-    """One step per file of tests, so that one that hangs costs no more than its limit."""
+    """One step per file of tests, without the file; see `Runner.run_tests`."""
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     return [
-        Step(
-            name=file.stem,
-            command=[*_pytest(str(file.relative_to(ROOT))), "-o", "faulthandler_timeout=70"],
-            limit_s=90.0,
-        )
+        Step(name=file.stem, command=_tests_command(), limit_s=LIMITS.get(file.stem, 90.0))
         for file in files
+    ]
+
+
+def _tests_command() -> list[str]:
+    plugin = ["-p", "scripts.gpu_outcomes", "-o", "faulthandler_timeout=70"]
+    return [*_pytest(), *plugin]
+
+
+def again_steps(tests: Sequence[str]) -> list[tuple[Step, str]]:
+    """One process per test; warnings of another version of torch are no reason to fail then."""
+    command = [*_tests_command(), "-W", "default"]
+    return [
+        (Step(name=f"again {number}", command=command, limit_s=60.0), test)
+        for number, test in enumerate(tests, 1)
     ]
 
 
@@ -343,16 +589,24 @@ def sanitizer_steps(program: str) -> list[Step]:
 
 
 def benchmark_steps(results: Path) -> list[Step]:
-    """The benchmarks; each leaves its numbers in a folder."""
+    """The benchmarks; each leaves its numbers in a folder as they come."""
     steps = []
     files = (ROOT / "benchmarks").glob("bench_gpu_*.py")
     for file in [*sorted(files), ROOT / "benchmarks" / "bench_graphs.py"]:
         folder = results / file.stem
-        folder.mkdir()
-        command = [sys.executable, str(file.relative_to(ROOT)), "--out", str(folder)]
-        limit = BENCHMARK_LIMITS.get(file.stem, 75.0)
-        steps.append(Step(name=file.stem, command=command, limit_s=limit, results=folder))
+        words = [str(file.relative_to(ROOT)), *ARGUMENTS.get(file.stem, ()), "--out", str(folder)]
+        limit = LIMITS.get(file.stem, 75.0)
+        command = [sys.executable, *words]
+        env = {"MEGACORE_ROWS": "1"}
+        steps.append(Step(name=file.stem, command=command, limit_s=limit, results=folder, env=env))
     return steps
+
+
+def curve_steps(results: Path) -> list[Step]:
+    """Losses of trainings in bf16 on the GPU: graphs against eager, and against the CPU."""
+    folder = results / "curves"
+    command = [sys.executable, "scripts/gpu_curves.py", "--out", str(folder)]
+    return [Step(name="curves", command=command, limit_s=480.0, results=folder)]
 
 
 # ---- facts --------------------------------------------------------------------------------------
@@ -403,10 +657,14 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Builds, tests, measures.")
     parser.add_argument("out", nargs="?", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--sanitize", action="store_true", help="small cases, compute-sanitizer")
-    parser.add_argument("--phases", default="build,tests,benchmarks", help="what to do, in order")
+    parser.add_argument("--phases", default="build,tests,benchmarks,again", help="what to do")
+    parser.add_argument("--again", type=Path, help="only what failed or was left out in a .json")
     parser.add_argument("--budget-s", type=float, default=520.0, help="seconds for all of it")
     parser.add_argument("--build-s", type=float, default=300.0, help="of them for the build")
     parser.add_argument("--jobs", type=int, default=4, help="files of tests at a time")
+    parser.add_argument(
+        "--fake-device", action="store_true", help="walk through all steps without a GPU"
+    )
     args = parser.parse_args(given)
     args.phases = args.phases.split(",")
     if args.sanitize and "sanitizer" not in args.phases:
@@ -420,8 +678,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> int:
     """Do what was asked for; 0 if all of it went well."""
     about = facts()
+    if args.fake_device:
+        about |= {"device": "fake device", "capability": [9, 0]}
+    has_device = about["device"] != "none" and not args.fake_device
     record = Record(args.out, about)
-    runner = Runner(record, args.budget_s)
+    probe = [sys.executable, "-c", _PROBE] if has_device else None
+    runner = Runner(record, args.budget_s, probe)
 
     def stop(number: int, _frame: Any) -> None:
         record.say(f"== stopped by signal {number}")
@@ -430,17 +692,9 @@ def check(args: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     record.say(json.dumps(about))
-    is_built = True
-    with tempfile.TemporaryDirectory() as scratch:
-        for phase in args.phases:
-            record.set(**{f"clocks_before_{phase}": clocks()})
-            if phase == "build":
-                is_built = all(map(runner.run, build_steps(about["capability"], args.build_s)))
-            elif is_built:
-                _run_phase(phase, runner, args.jobs, Path(scratch))
-            else:
-                record.say(f"== {phase}: left out, there is no build")
-                record.add({"name": phase, "outcome": "left out"})
+    record.set(clocks_at_the_start=clocks())
+    _Check(args, about["capability"], runner).run()
+    runner.stop()
     if about["device"] == "none":  # tests skip themselves then, which is no success
         record.add({"name": "device", "outcome": "failed", "why": "torch sees no GPU here"})
     record.set(clocks_at_the_end=clocks())
@@ -448,20 +702,105 @@ def check(args: argparse.Namespace) -> int:
     return 0 if record.is_good else 1
 
 
-def _run_phase(phase: str, runner: Runner, jobs: int, scratch: Path) -> None:
-    if phase == "tests":
-        # Several at a time; they share the GPU, but none of them measures anything.
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(lambda step: runner.run(step, prefix=f"{step.name}: "), test_steps()))
-    elif phase == "benchmarks":
-        for step in benchmark_steps(scratch):
-            runner.run(step)
-    elif (program := find_sanitizer()) is not None:
-        for step in sanitizer_steps(program):
-            runner.run(step)
-    else:
-        runner.record.say(f"== sanitizer: skipped, {NO_SANITIZER}")
-        runner.record.add({"name": "sanitizer", "outcome": "skipped", "why": NO_SANITIZER})
+class _Check:
+    """Phases of a run, by value: see ORDER.
+
+    Args:
+        args: The command line.
+        capability: Of the device.
+        runner: Runs the steps.
+    """
+
+    def __init__(self, args: argparse.Namespace, capability: Sequence[int], runner: Runner) -> None:
+        self.args = args
+        self.capability = capability
+        self.runner = runner
+        self.results = runner.record.json.with_suffix("")  # beside the record, in case of a kill
+        before = json.loads(args.again.read_text()) if args.again else None
+        self.tests_before = dict(before["tests"]) if before else None
+        self.steps_before = (
+            {step["name"]: step["outcome"] for step in before["steps"]} if before else {}
+        )
+
+    def run(self) -> None:
+        """Run all phases that were asked for."""
+        phases = self.args.phases
+        record = self.runner.record
+        if "build" in phases and not self._build():
+            for phase in phases[phases.index("build") + 1 :]:
+                record.say(f"== {phase}: left out, there is no build")
+                record.add({"name": phase, "outcome": "left out"})
+            return
+        if self.tests_before is not None:
+            bad = [
+                t
+                for t, outcome in self.tests_before.items()
+                if outcome not in ("passed", "skipped")
+            ]
+            self._each_alone(bad)
+        self._in_order(phases)
+        if "sanitizer" in phases:
+            self._sanitize()
+        if "again" in phases:
+            self._each_alone(record.failed_tests())
+        if "curves" in phases:
+            for step in curve_steps(self.results):
+                self.runner.run(self._shown(step, ("--device", "cpu", "--steps", "2")))
+
+    def _build(self) -> bool:
+        if self.args.fake_device:  # nothing is installed
+            return True
+        run = self.runner.run
+        if not all(map(run, requirement_steps())):
+            return False
+        wheel = wheel_steps()
+        has_wheel = bool(wheel) and all(map(run, wheel))
+        if not has_wheel and not all(map(run, build_steps(self.capability, self.args.build_s))):
+            return False
+        return all(map(run, kernel_steps(self.capability)))
+
+    def _in_order(self, phases: Sequence[str]) -> None:
+        tests = {step.name: step for step in test_steps()}
+        benchmarks = {step.name: step for step in benchmark_steps(self.results)}
+        named = {name for _, names in ORDER for name in names}
+        for phase, names in ORDER:
+            if phase not in phases:
+                continue
+            if phase == "tests":
+                self._test([tests[n] for n in names or tests.keys() - named if n in tests])
+                continue
+            for name in names:
+                if self.steps_before.get(name) != "ok":
+                    self.runner.run(self._shown(benchmarks[name], ("--help",)))
+
+    def _test(self, steps: Sequence[Step]) -> None:
+        """Run files at a time; they share the GPU, but none of them measures anything."""
+        if self.tests_before is not None:
+            ran = {test.partition("::")[0] for test in self.tests_before}
+            steps = [step for step in steps if f"tests/gpu/{step.name}.py" not in ran]
+
+        def run(step: Step) -> None:
+            self.runner.run_tests(step, [f"tests/gpu/{step.name}.py"], prefix=f"{step.name}: ")
+
+        with ThreadPoolExecutor(self.args.jobs) as pool:
+            list(pool.map(run, sorted(steps, key=lambda step: step.name)))
+
+    def _each_alone(self, tests: Sequence[str]) -> None:
+        for step, test in again_steps(tests):
+            self.runner.run_tests(step, [test])
+
+    def _sanitize(self) -> None:
+        record = self.runner.record
+        if (program := find_sanitizer()) is not None:
+            for step in sanitizer_steps(program):
+                self.runner.run(step)
+        else:
+            record.say(f"== sanitizer: skipped, {NO_SANITIZER}")
+            record.add({"name": "sanitizer", "outcome": "skipped", "why": NO_SANITIZER})
+
+    def _shown(self, step: Step, more: Sequence[str]) -> Step:
+        """A step as it runs without a GPU: its options are read, and what it imports is there."""
+        return replace(step, command=[*step.command, *more]) if self.args.fake_device else step
 
 
 if __name__ == "__main__":

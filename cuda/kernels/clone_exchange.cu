@@ -11,6 +11,7 @@
 #include "megacore/base/check.h"
 #include "megacore/cuda/clone_exchange.h"
 #include "megacore/parallel/epochs.h"
+#include "row_io.cuh"
 #include "system_memory.cuh"
 
 namespace megacore::cuda {
@@ -20,11 +21,9 @@ using moe::CloneLayout;
 using moe::ClonePass;
 using parallel::PeerFault;
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kRowThreads;
 // Few enough to leave most of a GPU to the experts meanwhile.
 constexpr int64_t kBlocks = 32;
-// Loads that a thread issues before it uses the first, to cover the latency of a link.
-constexpr int kInFlight = 4;
 
 __device__ __forceinline__ uint32_t* flags_of(const CloneView& view, int64_t rank) {
   return reinterpret_cast<uint32_t*>(view.memory[rank]);
@@ -106,30 +105,6 @@ __global__ void open_kernel(CloneView view) {
   store_release(flags + CloneLayout::released_word(), epoch);
 }
 
-template <typename Word>
-__device__ __forceinline__ void copy_words(std::byte* to, const std::byte* from, int64_t bytes) {
-  auto* target = reinterpret_cast<Word*>(to);
-  const auto* source = reinterpret_cast<const Word*>(from);
-  const int64_t step = int64_t{gridDim.x} * kThreads;
-  const int64_t words = bytes / static_cast<int64_t>(sizeof(Word));
-  int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  // Through registers: the compiler cannot move a load above a store that may alias it.
-  for (; first + (kInFlight - 1) * step < words; first += kInFlight * step) {
-    Word loaded[kInFlight];
-#pragma unroll
-    for (int n = 0; n < kInFlight; ++n) {
-      loaded[n] = source[first + n * step];
-    }
-#pragma unroll
-    for (int n = 0; n < kInFlight; ++n) {
-      target[first + n * step] = loaded[n];
-    }
-  }
-  for (; first < words; first += step) {
-    target[first] = source[first];
-  }
-}
-
 __device__ __forceinline__ float sum_of(float a, float b) { return a + b; }
 __device__ __forceinline__ float4 sum_of(float4 a, float4 b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
@@ -145,19 +120,19 @@ __device__ __forceinline__ void add_words(float* to, const float* from, int64_t 
   const int64_t words =
       numel * static_cast<int64_t>(sizeof(float)) / static_cast<int64_t>(sizeof(Word));
   int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  for (; first + (kInFlight - 1) * step < words; first += kInFlight * step) {
-    Word added[kInFlight];
-    Word before[kInFlight];
+  for (; first + (kLoadsInFlight - 1) * step < words; first += kLoadsInFlight * step) {
+    Word added[kLoadsInFlight];
+    Word before[kLoadsInFlight];
 #pragma unroll
-    for (int n = 0; n < kInFlight; ++n) {
+    for (int n = 0; n < kLoadsInFlight; ++n) {
       added[n] = grads[first + n * step];
     }
 #pragma unroll
-    for (int n = 0; n < kInFlight; ++n) {
+    for (int n = 0; n < kLoadsInFlight; ++n) {
       before[n] = sums[first + n * step];
     }
 #pragma unroll
-    for (int n = 0; n < kInFlight; ++n) {
+    for (int n = 0; n < kLoadsInFlight; ++n) {
       sums[first + n * step] = sum_of(before[n], added[n]);
     }
   }
@@ -183,9 +158,10 @@ __global__ void __launch_bounds__(kThreads)
     std::byte* to = view.memory[rank] + offset + slot * bytes;
     const std::byte* from = weights + expert * bytes;
     if (is_packed) {
-      copy_words<uint4>(to, from, bytes);
+      copy_words(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(from), bytes / 16);
     } else {
-      copy_words<uint16_t>(to, from, bytes);
+      copy_words(reinterpret_cast<uint16_t*>(to), reinterpret_cast<const uint16_t*>(from),
+                 bytes / 2);
     }
     finish_slot(view, ClonePass::kWeights, projection, index,
                 flags_of(view, rank) + view.layout.ready_word(projection, slot), epoch);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 #include "grouped_gemm_unit.h"
 #include "launch.h"
@@ -27,7 +28,6 @@ struct SetUp {
   const int64_t* first_row;
   const uint8_t* accumulate_mask;
   bool accumulate;
-  bool clear_tail;
 };
 
 // Shared by the threads of a block: where the rows of each expert start, and how many they are.
@@ -213,31 +213,49 @@ struct Device {
   int num_processors = 0;
 };
 
-Device current_device() {
-  Device device;
+Device ask_device(int index) {
+  Device device{.index = index};
   const auto ask = [&](int& value, cudaDeviceAttr attribute) {
     check(cudaDeviceGetAttribute(&value, attribute, device.index), "asking for the device");
   };
-  check(cudaGetDevice(&device.index), "asking for the current device");
   ask(device.major, cudaDevAttrComputeCapabilityMajor);
   ask(device.minor, cudaDevAttrComputeCapabilityMinor);
   ask(device.num_processors, cudaDevAttrMultiProcessorCount);
   return device;
 }
 
+// Facts of a device never change, and asking for them would be a part of every launch's time.
+const Device& current_device() {
+  int index = 0;
+  check(cudaGetDevice(&index), "asking for the current device");
+  thread_local Device known{.index = -1};
+  if (known.index != index) {
+    known = ask_device(index);
+  }
+  return known;
+}
+
 struct TileRule {
-  int64_t most_rows;  // of an expert, on average
+  bool is_weight_grad;
+  int64_t most_rows;     // of an expert, on average
+  int64_t most_columns;  // of the result
   GroupedTile tile;
 };
 
-// Tiles of forward and input-gradient products on Hopper; the first rule that fits decides. A tile
-// covers 64 (narrow), 128 (middle) or 256 (wide, in pairs) rows of an expert, and the wider one
-// reads its operands less often. Not measured: the limits follow from filled rows times the rate at
-// which a tile's operands arrive. A sweep over plans (bench_gpu_grouped_gemm.py) can replace them.
-constexpr std::array<TileRule, 3> kHopperTiles = {{
-    {64, GroupedTile::kNarrow},
-    {640, GroupedTile::kMiddle},
-    {std::numeric_limits<int64_t>::max(), GroupedTile::kWide},
+// Tiles of products on Hopper: the first rule that fits decides. A tile covers 64 (narrow), 128
+// (middle) or 256 (wide and square, in pairs) rows of the result, and the wider one reads its
+// operands less often. Square tiles compute one tile while another is written, which counts where
+// there is little to sum (weight gradients of few rows) or little to write in a row. Not measured:
+// the limits follow from filled rows times the rate at which a tile's operands arrive. A sweep over
+// plans (bench_gpu_grouped_gemm.py) can replace them.
+constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+constexpr std::array<TileRule, 6> kHopperTiles = {{
+    {.is_weight_grad = true, .most_rows = 2048, .most_columns = kAny, .tile = GroupedTile::kSquare},
+    {.is_weight_grad = true, .most_rows = kAny, .most_columns = kAny, .tile = GroupedTile::kWide},
+    {.is_weight_grad = false, .most_rows = 64, .most_columns = kAny, .tile = GroupedTile::kNarrow},
+    {.is_weight_grad = false, .most_rows = kAny, .most_columns = 128, .tile = GroupedTile::kSquare},
+    {.is_weight_grad = false, .most_rows = 640, .most_columns = kAny, .tile = GroupedTile::kMiddle},
+    {.is_weight_grad = false, .most_rows = kAny, .most_columns = kAny, .tile = GroupedTile::kWide},
 }};
 
 [[noreturn]] void report_missing(const Device& device) {
@@ -261,6 +279,8 @@ GroupedUnit unit_for([[maybe_unused]] GroupedTile tile, const Device& device) {
         return grouped_unit_sm90_narrow();
       case GroupedTile::kMiddle:
         return grouped_unit_sm90_middle();
+      case GroupedTile::kSquare:
+        return grouped_unit_sm90_square();
       default:
         return grouped_unit_sm90_wide();
     }
@@ -309,21 +329,27 @@ std::vector<std::string> grouped_gemm_archs() {
 }
 
 size_t grouped_gemm_workspace_bytes(int64_t num_experts) {
-  const Device device = current_device();
+  const Device& device = current_device();
   size_t scratch = 0;
-  for (const GroupedTile tile : {GroupedTile::kWide, GroupedTile::kMiddle, GroupedTile::kNarrow}) {
+  for (const GroupedTile tile :
+       {GroupedTile::kWide, GroupedTile::kMiddle, GroupedTile::kNarrow, GroupedTile::kSquare}) {
     scratch = std::max(scratch, unit_for(tile, device).scratch_bytes(device.num_processors));
   }
   return arguments_bytes(num_experts) + scratch;
 }
 
 GroupedPlan choose_grouped_plan(const moe::GroupedProblem& problem, int major) {
-  if (major != 9 || problem.product == GroupedProduct::kWeightGrad) {
+  if (major != 9) {
     return {GroupedTile::kWide, false};
   }
+  const bool is_weight_grad = problem.product == GroupedProduct::kWeightGrad;
   const int64_t rows = problem.num_rows / std::max(problem.num_experts, int64_t{1});
-  const auto* rule = std::ranges::find_if(
-      kHopperTiles, [rows](const TileRule& each) { return rows <= each.most_rows; });
+  const int64_t columns =
+      problem.product == GroupedProduct::kForward ? problem.out_features : problem.in_features;
+  const auto* rule = std::ranges::find_if(kHopperTiles, [=](const TileRule& each) {
+    return each.is_weight_grad == is_weight_grad && rows <= each.most_rows &&
+           columns <= each.most_columns;
+  });
   return {rule->tile, false};
 }
 
@@ -340,13 +366,17 @@ void grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
   if (params.num_rows == 0 && !is_weight_grad(params)) {
     return;  // a result without rows
   }
-  const Device device = current_device();
+  const Device& device = current_device();
   GroupedPlan plan = params.plan;
   if (plan.tile == GroupedTile::kAuto) {
-    plan = choose_grouped_plan(problem_of(params), device.major);
+    moe::GroupedProblem expected = problem_of(params);
+    if (params.expected_rows > 0) {
+      expected.num_rows = std::min(params.expected_rows, params.num_rows);
+    }
+    plan = choose_grouped_plan(expected, device.major);
   }
-  if (is_weight_grad(params)) {
-    plan.tile = GroupedTile::kWide;
+  if (is_weight_grad(params) && plan.tile != GroupedTile::kSquare) {
+    plan.tile = GroupedTile::kWide;  // the only other one for weight gradients
   }
   const GroupedUnit unit = unit_for(plan.tile, device);
   const size_t needed =

@@ -5,6 +5,8 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
+#include <new>
 #include <type_traits>
 
 #include "cute/tensor.hpp"
@@ -178,13 +180,57 @@ struct GroupedKernel {
     return clusters;
   }
 
-  static void run(const GroupedLaunch& launch) {
+  // What a launch's parameters are made of; the addresses of the arguments follow from the first.
+  struct Key {
+    const void* shapes = nullptr;
+    void* scratch = nullptr;
+    int num_experts = -1;
+    int device = -1;
+    int num_processors = 0;
+    bool along_columns = false;
+    bool operator==(const Key&) const = default;
+  };
+
+  static typename Kernel::Params make_params(const GroupedLaunch& launch) {
     typename Gemm::Arguments to = arguments(launch);
     const int clusters = clusters_at_a_time(launch.device);
     const int fitting =
         launch.num_processors / static_cast<int>(cute::size(typename Family::Cluster{}));
     to.hw_info.max_active_clusters = clusters < fitting ? clusters : fitting;
-    typename Kernel::Params params = Kernel::to_underlying_arguments(to, launch.scratch);
+    return Kernel::to_underlying_arguments(to, launch.scratch);
+  }
+
+  // Parameters take most of a launch's time on the host, for tensor maps that the kernel replaces.
+  // They are a function of the key, so those of the latest workspaces are kept; torch's allocator
+  // hands out the same ones step after step.
+  static const typename Kernel::Params& params_of(const GroupedLaunch& launch) {
+    constexpr size_t kKept = 8;
+    struct Kept {
+      Key key;
+      alignas(typename Kernel::Params) std::byte params[sizeof(typename Kernel::Params)];
+    };
+    static_assert(std::is_trivially_destructible_v<typename Kernel::Params> &&
+                      std::is_trivially_copyable_v<typename Kernel::Params>,
+                  "parameters are kept as bytes");
+    thread_local std::array<Kept, kKept> all{};
+    thread_local size_t next = 0;
+    const Key key{launch.arguments.shapes, launch.scratch,        launch.num_experts,
+                  launch.device,           launch.num_processors, launch.along_columns};
+    for (Kept& kept : all) {
+      if (kept.key == key) {
+        return *reinterpret_cast<const typename Kernel::Params*>(kept.params);
+      }
+    }
+    Kept& kept = all[next];
+    next = (next + 1) % kKept;
+    kept.key = {};  // nothing is kept if the next line throws
+    const auto* made = new (kept.params) typename Kernel::Params(make_params(launch));
+    kept.key = key;
+    return *made;
+  }
+
+  static void run(const GroupedLaunch& launch) {
+    typename Kernel::Params params = params_of(launch);  // CUTLASS takes it by reference
     const cutlass::Status status = Gemm::run(params, launch.stream);
     if (status != cutlass::Status::kSuccess) {
       throw std::runtime_error(base::format_text("launching a grouped product failed: {}",

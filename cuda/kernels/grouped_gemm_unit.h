@@ -37,6 +37,7 @@ struct GroupedUnit {
 GroupedUnit grouped_unit_sm90_wide();
 GroupedUnit grouped_unit_sm90_middle();
 GroupedUnit grouped_unit_sm90_narrow();
+GroupedUnit grouped_unit_sm90_square();
 #endif
 #if defined(MEGACORE_GROUPED_GEMM_SM100)
 GroupedUnit grouped_unit_sm100_wide();

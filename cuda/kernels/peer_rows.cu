@@ -8,9 +8,6 @@
 namespace megacore::cuda {
 namespace {
 
-// Packs that a thread loads before it uses the first.
-constexpr int kInFlight = 4;
-
 // No more blocks than keep a GPU busy: each one acquires the flags and reports.
 constexpr int64_t kMostBlocks = 1024;
 
@@ -30,6 +27,15 @@ __device__ __forceinline__ Pack<Float, kPack> filled(float value) {
     narrow(value, pack.values[n]);
   }
   return pack;
+}
+
+template <typename Float, int kPack>
+__device__ __forceinline__ const Pack<Float, kPack>* packs_at(const Float* rows) {
+  return reinterpret_cast<const Pack<Float, kPack>*>(rows);
+}
+
+__device__ __forceinline__ int64_t used_rows(const int64_t* num_arrived, int64_t capacity) {
+  return *num_arrived < capacity ? *num_arrived : capacity;
 }
 
 // The row of a peer that an address names; a member below 0 for no row.
@@ -77,10 +83,10 @@ __global__ void __launch_bounds__(kRowThreads) start_push_kernel(
     for (int64_t token = team.group; token < copies.num_tokens; token += team.num_groups) {
       const Float* from = static_cast<const Float*>(tokens.rows) + token * tokens.width;
       const int64_t first = token * per_token;
-      for (int64_t start = team.lane; start < vectors; start += int64_t{kInFlight} * lanes) {
-        Pack<Float, kPack> packs[kInFlight];
+      for (int64_t start = team.lane; start < vectors; start += int64_t{kLoadsInFlight} * lanes) {
+        Pack<Float, kPack> packs[kLoadsInFlight];
 #pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
+        for (int u = 0; u < kLoadsInFlight; ++u) {
           if (start + u * lanes < vectors) {
             packs[u] = load_pack<kPack>(from, start + u * lanes);
           }
@@ -92,7 +98,7 @@ __global__ void __launch_bounds__(kRowThreads) start_push_kernel(
           }
           Float* to = rows_of<Float>(peers, slot, place.member) + place.row * tokens.width;
 #pragma unroll
-          for (int u = 0; u < kInFlight; ++u) {
+          for (int u = 0; u < kLoadsInFlight; ++u) {
             if (start + u * lanes < vectors) {
               store_pack(to, start + u * lanes, packs[u]);
             }
@@ -113,54 +119,37 @@ __global__ void __launch_bounds__(kRowThreads) start_push_kernel(
 }
 
 template <typename Float, int kPack>
-__global__ void __launch_bounds__(kRowThreads) finish_push_kernel(PeerView peers,
-                                                                  int64_t slot,
-                                                                  PeerTensor to,
-                                                                  const int64_t* num_arrived,
-                                                                  int64_t capacity,
-                                                                  int lanes) {
+__global__ void __launch_bounds__(kRowThreads) finish_push_kernel(
+    PeerView peers, int64_t slot, PeerTensor to, const int64_t* num_arrived, int64_t capacity) {
   const uint32_t epoch = epoch_of(peers, slot);
   const bool have_come = wait_for_all(peers, slot, false, epoch, PeerFault::kNoRows);
-  const int64_t arrived = have_come ? *num_arrived : 0;
+  const int64_t arrived = have_come ? used_rows(num_arrived, capacity) : 0;
   const float other = have_come ? 0.0F : NAN;
-  const Team team = team_of(lanes);
   const int64_t vectors = to.width / kPack;
-  const Float* from = rows_of<Float>(peers, slot, peers.position);
-  for (int64_t row = team.group; row < capacity; row += team.num_groups) {
-    const int64_t start = row * to.width;
-    for (int64_t i = team.lane; i < vectors; i += lanes) {
-      store_pack(static_cast<Float*>(to.rows) + start, i,
-                 row < arrived ? load_pack<kPack>(from + start, i) : filled<Float, kPack>(other));
-    }
-    if (to.probs != nullptr && team.lane == 0) {
-      to.probs[row] = row < arrived ? probs_of(peers, slot, peers.position)[row] : other;
-    }
+  // Rows follow one another in both places, so they are copied as one array.
+  auto* rows = static_cast<Pack<Float, kPack>*>(to.rows);
+  copy_words(rows, packs_at<Float, kPack>(rows_of<Float>(peers, slot, peers.position)),
+             arrived * vectors);
+  fill_words(rows, filled<Float, kPack>(other), arrived * vectors, capacity * vectors);
+  if (to.probs != nullptr) {
+    copy_words(to.probs, probs_of(peers, slot, peers.position), arrived);
+    fill_words(to.probs, other, arrived, capacity);
   }
   tell_all(peers, slot, true, epoch);
 }
 
 template <typename Float, int kPack>
-__global__ void __launch_bounds__(kRowThreads) start_pull_kernel(PeerView peers,
-                                                                 int64_t slot,
-                                                                 PeerTensor from,
-                                                                 const int64_t* num_arrived,
-                                                                 int64_t capacity,
-                                                                 int lanes) {
+__global__ void __launch_bounds__(kRowThreads) start_pull_kernel(
+    PeerView peers, int64_t slot, PeerTensor from, const int64_t* num_arrived, int64_t capacity) {
   const uint32_t epoch = epoch_of(peers, slot);
   if (wait_for_all(peers, slot, true, epoch - 1, PeerFault::kStillReads)) {
-    const Team team = team_of(lanes);
     const int64_t vectors = from.width / kPack;
-    const int64_t num_rows = *num_arrived < capacity ? *num_arrived : capacity;
-    Float* to = rows_of<Float>(peers, slot, peers.position);
-    for (int64_t row = team.group; row < num_rows; row += team.num_groups) {
-      const int64_t start = row * from.width;
-      for (int64_t i = team.lane; i < vectors; i += lanes) {
-        store_pack(to + start, i,
-                   load_pack<kPack>(static_cast<const Float*>(from.rows) + start, i));
-      }
-      if (from.probs != nullptr && team.lane == 0) {
-        probs_of(peers, slot, peers.position)[row] = from.probs[row];
-      }
+    const int64_t num_rows = used_rows(num_arrived, capacity);
+    auto* to = reinterpret_cast<Pack<Float, kPack>*>(rows_of<Float>(peers, slot, peers.position));
+    copy_words(to, packs_at<Float, kPack>(static_cast<const Float*>(from.rows)),
+               num_rows * vectors);
+    if (from.probs != nullptr) {
+      copy_words(probs_of(peers, slot, peers.position), from.probs, num_rows);
     }
   }
   tell_all(peers, slot, false, epoch);
@@ -177,10 +166,10 @@ __global__ void __launch_bounds__(kRowThreads) finish_pull_kernel(
   const int64_t per_token = copies.num_choices * copies.repeats;
   for (int64_t token = team.group; token < copies.num_tokens; token += team.num_groups) {
     const int64_t* map = copies.rows + token * per_token;
-    for (int64_t start = team.lane; start < vectors; start += int64_t{kInFlight} * lanes) {
-      float sums[kInFlight][kPack];
+    for (int64_t start = team.lane; start < vectors; start += int64_t{kLoadsInFlight} * lanes) {
+      float sums[kLoadsInFlight][kPack];
 #pragma unroll
-      for (int n = 0; n < kInFlight * kPack; ++n) {
+      for (int n = 0; n < kLoadsInFlight * kPack; ++n) {
         sums[n / kPack][n % kPack] = first_sum;
       }
       for (int64_t copy = 0; have_come && copy < per_token; ++copy) {
@@ -189,22 +178,22 @@ __global__ void __launch_bounds__(kRowThreads) finish_pull_kernel(
           continue;
         }
         const Float* row = rows_of<Float>(peers, slot, place.member) + place.row * tokens.width;
-        Pack<Float, kPack> packs[kInFlight];
+        Pack<Float, kPack> packs[kLoadsInFlight];
 #pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
+        for (int u = 0; u < kLoadsInFlight; ++u) {
           if (start + u * lanes < vectors) {
             packs[u] = load_pack<kPack>(row, start + u * lanes);
           }
         }
 #pragma unroll
-        for (int n = 0; n < kInFlight * kPack; ++n) {
+        for (int n = 0; n < kLoadsInFlight * kPack; ++n) {
           if (start + n / kPack * lanes < vectors) {
             sums[n / kPack][n % kPack] += widen(packs[n / kPack].values[n % kPack]);
           }
         }
       }
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
+      for (int u = 0; u < kLoadsInFlight; ++u) {
         if (start + u * lanes < vectors) {
           Pack<Float, kPack> result;
 #pragma unroll
@@ -301,10 +290,11 @@ void launch_experts_side(const char* name,
                          const KernelOf& kernel_of) {
   require_rows(peers, slot, own.rows, own.capacity);
   launch_wait(peers, slot, wait, stream);
-  with_rows(own.rows, [&]<typename Float, int kPack>(int lanes) {
-    launch(name, kernel_of(static_cast<Pack<Float, kPack>*>(nullptr)),
-           blocks_for(own.capacity, lanes), stream, peers, slot, own.rows, own.num_arrived,
-           own.capacity, lanes);
+  with_rows(own.rows, [&]<typename Float, int kPack>(int) {
+    // As many blocks as packs take, each thread with all its loads in flight.
+    const int64_t turns = divided_up(own.capacity * (own.rows.width / kPack), kLoadsInFlight);
+    launch(name, kernel_of(static_cast<Pack<Float, kPack>*>(nullptr)), blocks_for(turns, 1), stream,
+           peers, slot, own.rows, own.num_arrived, own.capacity);
   });
 }
 

@@ -59,6 +59,43 @@ __device__ __forceinline__ void store_pack(Float* row,
   reinterpret_cast<Pack<Float, kNumel>*>(row)[index] = pack;
 }
 
+// Loads that a thread issues before it uses the first, to cover the latency of memory or of a link.
+inline constexpr int kLoadsInFlight = 4;
+
+// Copies words, consecutive in both places; the threads of the whole grid share the work.
+template <typename Word>
+__device__ __forceinline__ void copy_words(Word* to, const Word* from, int64_t words) {
+  const int64_t step = int64_t{gridDim.x} * kRowThreads;
+  int64_t first = int64_t{blockIdx.x} * kRowThreads + threadIdx.x;
+  // Through registers: the compiler cannot move a load above a store that may alias it.
+  for (; first + (kLoadsInFlight - 1) * step < words; first += kLoadsInFlight * step) {
+    Word loaded[kLoadsInFlight];
+#pragma unroll
+    for (int n = 0; n < kLoadsInFlight; ++n) {
+      loaded[n] = from[first + n * step];
+    }
+#pragma unroll
+    for (int n = 0; n < kLoadsInFlight; ++n) {
+      to[first + n * step] = loaded[n];
+    }
+  }
+  for (; first < words; first += step) {
+    to[first] = from[first];
+  }
+}
+
+// Sets words [begin, end) to one value; the threads of the whole grid share the work.
+template <typename Word>
+__device__ __forceinline__ void fill_words(Word* to,
+                                           const Word& value,
+                                           int64_t begin,
+                                           int64_t end) {
+  const int64_t step = int64_t{gridDim.x} * kRowThreads;
+  for (int64_t i = begin + int64_t{blockIdx.x} * kRowThreads + threadIdx.x; i < end; i += step) {
+    to[i] = value;
+  }
+}
+
 // All lanes get the same sum: every step adds the same two numbers on both sides.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll

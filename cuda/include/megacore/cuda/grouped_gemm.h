@@ -22,12 +22,13 @@ namespace megacore::cuda {
 enum class GroupedType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
 // Families of tiles, rows x columns of the result. Each exists on sm_90; sm_100 has kWide only,
-// with 256 x 256, and takes it whatever is asked for. Weight gradients always take kWide.
+// with 256 x 256, and takes it whatever is asked for. Weight gradients take kSquare or kWide.
 enum class GroupedTile : int32_t {
   kAuto = 0,    // what choose_grouped_plan says
   kWide = 1,    // 128 x 256; two blocks, one above the other, share the columns' factor
   kMiddle = 2,  // 128 x 256; two blocks, side by side, share the rows' factor
   kNarrow = 3,  // 64 x 256, for groups of few rows
+  kSquare = 4,  // 128 x 128; a tile is written while another is computed
 };
 
 // How a product is computed. The order in which tiles are walked through decides what neighbours
@@ -49,6 +50,9 @@ struct GroupedGemmParams {
   GroupedType operand = GroupedType::kBFloat16;
   GroupedType result = GroupedType::kBFloat16;  // `operand`, or float32 for dw
   int64_t num_rows = 0;
+  // About how many of them are used, for the choice of tiles, where memory for more was kept; 0:
+  // all.
+  int64_t expected_rows = 0;
   int64_t num_experts = 0;
   int64_t out_features = 0;
   int64_t in_features = 0;
