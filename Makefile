@@ -3,6 +3,7 @@
 # make test-all  the same, then C++ under sanitizers and the campaigns: complete matrices, many kills
 # make build     editable install for development
 # make cuda      installs with the CUDA kernels, GPU or not, and tests what can be tested without a GPU
+# make gpu-bundle  makes build/gpu-bundle, all that scripts/gpu_check.sh needs on a machine with a GPU and no network
 # make lint / fmt / bench / clean
 #
 # PIP_ARGS is passed to every pip call, e.g. to take torch's small CPU build on Linux:
@@ -30,7 +31,7 @@ SOURCES := $(shell find cpp cuda cmake third_party python -type f \
     -not -path '*/__pycache__/*' 2>/dev/null) CMakeLists.txt pyproject.toml VERSION
 CPP_FILES := $(shell find cpp cuda tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-all test-cpp test-python test-asan test-campaigns build install cuda lint fmt bench clean help
+.PHONY: demo test test-all test-cpp test-python test-asan test-campaigns build install cuda gpu-bundle lint fmt bench clean help
 
 help:
 	@sed -n '1,/^$$/p' Makefile
@@ -104,6 +105,27 @@ cuda:
 	$(MAKE) install MEGACORE_CUDA=ON
 	$(MAKE) $(VENV)/.tools
 	$(BIN)/python -m pytest tests/unit/test_stubs.py tests/unit/test_native_modules.py tests/unit/ops
+
+# Sources, a wheel with kernels for BUNDLE_ARCHS made by PYTHON (use the GPU machine's version), what the
+# tests need beside torch, and CUTLASS's headers in case that the wheel does not import there.
+BUNDLE := build/gpu-bundle
+BUNDLE_ARCHS ?= 90a
+BUNDLE_NEEDS := pydantic pydantic-core annotated-types typing-extensions typing-inspection rich markdown-it-py \
+    mdurl pygments safetensors tomli-w pytest iniconfig packaging pluggy hypothesis sortedcontainers attrs \
+    scikit-build-core pathspec pybind11
+
+gpu-bundle: $(VENV)/.base
+	rm -rf $(BUNDLE)
+	mkdir -p $(BUNDLE)/wheels $(BUNDLE)/cutlass
+	git archive HEAD | tar -x -C $(BUNDLE)
+	$(PIP) download --quiet --no-deps nvidia-cutlass==4.2.0.0 -d build/cutlass-wheel
+	$(BIN)/python -m zipfile -e build/cutlass-wheel/nvidia_cutlass-*.whl build/cutlass-wheel/unpacked
+	cp -r build/cutlass-wheel/unpacked/cutlass_library/source/include $(BUNDLE)/cutlass/include
+	CUTLASS_ROOT=$(CURDIR)/$(BUNDLE)/cutlass MEGACORE_CUDA=ON MEGACORE_CUDA_ARCHS=$(BUNDLE_ARCHS) \
+	    $(PIP) wheel --quiet --no-deps --no-build-isolation -w $(BUNDLE)/wheels .
+	$(PIP) download --quiet --no-deps --only-binary=:all: -c constraints.txt -d $(BUNDLE)/wheels $(BUNDLE_NEEDS)
+	git rev-parse HEAD > $(BUNDLE)/COMMIT
+	@size=$$(du -sm $(BUNDLE) | cut -f1); echo "$(BUNDLE): $$size MB"; test $$size -le 60
 
 lint: $(VENV)/.tools install
 	$(BIN)/ruff check .

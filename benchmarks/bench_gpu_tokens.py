@@ -312,8 +312,8 @@ def table(
     lines.append(f"{'ranks':>5} {'clones':>6} {'warm us':>9} {'cold us':>9} {'cpu us':>9}")
     for each in plans:
         lines.append(
-            f"{each['ranks']:>5} {each['clones']:>6} {each['warm_us']:>9.1f} {each['cold_us']:>9.1f} "
-            f"{each['cpu_us']:>9.1f}"
+            f"{each['ranks']:>5} {each['clones']:>6} {each['warm_us']:>9.1f} "
+            f"{each['cold_us']:>9.1f} {each['cpu_us']:>9.1f}"
         )
     return lines
 

@@ -166,13 +166,179 @@ def test_every_file_of_tests_and_every_benchmark_has_a_step(
 def test_the_build_is_for_the_device_and_offline(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("WHEELS", raising=False)
     monkeypatch.setenv("CUTLASS_ROOT", "relative")
     (build,) = gpu_check.build_steps([9, 0], 300.0)
     assert "--no-index" in build.command
     assert any("MEGACORE_CUDA_ARCHS=90a" in word for word in build.command)
     assert build.env == {"CUTLASS_ROOT": str(Path("relative").resolve())}
     assert not any("CUDA_ARCHS" in word for word in gpu_check.build_steps([8, 6], 300.0)[0].command)
+    assert [step.name for step in gpu_check.kernel_steps([9, 0])] == ["kernels"]
+    assert gpu_check.kernel_steps([8, 6]) == []
+
+
+@pytest.mark.parametrize("imports", [True, False])
+def test_a_wheel_is_built_anew_only_if_it_does_not_import(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, imports: bool
+) -> None:
+    (tmp_path / "megacore-1-cp312-cp312-linux_x86_64.whl").touch()
+    monkeypatch.setenv("WHEELS", str(tmp_path))
+    ran = []
+
+    class Fake(gpu_check.Runner):  # type: ignore[name-defined, misc]
+        def run(self, step: Any, **_: Any) -> bool:
+            ran.append(step.name)
+            return imports or step.name != "import"
+
+    args = gpu_check.arguments(["--phases=build", str(tmp_path / "out")])
+    runner = Fake(gpu_check.Record(args.out, ABOUT), 1000.0)
+    gpu_check._Check(args, [9, 0], runner).run()
+    built = [] if imports else ["build"]
+    assert ran == ["requirements", "wheel", "import", *built, "kernels"]
+
+
+def test_a_build_without_grouped_products_fails(gpu_check: ModuleType) -> None:
+    command = gpu_check.kernel_steps([9, 0])[0].command
+    done = subprocess.run([*command[:-1], "123"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no grouped products for sm_123" in done.stderr
+
+
+FAULTY = """
+import os, time
+import pytest
+
+@pytest.mark.gpu
+def test_good(): pass
+
+@pytest.mark.gpu
+def test_crash(): os._exit(7)
+
+@pytest.mark.gpu
+def test_sticky(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+@pytest.mark.gpu
+def test_wrong(): assert 1 == 2
+
+@pytest.mark.gpu
+def test_hang(): time.sleep(600)
+
+@pytest.mark.gpu
+def test_last(): pytest.skip("no reason")
+"""
+
+
+def test_a_file_goes_on_in_a_new_process_after_a_fault(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "test_faulty.py"
+    file.write_text(FAULTY)
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    record = gpu_check.Record(tmp_path / "out", ABOUT)
+    runner = gpu_check.Runner(record, 1000.0)
+    options = ["-o", "markers=gpu", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    tests = gpu_check.Step(
+        name="test_faulty",
+        command=[*gpu_check._tests_command(), *options],
+        limit_s=60.0,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    runner.run_tests(tests, [file.name, "--deselect", "test_faulty.py::test_hang"])
+    found = {test.partition("::")[2]: said for test, said in read(record)["tests"].items()}
+    assert found == {
+        "test_good": "passed",
+        "test_crash": "crashed",
+        "test_sticky": "failed",
+        "test_wrong": "failed",
+        "test_last": "skipped",
+    }
+    events = [json.loads(line) for line in record.events.read_text().splitlines()]
+    said = [e["text"] for e in events if e.get("test", "").endswith("test_wrong") and "text" in e]
+    assert "assert 1 == 2" in said[0]
+    assert not record.is_good
+    # A hang is reported as that of its test.
+    short = gpu_check.Step(**{**vars(tests), "name": "hanging", "limit_s": 8.0})
+    runner.run_tests(short, [f"{file.name}::test_hang"])
+    assert read(record)["tests"]["test_faulty.py::test_hang"] == "hung"
+
+
+def test_a_device_that_does_not_answer_ends_the_run(gpu_check: ModuleType, tmp_path: Path) -> None:
+    for answers in (True, False):
+        record = gpu_check.Record(tmp_path, ABOUT)
+        probe = [sys.executable, "-c", f"raise SystemExit({0 if answers else 1})"]
+        runner = gpu_check.Runner(record, 1000.0, probe)
+        assert not runner.run(step(gpu_check, "raise SystemExit(3)"))
+        assert runner.run(step(gpu_check, "")) is answers
+        assert ("does not answer" in record.text.read_text()) is not answers
+
+
+def test_rows_of_benchmarks_are_kept_as_they_come(gpu_check: ModuleType, tmp_path: Path) -> None:
+    record = gpu_check.Record(tmp_path, ABOUT)
+    runner = gpu_check.Runner(record, 1000.0)
+    code = (
+        "import sys, time; sys.path.insert(0, 'benchmarks'); from _common import row;"
+        "row('plans', us={'wide': 1.5}); time.sleep(600)"
+    )
+    late = step(gpu_check, code, env={"MEGACORE_ROWS": "1"}, limit_s=8.0)
+    assert not runner.run(late)
+    (line,) = record.events.read_text().splitlines()
+    assert json.loads(line) == {
+        **{"step": "a", "event": "row", "table": "plans", "us": {"wide": 1.5}, "clocks": {}}
+    }
+
+
+def test_every_step_runs_on_a_fake_device(gpu_check: ModuleType, tmp_path: Path) -> None:
+    command = [ROOT / "scripts" / "gpu_check.sh", "--fake-device", "--budget-s=900"]
+    done = subprocess.run(
+        [*command, "--phases=build,tests,benchmarks,again,curves", tmp_path],
+        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    record = json.loads((tmp_path / next(tmp_path.glob("*.json")).name).read_text())
+    steps = [each["name"] for each in record["steps"]]
+    tests = {each.name for each in gpu_check.test_steps()}
+    benchmarks = {each.name for each in gpu_check.benchmark_steps(tmp_path / "none")}
+    assert {name.partition(" ")[0] for name in steps} == tests | benchmarks | {"curves"}
+    assert steps.index("test_small_cases") == 0
+    assert steps.index("bench_gpu_grouped_gemm") < steps.index("test_peer_kernels")
+    assert {each["outcome"] for each in record["steps"]} == {"ok"}
+    assert {test.partition("::")[0] for test in record["tests"]} == {
+        f"tests/gpu/{name}.py" for name in tests
+    }
+
+
+def test_a_second_call_runs_what_failed_and_what_is_missing(
+    gpu_check: ModuleType, tmp_path: Path
+) -> None:
+    before = {
+        "tests": {"tests/gpu/a.py::one": "passed", "tests/gpu/test_adamw.py::two": "hung"},
+        "steps": [
+            {"name": "bench_graphs", "outcome": "ok"},
+            {"name": "bench_gpu_tokens", "outcome": "stopped"},
+        ],
+    }
+    (tmp_path / "first.json").write_text(json.dumps(before))
+    ran = []
+
+    class Fake(gpu_check.Runner):  # type: ignore[name-defined, misc]
+        def run(self, step: Any, **_: Any) -> bool:
+            ran.append(step.name)
+            return True
+
+        def run_tests(self, _step: Any, tests: Any, **_: Any) -> None:
+            ran.extend(tests)
+
+    out = tmp_path / "out"
+    again = f"--again={tmp_path / 'first.json'}"
+    args = gpu_check.arguments(["--phases=tests,benchmarks", again, str(out)])
+    gpu_check._Check(args, [9, 0], Fake(gpu_check.Record(out, ABOUT), 1000.0)).run()
+    assert ran[0] == "tests/gpu/test_adamw.py::two"
+    assert "bench_gpu_tokens" in ran
+    assert "bench_graphs" not in ran
+    assert "tests/gpu/test_adamw.py" not in ran
+    assert "tests/gpu/test_moe_layer.py" in ran
 
 
 def test_only_whole_names_of_folders_are_replaced(gpu_check: ModuleType) -> None:
@@ -198,7 +364,7 @@ def test_unknown_phases_are_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         gpu_check.arguments(["--phases=build,lunch"])
-    assert "use some of build, tests, sanitizer, benchmarks" in capsys.readouterr().err
+    assert "use some of build, tests, benchmarks, again, sanitizer" in capsys.readouterr().err
 
 
 def test_a_run_that_is_ended_leaves_what_it_had(tmp_path: Path) -> None:
