@@ -369,11 +369,7 @@ void grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
   const Device& device = current_device();
   GroupedPlan plan = params.plan;
   if (plan.tile == GroupedTile::kAuto) {
-    moe::GroupedProblem expected = problem_of(params);
-    if (params.expected_rows > 0) {
-      expected.num_rows = std::min(params.expected_rows, params.num_rows);
-    }
-    plan = choose_grouped_plan(expected, device.major);
+    plan = choose_grouped_plan(problem_of(params), device.major);
   }
   if (is_weight_grad(params) && plan.tile != GroupedTile::kSquare) {
     plan.tile = GroupedTile::kWide;  // the only other one for weight gradients

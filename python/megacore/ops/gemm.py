@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megacore import _core
-from megacore.ops.gemm_cuda import launch_grouped, takes_kernel
+from megacore.ops import gemm_torch
+from megacore.ops.gemm_cuda import choose_backend, launch_grouped
 from megacore.ops.library import define_gradient, define_op, describe
 
 
@@ -54,8 +55,10 @@ def grouped_gemm(
     Sync:
         None on a GPU of compute capability 9.0 or 10.0 for bf16 and fp16 with features that are
         multiples of 8: one kernel reads ``m_splits`` on the device and truncates counts that exceed
-        the rows. Other CUDA cases run one ``torch.mm`` per expert and copy ``m_splits`` to the
-        host, with a warning for bf16 and fp16.
+        the rows. Where such a GPU lacks our kernel, ``torch._grouped_mm`` computes bf16 products,
+        also without a sync (see ``MEGACORE_GROUPED_GEMM`` in docs/kernels.md). Other CUDA cases run
+        one ``torch.mm`` per expert and copy ``m_splits`` to the host, with a warning for bf16 and
+        fp16.
 
     Source:
         MegaBlocks, arXiv:2211.15841.
@@ -257,16 +260,19 @@ def _forward_cuda(
     accumulate_mask: Tensor | None = None,
 ) -> Tensor:
     del main_grad, accumulate, accumulate_mask
-    if not takes_kernel(x, *w.shape):
-        return _forward_reference(x, w, m_splits)
+    backend = choose_backend(x, *w.shape)
+    if backend != "native":
+        return (gemm_torch.forward if backend == "torch" else _forward_reference)(x, w, m_splits)
     y = x.new_empty(x.shape[0], w.shape[1])
     launch_grouped("forward", x, w, m_splits, y, clear_tail=True)
     return y
 
 
 def _input_grad_cuda(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
-    if not takes_kernel(grad, *w.shape):
-        return _input_grad_reference(grad, w, m_splits)
+    backend = choose_backend(grad, *w.shape)
+    if backend != "native":
+        other = gemm_torch.input_grad if backend == "torch" else _input_grad_reference
+        return other(grad, w, m_splits)
     grad_x = grad.new_empty(grad.shape[0], w.shape[2])
     launch_grouped("input_grad", grad, w, m_splits, grad_x, clear_tail=True)
     return grad_x
@@ -282,8 +288,10 @@ def _weight_grad_cuda_(
 ) -> None:
     # A 16-bit result is always overwritten.
     fits = out.dtype == torch.float32 or (out.dtype == x.dtype and not accumulate)
-    if not (fits and out.is_contiguous() and takes_kernel(x, *out.shape)):
-        _weight_grad_reference_(grad, x, m_splits, out, accumulate, accumulate_mask)
+    backend = choose_backend(x, *out.shape) if fits and out.is_contiguous() else "reference"
+    if backend != "native":
+        other = gemm_torch.weight_grad_ if backend == "torch" else _weight_grad_reference_
+        other(grad, x, m_splits, out, accumulate, accumulate_mask)
         return
     mask = accumulate_mask if accumulate else None
     launch_grouped(

@@ -11,34 +11,59 @@ import torch
 from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
+from megacore.ops.gemm_torch import has_grouped_mm
 
 Product = Literal["forward", "input_grad", "weight_grad"]
 
 # Values of the enumerators in cuda/include/megacore/cuda/grouped_gemm.h.
 _PRODUCTS: dict[Product, int] = {"forward": 0, "input_grad": 1, "weight_grad": 2}
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_TILES = {"auto": 0, "wide": 1, "middle": 2, "narrow": 3}
+_TILES = {"auto": 0, "wide": 1, "middle": 2, "narrow": 3, "square": 4}
 # Overrides the choice of tiles, for measurements: see the argument plan of launch_grouped.
 PLAN_VARIABLE = "MEGACORE_GROUPED_GEMM_PLAN"
+# Chooses the implementation: auto (ours, else torch's), native or torch.
+BACKEND_VARIABLE = "MEGACORE_GROUPED_GEMM"
+BACKENDS = ("auto", "native", "torch")
 MAX_EXPERTS = 1024
 _ALIGNMENT = 16
 
 
-def takes_kernel(x: Tensor, num_experts: int, out_features: int, in_features: int) -> bool:
-    """Return whether the kernels can run a product of CUDA tensors; warn if bf16 or fp16 cannot.
+def choose_backend(
+    x: Tensor, num_experts: int, out_features: int, in_features: int
+) -> Literal["native", "torch", "reference"]:
+    """Return the implementation of a product of CUDA tensors; warn if it syncs with the host.
 
-    The reference copies the counts to the host and waits for the GPU, which is unexpected for bf16
-    and fp16. float32 has no kernel, so its fallback needs no warning.
+    Ours, else ``torch._grouped_mm`` where it does not sync, else the reference, which copies the
+    counts to the host. float32 has no other, so it needs no warning. The variable
+    MEGACORE_GROUPED_GEMM set to ``native`` or ``torch`` leaves the other one out.
+
+    Raises:
+        ValueError: If the variable has another value.
     """
+    wanted = os.environ.get(BACKEND_VARIABLE) or "auto"
+    if wanted not in BACKENDS:
+        raise ValueError(f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {wanted!r}")
     if x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    reason = grouped_obstacle(x.device, num_experts, out_features, in_features)
-    if reason is not None:
-        warnings.warn(
-            f"grouped_gemm takes one torch.mm per expert and waits for the GPU: {reason}",
-            stacklevel=2,
+        return "reference"
+    sizes = num_experts, out_features, in_features
+    reason = grouped_obstacle(x.device, *sizes)
+    if reason is None and wanted != "torch":
+        return "native"
+    if wanted != "native" and has_grouped_mm(x, *sizes):
+        return "torch"
+    if wanted == "torch":
+        reason = (
+            "torch._grouped_mm needs bf16, features that are multiples of 8 and sm_90 or sm_100"
         )
-    return reason is None
+    warnings.warn(
+        f"grouped_gemm takes one torch.mm per expert and waits for the GPU: {reason}", stacklevel=2
+    )
+    return "reference"
+
+
+def takes_kernel(x: Tensor, num_experts: int, out_features: int, in_features: int) -> bool:
+    """Return whether our kernels run a product of CUDA tensors, see `choose_backend`."""
+    return choose_backend(x, num_experts, out_features, in_features) == "native"
 
 
 @functools.cache
@@ -94,8 +119,8 @@ def launch_grouped(
         first_row: First row of the first expert, int64 scalar on the device; earlier rows
             are neither read nor written. Default: row 0.
         clear_tail: Zero the padding rows. Otherwise they are not written.
-        plan: ``"auto"``, ``"wide"``, ``"middle"`` or ``"narrow"``, or one of the last three
-            followed by ``"-columns"``. Default: the variable MEGACORE_GROUPED_GEMM_PLAN.
+        plan: ``"auto"``, ``"wide"``, ``"middle"``, ``"narrow"`` or ``"square"``, or one of the
+            last four followed by ``"-columns"``. Default: the variable MEGACORE_GROUPED_GEMM_PLAN.
 
     Raises:
         ValueError: If a size, dtype or address does not fit, or the plan is unknown.

@@ -182,7 +182,7 @@ def test_an_unknown_plan_is_refused(plan: str) -> None:
 
 # ---- choice of tiles ----------------------------------------------------------------------------
 
-WIDE, NARROW = 1, 3
+WIDE, MIDDLE, NARROW, SQUARE = 1, 2, 3, 4
 
 
 @needs_cuda_build
@@ -191,7 +191,11 @@ WIDE, NARROW = 1, 3
     [
         (0, 4096, 9, WIDE),
         (1, 64, 9, NARROW),
-        (2, 64, 9, WIDE),  # weights have as many rows as ever
+        (0, 65, 9, MIDDLE),
+        (0, 640, 9, MIDDLE),
+        (1, 641, 9, WIDE),
+        (2, 64, 9, SQUARE),  # few rows to sum, and as much to write as ever
+        (2, 4096, 9, WIDE),
         (0, 64, 10, WIDE),  # the only one there
     ],
 )
@@ -203,6 +207,16 @@ def test_groups_of_few_rows_take_narrow_tiles(
         in_features=1024, major=major,
     )  # fmt: skip
     assert plan[0] == tile
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(("out_features", "tile"), [(128, SQUARE), (136, MIDDLE)])
+def test_results_of_few_columns_take_square_tiles(out_features: int, tile: int) -> None:
+    plan = cuda_kernels().grouped_gemm_plan(
+        product=0, num_rows=32 * 256, num_experts=32, out_features=out_features, in_features=1024,
+        major=9,
+    )  # fmt: skip
+    assert plan == (tile, False)
 
 
 # ---- the build ----------------------------------------------------------------------------------

@@ -50,9 +50,6 @@ struct GroupedGemmParams {
   GroupedType operand = GroupedType::kBFloat16;
   GroupedType result = GroupedType::kBFloat16;  // `operand`, or float32 for dw
   int64_t num_rows = 0;
-  // About how many of them are used, for the choice of tiles, where memory for more was kept; 0:
-  // all.
-  int64_t expected_rows = 0;
   int64_t num_experts = 0;
   int64_t out_features = 0;
   int64_t in_features = 0;

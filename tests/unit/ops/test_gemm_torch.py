@@ -1,0 +1,103 @@
+"""Grouped products by torch._grouped_mm: the reference's results, also for ragged counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.ops import gemm, gemm_cuda, gemm_torch
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch, "_grouped_mm"), reason="this torch has no _grouped_mm"
+)
+N, K = 16, 24
+COUNTS = ([3, 0, 5, 2], [0, 0, 0, 0], [0, 0, 0, 12], [4, 4, 4, 0])
+
+
+def factors(num_rows: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    shapes = ((num_rows, K), (4, N, K), (num_rows, N))
+    x, w, grad = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
+    return x, w, grad
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_products_are_those_of_the_reference(counts: list[int]) -> None:
+    x, w, grad = factors()
+    splits = torch.tensor(counts)
+    assert gemm_torch.has_grouped_mm(x, *w.shape)
+    for found, expected in (
+        (gemm_torch.forward(x, w, splits), gemm._forward_reference(x, w, splits)),
+        (gemm_torch.input_grad(grad, w, splits), gemm._input_grad_reference(grad, w, splits)),
+    ):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        assert not found[sum(counts) :].any()  # padding
+    mask = torch.tensor([True, False, True, False])
+    for accumulate, accumulate_mask in ((False, None), (True, None), (True, mask)):
+        found, expected = torch.full((2, 4, N, K), 0.5)
+        arguments = accumulate, accumulate_mask
+        gemm_torch.weight_grad_(grad, x, splits, found, *arguments)
+        gemm._weight_grad_reference_(grad, x, splits, expected, *arguments)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
+
+
+def test_counts_that_do_not_fit_are_truncated_and_no_rows_are_fine() -> None:
+    x, w, _ = factors()
+    expected = gemm._forward_reference(x, w, torch.tensor([7, 0, 5, 0]))
+    found = gemm_torch.forward(x, w, torch.tensor([7, -3, 90, 4]))
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    x, w, grad = factors(0)
+    none = torch.zeros(4, dtype=torch.int64)
+    assert gemm_torch.forward(x, w, none).shape == (0, N)
+    out = torch.ones(4, N, K)
+    gemm_torch.weight_grad_(grad, x, none, out, False)
+    assert not out.any()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "obstacle", "expected"),
+    [
+        ("auto", None, "native"),
+        ("auto", "no kernel", "torch"),
+        ("native", None, "native"),
+        ("native", "no kernel", "reference"),
+        ("torch", None, "torch"),
+        ("torch", "no kernel", "torch"),
+    ],
+)
+def test_the_variable_chooses_among_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, obstacle: str | None, expected: str
+) -> None:
+    monkeypatch.setenv(gemm_cuda.BACKEND_VARIABLE, wanted)
+    monkeypatch.setattr(gemm_cuda, "grouped_obstacle", lambda *_: obstacle)
+    x = torch.empty(8, K, dtype=torch.bfloat16)
+    if expected == "reference":
+        with pytest.warns(UserWarning, match="waits for the GPU: no kernel"):
+            assert gemm_cuda.choose_backend(x, 4, N, K) == expected
+    else:
+        assert gemm_cuda.choose_backend(x, 4, N, K) == expected
+    assert gemm_cuda.choose_backend(x.float(), 4, N, K) == "reference"
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_ops_use_the_chosen_backend(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """The implementations for CUDA, run on CPU tensors: none of them reaches our kernels."""
+    monkeypatch.setattr(gemm, "choose_backend", lambda *_: backend)
+    x, w, grad = factors()
+    splits = torch.tensor(COUNTS[0])
+    y = gemm._forward_cuda(x, w, splits, None, True)
+    torch.testing.assert_close(y, gemm._forward_reference(x, w, splits), rtol=2e-2, atol=2e-2)
+    grad_x = gemm._input_grad_cuda(grad, w, splits)
+    expected = gemm._input_grad_reference(grad, w, splits)
+    torch.testing.assert_close(grad_x, expected, rtol=2e-2, atol=2e-2)
+    found, expected = torch.zeros(2, 4, N, K)
+    gemm._weight_grad_cuda_(grad, x, splits, found, True)
+    gemm._weight_grad_reference_(grad, x, splits, expected, True)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
+
+
+def test_an_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gemm_cuda.BACKEND_VARIABLE, "cublas")
+    with pytest.raises(ValueError, match="must be one of auto, native, torch, got 'cublas'"):
+        gemm_cuda.choose_backend(torch.empty(8, K), 4, N, K)
