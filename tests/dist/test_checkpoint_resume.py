@@ -45,7 +45,7 @@ def _losses(world_size: int, folder: Path, name: str, **settings: Any) -> dict[i
     run_ranks(world_size, _train, world_size, folder, chosen, timeout_s=200)
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    return {record["step"]: record["loss"] for record in records}
+    return {record["step"] - 1: record["loss"] for record in records}
 
 
 TWO_COPIES = {"parallel__pp": 2, "pipeline__schedule": "dualpipe"}

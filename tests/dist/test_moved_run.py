@@ -76,7 +76,7 @@ def test_a_moved_run_is_continued_generated_from_evaluated_and_exported(tmp_path
     assert "resumed" in resumed.out
     assert "data.tokenizer is" not in resumed.out
     lines = (new / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
     fresh = _run(tmp_path, "train", f"{new}/config.toml", "--nproc=2", f"--run.dir={new}")
     assert fresh.code == 0, fresh.err

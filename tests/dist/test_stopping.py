@@ -99,7 +99,7 @@ def _losses(folder: Path) -> dict[int, float]:
     except FileNotFoundError:
         return {}
     records = [json.loads(line) for line in lines if line.endswith("}")]
-    return {record["step"]: record["loss"] for record in records}
+    return {record["step"] - 1: record["loss"] for record in records}
 
 
 def _wait_for_step(folder: Path, step: int) -> None:

@@ -242,4 +242,4 @@ def test_a_run_ends_at_a_network_failure_and_can_be_resumed(
     resumed = start_function(lambda: main([*arguments, resume]), tmp_path).finish(timeout_s=120)
     assert (resumed.code, resumed.err) == (0, "")
     records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(record)["step"] for record in records] == list(range(steps))
+    assert [json.loads(record)["step"] for record in records] == list(range(1, steps + 1))

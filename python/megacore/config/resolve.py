@@ -116,7 +116,7 @@ def _fill(
             dir=run_dir,
             nproc=world_size,
             backend=run.backend or default_backend(cuda),
-            trace_step=steps // 2,
+            trace_step=max(1, steps // 2),
         ),
     }
     derived = (
@@ -216,11 +216,11 @@ def _check_decay(problems: Problems, config: ResolvedConfig) -> None:
 
 def _check_trace_step(problems: Problems, config: ResolvedConfig) -> None:
     steps, traced = config.train.steps, config.run.trace_step
-    if traced >= steps:
-        legal = f"0 to {steps - 1}" if steps > 1 else "0"
+    if traced == 0 or traced > steps:
+        legal = f"1 to {steps}" if steps > 1 else "1"
         problems.add(
-            f"{problems.shown('run.trace_step', traced)} is not below "
-            f"{problems.shown('train.steps')}, and steps count from 0; use {legal}, or -1 for no "
+            f"{problems.shown('run.trace_step', traced)} is no step of "
+            f"{problems.shown('train.steps')}, which count from 1; use {legal}, or -1 for no "
             "timeline"
         )
 

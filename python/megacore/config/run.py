@@ -62,7 +62,7 @@ class RunConfig(Section):
     trace_step: int | None = Field(
         default=None,
         ge=-1,
-        description="Step (from 0, below `steps`) whose timeline is recorded; -1 for none. "
+        description="Step whose timeline is recorded, at most `steps`; -1 for none. "
         "Default: `steps` / 2.",
     )
     writers: list[Literal["tensorboard", "wandb"]] = Field(

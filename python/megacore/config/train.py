@@ -87,22 +87,22 @@ class TrainSectionConfig(Section):
     profile_steps: str | None = Field(
         default=None,
         pattern=r"^\d{1,9}(-\d{1,9})?$",
-        description="Steps (from 0) that torch's profiler records on every rank, such as "
+        description="Steps that torch's profiler records on every rank, such as "
         "`100-103`; files in `<run.dir>/profile`, see `megacore trace merge`. Default: none.",
     )
 
     @property
     def profiled(self) -> range:
-        """Steps of ``profile_steps``.
+        """Indices, from 0, of the steps of ``profile_steps``, which count from 1.
 
         Example:
             >>> TrainSectionConfig(steps=200, profile_steps="100-103").profiled
-            range(100, 104)
+            range(99, 103)
         """
         if self.profile_steps is None:
             return range(0)
         first, _, last = self.profile_steps.partition("-")
-        return range(int(first), int(last or first) + 1)
+        return range(int(first) - 1, int(last or first))
 
     @property
     def recomputed(self) -> frozenset[str]:
@@ -143,7 +143,7 @@ class TrainSectionConfig(Section):
         if self.profile_steps is not None and not 0 <= steps.start < steps.stop <= self.steps:
             raise ValueError(
                 f'profile_steps = "{self.profile_steps}" must be one step or an ascending range of '
-                f"steps from 0 to {self.steps - 1}, as in 10-12; change it or train.steps"
+                f"steps from 1 to {self.steps}, as in 10-12; change it or train.steps"
             )
         return self
 

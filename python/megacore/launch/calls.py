@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,12 +74,14 @@ _CARRIERS = (
 class Call:
     """One call of this rank; as a context, it starts on entry and is done on exit."""
 
-    __slots__ = ("_at", "_on_device", "_ring", "_serial")
+    __slots__ = ("_at", "_kind", "_on_device", "_ring", "_serial", "_since")
 
-    def __init__(self, ring: CallRing, serial: int, *, on_device: bool) -> None:
+    def __init__(self, ring: CallRing, serial: int, kind: str, *, on_device: bool) -> None:
         self._ring = ring
         self._serial = serial
+        self._kind = kind
         self._on_device = on_device
+        self._since = 0.0
         self._at = RECORDS_AT + serial % NUM_RECORDS * RECORD.size
 
     def move_to(self, state: int) -> None:
@@ -94,6 +97,7 @@ class Call:
 
     def __enter__(self) -> None:
         """Start; the call was recorded as started."""
+        self._since = time.perf_counter()
 
     def __exit__(
         self,
@@ -102,6 +106,7 @@ class Call:
         trace: TracebackType | None,
     ) -> None:
         """Finish."""
+        self._ring.waits[self._kind] += time.perf_counter() - self._since
         if kind is not None:
             self.move_to(FAILED)
         elif not self._on_device:
@@ -180,12 +185,17 @@ class GroupCalls:
 
 
 class CallRing:
-    """The ring of one rank. Create with :meth:`create`."""
+    """The ring of one rank. Create with :meth:`create`.
+
+    Attributes:
+        waits: Seconds that the host has spent in calls, by kind; the owner may clear it.
+    """
 
     def __init__(self, path: Path, file: int, memory: mmap.mmap) -> None:
         self.path = path
         self.memory = memory
         self.serials = [0] * NUM_RECORDS
+        self.waits: defaultdict[str, float] = defaultdict(float)
         self._file = file
         self._next = itertools.count(1)
         self._counts = memoryview(memory)[COUNTS_AT:RECORDS_AT].cast("Q")
@@ -269,7 +279,7 @@ class CallRing:
         _NUMBERS.pack_into(self.memory, at, serial, time.time_ns(), number)
         self.memory[at + _NUMBERS.size : at + RECORD.size] = facts
         self._counts[stream.index] = number
-        return Call(self, serial, on_device=state == ON_DEVICE)
+        return Call(self, serial, label[0], on_device=state == ON_DEVICE)
 
     def _pack_facts(
         self,

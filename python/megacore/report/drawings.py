@@ -25,7 +25,7 @@ def layout_drawing(topology: Topology) -> str:
 def timeline_drawings(timeline: RunTimeline) -> list[str]:
     """Return SVGs of the predicted and the measured step on one scale, without empty ones."""
     measured = _first_ranks(timeline.measured)
-    parts = {"Predicted": timeline.predicted, f"Measured in step {timeline.step + 1:,}": measured}
+    parts = {"Predicted": timeline.predicted, f"Measured in step {timeline.step:,}": measured}
     makespan_ms = max(map(length_ms, parts.values()))
     return [
         timeline_svg(events, title=title, width=WIDTH, makespan=makespan_ms, background=False)

@@ -17,7 +17,7 @@ def echo_series(records: Sequence[Mapping[str, Any]]) -> list[Series]:
 
     Example:
         >>> layer = {"imbalance_before": 1.8, "imbalance_after": 1.01}
-        >>> [series.points for series in echo_series([{"step": 0, "echo": {"1": layer}}])]
+        >>> [series.points for series in echo_series([{"step": 1, "echo": {"1": layer}}])]
         [[(1, 1.8)], [(1, 1.01)]]
     """
     before, after = (_worst(records, f"imbalance_{when}") for when in ("before", "after"))
@@ -49,7 +49,7 @@ def balanced() -> Reference:
 def _worst(records: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
     return finite_points(
         [
-            (record["step"] + 1, max(layer[key] for layer in record["echo"].values()))
+            (record["step"], max(layer[key] for layer in record["echo"].values()))
             for record in records
             if record.get("echo")
         ]

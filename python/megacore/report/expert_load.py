@@ -27,7 +27,7 @@ def relative_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Loads]:
         Empty without records of experts.
 
     Example:
-        >>> relative_loads([{"step": 0, "expert_load": {"1": [3, 1]}}])
+        >>> relative_loads([{"step": 1, "expert_load": {"1": [3, 1]}}])
         {'1': [[1.5, 0.5]]}
     """
     told = [record["expert_load"] for record in records if record.get("expert_load")]

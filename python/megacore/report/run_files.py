@@ -83,7 +83,7 @@ class RunTimeline:
     """Predicted and measured timeline of one step.
 
     Attributes:
-        step: The measured step, from 0.
+        step: The measured step, from 1.
         predicted: Events of the simulated schedule, in microseconds like the measured ones.
         measured: Events of the real step, all ranks.
     """

@@ -329,7 +329,7 @@ def _skipped_tile(run: RunFiles) -> str:
 
 def _not_finite_note(run: RunFiles) -> str:
     """Describe the steps that are missing in the curve."""
-    gaps = [record["step"] + 1 for record in run.metrics if not is_finite(record.get("loss"))]
+    gaps = [record["step"] for record in run.metrics if not is_finite(record.get("loss"))]
     if not gaps:
         return ""
     steps = "1 step" if len(gaps) == 1 else f"{len(gaps):,} steps"
@@ -341,7 +341,7 @@ def _not_finite_note(run: RunFiles) -> str:
 
 def _metric(run: RunFiles, name: str) -> list[Point]:
     """Return the finite values of one metric by number of finished steps."""
-    return finite_points([(record["step"] + 1, record.get(name)) for record in run.metrics])
+    return finite_points([(record["step"], record.get(name)) for record in run.metrics])
 
 
 def _smoothed(name: str, points: Sequence[Point], *, upper: float | None = None) -> ChartSpec:

@@ -133,13 +133,13 @@ def is_finite(value: float | None) -> bool:
 
 
 def not_finite_since(records: Sequence[Mapping[str, Any]], name: str) -> int | None:
-    """Return the first step, counted from 1, after which a metric was never finite again.
+    """Return the first step after which a metric was never finite again.
 
     Returns:
         ``None`` if its last recorded value is finite, or if it was never recorded.
 
     Example:
-        >>> not_finite_since([{"step": 0, "loss": 2.0}, {"step": 1, "loss": None}], "loss")
+        >>> not_finite_since([{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], "loss")
         2
     """
     since = None
@@ -148,7 +148,7 @@ def not_finite_since(records: Sequence[Mapping[str, Any]], name: str) -> int | N
             if is_finite(record[name]):
                 since = None
             elif since is None:
-                since = record["step"] + 1
+                since = record["step"]
     return since
 
 

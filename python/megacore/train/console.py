@@ -155,7 +155,7 @@ class Console:
         elif self._is_due(record):
             self._line(self._plain_line(record))
         if record.validation_loss is not None and self._progress is not None:
-            self._line(f"step {record.step + 1:,}: {_validations_text(record)}")
+            self._line(f"step {record.step:,}: {_validations_text(record)}")
 
     def note(self, text: str) -> None:
         """Print one line, above the bar if there is one."""
@@ -216,11 +216,11 @@ class Console:
             )
             progress.start()
         progress.update(
-            self._task, completed=record.step + 1, metrics="  ".join(record.console_texts())
+            self._task, completed=record.step, metrics="  ".join(record.console_texts())
         )
 
     def _is_due(self, record: StepRecord) -> bool:
-        number = record.step + 1
+        number = record.step
         return (
             number % self._every == 0
             or number in {self._first_step + 1, self._steps}
@@ -228,13 +228,13 @@ class Console:
         )
 
     def _plain_line(self, record: StepRecord) -> str:
-        done = record.step + 1 - self._first_step
-        left = (self._steps - record.step - 1) * (time.monotonic() - self._started) / done
+        done = record.step - self._first_step
+        left = (self._steps - record.step) * (time.monotonic() - self._started) / done
         width = len(f"{self._steps:,}")
-        parts = [f"step {record.step + 1:>{width},}/{self._steps:,}", *record.console_texts()]
+        parts = [f"step {record.step:>{width},}/{self._steps:,}", *record.console_texts()]
         if record.validation_loss is not None:
             parts.append(_validations_text(record))
-        if record.step + 1 < self._steps:
+        if record.step < self._steps:
             parts.append(f"{duration(left)} left")
         return "  ".join(parts)
 
@@ -243,7 +243,7 @@ class Console:
         first_was_skipped = self._num_skipped is None and not math.isfinite(record.grad_norm)
         if record.num_skipped > before or first_was_skipped:
             self._line(
-                f"step {record.step + 1:,}: the gradient is not finite, so the update was skipped "
+                f"step {record.step:,}: the gradient is not finite, so the update was skipped "
                 f"({record.num_skipped} so far)"
             )
         self._num_skipped = record.num_skipped

@@ -271,7 +271,7 @@ class _Run:
             files = write_results(
                 self._trainer,
                 self._recorder,
-                step=self._traced_step,
+                step=self._traced_step + 1,
                 info=info,
                 step_times_s=self._step_times_s,
             )
@@ -327,8 +327,8 @@ class _Run:
             self._writers.close(failed=failed)
 
     def _choose_traced_step(self) -> int:
-        """Choose the step to trace: as configured, at least the second of this run; -1: none."""
-        wanted = self._config.run.trace_step
+        """Choose the index of the step to trace, at least the second of this run; -1: none."""
+        wanted = self._config.run.trace_step - 1
         if wanted < 0:
             return -1
         return min(max(wanted, self._first_step + 1), self._config.train.steps - 1)
@@ -349,7 +349,7 @@ class _Run:
         train = self._config.train
         interval, is_last = self._config.moe.load_interval, step + 1 == train.steps
         return StepRecord(
-            step=step,
+            step=step + 1,
             loss=metrics.loss,
             grad_norm=metrics.grad_norm,
             lr=self._trainer.learning_rate(step),

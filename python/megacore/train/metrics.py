@@ -54,6 +54,7 @@ class StepRecord:
     """Metrics of one step; ``None`` and empty tables for those that were not measured.
 
     Attributes:
+        step: Number of the step, from 1, which is the number of finished steps after it.
         experts: Metrics of MoE layers; ``None`` for a dense model.
         with_load: Whether to include the load of every expert.
 
@@ -178,6 +179,12 @@ class StepRecord:
     time_pipeline_wait_s: float | None = _metric(
         "time", "waits for pipeline messages", unit="s", default=None
     )
+    time_all_to_all_s: float | None = _metric(
+        "time",
+        "waits of passes for tokens of experts on other ranks, on CPUs",
+        unit="s",
+        default=None,
+    )
     time_grad_reduce_s: float | None = _metric(
         "time",
         "reduction of gradients and their norm, as far as no pass hides it",
@@ -300,19 +307,19 @@ def _flatten(name: str, value: Any, found: dict[str, float]) -> None:
 class MetricsWriter:
     """Append-only writer of a metrics file, for rank 0 only.
 
-    A new run starts an empty file. A resumed run keeps the records of the steps before
-    ``resume_step`` and removes the rest (steps after the checkpoint, or a line truncated by a
-    crash), so each step occurs once.
+    A new run starts an empty file. A resumed run keeps the records of the first ``resume_step``
+    steps and removes the rest (steps after the checkpoint, or a line truncated by a crash), so each
+    step occurs once.
 
     Args:
         path: The file; its folder is created.
-        resume_step: The first step that will be written; 0 for a new run.
+        resume_step: Finished steps; 0 for a new run.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int = 0) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _keep_before(self.path, resume_step)
+        _keep_first(self.path, resume_step)
         # Unbuffered: what could not be written must not be tried again with the next record.
         self._file = self.path.open("ab", buffering=0)
 
@@ -348,9 +355,9 @@ class MetricsWriter:
         self.close()
 
 
-def _keep_before(path: Path, step: int) -> None:
-    """Rewrite the file so that it holds the records of steps before ``step`` only."""
-    kept = {record["step"]: record for record in read_metrics(path) if record["step"] < step}
+def _keep_first(path: Path, step: int) -> None:
+    """Rewrite the file so that it holds the records of the first ``step`` steps only."""
+    kept = {record["step"]: record for record in read_metrics(path) if record["step"] <= step}
     lines = [json.dumps(kept[number]) + "\n" for number in sorted(kept)]
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(lines), encoding="utf-8")

@@ -124,7 +124,7 @@ def make_timeline(schedule: Schedule, events: Sequence[TimedAction], *, step: in
     Args:
         schedule: The schedule that ran.
         events: Recorded events of all ranks, in microseconds of one clock.
-        step: Number of the step, from 0.
+        step: Number of the step, from 1.
     """
     events = _one_after_another(schedule, events)
     start = min(event.start_us for event in events)

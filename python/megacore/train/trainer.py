@@ -71,6 +71,7 @@ class Trainer:
         device: Device of the model.
         routing: Recorder and replay of routing decisions, both optional.
         num_params: Parameters of the whole model.
+        calls: Recorder of the collectives and messages of this rank.
     """
 
     config: ResolvedConfig
@@ -85,6 +86,7 @@ class Trainer:
     device: torch.device
     routing: RoutingTape
     num_params: int
+    calls: CallRing | None = None
     # Sources of training microbatches by sample offset, of which a run has one.
     prefetched: dict[int, Prefetch] = field(default_factory=dict, repr=False)
 
@@ -307,6 +309,7 @@ def build_trainer(
         device=device,
         routing=_attach_tape(config, chunks, rank=groups.rank),
         num_params=num_params,
+        calls=calls,
     )
 
 

@@ -50,6 +50,9 @@ class RunWatch:
             self._peak = peak_flops(config, self._device)
         kinds = ("allocated", "reserved") if self._device.type == "cuda" else ("resident", "shared")
         self._memory_names = [f"memory_{kind}_bytes" for kind in (*kinds, "peak")]
+        # On a GPU, nobody waits on the host; and without exchanges, there is nothing to wait for.
+        exchanges = config.moe.num_experts > 0 and trainer.groups.etp_ep.size > 1
+        self._calls = trainer.calls if exchanges and self._device.type == "cpu" else None
         self._busy_s = 0.0
         self._busy_of_all = np.zeros(self._world_size)
         self._saving_s = 0.0
@@ -58,6 +61,8 @@ class RunWatch:
     def before_step(self, step: int) -> None:
         """Report this rank's numbers to all ranks, as part of the sums of the next step."""
         self._has_norm = step % INTERVAL == 0
+        if self._calls is not None:
+            self._calls.waits.clear()
         squares = self._optimizer.param_square_sum() if self._has_norm else None
         self._eager.report((self._busy_s, *memory_bytes(self._device)), squares)
 
@@ -75,6 +80,8 @@ class RunWatch:
         values = {f"time_{name}_s": phases.get(name, 0.0) for name in _TIMES}
         passes = phases.get("passes", 0.0) - phases.get("pipeline_wait", 0.0)
         values["time_forward_backward_s"] = max(0.0, passes)
+        if self._calls is not None:
+            values["time_all_to_all_s"] = self._calls.waits["all_to_all"]
         values["time_checkpoint_s"], self._saving_s = self._saving_s, 0.0
         values |= self._speed(self._tokens / seconds)
         memory = metrics.reports[:, 1:4].max(axis=0)

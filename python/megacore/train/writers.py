@@ -81,7 +81,7 @@ class RunWriters:
 
     Args:
         config: Resolved configuration.
-        first_step: First step that will be written; later records of an earlier start are removed.
+        first_step: Finished steps; records of later ones, of an earlier start, are removed.
         guard: Policy for write errors.
 
     Raises:
@@ -118,7 +118,7 @@ class TensorBoardWriter:
 
     Args:
         folder: Folder of the event files.
-        first_step: First step that will be written; later ones are hidden.
+        first_step: Finished steps; later ones are hidden.
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
@@ -127,9 +127,9 @@ class TensorBoardWriter:
         self._events: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def write(self, record: StepRecord) -> None:
-        """Add the numbers of a record at the number of finished steps."""
+        """Add the numbers of a record at its step."""
         for name, value in record.scalars().items():
-            self._events.add_scalar(name, value, record.step + 1)
+            self._events.add_scalar(name, value, record.step)
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -175,8 +175,8 @@ class WandbWriter:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: StepRecord) -> None:
-        """Log the numbers of a record at the number of finished steps."""
-        self._run.log({**record.scalars(), "step": record.step + 1})
+        """Log the numbers of a record at its step."""
+        self._run.log({**record.scalars(), "step": record.step})
 
     def close(self) -> None:
         """Finish the run; online, this waits for the upload."""

@@ -156,8 +156,8 @@ def test_suggested_layouts_do_fit() -> None:
         (
             {"run__trace_step": "50", "train__steps": "2"},
             1,
-            "run.trace_step = 50 (--run.trace_step=50) is not below train.steps = 2 "
-            "(--train.steps=2), and steps count from 0; use 0 to 1, or -1 for no timeline",
+            "run.trace_step = 50 (--run.trace_step=50) is no step of train.steps = 2 "
+            "(--train.steps=2), which count from 1; use 1 to 2, or -1 for no timeline",
         ),
         (
             {"moe__num_experts": "4", "moe__first_dense_layers": "9"},

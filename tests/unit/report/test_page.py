@@ -98,7 +98,7 @@ class Page(HTMLParser):
 
 def _record(step: int, **changes: Any) -> dict[str, Any]:
     values = {
-        "step": step,
+        "step": step + 1,
         "loss": 2.0 + 3.0 * math.exp(-step / 10),
         "grad_norm": 0.5,
         "lr": 1e-3,
@@ -217,7 +217,7 @@ def test_the_timeline_shows_prediction_and_measurement(run_dir: Path) -> None:
     visible = _page(run_dir).visible
     assert "Pipeline schedule" in visible
     assert "Predicted" in visible
-    assert "Measured in step 4" in visible
+    assert "Measured in step 3" in visible
     assert visible.count("bubble 50.0% of all ranks' time, from 0 to 0.06 ms") == 2
 
 

@@ -36,7 +36,7 @@ SUMMARY = RunSummary(
 
 def _record(step: int, **changes: float) -> StepRecord:
     values = {
-        "step": step,
+        "step": step + 1,
         "loss": 5.0 - step / 20,
         "grad_norm": 0.5,
         "lr": 3e-3,

@@ -14,7 +14,7 @@ from megacore.train.metrics import MetricsWriter, StepRecord
 
 def _record(step: int, **changes: Any) -> StepRecord:
     values = {
-        "step": step,
+        "step": step + 1,
         "loss": 3.0 - step / 10,
         "grad_norm": 0.5,
         "lr": 1e-3,
@@ -35,7 +35,7 @@ def test_a_record_is_one_line_and_in_the_file_at_once(tmp_path: Path) -> None:
     with MetricsWriter(path) as writer:
         writer.write(_record(0))
         assert json.loads(path.read_text()) == {
-            "step": 0,
+            "step": 1,
             "loss": 3.0,
             "grad_norm": 0.5,
             "lr": 1e-3,
@@ -55,7 +55,7 @@ def test_values_that_are_not_finite_stay_legal_json(value: float) -> None:
     data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert data["loss"] is None
     assert data["grad_norm"] is None
-    assert data["step"] == 0
+    assert data["step"] == 1
 
 
 def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_resuming_drops_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
             writer.write(_record(step))
     before = path.read_text().splitlines()
     with MetricsWriter(path, resume_step=4) as writer:
-        assert _steps(path) == [0, 1, 2, 3]
+        assert _steps(path) == [1, 2, 3, 4]
         writer.write(_record(4, loss=9.0))
-    assert _steps(path) == [0, 1, 2, 3, 4]
+    assert _steps(path) == [1, 2, 3, 4, 5]
     assert path.read_text().splitlines()[:4] == before[:4]
 
 
@@ -84,7 +84,7 @@ def test_resuming_drops_a_line_cut_off_by_a_crash(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     with MetricsWriter(path, resume_step=3) as writer:
         writer.write(_record(3))
-    assert _steps(path) == [0, 1, 3]
+    assert _steps(path) == [1, 2, 4]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

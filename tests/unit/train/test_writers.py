@@ -121,7 +121,7 @@ def test_a_full_disk_is_one_note_and_later_records_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path, on_failure="continue")
-    full = {2, 3, 4}
+    full = {3, 4, 5}
     original = MetricsWriter.write
 
     def write_unless_full(writer: MetricsWriter, record: StepRecord) -> None:
@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_note_and_later_records_are_written(
     assert "metrics.jsonl cannot be written now" in notes[0]
     assert "No space left on device" in notes[0]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 5, 6]
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 6, 7]
 
 
 def test_a_full_disk_ends_the_run_by_default(
@@ -176,7 +176,7 @@ def test_a_record_that_fits_in_part_leaves_no_torn_line(tmp_path: Path) -> None:
     ended = start_function(run, tmp_path).finish()
     assert ended.code == 2, ended.err
     lines = path.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 4]
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 5]
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
@@ -192,14 +192,14 @@ def test_a_run_on_a_full_disk(on_failure: str, tmp_path: Path) -> None:
     )
 
     def run() -> int:
-        keep = metrics_module._keep_before
+        keep = metrics_module._keep_first
 
         def onto_full(path: Path, step: int) -> None:
             keep(path, step)
             path.unlink()
             path.symlink_to("/dev/full")
 
-        metrics_module._keep_before = onto_full
+        metrics_module._keep_first = onto_full
         loop_module.write_results = lambda *_, **__: Path("/dev/full").write_text("report")
         return main(["train", str(tmp_path / "run.toml"), "--nproc=1"])
 
