@@ -73,9 +73,9 @@ build: $(VENV)/.tools $(VENV)/.settings
 # ---- what people run ----------------------------------------------------------------------------
 demo: install
 	rm -rf runs/demo
-	$(BIN)/megacore train examples/demo.toml --nproc 4 --train.steps=60
-	@echo; echo "The same run goes on with another layout: experts over all four ranks instead of pipeline x expert parallel."
-	$(BIN)/megacore train examples/demo.toml --nproc 4 --parallel.pp=1 --parallel.ep=4 --checkpoint.resume=auto
+	$(BIN)/megacore train examples/demo.toml --nproc 4 --parallel.pp=1 --parallel.ep=4 --train.steps=60
+	@echo; echo "The same run goes on with another layout: pipeline x expert parallel instead of experts over all four ranks."
+	$(BIN)/megacore train examples/demo.toml --nproc 4 --checkpoint.resume=auto
 	$(BIN)/megacore generate runs/demo --prompt "The built-in function " --max-new-tokens 200
 
 test: test-cpp test-python

@@ -37,6 +37,7 @@ COMMANDS = {
     "train": Command(help="train a model as a TOML file says", takes_settings=True),
     "generate": Command(help="continue a text with a trained checkpoint"),
     "eval": Command(help="compute loss and perplexity of trained weights", takes_settings=True),
+    "report": Command(help="write the report of a run, or compare two runs"),
     "import-hf": Command(help="make a checkpoint from a model of Hugging Face"),
     "export-hf": Command(help="write a checkpoint as a Hugging Face model"),
     "plan": Command(

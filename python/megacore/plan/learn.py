@@ -9,9 +9,13 @@ from typing import Any
 
 from megacore.config import ResolvedConfig
 from megacore.plan.config_spec import model_spec, run_spec, state_bytes
+from megacore.plan.cost import LayerCosts
 from megacore.plan.device import Device, load_device
+from megacore.plan.footprint import footprints
 from megacore.plan.forecast import forecast
+from megacore.plan.step_time import stage_layers
 
+_ANY_DEVICE = "h100"
 _ONCE = ("dp", "optimizer", "host_step")
 
 
@@ -73,6 +77,21 @@ def compare_with_prediction(
         "measured": measured,
         "most_off": off,
     }
+
+
+def predicted_tensors(config: ResolvedConfig, world_size: int) -> list[dict[str, float]]:
+    """Return the predicted bytes of tensors at the peak, by kind, of each pipeline position.
+
+    Weights, gradients and optimizer state are exact. None of these kinds depends on the device.
+    """
+    model, spec = model_spec(config), run_spec(config, world_size)
+    device = load_device(_ANY_DEVICE)
+    layers = stage_layers(model, spec, LayerCosts(model, spec, device))
+    found = footprints(model, spec, device, layers, state_bytes(config, world_size))
+    return [
+        {kind: size for kind, size in rank.parts.items() if size and kind != "workspace"}
+        for rank in found
+    ]
 
 
 def learned_changes(base: Device, record: dict[str, Any]) -> dict[str, float]:

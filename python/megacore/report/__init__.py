@@ -1,14 +1,19 @@
-"""HTML report of a run: one self-contained page."""
+"""HTML report of a run, or of two to compare: one self-contained page."""
 
 from __future__ import annotations
 
+from megacore.report.compare import write_comparison
 from megacore.report.environment import collect_environment
 from megacore.report.page import report_html, write_report
 from megacore.report.run_files import (
+    GeneratedText,
+    RankMemory,
     RunFiles,
     RunInfo,
+    RunStart,
     RunTimeline,
     TimelineEvent,
+    earlier_starts,
     read_metrics,
     read_run,
     write_info,
@@ -16,14 +21,19 @@ from megacore.report.run_files import (
 )
 
 __all__ = [
+    "GeneratedText",
+    "RankMemory",
     "RunFiles",
     "RunInfo",
+    "RunStart",
     "RunTimeline",
     "TimelineEvent",
     "collect_environment",
+    "earlier_starts",
     "read_metrics",
     "read_run",
     "report_html",
+    "write_comparison",
     "write_info",
     "write_report",
     "write_timeline",

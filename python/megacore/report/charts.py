@@ -8,9 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megacore.report.series import Axis, Point, nice_axis, number_text, thin, tight_axis
+from megacore.report.series import (
+    Axis,
+    Point,
+    log_axis,
+    nice_axis,
+    number_text,
+    thin,
+    tight_axis,
+)
 
-# More points than pixels would only increase the file size.
 MAX_POINTS = 700
 
 
@@ -21,7 +28,7 @@ class Series:
     Attributes:
         name: Name in the legend and the tooltip.
         points: ``(step, value)`` pairs, steps increasing, values finite.
-        style: CSS class: ``"main"``, ``"raw"`` (the same colour, faint) or ``"second"``.
+        style: CSS class: ``"main"`` or ``"second"``; with ``"raw"`` before it faint.
         dots: Draw points instead of a line.
         in_legend: Whether the legend and the tooltip include the series.
     """
@@ -47,6 +54,21 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A vertical line between two steps.
+
+    Attributes:
+        step: The line is drawn before this step.
+        kind: CSS class: ``"start"`` of a resumed run, or ``"skip"`` for a skipped step.
+        label: Short text at the top of the line; empty without one.
+    """
+
+    step: float
+    kind: str
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChartSpec:
     """Contents of a chart, independent of its size.
 
@@ -56,6 +78,10 @@ class ChartSpec:
         references: Horizontal lines.
         from_zero: Whether the value axis starts at 0.
         upper: Values above are clipped at the top edge; ``None`` shows all.
+        marks: Vertical lines.
+        top: ``(step, text)`` of the ticks of a second axis at the top, such as tokens.
+        top_name: Name of that axis.
+        log: Whether the value axis is logarithmic; all values must be above 0.
         value_text: Formats a value for the tooltip.
     """
 
@@ -64,6 +90,10 @@ class ChartSpec:
     references: Sequence[Reference] = ()
     from_zero: bool = False
     upper: float | None = None
+    marks: Sequence[Mark] = ()
+    top: Sequence[tuple[float, str]] = ()
+    top_name: str = ""
+    log: bool = False
     value_text: Callable[[float], str] = number_text
 
 
@@ -77,12 +107,22 @@ class _Frame:
     right: float
     top: float
     bottom: float
+    log: bool = False
+
+    @property
+    def max_points(self) -> int:
+        """Points of a curve; more than pixels would only increase the file size."""
+        return min(MAX_POINTS, math.ceil(self.right - self.left))
+
+    def left_of(self, step: float) -> float:
+        """Return the horizontal pixel position of a step."""
+        return round(self.left + self.x.position(step) * (self.right - self.left), 1)
 
     def at(self, point: Point) -> tuple[float, float]:
         """Return the pixel position of a point; values off the axis are clipped to its edge."""
-        x = self.left + self.x.position(point[0]) * (self.right - self.left)
-        height = min(1.0, max(0.0, self.y.position(point[1])))
-        return round(x, 1), round(self.bottom - height * (self.bottom - self.top), 1)
+        value = math.log10(point[1]) if self.log else point[1]
+        height = min(1.0, max(0.0, self.y.position(value)))
+        return self.left_of(point[0]), round(self.bottom - height * (self.bottom - self.top), 1)
 
 
 def line_chart(spec: ChartSpec, *, width: int, height: int, font: int = 12) -> str:
@@ -101,7 +141,8 @@ def line_chart(spec: ChartSpec, *, width: int, height: int, font: int = 12) -> s
     if not values:
         return '<p class="empty">no finite value was measured</p>'
     frame = _make_frame(spec, values, width=width, height=height, font=font)
-    parts = [*_grid(frame, font), *_references(spec, frame, font)]
+    parts = [*_grid(frame, font), *_top_axis(spec, frame), *_marks(spec, frame, font)]
+    parts += _references(spec, frame, font)
     for series in spec.series:
         parts.append(_dots(series, frame) if series.dots else _path(series, frame))
     parts.append(f'<line class="cursor" y1="{frame.top:g}" y2="{frame.bottom:g}"/>')
@@ -131,37 +172,82 @@ def _make_frame(
     ys = [y for _, y in values] + [reference.value for reference in spec.references]
     high = max(ys) if spec.upper is None else min(max(ys), spec.upper)
     low = min(0.0, *ys) if spec.from_zero else min(ys)
-    y_axis = nice_axis(low, high, num_ticks=max(3, height // 45))
-    label_width = max(len(number_text(tick)) for tick in y_axis.ticks) * font * 0.6
+    make_axis = log_axis if spec.log else nice_axis
+    y_axis = make_axis(low, high, num_ticks=max(3, height // 45))
+    label_width = max(len(_tick_text(tick, spec.log)) for tick in y_axis.ticks) * font * 0.6
     left = round(label_width + 14)
     return _Frame(
         x=tight_axis(min(xs), max(xs), num_ticks=max(3, (width - left) // 70)),
         y=y_axis,
         left=left,
         right=width - 12,
-        top=font,
+        top=2 * font + 10 if spec.top else font,
         bottom=height - 2 * font - 4,
+        log=spec.log,
     )
+
+
+def _tick_text(tick: float, log: bool) -> str:
+    return number_text(10**tick if log else tick)
 
 
 def _grid(frame: _Frame, font: int) -> list[str]:
     parts = []
     for tick in frame.y.ticks:
-        _, y = frame.at((frame.x.low, tick))
+        _, y = frame.at((frame.x.low, 10**tick if frame.log else tick))
         kind = "axis" if tick == frame.y.low else "grid"
         parts.append(
             f'<line class="{kind}" x1="{frame.left:g}" x2="{frame.right:g}" y1="{y:g}" y2="{y:g}"/>'
             f'<text class="tick" x="{frame.left - 8:g}" y="{y + font * 0.35:g}" '
-            f'text-anchor="end">{number_text(tick)}</text>'
+            f'text-anchor="end">{_tick_text(tick, frame.log)}</text>'
         )
     for tick in frame.x.ticks:
-        x, _ = frame.at((tick, frame.y.low))
-        bottom = frame.bottom
+        x, bottom = frame.left_of(tick), frame.bottom
         parts.append(
             f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{bottom:g}" y2="{bottom + 5:g}"/>'
             f'<text class="tick" x="{x:g}" y="{bottom + font + 8:g}" '
             f'text-anchor="middle">{number_text(tick)}</text>'
         )
+    return parts
+
+
+def _top_axis(spec: ChartSpec, frame: _Frame) -> list[str]:
+    """Draw the second axis and, at its right end, its name instead of ticks."""
+    parts = []
+    for step, text in spec.top:
+        x = frame.left_of(step)
+        if x > frame.right - 60:
+            continue
+        parts.append(
+            f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{frame.top - 5:g}" y2="{frame.top:g}"/>'
+            f'<text class="tick" x="{x:g}" y="{frame.top - 9:g}" text-anchor="middle">{text}</text>'
+        )
+    if spec.top:
+        parts.append(
+            f'<text class="tick" x="{frame.right:g}" y="{frame.top - 9:g}" '
+            f'text-anchor="end">{escape(spec.top_name)}</text>'
+        )
+    return parts
+
+
+def _marks(spec: ChartSpec, frame: _Frame, font: int) -> list[str]:
+    parts = []
+    for mark in spec.marks:
+        step = mark.step - 0.5
+        if not frame.x.low <= step <= frame.x.high:
+            continue
+        x = frame.left_of(step)
+        parts.append(
+            f'<line class="mark {mark.kind}" x1="{x:g}" x2="{x:g}" y1="{frame.top:g}" '
+            f'y2="{frame.bottom:g}"/>'
+        )
+        if mark.label:
+            y = frame.top + font
+            parts.append(
+                f'<g class="badge"><circle cx="{x:g}" cy="{y:g}" r="{font * 0.75:g}"/>'
+                f'<text x="{x:g}" y="{y + font * 0.35:g}" text-anchor="middle">'
+                f"{escape(mark.label)}</text></g>"
+            )
     return parts
 
 
@@ -181,7 +267,7 @@ def _references(spec: ChartSpec, frame: _Frame, font: int) -> list[str]:
 def _path(series: Series, frame: _Frame) -> str:
     if len(series.points) == 1:
         return _dots(series, frame)
-    pixels = [frame.at(point) for point in thin(series.points, limit=MAX_POINTS)]
+    pixels = [frame.at(point) for point in thin(series.points, limit=frame.max_points)]
     data = "M" + "L".join(f"{x:g} {y:g}" for x, y in pixels)
     return f'<path class="{escape(series.style, quote=True)}" d="{data}"/>'
 
@@ -197,10 +283,10 @@ def _hover_data(spec: ChartSpec, frame: _Frame) -> str:
     """Return the tooltip data as JSON: ``[[x pixel, step, [[name, value], ...]], ...]``."""
     named = [series for series in spec.series if series.in_legend]
     values = [(series.name, dict(series.points)) for series in named]
-    steps = sorted({x for series in named for x, _ in thin(series.points, limit=MAX_POINTS)})
+    steps = sorted({x for series in named for x, _ in thin(series.points, limit=frame.max_points)})
     rows = [
         [
-            frame.at((x, frame.y.low))[0],
+            frame.left_of(x),
             math.floor(x),
             [[name, spec.value_text(at[x])] for name, at in values if x in at],
         ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
 from megacore.errors import MegacoreError
 from megacore.report import sections
+from megacore.report.cost import memory_card, time_card
 from megacore.report.run_files import (
     METRICS_NAME,
     REPORT_NAME,
@@ -47,8 +49,17 @@ def report_html(run: RunFiles) -> str:
     Raises:
         MegacoreError: If the records of the run have values that cannot be drawn.
     """
+    return drawn(run, lambda: _page(run))
+
+
+def drawn(run: RunFiles, draw: Callable[[], str]) -> str:
+    """Return a drawing of a run.
+
+    Raises:
+        MegacoreError: If the records of the run have values that cannot be drawn.
+    """
     try:
-        return _page(run)
+        return draw()
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise MegacoreError(
             f"cannot draw the run in {run.directory}: {METRICS_NAME} or another of its files is "
@@ -63,6 +74,9 @@ def _page(run: RunFiles) -> str:
             sections.tiles(run),
             sections.loss_card(run),
             sections.small_charts(run),
+            sections.sample_card(run),
+            time_card(run),
+            memory_card(run),
             sections.experts_card(run),
             sections.echo_card(run),
             sections.layout_card(run),
@@ -71,19 +85,24 @@ def _page(run: RunFiles) -> str:
             f'<div class="two">{sections.environment_card(run)}{sections.files_card(run)}</div>',
         )
     )
+    return html_page(run.info.name, body, run.info.environment)
+
+
+def html_page(title: str, body: str, environment: Mapping[str, str]) -> str:
+    """Return a self-contained page with the style and the script of all reports."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(run.info.name)} - megacore</title>
+<title>{escape(title)} - megacore</title>
 <style>
 {_asset("page.css")}</style>
 </head>
 <body>
 <main>
 {body}
-<footer>Written by megacore {escape(run.info.environment.get("megacore", ""))}</footer>
+<footer>Written by megacore {escape(environment.get("megacore", ""))}</footer>
 </main>
 <div id="tip"></div>
 <script>

@@ -22,6 +22,53 @@ REPORT_NAME = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """One start of a run, first or resumed.
+
+    Attributes:
+        first_step: First step of this start, from 1.
+        started_at: Time, as readable text.
+        layout: Settings of the :class:`~megacore.parallel.Topology`.
+        schedule: The pipeline schedule in words.
+        resumed_from: The checkpoint from which it continued; ``None`` for a new run.
+    """
+
+    first_step: int
+    started_at: str
+    layout: Mapping[str, Any]
+    schedule: str
+    resumed_from: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Predicted and measured memory of the ranks at a pipeline position, bytes.
+
+    Attributes:
+        pp_rank: Position on the pipeline axis.
+        predicted: Bytes of tensors by kind at the peak.
+        measured: Most bytes of a rank; on a CPU, its growth since the start of the run.
+    """
+
+    pp_rank: int
+    predicted: Mapping[str, float]
+    measured: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedText:
+    """A text that the trained model has continued.
+
+    Attributes:
+        prompt: Start of the text, from the validation data or the training data.
+        text: The continuation.
+    """
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """Facts about a run besides its metrics and settings; stored in ``run.json``.
 
@@ -42,6 +89,10 @@ class RunInfo:
         prediction: Predicted and measured time and memory, see
             ``megacore.plan.learn.compare_with_prediction``; ``None`` without a calibration.
         derived: Keys, as ``"parallel.etp"``, of settings with a derived value.
+        command: The command line of the last start.
+        starts: All starts whose steps are in ``metrics.jsonl``, oldest first.
+        memory: Memory by pipeline position; empty until the run ends.
+        sample: A text of the trained model; ``None`` without one.
     """
 
     name: str
@@ -59,6 +110,10 @@ class RunInfo:
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     derived: Sequence[str] = field(default_factory=list)
     prediction: Mapping[str, Any] | None = None
+    command: str = ""
+    starts: Sequence[RunStart] = field(default_factory=list)
+    memory: Sequence[RankMemory] = field(default_factory=list)
+    sample: GeneratedText | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +194,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
+
+
+def earlier_starts(directory: str | Path, *, first_step: int) -> list[RunStart]:
+    """Return the starts before ``first_step`` in ``run.json``; none if it cannot be read."""
+    try:
+        starts = _read(RunInfo, Path(directory) / INFO_NAME).starts
+    except MegacoreError:
+        return []
+    return [start for start in starts if start.first_step < first_step]
 
 
 def read_run(directory: str | Path) -> RunFiles:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megacore.parallel import Topology
 from megacore.report.charts import ChartSpec, Reference, Series, legend, line_chart
 from megacore.report.drawings import layout_drawing, timeline_drawings
 from megacore.report.echo_load import balanced, echo_sentence, echo_series
+from megacore.report.events import event_list, events_of, layout_text, marks_of
 from megacore.report.expert_load import load_drawing, relative_loads
 from megacore.report.run_files import RunFiles
 from megacore.report.series import (
@@ -21,11 +24,12 @@ from megacore.report.series import (
     duration_text,
     finite_points,
     is_finite,
+    nice_axis,
     not_finite_since,
     number_text,
     smooth,
 )
-from megacore.report.timeline_table import stage_table, timeline_summary
+from megacore.report.timeline_table import has_pipeline, stage_table, timeline_summary
 
 # Number of last steps whose mean is the final loss.
 TAIL = 10
@@ -36,14 +40,29 @@ def header(run: RunFiles) -> str:
     info = run.info
     facts = [info.model, f"{number_text(info.num_parameters)} parameters", info.data]
     lines = [" · ".join(escape(fact) for fact in facts)]
-    lines.append(escape(f"{_layout_text(info.layout)}; schedule {info.schedule}"))
+    lines.append(escape(f"{layout_text(info.layout)}; schedule {info.schedule}"))
     started = f"started {escape(info.started_at)}"
     resumed = f", continued from {escape(info.resumed_from)}" if info.resumed_from else ""
     lines.append(started + resumed)
+    lines.append(escape(hardware_text(info.environment)))
     if info.prediction is not None:
         lines.append(escape(_prediction_text(info.prediction)))
-    paragraphs = "".join(f"<p>{line}</p>" for line in lines)
+    paragraphs = "".join(f"<p>{line}</p>" for line in lines if line)
+    if info.command:
+        paragraphs += f"<p><code>{escape(info.command)}</code></p>"
     return f"<header><h1>{escape(info.name)}</h1>{paragraphs}</header>"
+
+
+def hardware_text(environment: Mapping[str, str]) -> str:
+    """Return the GPUs of rank 0's machine, or its processor."""
+    gpus = [value for name, value in environment.items() if name.startswith("GPU")]
+    if gpus:
+        return f"{len(gpus)} x {gpus[0]} on rank 0's machine"
+    facts = [environment.get("processor", "")]
+    if "cores" in environment:
+        facts.append(f"{environment['cores']} cores")
+    facts.append(environment.get("memory", ""))
+    return ", ".join(fact for fact in facts if fact)
 
 
 def _prediction_text(prediction: Mapping[str, Any]) -> str:
@@ -69,7 +88,7 @@ def tiles(run: RunFiles) -> str:
         _tile(
             "World",
             f"{world:,}",
-            _layout_text(info.layout).rpartition("= ")[2],
+            layout_text(info.layout).rpartition("= ")[2],
             unit="rank" if world == 1 else "ranks",
         ),
         _skipped_tile(run),
@@ -79,21 +98,25 @@ def tiles(run: RunFiles) -> str:
 
 def loss_card(run: RunFiles) -> str:
     """Return the loss curve with validation points and the unigram entropy."""
-    points = _metric(run, "loss")
+    points = metric_points(run, "loss")
     window = max(1, len(points) // 40) | 1
     series = [Series(name="training loss", points=points, style="raw" if window > 1 else "main")]
     if window > 1:
         smoothed = smooth(points, window=window)
         series.append(Series(name=f"mean of {window} steps", points=smoothed))
-    validation = _metric(run, "validation_loss")
+    validation = metric_points(run, "validation_loss")
     if len(validation) > 1:
         series.append(Series(name="validation", points=validation, style="second", in_legend=False))
     series.append(Series(name="validation loss", points=validation, style="second", dots=True))
     entropy = run.info.unigram_entropy
+    events = events_of(run)
     spec = ChartSpec(
         label="Training and validation loss by step",
         series=series,
         references=[Reference(value=entropy, label=f"unigram entropy {entropy:.3f}")],
+        marks=marks_of(events, labelled=True),
+        top=_token_ticks(run),
+        top_name="tokens",
         value_text=lambda value: f"{value:.4f}",
     )
     hint = (
@@ -101,10 +124,45 @@ def loss_card(run: RunFiles) -> str:
         "is reaches the unigram entropy; below it the model uses context."
         f"{_not_finite_note(run)}"
     )
-    wide = line_chart(spec, width=1120, height=380, font=13)
-    narrow = line_chart(spec, width=360, height=270, font=12)
-    charts = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-    return _card("Loss", hint, legend(spec) + charts + _validation_table(run))
+    body = legend(spec) + linear_and_log(spec, name="loss") + event_list(events)
+    return _card("Loss", hint, body + _validation_table(run))
+
+
+def linear_and_log(spec: ChartSpec, *, name: str) -> str:
+    """Return a chart and, below a switch, the same with a logarithmic value axis."""
+    values = [value for series in spec.series for _, value in series.points]
+    values += [reference.value for reference in spec.references]
+    if not values or min(values) <= 0:
+        return _two_sizes(spec)
+    return (
+        f'<input type="checkbox" id="log-{name}"><label for="log-{name}">log scale</label>'
+        f'<div class="linear">{_two_sizes(spec)}</div>'
+        f'<div class="log">{_two_sizes(replace(spec, log=True))}</div>'
+    )
+
+
+def _two_sizes(spec: ChartSpec, *, height: int = 380) -> str:
+    """Return a chart for wide and one for narrow pages."""
+    wide = line_chart(spec, width=1120, height=height, font=13)
+    narrow = line_chart(spec, width=360, height=270 if height > 300 else 220, font=12)
+    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+
+
+def _token_ticks(run: RunFiles) -> list[tuple[float, str]]:
+    """Return ticks of the tokens axis by step; between two records tokens grow evenly."""
+    length = run.info.config.get("model", {}).get("seq_length", 0)
+    points = [(r["step"], r["samples"] * length) for r in run.metrics if r.get("samples")]
+    if not length or len(points) < 2:
+        return []
+    low, high = points[0][1], points[-1][1]
+    ticks = []
+    for tick in nice_axis(low, high, num_ticks=6).ticks:
+        pair = next(((a, b) for a, b in pairwise(points) if a[1] <= tick <= b[1]), None)
+        if pair is not None:
+            (step, tokens), (next_step, next_tokens) = pair
+            share = (tick - tokens) / max(1, next_tokens - tokens)
+            ticks.append((step + share * (next_step - step), number_text(tick)))
+    return ticks
 
 
 def _validation_table(run: RunFiles) -> str:
@@ -123,17 +181,18 @@ def _validation_table(run: RunFiles) -> str:
 
 def small_charts(run: RunFiles) -> str:
     """Return charts of learning rate, gradient norm and speed."""
-    norms = _metric(run, "grad_norm")
+    norms = metric_points(run, "grad_norm")
     upper = _robust_upper([value for _, value in norms])
     above = sum(value > upper for _, value in norms)
     values = "value" if above == 1 else "values"
     cut = f" {above} {values} above {number_text(upper)} cut off." if above else ""
     schedule = run.info.config.get("optimizer", {}).get("schedule", "")
+    marks = marks_of(events_of(run), labelled=False)
     charts = [
         (
             "Learning rate",
             f"Schedule: {schedule}." if schedule else "",
-            _chart([Series(name="learning rate", points=_metric(run, "lr"))]),
+            _chart([Series(name="learning rate", points=metric_points(run, "lr"))]),
         ),
         (
             "Gradient norm",
@@ -143,11 +202,12 @@ def small_charts(run: RunFiles) -> str:
         (
             "Tokens per second",
             "All ranks together.",
-            _smoothed("tokens/s", _metric(run, "tokens_per_s")),
+            _smoothed("tokens/s", metric_points(run, "tokens_per_s")),
         ),
     ]
     cards = "".join(
-        _card(title, hint, line_chart(spec, width=360, height=200)) for title, hint, spec in charts
+        _card(title, hint, line_chart(replace(spec, marks=marks), width=360, height=200))
+        for title, hint, spec in charts
     )
     return f'<div class="row">{cards}</div>'
 
@@ -157,7 +217,7 @@ def experts_card(run: RunFiles) -> str:
     loads = relative_loads(run.metrics)
     if not loads:
         return ""
-    imbalance = [value for _, value in _metric(run, "expert_imbalance")]
+    imbalance = [value for _, value in metric_points(run, "expert_imbalance")]
     dropped = sum(int(record.get("num_dropped_copies", 0)) for record in run.metrics)
     lost = f"{dropped:,} copies of tokens were dropped." if dropped else "No token was dropped."
     hint = (
@@ -179,10 +239,7 @@ def echo_card(run: RunFiles) -> str:
         f"chose, and with clones of hot experts. {echo_sentence(run.metrics)}"
     )
     spec = ChartSpec(label="Load of the fullest rank", series=series, references=[balanced()])
-    wide = line_chart(spec, width=1120, height=260, font=13)
-    narrow = line_chart(spec, width=360, height=220, font=12)
-    charts = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-    return _card("Load of the ranks", hint, legend(spec) + charts)
+    return _card("Load of the ranks", hint, legend(spec) + _two_sizes(spec, height=260))
 
 
 def layout_card(run: RunFiles) -> str:
@@ -198,32 +255,49 @@ def timeline_card(run: RunFiles) -> str:
     """Return the predicted schedule above one measured step."""
     if run.timeline is None or not run.timeline.measured:
         return ""
-    hint = (
-        "Above, the schedule as simulated; below, what each rank did in one step of the run. "
+    above = "Above, the schedule as simulated; below, what each rank did in one step of the run. "
+    hint = above if has_pipeline(run.timeline) else ""
+    hint += (
         f"A box is one pass of a stage, its number the microbatch. {timeline_summary(run.timeline)}"
     )
     # In one box, so that both stay aligned when a narrow page scrolls them.
     drawings = "".join(timeline_drawings(run.timeline))
     body = _scrolling("timelines", drawings) + stage_table(run.timeline)
-    return _card("Pipeline schedule", hint, body)
+    title = "Pipeline schedule" if has_pipeline(run.timeline) else "Passes of a step"
+    return _card(title, hint, body)
 
 
 def settings_card(run: RunFiles) -> str:
-    """Return the resolved configuration, with changed settings marked."""
-    defaults = Config().model_dump(mode="json")
-    sections = "".join(
-        f"<section><h3>[{escape(name)}]</h3>"
-        f"{_settings_table(name, values, defaults.get(name, {}), run.info.derived)}</section>"
-        for name, values in run.info.config.items()
-    )
-    if not sections:
+    """Return the settings that differ from their defaults and, folded, all others."""
+    if not run.info.config:
         return ""
-    hint = (
-        '<span class="sample">marked</span> settings differ from their default; those in '
-        "<i>italics</i> were derived from others."
+    changed: list[str] = []
+    others: list[str] = []
+    defaults = Config().model_dump(mode="json")
+    for name, values in run.info.config.items():
+        rows = _settings_rows(name, values, defaults.get(name, {}), run.info.derived)
+        for found, is_changed in ((changed, True), (others, False)):
+            lines = "".join(row for row, marked in rows if marked == is_changed)
+            if lines:
+                table = f"<h3>[{escape(name)}]</h3><table>{lines}</table>"
+                found.append(f"<section>{table}</section>")
+    hint = "Settings that differ from their default."
+    folded = (
+        "<details><summary>All other settings; those in <i>italics</i> were derived</summary>"
+        f'<div class="settings">{"".join(others)}</div></details>'
     )
-    body = f'<p class="hint">{hint}</p><div class="settings">{sections}</div>'
+    body = f'<p class="hint">{hint}</p><div class="settings">{"".join(changed)}</div>{folded}'
     return f'<section class="card"><h2>Configuration</h2>{body}</section>'
+
+
+def sample_card(run: RunFiles) -> str:
+    """Return a text that the trained model has continued; empty without one."""
+    sample = run.info.sample
+    if sample is None:
+        return ""
+    hint = "The model continues the marked start, from the validation data, at temperature 0.7."
+    text = f"<mark>{escape(sample.prompt)}</mark>{escape(sample.text)}"
+    return _card("Generated text", hint, f'<pre class="generated">{text}</pre>')
 
 
 def environment_card(run: RunFiles) -> str:
@@ -286,7 +360,7 @@ def _loss_tile(run: RunFiles) -> str:
     since = not_finite_since(run.metrics, "loss")
     if since is not None:
         return _not_finite_tile("Loss", since)
-    points = _metric(run, "loss")
+    points = metric_points(run, "loss")
     if not points:
         return _tile("Loss", "none", "no step was recorded")
     tail = points[-TAIL:]
@@ -301,7 +375,7 @@ def _validation_tile(run: RunFiles) -> str:
     since = not_finite_since(run.metrics, "validation_loss")
     if since is not None:
         return _not_finite_tile("Validation loss", since)
-    points = _metric(run, "validation_loss")
+    points = metric_points(run, "validation_loss")
     if not points:
         return _tile("Validation loss", "none", "not measured")
     step, loss = points[-1]
@@ -310,12 +384,25 @@ def _validation_tile(run: RunFiles) -> str:
 
 
 def _speed_tile(run: RunFiles) -> str:
-    speeds = [value for _, value in _metric(run, "tokens_per_s")]
-    times = [value for _, value in _metric(run, "step_time_s")]
+    speeds = [value for _, value in metric_points(run, "tokens_per_s")]
+    times = [value for _, value in metric_points(run, "step_time_s")]
     if not speeds or not times:
         return _tile("Speed", "none", "no step was recorded")
-    sub = f"median; {statistics.median(times) * 1000:,.0f} ms per step"
+    sub = f"median; {statistics.median(times) * 1000:,.0f} ms per step{_efficiency_text(run)}"
     return _tile("Speed", number_text(statistics.median(speeds)), sub, unit="tokens/s")
+
+
+def _efficiency_text(run: RunFiles) -> str:
+    """Return the median MFU, or operations per second where the peak is not known."""
+    shares = [value for _, value in metric_points(run, "mfu")]
+    if shares:
+        return f", MFU {statistics.median(shares):.1%}"
+    speeds = [value for _, value in metric_points(run, "tflops_per_device")]
+    if not speeds:
+        return ""
+    speed = statistics.median(speeds)
+    amount = f"{speed:.3g} TFLOP/s" if speed >= 1 else f"{1e3 * speed:.3g} GFLOP/s"
+    return f", {amount} per rank"
 
 
 def _skipped_tile(run: RunFiles) -> str:
@@ -339,8 +426,8 @@ def _not_finite_note(run: RunFiles) -> str:
 # ---- charts --------------------------------------------------------------------------------------
 
 
-def _metric(run: RunFiles, name: str) -> list[Point]:
-    """Return the finite values of one metric by number of finished steps."""
+def metric_points(run: RunFiles, name: str) -> list[Point]:
+    """Return the finite values of one metric by step."""
     return finite_points([(record["step"], record.get(name)) for record in run.metrics])
 
 
@@ -366,51 +453,40 @@ def _robust_upper(values: Sequence[float]) -> float:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def _settings_table(
+def _settings_rows(
     section: str, values: Mapping[str, Any], defaults: Mapping[str, Any], derived: Sequence[str]
-) -> str:
-    rows, default_of = [], _flat(defaults)
-    for name, value in _flat(values).items():
+) -> list[tuple[str, bool]]:
+    """Return the table row of each setting, and whether it differs from its default."""
+    rows, default_of = [], flat_settings(defaults)
+    for name, value in flat_settings(values).items():
         default = default_of.get(name)
         kind, note = "", ""
         if f"{section}.{name}" in derived:
             kind = "derived"
         elif value != default:
             kind = "changed"
-            shown = "derived" if default is None else _setting_text(default)
-            note = f"<small>default {escape(shown)}</small>"
-        text = escape(_setting_text(value))
-        rows.append(
-            f'<tr class="{kind}"><td>{escape(name)}</td><td><span>{text}</span>{note}</td></tr>'
-        )
-    return f"<table>{''.join(rows)}</table>"
+            shown = "derived from others" if default is None else setting_text(default)
+            note = f"<small>default: {escape(shown)}</small>"
+        text = escape(setting_text(value))
+        row = f'<tr class="{kind}"><td>{escape(name)}</td><td><span>{text}</span>{note}</td></tr>'
+        rows.append((row, kind == "changed"))
+    return rows
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten nested sections into keys such as ``"echo.spare_slots"``."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        inner = _flat(value) if isinstance(value, Mapping) else {"": value}
+        inner = flat_settings(value) if isinstance(value, Mapping) else {"": value}
         flat |= {f"{name}.{key}" if key else name: setting for key, setting in inner.items()}
     return flat
 
 
-def _setting_text(value: object) -> str:
+def setting_text(value: object) -> str:
+    """Format the value of a setting."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _layout_text(layout: Mapping[str, Any]) -> str:
-    topology = Topology(**layout)
-    sizes = {"tp": topology.tp, "cp": topology.cp, "dp": topology.dp, "pp": topology.pp}
-    shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-    product = " x ".join(shown) if shown else "one process"
-    if topology.ep > 1 or topology.etp != topology.tp:
-        sizes = {"etp": topology.etp, "ep": topology.ep, "edp": topology.expert_dp}
-        experts = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        product += f", experts {experts}" if experts else ""
-    return f"{topology.world_size:,} ranks = {product}" if shown else product
 
 
 def _scrolling(kind: str, drawing: str) -> str:

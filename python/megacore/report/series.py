@@ -55,6 +55,22 @@ def nice_axis(low: float, high: float, *, num_ticks: int, whole: bool = False) -
     return Axis(low=ticks[0], high=ticks[-1], ticks=ticks)
 
 
+def log_axis(low: float, high: float, *, num_ticks: int) -> Axis:
+    """Return an axis of decimal logarithms that contains ``[low, high]``, with round values.
+
+    Example:
+        >>> [round(10**tick, 3) for tick in log_axis(1.9, 5.6, num_ticks=5).ticks]
+        [1.5, 2.0, 3.0, 4.0, 5.0, 6.0]
+    """
+    digits = (1, 2, 5) if high / low > 10 ** (num_ticks / 3) else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    powers = range(math.floor(math.log10(low)) - 1, math.floor(math.log10(high)) + 2)
+    values = [digit * 10.0**power for power in powers for digit in digits]
+    below = max(value for value in values if value <= low)
+    above = min(value for value in values if value >= high and value > below)
+    ticks = tuple(math.log10(value) for value in values if below <= value <= above)
+    return Axis(low=ticks[0], high=ticks[-1], ticks=ticks)
+
+
 def tight_axis(low: float, high: float, *, num_ticks: int) -> Axis:
     """Return an axis for steps that ends exactly at ``low`` and ``high``, with integer ticks.
 

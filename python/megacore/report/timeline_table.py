@@ -18,6 +18,11 @@ def timeline_summary(timeline: RunTimeline) -> str:
     """Return one sentence that compares the measured with the predicted step."""
     measured_ms, predicted_ms = length_ms(timeline.measured), length_ms(timeline.predicted)
     sentence = f"The step took {measured_ms:,.1f} ms"
+    if not has_pipeline(timeline):
+        return (
+            f"{sentence}. There is no pipeline: between passes, a rank waits for the others in "
+            "collectives."
+        )
     if predicted_ms <= 0 or measured_ms <= 0:
         return sentence + "."
     difference = measured_ms / predicted_ms - 1
@@ -27,6 +32,11 @@ def timeline_summary(timeline: RunTimeline) -> str:
         f"pass takes the mean time of its stage and messages take none. Bubble: "
         f"{_bubble(timeline.predicted):.1%} predicted, {_bubble(timeline.measured):.1%} measured."
     )
+
+
+def has_pipeline(timeline: RunTimeline) -> bool:
+    """Return whether stages are on several ranks."""
+    return len({event.rank for event in timeline.predicted}) > 1
 
 
 def stage_table(timeline: RunTimeline) -> str:
@@ -51,17 +61,20 @@ def stage_table(timeline: RunTimeline) -> str:
     for stage in sorted(ranks)[:MAX_STAGES]:
         means = [times[stage, kind] for kind in kinds]
         cells = [f"{statistics.fmean(mean):.2f}" if mean else "" for mean in means]
-        waited = f"{waits[stage] / len(ranks[stage]):.2f}"
+        if waits:
+            cells.append(f"{waits[stage] / len(ranks[stage]):.2f}")
         where = ", ".join(map(str, sorted(ranks[stage])[:8]))
         where += ", ..." if len(ranks[stage]) > 8 else ""
-        values = "".join(f"<td>{cell}</td>" for cell in (*cells, waited))
+        values = "".join(f"<td>{cell}</td>" for cell in cells)
         rows.append(f"<tr><td>{stage}</td><td>{where}</td>{values}</tr>")
     more = len(ranks) - MAX_STAGES
     note = f'<p class="hint">and {more} more stages, in timeline.json</p>' if more > 0 else ""
+    waiting = "<th>Waiting</th>" if waits else ""
+    also = ", and all waits for messages of the step" if waits else ""
     return (
-        '<p class="hint">Measured, in ms: the mean of a pass, and all waiting of the step.</p>'
+        f'<p class="hint">Measured, in ms: the mean of a pass{also}.</p>'
         '<table class="stages"><thead><tr><th>Stage</th><th>Ranks</th>'
-        f"{head}<th>Waiting</th></tr></thead><tbody>{''.join(rows)}</tbody></table>{note}"
+        f"{head}{waiting}</tr></thead><tbody>{''.join(rows)}</tbody></table>{note}"
     )
 
 

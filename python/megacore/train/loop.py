@@ -274,6 +274,7 @@ class _Run:
                 step=self._traced_step + 1,
                 info=info,
                 step_times_s=self._step_times_s,
+                finished=stopped is None,
             )
         if self._last is None:
             self._console.note(
@@ -446,6 +447,7 @@ class _Run:
             started_at=self._started_at,
             wall_time_s=wall_time_s,
             resumed_from=self._resumed_from,
+            first_step=self._first_step,
         )
 
     def _summary(self, last: StepRecord, wall_time_s: float, files: dict[str, Path]) -> RunSummary:

@@ -51,6 +51,7 @@ from megacore.plan.routing import recorded_settings
 from megacore.train.control import NUM_VOTES
 from megacore.train.diagnosis import NonFiniteSearch
 from megacore.train.graphs import StepGraphs
+from megacore.train.memory import memory_bytes
 from megacore.train.meters import ExpertWatch, PredictionWatch
 from megacore.train.step import BatchSource, EagerStep, StepMetrics, TrainStep
 
@@ -72,6 +73,7 @@ class Trainer:
         routing: Recorder and replay of routing decisions, both optional.
         num_params: Parameters of the whole model.
         calls: Recorder of the collectives and messages of this rank.
+        first_bytes: Memory of this process on its device before it built anything.
     """
 
     config: ResolvedConfig
@@ -87,6 +89,7 @@ class Trainer:
     routing: RoutingTape
     num_params: int
     calls: CallRing | None = None
+    first_bytes: float = 0.0
     # Sources of training microbatches by sample offset, of which a run has one.
     prefetched: dict[int, Prefetch] = field(default_factory=dict, repr=False)
 
@@ -256,6 +259,7 @@ def build_trainer(
         ConfigError: If the layout is invalid for the model or the number of ranks.
         DataError: If the data is missing or too small.
     """
+    first_bytes = memory_bytes(device)[0]
     groups = _make_groups(config, world_size, calls)
     data = load_run_data(config)
     chunks = build_chunks(config, groups, device=device)
@@ -310,6 +314,7 @@ def build_trainer(
         routing=_attach_tape(config, chunks, rank=groups.rank),
         num_params=num_params,
         calls=calls,
+        first_bytes=first_bytes,
     )
 
 

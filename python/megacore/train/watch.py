@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from megacore.config import ResolvedConfig
 from megacore.plan.config_spec import model_spec, run_spec
 from megacore.plan.device import load_device, match_device
 from megacore.plan.from_config import train_recompute
+from megacore.train.memory import memory_bytes
 from megacore.train.step import StepMetrics
 from megacore.train.trainer import Trainer
 
@@ -25,7 +23,6 @@ from megacore.train.trainer import Trainer
 INTERVAL = 10
 _WAITS = ("pipeline_wait", "grad_reduce", "param_gather")
 _TIMES = ("data", "pipeline_wait", "grad_reduce", "optimizer", "param_gather")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class RunWatch:
@@ -129,22 +126,6 @@ def calibration_name(config: ResolvedConfig, device: torch.device) -> str | None
     if config.run.calibration is None and device.type == "cuda":
         return match_device(torch.cuda.get_device_name(device))
     return config.run.calibration
-
-
-def memory_bytes(device: torch.device) -> tuple[float, float, float]:
-    """Return bytes allocated, reserved and most allocated; on the CPU resident, shared, peak.
-
-    Sync:
-        None.
-    """
-    if device.type != "cuda":
-        resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
-        # Not ru_maxrss, which starts with the peak of the process that started this one.
-        (line,) = re.findall(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-        return int(resident) * _PAGE, int(shared) * _PAGE, int(line) * 1024
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
-    allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
-    return allocated["current"], reserved["current"], allocated["peak"]
 
 
 def _recomputed_share(trainer: Trainer) -> float:

@@ -94,6 +94,7 @@ def timeline_svg(
     width: float | None = None,
     makespan: float | None = None,
     background: bool = True,
+    idle_name: str = "bubble",
 ) -> str:
     """Return a timeline as one SVG document: a row per rank, a box per action, time to the right.
 
@@ -113,6 +114,7 @@ def timeline_svg(
         makespan: Length of the time axis; use the same value to compare two pictures. Default: the
             last end.
         background: Whether to fill the page; without it the background is transparent.
+        idle_name: Name of the time without compute.
 
     Returns:
         The document. Without compute actions, a picture with a note.
@@ -127,7 +129,7 @@ def timeline_svg(
     frame = _frame(boxes, len(ranks), max(makespan or 0.0, end) or 1.0, width)
     page_width = frame.left + frame.width + _BUSY_W + _MARGIN
     page_height = frame.bottom + _AXIS_H + _MARGIN - 8
-    head = _head(boxes, len(ranks), end, title, unit or ("ms" if is_us else ""))
+    head = _head(boxes, len(ranks), end, title, unit or ("ms" if is_us else ""), idle_name)
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' class='mct' width='{page_width:g}' "
         f"height='{page_height:g}' viewBox='0 0 {page_width:g} {page_height:g}' role='img' "
@@ -203,13 +205,13 @@ def _frame(boxes: Sequence[_Box], num_rows: int, makespan: float, width: float |
 
 
 def _head(
-    boxes: Sequence[_Box], num_rows: int, end: float, title: str, unit: str
+    boxes: Sequence[_Box], num_rows: int, end: float, title: str, unit: str, idle_name: str
 ) -> tuple[str, str]:
     busy = sum(box.end - box.start for box in boxes)
     if boxes and end > 0:
         idle = 1 - busy / (num_rows * end)
         length = f"{end:.4g} {unit}".strip()
-        text = f"bubble {max(idle, 0.0):.1%} of all ranks' time, from 0 to {length}"
+        text = f"{idle_name} {max(idle, 0.0):.1%} of all ranks' time, from 0 to {length}"
     else:
         text = "no compute action to show"
     return (

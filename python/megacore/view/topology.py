@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from megacore.errors import ConfigError
 from megacore.parallel.topology import RankGenerator, Topology, groups_text
+from megacore.view.theme import dark_rules
 
 _MEANINGS = MappingProxyType(
     {
@@ -65,6 +66,7 @@ def topology_svg(topology: Topology, *, gpus_per_node: int = 8) -> str:
 
     Each panel shows the nodes as boxes and their ranks as cells; cells of one colour and one group
     number form a group. Of a large world, a panel shows the nodes that the groups of node 0 reach.
+    The picture follows the light or dark setting of its viewer.
 
     Args:
         topology: The topology to draw.
@@ -109,7 +111,7 @@ def _document(
     near, far = topology.order.split("-")[0], topology.order.split("-")[-1]
     how = (
         f"Order {topology.order}: {near} ranks are neighbours, {far} ranks are farthest apart.",
-        "A box is a node, a cell a rank with its number. A dark frame marks the group of rank 0.",
+        "A box is a node, a cell a rank with its number. A thick frame marks the group of rank 0.",
         "Cells of one colour and one group number (g0, g1, ...) talk to each other on that axis.",
     )
     lines = [_text(_MARGIN, 50, title, 24, weight=700)]
@@ -118,11 +120,12 @@ def _document(
     ]
     size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="mcl" {size} role="img" '
+        f'aria-label="{escape(title)}" '
         'font-family="Inter, system-ui, -apple-system, Segoe UI, Roboto, DejaVu Sans, sans-serif">'
     )
-    page = _rect(0, 0, width, height, _PAGE)
-    return "\n".join((head, page, *lines, *parts, "</svg>")) + "\n"
+    drawing = "\n".join((_rect(0, 0, width, height, _PAGE), *lines, *parts))
+    return f"{head}\n<style>{dark_rules(drawing, 'mcl')}</style>\n{drawing}\n</svg>\n"
 
 
 def _section_head(y: float, name: str, view: RankGenerator, *, empty: bool) -> list[str]:

@@ -15,17 +15,21 @@ import pytest
 from megacore.config import config_to_toml, load_config, resolve
 from megacore.errors import MegacoreError
 from megacore.report import (
+    GeneratedText,
+    RankMemory,
     RunInfo,
+    RunStart,
     RunTimeline,
     TimelineEvent,
     collect_environment,
     read_run,
+    write_comparison,
     write_info,
     write_report,
     write_timeline,
 )
-from megacore.report.charts import ChartSpec, Reference, Series, line_chart
-from megacore.report.drawings import themed
+from megacore.report.charts import ChartSpec, Mark, Reference, Series, line_chart
+from megacore.report.events import events_of
 
 CONFIG = resolve(
     load_config(
@@ -178,9 +182,9 @@ def test_settings_that_differ_from_the_default_are_marked(run_dir: Path) -> None
     assert ("tp", "2") in changed
     assert ("pp", "2") in changed
     assert ("lr", "0.002") in changed
-    assert "default 0.003" in html
+    assert "default: 0.003" in html
     assert ("num_kv_heads", "2") in changed  # set, although its default is derived
-    assert "default derived" in html
+    assert "default: derived from others" in html
     derived = re.findall(r'<tr class="derived"><td>(\w+)</td>', html)
     assert {"min_lr", "etp", "ffn_hidden_size", "trace_step"} <= set(derived)
     assert not {"num_kv_heads", "vocab_size"} & set(derived)
@@ -207,7 +211,9 @@ def test_every_drawing_is_well_formed(run_dir: Path) -> None:
     write_timeline(run_dir, RunTimeline(step=3, predicted=EVENTS, measured=EVENTS))
     html = write_report(run_dir, info=INFO).read_text(encoding="utf-8")
     drawings = re.findall(r"<svg.*?</svg>", html, re.S)
-    assert len(drawings) >= 2 + 3 + 1 + 2  # loss twice, small charts, layout, timelines
+    assert (
+        len(drawings) >= 4 + 3 + 1 + 2
+    )  # loss for two widths and scales, small charts, layout, timelines
     for drawing in drawings:
         ET.fromstring(drawing)
 
@@ -275,6 +281,132 @@ def test_a_run_that_ended_early_still_has_a_page(tmp_path: Path, num_steps: int)
     run_dir = _run_dir(tmp_path / "run", [_record(step) for step in range(num_steps)])
     visible = _page(run_dir).visible
     assert ("no step was recorded" in visible) == (num_steps == 0)
+
+
+def _resumed(**changes: Any) -> RunInfo:
+    """A run of 100 steps that went on with a pipeline after step 60."""
+    first = RunStart(
+        first_step=1, started_at="a", layout={"world_size": 4, "tp": 4}, schedule="gpipe"
+    )
+    second = RunStart(
+        first_step=61,
+        started_at="b",
+        layout=INFO.layout,
+        schedule="1f1b",
+        resumed_from="runs/a/checkpoints/step_00000060",
+    )
+    return replace(INFO, starts=[first, second], **changes)
+
+
+def test_changes_of_the_layout_and_skipped_steps_are_marked(tmp_path: Path) -> None:
+    records = [_record(step, num_skipped=(step >= 9) + (step >= 79)) for step in range(100)]
+    run_dir = _run_dir(tmp_path / "run", records)
+    html = write_report(run_dir, info=_resumed()).read_text(encoding="utf-8")
+    visible = Page(html).visible
+    text = "continued from step_00000060 with 4 ranks = tp 2 x pp 2, before 4 ranks = tp 4"
+    assert f"1 step 61: {text}" in visible
+    assert [event.step for event in events_of(read_run(run_dir))] == [10, 61, 80]
+    # Four charts of the loss and three small ones.
+    assert html.count('class="mark start"') == 7
+    assert html.count('class="mark skip"') == 14
+
+
+def test_a_mark_lies_between_its_steps() -> None:
+    points = [(1.0, 1.0), (51.0, 3.0), (101.0, 2.0)]
+    mark = Mark(step=51.5, kind="start", label="1")
+    spec = ChartSpec(label="x", series=[Series(name="loss", points=points)], marks=[mark])
+    svg = line_chart(spec, width=400, height=200)
+    (middle,) = re.findall(r'<line class="mark start" x1="([\d.]+)"', svg)
+    assert float(middle) == pytest.approx(_coordinates(svg)[1][0])
+
+
+def test_a_logarithmic_axis_makes_equal_ratios_equally_long() -> None:
+    points = [(1.0, 1.0), (2.0, 10.0), (3.0, 100.0)]
+    spec = ChartSpec(label="x", series=[Series(name="loss", points=points)], log=True)
+    svg = line_chart(spec, width=400, height=400)
+    heights = [y for _, y in _coordinates(svg)]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
+    assert ">100<" in svg
+
+
+def test_the_tokens_axis_follows_the_samples(run_dir: Path) -> None:
+    html = write_report(run_dir, info=INFO).read_text(encoding="utf-8")
+    chart = re.findall(r'<svg class="chart".*?</svg>', html, re.S)[0]
+    length = CONFIG.model.seq_length
+    ticks = re.findall(r'class="axis" x1="([\d.]+)".{0,40}?y1="31".*?>(\d+)k<', chart)
+    left, right = (min(map(float, xs := re.findall(r'grid" x1="([\d.]+)"', chart))), 1108.0)
+    assert xs
+    assert len(ticks) > 2
+    for x, thousands in ticks:
+        step = int(thousands) * 1000 / (8 * length)
+        assert float(x) == pytest.approx(left + (step - 1) / 99 * (right - left), abs=1)
+
+
+def test_waits_are_shown_by_cause_for_each_start(tmp_path: Path) -> None:
+    times = {
+        "step_time_s": 1.0,
+        "time_forward_backward_s": 0.5,
+        "time_all_to_all_s": 0.125,
+        "time_grad_reduce_s": 0.25,
+    }
+    records = [
+        _record(step, **times, time_pipeline_wait_s=0.0 if step < 60 else 0.2)
+        for step in range(100)
+    ]
+    visible = _page(_run_dir(tmp_path / "run", records), _resumed()).visible
+    first, _, second = visible.partition("steps 61 to 100, 4 ranks = tp 2 x pp 2")
+    assert "steps 1 to 60, 4 ranks = tp 4 1,000 ms per step" in first
+    assert "forward and backward 375 ms 37.5%" in first
+    assert "wait for all-to-all 125 ms 12.5%" in first
+    assert "gradient reduction 250 ms 25.0%" in first
+    assert "wait for the pipeline" not in first
+    assert "wait for the pipeline 200 ms 20.0%" in second
+
+
+def test_memory_text_and_hardware_are_shown(run_dir: Path) -> None:
+    memory = [RankMemory(pp_rank=0, predicted={"weights": 3 << 20}, measured=5 << 20)]
+    sample = GeneratedText(prompt="The <b>", text=" end & more")
+    environment = {"processor": "EPYC", "cores": "2"}
+    info = replace(
+        INFO, memory=memory, sample=sample, environment=environment, command="megacore train x"
+    )
+    visible = _page(run_dir, info).visible
+    assert "Pipeline rank Weights Predicted Measured 0 3.0 MiB 3.0 MiB 5.0 MiB" in visible
+    assert "The <b> end & more" in visible
+    assert "EPYC, 2 cores" in visible
+    assert "megacore train x" in visible
+
+
+def test_without_a_pipeline_nothing_is_called_a_bubble(run_dir: Path) -> None:
+    events = [replace(event, rank=0) for event in EVENTS]
+    write_timeline(run_dir, RunTimeline(step=3, predicted=events[:1], measured=EVENTS))
+    visible = _page(run_dir).visible
+    assert "There is no pipeline" in visible
+    assert "ubble" not in visible
+    assert "Waiting" not in visible
+    assert "Predicted" not in visible
+
+
+def test_two_runs_are_compared(run_dir: Path, tmp_path: Path) -> None:
+    write_info(run_dir, INFO)
+    other = _run_dir(tmp_path / "other", [_record(step, loss=3.0) for step in range(50)])
+    config = json.loads(json.dumps(INFO.config))
+    config["optimizer"]["lr"] = 0.5
+    write_info(other, replace(INFO, name="other", config=config))
+    html = write_comparison(run_dir, other, tmp_path / "compare.html").read_text(encoding="utf-8")
+    visible = Page(html).visible
+    assert "steps 100 50 -50.0%" in visible
+    assert "loss, last 10 steps 2.0002 3.0000 +50.0%" in visible
+    assert "optimizer.lr 0.002 0.5" in visible
+    assert "optimizer.eps" not in visible
+    for drawing in re.findall(r"<svg.*?</svg>", html, re.S):
+        ET.fromstring(drawing)
+
+
+def test_a_comparison_of_a_damaged_run_is_one_sentence(run_dir: Path, tmp_path: Path) -> None:
+    write_info(run_dir, INFO)
+    with pytest.raises(MegacoreError, match=r"is not the folder of a run"):
+        write_comparison(run_dir, tmp_path, tmp_path / "compare.html")
 
 
 def test_a_diverged_run_says_since_when(tmp_path: Path) -> None:
@@ -447,12 +579,3 @@ def test_the_tooltip_of_a_long_curve_names_all_series_at_each_step() -> None:
     rows = json.loads(ET.fromstring(svg).attrib["data-hover"])
     assert len(rows) < 2000
     assert all([name for name, _ in row[2]] == ["v", "mean"] for row in rows)
-
-
-def test_dark_colours_turn_lightness_around() -> None:
-    html = themed('<rect fill="#ffffff" stroke="#111111"/><a href="#ffffff"/>')
-    assert 'fill="var(--c-ffffff,#ffffff)"' in html
-    assert 'href="#ffffff"' in html  # not a colour
-    dark = dict(re.findall(r"--c-(\w{6}):#(\w{6})", html))
-    assert int(dark["ffffff"][:2], 16) < 0x30
-    assert int(dark["111111"][:2], 16) > 0xC0

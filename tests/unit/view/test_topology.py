@@ -9,7 +9,9 @@ import pytest
 
 from megacore.errors import ConfigError
 from megacore.parallel import Topology
-from megacore.view import topology_svg
+from megacore.pipeline import build_schedule
+from megacore.view import schedule_svg, topology_svg
+from megacore.view.theme import dark_rules
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
@@ -81,3 +83,22 @@ def test_a_partly_used_last_node_has_only_its_ranks() -> None:
 def test_a_node_without_gpus_is_refused() -> None:
     with pytest.raises(ConfigError, match="gpus_per_node must be between 1 and 128, got 0"):
         topology_svg(Topology(world_size=4), gpus_per_node=0)
+
+
+def test_dark_pages_turn_lightness_around() -> None:
+    rules = dark_rules('<rect fill="#ffffff" stroke="#111111"/><a href="#ffffff"/>', "x")
+    dark = {(name, int(value[:2], 16)) for name, value in re.findall(r"\{(\w+):#(\w{6})\}", rules)}
+    assert len(dark) == 2
+    assert all(value < 0x30 if name == "fill" else value > 0xC0 for name, value in dark)
+
+
+def test_a_notebook_shows_the_picture_that_follows_dark_pages() -> None:
+    topology = Topology(world_size=4, tp=2)
+    svg = topology._repr_svg_()
+    assert svg == topology_svg(topology)
+    drawn = set(re.findall(r' fill="(#\w{6})"', svg))
+    _, _, rules = svg.partition("prefers-color-scheme:dark")
+    assert drawn
+    assert all(f'[fill="{colour}"]{{' in rules for colour in drawn)
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    assert schedule._repr_svg_() == schedule_svg(schedule)
