@@ -77,6 +77,13 @@ void bind_program_class(py::module_& module) {
           "to_text", [](const Program& program) { return to_text(program); }, NoGil(),
           "The actions, separated by blanks.")
       .def("__len__", [](const Program& p) { return p.steps.size(); })
+      .def("__repr__",
+           [](const Program& p) {
+             return "<Program of rank " + std::to_string(p.rank) + " of " +
+                    std::to_string(p.placement.num_ranks()) + ": " +
+                    std::to_string(p.steps.size()) + " actions, " +
+                    std::to_string(p.num_microbatches) + " microbatches>";
+           })
       .def(py::self == py::self);
 }
 

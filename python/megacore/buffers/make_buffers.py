@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megacore.buffers.param_checks import NamedParams
+from megacore.buffers.param_checks import NamedParams, require_pairs
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
 from megacore.config import OptimizerConfig
 from megacore.parallel.instances import InstanceGroups
@@ -35,8 +35,17 @@ def make_buffers(
         instances: Groups of hybrid sharding. Default: one instance.
 
     Raises:
+        TypeError: If ``params`` holds no pairs, or ``optimizer`` is not an ``OptimizerConfig``.
         ValueError: If a parameter cannot be optimized; see :class:`ParamGradBuffer`.
     """
+    params = require_pairs(params)
+    given: object = optimizer
+    if not isinstance(given, OptimizerConfig):
+        name = given.__name__ if isinstance(given, type) else type(given).__name__
+        raise TypeError(
+            f"optimizer must be a megacore.config.OptimizerConfig, got {name}; "
+            "DistributedOptimizer, made from these buffers, is the optimizer"
+        )
     if instances is None:
         instances = InstanceGroups.split(groups, 1)
     by_key: dict[tuple[torch.dtype, bool, bool], list[int]] = {}

@@ -14,6 +14,32 @@ NamedParams = Sequence[tuple[ParamInfo, nn.Parameter]]
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def require_pairs(params: NamedParams) -> NamedParams:
+    """Return the pairs of description and parameter as a list.
+
+    Raises:
+        TypeError: If an entry is no such pair.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(f"params must be pairs of ParamInfo and Parameter, got a {_name(params)}")
+    pairs = list(params)
+    for position, pair in enumerate(pairs):
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], ParamInfo) and isinstance(pair[1], nn.Parameter)):
+            shown = ", ".join(map(_name, pair)) if is_pair else _name(pair)
+            raise TypeError(
+                f"params must be pairs of ParamInfo and Parameter, got {shown} at position "
+                f"{position}; for a parameter that no rank splits, give (ParamInfo(name=name, "
+                "full_shape=tuple(param.shape), tp_dim=None), param) for each name, param of "
+                "model.named_parameters()"
+            )
+    return pairs
+
+
+def _name(value: object) -> str:
+    return type(value).__name__
+
+
 def check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:
     """Check that parameters can share a buffer.
 

@@ -7,10 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+
+from megacore.config.words import close_words
+from megacore.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -32,12 +35,77 @@ def filled(value: T | None) -> T:
     return value
 
 
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, finite numbers only."""
+# Other names of number formats, as users of torch and Megatron-LM write them.
+_DTYPES = MappingProxyType(
+    {
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "half": "float16",
+        "fp32": "float32",
+        "float": "float32",
+    }
+)
+
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _SectionType
+else:
+
+    class _SectionType(type(BaseModel)):
+        """Class of sections: those made in Python report mistakes as sentences."""
+
+        def __call__(cls, /, **values):
+            """Make a section.
+
+            Raises:
+                ConfigError: If a value is not valid.
+            """
+            try:
+                return super().__call__(**values)
+            except ValidationError as error:
+                details = error.errors(include_url=False)
+                raise ConfigError("; ".join(_sentence(each, cls) for each in details)) from None
+
+
+def _sentence(details: Any, section: type[Section]) -> str:
+    """Return one pydantic error as a sentence about an argument of a section."""
+    name = ".".join(str(part) for part in details["loc"])
+    context, kind = details.get("ctx", {}), details["type"]
+    if kind == "extra_forbidden":
+        known = list(section.by_key()) + list(section.inner_sections())
+        close = close_words(name, known, count=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known)}"
+        return f"{section.__name__} has no setting {name}{hint}"
+    message = str(context["error"]) if kind == "value_error" else details["msg"]
+    message = message.removeprefix("Input should be ").partition(", unable to")[0]
+    if not name:
+        return f"{section.__name__}: {message}"
+    if kind == "value_error":
+        return f"{section.__name__}: {name} = {details['input']!r}: {message}"
+    return f"{section.__name__}: {name} must be {message}, got {details['input']!r}"
+
+
+class Section(BaseModel, metaclass=_SectionType):
+    """Base of all sections: frozen, no unknown keys, finite numbers only.
+
+    Raises:
+        ConfigError: If a section that is made in Python has an invalid value.
+
+    Example:
+        >>> from megacore.config import OptimizerConfig
+        >>> OptimizerConfig(lr="high")
+        Traceback (most recent call last):
+        megacore.errors.ConfigError: OptimizerConfig: lr must be a valid number, got 'high'
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, serialize_by_alias=True
     )
+
+    @field_validator("dtype", "moments_dtype", mode="before", check_fields=False)
+    @classmethod
+    def _expand_dtype(cls, value: Any) -> Any:
+        return _DTYPES.get(value, value) if isinstance(value, str) else value
 
     @field_validator("*")
     @classmethod

@@ -40,7 +40,8 @@ class TrainSectionConfig(Section):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="Number format of weights and activations; main weights are float32.",
+        description="Number format of weights and activations; main weights are float32. Also "
+        "`bf16`, `fp16` and `fp32`.",
     )
     fp8: Literal["off", "blockwise"] = Field(
         default="off",

@@ -39,6 +39,16 @@ class StepResult:
     def __init__(self, numbers: Tensor) -> None:
         self._on_device = numbers
 
+    def __repr__(self) -> str:
+        """Show the results that were read already; a repr must not wait for the device."""
+        if "_numbers" not in self.__dict__:
+            return "<StepResult: not read from the device>"
+        skipped = ", skipped" if self.skipped else ""
+        return (
+            f"<StepResult: grad_norm {self.grad_norm:.6g}{skipped}, {self.num_skipped} skipped in "
+            "all>"
+        )
+
     @property
     def numbers(self) -> Tensor:
         """All numbers as one device tensor: ``[grad_norm, skipped, num_skipped, *extra]``."""
@@ -158,6 +168,15 @@ class DistributedOptimizer:
             self._gatherer = ParamGatherer(self.buffers, modules)
         self._is_reduced = False
         self.gathers_at_once = True
+
+    def __repr__(self) -> str:
+        numel = sum(buffer.plan.numel for buffer in self.buffers)
+        state = sum(shard.state_bytes for shard in self._shards)
+        how = "sharded" if self._config.distributed else "replicated"
+        return (
+            f"<DistributedOptimizer: {numel:,} elements in {len(self.buffers)} buffers, "
+            f"{how} state of {state:,} bytes on this rank>"
+        )
 
     @property
     def step_count(self) -> int:

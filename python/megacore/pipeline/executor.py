@@ -195,6 +195,12 @@ class PipelineExecutor:
 
 
 def _by_stage(program: Program, chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    given: object = chunks
+    if isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList):
+        raise TypeError(
+            f"chunks must be a sequence of modules, one per stage, got a {type(given).__name__}; "
+            "give [module]"
+        )
     if len(chunks) != len(program.stages):
         raise ValueError(
             f"the program of rank {program.rank} runs the {len(program.stages)} stages "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megacore.parallel.process_groups import Group
 from megacore.pipeline.activation import ActivationSpec, receives_for
-from megacore.pipeline.build import build_schedule, require_schedule_name
+from megacore.pipeline.build import build_schedule, require_schedule_name, schedule_catalog
 from megacore.pipeline.execution import BeforeBackward, StageOutput, token_count
 from megacore.pipeline.executor import PipelineExecutor
 from megacore.pipeline.schedule import Schedule
@@ -169,6 +169,7 @@ class ForwardBackwardFunc:
             return self._given
         key = (num_chunks, num_microbatches)
         if key not in self._schedules:
+            self._require_chunks(num_chunks)
             self._schedules[key] = build_schedule(
                 self._given,
                 num_ranks=self._group.size,
@@ -177,6 +178,22 @@ class ForwardBackwardFunc:
                 group_size=self._group_size,
             )
         return self._schedules[key]
+
+    def _require_chunks(self, num_chunks: int) -> None:
+        """Check the number of chunks, in words of the caller, who gives them as ``model``."""
+        catalog = {info.name: info.num_chunks for info in schedule_catalog()}
+        needed = catalog.get(str(self._given), 0)
+        if needed in (0, num_chunks):
+            return
+        wanted = "one module" if needed == 1 else f"a list of {needed} modules"
+        # A schedule without a pipeline has no place for several ranks.
+        fitting = [name for name, number in catalog.items() if number in (0, num_chunks)]
+        alone = self._group.size == 1
+        others = ", ".join(name for name in fitting if alone or name != "no_pipelining")
+        raise ValueError(
+            f"model must be {wanted} for schedule {self._given!r} (the model chunks of this rank), "
+            f"got {num_chunks}; or choose one of {others}"
+        )
 
 
 def _chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

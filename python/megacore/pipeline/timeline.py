@@ -88,6 +88,12 @@ class Timeline:
         self.peak_in_flight: list[int] = times.peak_in_flight
         self.exposed: list[float] = times.exposed
 
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline: {len(self.busy)} ranks, makespan {self.makespan:g}, "
+            f"bubble {self.bubble_fraction:.1%}>"
+        )
+
     @cached_property
     def rank_spans(self) -> list[float]:
         """Time from the first start to the last end of each rank."""

@@ -1,1 +1,43 @@
 """A run before it starts: layout, schedule, memory, all as functions of the configuration."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megacore.plan.device import load_device
+    from megacore.plan.forecast import Forecast
+    from megacore.plan.learn import predicted_tensors
+    from megacore.plan.run_plan import RankPlan, RunPlan, plan_run
+    from megacore.plan.spec import ModelSpec, RunSpec
+
+__all__ = [
+    "Forecast",
+    "ModelSpec",
+    "RankPlan",
+    "RunPlan",
+    "RunSpec",
+    "load_device",
+    "plan_run",
+    "predicted_tensors",
+]
+
+# Module of each name.
+_HOMES = {
+    "Forecast": "forecast",
+    "ModelSpec": "spec",
+    "RankPlan": "run_plan",
+    "RunPlan": "run_plan",
+    "RunSpec": "spec",
+    "load_device": "device",
+    "plan_run": "run_plan",
+    "predicted_tensors": "learn",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Plans and the command line need parts without torch.
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
