@@ -4,6 +4,7 @@
     python benchmarks/bench_plan.py --table FILE.csv --rows            # and every run
     python benchmarks/bench_plan.py --table FILE.csv --leave-one-out   # sources predicted by others
     python benchmarks/bench_plan.py --table FILE.csv --fit             # fit the constants again
+    python benchmarks/bench_plan.py --table FILE.csv --layouts         # compare with the search
 
 A table has one run per line, with the columns that ``read_row`` reads. Errors are of step times and
 of the memory of the fullest rank. Pairs are runs of one ``ranking_group`` that differ by more than
@@ -30,6 +31,7 @@ from megacore.plan.cost import LayerCosts
 from megacore.plan.device import FOLDER, Device, load_device
 from megacore.plan.footprint import GIB, Footprint, footprints
 from megacore.plan.forecast import forecast
+from megacore.plan.search import search
 from megacore.plan.spec import ModelSpec, RunSpec
 from megacore.plan.step_time import StepTime, stage_layers, step_time
 
@@ -323,6 +325,62 @@ def print_verdicts(runs: Sequence[Run]) -> None:
             )
 
 
+# ---- published layouts against the search -------------------------------------------------------
+
+_MODELS = ("llama3", "mixtral", "qwen3", "deepseek-v3")
+
+
+def layout_text(spec: RunSpec) -> str:
+    """Describe a layout in a line."""
+    experts = f" ep {spec.ep} etp {spec.etp}" if spec.ep * spec.etp > 1 else ""
+    recompute = f" recompute {','.join(sorted(spec.recompute))}" if spec.recompute else ""
+    overlap = " ep overlapped" if "ep" in spec.overlap else ""
+    pipeline = f" {spec.schedule} x {spec.chunks}" if spec.pp > 1 else ""
+    return (
+        f"tp {spec.tp} cp {spec.cp} pp {spec.pp}{experts} mb {spec.microbatch}"
+        f"{pipeline}{recompute}{overlap}"
+    )
+
+
+def print_layouts(runs: Sequence[Run]) -> None:
+    """Compare published layouts with the best of the search, for the same devices and batch."""
+    ratios = []
+    for run in runs:
+        published = run.row["model"].startswith(_MODELS) and run.row["source"][:8] != "SimuMax "
+        if not published or run.spec.zero != 1 or not run.time:
+            continue
+        theirs = forecast(run.model, run.spec, run.on())
+        best = search(run.model, run.spec, run.on()).best
+        row = run.row
+        title = f"{row['id']} {row['model']}, {run.spec.gpus} {row['gpu']}, {row['precision']}"
+        print(f"\n{title}, {run.spec.global_batch} x {run.model.seq} tokens ({row['source']})")
+        for name, each in (("published", theirs), *(("search", one) for one in best[:1])):
+            memory = f"{each.fullest.total / GIB:.0f} GiB"
+            fits = "" if each.verdict == "fits" else f", {each.verdict}"
+            print(
+                f"  {name:9}  {each.step.seconds:8.2f} s  {memory}{fits}  {layout_text(each.spec)}"
+            )
+        if not best or theirs.verdict == "does not fit":
+            continue
+        ratios.append(theirs.step.seconds / best[0].step.seconds)
+        parts = {kind: 0.0 for each in (theirs, best[0]) for kind in each.step.parts}
+        saved = {
+            kind: (theirs.step.parts.get(kind, 0) - best[0].step.parts.get(kind, 0))
+            / best[0].step.seconds
+            for kind in parts
+        }
+        largest = sorted(saved, key=lambda kind: -abs(saved[kind]))[:3]
+        reasons = ", ".join(f"{kind} {saved[kind]:+.0%}" for kind in largest)
+        measured = f"(measured {run.time:.2f} s)"
+        print(f"  published / search {ratios[-1]:.3f} {measured}: {reasons} of the time")
+    values = np.array(ratios)
+    print(
+        f"\n{len(values)} published layouts that fit: time predicted over that of the search "
+        f"{values.min():.3f} to {values.max():.3f}, median {np.median(values):.3f}, "
+        f"{(values <= 1.07).sum()} within 7%"
+    )
+
+
 # ---- fit -----------------------------------------------------------------------------------------
 
 _PRIOR = np.log([value for value, _ in FITTED.values()])
@@ -424,8 +482,14 @@ def main() -> None:
     parser.add_argument(
         "--leave-one-out", action="store_true", help="fit without each source and predict it"
     )
+    parser.add_argument(
+        "--layouts", action="store_true", help="compare published layouts with the search"
+    )
     args = parser.parse_args()
     runs = read_table(args.table)
+    if args.layouts:
+        print_layouts(runs)
+        return
     if args.fit:
         write_constants(fit(runs, _PRIOR, 8))
         _loaded.cache_clear()

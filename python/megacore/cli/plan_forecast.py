@@ -385,7 +385,7 @@ def _legal(
 
     legal: list[tuple[dict[str, dict[str, Any]], Forecast]] = []
     for each in found:
-        settings = settings_of(each.spec, each.model.layers)
+        settings = settings_of(each.spec, each.layers, each.model.mtp)
         try:
             again = _forecast(
                 with_settings(base, settings, gpus), gpus, each.device, each.spec.imbalance

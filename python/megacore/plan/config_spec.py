@@ -5,7 +5,8 @@ Nothing here imports torch: parameters are listed from the shapes that the model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from megacore._core import plan_buckets
@@ -262,10 +263,32 @@ _PLAIN_PIPELINE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def settings_of(spec: RunSpec, num_layers: int) -> dict[str, dict[str, Any]]:
-    """Return the settings of a layout that was found, by section."""
-    stages = spec.pp * spec.chunks
-    missing = -num_layers % stages  # parts that count as layers: embedding, output layer
+def stage_text(stages: Sequence[int], mtp: int = 0) -> str:
+    """Return ``pipeline.layout`` of stages with these numbers of layers.
+
+    Args:
+        stages: Layers of each stage.
+        mtp: Layers for multi-token prediction, on the last stage.
+
+    Example:
+        >>> stage_text([4, 4, 4, 3, 0], mtp=1)
+        'Et*4|(t*4|)*2t*3|mL'
+    """
+    *inner, last = [f"t*{count}" if count else "" for count in stages[1:]]
+    runs = [(text, len(list(group))) for text, group in groupby(inner)]
+    middle = "".join(f"({text}|)*{count}" if count > 1 else f"{text}|" for text, count in runs)
+    first = f"Et*{stages[0]}" if stages[0] else "E"
+    return f"{first}|{middle}{last}{'m' * mtp}L"
+
+
+def settings_of(spec: RunSpec, stages: Sequence[int], mtp: int = 0) -> dict[str, dict[str, Any]]:
+    """Return the settings of a layout that was found, by section.
+
+    Args:
+        spec: The layout.
+        stages: Layers of each stage.
+        mtp: Layers for multi-token prediction.
+    """
     recompute: dict[str, Any] = {"recompute": "none"}
     if "layer" in spec.recompute:
         recompute["recompute"] = "full"
@@ -281,8 +304,7 @@ def settings_of(spec: RunSpec, num_layers: int) -> dict[str, dict[str, Any]]:
             **_PLAIN_PIPELINE,
             "schedule": spec.schedule,
             "num_chunks": spec.chunks if spec.chunks > 1 else None,
-            "account_for_loss": missing >= 1,
-            "account_for_embedding": missing >= 2,
+            "layout": None if len(set(stages)) == 1 else stage_text(stages, mtp),
             "overlap_moe": "ep" in spec.overlap,
         },
         "train": {"microbatch_size": spec.microbatch, **recompute},

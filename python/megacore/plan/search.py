@@ -6,9 +6,10 @@ exactly. Layouts that do not fit the memory are never ranked.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 from megacore.plan.cost import Cost, LayerCosts
 from megacore.plan.device import Device
@@ -19,6 +20,10 @@ from megacore.plan.step_time import p2p_link, per_step
 
 _RECOMPUTE = ("", "norm,activation", "norm,attention,activation", "mlp", "norm,mlp", "layer")
 _RECOMPUTE_MOE = ("", "norm", "norm,attention,activation", "moe", "norm,mlp,moe", "layer")
+# Uneven stages are tried if the busiest rank has at most this many times the mean work.
+_UNEVEN = 1.25
+# Layouts that are simulated of those with equal numbers but other chunks and schedules.
+_ALIKE = 5
 # Bubble in units of (pp - 1) times: forward and backward, minus this many weight gradients, over
 # the chunks; and microbatches in flight on the first rank in units of the whole rank, plus a share.
 _SCHEDULES = {
@@ -70,20 +75,33 @@ def search(model: ModelSpec, base: RunSpec, device: Device, *, simulate: int = 2
     capacity = 0.95 * device.peak_memory_gib * GIB
     for spec, costs in _layer_setups(model, base, device):
         pricer = _Pricer(model, spec, device, costs)
-        for each in _pipelines(model, spec):
+        for each in _pipelines(model, spec, pricer.ends):
             tried += 1
             seconds, num_bytes = pricer.price(each)
             if num_bytes <= capacity:
                 fitting.append((seconds, tried, each))
     fitting.sort(key=lambda item: item[:2])
     found = []
-    for _, _, spec in fitting[:simulate]:
+    for spec in islice(_varied(each for *_, each in fitting), simulate):
         try:
             found.append(forecast(model, spec, device))
         except ValueError:
             continue
     best = sorted((each for each in found if each.verdict == "fits"), key=lambda f: f.step.seconds)
     return SearchResult(tried=tried, fitting=len(fitting), simulated=len(found), best=tuple(best))
+
+
+def _varied(specs: Iterable[RunSpec]) -> Iterator[RunSpec]:
+    """Yield layouts in order, at most a few that differ only in chunks and schedule.
+
+    The closed forms hardly tell these apart, so they would leave no room for other layouts.
+    """
+    count: Counter[RunSpec] = Counter()
+    for spec in specs:
+        key = replace(spec, chunks=1, schedule="")
+        count[key] += 1
+        if count[key] <= _ALIKE:
+            yield spec
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -149,8 +167,36 @@ def _expert_axes(model: ModelSpec, gpus: int, tp: int) -> Iterable[tuple[int, in
     ]
 
 
-def _pipelines(model: ModelSpec, spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield the pipelines of a layout of layers: sizes, chunks and schedules."""
+def busiest_rank(layers: int, ends: float, pp: int, chunks: int) -> float:
+    """Return the work of the busiest pipeline rank, in layers, if stages need not be equal.
+
+    Args:
+        layers: Layers of the model.
+        ends: Work after the last layer, in layers: output layer, loss, multi-token prediction.
+        pp: Pipeline ranks.
+        chunks: Stages of a rank.
+
+    Example:
+        >>> busiest_rank(61, 4.0, pp=16, chunks=1)  # 15 stages of 4 layers hold 60 of 61
+        5
+        >>> busiest_rank(61, 4.0, pp=8, chunks=4)  # 3 stages of 1 layer and the last one
+        8
+    """
+    stages = pp * chunks
+    longest = -(-layers // stages)
+    while (stages - 1) * longest + max(0, int(longest - ends)) < layers:
+        longest += 1
+    return max(-(-layers // pp), (chunks - 1) * (layers // stages) + max(longest, ends))
+
+
+def _pipelines(model: ModelSpec, spec: RunSpec, ends: float) -> Iterator[RunSpec]:
+    """Yield the pipelines of a layout of layers: sizes, chunks and schedules.
+
+    Args:
+        model: Shape of the model.
+        spec: Layout of layers, with one pipeline stage.
+        ends: Work after the last layer, in layers.
+    """
     rest = spec.gpus // (spec.tp * spec.cp)
     for pp in range(1, min(rest, model.layers) + 1):
         dp = rest // pp
@@ -165,8 +211,11 @@ def _pipelines(model: ModelSpec, spec: RunSpec) -> Iterator[RunSpec]:
             continue
         for chunks in range(1, 13):
             stages = pp * chunks
+            if stages > model.layers:
+                continue
             even = any((model.layers + extra) % stages == 0 for extra in (0, 1, 2))
-            if stages > model.layers or not even:
+            rank = busiest_rank(model.layers, ends, pp, chunks)
+            if not even and rank * pp > _UNEVEN * (model.layers + ends):
                 continue
             if chunks == 1:
                 names: tuple[str, ...] = (
@@ -191,6 +240,7 @@ class _Pricer:
         for moe in set(model.moe_layers):
             mean.plus(costs.by_kind[moe], model.moe_layers.count(moe) / len(model.moe_layers))
         self.mean = mean
+        self.ends = costs.head.total * (1 + model.mtp) / mean.total + model.mtp
         tokens = spec.microbatch * model.seq / spec.cp
         layers = {moe: layer_bytes(model, spec, moe) for moe in set(model.moe_layers)}
         share = {moe: model.moe_layers.count(moe) / len(model.moe_layers) for moe in layers}
@@ -204,15 +254,11 @@ class _Pricer:
         """Return seconds and bytes of a step."""
         model, device, mean = self.model, self.device, self.mean
         pp, m = spec.pp, spec.microbatches
-        layers = len(model.moe_layers) / pp
-        head = self.costs.head
-        ends = head.total * (1 + model.mtp)
-        rank = layers * mean.total
-        # Layouts that count embedding and head as layers move layers away from the last rank.
-        if model.layers % (pp * spec.chunks):
-            busiest = max(rank, (model.layers + 2) // (pp * spec.chunks) * spec.chunks * mean.total)
+        layers = model.layers / pp
+        if model.layers % (pp * spec.chunks) or (model.mtp and pp > 1):
+            busiest = busiest_rank(model.layers, self.ends, pp, spec.chunks) * mean.total
         else:
-            busiest = rank + ends
+            busiest = (layers + self.ends) * mean.total
         forward, total = layers * mean.forward, layers * mean.total
         if pp > 1:
             transfer = p2p_link(spec, device)

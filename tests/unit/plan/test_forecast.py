@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.config import Config, resolve
+from megacore.config import Config, layers_of_stages, resolve
 from megacore.errors import ConfigError
-from megacore.plan.config_spec import model_spec, run_spec, state_bytes
+from megacore.plan.config_spec import model_spec, run_spec, settings_of, state_bytes
 from megacore.plan.cost import LayerCosts, link
 from megacore.plan.device import fitted_constants, known_devices, load_device
 from megacore.plan.footprint import GIB, footprints, layer_bytes
@@ -274,6 +274,25 @@ def test_search_returns_layouts_that_fit_and_beats_a_given_one() -> None:
     assert [each.fullest.total for each in front] == sorted(
         (each.fullest.total for each in front), reverse=True
     )
+
+
+def test_search_finds_uneven_pipelines_and_writes_them() -> None:
+    # 61 layers, as of DeepSeek-V3: even stages exist for 2, 3, 7, 9 and so on ranks only.
+    model = replace(LLAMA_12, layers=61, moe_layers=(False,) * 61)
+    base = RunSpec(gpus=256, global_batch=256)
+    best = search(model, base, load_device("h100"), simulate=60).best[0]
+    assert best.spec.pp > 2
+    assert sum(best.layers) == 61
+    assert len(set(best.layers)) > 1
+    pipeline = settings_of(best.spec, best.layers)["pipeline"]
+    config = Config(
+        model={"num_layers": 61}, parallel={"pp": best.spec.pp}, pipeline=_given(pipeline)
+    )
+    assert tuple(map(len, layers_of_stages(config))) == best.layers
+
+
+def _given(settings: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def test_at_most_forty_constants_were_fitted() -> None:
