@@ -1,15 +1,18 @@
-"""Every example in a docstring runs and prints what it says."""
+"""Every example in a docstring or on a page of docs runs and prints what it says."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
 import pkgutil
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import megacore
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def module_names() -> list[str]:
@@ -30,6 +33,16 @@ def run_examples(module: ModuleType) -> tuple[int, int]:
 @pytest.mark.parametrize("name", module_names())
 def test_examples_of_a_module_are_true(name: str) -> None:
     assert run_examples(importlib.import_module(name))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in sorted(DOCS.rglob("*.md")) if page.name not in ("buffers.md", "echo.md")],
+    ids=lambda page: page.name,
+)
+def test_examples_of_a_page_are_true(page: Path) -> None:  # for the two see test_own_loop.py and
+    result = doctest.testfile(str(page), module_relative=False)  # test_simulate.py
+    assert result.failed == 0
 
 
 def test_a_false_example_is_found() -> None:

@@ -95,16 +95,31 @@ def _run(arguments: Sequence[str], *, debug: bool) -> int:
         arguments = [*arguments[1:], "--help"]
     elif arguments == ["version"]:
         arguments = ["--version"]
-    name = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if name is not None and name not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        suggestion = did_you_mean(name, list(COMMANDS)) or f"; the commands are {known}"
-        raise ConfigError(f"unknown command {name!r}{suggestion}")
-    if name is None:
+    if all(argument.startswith("-") for argument in arguments):
         parser, _ = _build_parser(None)
         parser.parse_args(_with_dashes(arguments))
         parser.print_help()
         return 0
+    module, args = parse(arguments)
+    args.debug = debug
+    exit_code: int = module.run(args)
+    return exit_code
+
+
+def parse(arguments: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """Parse a command line with a command, without running it.
+
+    Returns:
+        The module of the command and its arguments, with ``settings`` as pairs of key and text.
+
+    Raises:
+        ConfigError: For an unknown command, option or argument, or one that is missing.
+    """
+    name = next(argument for argument in arguments if not argument.startswith("-"))
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        suggestion = did_you_mean(name, list(COMMANDS)) or f"; the commands are {known}"
+        raise ConfigError(f"unknown command {name!r}{suggestion}")
     module = importlib.import_module(f"megacore.cli.{name.replace('-', '_')}")
     settings: list[tuple[str, str]] = []
     if COMMANDS[name].takes_settings:
@@ -113,9 +128,8 @@ def _run(arguments: Sequence[str], *, debug: bool) -> int:
     args, unknown = parser.parse_known_args(_with_dashes(arguments))
     if unknown:
         raise ConfigError(_describe_unknown(unknown, commands.choices[name], COMMANDS[name]))
-    args.settings, args.debug = settings, debug
-    exit_code: int = module.run(args)
-    return exit_code
+    args.settings = settings
+    return module, args
 
 
 class Parser(argparse.ArgumentParser):
