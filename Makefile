@@ -4,6 +4,7 @@
 # make build     editable install for development
 # make cuda      installs with the CUDA kernels, GPU or not, and tests what can be tested without a GPU
 # make gpu-bundle  makes build/gpu-bundle, all that scripts/gpu_check.sh needs on a machine with a GPU and no network
+# make docs      builds the documentation site in build/site and checks its links (half a minute)
 # make lint / fmt / bench / clean
 #
 # PIP_ARGS is passed to every pip call, e.g. to take torch's small CPU build on Linux:
@@ -31,7 +32,7 @@ SOURCES := $(shell find cpp cuda cmake third_party python -type f \
     -not -path '*/__pycache__/*' 2>/dev/null) CMakeLists.txt pyproject.toml VERSION
 CPP_FILES := $(shell find cpp cuda tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-all test-cpp test-python test-asan test-campaigns build install cuda gpu-bundle lint fmt bench clean help
+.PHONY: demo test test-all test-cpp test-python test-asan test-campaigns build install cuda gpu-bundle docs lint fmt bench clean help
 
 help:
 	@sed -n '1,/^$$/p' Makefile
@@ -107,7 +108,7 @@ cuda:
 	$(BIN)/python -m pytest tests/unit/test_stubs.py tests/unit/test_native_modules.py tests/unit/ops
 
 # Sources, a wheel with kernels for BUNDLE_ARCHS made by PYTHON (use the GPU machine's version), what the
-# tests need beside torch, and CUTLASS's headers in case that the wheel does not import there.
+# tests need beside torch, and CUTLASS's headers in case the wheel does not import there.
 BUNDLE := build/gpu-bundle
 BUNDLE_ARCHS ?= 90a
 BUNDLE_NEEDS := pydantic pydantic-core annotated-types typing-extensions typing-inspection rich markdown-it-py \
@@ -127,17 +128,27 @@ gpu-bundle: $(VENV)/.base
 	git rev-parse HEAD > $(BUNDLE)/COMMIT
 	@size=$$(du -sm $(BUNDLE) | cut -f1); echo "$(BUNDLE): $$size MB"; test $$size -le 60
 
+$(VENV)/.docs: $(VENV)/.base
+	@$(PROGRESS) "Installing the tools for the documentation" build/docs-tools.log \
+	    $(PIP) install $(PIP_ARGS) -c constraints.txt mkdocs-material mkdocstrings-python
+	@touch $@
+
+# Without the theme's announcement of its next major version.
+docs: $(VENV)/.docs install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python scripts/docs_site.py build/site
+
 lint: $(VENV)/.tools install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+	@$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 	$(BIN)/codespell
 
 fmt: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CPP_FILES)
+	@$(BIN)/clang-format -i $(CPP_FILES)
 
 bench: install
 	for file in benchmarks/bench_*.py; do $(BIN)/python $$file || exit 1; done

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megacore.cli import COMMANDS, main, parse
-from megacore.config import load_config
+from megacore.config import load_config, section_classes
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -30,6 +30,9 @@ PAGES = sorted(
 FENCE = re.compile(r"^```([\w+]*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # What may be in front of the command on a line: a prompt, a launcher, a program that runs modules.
 BEFORE = re.compile(r"^\s*(?:\$ )?(?:(?:srun|torchrun|exec|python) .*?)?megacore (?=[a-z-])")
+# Spans of a setting's form that are names of files, of the API, or of a table with free names.
+FILES = (".jsonl", ".toml", ".json", ".py", ".idx", ".bin", ".parquet", ".txt", ".safetensors")
+NO_SETTINGS = ("model.options.", "moe.plan_offload_on_device", "moe...")
 # Commands that need neither torch nor what an earlier line wrote, and take less than a second.
 CHEAP = {"ranks", "schedule", "plan"}
 
@@ -156,6 +159,40 @@ def test_python_and_toml_of_a_page_are_those_of_the_code(page: Path, tmp_path: P
             tomllib.loads(block)
             (tmp_path / "block.toml").write_text(block)
             load_config(tmp_path / "block.toml", [])
+
+
+def setting_names() -> set[str]:
+    sections = section_classes()
+    keys = {f"{name}.{key}" for name, cls in sections.items() for key in cls.by_key()}
+    return keys | set(sections) | {f"megacore.{name}" for name in sections}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name
+)
+def test_settings_in_running_text_exist(page: Path) -> None:
+    if page.name == "CHANGELOG.md":  # it names former ones
+        return
+    known = setting_names()
+    sections = "|".join(sorted({name.partition(".")[0] for name in known} - {"megacore"}))
+    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    for span in re.findall(r"`([^`\n]+)`", text):
+        for key in re.findall(rf"^(?:--)?((?:{sections})\.[a-z_.0-9]+)(?= ?=|$)", span):
+            if not key.endswith(FILES) and not key.startswith(NO_SETTINGS):
+                assert key in known, key
+
+
+def test_pictures_are_those_of_the_commands_above_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    drawn = [command for command in SHOWN if "--svg docs/images/" in command.text]
+    assert len(drawn) >= 3
+    for command in drawn:
+        target = Path(command.words[-1])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        assert main(command.words) == 0
+        assert target.read_text() == (ROOT / target).read_text(), command.text
 
 
 def test_pages_and_commands_are_found() -> None:
