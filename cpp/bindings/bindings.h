@@ -27,5 +27,6 @@ void bind_clones(pybind11::module_& module);  // after bind_parallel
 void bind_grouped_arguments(pybind11::module_& module);
 void bind_graph(pybind11::module_& module);
 void bind_weak_tensor(pybind11::module_& module);
+void bind_decode(pybind11::module_& module);
 
 }  // namespace megacore::bindings

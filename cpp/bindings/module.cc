@@ -16,4 +16,5 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_grouped_arguments(module);
   megacore::bindings::bind_graph(module);
   megacore::bindings::bind_weak_tensor(module);
+  megacore::bindings::bind_decode(module);
 }

@@ -889,3 +889,95 @@ def activate_backward(
     is_bfloat16: bool,
     num_threads: int,
 ) -> None: ...
+
+# ---- decode --------------------------------------------------------------------------------------
+
+class Gate(IntEnum):
+    SWIGLU = 0
+    GEGLU = 1
+    GELU = 2
+    CLAMPED_SWIGLU = 3
+
+class DecodedNorm:
+    def __init__(self) -> None: ...
+    eps: float
+    is_layer_norm: bool
+    weight: int
+    bias: int
+
+class DecodedLinear:
+    def __init__(self) -> None: ...
+    weight: int
+    bias: int
+
+class DecodedAttention:
+    def __init__(self) -> None: ...
+    num_groups: int
+    q_per_kv: int
+    head_dim: int
+    window: int
+    softcap: float
+    scale: float
+    qkv: DecodedLinear
+    output: DecodedLinear
+    norm_over_heads: bool
+    qk_norm_eps: float
+    q_norm: int
+    k_norm: int
+    sinks: int
+
+class DecodedMlp:
+    def __init__(self) -> None: ...
+    width: int
+    gate: Gate
+    gate_up: int
+    down: int
+
+class DecodedExperts:
+    def __init__(self) -> None: ...
+    num_experts: int
+    top_k: int
+    router: DecodedLinear
+    is_sigmoid: bool
+    softmax_after_top_k: bool
+    normalize: bool
+    scaling_factor: float
+    fc1: DecodedLinear
+    fc2: DecodedLinear
+    width: int
+    gate: Gate
+    selection_bias: int
+    shared_gate: int
+
+class DecodedLayer:
+    def __init__(self) -> None: ...
+    attention_norm: DecodedNorm
+    attention: DecodedAttention
+    attention_output_norm: DecodedNorm
+    mlp_norm: DecodedNorm
+    mlp: DecodedMlp
+    experts: DecodedExperts
+    mlp_output_norm: DecodedNorm
+
+class DecodedModel:
+    def __init__(self) -> None: ...
+    hidden: int
+    vocab: int
+    num_rotated: int
+    logit_softcap: float
+    final_norm: DecodedNorm
+    layers: list[DecodedLayer]
+    embedding: int
+    head: int
+
+def decode(
+    model: DecodedModel,
+    *,
+    tokens: Sequence[int],
+    length: int,
+    pasts: Sequence[int],
+    cos: int,
+    sin: int,
+    logits: int,
+    num_threads: int,
+) -> None: ...

@@ -18,6 +18,7 @@ CPP_MAY_INCLUDE = {
     "pipeline": {"base", "parallel"},
     "buffer": {"base", "parallel"},
     "moe": {"base", "parallel"},
+    "decode": {"base", "moe"},
     "graph": {"base", "parallel"},
 }
 

@@ -1,4 +1,4 @@
-#include "gemm_skinny.h"
+#include "megacore/moe/gemm_skinny.h"
 
 #include <algorithm>
 #include <cstring>

@@ -7,10 +7,10 @@
 #include <thread>
 #include <vector>
 
-#include "gemm_skinny.h"
 #include "gemm_tile.h"
 #include "megacore/base/check.h"
 #include "megacore/base/intmath.h"
+#include "megacore/moe/gemm_skinny.h"
 
 namespace megacore::moe {
 namespace {

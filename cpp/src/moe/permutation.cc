@@ -7,7 +7,7 @@
 #include "megacore/base/check.h"
 #include "megacore/base/low_precision.h"
 #include "megacore/base/vector_clones.h"
-#include "parallel_for.h"
+#include "megacore/moe/parallel_for.h"
 
 namespace megacore::moe {
 namespace {

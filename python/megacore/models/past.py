@@ -28,18 +28,37 @@ class Past:
         self._memory: Tensor | None = None
         self._length = 0
 
+    def __len__(self) -> int:
+        return self._length
+
     def extend(self, new: Tensor) -> Tensor:
         """Append ``(S, ...)`` and return all tokens, ``(T, ...)``, a view that lives until then."""
-        old, start = self._memory, self._length
+        start = self._length
         self._length += new.shape[0]
-        if old is None or self._length > old.shape[0]:
-            size = max(2 * self._length, _FIRST_TOKENS)
-            self._memory = new.new_empty(size, *new.shape[1:])
-            if old is not None:
-                self._memory[:start] = old[:start]
+        if self._memory is None:
+            self._memory = new.new_empty(max(2 * self._length, _FIRST_TOKENS), *new.shape[1:])
+        memory = self._with_room(self._memory, start)
+        memory[start : self._length] = new
+        return memory[: self._length]
+
+    def grow(self) -> Tensor:
+        """Append a token to be written by the caller; return the memory, ``(>= T, ...)``.
+
+        Raises:
+            ValueError: If there is no earlier token, so that the shape of one is unknown.
+        """
+        if self._memory is None:
+            raise ValueError("a token can be appended after the first call of extend only")
+        self._length += 1
+        return self._with_room(self._memory, self._length - 1)
+
+    def _with_room(self, memory: Tensor, used: int) -> Tensor:
+        """Move the tokens to new memory if there is no room for ``_length``."""
+        if self._length > memory.shape[0]:
+            self._memory = memory.new_empty(2 * self._length, *memory.shape[1:])
+            self._memory[:used] = memory[:used]
         assert self._memory is not None
-        self._memory[start : self._length] = new
-        return self._memory[: self._length]
+        return self._memory
 
     def clear(self) -> None:
         """Forget all tokens; the memory is kept."""

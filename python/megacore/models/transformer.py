@@ -44,7 +44,8 @@ class MLP(nn.Module):
         full_shape = (2, width, context.shape.hidden)
         self.gate_up = ColumnLinear(f"{name}.gate_up", full_shape, tp_dim=1, context=context)
         self.down = RowLinear(f"{name}.down", width, context=context)
-        self.activate = geglu if context.config.activation == "geglu" else swiglu
+        self.activation = context.config.activation
+        self.activate = geglu if self.activation == "geglu" else swiglu
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP: ``(S[/tp], B, H)`` to the same shape."""
