@@ -120,8 +120,9 @@ gpu-bundle: $(VENV)/.base
 	mkdir -p $(BUNDLE)/wheels $(BUNDLE)/cutlass
 	git archive HEAD | tar -x -C $(BUNDLE)
 	$(PIP) download --quiet --no-deps nvidia-cutlass==4.2.0.0 -d build/cutlass-wheel
-	$(BIN)/python -m zipfile -e build/cutlass-wheel/nvidia_cutlass-*.whl build/cutlass-wheel/unpacked
-	cp -r build/cutlass-wheel/unpacked/cutlass_library/source/include $(BUNDLE)/cutlass/include
+	test -d build/cutlass-wheel/unpacked || \
+	    $(BIN)/python -m zipfile -e build/cutlass-wheel/nvidia_cutlass-*.whl build/cutlass-wheel/unpacked
+	cp -rp build/cutlass-wheel/unpacked/cutlass_library/source/include $(BUNDLE)/cutlass/include
 	CUTLASS_ROOT=$(CURDIR)/$(BUNDLE)/cutlass MEGACORE_CUDA=ON MEGACORE_CUDA_ARCHS=$(BUNDLE_ARCHS) \
 	    $(PIP) wheel --quiet --no-deps --no-build-isolation -w $(BUNDLE)/wheels .
 	$(PIP) download --quiet --no-deps --only-binary=:all: -c constraints.txt -d $(BUNDLE)/wheels $(BUNDLE_NEEDS)

@@ -21,7 +21,7 @@ def run(case: str, num_ranks: int, device: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=80,
+        timeout=110,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
