@@ -5,7 +5,7 @@
 set -euo pipefail
 folder=$1 python=${2:-python3}
 place=$(mktemp -d)
-trap 'rm -rf "$place"' EXIT
+trap '/bin/rm -rf "$place"' EXIT
 "$python" -m venv "$place/env"
 tag=$("$python" -c 'import sys; print(f"cp{sys.version_info.major}{sys.version_info.minor}")')
 wheel=$(ls "$folder"/megacore-*-"$tag"-*.whl)
