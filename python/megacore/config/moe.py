@@ -118,7 +118,7 @@ class MoEConfig(Section):
         "memory.",
     )
     over_budget: Literal["error", "drop", "rerun"] = Field(
-        default="error",
+        default="rerun",
         description="`static`: reaction to copies that exceed a buffer: end the run; drop and "
         "count them; or rerun the step with twice the budget.",
     )
