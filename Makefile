@@ -6,6 +6,7 @@
 # make gpu-bundle  makes build/gpu-bundle, all that scripts/gpu_check.sh needs on a machine with a GPU and no network
 # make docs      builds the documentation site in build/site and checks its links (half a minute)
 # make lint / fmt / bench / clean
+# make bench-peers   measures training steps beside transformers and torch's ways of data parallelism
 #
 # PIP_ARGS is passed to every pip call, e.g. to take torch's small CPU build on Linux:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -32,7 +33,7 @@ SOURCES := $(shell find cpp cuda cmake third_party python -type f \
     -not -path '*/__pycache__/*' 2>/dev/null) CMakeLists.txt pyproject.toml VERSION
 CPP_FILES := $(shell find cpp cuda tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-all test-cpp test-python test-asan test-campaigns build install cuda gpu-bundle docs lint fmt bench clean help
+.PHONY: demo test test-all test-cpp test-python test-asan test-campaigns build install cuda gpu-bundle docs lint fmt bench bench-peers clean help
 
 help:
 	@sed -n '1,/^$$/p' Makefile
@@ -152,7 +153,17 @@ fmt: $(VENV)/.tools
 	@$(BIN)/clang-format -i $(CPP_FILES)
 
 bench: install
-	for file in benchmarks/bench_*.py; do $(BIN)/python $$file || exit 1; done
+	for file in $(filter-out %/bench_peers.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$file || exit 1; done
+
+# The peers have an environment of their own: megacore's stays as it is.
+build/peers/.installed: constraints.txt
+	@test -x build/peers/bin/pip || $(PYTHON) -m venv --clear build/peers
+	@$(PROGRESS) "Installing the peers" build/peers.log \
+	    build/peers/bin/pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch numpy transformers
+	@touch $@
+
+bench-peers: install build/peers/.installed
+	$(BIN)/python benchmarks/bench_peers.py $(BENCH_ARGS)
 
 clean:
 	rm -rf build dist $(VENV)/.installed

@@ -1,0 +1,262 @@
+"""Training steps of megacore beside its peers, as living processes that take turns step by step.
+
+    make bench-peers [BENCH_ARGS="--rounds 20 --record"]
+
+Each contestant is a world of processes that stays alive and waits for its turn, so a busy moment of
+the machine hits all of them. Its wall time is that of its slowest rank, its processor time the sum
+of all ranks, of which the median and the quartiles are shown. ``ratio`` is peer / megacore: above
+1, megacore is faster. ``foreign`` is the number of cores that other work took meanwhile. `make`
+installs the peers into ``build/peers``; megacore's environment is not changed. ``--record`` appends
+a row to ``benchmarks/history.jsonl``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SHAPE = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 256}
+TOKENS, SAMPLES = 256, 4
+# Work -> ranks -> contestants, megacore first; those of PEERS run in the peers' environment.
+WORK: dict[str, tuple[int, tuple[str, ...]]] = {
+    "dense step, d 256, 4 layers, 1,024 tokens": (1, ("megacore dense", "transformers")),
+    "ZeRO-1 step, 100.7 M parameters": (2, ("megacore", "megacore-overlap", "ddp", "zero", "fsdp")),
+    "ZeRO-1 step between hosts (gloo)": (2, ("megacore-gloo", "megacore-gloo-overlap", "ddp")),
+}
+PEERS = ("transformers",)
+
+
+def megacore_dense() -> Callable[[int], object]:
+    import torch
+
+    from megacore.config import Config, resolve
+    from megacore.train.trainer import build_trainer
+
+    config = Config(
+        model={
+            "hidden_size": SHAPE["hidden"],
+            "num_layers": SHAPE["layers"],
+            "num_heads": SHAPE["heads"],
+            "num_kv_heads": SHAPE["kv_heads"],
+            "ffn_hidden_size": SHAPE["ffn"],
+            "seq_length": TOKENS,
+            "tie_embeddings": False,
+        },
+        train={"microbatch_size": SAMPLES, "global_batch_size": SAMPLES, "eval_interval": 0},
+    )
+    config = resolve(config, 1, vocab_size=SHAPE["vocab"], cuda=False)
+    return build_trainer(config, world_size=1, device=torch.device("cpu")).train_step
+
+
+def transformers_dense() -> Callable[[int], object]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=SHAPE["hidden"],
+            num_hidden_layers=SHAPE["layers"],
+            num_attention_heads=SHAPE["heads"],
+            num_key_value_heads=SHAPE["kv_heads"],
+            intermediate_size=SHAPE["ffn"],
+            vocab_size=SHAPE["vocab"],
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(number: int) -> float:
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(0, SHAPE["vocab"], (SAMPLES, TOKENS), generator=generator)
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
+def optimizer_step(name: str, rank: int, world: int, store: str) -> Callable[[int], object]:
+    import torch
+    import torch.distributed as dist
+
+    from bench_optimizer import Shape, make_step, seeded
+
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    shape = Shape(hidden=1024, layers=12, tokens=8)
+    step, _ = make_step(name, shape)
+    return lambda number: step(
+        torch.randn(shape.tokens, shape.hidden, generator=seeded(number, rank))
+    )
+
+
+def serve(name: str, rank: int, world: int, store: str) -> None:
+    """Make one step per line of the input, and answer with its wall and processor time."""
+    import warnings
+
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    if name == "megacore dense":
+        step = megacore_dense()
+    elif name == "transformers":
+        step = transformers_dense()
+    else:
+        step = optimizer_step(name, rank, world, store)
+    for number, _ in enumerate(sys.stdin):
+        start, cpu = time.perf_counter(), time.process_time()
+        step(number)
+        print(time.perf_counter() - start, time.process_time() - cpu, file=answers, flush=True)
+    os._exit(0)  # groups need no orderly end
+
+
+class Contestant:
+    """A world of processes that make a step when they are told to."""
+
+    def __init__(self, name: str, world: int, folder: str, peer_python: str) -> None:
+        python = peer_python if name in PEERS else sys.executable
+        store = f"{folder}/{name.replace(' ', '_')}"
+        self.name = name
+        self._ranks = [
+            subprocess.Popen(
+                [python, __file__, "--serve", name, str(rank), str(world), store],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"},
+            )
+            for rank in range(world)
+        ]
+
+    def step(self) -> tuple[float, float]:
+        """Return the wall time of the slowest rank and the processor time of all, in seconds."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("step\n")
+            rank.stdin.flush()
+        lines = [rank.stdout.readline().split() for rank in self._ranks if rank.stdout is not None]
+        if not all(lines):
+            raise SystemExit(f"bench_peers: contestant {self.name} ended; see its error above")
+        return max(float(line[0]) for line in lines), sum(float(line[1]) for line in lines)
+
+    def end(self) -> None:
+        """End the processes, which are waiting."""
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+
+
+def busy_s() -> float:
+    """Processor time that all processes of the machine have taken."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+    return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
+
+
+def compare(work: str, rounds: int, warmup: int, peer_python: str) -> list[dict[str, Any]]:
+    """Let the contestants of one work take turns; returns a row for each."""
+    world, names = WORK[work]
+    with tempfile.TemporaryDirectory() as folder:
+        contestants = [Contestant(name, world, folder, peer_python) for name in names]
+        try:
+            for _ in range(warmup):
+                for contestant in contestants:
+                    contestant.step()
+            times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+            start, busy = time.perf_counter(), busy_s()
+            for _ in range(rounds):
+                for contestant in contestants:
+                    times[contestant.name].append(contestant.step())
+            ours = sum(cpu for steps in times.values() for _, cpu in steps)
+            foreign = (busy_s() - busy - ours) / (time.perf_counter() - start)
+        finally:
+            for contestant in contestants:
+                contestant.end()
+    rows = []
+    for name in names:
+        wall, cpu = ([1e3 * each[i] for each in times[name]] for i in (0, 1))
+        row = {"work": work, "ranks": world, "name": name, "foreign": round(max(0.0, foreign), 2)}
+        rows.append({**row, "wall_ms": quartiles(wall), "cpu_ms": quartiles(cpu)})
+    return rows
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    return [round(value, 1) for value in statistics.quantiles(values, n=4, method="inclusive")]
+
+
+def vector_width() -> str:
+    flags = Path("/proc/cpuinfo").read_text()
+    names = {"avx512f": "AVX-512", "avx2": "AVX2"}
+    return next((name for flag, name in names.items() if flag in flags), "no AVX2")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines, work = [], ""
+    for row in rows:
+        if row["work"] != work:
+            work, base = row["work"], row
+            lines += [
+                "",
+                f"{work}; ranks {row['ranks']}, foreign {row['foreign']} cores",
+                f"{'':24}{'cpu ms':>8}{'quartiles':>18}{'ratio':>7}"
+                f"{'wall ms':>9}{'quartiles':>18}{'ratio':>7}",
+            ]
+        text = f"{row['name']:24}"
+        for key, width in (("cpu_ms", 8), ("wall_ms", 9)):
+            low, median, high = row[key]
+            ratio = median / base[key][1]
+            text += f"{median:{width}.0f}{f'{low:.0f} to {high:.0f}':>18}{ratio:6.2f}x"
+        lines.append(text)
+    return "\n".join(lines)
+
+
+def record(rows: Sequence[dict[str, Any]], known: dict[str, Any], path: Path) -> None:
+    """Append one row for this commit to the history."""
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    with path.open("a") as file:
+        file.write(json.dumps({"commit": commit, **known, "rows": list(rows)}) + "\n")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        name, rank, world, store = sys.argv[2:]
+        serve(name, int(rank), int(world), store)
+        return
+    from _common import facts, finish, header, options
+
+    parser = options(__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--peer-python", default=str(HERE.parent / "build/peers/bin/python"))
+    parser.add_argument("--only", default="", help="part of the name of a work")
+    parser.add_argument("--record", action="store_true", help="append to history.jsonl")
+    parser.add_argument("--out", type=Path, help="also write the output here")
+    args = parser.parse_args()
+    if not Path(args.peer_python).exists():
+        parser.error(f"--peer-python {args.peer_python} does not exist; run `make bench-peers`")
+    works = [work for work in WORK if args.only in work]
+    rows = [
+        row for work in works for row in compare(work, args.rounds, args.warmup, args.peer_python)
+    ]
+    known = {**facts("torch"), "vectors": vector_width()}
+    finish([f"{header('torch')}; {vector_width()}", table(rows).lstrip()], args.out)
+    if args.record:
+        record(rows, known, HERE / "history.jsonl")
+
+
+if __name__ == "__main__":
+    main()
