@@ -156,7 +156,7 @@ def test_a_fresh_run_moves_the_former_one_aside_and_a_resumed_one_goes_on(
     measured = (folder / "metrics.jsonl").read_bytes()
     fresh = run(tmp_path, "train", str(tiny), "--nproc=2", "--train.steps=2")
     assert (fresh.code, fresh.err) == (0, "")
-    assert f"note      what a former run left here was moved to {folder}/previous-1" in fresh.out
+    assert f"note      results of an earlier run were moved to {folder}/previous-1" in fresh.out
     assert (folder / "previous-1" / "metrics.jsonl").read_bytes() == measured
     assert (folder / "previous-1" / "checkpoints" / "step_00000004").is_dir()
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_00000002"]

@@ -323,5 +323,5 @@ def test_a_restart_with_other_settings_is_another_run(config: Path, tmp_path: Pa
     ended = _finish(start_command(command, config.parent, env={"SLURM_RESTART_COUNT": "1"}))
     assert ended.code == 0, ended.err
     where = tmp_path / "previous-1" / "checkpoints"
-    assert f"to go on from it, start with --checkpoint.resume={where}" in ended.out
+    assert f"to continue it, start with --checkpoint.resume={where}" in ended.out
     assert len(_losses(tmp_path)) == STEPS

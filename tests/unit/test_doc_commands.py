@@ -32,7 +32,7 @@ FENCE = re.compile(r"^```([\w+]*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BEFORE = re.compile(r"^\s*(?:\$ )?(?:(?:srun|torchrun|exec|python) .*?)?megacore (?=[a-z-])")
 # Spans of a setting's form that are names of files, of the API, or of a table with free names.
 FILES = (".jsonl", ".toml", ".json", ".py", ".idx", ".bin", ".parquet", ".txt", ".safetensors")
-NO_SETTINGS = ("model.options.", "moe.plan_offload_on_device", "moe...")
+NO_SETTINGS = ("model.options.", "moe.plan_offload", "moe...")
 # Commands that need neither torch nor what an earlier line wrote, and take less than a second.
 CHEAP = {"ranks", "schedule", "plan"}
 

@@ -187,16 +187,16 @@ def _set_aside(config: ResolvedConfig) -> tuple[str, ...]:
             source.rename(target)
         except OSError as error:
             raise ConfigError(
-                f"cannot move what a former run left in {source} to {target}: "
+                f"cannot move the results of an earlier run from {source} to {target}: "
                 f"{describe_os_error(error)}; give this run another run.dir"
             ) from error
     if (run / name).exists():
         with contextlib.suppress(OSError):  # the original may still be where it was
             copy_tokenizer(str(run), run / name)
     places = sorted({str(home / name) for home in homes if (home / name).exists()})
-    note = f"what a former run left here was moved to {' and '.join(places)}"
+    note = f"results of an earlier run were moved to {' and '.join(places)}"
     if has_checkpoints:
-        note += f"; to go on from it, start with --checkpoint.resume={moves[0][1].parent}"
+        note += f"; to continue it, start with --checkpoint.resume={moves[0][1].parent}"
     return (note,)
 
 

@@ -34,12 +34,12 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command(help="train a model as a TOML file says", takes_settings=True),
+    "train": Command(help="train the model described by a TOML file", takes_settings=True),
     "generate": Command(help="continue a text with a trained checkpoint"),
     "eval": Command(help="compute loss and perplexity of trained weights", takes_settings=True),
     "report": Command(help="write the report of a run, or compare two runs"),
-    "import-hf": Command(help="make a checkpoint from a model of Hugging Face"),
-    "export-hf": Command(help="write a checkpoint as a Hugging Face model"),
+    "import-hf": Command(help="convert a Hugging Face model to a checkpoint"),
+    "export-hf": Command(help="convert a checkpoint to a Hugging Face model"),
     "plan": Command(
         help="show layout, memory and schedule of a run without starting it", takes_settings=True
     ),
@@ -47,7 +47,7 @@ COMMANDS = {
     "data": Command(help="tokenize, inspect, merge and check training data", takes_settings=True),
     "trace": Command(help="join the profiles of all ranks of a run"),
     "ranks": Command(help="show which ranks form a group, for a layout"),
-    "schedule": Command(help="show a pipeline schedule: who runs what, when"),
+    "schedule": Command(help="show a pipeline schedule as a table or picture"),
     "echo": Command(help="simulate how hot experts are cloned to balance the ranks"),
     "why-hung": Command(help="show which ranks of a run wait for whom, and why"),
     "doctor": Command(help="check this machine and this installation"),
@@ -168,9 +168,7 @@ def _build_parser(
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--version", action=_ShowVersion, nargs=0, help="show the version and leave"
-    )
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     if module is not None:
         module.add_parser(commands)

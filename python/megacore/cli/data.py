@@ -129,6 +129,7 @@ def _merge(args: argparse.Namespace) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
+    from megacore.cli.train import fewest_ranks
     from megacore.config import load_config, resolve
     from megacore.data import load_tokenizer
     from megacore.data.loading import load_run_data
@@ -137,8 +138,8 @@ def _show(args: argparse.Namespace) -> None:
         raise ConfigError(f"show takes one TOML file, got {len(args.paths)}")
     config = load_config(args.paths[0], args.settings)
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
-    size = config.parallel.tp * config.parallel.cp * config.parallel.pp
-    config = resolve(config, config.run.nproc or size, vocab_size=vocab_size, cuda=False)
+    size = config.run.nproc or fewest_ranks(config)
+    config = resolve(config, size, vocab_size=vocab_size, cuda=False)
     with progress_bar("preparing the data") as progress:
         data = load_run_data(config, progress=progress)
     sets = {"train": data.train, **data.validation}

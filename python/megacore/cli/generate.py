@@ -185,7 +185,7 @@ def _require_text(option: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{option} is no text in UTF-8: character {error.start + 1} is {text[error.start]!r}"
+            f"{option} is not valid UTF-8: character {error.start + 1} is {text[error.start]!r}"
         ) from None
 
 

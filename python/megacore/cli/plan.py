@@ -185,7 +185,7 @@ def _print(plan: RunPlan, config: ResolvedConfig, world_size: int) -> None:
         console.print(_graphs_text(plan, config), soft_wrap=True)
     console.print(
         f"params, grads, optim: memory per rank, no activations; optimizer state {sharding}\n"
-        f"held: most microbatches, counted per chunk, whose activations a rank holds at once"
+        f"held: peak number of microbatches (per chunk) whose activations a rank stores"
         f"{_recompute_text(config)}",
         soft_wrap=True,
     )

@@ -88,11 +88,11 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         ("--microbatches", "microbatches per step (default: 8)"),
         (
             "--group-size",
-            "microbatches a chunk runs before the next takes over (default: best)",
+            "microbatches that run through a chunk before the next chunk (default: best)",
         ),
         (
             "--warmup-multiplier",
-            "1: interleaved_1f1b with fewer activations and messages that show (default: 2)",
+            "1: interleaved_1f1b keeps fewer activations, but exposes communication (default: 2)",
         ),
     )
     for flag, text in sizes:
@@ -110,7 +110,11 @@ def _add_cost_options(parser: argparse.ArgumentParser) -> None:
         ("--forward", 1.0, "time of one forward of a stage (default: 1)"),
         ("--backward", 2.0, "time of one backward of a stage (default: 2)"),
         ("--send", 0.0, "time a message takes between two ranks (default: 0)"),
-        ("--overlap", 0.0, "share of its shorter half that a pair hides (default: 0)"),
+        (
+            "--overlap",
+            0.0,
+            "fraction of the shorter pass that is hidden when a forward and a backward overlap (default: 0)",
+        ),
     )
     for flag, cost, text in costs:
         parser.add_argument(flag, type=number, default=cost, metavar="T", help=text)
@@ -259,10 +263,12 @@ def _print_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> None:
     elif not schedule.is_forward_only and costs.overlap == 0:
         bound = schedule.lower_bound(costs)
         gap = timeline.makespan / bound.value - 1 if bound.value > 0 else 0.0
-        verdict = "no order is faster" if gap < 1e-9 else f"an order {gap:.1%} faster may exist"
+        if gap < 1e-9:
+            verdict = "this order is optimal: none is faster"
+        else:
+            verdict = f"an order up to {gap:.1%} faster may exist: none is faster"
         console.print(
-            f"with this memory no order beats [bold]{bound.value:g}[/] ({bound.explanation}): "
-            f"{verdict}"
+            f"{verdict} than [bold]{bound.value:g}[/] with this memory ({bound.explanation})"
         )
     console.print()
     _print_grid(console, schedule, timeline)

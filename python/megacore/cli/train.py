@@ -32,8 +32,8 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "train",
-        help="train a model as a TOML file says",
-        description="Train a model as a TOML file says.",
+        help="train the model described by a TOML file",
+        description="Train the model described by a TOML file.",
         usage="megacore train CONFIG [--nproc N] [--section.key=value ...]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -164,6 +164,16 @@ def default_nproc(config: Config) -> int:
 
     if config.run.backend != "gloo" and torch.cuda.is_available():
         return torch.cuda.device_count()
+    return fewest_ranks(config)
+
+
+def fewest_ranks(config: Config) -> int:
+    """Return the smallest process count that the layout allows.
+
+    Example:
+        >>> fewest_ranks(load_config(None, [("parallel.pp", "2"), ("parallel.ep", "2")]))
+        4
+    """
     parallel = config.parallel
     etp = parallel.tp if parallel.etp is None else parallel.etp
     return parallel.pp * math.lcm(parallel.tp * parallel.cp, etp * parallel.ep)

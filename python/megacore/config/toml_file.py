@@ -36,13 +36,13 @@ def _explain_unreadable(path: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         parent = path.parent
         if not parent.is_dir():
-            return f"there is no configuration file {path}: the folder {parent} does not exist"
+            return f"no such file: {path}: the folder {parent} does not exist"
         names = [entry.name for entry in parent.iterdir() if entry.is_file()]
         close = close_words(path.name, names, count=3)
         if close:
             best = " or ".join(str(parent / name) for name in close)
-            return f"there is no configuration file {path}; did you mean {best}?"
-        return f"there is no configuration file {path}{_list_toml(parent)}"
+            return f"no such file: {path}; did you mean {best}?"
+        return f"no such file: {path}{_list_toml(parent)}"
     return f"cannot read {path}: {error.strerror}"
 
 

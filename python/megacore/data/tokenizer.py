@@ -108,7 +108,7 @@ class ByteTokenizer:
         for token in tokens:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"token id {token} is no byte; the byte tokenizer has ids 0 to 255"
+                    f"token id {token} is not a byte; the byte tokenizer has ids 0 to 255"
                 )
         return bytes(tokens).decode("utf-8", errors="replace")
 

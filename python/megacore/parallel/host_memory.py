@@ -302,9 +302,9 @@ class HostConnector:
             self._while_waiting()
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"rank {ranks[position]} (position {position}) did not come to connect ranks "
-                    f"{', '.join(map(str, ranks))} through shared memory; timed out after "
-                    f"{self._timeout_s:g} s"
+                    f"rank {ranks[position]} (position {position}) did not join ranks "
+                    f"{', '.join(map(str, ranks))} within {self._timeout_s:g} s, while they set up "
+                    "shared memory"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)

@@ -73,7 +73,7 @@ def test_a_fresh_run_moves_all_of_the_former_one_and_only_that(tmp_path: Path) -
     [note] = make_place(_config(tmp_path), None, GROUPS)
     place = tmp_path / "previous-1"
     assert note == (
-        f"what a former run left here was moved to {place}; to go on from it, start with "
+        f"results of an earlier run were moved to {place}; to continue it, start with "
         f"--checkpoint.resume={place / 'checkpoints'}"
     )
     moved = {*RESULTS, *further, "checkpoints/latest", "checkpoints/step_00000007/index.json"}

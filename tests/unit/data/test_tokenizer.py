@@ -27,7 +27,7 @@ def test_broken_utf8_decodes_to_replacement_characters() -> None:
 
 @pytest.mark.parametrize("token", [-1, 256])
 def test_the_byte_tokenizer_refuses_an_id_that_is_no_byte(token: int) -> None:
-    with pytest.raises(ValueError, match=f"token id {token} is no byte"):
+    with pytest.raises(ValueError, match=f"token id {token} is not a byte"):
         ByteTokenizer().decode([65, token])
 
 

@@ -144,9 +144,7 @@ def test_memory_that_cannot_be_reserved_makes_all_refuse() -> None:
 
 def test_a_member_that_never_comes_leaves_no_file_open() -> None:
     connector = HostConnector(HashStore(), prefix="test", timeout_s=0.2, slot_bytes=4096)
-    with pytest.raises(
-        RuntimeError, match=r"rank 9 \(position 1\) did not come to connect ranks 8, 9"
-    ):
+    with pytest.raises(RuntimeError, match=r"rank 9 \(position 1\) did not join ranks 8, 9"):
         connector.connect("tp", [8, 9], 0)
     assert my_segments() == []
     # The second one says where it runs, and dies before it opens the segment.
@@ -155,7 +153,7 @@ def test_a_member_that_never_comes_leaves_no_file_open() -> None:
         HostConnector(store, prefix="test", timeout_s=0.2, slot_bytes=4096) for _ in range(2)
     ]
     for position in (1, 0):
-        with pytest.raises(RuntimeError, match=r"timed out after 0.2 s"):
+        with pytest.raises(RuntimeError, match=r"within 0.2 s"):
             connectors[position].connect("tp", [0, 1], position)
     assert my_segments() == []
 

@@ -33,7 +33,7 @@ def test_prints_the_grid_the_bubble_and_the_ranks(
 GOLDEN = """\
 interleaved_1f1b: 4 ranks, 2 chunks each, 8 stages, 4 microbatches
 makespan 33, bubble 27.3% (27.3% without a barrier between steps), at most 8 microbatch activations in flight on one rank
-with this memory no order beats 33 (the work of one rank, from its first start to its shortest tail): no order is faster
+this order is optimal: none is faster than 33 with this memory (the work of one rank, from its first start to its shortest tail)
 
 time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22  23  24  25  26  27  28  29  30  31  32
 rank 0  0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3                         4B0----     4B1----     4B2----     4B3---- 0B0---- 0B1---- 0B2---- 0B3----
