@@ -113,7 +113,7 @@ def _add_cost_options(parser: argparse.ArgumentParser) -> None:
         (
             "--overlap",
             0.0,
-            "fraction of the shorter pass that is hidden when a forward and a backward overlap (default: 0)",
+            "fraction of the shorter pass that a forward and a backward hide together (default: 0)",
         ),
     )
     for flag, cost, text in costs:

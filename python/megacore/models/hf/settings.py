@@ -128,7 +128,7 @@ def config_to_hf(
         family: The only ``model_type`` to try. Default: all.
 
     Raises:
-        MegacoreError: If there is none, with the settings that differ for each family.
+        MegacoreError: If there is none, with the settings that differ for the two nearest families.
     """
     if model.factory is not None:
         raise MegacoreError(
@@ -137,20 +137,22 @@ def config_to_hf(
         )
     if family is not None and family not in FAMILIES:
         raise MegacoreError(f"the family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    reasons = []
+    reasons: list[tuple[int, str]] = []
     for name in FAMILIES if family is None else [family]:
         config = _entries(FAMILIES[name], model, moe)
         try:
             found = sections_from_hf(config, seq_length=model.seq_length)
         except MegacoreError as error:
-            reasons.append(f"{name}: {error}")
+            reasons.append((1000, f"{name}: {error}"))
             continue
         different = differences(found, (model, moe))
         if not different:
             return config
-        reasons.append(f"{name} has {', '.join(different)}")
+        reasons.append((len(different), f"{name} has {', '.join(different)}"))
+    nearest = "; ".join(reason for _, reason in sorted(reasons)[:2])
     raise MegacoreError(
-        f"no supported family of Hugging Face has the shape of this model: {'; '.join(reasons)}"
+        "no supported family of Hugging Face has the shape of this model; the nearest: "
+        f"{nearest}; --family NAME shows what another one needs"
     )
 
 
