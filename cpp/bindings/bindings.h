@@ -28,5 +28,6 @@ void bind_grouped_arguments(pybind11::module_& module);
 void bind_graph(pybind11::module_& module);
 void bind_weak_tensor(pybind11::module_& module);
 void bind_decode(pybind11::module_& module);
+void bind_layers(pybind11::module_& module);
 
 }  // namespace megacore::bindings

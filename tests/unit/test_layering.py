@@ -19,6 +19,7 @@ CPP_MAY_INCLUDE = {
     "buffer": {"base", "parallel"},
     "moe": {"base", "parallel"},
     "decode": {"base", "moe"},
+    "layers": {"base", "moe"},
     "graph": {"base", "parallel"},
 }
 

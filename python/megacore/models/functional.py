@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, silu
 
-from megacore.ops.library import in_inference
+from megacore.ops import activations, dense
 
 
 def rms_norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -38,10 +38,7 @@ def rms_norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0).square().sum().item()
         2.0
     """
-    if not torch.is_grad_enabled():
-        return _normalized(x_SBH, weight_H, eps)[0]
-    result: Tensor = _RMSNorm.apply(x_SBH, weight_H, eps)  # type: ignore[no-untyped-call]
-    return result
+    return dense.rms_norm(x_SBH, weight_H, eps)
 
 
 def swiglu(x_SBF: Tensor) -> Tensor:
@@ -50,6 +47,9 @@ def swiglu(x_SBF: Tensor) -> Tensor:
     Source:
         Shazeer, arXiv:2002.05202.
     """
+    if x_SBF.is_cpu and x_SBF.dtype in (torch.float32, torch.bfloat16):
+        y: Tensor = activations.swiglu(x_SBF.flatten(0, -2))
+        return y.view(*x_SBF.shape[:-1], -1)
     if not torch.is_grad_enabled():
         return _gated(x_SBF)
     result: Tensor = _SwiGLU.apply(x_SBF)  # type: ignore[no-untyped-call]
@@ -93,17 +93,12 @@ def split_and_rotate(
         head_dim: D.
 
     Returns:
-        Queries ``(S, B, G * Q, D)``, keys and values ``(S, B, G, D)``; contiguous in training.
+        Queries ``(S, B, G * Q, D)``, keys and values ``(S, B, G, D)``; contiguous.
 
     Source:
         Su et al., arXiv:2104.09864.
     """
-    if not torch.is_grad_enabled():
-        return _split_and_rotate(qkv_SBGX, cos, sin, head_dim)
-    result: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(  # type: ignore[no-untyped-call]
-        qkv_SBGX, cos, sin, head_dim
-    )
-    return result
+    return dense.split_and_rotate(qkv_SBGX, cos, sin, head_dim)
 
 
 def rotate(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -117,62 +112,9 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype.itemsize < 4 else x.dtype
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Return the tensor itself, or a float32 copy if its dtype is narrower."""
-    return x.float() if x.dtype.itemsize < 4 else x
-
-
-def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalized tensor, and the factor of each token."""
-    wide = _wide(x)
-    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).mul_(weight).to(x.dtype), scale
-
-
 def _gated(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return silu(gate).mul_(up)
-
-
-def _split_and_rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads_SBGND = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
-    if in_inference():
-        # Half of the operations, for the few tokens of a generated text.
-        rotated = torch.empty_like(heads_SBGND[..., :-1, :])
-        _rotate_into(rotated, heads_SBGND[..., :-1, :], cos, sin)
-        return rotated[..., :-1, :].flatten(2, 3), rotated[..., -1, :], heads_SBGND[..., -1, :]
-    sequence, batch, groups, slots, _ = heads_SBGND.shape
-    q = qkv.new_empty(sequence, batch, groups, slots - 2, head_dim)
-    k = qkv.new_empty(sequence, batch, groups, 1, head_dim)
-    _rotate_into(q, heads_SBGND[..., :-2, :], cos, sin)
-    _rotate_into(k, heads_SBGND[..., -2:-1, :], cos, sin)
-    return q.flatten(2, 3), k.squeeze(3), heads_SBGND[..., -1, :].contiguous()
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        result, scale = _normalized(x, weight, eps)
-        ctx.save_for_backward(x, weight, scale)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, scale = ctx.saved_tensors
-        unit = _wide(x) * scale
-        grad = _wide(grad)
-        grad_x = grad_weight = None
-        # A split backward pass requests one of the two at a time.
-        if ctx.needs_input_grad[1]:
-            grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
-            grad_unit = grad * weight
-            radial = (grad_unit * unit).mean(-1, keepdim=True)
-            grad_x = grad_unit.addcmul_(unit, radial, value=-1).mul_(scale).to(x.dtype)
-        return grad_x, grad_weight, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -193,37 +135,12 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x
 
 
-class _SplitAndRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        return _split_and_rotate(qkv, cos, sin, head_dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
-    ) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        sequence, batch, groups, head_dim = grad_k.shape
-        q_per_kv = grad_q.shape[2] // groups
-        grad = grad_q.new_empty(sequence, batch, groups, q_per_kv + 2, head_dim)
-        grad_q = grad_q.reshape(sequence, batch, groups, q_per_kv, head_dim)
-        # The adjoint of a rotation, times a factor, is the inverse rotation, times the factor.
-        _rotate_into(grad[..., :-2, :], grad_q, cos, -sin)
-        _rotate_into(grad[..., -2:-1, :], grad_k.unsqueeze(3), cos, -sin)
-        grad[..., -1, :] = grad_v
-        return grad.flatten(3), None, None, None
-
-
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         out = x.new_empty(x.shape)
-        _rotate_into(out[:, :, None], x[:, :, None], cos, sin)
+        dense.rotate_into(out[:, :, None], x[:, :, None], cos, sin)
         return out
 
     @staticmethod
@@ -231,24 +148,5 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         out = grad.new_empty(grad.shape)
-        _rotate_into(out[:, :, None], grad[:, :, None], cos, -sin)
+        dense.rotate_into(out[:, :, None], grad[:, :, None], cos, -sin)
         return out, None, None
-
-
-def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Write the rotated ``x`` to ``out``, both ``(S, B, G, N, D)``."""
-    num_rotated = 2 * cos.shape[-1]
-    if num_rotated < x.shape[-1]:
-        out[..., num_rotated:] = x[..., num_rotated:]
-        out, x = out[..., :num_rotated], x[..., :num_rotated]
-    if cos.dim() == 2:
-        cos, sin = cos[:, None], sin[:, None]
-    length = x.shape[0]
-    cos, sin = cos[:length, :, None, None], sin[:length, :, None, None]
-    target = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
-    x_1, x_2 = _wide(x).chunk(2, dim=-1)
-    out_1, out_2 = target.chunk(2, dim=-1)
-    torch.mul(x_1, cos, out=out_1).addcmul_(x_2, sin, value=-1)
-    torch.mul(x_2, cos, out=out_2).addcmul_(x_1, sin)
-    if target is not out:
-        out.copy_(target)

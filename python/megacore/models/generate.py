@@ -136,7 +136,7 @@ def _stream(
     was_training = model.training
     model.eval()
     try:
-        with remembering(model) as pasts:
+        with remembering(model.layers) as pasts:
             while True:
                 if end - begin > limit:
                     begin = fed = end - (limit + 1) // 2

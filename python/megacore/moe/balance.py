@@ -84,15 +84,54 @@ def load_balancing_loss(
         >>> value.item()
         1.5
     """
-    length, batch, num_experts = scores_SBE.shape
+    _, batch, num_experts = scores_SBE.shape
     pools = batch if kind == "sequence" else 1
     count_PE = _count_choices(expert_ids_SBK, pools, num_experts).to(scores_SBE.dtype)
     total_PE = scores_SBE.sum(0)
     if kind == "batch":
         total_PE = total_PE.sum(0, keepdim=True)
-    num_tokens = length if kind == "sequence" else length * batch
-    own_tokens = max(1, num_tokens * groups.sequence_parallel.size)
+    return balance_of_pools(
+        count_PE,
+        total_PE,
+        num_choices=expert_ids_SBK.numel() // max(1, pools),
+        top_k=expert_ids_SBK.shape[-1],
+        kind=kind,
+        groups=groups,
+        memo=memo,
+    )
+
+
+def balance_of_pools(
+    count_PE: Tensor,
+    total_PE: Tensor,
+    *,
+    num_choices: int,
+    top_k: int,
+    kind: Literal["sequence", "batch"],
+    groups: RouterGroups,
+    memo: Memo | None = None,
+    coef: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute `load_balancing_loss` times a coefficient from the sums over this rank's tokens.
+
+    Args:
+        count_PE: Choices of each expert by pool, float.
+        total_PE: Sums of scores by pool.
+        num_choices: Choices of a pool on this rank.
+        top_k: Choices per token.
+        kind: The pool.
+        groups: As in `load_balancing_loss`.
+        memo: As in `load_balancing_loss`.
+        coef: The coefficient.
+    """
+    pools, num_experts = count_PE.shape
+    own_tokens = max(1, num_choices // top_k * groups.sequence_parallel.size)
     pool_group = groups.cp if kind == "sequence" else groups.dp_cp
+    if pools > 0 and groups.sequence_parallel.size == pool_group.size == 1:
+        # Fewer operations than the general case, of which it is the one without other ranks.
+        factor = coef * num_experts / (own_tokens * own_tokens * top_k)
+        own_P = (count_PE * total_PE).sum(1) * factor
+        return own_P, own_P.detach().mean()
 
     def over_ranks() -> Tensor:
         stats = torch.stack([count_PE, total_PE.detach()])
@@ -102,10 +141,10 @@ def load_balancing_loss(
 
     stats = over_ranks() if memo is None else memo.once(over_ranks)
     pool_tokens = own_tokens * pool_group.size
-    share_PE = stats[0] / (pool_tokens * expert_ids_SBK.shape[-1])
+    share_PE = stats[0] / (pool_tokens * top_k)
     own_P = num_experts * (share_PE * total_PE).sum(1) / own_tokens
     value = num_experts * (share_PE * stats[1]).sum() / (max(1, pools) * pool_tokens)
-    return own_P, value
+    return own_P * coef, value * coef
 
 
 def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]:

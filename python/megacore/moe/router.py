@@ -14,14 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import MoEConfig
-from megacore.moe.balance import RouterGroups, inject_gradient, load_balancing_loss, z_loss
+from megacore.moe.balance import (
+    RouterGroups,
+    balance_of_pools,
+    inject_gradient,
+    load_balancing_loss,
+    z_loss,
+)
 from megacore.ops import top_k
 from megacore.ops.counter_random import StepKeys, key_of, token_numbers, uniform
 from megacore.ops.recompute import Memo
+from megacore.ops.routing import TINY, route
 from megacore.parallel.collectives import all_reduce_
-
-# As in DeepSeek-V3; far below any sum of softmax scores.
-_TINY = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +182,10 @@ class TopKRouter(nn.Module):
         config = self.config
         logits_SBE = self._logits(hidden, names)
         logits = logits_SBE.flatten(0, 1)
-        scores = _scores(logits, config)
         memo = Memo() if memo is None else memo
+        if expert_ids is None and self._is_fused(logits):
+            return self._route(logits_SBE, loss_factor=loss_factor, memo=memo)
+        scores = _scores(logits, config)
         if expert_ids is None:
             expert_ids = memo.once(lambda: self._decide(logits, scores.detach(), names))
         elif expert_ids.shape != (logits.shape[0], config.top_k):
@@ -190,12 +196,18 @@ class TopKRouter(nn.Module):
         probs = _weights(logits, scores, expert_ids, config)
         aux_value = z_value = None
         if self.training:
-            if self.tokens_seen is not None and not memo.is_replay:
-                chosen = expert_ids.flatten()
-                self.tokens_seen.scatter_add_(0, chosen, torch.ones_like(chosen))
-            probs, aux_value, z_value = self._with_losses(
-                probs, logits_SBE, scores, expert_ids, loss_factor=loss_factor, memo=memo
-            )
+            self._count(expert_ids, memo)
+            if config.aux_loss_coef > 0.0:
+                own, value = load_balancing_loss(
+                    _normalized(scores, config).view_as(logits_SBE),
+                    expert_ids.view(*logits_SBE.shape[:2], config.top_k),
+                    kind=config.aux_loss_type,
+                    groups=self.groups,
+                    memo=memo,
+                )
+                own, aux_value = own * config.aux_loss_coef, value * config.aux_loss_coef
+                probs = inject_gradient(probs, own, self._pool_factor(loss_factor, memo))
+            probs, z_value = self._with_z_loss(probs, logits_SBE, loss_factor)
         return RoutingResult(
             probs=probs,
             expert_ids=expert_ids,
@@ -203,35 +215,66 @@ class TopKRouter(nn.Module):
             z_loss=z_value,
         )
 
-    def _with_losses(
-        self,
-        probs: Tensor,
-        logits_SBE: Tensor,
-        scores: Tensor,
-        expert_ids: Tensor,
-        *,
-        loss_factor: float | Tensor,
-        memo: Memo,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute the auxiliary losses and attach their gradients to the probabilities."""
+    def _is_fused(self, logits: Tensor) -> bool:
+        """Return whether one operation makes the decisions: none is replaced or by groups."""
         config = self.config
+        return (
+            logits.is_cpu
+            and logits.dtype == torch.float32
+            and not config.force_balanced
+            and config.groups_top_k >= config.num_groups
+            and (self.tape is None or not self.training)
+        )
+
+    def _route(
+        self, logits_SBE: Tensor, *, loss_factor: float | Tensor, memo: Memo
+    ) -> RoutingResult:
+        """Route by one operation, for `forward`."""
+        config, batch = self.config, logits_SBE.shape[1]
+        probs, ids, count_PE, total_PE = route(
+            logits_SBE.flatten(0, 1),
+            self.expert_bias,
+            memo.once(_unknown) if memo.is_replay else None,
+            top_k=config.top_k,
+            num_pools=batch if config.aux_loss_type == "sequence" else 1,
+            is_sigmoid=config.score_function == "sigmoid",
+            softmax_after_top_k=config.softmax_after_top_k,
+            normalize=config.normalize,
+            scaling=config.scaling_factor,
+        )
+        if not memo.is_replay:
+            memo.once(lambda: ids)
         aux_value = z_value = None
-        if config.aux_loss_coef > 0.0:
-            own, value = load_balancing_loss(
-                _normalized(scores, config).view_as(logits_SBE),
-                expert_ids.view(*logits_SBE.shape[:2], config.top_k),
-                kind=config.aux_loss_type,
-                groups=self.groups,
-                memo=memo,
-            )
-            factor = self._pool_factor(loss_factor, memo)
-            probs = inject_gradient(probs, own * config.aux_loss_coef, factor)
-            aux_value = value * config.aux_loss_coef
-        if config.z_loss_coef > 0.0:
-            own, value = z_loss(logits_SBE, groups=self.groups)
-            probs = inject_gradient(probs, own * config.z_loss_coef, loss_factor)
-            z_value = value * config.z_loss_coef
-        return probs, aux_value, z_value
+        if self.training:
+            self._count(ids, memo)
+            if config.aux_loss_coef > 0.0:
+                own, aux_value = balance_of_pools(
+                    count_PE,
+                    total_PE,
+                    num_choices=ids.numel() // max(1, len(count_PE)),
+                    top_k=config.top_k,
+                    kind=config.aux_loss_type,
+                    groups=self.groups,
+                    memo=memo,
+                    coef=config.aux_loss_coef,
+                )
+                probs = inject_gradient(probs, own, self._pool_factor(loss_factor, memo))
+            probs, z_value = self._with_z_loss(probs, logits_SBE, loss_factor)
+        return RoutingResult(probs=probs, expert_ids=ids, aux_loss=aux_value, z_loss=z_value)
+
+    def _count(self, expert_ids: Tensor, memo: Memo) -> None:
+        if self.tokens_seen is not None and not memo.is_replay:
+            chosen = expert_ids.flatten()
+            self.tokens_seen.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+    def _with_z_loss(
+        self, probs: Tensor, logits_SBE: Tensor, loss_factor: float | Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        coef = self.config.z_loss_coef
+        if coef == 0.0:
+            return probs, None
+        own, value = z_loss(logits_SBE, groups=self.groups)
+        return inject_gradient(probs, own * coef, loss_factor), value * coef
 
     def _pool_factor(self, factor: float | Tensor, memo: Memo) -> float | Tensor:
         """Compute the gradient factor of the load-balancing loss for its pool."""
@@ -332,6 +375,10 @@ def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
         router.tokens_seen.zero_()
 
 
+def _unknown() -> Tensor:
+    raise RuntimeError("megacore bug: a decision is replayed that was not kept")
+
+
 def _scores(logits: Tensor, config: MoEConfig) -> Tensor:
     return logits.softmax(-1) if config.score_function == "softmax" else logits.sigmoid()
 
@@ -340,7 +387,7 @@ def _normalized(scores: Tensor, config: MoEConfig) -> Tensor:
     """Normalize scores to a sum of 1 for each token."""
     if config.score_function == "softmax":
         return scores
-    return scores / (scores.sum(-1, keepdim=True) + _TINY)
+    return scores / (scores.sum(-1, keepdim=True) + TINY)
 
 
 def _weights(logits: Tensor, scores: Tensor, expert_ids: Tensor, config: MoEConfig) -> Tensor:
@@ -349,7 +396,7 @@ def _weights(logits: Tensor, scores: Tensor, expert_ids: Tensor, config: MoEConf
     else:
         weights = scores.gather(1, expert_ids)
         if config.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     return weights if config.scaling_factor == 1.0 else weights * config.scaling_factor
 
 

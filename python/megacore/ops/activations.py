@@ -281,5 +281,5 @@ def _gelu_grads(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     return grad_x, None if probs is None else grad_probs
 
 
-define_gradient("swiglu", _swiglu_grads, _setup)
-define_gradient("gelu", _gelu_grads, _setup)
+define_gradient(_swiglu, _swiglu_grads, _setup)
+define_gradient(_gelu, _gelu_grads, _setup)

@@ -441,4 +441,4 @@ _weight_grad_ = define_op(
     cuda=_weight_grad_cuda_,
     fake=_weight_grad_fake_,
 )
-define_gradient("grouped_gemm", _backward, _setup)
+define_gradient(_grouped_gemm, _backward, _setup)

@@ -10,9 +10,67 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 # torch has a process-wide registry of operations; this is the handle on our namespace in it.
 _LIBRARY = torch.library.Library("megacore", "DEF")  # type: ignore[no-untyped-call]
+
+
+class Operation:
+    """A registered operation, as a function of its arguments in the order of the schema.
+
+    torch's dispatch of an operation with Python implementations takes longer than many operations
+    of a small model. A call that nothing observes goes to the implementation: no compiler,
+    profiler or dispatch mode, tensors of no subclass, on the CPU.
+    """
+
+    def __init__(self, name: str, cpu: Callable[..., Any]) -> None:
+        self.name = f"megacore::{name}"
+        self._op: Callable[..., Any] = getattr(torch.ops.megacore, name).default
+        self._cpu = cpu
+        self._differentiable: Callable[..., Any] | None = None
+
+    def __call__(self, first: torch.Tensor, *others: Any) -> Any:
+        """Call the operation; its first argument is a tensor."""
+        if not _is_unobserved(first):
+            return self._op(first, *others)
+        if torch.is_inference_mode_enabled():
+            return self._cpu(first, *others)
+        if torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in (first, *others)
+        ):
+            return (self._differentiable or self._op)(first, *others)
+        return self._cpu(first, *others)
+
+    def set_gradient(
+        self, backward: Callable[..., Any], setup_context: Callable[..., None]
+    ) -> None:
+        """Set the derivative, as in `define_gradient`."""
+        cpu = self._cpu
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = cpu(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        # Not torch's own setup_context, for which it would inspect the signature in each call.
+        parts = {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(once_differentiable(backward)),
+        }
+        function: Any = type("Direct", (torch.autograd.Function,), parts)
+        self._differentiable = function.apply
+
+
+def _is_unobserved(first: torch.Tensor) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and (type(first) is torch.Tensor or type(first) is torch.nn.Parameter)
+        and first.is_cpu
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._autograd._profiler_enabled()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def define_op(
@@ -21,7 +79,7 @@ def define_op(
     cpu: Callable[..., Any],
     cuda: Callable[..., Any],
     fake: Callable[..., Any],
-) -> Callable[..., Any]:
+) -> Operation:
     """Register ``megacore::<name>`` and return the callable operation.
 
     Args:
@@ -35,15 +93,7 @@ def define_op(
     _LIBRARY.impl(name, cpu, "CPU")  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, cuda, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"megacore::{name}", fake, lib=_LIBRARY)
-    op: Callable[..., Any] = getattr(torch.ops.megacore, name).default
-
-    def call(first: torch.Tensor, *others: Any) -> Any:
-        # torch's dispatch takes longer than an operation on the few tokens of a generated text.
-        if in_inference() and type(first) is torch.Tensor and first.is_cpu:
-            return cpu(first, *others)
-        return op(first, *others)
-
-    return call
+    return Operation(name, cpu)
 
 
 def in_inference() -> bool:
@@ -52,18 +102,17 @@ def in_inference() -> bool:
 
 
 def define_gradient(
-    name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
+    op: Operation, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> None:
-    """Register the derivative of ``megacore::<name>``.
+    """Register the derivative of an operation made by :func:`define_op`.
 
     Args:
-        name: An operation made by :func:`define_op`.
+        op: The operation.
         backward: ``(ctx, *grads)`` to one gradient or ``None`` per argument.
         setup_context: ``(ctx, inputs, output)``; saves the tensors for the backward pass.
     """
-    torch.library.register_autograd(
-        f"megacore::{name}", backward, setup_context=setup_context, lib=_LIBRARY
-    )
+    torch.library.register_autograd(op.name, backward, setup_context=setup_context, lib=_LIBRARY)
+    op.set_gradient(backward, setup_context)
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -323,5 +323,5 @@ def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_rows, None, grad_weights
 
 
-define_gradient("permute", _permute_backward, _permute_setup)
-define_gradient("unpermute", _unpermute_backward, _unpermute_setup)
+define_gradient(_permute, _permute_backward, _permute_setup)
+define_gradient(_unpermute, _unpermute_backward, _unpermute_setup)

@@ -246,4 +246,4 @@ def _backward(ctx: Any, _: None, grad: Tensor | None) -> tuple[Tensor | None, ..
     return None, weights, None, None, None, None
 
 
-define_gradient("reroute", _backward, _setup)
+define_gradient(_reroute, _backward, _setup)

@@ -1,0 +1,118 @@
+#include <cstdint>
+
+#include "bindings.h"
+#include "megacore/layers/dense.h"
+#include "megacore/moe/router.h"
+
+namespace py = pybind11;
+
+namespace megacore::bindings {
+namespace {
+
+// `is_bfloat16` says what the elements are: bfloat16, or else float32.
+template <typename Run>
+void for_element(bool is_bfloat16, const Run& run) {
+  if (is_bfloat16) {
+    run(uint16_t{});
+  } else {
+    run(float{});
+  }
+}
+
+void bind_router(py::module_& module) {
+  module.def(
+      "route",
+      [](uintptr_t logits, uintptr_t bias, bool keeps_ids, uintptr_t probs, uintptr_t ids,
+         uintptr_t counts, uintptr_t totals, int64_t num_tokens, int64_t num_experts, int64_t top_k,
+         int64_t num_pools, bool is_sigmoid, bool softmax_after_top_k, bool normalize,
+         float scaling, int num_threads) {
+        moe::route(pointer<const float>(logits), pointer<const float>(bias), keeps_ids,
+                   {num_tokens, num_experts, top_k, num_pools, is_sigmoid, softmax_after_top_k,
+                    normalize, scaling},
+                   {pointer<float>(probs), pointer<int64_t>(ids), pointer<float>(counts),
+                    pointer<float>(totals)},
+                   num_threads);
+      },
+      py::kw_only(), py::arg("logits"), py::arg("bias"), py::arg("keeps_ids"), py::arg("probs"),
+      py::arg("ids"), py::arg("counts"), py::arg("totals"), py::arg("num_tokens"),
+      py::arg("num_experts"), py::arg("top_k"), py::arg("num_pools"), py::arg("is_sigmoid"),
+      py::arg("softmax_after_top_k"), py::arg("normalize"), py::arg("scaling"),
+      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "route_backward",
+      [](uintptr_t grad_probs, uintptr_t grad_totals, uintptr_t logits, uintptr_t ids,
+         uintptr_t grad_logits, int64_t num_tokens, int64_t num_experts, int64_t top_k,
+         int64_t num_pools, bool is_sigmoid, bool softmax_after_top_k, bool normalize,
+         float scaling, int num_threads) {
+        moe::route_backward(pointer<const float>(grad_probs), pointer<const float>(grad_totals),
+                            pointer<const float>(logits), pointer<const int64_t>(ids),
+                            pointer<float>(grad_logits),
+                            {num_tokens, num_experts, top_k, num_pools, is_sigmoid,
+                             softmax_after_top_k, normalize, scaling},
+                            num_threads);
+      },
+      py::kw_only(), py::arg("grad_probs"), py::arg("grad_totals"), py::arg("logits"),
+      py::arg("ids"), py::arg("grad_logits"), py::arg("num_tokens"), py::arg("num_experts"),
+      py::arg("top_k"), py::arg("num_pools"), py::arg("is_sigmoid"), py::arg("softmax_after_top_k"),
+      py::arg("normalize"), py::arg("scaling"), py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_layers(py::module_& module) {
+  bind_router(module);
+  module.def(
+      "rms_norm",
+      [](uintptr_t x, uintptr_t weight, float eps, uintptr_t y, uintptr_t scale, int64_t rows,
+         int64_t width, bool is_bfloat16, int num_threads) {
+        for_element(is_bfloat16, [&]<typename Float>(Float) {
+          layers::rms_norm(pointer<const Float>(x), pointer<const Float>(weight), eps,
+                           pointer<Float>(y), pointer<float>(scale), rows, width, num_threads);
+        });
+      },
+      py::kw_only(), py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("y"),
+      py::arg("scale"), py::arg("rows"), py::arg("width"), py::arg("is_bfloat16"),
+      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "rms_norm_backward",
+      [](uintptr_t grad_y, uintptr_t x, uintptr_t weight, uintptr_t scale, uintptr_t grad_x,
+         uintptr_t grad_weight, int64_t rows, int64_t width, bool is_bfloat16, int num_threads) {
+        for_element(is_bfloat16, [&]<typename Float>(Float) {
+          layers::rms_norm_backward(pointer<const Float>(grad_y), pointer<const Float>(x),
+                                    pointer<const Float>(weight), pointer<const float>(scale),
+                                    pointer<Float>(grad_x), pointer<float>(grad_weight), rows,
+                                    width, num_threads);
+        });
+      },
+      py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("weight"), py::arg("scale"),
+      py::arg("grad_x"), py::arg("grad_weight"), py::arg("rows"), py::arg("width"),
+      py::arg("is_bfloat16"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "split_and_rotate",
+      [](uintptr_t qkv, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin,
+         int64_t num_tokens, int64_t batch, int64_t num_groups, int64_t q_per_kv, int64_t head_dim,
+         int64_t num_rotated, bool position_per_sample, bool backward, bool is_bfloat16,
+         int num_threads) {
+        for_element(is_bfloat16, [&]<typename Float>(Float) {
+          layers::split_and_rotate(pointer<Float>(qkv), pointer<Float>(q), pointer<Float>(k),
+                                   pointer<Float>(v), pointer<const float>(cos),
+                                   pointer<const float>(sin),
+                                   {.num_tokens = num_tokens,
+                                    .batch = batch,
+                                    .num_groups = num_groups,
+                                    .q_per_kv = q_per_kv,
+                                    .head_dim = head_dim,
+                                    .num_rotated = num_rotated,
+                                    .position_per_sample = position_per_sample},
+                                   backward, num_threads);
+        });
+      },
+      py::kw_only(), py::arg("qkv"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"),
+      py::arg("sin"), py::arg("num_tokens"), py::arg("batch"), py::arg("num_groups"),
+      py::arg("q_per_kv"), py::arg("head_dim"), py::arg("num_rotated"),
+      py::arg("position_per_sample"), py::arg("backward"), py::arg("is_bfloat16"),
+      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace megacore::bindings

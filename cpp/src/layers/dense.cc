@@ -1,0 +1,253 @@
+#include "megacore/layers/dense.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "megacore/base/check.h"
+#include "megacore/base/low_precision.h"
+#include "megacore/base/vector_clones.h"
+#include "megacore/moe/parallel_for.h"
+
+namespace megacore::layers {
+namespace {
+
+constexpr int64_t kLanes = 16;
+// Elements of work that are worth a thread.
+constexpr int64_t kGrainNumel = 1 << 15;
+// Rows whose part of the gradient of the weight is summed first.
+constexpr int64_t kRowsOfSum = 256;
+
+[[gnu::always_inline]] inline float widen(float value) { return value; }
+[[gnu::always_inline]] inline float widen(uint16_t bits) { return base::float_of_bfloat16(bits); }
+[[gnu::always_inline]] inline void narrow(float value, float& to) { to = value; }
+[[gnu::always_inline]] inline void narrow(float value, uint16_t& to) {
+  to = base::bfloat16_bits(value);
+}
+
+[[gnu::always_inline]] inline float sum_of(float* lanes) {
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) {
+      lanes[lane] += lanes[lane + half];
+    }
+  }
+  return lanes[0];
+}
+
+// Sum of term(i) for i < count, in an order that depends on the count only.
+template <typename Term>
+[[gnu::always_inline]] inline float sum(int64_t count, const Term& term) {
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] += term(i + lane);
+    }
+  }
+  for (; i < count; ++i) {
+    lanes[i % kLanes] += term(i);
+  }
+  return sum_of(lanes);
+}
+
+template <typename Float>
+[[gnu::always_inline]] inline float norm_row(const Float* __restrict__ x,
+                                             const Float* __restrict__ weight,
+                                             float eps,
+                                             Float* __restrict__ y,
+                                             int64_t width) {
+  const float squares = sum(
+      width, [x](int64_t i) __attribute__((always_inline)) { return widen(x[i]) * widen(x[i]); });
+  const float scale = 1.0F / std::sqrt(squares / static_cast<float>(width) + eps);
+  for (int64_t i = 0; i < width; ++i) {
+    narrow(widen(x[i]) * scale * widen(weight[i]), y[i]);
+  }
+  return scale;
+}
+
+template <typename Float>
+[[gnu::always_inline]] inline void norm_grad_row(const Float* __restrict__ grad,
+                                                 const Float* __restrict__ x,
+                                                 const Float* __restrict__ weight,
+                                                 float scale,
+                                                 Float* __restrict__ grad_x,
+                                                 int64_t width) {
+  const float radial = sum(width,
+                           [=](int64_t i) __attribute__((always_inline)) {
+                             return widen(grad[i]) * widen(weight[i]) * (widen(x[i]) * scale);
+                           }) /
+                       static_cast<float>(width);
+  for (int64_t i = 0; i < width; ++i) {
+    const float unit = widen(x[i]) * scale;
+    narrow((widen(grad[i]) * widen(weight[i]) - unit * radial) * scale, grad_x[i]);
+  }
+}
+
+template <typename Float>
+[[gnu::always_inline]] inline void add_weight_grad_row(const Float* __restrict__ grad,
+                                                       const Float* __restrict__ x,
+                                                       float scale,
+                                                       float* __restrict__ total,
+                                                       int64_t width) {
+  for (int64_t i = 0; i < width; ++i) {
+    total[i] += widen(grad[i]) * (widen(x[i]) * scale);
+  }
+}
+
+// `direction` is -1 for the inverse rotation, which is the adjoint.
+template <typename Float>
+[[gnu::always_inline]] inline void rotate_head(const Float* __restrict__ from,
+                                               Float* __restrict__ to,
+                                               const float* __restrict__ cos,
+                                               const float* __restrict__ sin,
+                                               int64_t half,
+                                               int64_t head_dim,
+                                               float direction) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = widen(from[i]);
+    const float second = widen(from[half + i]);
+    narrow(first * cos[i] - second * (direction * sin[i]), to[i]);
+    narrow(second * cos[i] + first * (direction * sin[i]), to[half + i]);
+  }
+  for (int64_t i = 2 * half; i < head_dim; ++i) {
+    to[i] = from[i];
+  }
+}
+
+// Only plain functions can be compiled once per vector width.
+#define MC_DENSE_ROWS(Float)                                                                      \
+  MC_VECTOR_CLONES_V4 float one_norm(const Float* __restrict__ x,                                 \
+                                     const Float* __restrict__ weight, float eps,                 \
+                                     Float* __restrict__ y, int64_t width) {                      \
+    return norm_row(x, weight, eps, y, width);                                                    \
+  }                                                                                               \
+  MC_VECTOR_CLONES_V4 void one_norm_grad(                                                         \
+      const Float* __restrict__ grad, const Float* __restrict__ x,                                \
+      const Float* __restrict__ weight, float scale, Float* __restrict__ grad_x, int64_t width) { \
+    norm_grad_row(grad, x, weight, scale, grad_x, width);                                         \
+  }                                                                                               \
+  MC_VECTOR_CLONES_V4 void one_weight_grad(const Float* __restrict__ grad,                        \
+                                           const Float* __restrict__ x, float scale,              \
+                                           float* __restrict__ total, int64_t width) {            \
+    add_weight_grad_row(grad, x, scale, total, width);                                            \
+  }                                                                                               \
+  MC_VECTOR_CLONES_V4 void one_rotation(                                                          \
+      const Float* __restrict__ from, Float* __restrict__ to, const float* __restrict__ cos,      \
+      const float* __restrict__ sin, int64_t half, int64_t head_dim, float direction) {           \
+    rotate_head(from, to, cos, sin, half, head_dim, direction);                                   \
+  }
+
+MC_DENSE_ROWS(float)
+MC_DENSE_ROWS(uint16_t)
+
+int64_t grain(int64_t count, int64_t width, int num_threads) {
+  MC_REQUIRE(count >= 0 && width >= 0, "a size is negative");
+  MC_REQUIRE(num_threads >= 1, "num_threads must be at least 1, got {}", num_threads);
+  return std::max(int64_t{1}, kGrainNumel / std::max(int64_t{1}, width));
+}
+
+}  // namespace
+
+template <typename Float>
+void rms_norm(const Float* x,
+              const Float* weight,
+              float eps,
+              Float* y,
+              float* scale,
+              int64_t rows,
+              int64_t width,
+              int num_threads) {
+  moe::parallel_for(rows, grain(rows, width, num_threads), num_threads,
+                    [&](int64_t begin, int64_t end) {
+                      for (int64_t row = begin; row < end; ++row) {
+                        scale[row] = one_norm(x + row * width, weight, eps, y + row * width, width);
+                      }
+                    });
+}
+
+template <typename Float>
+void rms_norm_backward(const Float* grad_y,
+                       const Float* x,
+                       const Float* weight,
+                       const float* scale,
+                       Float* grad_x,
+                       float* grad_weight,
+                       int64_t rows,
+                       int64_t width,
+                       int num_threads) {
+  const int64_t num_sums = (rows + kRowsOfSum - 1) / kRowsOfSum;
+  std::vector<float> sums(static_cast<size_t>(grad_weight == nullptr ? 0 : num_sums * width));
+  const int64_t at_once = (grain(rows, width, num_threads) + kRowsOfSum - 1) / kRowsOfSum;
+  moe::parallel_for(num_sums, at_once, num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * kRowsOfSum; row < std::min(rows, end * kRowsOfSum); ++row) {
+      const int64_t at = row * width;
+      if (grad_x != nullptr) {
+        one_norm_grad(grad_y + at, x + at, weight, scale[row], grad_x + at, width);
+      }
+      if (grad_weight != nullptr) {
+        one_weight_grad(grad_y + at, x + at, scale[row], sums.data() + row / kRowsOfSum * width,
+                        width);
+      }
+    }
+  });
+  if (grad_weight != nullptr) {
+    std::fill_n(grad_weight, width, 0.0F);
+    for (int64_t i = 0; i < num_sums * width; ++i) {
+      grad_weight[i % width] += sums[static_cast<size_t>(i)];
+    }
+  }
+}
+
+template <typename Float>
+void split_and_rotate(Float* qkv,
+                      Float* q,
+                      Float* k,
+                      Float* v,
+                      const float* cos,
+                      const float* sin,
+                      const HeadShape& shape,
+                      bool backward,
+                      int num_threads) {
+  const int64_t slots = shape.q_per_kv + 2;
+  const int64_t dim = shape.head_dim;
+  const int64_t half = shape.num_rotated / 2;
+  const auto run_group = [&](int64_t token, int64_t group) {
+    const int64_t position = shape.position_per_sample ? token : token / shape.batch;
+    const int64_t index = token * shape.num_groups + group;
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      Float* whole = qkv + (index * slots + slot) * dim;
+      Float* part = slot < shape.q_per_kv    ? q + (index * shape.q_per_kv + slot) * dim
+                    : slot == shape.q_per_kv ? k + index * dim
+                                             : v + index * dim;
+      const Float* from = backward ? part : whole;
+      Float* to = backward ? whole : part;
+      if (slot > shape.q_per_kv) {
+        std::copy_n(from, dim, to);
+      } else {
+        one_rotation(from, to, cos + position * half, sin + position * half, half, dim,
+                     backward ? -1.0F : 1.0F);
+      }
+    }
+  };
+  const int64_t width = shape.num_groups * slots * dim;
+  moe::parallel_for(shape.num_tokens, grain(shape.num_tokens, width, num_threads), num_threads,
+                    [&](int64_t begin, int64_t end) {
+                      for (int64_t token = begin; token < end; ++token) {
+                        for (int64_t group = 0; group < shape.num_groups; ++group) {
+                          run_group(token, group);
+                        }
+                      }
+                    });
+}
+
+#define MC_INSTANTIATE(Float)                                                                    \
+  template void rms_norm<Float>(const Float*, const Float*, float, Float*, float*, int64_t,      \
+                                int64_t, int);                                                   \
+  template void rms_norm_backward<Float>(const Float*, const Float*, const Float*, const float*, \
+                                         Float*, float*, int64_t, int64_t, int);                 \
+  template void split_and_rotate<Float>(Float*, Float*, Float*, Float*, const float*,            \
+                                        const float*, const HeadShape&, bool, int);
+MC_INSTANTIATE(float)
+MC_INSTANTIATE(uint16_t)
+
+}  // namespace megacore::layers

@@ -1,0 +1,299 @@
+"""RMSNorm and rotation of heads as one operation each.
+
+Native for float32 and bfloat16 on CPUs; elsewhere the torch operations of the references. Inputs
+narrower than float32 are computed in float32 and rounded once at the end.
+
+Shapes: M rows, H width, S sequence, B batch, G heads of keys and values, Q heads of queries per key
+head, D head dimension, R rotated elements of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore import _core
+from megacore.ops.library import define_gradient, define_op
+
+# dtypes supported by the native kernels; others use the reference.
+_NATIVE = (torch.float32, torch.bfloat16)
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """Normalize ``(..., H)`` by its root mean square; see `megacore.models.functional.rms_norm`."""
+    result: Tensor = _rms_norm(x, weight_H, eps)[0]
+    return result
+
+
+def split_and_rotate(
+    qkv_SBGX: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split and rotate heads; see `megacore.models.functional.split_and_rotate`."""
+    result: tuple[Tensor, Tensor, Tensor] = _split_and_rotate(qkv_SBGX, cos, sin, head_dim)
+    return result
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return the tensor itself, or a float32 copy if its dtype is narrower."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalized tensor, and the factor of each token, with torch operations."""
+    unscaled = wide(x)
+    scale = unscaled.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (unscaled * scale).mul_(weight).to(x.dtype), scale
+
+
+def _rms_norm_backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, of_x: bool, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    unit, grad = wide(x) * scale, wide(grad)
+    grad_x, grad_weight = x.new_empty(0), weight.new_empty(0)
+    if of_weight:
+        grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+    if of_x:
+        grad_unit = grad * weight
+        radial = (grad_unit * unit).mean(-1, keepdim=True)
+        grad_x = grad_unit.addcmul_(unit, radial, value=-1).mul_(scale).to(x.dtype)
+    return grad_x, grad_weight
+
+
+def _is_native(x: Tensor, *others: Tensor) -> bool:
+    return x.dtype in _NATIVE and all(other.dtype == x.dtype for other in others)
+
+
+def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not _is_native(x, weight):
+        return rms_norm_reference(x, weight, eps)
+    x, weight = x.contiguous(), weight.contiguous()
+    y = torch.empty_like(x)
+    scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    _core.rms_norm(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        eps=eps,
+        y=y.data_ptr(),
+        scale=scale.data_ptr(),
+        rows=scale.numel(),
+        width=x.shape[-1],
+        is_bfloat16=x.dtype == torch.bfloat16,
+        num_threads=torch.get_num_threads(),
+    )
+    return y, scale
+
+
+def _rms_norm_backward_cpu(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, of_x: bool, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    if not _is_native(x, weight, grad):
+        return _rms_norm_backward_reference(grad, x, weight, scale, of_x, of_weight)
+    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
+    grad_weight = weight.new_empty(weight.shape if of_weight else (0,), dtype=torch.float32)
+    _core.rms_norm_backward(
+        grad_y=grad.data_ptr(),
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        scale=scale.data_ptr(),
+        grad_x=grad_x.data_ptr() if of_x else 0,
+        grad_weight=grad_weight.data_ptr() if of_weight else 0,
+        rows=scale.numel(),
+        width=x.shape[-1],
+        is_bfloat16=x.dtype == torch.bfloat16,
+        num_threads=torch.get_num_threads(),
+    )
+    return grad_x, grad_weight.to(weight.dtype)
+
+
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    del weight, eps
+    dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+    scale = x.new_empty(*x.shape[:-1], 1, dtype=dtype)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), scale
+
+
+def _rms_norm_backward_fake(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, of_x: bool, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    del grad, scale
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return grad_x if of_x else x.new_empty(0), weight.new_empty(weight.shape if of_weight else (0,))
+
+
+_rms_norm = define_op(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    cpu=_rms_norm_cpu,
+    cuda=rms_norm_reference,
+    fake=_rms_norm_fake,
+)
+_rms_norm_backward = define_op(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, bool of_x, "
+    "bool of_weight) -> (Tensor, Tensor)",
+    cpu=_rms_norm_backward_cpu,
+    cuda=_rms_norm_backward_reference,
+    fake=_rms_norm_backward_fake,
+)
+
+
+def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _rms_norm_grads(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, Tensor | None, None]:
+    # A split backward pass requests one of the two at a time.
+    of_x, of_weight = ctx.needs_input_grad[:2]
+    grad_x, grad_weight = _rms_norm_backward(grad, *ctx.saved_tensors, of_x, of_weight)
+    return grad_x if of_x else None, grad_weight if of_weight else None, None
+
+
+define_gradient(_rms_norm, _rms_norm_grads, _rms_norm_setup)
+
+
+# ---- rotation ------------------------------------------------------------------------------------
+
+
+def split_and_rotate_reference(
+    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `split_and_rotate` with torch operations, on any device."""
+    heads_SBGND = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
+    sequence, batch, groups, slots, _ = heads_SBGND.shape
+    q = qkv.new_empty(sequence, batch, groups, slots - 2, head_dim)
+    k = qkv.new_empty(sequence, batch, groups, 1, head_dim)
+    rotate_into(q, heads_SBGND[..., :-2, :], cos, sin)
+    rotate_into(k, heads_SBGND[..., -2:-1, :], cos, sin)
+    v = heads_SBGND[..., -1, :].clone(memory_format=torch.contiguous_format)
+    return q.flatten(2, 3), k.squeeze(3), v
+
+
+def _backward_reference(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    sequence, batch, groups, head_dim = grad_k.shape
+    q_per_kv = grad_q.shape[2] // groups
+    grad = grad_q.new_empty(sequence, batch, groups, q_per_kv + 2, head_dim)
+    grad_q = grad_q.reshape(sequence, batch, groups, q_per_kv, head_dim)
+    # The adjoint of a rotation, times a factor, is the inverse rotation, times the factor.
+    rotate_into(grad[..., :-2, :], grad_q, cos, -sin)
+    rotate_into(grad[..., -2:-1, :], grad_k.unsqueeze(3), cos, -sin)
+    grad[..., -1, :] = grad_v
+    return grad.flatten(3)
+
+
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Write the rotated ``x`` to ``out``, both ``(S, B, G, N, D)``."""
+    num_rotated = 2 * cos.shape[-1]
+    if num_rotated < x.shape[-1]:
+        out[..., num_rotated:] = x[..., num_rotated:]
+        out, x = out[..., :num_rotated], x[..., :num_rotated]
+    if cos.dim() == 2:
+        cos, sin = cos[:, None], sin[:, None]
+    length = x.shape[0]
+    cos, sin = cos[:length, :, None, None], sin[:length, :, None, None]
+    target = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
+    x_1, x_2 = wide(x).chunk(2, dim=-1)
+    out_1, out_2 = target.chunk(2, dim=-1)
+    torch.mul(x_1, cos, out=out_1).addcmul_(x_2, sin, value=-1)
+    torch.mul(x_2, cos, out=out_2).addcmul_(x_1, sin)
+    if target is not out:
+        out.copy_(target)
+
+
+def _rotate(
+    qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, backward: bool
+) -> None:
+    sequence, batch, groups, head_dim = k.shape
+    cos, sin = cos.contiguous(), sin.contiguous()
+    _core.split_and_rotate(
+        qkv=qkv.data_ptr(),
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        num_tokens=sequence * batch,
+        batch=batch,
+        num_groups=groups,
+        q_per_kv=q.shape[2] // groups,
+        head_dim=head_dim,
+        num_rotated=2 * cos.shape[-1],
+        position_per_sample=cos.dim() == 3,
+        backward=backward,
+        is_bfloat16=qkv.dtype == torch.bfloat16,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _split_and_rotate_cpu(
+    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if qkv.dtype not in _NATIVE or cos.dtype != torch.float32:
+        return split_and_rotate_reference(qkv, cos, sin, head_dim)
+    qkv = qkv.contiguous()
+    q, k, v = _split_and_rotate_fake(qkv, cos, sin, head_dim)
+    _rotate(qkv, q, k, v, cos, sin, backward=False)
+    return q, k, v
+
+
+def _backward_cpu(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    if grad_q.dtype not in _NATIVE or cos.dtype != torch.float32:
+        return _backward_reference(grad_q, grad_k, grad_v, cos, sin)
+    grad_q, grad_k, grad_v = (grad.contiguous() for grad in (grad_q, grad_k, grad_v))
+    grad = _backward_fake(grad_q, grad_k, grad_v, cos, sin)
+    _rotate(grad, grad_q, grad_k, grad_v, cos, sin, backward=True)
+    return grad
+
+
+def _split_and_rotate_fake(
+    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    del cos, sin
+    sequence, batch, groups, width = qkv.shape
+    q = qkv.new_empty(sequence, batch, groups * (width // head_dim - 2), head_dim)
+    k, v = (qkv.new_empty(sequence, batch, groups, head_dim) for _ in range(2))
+    return q, k, v
+
+
+def _backward_fake(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    del grad_v, cos, sin
+    sequence, batch, groups, head_dim = grad_k.shape
+    width = (grad_q.shape[2] // groups + 2) * head_dim
+    return grad_q.new_empty(sequence, batch, groups, width)
+
+
+_split_and_rotate = define_op(
+    "split_and_rotate(Tensor qkv, Tensor cos, Tensor sin, SymInt head_dim) "
+    "-> (Tensor, Tensor, Tensor)",
+    cpu=_split_and_rotate_cpu,
+    cuda=split_and_rotate_reference,
+    fake=_split_and_rotate_fake,
+)
+_split_and_rotate_backward = define_op(
+    "split_and_rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor cos, "
+    "Tensor sin) -> Tensor",
+    cpu=_backward_cpu,
+    cuda=_backward_reference,
+    fake=_backward_fake,
+)
+
+
+def _rotation_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    ctx.save_for_backward(inputs[1], inputs[2])
+
+
+def _rotation_grads(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    return _split_and_rotate_backward(*grads, *ctx.saved_tensors), None, None, None
+
+
+define_gradient(_split_and_rotate, _rotation_grads, _rotation_setup)

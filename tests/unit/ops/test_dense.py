@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+
+from megacore.ops.dense import rms_norm, split_and_rotate
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+WIDTHS = st.sampled_from([1, 2, 15, 16, 17, 96, 257])
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def grads_of(function: Any, inputs: list[Tensor], seed: int) -> list[Tensor]:
+    """Results and gradients of the inputs, in float64, for the same gradient of the results."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    found = function(*inputs)
+    outputs = [found] if isinstance(found, Tensor) else list(found)
+    grads = [draw(*y.shape, seed=seed + i).to(y.dtype) for i, y in enumerate(outputs)]
+    return [x.double() for x in (*outputs, *torch.autograd.grad(outputs, inputs, grads))]
+
+
+def check(function: Any, inputs: list[Tensor], dtype: torch.dtype, seed: int) -> None:
+    """Compare the native kernels with the torch operations, which are those of float64."""
+    narrow = [x.to(dtype) for x in inputs]
+    exact = grads_of(function, [x.double() for x in narrow], seed)
+    for found, expected in zip(grads_of(function, narrow, seed), exact, strict=True):
+        limit = (1.5e-2 if dtype == torch.bfloat16 else 4e-6) * expected.abs().max().clamp(min=1)
+        assert (found - expected).abs().max() <= limit
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 600), width=WIDTHS, dtype=DTYPES, seed=st.integers(0, 99))
+def test_rms_norm_equals_float64(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    inputs = [draw(rows, 1, width, seed=seed), draw(width, seed=seed + 1)]
+    check(lambda x, weight: rms_norm(x, weight, 1e-2), inputs, dtype, seed + 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.integers(1, 3),
+    q_per_kv=st.integers(1, 3),
+    half=st.integers(1, 9),
+    rest=st.integers(0, 3),
+    per_sample=st.booleans(),
+    dtype=DTYPES,
+)
+def test_rotation_equals_float64(
+    groups: int, q_per_kv: int, half: int, rest: int, per_sample: bool, dtype: torch.dtype
+) -> None:
+    head_dim = 2 * half + rest
+    qkv = draw(5, 2, groups, (q_per_kv + 2) * head_dim, seed=0)
+    angles = draw(7, *((2,) if per_sample else ()), half, seed=1).float()
+    check(lambda x: split_and_rotate(x, angles.cos(), angles.sin(), head_dim), [qkv], dtype, 3)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    x, weight = draw(3000, 64, seed=0).float(), draw(64, seed=1).float()
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(grads_of(lambda x, w: rms_norm(x, w, 1e-5), [x, weight], 2))
+    torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize("needed", [(True, False), (False, True)])
+def test_one_of_the_two_gradients_of_a_norm_is_the_same(needed: tuple[bool, bool]) -> None:
+    inputs = [draw(4, 8, seed=0).float(), draw(8, seed=1).float()]
+    both = grads_of(lambda x, w: rms_norm(x, w, 1e-5), inputs, 2)[1:]
+    leaves = [x.requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
+    y = rms_norm(leaves[0], leaves[1], 1e-5)
+    (grad,) = torch.autograd.grad(y, leaves[needed.index(True)], draw(4, 8, seed=2).float())
+    assert torch.equal(grad.double(), both[needed.index(True)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_torch_finds_no_fault_in_the_registration(dtype: torch.dtype) -> None:
+    x, weight = draw(3, 2, 8, seed=0).to(dtype), draw(8, seed=1).to(dtype)
+    opcheck(
+        torch.ops.megacore.rms_norm.default, (x.requires_grad_(), weight.requires_grad_(), 1e-5)
+    )
+    qkv, angles = draw(3, 2, 2, 24, seed=2).to(dtype), draw(3, 3, seed=3).float()
+    arguments = (qkv.requires_grad_(), angles.cos(), angles.sin(), 6)
+    opcheck(torch.ops.megacore.split_and_rotate.default, arguments)
