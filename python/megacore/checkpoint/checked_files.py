@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from megacore.errors import CheckpointError, DiskFullError
 from megacore.files import describe_os_error
@@ -34,6 +38,21 @@ class FileSum:
     crc32: int
 
 
+@contextmanager
+def _without_archive_sums() -> Iterator[None]:
+    """Let torch skip the checksums of its archives, which the sum of the whole file covers.
+
+    torch never verifies them. The setting holds for all threads: an archive that another thread
+    writes meanwhile also lacks them. A process writes one checkpoint at a time.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
 class ChecksumWriter(FileSystemWriter):
     """Writer of `torch.distributed.checkpoint` that records checksums.
 
@@ -50,6 +69,11 @@ class ChecksumWriter(FileSystemWriter):
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.sums: dict[str, FileSum] = {}
         self.fs = _ChecksumFileSystem(self.sums)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items of a plan; complete on return."""
+        with _without_archive_sums():
+            return super().write_data(plan, planner)
 
 
 def check_size(path: Path, expected: FileSum) -> None:
