@@ -136,7 +136,7 @@ def test_experts_may_be_one_tensor_each() -> None:
             {"quantization_config": {"bits": 4}},
             r"config = \{'bits': 4\}, but .* dequantized",
         ),
-        ({"head_dim": 3}, r"invalid model: head_dim"),
+        ({"head_dim": 3}, r"invalid model: ModelConfig: head_dim must be a multiple of 2, got 3"),
     ],
 )
 def test_what_is_missing_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -325,19 +325,19 @@ def test_choices_can_be_recorded_and_replayed_in_another_cut(tmp_path: Path) -> 
     ("options", "message"),
     [
         ({"top_k": 9}, r"top_k = 9: with num_experts = 8 it must lie in \[1, 8\]"),
-        ({"top_k": 0}, "top_k\n.*greater than or equal to 1"),
+        ({"top_k": 0}, "top_k must be .*greater than or equal to 1"),
         (
             {"num_groups": 3},
             r"num_groups = 3 does not divide num_experts = 8; use one of \[1, 2, 4, 8\]",
         ),
         ({"num_groups": 2, "groups_top_k": 3}, "groups_top_k = 3: with num_groups = 2"),
         ({"num_groups": 4, "top_k": 5}, "offer 2; groups_top_k must be at least 3"),
-        ({"score_function": "relu"}, "score_function\n.*'softmax' or 'sigmoid'"),
-        ({"aux_loss_type": "global"}, "aux_loss_type\n.*'sequence' or 'batch'"),
+        ({"score_function": "relu"}, "score_function must be .*'softmax' or 'sigmoid'"),
+        ({"aux_loss_type": "global"}, "aux_loss_type must be .*'sequence' or 'batch'"),
         ({"score_function": "sigmoid", "softmax_after_top_k": True}, "needs score_function"),
-        ({"jitter": 1.0}, "jitter\n.*less than 1"),
-        ({"z_loss_coef": -1.0}, "z_loss_coef\n.*greater than or equal to 0"),
-        ({"group_score_top": 0}, "group_score_top\n.*greater than or equal to 1"),
+        ({"jitter": 1.0}, "jitter must be .*less than 1"),
+        ({"z_loss_coef": -1.0}, "z_loss_coef must be .*greater than or equal to 0"),
+        ({"group_score_top": 0}, "group_score_top must be .*greater than or equal to 1"),
     ],
 )
 def test_mistakes_in_the_settings_are_explained(options: dict[str, Any], message: str) -> None:

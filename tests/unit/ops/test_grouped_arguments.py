@@ -138,7 +138,7 @@ VALID: dict[str, Any] = {
     ("change", "message"),
     [
         ({"product": 3}, "product must be 0 to 2, got 3"),
-        ({"tile": -1}, "tile must be 0 to 3, got -1"),
+        ({"tile": -1}, "tile must be 0 to 4, got -1"),
         ({"num_experts": 0}, "num_experts is 0; one launch takes 1 to 1024"),
         ({"num_experts": 1025}, "num_experts is 1025"),
         ({"num_rows": 1 << 31}, r"below 2\^31"),

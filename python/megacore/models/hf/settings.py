@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from megacore.config import ModelConfig, MoEConfig
-from megacore.errors import MegacoreError
+from megacore.errors import ConfigError, MegacoreError
 from megacore.models.hf.families import FAMILIES, Family
 from megacore.models.hf.keys import Values
 from megacore.models.hf.rope import ROPE_NAMES, rope_from_hf, rope_to_hf
@@ -211,12 +209,8 @@ def _sections(values: Values) -> tuple[ModelConfig, MoEConfig]:
         table[name] = value
     try:
         return ModelConfig(**sections["model"]), MoEConfig(**sections["moe"])
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise MegacoreError(
-            f"config.json describes an invalid model: {where}{': ' if where else ''}{first['msg']}"
-        ) from error
+    except ConfigError as error:
+        raise MegacoreError(f"config.json describes an invalid model: {error}") from None
 
 
 def _values(model: ModelConfig, moe: MoEConfig) -> Values:

@@ -250,7 +250,7 @@ def test_records_tell_of_clones_and_the_report_draws_them() -> None:
         "bytes_sent": 1 << 20,
         "plan_us": 25.0,
     }
-    records = [{"step": 0}, {"step": 1, **record}]
+    records = [{"step": 1}, {"step": 2, **record}]
     assert [series.points for series in echo_series(records)] == [[(2, 1.5)], [(2, 1.1)]]
     assert "1.5 clones per microbatch" in echo_sentence(records)
     assert "1.0 MiB in all, each plan 25 microseconds" in echo_sentence(records)
