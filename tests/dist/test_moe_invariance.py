@@ -294,7 +294,8 @@ def train_tight(_rank: int, policy: str) -> list[tuple[float, int, int, int, flo
 
 
 def fail_tight(_rank: int) -> str:
-    trainer = build_trainer(make_config(2, TIGHT), world_size=2, device=torch.device("cpu"))
+    config = make_config(2, TIGHT | {"moe.over_budget": "error"})
+    trainer = build_trainer(config, world_size=2, device=torch.device("cpu"))
     before = [piece.tensors["main_param"].clone() for piece in trainer.pieces()]
     with pytest.raises(MegacoreError) as caught:
         trainer.train_step(0)
@@ -304,7 +305,7 @@ def fail_tight(_rank: int) -> str:
 
 
 @pytest.mark.dist
-def test_a_small_budget_is_an_error_unless_told_otherwise() -> None:
+def test_a_small_budget_is_an_error_if_told_so() -> None:
     first, second = run_ranks(2, fail_tight)
     assert first == second
     assert "copies of tokens found no room" in first

@@ -141,7 +141,7 @@ MC_DENSE_ROWS(float)
 MC_DENSE_ROWS(uint16_t)
 
 int64_t grain(int64_t count, int64_t width, int num_threads) {
-  MC_REQUIRE(count >= 0 && width >= 0, "a size is negative");
+  MC_REQUIRE(count >= 0 && width >= 0, "sizes must be at least 0, got {} rows of {}", count, width);
   MC_REQUIRE(num_threads >= 1, "num_threads must be at least 1, got {}", num_threads);
   return std::max(int64_t{1}, kGrainNumel / std::max(int64_t{1}, width));
 }

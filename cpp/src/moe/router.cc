@@ -87,8 +87,10 @@ float weigh_row(const RouterRule& rule,
 void check_rule(const RouterRule& rule, int num_threads) {
   MC_REQUIRE(rule.num_tokens >= 0, "num_tokens must be at least 0, got {}", rule.num_tokens);
   MC_REQUIRE(rule.top_k >= 1 && rule.top_k <= rule.num_experts,
-             "k is {}; with {} experts it must lie in [1, {}]", rule.top_k, rule.num_experts,
-             rule.num_experts);
+             "k must be 1 to {}, the number of experts, got {}", rule.num_experts, rule.top_k);
+  MC_REQUIRE(rule.num_tokens == 0 || (rule.num_pools >= 1 && rule.num_tokens % rule.num_pools == 0),
+             "num_pools must be at least 1 and divide {} tokens, got {}", rule.num_tokens,
+             rule.num_pools);
   MC_REQUIRE(num_threads >= 1, "num_threads must be at least 1, got {}", num_threads);
 }
 

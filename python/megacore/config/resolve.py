@@ -159,8 +159,9 @@ def _check_recompute(problems: Problems, config: ResolvedConfig) -> None:
 def _check_fp8(problems: Problems, config: ResolvedConfig) -> None:
     if config.train.fp8 != "off" and config.moe.echo.spare_slots > 0:
         problems.add(
-            f"{problems.shown('train.fp8')} has no products with clones of experts "
-            f"({problems.shown('moe.echo.spare_slots')}); set one of them to its default"
+            'train.fp8 must be "off" where experts have clones '
+            f"({problems.shown('moe.echo.spare_slots')}), got {problems.shown('train.fp8')}; set "
+            "one of them to its default"
         )
 
 
@@ -219,9 +220,8 @@ def _check_trace_step(problems: Problems, config: ResolvedConfig) -> None:
     if traced == 0 or traced > steps:
         legal = f"1 to {steps}" if steps > 1 else "1"
         problems.add(
-            f"{problems.shown('run.trace_step', traced)} is no step of "
-            f"{problems.shown('train.steps')}, which count from 1; use {legal}, or -1 for no "
-            "timeline"
+            f"run.trace_step must be {legal}, a step of {problems.shown('train.steps')}, or -1 for "
+            f"no timeline, got {problems.shown('run.trace_step', traced)}"
         )
 
 

@@ -19,6 +19,7 @@ from megacore.models.past import Past
 from megacore.models.transformer import MLP, TransformerLayer
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import TopKRouter
+from megacore.ops.fp8 import fp8_linear
 
 # Sequences for which reading each weight once for all of them pays; for more, torch is faster.
 MAX_SEQUENCES = 8
@@ -82,12 +83,18 @@ def can_decode(model: GPTChunk) -> bool:
 
     It has no choice of experts by groups, nor limits on their tokens.
     """
-    tensors = (*model.parameters(), model.tables.cos)
-    if any(t.dtype != torch.float32 or not t.is_cpu or not t.is_contiguous() for t in tensors):
+    tables = (model.tables.cos, model.tables.sin)
+    tensors = (*model.parameters(), *model.layers.buffers(), *tables)
+    if any(not t.is_cpu or not t.is_contiguous() for t in tensors):
+        return False
+    if any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors):
+        return False
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return False
     for layer in model.layers:
-        assert isinstance(layer, TransformerLayer)
-        if not isinstance(layer.attention, Attention):
+        if type(layer) is not TransformerLayer or type(layer.attention) is not Attention:
+            return False
+        if layer.attention.qkv.linear is fp8_linear:
             return False
         if isinstance(layer.mlp, MoEBlock) and not _can_route(layer.mlp.moe.router):
             return False

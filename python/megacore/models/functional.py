@@ -49,7 +49,7 @@ def swiglu(x_SBF: Tensor) -> Tensor:
     """
     if x_SBF.is_cpu and x_SBF.dtype in (torch.float32, torch.bfloat16):
         y: Tensor = activations.swiglu(x_SBF.flatten(0, -2))
-        return y.view(*x_SBF.shape[:-1], -1)
+        return y.view(*x_SBF.shape[:-1], x_SBF.shape[-1] // 2)
     if not torch.is_grad_enabled():
         return _gated(x_SBF)
     result: Tensor = _SwiGLU.apply(x_SBF)  # type: ignore[no-untyped-call]

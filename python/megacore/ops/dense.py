@@ -66,7 +66,7 @@ def _is_native(x: Tensor, *others: Tensor) -> bool:
 
 
 def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not _is_native(x, weight):
+    if not _is_native(x, weight) or weight.shape != x.shape[-1:]:
         return rms_norm_reference(x, weight, eps)
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty_like(x)
@@ -88,7 +88,7 @@ def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
 def _rms_norm_backward_cpu(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    if not _is_native(x, weight, grad):
+    if not _is_native(x, weight, grad) or weight.shape != x.shape[-1:]:
         return _rms_norm_backward_reference(grad, x, weight, scale, of_x, of_weight)
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
@@ -145,9 +145,13 @@ def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _rms_norm_grads(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, Tensor | None, None]:
+def _rms_norm_grads(
+    ctx: Any, grad: Tensor | None, _: Any
+) -> tuple[Tensor | None, Tensor | None, None]:
     # A split backward pass requests one of the two at a time.
     of_x, of_weight = ctx.needs_input_grad[:2]
+    if grad is None:
+        return None, None, None
     grad_x, grad_weight = _rms_norm_backward(grad, *ctx.saved_tensors, of_x, of_weight)
     return grad_x if of_x else None, grad_weight if of_weight else None, None
 
@@ -230,10 +234,21 @@ def _rotate(
     )
 
 
+def _fits(cos: Tensor, sin: Tensor, x: Tensor) -> bool:
+    """Return whether the tables are as the native rotation of ``(S, B, ...)`` reads them."""
+    sequence, batch = x.shape[:2]
+    return (
+        cos.dtype == sin.dtype == torch.float32
+        and cos.shape == sin.shape
+        and cos.shape[0] >= sequence
+        and (cos.dim() == 2 or cos.shape[1] == batch)
+    )
+
+
 def _split_and_rotate_cpu(
     qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if qkv.dtype not in _NATIVE or cos.dtype != torch.float32:
+    if qkv.dtype not in _NATIVE or not _fits(cos, sin, qkv):
         return split_and_rotate_reference(qkv, cos, sin, head_dim)
     qkv = qkv.contiguous()
     q, k, v = _split_and_rotate_fake(qkv, cos, sin, head_dim)
@@ -244,7 +259,7 @@ def _split_and_rotate_cpu(
 def _backward_cpu(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    if grad_q.dtype not in _NATIVE or cos.dtype != torch.float32:
+    if grad_q.dtype not in _NATIVE or not _fits(cos, sin, grad_k):
         return _backward_reference(grad_q, grad_k, grad_v, cos, sin)
     grad_q, grad_k, grad_v = (grad.contiguous() for grad in (grad_q, grad_k, grad_v))
     grad = _backward_fake(grad_q, grad_k, grad_v, cos, sin)

@@ -70,6 +70,8 @@ def _is_unobserved(first: torch.Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._autograd._profiler_enabled()
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._functorch.is_legacy_batchedtensor(first)
+        and torch._C._get_tracing_state() is None
     )
 
 

@@ -156,8 +156,15 @@ def test_suggested_layouts_do_fit() -> None:
         (
             {"run__trace_step": "50", "train__steps": "2"},
             1,
-            "run.trace_step = 50 (--run.trace_step=50) is no step of train.steps = 2 "
-            "(--train.steps=2), which count from 1; use 1 to 2, or -1 for no timeline",
+            "run.trace_step must be 1 to 2, a step of train.steps = 2 (--train.steps=2), or -1 for "
+            "no timeline, got run.trace_step = 50 (--run.trace_step=50)",
+        ),
+        (
+            {"train__fp8": "blockwise", "moe__num_experts": "4", "moe__echo__spare_slots": "1"},
+            1,
+            'train.fp8 must be "off" where experts have clones (moe.echo.spare_slots = 1 '
+            '(--moe.echo.spare_slots=1)), got train.fp8 = blockwise (--train.fp8=blockwise); set '
+            "one of them to its default",
         ),
         (
             {"moe__num_experts": "4", "moe__first_dense_layers": "9"},

@@ -15,7 +15,9 @@ from megacore.models.decode import MAX_SEQUENCES, Decoder, can_decode
 from megacore.models.generate import Sampling, _batch, generate
 from megacore.models.gpt import GPTChunk
 from megacore.models.hf import import_hf
+from megacore.models.layers import ColumnLinear, RowLinear
 from megacore.models.past import Past, remembering
+from megacore.ops.fp8 import fp8_linear
 from tests.support.hf_models import MODELS, make_theirs
 from tests.support.models import tiny_config, whole_model
 
@@ -159,3 +161,16 @@ def test_memory_of_a_past_doubles_and_keeps_its_tokens() -> None:
     assert len(past) == 129
     assert memory.shape == (258, 1)
     assert memory[:64, 0].tolist() == list(range(64))
+
+
+def test_models_whose_modules_compute_something_else_are_left_to_them() -> None:
+    model = whole_model(tiny_config())
+    assert can_decode(model)
+    handle = model.layers[0].register_forward_hook(lambda *_: None)
+    assert not can_decode(model)
+    handle.remove()
+    assert can_decode(model)
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear):
+            module.linear = fp8_linear
+    assert not can_decode(model)

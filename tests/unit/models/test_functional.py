@@ -128,3 +128,7 @@ def test_geglu_equals_its_formula() -> None:
     x = draw(3, 2, 10)
     gate = torch.nn.functional.gelu(x[..., :5], approximate="tanh")
     torch.testing.assert_close(geglu(x), gate * x[..., 5:])
+
+
+def test_swiglu_of_no_tokens() -> None:
+    assert swiglu(torch.zeros(0, 1, 8)).shape == (0, 1, 4)

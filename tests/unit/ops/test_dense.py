@@ -93,3 +93,20 @@ def test_torch_finds_no_fault_in_the_registration(dtype: torch.dtype) -> None:
     qkv, angles = draw(3, 2, 2, 24, seed=2).to(dtype), draw(3, 3, seed=3).float()
     arguments = (qkv.requires_grad_(), angles.cos(), angles.sin(), 6)
     opcheck(torch.ops.megacore.split_and_rotate.default, arguments)
+
+
+def test_operands_of_other_shapes_are_never_read_beyond_their_end() -> None:
+    x = torch.randn(4, 2, 64)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        rms_norm(x, torch.ones(8), 1e-6)
+    whole = rms_norm(x, torch.ones(64), 1e-6)
+    torch.testing.assert_close(rms_norm(x, torch.ones(1), 1e-6), whole)
+    qkv, angles = torch.randn(4, 2, 1, 24), torch.randn(4, 1, 4)
+    of_sample = split_and_rotate(qkv, angles.cos(), angles.sin(), head_dim=8)
+    by_position = split_and_rotate(qkv, angles[:, 0].cos(), angles[:, 0].sin(), head_dim=8)
+    for found, expected in zip(of_sample, by_position, strict=True):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        split_and_rotate(qkv, angles[:2, 0].cos(), angles[:2, 0].sin(), head_dim=8)
+    double = split_and_rotate(qkv, angles[:, 0].cos(), angles[:, 0].sin().double(), head_dim=8)
+    torch.testing.assert_close(double[0], by_position[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,3 +62,16 @@ def test_fake_tensors_have_the_shapes_of_the_results() -> None:
     with FakeTensorMode():
         y = rms_norm(torch.empty(4, 8, requires_grad=True), torch.empty(8), 1e-5)
         assert y.shape == (4, 8)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_calls_under_other_transforms_go_through_torch() -> None:
+    x, tangent = torch.randn(2, 8), torch.randn(2, 8)
+    traced = torch.jit.trace(lambda a: swiglu(a), x)  # type: ignore[no-untyped-call]
+    assert torch.equal(traced(tangent), swiglu(tangent))
+    x.requires_grad_()
+    y = rms_norm(x, torch.ones(8), 1e-6)
+    grads = torch.randn(3, 2, 8)
+    [batched] = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    for grad, found in zip(grads, batched, strict=True):
+        torch.testing.assert_close(found, torch.autograd.grad(y, x, grad, retain_graph=True)[0])
