@@ -163,7 +163,7 @@ def test_suggested_layouts_do_fit() -> None:
             {"train__fp8": "blockwise", "moe__num_experts": "4", "moe__echo__spare_slots": "1"},
             1,
             'train.fp8 must be "off" where experts have clones (moe.echo.spare_slots = 1 '
-            '(--moe.echo.spare_slots=1)), got train.fp8 = blockwise (--train.fp8=blockwise); set '
+            "(--moe.echo.spare_slots=1)), got train.fp8 = blockwise (--train.fp8=blockwise); set "
             "one of them to its default",
         ),
         (
