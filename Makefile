@@ -47,6 +47,7 @@ $(VENV)/.base: constraints.txt
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.base
+	@scripts/system_packages.sh tests
 	@$(PROGRESS) "Installing the tools for tests" build/tools.log \
 	    $(PIP) install $(PIP_ARGS) -c constraints.txt pytest pytest-xdist hypothesis tokenizers \
 	    pyarrow tensorboard transformers wandb ruff mypy clang-format codespell pre-commit

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Installs the few Debian packages that building and testing need, where they are missing and this user may.
+# Installs the few Debian packages that building needs, with "tests" also those of the C++ tests, where they are
+# missing and this user may.
 set -euo pipefail
 
 missing=()
 command -v g++ >/dev/null || missing+=(g++)
 python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
-[ -d /usr/src/googletest ] || [ -n "${GTEST_ROOT:-}" ] || missing+=(libgtest-dev)
+[ "${1:-}" != tests ] || [ -d /usr/src/googletest ] || [ -n "${GTEST_ROOT:-}" ] || missing+=(libgtest-dev)
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
