@@ -35,7 +35,7 @@ PIPELINE_MAY_INCLUDE = {
 # Each layer may import every layer that stands in an earlier row, and itself.
 PYTHON_LAYERS = [
     {"_core", "_cuda"},
-    {"errors", "files"},
+    {"errors", "files", "lazy"},
     {"ops", "config", "launch"},
     {"parallel"},
     {"pipeline", "buffers", "graphs"},

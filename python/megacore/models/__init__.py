@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megacore.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megacore.models.build import build_chunks
@@ -19,7 +20,7 @@ __all__ = [
     "stream",
 ]
 
-# Module of each name.
+# Module of each name: plans and the command line need parts without torch.
 _HOMES = {
     "GPTChunk": "gpt",
     "Sampling": "generate",
@@ -28,9 +29,4 @@ _HOMES = {
     "stream": "generate",
 }
 
-
-def __getattr__(name: str) -> Any:
-    # Plans and the command line need parts without torch.
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -5,9 +5,9 @@ Names that need torch are imported on first use; planning does not need torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megacore.lazy import lazy_names
 from megacore.moe.echo.plan import OffloadPlan, plan_offload
 
 if TYPE_CHECKING:
@@ -74,8 +74,4 @@ _MODULES = {
     "update_expert_biases": "router",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"megacore.moe.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'megacore.moe' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _MODULES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megacore.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megacore.plan.device import load_device
@@ -23,7 +24,7 @@ __all__ = [
     "predicted_tensors",
 ]
 
-# Module of each name.
+# Module of each name: plans and the command line need parts without torch.
 _HOMES = {
     "Forecast": "forecast",
     "ModelSpec": "spec",
@@ -35,9 +36,4 @@ _HOMES = {
     "predicted_tensors": "learn",
 }
 
-
-def __getattr__(name: str) -> Any:
-    # Plans and the command line need parts without torch.
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)
