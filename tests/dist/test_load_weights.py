@@ -83,8 +83,8 @@ def test_twenty_steps_an_export_an_import_and_twenty_steps_are_forty(tmp_path: P
         for source in (folder, again, run)
     ]
     assert ways[0] == ways[1] == ways[2], "each source has the same bits"
-    # The first updates of a fresh Adam have the size of the learning rate whatever the gradient's, so
-    # the rounding of gradients near zero, which differs by layout, decides their sign.
+    # The first updates of a fresh Adam have the size of the learning rate whatever the gradient's,
+    # so the rounding of gradients near zero, which differs by layout, decides their sign.
     assert ways[0] == pytest.approx(expected[20:], rel=1e-4)
 
 
