@@ -20,7 +20,14 @@ from tests.support.distributed import run_ranks
 BASE: dict[str, dict[str, Any]] = {
     "model": {**FOUR_LAYERS, "tie_embeddings": False},
     "moe": {"num_experts": 4, "ffn_hidden_size": 16},
-    "train": {"steps": 20, "microbatch_size": 2, "global_batch_size": 8, "eval_interval": 0},
+    # With other seeds a token's second and third expert differ by less than the rounding of layouts.
+    "train": {
+        "steps": 20,
+        "microbatch_size": 2,
+        "global_batch_size": 8,
+        "eval_interval": 0,
+        "seed": 2,
+    },
     "optimizer": {"lr": 2e-3, "warmup_steps": 0, "schedule": "constant"},
 }
 LAYOUT = {"parallel.tp": 2, "parallel.pp": 2, "parallel.etp": 1, "parallel.ep": 2}
@@ -83,9 +90,7 @@ def test_twenty_steps_an_export_an_import_and_twenty_steps_are_forty(tmp_path: P
         for source in (folder, again, run)
     ]
     assert ways[0] == ways[1] == ways[2], "each source has the same bits"
-    # The first updates of a fresh Adam have the size of the learning rate whatever the gradient's,
-    # so the rounding of gradients near zero, which differs by layout, decides their sign.
-    assert ways[0] == pytest.approx(expected[20:], rel=1e-4)
+    assert ways[0] == pytest.approx(expected[20:], rel=1e-5)
 
 
 @pytest.mark.dist
