@@ -18,7 +18,7 @@ Parts of a training loop:
     data         text, tokenizers, samples, blends
     checkpoint   saving and loading in any layout
 
-The command and what is around it:
+The command and its parts:
     config       typed settings (docs/configuration.md)
     train        trainer, step, loop, metrics
     api          names for a model, data and callbacks of your own (docs/own-model.md)

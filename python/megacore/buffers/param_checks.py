@@ -18,7 +18,7 @@ def require_pairs(params: NamedParams) -> NamedParams:
     """Return the pairs of description and parameter as a list.
 
     Raises:
-        TypeError: If an entry is no such pair.
+        TypeError: If an entry is not such a pair.
     """
     if isinstance(params, nn.Module):
         raise TypeError(f"params must be pairs of ParamInfo and Parameter, got a {_name(params)}")

@@ -1,9 +1,9 @@
 """Attention over a sequence split by context parallelism, by a ring of keys and values.
 
 Each rank computes its queries with one rank's keys and values at a time, while those of the next
-rank are on their way, and merges the results by the log-sum-exp of their scores. In the backward
-pass the gradients of keys and values travel on with the blocks that they belong to, and one step
-further, home. A rank holds two blocks instead of all keys and values of the sequence.
+rank are received, and merges the results by the log-sum-exp of their scores. In the backward
+pass the gradients of keys and values are sent on with their blocks, and at the end to the rank that
+owns the block. A rank holds two blocks instead of all keys and values of the sequence.
 
 Source:
     Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889. The order of slices
@@ -178,7 +178,7 @@ def _around(
 ) -> Iterator[tuple[tuple[Tensor, Tensor], Sequence[Part]]]:
     """Yield the keys and values of each member, this one first, and its parts.
 
-    The next block is under way while the caller computes.
+    The next block is received while the caller computes.
     """
     block = torch.cat((k_SBGD, v_SBGE), dim=-1)
     for step, by_member in enumerate(parts):

@@ -6,8 +6,8 @@ per token and column. Blocks are columns and not tokens, so the gradient of the 
 once, one product per block, and needs no wide copy of the weight to sum in.
 
 In a split backward pass, I and W both compute the logits again. To keep their gradients from I to W
-instead would cost what the blocks save, once for each microbatch between the two; and I and W stay
-equally long, as schedules assume.
+instead would take the saved memory again for each microbatch between the two, and I and W would not
+take equally long, as schedules assume.
 
 Source:
     Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009, for

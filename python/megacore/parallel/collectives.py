@@ -360,7 +360,7 @@ def _messages(group: Group, tensor: Tensor) -> GlooMessages | None:
 
 
 def _reducing_messages(group: Group, input: Tensor) -> GlooMessages | None:
-    """Return what reduces large tensors; a small one takes less time in one exchange."""
+    """Return the exchange of messages for large tensors; small ones take less time in one call."""
     is_large = input.numel() * input.element_size() > _SMALL_BYTES
     return _messages(group, input) if is_large else None
 

@@ -94,7 +94,7 @@ def search(model: ModelSpec, base: RunSpec, device: Device, *, simulate: int = 2
 def _varied(specs: Iterable[RunSpec]) -> Iterator[RunSpec]:
     """Yield layouts in order, at most a few that differ only in chunks and schedule.
 
-    The closed forms hardly tell these apart, so they would leave no room for other layouts.
+    The closed forms hardly differ between these, so they would leave no room for other layouts.
     """
     count: Counter[RunSpec] = Counter()
     for spec in specs:

@@ -1,4 +1,4 @@
-"""Where time and memory go: waits by cause, and predicted and measured bytes."""
+"""Time of a step by cause, and predicted and measured memory, as cards of the report."""
 
 from __future__ import annotations
 

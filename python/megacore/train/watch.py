@@ -47,7 +47,7 @@ class RunWatch:
             self._peak = peak_flops(config, self._device)
         kinds = ("allocated", "reserved") if self._device.type == "cuda" else ("resident", "shared")
         self._memory_names = [f"memory_{kind}_bytes" for kind in (*kinds, "peak")]
-        # On a GPU, nobody waits on the host; and without exchanges, there is nothing to wait for.
+        # On a GPU the host does not wait; without exchanges there are no waits.
         exchanges = config.moe.num_experts > 0 and trainer.groups.etp_ep.size > 1
         self._calls = trainer.calls if exchanges and self._device.type == "cpu" else None
         self._busy_s = 0.0
