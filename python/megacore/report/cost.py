@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -84,26 +84,30 @@ def time_card(run: RunFiles) -> str:
 
 def bar(times: Mapping[str, float]) -> str:
     """Return a bar whose parts are shares of the time."""
-    total = sum(times.values()) or 1.0
     parts = "".join(
-        f'<i class="{CAUSES[cause]}" style="flex-grow:{seconds / total:.4f}" '
-        f'title="{escape(cause)} {seconds / total:.1%}"></i>'
-        for cause, seconds in times.items()
-        if seconds > 0.001 * total
+        f'<i class="{CAUSES[cause]}" style="flex-grow:{share:.4f}" '
+        f'title="{escape(cause)} {share:.1%}"></i>'
+        for cause, _, share in _shares(times)
     )
     return f'<div class="bar">{parts}</div>'
 
 
 def causes(times: Mapping[str, float]) -> str:
     """Return the legend of a bar with milliseconds and shares."""
-    total = sum(times.values()) or 1.0
     items = "".join(
         f'<span class="key"><i class="{CAUSES[cause]}"></i>{escape(cause)} '
-        f"<b>{_ms(seconds)} ms</b> {seconds / total:.1%}</span>"
-        for cause, seconds in times.items()
-        if seconds > 0.0005 * total
+        f"<b>{_ms(seconds)} ms</b> {share:.1%}</span>"
+        for cause, seconds, share in _shares(times)
     )
     return f'<p class="legend causes">{items}</p>'
+
+
+def _shares(times: Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
+    """Yield cause, seconds and share of the causes that do not round to 0.0%."""
+    total = sum(times.values()) or 1.0
+    for cause, seconds in times.items():
+        if seconds > 0.0005 * total:
+            yield cause, seconds, seconds / total
 
 
 def memory_card(run: RunFiles) -> str:
