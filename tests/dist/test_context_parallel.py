@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from megacore.models import context_ring
 from megacore.models.attention_parts import ScoreRule
 from megacore.models.context_parallel import Masks, causal_attention
+from megacore.ops.split_backward import backward_input
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.batch import Documents
+from megacore.parallel.exchange import all_to_all_async
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_positions
 from tests.support.distributed import run_ranks
@@ -61,6 +66,35 @@ def on_rank(rank: int) -> None:
         causal_attention(
             q, k, v, group=group, grouped=False, masks=Masks(), rule=ScoreRule(), comm="a2a"
         )
+
+
+def exchanges_of_sinks(_rank: int) -> tuple[int, int]:
+    """Exchanges of both parts of a split backward pass: of activations, and of the sinks."""
+    group = ProcessGroups.create(Topology(world_size=WORLD, cp=WORLD)).cp
+    x = torch.randn(4, 1, 2, 6, requires_grad=True)
+    sinks = torch.nn.Parameter(torch.randn(2))
+    options: dict[str, Any] = {"grouped": True, "masks": Masks(), "rule": ScoreRule()}
+
+    def loss() -> Tensor:
+        return causal_attention(
+            x, x * 2, x * 3, group=group, sinks=sinks, comm="ring", **options
+        ).sum()
+
+    expected = torch.autograd.grad(loss(), [x, sinks])
+    output = get_gradient_edge(loss())
+    with mock.patch.object(context_ring, "all_to_all_async", wraps=all_to_all_async) as exchange:
+        grad, weights = backward_input(output, None, x)
+        of_activations = exchange.call_count
+        weights.run()
+    torch.testing.assert_close((grad, sinks.grad), expected, rtol=0, atol=0)
+    return of_activations, exchange.call_count - of_activations
+
+
+@pytest.mark.dist
+def test_the_gradient_of_sinks_alone_needs_no_exchange() -> None:
+    for of_activations, of_sinks in run_ranks(WORLD, exchanges_of_sinks):
+        assert of_activations > 0
+        assert of_sinks == 0
 
 
 @pytest.mark.dist

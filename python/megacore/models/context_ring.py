@@ -137,40 +137,48 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SBNE: Tensor) -> tuple[Tensor | None, ...]:
-        q_SBND, k_SBGD, v_SBGE, sinks, mixed_SBNE, lse_BNS = ctx.saved_tensors
-        group, wide = ctx.group, lse_BNS.dtype
+        sinks, mixed_SBNE, lse_BNS = ctx.saved_tensors[3:]
         grad_BNSE, mixed_BNSE = (x.permute(1, 2, 0, 3) for x in (grad_SBNE, mixed_SBNE))
-        dq_SBND = torch.zeros_like(q_SBND, dtype=wide)
-        width = k_SBGD.shape[-1]
-        arriving, arrival = None, PendingCollective()
-        for keys, by_member in _around(k_SBGD, v_SBGE, group, ctx.parts):
-            d_block = k_SBGD.new_zeros(*k_SBGD.shape[:3], width + v_SBGE.shape[-1], dtype=wide)
-            for part in by_member:
-                rows, places = slice(*part.queries), slice(*part.keys)
-                dq, dk, dv = ctx.kernel.backward(
-                    grad_BNSE[:, :, rows],
-                    *part_views(part, q_SBND, *keys),
-                    mixed_BNSE[:, :, rows],
-                    lse_BNS[:, :, rows],
-                    part,
-                )
-                dq_SBND[rows] += dq.permute(2, 0, 1, 3)
-                d_block[places, :, :, :width] += dk.permute(2, 0, 1, 3)
-                d_block[places, :, :, width:] += dv.permute(2, 0, 1, 3)
-            # The member before has added its part; the next one holds this block in the next step.
-            arrival.wait()
-            if arriving is not None:
-                d_block += arriving
-            arriving, arrival = _start_shift(d_block, group)
-        arrival.wait()
-        assert arriving is not None
-        dk, dv = (x.to(k_SBGD.dtype) for x in arriving.tensor_split((width,), dim=-1))
-        d_sinks = None
-        if sinks is not None:
+        dq = dk = dv = d_sinks = None
+        # A split backward pass requests the gradient of the sinks on its own, without the ring.
+        if any(ctx.needs_input_grad[:3]):
+            dq, dk, dv = _grads_around(ctx, grad_BNSE, mixed_BNSE)
+        if sinks is not None and ctx.needs_input_grad[3]:
             share_BNS = (sinks[:, None] - lse_BNS).exp()
-            delta_BNS = (grad_BNSE * mixed_BNSE).sum(-1, dtype=wide)
+            delta_BNS = (grad_BNSE * mixed_BNSE).sum(-1, dtype=lse_BNS.dtype)
             d_sinks = -(share_BNS * delta_BNS).sum((0, 2)).to(sinks.dtype)
-        return dq_SBND.to(q_SBND.dtype), dk, dv, d_sinks, None, None, None
+        return dq, dk, dv, d_sinks, None, None, None
+
+
+def _grads_around(ctx: Any, grad_BNSE: Tensor, mixed_BNSE: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values, by one more round of the ring."""
+    q_SBND, k_SBGD, v_SBGE, _, _, lse_BNS = ctx.saved_tensors
+    group, wide, width = ctx.group, lse_BNS.dtype, k_SBGD.shape[-1]
+    dq_SBND = torch.zeros_like(q_SBND, dtype=wide)
+    arriving, arrival = None, PendingCollective()
+    for keys, by_member in _around(k_SBGD, v_SBGE, group, ctx.parts):
+        d_block = k_SBGD.new_zeros(*k_SBGD.shape[:3], width + v_SBGE.shape[-1], dtype=wide)
+        for part in by_member:
+            rows, places = slice(*part.queries), slice(*part.keys)
+            dq, dk, dv = ctx.kernel.backward(
+                grad_BNSE[:, :, rows],
+                *part_views(part, q_SBND, *keys),
+                mixed_BNSE[:, :, rows],
+                lse_BNS[:, :, rows],
+                part,
+            )
+            dq_SBND[rows] += dq.permute(2, 0, 1, 3)
+            d_block[places, :, :, :width] += dk.permute(2, 0, 1, 3)
+            d_block[places, :, :, width:] += dv.permute(2, 0, 1, 3)
+        # The member before has added its part; the next one holds this block in the next step.
+        arrival.wait()
+        if arriving is not None:
+            d_block += arriving
+        arriving, arrival = _start_shift(d_block, group)
+    arrival.wait()
+    assert arriving is not None
+    dk, dv = (x.to(k_SBGD.dtype) for x in arriving.tensor_split((width,), dim=-1))
+    return dq_SBND.to(q_SBND.dtype), dk, dv
 
 
 def _around(
