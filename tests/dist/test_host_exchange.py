@@ -9,10 +9,11 @@ import signal
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.collectives import barrier
-from megacore.parallel.exchange import RowSplits, all_to_all_async
+from megacore.parallel.exchange import RowSplits, all_to_all_async, exchange_rows
 from megacore.parallel.host_exchange import NUM_EXCHANGES
 from tests.support.distributed import run_ranks
 
@@ -69,6 +70,29 @@ def growing_exchanges(rank: int) -> bool:
         right &= got[: number + 1].eq(10.0 * number).all().item()
         right &= got[number + 1 :].eq(10.0 * number + 1).all().item()
     return right
+
+
+def test_rows_sent_are_free_once_an_exchange_has_finished() -> None:
+    assert run_ranks(2, rows_alive_after_exchanges) == [[False, False]] * 2
+
+
+def rows_alive_after_exchanges(_rank: int) -> list[bool]:
+    """Whether rows still exist between the forward and the backward pass, shared memory and gloo.
+
+    Autograd keeps the exchange until then: it must not keep the rows, one copy for every layer.
+    """
+    alive = []
+    for group in (world(), world(host_memory=False)):
+        leaf = torch.ones(4, 3, requires_grad=True)
+        rows = leaf * 2
+        sent = StorageWeakRef(rows.untyped_storage())
+        got = exchange_rows(rows, group, RowSplits())
+        del rows
+        alive.append(not sent.expired())
+        got.sum().backward()
+        assert leaf.grad is not None
+        assert bool((leaf.grad == 2).all())
+    return alive
 
 
 def test_splits_that_do_not_match_are_told_and_the_group_goes_on() -> None:

@@ -68,15 +68,15 @@ def run(args: argparse.Namespace) -> int:
         found: dict[str, Any] = json.loads(links.read_text()) if links.exists() else {}
     device = torch.device("cuda" if is_cuda else "cpu")
     torch.set_num_threads(torch.get_num_threads() if is_cuda else 1)
-    found |= measure(
-        device, least=least, report=lambda what: print(f"measuring {what}", flush=True)
-    )
     name = torch.cuda.get_device_name() if is_cuda else f"CPU, {os.cpu_count()} cores"
     if not is_cuda:
         cores = len(os.sched_getaffinity(0))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         found |= {"link_domain": 1 << 20, "peak_at_once": cores, "peak_memory_gib": memory}
     base = load_device(match_device(name) or "h100")
+    found |= measure(
+        device, base, least=least, report=lambda what: print(f"measuring {what}", flush=True)
+    )
     write_calibration(
         Path(args.out), base, {**found, "name": name}, stack=f"torch {torch.__version__}"
     )
@@ -85,9 +85,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _links(file: Path, least: float, context: RankContext) -> int:
-    from megacore.plan.calibrate import measure_links
+    from megacore.plan.calibrate import measure_contention, measure_links
 
     found = measure_links(context.device, context.world_size, least=least)
+    if context.device.type == "cpu":
+        found |= measure_contention(least=least)
     if context.rank == 0:
         file.write_text(json.dumps(found))
     return 0

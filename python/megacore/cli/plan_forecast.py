@@ -33,6 +33,7 @@ _MEMORY = {
     "logits": "L",
     "transient": "t",
     "tp buffers": "b",
+    "slots of clones": "s",
     "workspace": "w",
     "fragmentation": "f",
     "context": "c",
@@ -49,6 +50,7 @@ _TIMES = {
     "tp": "T",
     "cp": "C",
     "ep": "X",
+    "clones": "K",
     "pp": "P",
     "dp": "D",
     "optimizer": "O",
@@ -190,6 +192,9 @@ def _assumed(found: Forecast) -> str:
     parts.append(f"overlap of {', '.join(sorted(spec.overlap)) or 'nothing'}")
     if any(found.model.moe_layers):
         parts.append(f"imbalance {spec.imbalance:g}")
+    if spec.clones:
+        load = spec.load(found.model.experts)
+        parts.append(f"all {spec.slots} slots of clones filled, imbalance with them {load:.3g}")
     return "; ".join(parts)
 
 
@@ -355,7 +360,8 @@ def _search(
     for gpus in counts:
         # The layout of the file need not fit, since it is replaced.
         config = resolve_for_plan(without_layout(base, gpus), gpus)
-        spec = replace(run_spec(config, gpus, imbalance=imbalance), stages=())
+        spec = run_spec(config, gpus, imbalance=imbalance)
+        spec = replace(spec, stages=(), echo=base.moe.echo)
         found = search(model_spec(config), spec, device)
         legal = _legal(base, found.best, gpus, max(top, 1))
         missing = missing or not legal

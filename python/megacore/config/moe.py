@@ -52,6 +52,24 @@ class EchoConfig(Section):
         "the mean load. Default: the guarantee of the planner.",
     )
 
+    def guaranteed_factor(self, experts_per_rank: int) -> float | None:
+        """Compute the bound of max load over mean load for any routing; ``None`` if unknown.
+
+        With fewer slots than experts per rank it is the load that no planner can prevent; the
+        balanced planner is within a few percent of it.
+
+        Example:
+            >>> EchoConfig(spare_slots=4).guaranteed_factor(4)
+            1.01
+            >>> EchoConfig(spare_slots=1).guaranteed_factor(4)
+            1.5625
+        """
+        if self.planner != "balanced" or self.spare_slots == 0:
+            return None
+        share = min(1.0, self.spare_slots / experts_per_rank)
+        worst = (1.0 + share) ** 2 / (4.0 * share)
+        return max(1.0 + self.tolerance if share == 1.0 else worst, self.min_imbalance)
+
 
 class MoEConfig(Section):
     """``[moe]``: mixture of experts."""
@@ -230,6 +248,21 @@ class MoEConfig(Section):
     def moe_layers(self, num_layers: int) -> list[int]:
         """Global indices of the MoE layers of a model."""
         return [index for index in range(num_layers) if self.is_moe_layer(index)]
+
+    def receive_factor(self, experts_per_rank: int) -> float:
+        """Compute the rows of a ``static`` receive buffer, as a multiple of the mean load.
+
+        ``echo.receive_budget`` if set, else the planner's guaranteed factor, else ``static_budget``
+        if the planner guarantees none.
+
+        Example:
+            >>> moe = MoEConfig(num_experts=8, echo={"spare_slots": 4, "tolerance": 0.02})
+            >>> moe.receive_factor(4), moe.receive_factor(8)
+            (1.02, 1.125)
+        """
+        if self.echo.receive_budget is not None:
+            return self.echo.receive_budget
+        return self.echo.guaranteed_factor(experts_per_rank) or self.static_budget
 
     @property
     def gated(self) -> bool:

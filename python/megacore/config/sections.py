@@ -68,6 +68,16 @@ class Config(Section):
         """Return the data parallel size for ``world_size`` ranks, which the layout must divide."""
         return world_size // (self.parallel.tp * self.parallel.cp * self.parallel.pp)
 
+    @property
+    def num_slot_sets(self) -> int:
+        """Sets of ECHO's weight slots: one per microbatch that can be inside layers at once.
+
+        Example:
+            >>> Config().num_slot_sets, Config(pipeline={"overlap_moe": True}).num_slot_sets
+            (1, 2)
+        """
+        return 2 if self.pipeline.overlap_moe else 1
+
     def num_microbatches(self, world_size: int) -> int:
         """Return the microbatches per data parallel rank and optimizer step."""
         return self.train.global_batch_size // (self.train.microbatch_size * self.dp(world_size))

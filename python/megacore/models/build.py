@@ -13,7 +13,6 @@ from megacore.models.gpt import GPTChunk
 from megacore.models.loss import token_loss
 from megacore.models.own import OwnStage, StageContext, loss_of
 from megacore.models.stage import Stage, make_context
-from megacore.moe.echo.layer import num_slot_sets
 from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.parallel.process_groups import ProcessGroups
 
@@ -55,7 +54,7 @@ def build_stages(
     stages, further = _stages(config)
     chunks: list[Stage] = []
     loss = loss_of(config) or token_loss
-    slots = SlotBuffers(config.moe.echo.spare_slots, num_slot_sets(config))
+    slots = SlotBuffers(config.moe.echo.spare_slots, config.num_slot_sets)
     # In model order, so that the chunk with the embedding precedes those that share it.
     for stage in sorted(mine):
         if config.model.factory is not None:

@@ -29,7 +29,7 @@ from megacore.moe.dispatchers import (
     make_peers,
     static_receive_rows,
 )
-from megacore.moe.echo.layer import Echo, ReceiveBudget, receive_factor
+from megacore.moe.echo.layer import Echo, ReceiveBudget
 from megacore.moe.experts import ExpertBiases, GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
@@ -194,7 +194,7 @@ def _echo(context: ModelContext) -> Echo | None:
     placement = ExpertPlacement.of(groups, moe.num_experts)
     budget = None
     if moe.dispatcher == "static":
-        budget = ReceiveBudget(receive_factor(moe, placement.num_local), context.budget)
+        budget = ReceiveBudget(moe.receive_factor(placement.num_local), context.budget)
     return Echo(
         placement,
         moe.echo,

@@ -43,7 +43,7 @@ class PendingCollective:
         work: Work | None = None,
         *,
         complete: Callable[[], None] | None = None,
-        is_ready: Callable[[], bool] = lambda: True,
+        is_ready: Callable[[], bool] | None = None,
         staging_bytes: int = 0,
         call: Call | None = None,
     ) -> None:
@@ -57,7 +57,7 @@ class PendingCollective:
         """Poll whether :meth:`wait` would start without blocking."""
         if self._work is not None:
             return not is_capturing() and self._work.is_completed()
-        return self._complete is None or self._is_ready()
+        return self._is_ready is None or self._is_ready()
 
     def wait(self) -> None:
         """Make the result valid; later calls are no-ops.
@@ -68,6 +68,8 @@ class PendingCollective:
         call, self._call = self._call, None
         work, self._work = self._work, None
         complete, self._complete = self._complete, None
+        # It may refer to the tensors, which autograd would keep until the backward pass.
+        self._is_ready = None
         if call is not None:
             call.wait()
         with call or nullcontext():

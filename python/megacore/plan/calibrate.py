@@ -5,10 +5,11 @@ Every measurement runs long enough for clocks to settle, repeats, and takes the 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megacore.config import Config, resolve
+from megacore.config import Config, ResolvedConfig, resolve
+from megacore.models.build import torch_dtype
 from megacore.models.functional import swiglu
 from megacore.models.gpt import GPTChunk
-from megacore.parallel import ProcessGroups
+from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
+from megacore.parallel.collectives import all_gather, barrier
+from megacore.plan.config_spec import model_spec, run_spec
+from megacore.plan.cost import LayerCosts
 from megacore.plan.device import Device
 
 Report = Callable[[str], None]
@@ -49,23 +54,26 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(device: torch.device, *, least: float = 1.0, report: Report = print) -> dict[str, Any]:
+def measure(
+    device: torch.device, base: Device, *, least: float = 1.0, report: Report = print
+) -> dict[str, Any]:
     """Measure the constants of one device, by the names of `Device`.
 
     Args:
         device: Device to measure.
+        base: Constants that are not measured.
         least: Seconds for each measurement.
         report: Called with the name of each measurement before it starts.
     """
     is_cuda = device.type == "cuda"
     values: dict[str, Any] = {"peak_clock": 1.0}
-    formats = [("fp32", torch.float32)] + ([("bf16", torch.bfloat16)] if is_cuda else [])
-    for name, dtype in formats:
+    # Predictions have one half for all formats: that of the format that training uses most.
+    formats = [("fp32", torch.float32), ("bf16", torch.bfloat16)]
+    half = None
+    for name, dtype in reversed(formats) if is_cuda else formats:
         report(f"matrix products, {name}")
-        peak, half = _products(device, dtype, least)
+        peak, half = _products(device, dtype, least, half)
         values |= {f"peak_{name}": peak, f"gemm_{name}": 1.0, "gemm_half": half}
-    if not is_cuda:
-        values |= {"peak_bf16": values["peak_fp32"], "gemm_bf16": 1.0}
     report("memory")
     source = torch.zeros((256 << 20 if is_cuda else 16 << 20) // 4, device=device)
     target = torch.empty_like(source)
@@ -73,16 +81,26 @@ def measure(device: torch.device, *, least: float = 1.0, report: Report = print)
     values["peak_hbm"] = 2 * source.nbytes / once
     values |= _elementwise(device, values["peak_hbm"], least)
     report("attention")
-    values |= _attention(device, values["peak_bf16" if is_cuda else "peak_fp32"], least)
+    rates = {
+        name: _attention(device, dtype, values[f"peak_{name}"], least) for name, dtype in formats
+    }
+    values |= rates["bf16" if is_cuda else "fp32"]  # for the shares that hold for both
+    values["attention_fp32"] = rates["fp32"]["attention_forward"]
+    values["attention_forward"] = rates["bf16"]["attention_forward"]
     report("operations of a layer")
-    values["host_layer_ms"] = _smallest_layer(device, {}, least)
+    values["host_layer_ms"] = 1e3 * _layer_seconds(device, _SMALLEST, least)
     experts = {"num_experts": 4, "top_k": 2, "force_balanced": True}
-    values["host_moe_alltoall_ms"] = _smallest_layer(device, experts, least)
+    values["host_moe_alltoall_ms"] = 1e3 * _layer_seconds(
+        device, {**_SMALLEST, "moe": experts}, least
+    )
     if is_cuda:
         values["peak_memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
     else:
-        # Experts run one after the other, as products of their own.
-        values |= {**_HOST, "grouped_half": values["gemm_half"], "grouped_efficiency": 1.0}
+        # Experts run one after the other, as products of their own. The half of grouped products is
+        # that of bf16, the half of products that of fp32.
+        half = values["gemm_half"] * values["peak_bf16"] / values["peak_fp32"]
+        values |= {**_HOST, "grouped_half": half, "grouped_efficiency": 1.0}
+        values |= _element_rates(replace(base, **values), report, least)
     return values
 
 
@@ -100,12 +118,13 @@ _HOST: dict[str, float] = {
     "exposed_ep_overlapped": 1,
     "exposed_dp": 1,
     "exposed_pp": 0,
-    "contention_share": 0,
 }
 
 
-def _products(device: torch.device, dtype: torch.dtype, least: float) -> tuple[float, float]:
-    """Fit the rate of large products and the side that halves it."""
+def _products(
+    device: torch.device, dtype: torch.dtype, least: float, half: float | None = None
+) -> tuple[float, float]:
+    """Fit the rate of large products and the side that halves it, unless that is given."""
     sizes = _SIZES[device.type]
     shapes = [(m, n, k) for m in sizes[-2:] for n, k in zip(sizes, reversed(sizes), strict=True)]
     shapes += [(size, size, size) for size in sizes[1:]]
@@ -116,10 +135,10 @@ def _products(device: torch.device, dtype: torch.dtype, least: float) -> tuple[f
     work = np.array([2.0 * m * n * k for m, n, k in shapes])
     sides = np.array(shapes, dtype=float)
     best = (np.inf, 0.0, 0.0)
-    for half in np.geomspace(2, 1000, 40):
-        rates = work * np.prod(1 + half / sides, axis=1) / np.array(times)
+    for side in np.geomspace(2, 1000, 40) if half is None else (half,):
+        rates = work * np.prod(1 + side / sides, axis=1) / np.array(times)
         spread = float(np.abs(np.log(rates) - np.median(np.log(rates))).mean())
-        best = min(best, (spread, float(np.median(rates)), float(half)))
+        best = min(best, (spread, float(np.median(rates)), float(side)))
     return best[1], best[2]
 
 
@@ -141,11 +160,12 @@ def _elementwise(device: torch.device, hbm: float, least: float) -> dict[str, fl
     }
 
 
-def _attention(device: torch.device, peak: float, least: float) -> dict[str, float]:
+def _attention(
+    device: torch.device, dtype: torch.dtype, peak: float, least: float
+) -> dict[str, float]:
     """Measure causal attention forward and backward at two lengths."""
     is_cuda = device.type == "cuda"
     heads, width = (32, 128) if is_cuda else (4, 64)
-    dtype = torch.bfloat16 if is_cuda else torch.float32
     rates = {}
     lengths = (1024, 8192) if is_cuda else (128, 1024)
     for length in lengths:
@@ -177,41 +197,120 @@ def _attention(device: torch.device, peak: float, least: float) -> dict[str, flo
     }
 
 
-def _smallest_layer(device: torch.device, moe: dict[str, Any], least: float) -> float:
-    """Measure forward and backward of a layer too small to compute anything, in milliseconds."""
+# Too small to compute anything.
+_SMALLEST: dict[str, Any] = {
+    "model": {"hidden_size": 32, "num_heads": 2, "seq_length": 4, "vocab_size": 64},
+    "train": {"microbatch_size": 1},
+}
+
+
+def _config(sections: dict[str, Any], layers: int = 1) -> ResolvedConfig:
+    model = {**sections["model"], "num_layers": layers}
+    config = Config(**{**sections, "model": model})
+    return resolve(config, 1, vocab_size=model["vocab_size"], cuda=False)
+
+
+def _passes_seconds(device: torch.device, config: ResolvedConfig, least: float) -> float:
+    """Measure forward and backward of a model."""
+    chunk = GPTChunk(
+        config.model,
+        layers=range(config.model.num_layers),
+        has_embedding=True,
+        has_head=True,
+        groups=ProcessGroups.single(),
+        moe=config.moe,
+        dtype=torch_dtype(config.train.dtype),
+        device=device,
+    )
+    rows, length = config.train.microbatch_size, config.model.seq_length
+    tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
+    batch = Microbatch(tokens=tokens, labels=tokens, sample_ids=torch.arange(rows), step=0)
+    return seconds_of(lambda: chunk(None, batch).backward(), device, least=least)
+
+
+def _layer_seconds(device: torch.device, sections: dict[str, Any], least: float) -> float:
+    """Measure forward and backward of a layer: those of five less those of one, over four."""
+    one, five = (_passes_seconds(device, _config(sections, n), least) for n in (1, 5))
+    return max(0.0, (five - one) / 4)
+
+
+def _small(hidden: int, dtype: str, vocab: int = 64) -> dict[str, Any]:
+    """Return sections of a model whose layers take milliseconds on a CPU."""
+    return {
+        "model": {
+            "hidden_size": hidden,
+            "num_heads": hidden // 32,
+            "ffn_hidden_size": 3 * hidden,
+            "seq_length": 256,
+            "vocab_size": vocab,
+        },
+        "train": {"microbatch_size": 2, "dtype": dtype},
+    }
+
+
+_Case = tuple[Callable[[LayerCosts], float], ResolvedConfig, float]
+
+
+def _element_rates(known: Device, report: Report, least: float) -> dict[str, float]:
+    """Find the rates of element-wise operations with which layers and losses are as measured.
+
+    Args:
+        known: All other constants.
+        report: Called with the name of each measurement before it starts.
+        least: Seconds of a measurement.
+    """
+    device, rates = torch.device("cpu"), {}
+    for dtype, key in (("float32", "memory_bound_layer_fp32"), ("bfloat16", "memory_bound_layer")):
+        report(f"layers, {dtype}")
+        cases: list[_Case] = []
+        for hidden in (128, 256):
+            sections = _small(hidden, dtype)
+            seconds = _layer_seconds(device, sections, least)
+            cases.append((lambda costs: costs.by_kind[False].total, _config(sections), seconds))
+        rates[key] = _fitted_rate(known, key, cases)
+    report("loss")
+    cases = []
+    for dtype in ("float32", "bfloat16"):
+        without, config = (_config(_small(64, dtype, vocab)) for vocab in (64, 1 << 14))
+        seconds = _passes_seconds(device, config, least) - _passes_seconds(device, without, least)
+        cases.append((lambda costs: costs.head.total, config, seconds))
+    return {**rates, "memory_bound_loss": _fitted_rate(known, "memory_bound_loss", cases)}
+
+
+def _fitted_rate(known: Device, key: str, cases: list[_Case]) -> float:
+    """Find a constant, in which predictions fall, so that they are right in geometric mean."""
+
+    def error(rate: float) -> float:
+        device = replace(known, **{key: rate})  # type: ignore[arg-type]
+        return sum(
+            math.log(part(LayerCosts(model_spec(config), run_spec(config, 1), device)) / seconds)
+            for part, config, seconds in cases
+        )
+
+    low, high = 0.01, 1.0
+    for _ in range(20):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if error(middle) > 0 else (low, middle)
+    return math.sqrt(low * high)
+
+
+def measure_contention(*, least: float) -> dict[str, float]:
+    """Measure how much longer a layer takes when all ranks compute at the same time. Collective."""
+    import torch.distributed as dist
+
+    sections = _small(256, "float32")
     times = []
-    for layers in (1, 5):
-        config = resolve(
-            Config(
-                model={"hidden_size": 32, "num_layers": layers, "num_heads": 2, "seq_length": 4},  # type: ignore[arg-type]
-                moe=moe,  # type: ignore[arg-type]
-            ),
-            1,
-            vocab_size=64,
-            cuda=False,
-        )
-        model = GPTChunk(
-            config.model,
-            layers=range(layers),
-            has_embedding=True,
-            has_head=True,
-            groups=ProcessGroups.single(),
-            moe=config.moe,
-            device=device,
-        )
-        tokens = torch.zeros(1, 4, dtype=torch.int64, device=device)
-        names = torch.zeros(1, dtype=torch.int64)
-        batch = Microbatch(tokens=tokens, labels=tokens, sample_ids=names, step=0)
-        times.append(
-            seconds_of(lambda m=model, b=batch: m(None, b).backward(), device, least=least)  # type: ignore[misc]
-        )
-    return max(0.0, (times[1] - times[0]) / 4 * 1e3)
+    for busy in [[rank] for rank in range(dist.get_world_size())] + [None]:
+        dist.barrier()
+        if busy is None or dist.get_rank() in busy:
+            times.append(_layer_seconds(torch.device("cpu"), sections, least))
+    alone, together = times
+    return {"contention_share": max(0.0, together / alone - 1)}
 
 
 def measure_links(rank_device: torch.device, world_size: int, *, least: float) -> dict[str, float]:
-    """Measure all-gathers of two sizes between ranks of this machine. Collective."""
-    import torch.distributed as dist
-
+    """Measure the all-gathers of training between ranks of this machine, two sizes. Collective."""
+    group = ProcessGroups.create(Topology(world_size=world_size)).world
     times = {}
     sizes = (1 << 12, 1 << 24 if rank_device.type == "cuda" else 1 << 20)
     for numel in sizes:
@@ -219,9 +318,9 @@ def measure_links(rank_device: torch.device, world_size: int, *, least: float) -
         whole = torch.zeros(numel * world_size, device=rank_device)
         rounds = []
         for _ in range(max(_ROUNDS, int(20 * least))):
-            dist.barrier()
+            barrier(group)
             start = time.perf_counter()
-            dist.all_gather(list(whole.chunk(world_size)), part)
+            all_gather(whole, part, group)
             _wait(rank_device)
             rounds.append(time.perf_counter() - start)
         times[numel] = statistics.median(rounds)

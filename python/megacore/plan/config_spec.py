@@ -85,6 +85,8 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         overlap=frozenset(name for name, on in overlap.items() if on),
         dispatcher="allgather" if moe.dispatcher == "allgather" else "alltoall",
         imbalance=1.0 if moe.force_balanced else imbalance,
+        echo=moe.echo,
+        clones_made=not moe.force_balanced,
         graphs=config.graphs.mode,
         attention="flash2",
         loss="unfused",
@@ -250,6 +252,7 @@ def without_layout(base: Config, gpus: int) -> Config:
             "pipeline": _PLAIN_PIPELINE,
             "train": {"microbatch_size": 1, "recompute": "none", "recompute_keep": 0},
             "optimizer": {"num_instances": 1},
+            "moe": {"echo": base.moe.echo.model_copy(update={"domain": None})},
         },
         gpus,
     )

@@ -107,6 +107,9 @@ class LayerCosts:
         self.split = spec.tp if spec.sequence_parallel else 1  # between tensor parallel regions
         self.local = self.tokens / self.split
         self.bandwidth = device.peak_hbm * device.memory_bound_efficiency
+        is_fp32 = spec.precision == "fp32"
+        rate = device.memory_bound_layer_fp32 if is_fp32 else device.memory_bound_layer
+        self.element_rate = rate / (2 if is_fp32 else 1)  # sizes below are those of 16 bits
         self.at = spec.strides
         self.tp_link = link(device, spec.tp, self.at["tp"])
         kinds = set(model.moe_layers)
@@ -145,7 +148,11 @@ class LayerCosts:
         cost.add("recompute", 0.0, share * again.forward)
         floor = self._floor(moe)
         cost.stretch("host", cost.total + floor if device.host_waits else floor)
-        if spec.overlap & {"tp", "ep"} or ("dp" in spec.overlap and spec.zero == 3):
+        if (
+            spec.overlap & {"tp", "ep"}
+            or ("dp" in spec.overlap and spec.zero == 3)
+            or (device.host_waits and spec.gpus > 1)  # processes share caches and memory
+        ):
             cost.stretch("contention", cost.total * (1 + device.contention_share))
         return cost
 
@@ -178,8 +185,10 @@ class LayerCosts:
             cost.add("attention", flops / rate, 2 * flops / rate)
             cost.add("attention", 9 * scores / self.bandwidth, 11 * scores / self.bandwidth)
             return cost
-        peak = device.peak_fp32 if spec.precision == "fp32" else device.peak_bf16
-        rate = device.peak_clock * peak * device.attention_forward
+        is_fp32 = spec.precision == "fp32"
+        rate = device.peak_fp32 if is_fp32 else device.peak_bf16
+        rate *= device.attention_fp32 if is_fp32 else device.attention_forward
+        rate *= device.peak_clock
         rate *= model.seq / (model.seq + device.attention_half)
         if spec.attention == "flash2":
             rate *= device.attention_flash2
@@ -232,15 +241,16 @@ class LayerCosts:
         model, spec, device = self.model, self.spec, self.device
         cost = Cost()
         dispatched = self.tokens / spec.tp
-        rows = dispatched * model.top_k * spec.etp * spec.imbalance
+        rows = dispatched * model.top_k * spec.etp * spec.load(model.experts)
         wide = (2 if model.experts_gated else 1) * model.moe_ffn / spec.etp
         self._grouped(cost, rows, wide, model.hidden)
         self._grouped(cost, rows, model.hidden, model.moe_ffn / spec.etp)
-        act = (6 if model.experts_gated else 4) * model.moe_ffn / spec.etp * rows / self.bandwidth
+        act = (6 if model.experts_gated else 4) * model.moe_ffn / spec.etp * rows
+        act /= self.bandwidth * self.element_rate
         if not spec.fused_experts:
             cost.add("elementwise", act, 1.67 * act)
         permute = 8 * model.hidden * rows / spec.etp / device.peak_hbm
-        permute /= device.memory_bound_permute
+        permute /= device.memory_bound_permute / (2 if spec.precision == "fp32" else 1)
         if not spec.fused_experts:
             cost.add("elementwise", permute, permute)
         hidden = model.hidden / self.split
@@ -266,10 +276,14 @@ class LayerCosts:
             # not counted here).
             cost.add("head", 0.0, once)
             written = read
-        cost.add("head", self._traffic(read * columns), self._traffic(written * columns))
+        # In all formats: logits of 16 bits are converted, which these numbers count.
+        per_byte = self.tokens / (self.bandwidth * self.device.memory_bound_loss)
+        cost.add("head", read * columns * per_byte, written * columns * per_byte)
         if spec.tp > 1:
             ring = self.tp_link.ring(2 * self.tokens * model.hidden)
             cost.add("tp", ring, 2 * ring)
+        if self.device.host_waits and spec.gpus > 1:
+            cost.stretch("contention", cost.total * (1 + self.device.contention_share))
         return cost
 
     # ---- pieces ----
@@ -278,8 +292,7 @@ class LayerCosts:
         return self.device.peak("fp32" if self.spec.precision == "fp32" else "bf16")
 
     def _traffic(self, bytes_per_token: float) -> float:
-        scale = 2 if self.spec.precision == "fp32" else 1
-        return scale * bytes_per_token * self.tokens / self.bandwidth
+        return bytes_per_token * self.tokens / (self.bandwidth * self.element_rate)
 
     def _act_bytes(self, moe: bool) -> float:
         model = self.model
@@ -313,7 +326,7 @@ class LayerCosts:
     def _grouped(self, cost: Cost, rows: float, n: float, k: float) -> None:
         """Add the three products of a rank's experts."""
         device, spec, model = self.device, self.spec, self.model
-        experts = max(1.0, model.experts / spec.ep)
+        experts = max(1.0, model.experts / spec.ep) + spec.clones
         each = rows / experts
         # Grouped products with one scale per tensor gain nothing over 16 bits unless fused.
         slow = spec.precision in ("fp8", "fp8-cs", "fp8-ds") and not spec.fused_experts
@@ -342,12 +355,32 @@ class LayerCosts:
         model, spec, device = self.model, self.spec, self.device
         shown = device.exposed_ep_overlapped if "ep" in spec.overlap else 1.0
         if spec.ep > 1:
-            once = self.dispatch_time(dispatched) * spec.imbalance
+            once = self.dispatch_time(dispatched) * spec.load(model.experts)
             cost.add("ep", 2 * shown * once, 2 * shown * once)
+        if spec.clones:
+            self._clone_exchange(cost, shown)
         if spec.etp > 1:
             ring = link(device, spec.etp, self.at["etp"])
             once = ring.ring(2 * dispatched * model.top_k * spec.etp * model.hidden)
             cost.add("ep", 2 * shown * once, 3 * shown * once)
+
+    def _clone_exchange(self, cost: Cost, shown: float) -> None:
+        """Add weights to clones in both passes, and their gradients back to the experts.
+
+        An upper bound: all slots are filled, and no exchange hides behind products.
+        """
+        model, spec, device = self.model, self.spec, self.device
+        numel = spec.clones * model.expert_params / spec.etp
+        reach = spec.echo.domain or spec.ep
+        group = link(device, reach, self.at["ep"])
+        outside = 1 - group.inside / group.size
+        fast = device.link_nvlink * device.link_alltoall_nvlink
+        slow = device.link_nic * device.link_alltoall_nic
+        per_byte = max((1 - outside) / fast, outside / slow)
+        weights = spec.param_bytes * numel * per_byte + group.latency
+        gradients = 4 * numel * per_byte + group.latency
+        cost.add("clones", shown * weights, shown * weights, shown * gradients)
+        cost.add("clones", 0.0, 0.0, 12 * numel / self.bandwidth)  # added to those of the expert
 
     def dispatch_time(self, tokens: float) -> float:
         """Return the time to send this many tokens of a rank to their experts, or back."""

@@ -50,6 +50,7 @@ class Device:
     grouped_half_fused: float
     # [attention]
     attention_forward: float
+    attention_fp32: float
     attention_backward: float
     attention_half: float
     attention_unfused: float
@@ -57,6 +58,9 @@ class Device:
     attention_window: float
     # [memory_bound]
     memory_bound_efficiency: float
+    memory_bound_layer: float
+    memory_bound_layer_fp32: float
+    memory_bound_loss: float
     memory_bound_permute: float
     memory_bound_optimizer: float
     # [host]: seconds

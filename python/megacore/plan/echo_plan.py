@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from megacore.config import ResolvedConfig
-from megacore.moe.echo.layer import guaranteed_factor, num_slot_sets
 from megacore.parallel import Topology
+from megacore.plan.config_spec import model_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,15 @@ def plan_echo(config: ResolvedConfig, topology: Topology) -> EchoPlanned:
     if topology.ep == 1:
         raise ValueError("parallel.ep = 1, so there is no other rank to clone experts to; raise it")
     etp, local = parallel.etp, moe.num_experts // topology.ep
-    num_matrices = 3 if moe.gated else 2
-    numel = num_matrices * moe.ffn_hidden_size // etp * config.model.hidden_size
+    numel = model_spec(config).expert_params // etp
     width = 4 if config.train.dtype == "float32" else 2
     tokens = config.train.microbatch_size * config.model.seq_length // (parallel.cp * parallel.tp)
     mean = float(tokens * etp * moe.top_k)
-    factor = guaranteed_factor(echo, local)
+    factor = echo.guaranteed_factor(local)
     planned = EchoPlanned(
         num_spare_slots=echo.spare_slots,
-        num_slot_sets=num_slot_sets(config),
-        slot_weight_bytes=num_slot_sets(config) * echo.spare_slots * numel * width,
+        num_slot_sets=config.num_slot_sets,
+        slot_weight_bytes=config.num_slot_sets * echo.spare_slots * numel * width,
         slot_grad_bytes=echo.spare_slots * numel * 4,
         clone_traffic_bytes=numel * (2 * width + 4),
         mean_rows=mean,

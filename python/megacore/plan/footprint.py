@@ -71,7 +71,7 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     scores = 5 * model.heads * model.seq / t if spec.attention == "unfused" else 0.0
     masks = h / split * 2 if spec.attention == "unfused" else 0.0
     if moe:
-        copies = model.top_k / spec.tp * spec.imbalance
+        copies = model.top_k / spec.tp * spec.load(model.experts)
         inner = 2 if model.experts_gated else 1
         experts = copies * (saved * h + wide * inner * model.moe_ffn)
         activation = copies * saved * model.moe_ffn
@@ -132,12 +132,26 @@ def mlp_width(model: ModelSpec, spec: RunSpec) -> float:
     return max(experts if any(model.moe_layers) else 0, model.ffn) / spec.tp
 
 
+def passing_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
+    """Return the bytes per token that the backward pass of a layer takes beside what it keeps.
+
+    The layer's recomputed activations, and the gradients inside of its MLP: of the output, and of
+    the input of the activation; that of its output takes the place of the output itself.
+    """
+    wide = 4 if spec.precision == "fp32" else 2
+    kept, whole = layer_bytes(model, spec, moe)
+    rows = 1 + (model.top_k / spec.tp * spec.load(model.experts) if moe else 0)
+    gated = model.experts_gated if moe else model.gated
+    inner = (2 if gated else 1) * mlp_width(model, spec)
+    return whole - kept + wide * (rows * model.hidden + inner)
+
+
 def pending_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
     """Return the bytes per token of output gradients that a layer keeps between I and W."""
     wide = 4 if spec.precision == "fp32" else 2
     inner = sum(n / (spec.tp if split else 1) for n, _, split in model.qkv_matrices)
     if moe:
-        copies = model.top_k / spec.tp * spec.imbalance
+        copies = model.top_k / spec.tp * spec.load(model.experts)
         experts = (2 if model.experts_gated else 1) * model.moe_ffn + model.hidden
         inner += copies * experts + 2 * model.shared_ffn / spec.tp
     else:
@@ -159,6 +173,16 @@ def head_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
     if spec.precision == "fp32" and spec.loss == "unfused":
         peak = 8  # the logits are not copied to float32
     return 4 * columns, peak * columns
+
+
+def slot_bytes(model: ModelSpec, spec: RunSpec) -> float:
+    """Return the bytes of a rank's slots for clones, shared by its layers.
+
+    Weights once per microbatch that can be inside layers at the same time, and float32 gradients.
+    """
+    sets = 2 if "ep" in spec.overlap else 1
+    numel = model.expert_params / spec.etp
+    return spec.slots * numel * (sets * spec.param_bytes + 4)
 
 
 def footprints(
@@ -188,6 +212,10 @@ def footprints(
     working = tokens * max(whole for _, whole in by_kind.values())
     if "layer" in spec.recompute:  # the recomputed layer and the gradients inside of its MLP
         working += tokens * 3 * (4 if spec.precision == "fp32" else 2) * mlp_width(model, spec)
+    # Elsewhere fewer bytes than with the output layer, where its gradients wait beside a layer's.
+    passing = working
+    if spec.plain_autograd:
+        passing = min(working, tokens * max(passing_bytes(model, spec, moe) for moe in by_kind))
     kept_by_loss, logits = (tokens * each for each in head_bytes(model, spec))
     kept[-1] += kept_by_loss
     pending = [0.0] * len(counts)
@@ -205,9 +233,15 @@ def footprints(
         # Of the loss of one microbatch, all is counted as logits.
         parts["activations"] = peaks[rank] - (kept_by_loss if is_last else 0.0)
         parts["logits"] = max(0.0, logits - working) if is_last else 0.0
-        parts["transient"] = working
+        parts["transient"] = working if is_last else passing
+        if spec.plain_autograd and 0 in mine:
+            # The embedding's gradient is made when the activations of its stage are gone.
+            words = spec.param_bytes * model.vocab * model.hidden / spec.tp - kept[0]
+            parts["transient"] = max(parts["transient"], words)
         if spec.tp > 1:  # gathered input, its gradient and the output before it is scattered
             parts["tp buffers"] = 3 * 2 * tokens * model.hidden
+        if spec.slots:
+            parts["slots of clones"] = slot_bytes(model, spec)
         parts["workspace"] = device.memory_workspace * sum(parts.values())
         found.append(
             Footprint(

@@ -13,7 +13,7 @@ from itertools import islice, product
 
 from megacore.plan.cost import Cost, LayerCosts
 from megacore.plan.device import Device
-from megacore.plan.footprint import GIB, head_bytes, layer_bytes
+from megacore.plan.footprint import GIB, head_bytes, layer_bytes, slot_bytes
 from megacore.plan.forecast import Forecast, forecast
 from megacore.plan.spec import ModelSpec, RunSpec
 from megacore.plan.step_time import p2p_link, per_step
@@ -126,7 +126,7 @@ def _layer_setups(
             if base.gpus % (tp * cp):
                 continue
             for (ep, etp), microbatch, parts in product(
-                _expert_axes(model, base.gpus, tp), (1, 2, 4, 8), recomputes
+                _expert_axes(model, base, tp), (1, 2, 4, 8), recomputes
             ):
                 if base.global_batch % microbatch:
                     continue
@@ -155,15 +155,19 @@ def _layer_setups(
                     yield spec, LayerCosts(model, spec, device)
 
 
-def _expert_axes(model: ModelSpec, gpus: int, tp: int) -> Iterable[tuple[int, int]]:
+def _expert_axes(model: ModelSpec, base: RunSpec, tp: int) -> Iterable[tuple[int, int]]:
     if not any(model.moe_layers):
         return [(1, 1)]
-    sizes = [ep for ep in range(1, min(model.experts, gpus) + 1) if model.experts % ep == 0]
+    sizes = [
+        ep
+        for ep in range(1, min(model.experts, base.gpus) + 1)
+        if model.experts % ep == 0 and ep % (base.echo.domain or 1) == 0
+    ]
     return [
         (ep, etp)
         for ep in sizes
         for etp in sorted({1, tp})
-        if gpus % (ep * etp) == 0 and model.moe_ffn % etp == 0
+        if base.gpus % (ep * etp) == 0 and model.moe_ffn % etp == 0
     ]
 
 
@@ -249,6 +253,7 @@ class _Pricer:
         self.logits = tokens * head_bytes(model, spec)[1]
         if spec.tp > 1:
             self.working += 6 * tokens * model.hidden
+        self.slots = slot_bytes(model, spec)
 
     def price(self, spec: RunSpec) -> tuple[float, float]:
         """Return seconds and bytes of a step."""
@@ -291,6 +296,8 @@ class _Pricer:
         state = (spec.param_bytes + spec.grad_bytes) * (dense + experts)
         state += spec.state_bytes * owned
         last = max(self.working, self.logits) if spec.pp == 1 else self.working
-        tensors = (state + flight * layers * self.kept + last) * (1 + device.memory_workspace)
+        tensors = (state + self.slots + flight * layers * self.kept + last) * (
+            1 + device.memory_workspace
+        )
         outside = device.memory_context_gib + 3 * device.memory_comm_gib
         return tensors * (1 + device.memory_fragmentation) + outside * GIB

@@ -6,7 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from megacore.config import EchoConfig
 from megacore.models.shape import block_columns
+
+_NO_CLONES = EchoConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +190,10 @@ class RunSpec:
         overlap: Communication that overlaps with compute: of dp, tp, pp, ep, cp.
         dispatcher: Transport of tokens to experts: alltoall, deepep, hybridep, allgather.
         imbalance: Load of the busiest expert rank over the mean; 1 if routing is balanced, about
-            1.4 for a router that starts from scratch.
+            1.4 for a router that starts from scratch. Clones lower it, see `load`.
+        echo: Clones of experts on ranks with spare slots.
+        clones_made: Whether slots are filled in each microbatch; not if routing is forced to be
+            balanced.
         fused_experts: Quantization, permutation and activation are part of the experts' products.
         graphs: CUDA graphs: off, partial or full.
         attention: flash (FlashAttention 3 or cuDNN), flash2, or unfused (scores are stored).
@@ -227,6 +233,8 @@ class RunSpec:
     overlap: frozenset[str] = frozenset()
     dispatcher: str = "alltoall"
     imbalance: float = 1.0
+    echo: EchoConfig = _NO_CLONES
+    clones_made: bool = True
     fused_experts: bool = False
     graphs: str = "off"
     attention: str = "flash"
@@ -264,6 +272,25 @@ class RunSpec:
     def microbatches(self) -> int:
         """Microbatches per data parallel rank and step."""
         return max(1, self.global_batch // (self.dp * self.microbatch))
+
+    @property
+    def slots(self) -> int:
+        """Slots for clones of experts on each rank; none without expert parallelism."""
+        return self.echo.spare_slots if self.ep > 1 else 0
+
+    @property
+    def clones(self) -> int:
+        """Clones of a rank in a microbatch that are counted: as many as it has slots."""
+        return self.slots if self.clones_made else 0
+
+    def load(self, experts: int) -> float:
+        """Return the load of the busiest expert rank over the mean, with clones.
+
+        Args:
+            experts: Experts of the model.
+        """
+        bound = self.echo.guaranteed_factor(experts // self.ep) if self.slots else None
+        return self.imbalance if bound is None else min(self.imbalance, bound)
 
     @property
     def is_fp8(self) -> bool:

@@ -13,7 +13,7 @@ from megacore.config import MoEConfig
 from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
 from megacore.models.stage import Stage
-from megacore.moe.echo.layer import EchoCounts, receive_factor
+from megacore.moe.echo.layer import EchoCounts
 from megacore.moe.router import update_expert_biases
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
@@ -219,7 +219,7 @@ class ExpertWatch:
         """Format the setting of the buffer size with its value."""
         if self._row_size == self._moe.num_experts + 4:
             return f"moe.static_budget = {self._budgets[0].factor:g}"
-        factor = receive_factor(self._moe, self._moe.num_experts // self._groups.ep.size)
+        factor = self._moe.receive_factor(self._moe.num_experts // self._groups.ep.size)
         return f"moe.echo.receive_budget = {factor:g}"
 
     def _check_peers(self) -> None:

@@ -344,6 +344,31 @@ def test_a_prediction_prints_bytes_time_and_advice(
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+EXPERTS = ("--moe.num_experts=8", "--moe.ffn_hidden_size=3584", "--imbalance=1.5")
+
+
+def test_a_prediction_counts_clones(large: str, capsys: pytest.CaptureFixture[str]) -> None:
+    clones = (*EXPERTS, "--parallel.ep=4", "--parallel.etp=1", "--moe.echo.spare_slots=2")
+    assert main(["plan", large, "--gpus=64", *clones]) == 0
+    out = capsys.readouterr().out
+    assert "all 2 slots of clones filled, imbalance with them 1.01" in out
+    assert "K clones" in out
+    assert main(["plan", large, "--gpus=64", *clones, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"][0]["bytes"]["slots of clones"] == 2 * 3 * 3584 * 8192 * (2 + 4)
+
+
+def test_a_search_writes_layouts_that_the_domain_of_clones_divides(
+    large: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = str(tmp_path / "best.toml")
+    domain = (*EXPERTS, "--parallel.ep=4", "--moe.echo.spare_slots=2", "--moe.echo.domain=4")
+    assert main(["plan", large, "--gpus=64", *domain, "--search", f"--write={best}"]) == 0
+    capsys.readouterr()
+    assert main(["plan", best, "--gpus=64", "--imbalance=1.5"]) == 0
+    assert "slots of clones filled" in capsys.readouterr().out
+
+
 def test_the_exit_code_says_that_a_run_does_not_fit(
     large: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.config import Config, layers_of_stages, resolve
+from megacore.config import Config, EchoConfig, layers_of_stages, resolve
 from megacore.errors import ConfigError
 from megacore.plan.config_spec import model_spec, run_spec, settings_of, state_bytes
 from megacore.plan.cost import LayerCosts, link
 from megacore.plan.device import fitted_constants, known_devices, load_device
-from megacore.plan.footprint import GIB, footprints, layer_bytes
+from megacore.plan.footprint import GIB, footprints, layer_bytes, slot_bytes
 from megacore.plan.forecast import advise, forecast
 from megacore.plan.run_plan import plan_run
 from megacore.plan.search import search
@@ -211,6 +211,47 @@ def test_parts_add_up_and_choices_move_results_the_right_way(
         skewed = forecast(model, replace(spec, imbalance=1.5), device)
         assert skewed.step.seconds >= base.step.seconds
         assert skewed.fullest.total >= base.fullest.total
+
+
+def test_clones_cost_memory_and_traffic_and_bound_the_load() -> None:
+    device = load_device("h100")
+    plain = RunSpec(gpus=8, ep=4, tp=2, global_batch=32, imbalance=3.0)
+    slots = EchoConfig(spare_slots=8)
+    cloned = replace(plain, echo=slots)
+    without, found = forecast(MOE, plain, device), forecast(MOE, cloned, device)
+    numel = 3 * MOE.moe_ffn * MOE.hidden
+    assert found.fullest.parts["slots of clones"] == 8 * numel * (2 + 4)
+    turns = replace(cloned, overlap=frozenset({"ep"}))
+    assert slot_bytes(MOE, replace(turns, etp=2)) == 8 * numel * (2 * 2 + 4) / 2
+    # 8 slots for 16 experts: (1 + 1/2)^2 / 2 = 1.125 in place of 3.
+    assert cloned.load(MOE.experts) == 1.125
+    assert found.fullest.parts["activations"] < without.fullest.parts["activations"]
+    times, before = found.step.parts, without.step.parts
+    assert times["experts"] < before["experts"]
+    assert times["ep"] == pytest.approx(before["ep"] * 1.125 / 3)
+    assert times["clones"] > 0
+    # Balanced routing makes no clones, one rank cannot, and the other planner promises nothing.
+    assert "clones" not in before
+    balanced = forecast(MOE, replace(cloned, clones_made=False), device)
+    assert "clones" not in balanced.step.parts
+    assert balanced.fullest.parts["slots of clones"] > 0
+    assert replace(cloned, ep=1).slots == 0
+    documented = replace(cloned, echo=EchoConfig(spare_slots=8, planner="echo"))
+    assert documented.load(MOE.experts) == 3.0
+
+
+def test_clones_inside_a_domain_do_not_use_the_network() -> None:
+    spec = RunSpec(gpus=16, ep=16, global_batch=32, echo=EchoConfig(spare_slots=4))
+    inside = replace(spec, echo=EchoConfig(spare_slots=4, domain=8))
+    device = load_device("h100")
+    times = [forecast(MOE, each, device).step.parts["clones"] for each in (spec, inside)]
+    assert times[1] < 0.5 * times[0]
+
+
+def test_a_search_keeps_the_domain_of_clones() -> None:
+    base = RunSpec(gpus=16, global_batch=32, echo=EchoConfig(spare_slots=2, domain=8))
+    found = search(MOE, base, load_device("b300"), simulate=40)
+    assert {each.spec.ep for each in found.best} <= {8, 16}
 
 
 def test_gathered_keys_and_values_are_kept_whole_and_a_ring_keeps_its_own() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from megacore.config import Config, EchoConfig, MoEConfig
+from megacore.config import EchoConfig
 from megacore.moe.dispatchers import (
     Capacity,
     Dispatcher,
@@ -36,51 +36,6 @@ from megacore.moe.experts import GroupedExperts
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
-
-
-def guaranteed_factor(echo: EchoConfig, experts_per_rank: int) -> float | None:
-    """Compute the bound of max load over mean load for any routing; ``None`` if unknown.
-
-    With fewer slots than experts per rank it is the load that no planner can prevent; the balanced
-    planner is within a few percent of it.
-
-    Example:
-        >>> guaranteed_factor(EchoConfig(spare_slots=4), 4)
-        1.01
-        >>> guaranteed_factor(EchoConfig(spare_slots=1), 4)
-        1.5625
-    """
-    if echo.planner != "balanced" or echo.spare_slots == 0:
-        return None
-    share = min(1.0, echo.spare_slots / experts_per_rank)
-    worst = (1.0 + share) ** 2 / (4.0 * share)
-    return max(1.0 + echo.tolerance if share == 1.0 else worst, echo.min_imbalance)
-
-
-def receive_factor(moe: MoEConfig, experts_per_rank: int) -> float:
-    """Compute the rows of a ``static`` receive buffer, as a multiple of the mean load.
-
-    ``moe.echo.receive_budget`` if set, else the planner's guaranteed factor, else
-    ``moe.static_budget`` if the planner guarantees none.
-
-    Example:
-        >>> moe = MoEConfig(num_experts=8, echo={"spare_slots": 4, "tolerance": 0.02})
-        >>> receive_factor(moe, 4), receive_factor(moe, 8)
-        (1.02, 1.125)
-    """
-    if moe.echo.receive_budget is not None:
-        return moe.echo.receive_budget
-    return guaranteed_factor(moe.echo, experts_per_rank) or moe.static_budget
-
-
-def num_slot_sets(config: Config) -> int:
-    """Compute the number of weight slot sets: one per microbatch that can be inside layers at once.
-
-    Example:
-        >>> num_slot_sets(Config()), num_slot_sets(Config(pipeline={"overlap_moe": True}))
-        (1, 2)
-    """
-    return 2 if config.pipeline.overlap_moe else 1
 
 
 @dataclass(kw_only=True)
@@ -383,7 +338,7 @@ class Echo:
     def _always_fits(self) -> bool:
         """True if the planner's bound is proved and the budget covers it."""
         budget, local = self._budget, self.placement.num_local
-        guaranteed = guaranteed_factor(self.config, local)
+        guaranteed = self.config.guaranteed_factor(local)
         return (
             budget is not None
             and guaranteed is not None

@@ -27,7 +27,7 @@ from megacore.moe.dispatchers import symmetric_peers
 from megacore.moe.echo import memory as clone_memory
 from megacore.moe.echo.device_plan import plan_offload_on_device
 from megacore.moe.echo.exchange import FC1
-from megacore.moe.echo.layer import EchoCounts, guaranteed_factor
+from megacore.moe.echo.layer import EchoCounts
 from megacore.moe.echo.memory import DeviceCloneMemory
 from megacore.moe.echo.message_exchange import CloneRoutes, SlotBuffers
 from megacore.parallel.process_groups import Group
@@ -157,8 +157,8 @@ def test_the_guarantee_is_what_the_planner_reaches_on_the_worst_loads() -> None:
     counts = np.zeros((6, 24), np.int64)
     counts[:, :16] = 60  # two thirds of the ranks are hot: the worst share for 2 slots of 4
     plan = plan_offload(counts, num_spare_slots=2, tolerance=0.0)
-    assert plan.imbalance_after == pytest.approx(guaranteed_factor(config, 4), rel=0.02)
-    assert guaranteed_factor(EchoConfig(spare_slots=2, planner="echo"), 4) is None
+    assert plan.imbalance_after == pytest.approx(config.guaranteed_factor(4), rel=0.02)
+    assert EchoConfig(spare_slots=2, planner="echo").guaranteed_factor(4) is None
 
 
 def test_routes_of_all_ranks_fit_each_other() -> None:
