@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megacore.config import Config, ResolvedConfig, resolve
 from megacore.models.build import torch_dtype
 from megacore.models.functional import swiglu
 from megacore.models.gpt import GPTChunk
-from megacore.parallel import ProcessGroups, Topology
+from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather, barrier
 from megacore.plan.config_spec import model_spec, run_spec
@@ -96,11 +97,11 @@ def measure(
     if is_cuda:
         values["peak_memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
     else:
-        # Experts run one after the other, as products of their own. The half of grouped products is
-        # that of bf16, the half of products that of fp32.
+        # Experts run one after the other. The half of grouped products is that of bf16, the half of
+        # products that of fp32.
         half = values["gemm_half"] * values["peak_bf16"] / values["peak_fp32"]
         values |= {**_HOST, "grouped_half": half, "grouped_efficiency": 1.0}
-        values |= _element_rates(replace(base, **values), report, least)
+        values |= _layer_rates(replace(base, **values), report, least)
     return values
 
 
@@ -146,7 +147,12 @@ def _elementwise(device: torch.device, hbm: float, least: float) -> dict[str, fl
     """Measure an activation and the optimizer's arithmetic against the copying rate."""
     rows, width = (8192, 8192) if device.type == "cuda" else (1024, 1024)
     x = torch.ones(rows, 2 * width, device=device)
-    once = seconds_of(lambda: swiglu(x), device, least=least)
+    if device.type == "cuda":
+        once = seconds_of(lambda: swiglu(x), device, least=least)
+    else:  # into the same memory: on a CPU, fresh memory can take longer than the arithmetic
+        left, right = x.chunk(2, dim=1)
+        product = torch.empty(rows, width)
+        once = seconds_of(lambda: torch.mul(left, right, out=product), device, least=least)
     moved = 3 * rows * width * x.element_size()
     state = [torch.zeros(rows * width, device=device, requires_grad=True)]
     state[0].grad = torch.ones_like(state[0])
@@ -248,33 +254,62 @@ def _small(hidden: int, dtype: str, vocab: int = 64) -> dict[str, Any]:
     }
 
 
+_EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 192, "force_balanced": True}
 _Case = tuple[Callable[[LayerCosts], float], ResolvedConfig, float]
 
 
-def _element_rates(known: Device, report: Report, least: float) -> dict[str, float]:
-    """Find the rates of element-wise operations with which layers and losses are as measured.
+def _layer_rates(known: Device, report: Report, least: float) -> dict[str, float]:
+    """Find the constants with which layers, losses and experts take the measured time.
 
     Args:
         known: All other constants.
         report: Called with the name of each measurement before it starts.
         least: Seconds of a measurement.
     """
-    device, rates = torch.device("cpu"), {}
-    for dtype, key in (("float32", "memory_bound_layer_fp32"), ("bfloat16", "memory_bound_layer")):
-        report(f"layers, {dtype}")
+    device = torch.device("cpu")
+
+    def fit(key: str, cases: list[_Case]) -> None:
+        nonlocal known
+        known = replace(known, **{key: _fitted_rate(known, key, cases)})  # type: ignore[arg-type]
+
+    def layers(dtype: str, **more: Any) -> list[_Case]:
+        sections = [{**_small(hidden, dtype), **more} for hidden in (128, 256)]
+        part = _moe_layer if more else _dense_layer
+        return [(part, _config(each), _layer_seconds(device, each, least)) for each in sections]
+
+    def losses(vocab: int) -> list[_Case]:
         cases: list[_Case] = []
-        for hidden in (128, 256):
-            sections = _small(hidden, dtype)
-            seconds = _layer_seconds(device, sections, least)
-            cases.append((lambda costs: costs.by_kind[False].total, _config(sections), seconds))
-        rates[key] = _fitted_rate(known, key, cases)
+        for dtype in ("float32", "bfloat16"):
+            without, config = (_config(_small(64, dtype, size)) for size in (64, vocab))
+            seconds = _passes_seconds(device, config, least)
+            cases.append((_head, config, seconds - _passes_seconds(device, without, least)))
+        return cases
+
+    report("layers, float32")
+    fit("memory_bound_layer_fp32", layers("float32"))
+    report("layers, bfloat16")
+    fit("memory_bound_layer", layers("bfloat16"))
+    report("layers with experts")
+    fit("grouped_efficiency", layers("float32", moe=_EXPERTS))
     report("loss")
-    cases = []
-    for dtype in ("float32", "bfloat16"):
-        without, config = (_config(_small(64, dtype, vocab)) for vocab in (64, 1 << 14))
-        seconds = _passes_seconds(device, config, least) - _passes_seconds(device, without, least)
-        cases.append((lambda costs: costs.head.total, config, seconds))
-    return {**rates, "memory_bound_loss": _fitted_rate(known, "memory_bound_loss", cases)}
+    fit("memory_bound_loss", losses(1 << 14))
+    report("loss, blocks of a large vocabulary")
+    fit("memory_bound_loss_blocks", losses(9 << 14))
+    keys = ("layer_fp32", "layer", "loss", "loss_blocks")
+    rates = {f"memory_bound_{key}": getattr(known, f"memory_bound_{key}") for key in keys}
+    return {**rates, "grouped_efficiency": known.grouped_efficiency}
+
+
+def _dense_layer(costs: LayerCosts) -> float:
+    return costs.by_kind[False].total
+
+
+def _moe_layer(costs: LayerCosts) -> float:
+    return costs.by_kind[True].total
+
+
+def _head(costs: LayerCosts) -> float:
+    return costs.head.total
 
 
 def _fitted_rate(known: Device, key: str, cases: list[_Case]) -> float:
@@ -287,7 +322,7 @@ def _fitted_rate(known: Device, key: str, cases: list[_Case]) -> float:
             for part, config, seconds in cases
         )
 
-    low, high = 0.01, 1.0
+    low, high = 0.01, 4.0  # above 1: faster than what the rate is a share of
     for _ in range(20):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if error(middle) > 0 else (low, middle)
@@ -295,36 +330,49 @@ def _fitted_rate(known: Device, key: str, cases: list[_Case]) -> float:
 
 
 def measure_contention(*, least: float) -> dict[str, float]:
-    """Measure how much longer a layer takes when all ranks compute at the same time. Collective."""
+    """Measure how much longer passes take when all ranks compute at the same time. Collective."""
     import torch.distributed as dist
 
-    sections = _small(256, "float32")
-    times = []
-    for busy in [[rank] for rank in range(dist.get_world_size())] + [None]:
-        dist.barrier()
-        if busy is None or dist.get_rank() in busy:
-            times.append(_layer_seconds(torch.device("cpu"), sections, least))
-    alone, together = times
-    return {"contention_share": max(0.0, together / alone - 1)}
+    config = _config(_small(256, "float32"), layers=8)
+    ratios = []
+    for _ in range(_ROUNDS):  # in turns, since the clock of a shared machine drifts
+        times = []
+        for busy in (*((rank,) for rank in range(dist.get_world_size())), None):
+            dist.barrier()
+            if busy is None or dist.get_rank() in busy:
+                times.append(_passes_seconds(torch.device("cpu"), config, least / 4))
+        ratios.append(times[1] / times[0])
+    return {"contention_share": max(0.0, statistics.median(ratios) - 1)}
 
 
 def measure_links(rank_device: torch.device, world_size: int, *, least: float) -> dict[str, float]:
-    """Measure the all-gathers of training between ranks of this machine, two sizes. Collective."""
+    """Measure exchanges of training between ranks of this machine. Collective.
+
+    All-gathers of two sizes, and messages to the next rank, by which clones of experts travel.
+    """
+    import torch.distributed as dist
+
     group = ProcessGroups.create(Topology(world_size=world_size)).world
     times = {}
     sizes = (1 << 12, 1 << 24 if rank_device.type == "cuda" else 1 << 20)
     for numel in sizes:
         part = torch.zeros(numel, device=rank_device)
         whole = torch.zeros(numel * world_size, device=rank_device)
-        rounds = []
-        for _ in range(max(_ROUNDS, int(20 * least))):
-            barrier(group)
-            start = time.perf_counter()
-            all_gather(whole, part, group)
-            _wait(rank_device)
-            rounds.append(time.perf_counter() - start)
-        times[numel] = statistics.median(rounds)
+        gather = partial(all_gather, whole, part, group)
+        times[numel] = _exchange_seconds(gather, rank_device, group, least)
     small, large = sizes
+    position = group.position
+    sent, received = whole[:large], whole[large : 2 * large]
+    messages = [
+        dist.P2POp(dist.isend, sent, group.ranks[(position + 1) % world_size], group.handle),
+        dist.P2POp(dist.irecv, received, group.ranks[position - 1], group.handle),
+    ]
+
+    def message() -> None:
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+
+    one = _exchange_seconds(message, rank_device, group, least)
     moved = 4.0 * (world_size - 1) * (large - small)
     bandwidth = moved / max(times[large] - times[small], 1e-9)
     latency = max(0.0, times[small] - 4.0 * (world_size - 1) * small / bandwidth)
@@ -332,8 +380,23 @@ def measure_links(rank_device: torch.device, world_size: int, *, least: float) -
         "link_nvlink": bandwidth,
         "link_nvlink_efficiency": 1.0,
         "link_alltoall_nvlink": 1.0,
+        "link_clones": 4.0 * large / one / bandwidth,
         "link_nvlink_us": latency * 1e6,
     }
+
+
+def _exchange_seconds(
+    run: Callable[[], None], device: torch.device, group: Group, least: float
+) -> float:
+    """Measure the median time of an exchange that all ranks begin together. Collective."""
+    rounds = []
+    for _ in range(max(_ROUNDS, int(20 * least))):
+        barrier(group)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        rounds.append(time.perf_counter() - start)
+    return statistics.median(rounds)
 
 
 def write_calibration(path: Path, base: Device, changes: dict[str, Any], *, stack: str) -> None:

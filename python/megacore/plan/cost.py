@@ -271,13 +271,15 @@ class LayerCosts:
         once = self._product(self.tokens, columns, model.hidden, self._head_peak())
         cost.add("head", once, once, once)
         read, written = {"fused": (4, 4), "unfused": (18, 10), "eager": (24, 16)}[spec.loss]
+        rate = self.device.memory_bound_loss
         if loss_columns(model, spec) is not None:
+            rate = self.device.memory_bound_loss_blocks
             # The backward pass computes the logits again (I and W of a split one both do, which is
             # not counted here).
             cost.add("head", 0.0, once)
             written = read
         # In all formats: logits of 16 bits are converted, which these numbers count.
-        per_byte = self.tokens / (self.bandwidth * self.device.memory_bound_loss)
+        per_byte = self.tokens / (self.bandwidth * rate)
         cost.add("head", read * columns * per_byte, written * columns * per_byte)
         if spec.tp > 1:
             ring = self.tp_link.ring(2 * self.tokens * model.hidden)
@@ -376,7 +378,7 @@ class LayerCosts:
         outside = 1 - group.inside / group.size
         fast = device.link_nvlink * device.link_alltoall_nvlink
         slow = device.link_nic * device.link_alltoall_nic
-        per_byte = max((1 - outside) / fast, outside / slow)
+        per_byte = max((1 - outside) / fast, outside / slow) / device.link_clones
         weights = spec.param_bytes * numel * per_byte + group.latency
         gradients = 4 * numel * per_byte + group.latency
         cost.add("clones", shown * weights, shown * weights, shown * gradients)

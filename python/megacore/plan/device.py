@@ -61,6 +61,7 @@ class Device:
     memory_bound_layer: float
     memory_bound_layer_fp32: float
     memory_bound_loss: float
+    memory_bound_loss_blocks: float
     memory_bound_permute: float
     memory_bound_optimizer: float
     # [host]: seconds
@@ -80,6 +81,7 @@ class Device:
     link_nic_us: float
     link_alltoall_nvlink: float
     link_alltoall_nic: float
+    link_clones: float
     # [exposed]: shares
     exposed_tp: float
     exposed_tp_overlapped: float

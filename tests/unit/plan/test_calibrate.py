@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacore.cli import main
-from megacore.plan.calibrate import _config, _fitted_rate, _small
+from megacore.plan.calibrate import _EXPERTS, _config, _fitted_rate, _small
 from megacore.plan.config_spec import model_spec, run_spec
 from megacore.plan.cost import LayerCosts
 from megacore.plan.device import load_device
@@ -22,6 +22,7 @@ CASES = {
     "memory_bound_layer": ("bfloat16", lambda costs: costs.by_kind[False].total),
     "memory_bound_layer_fp32": ("float32", lambda costs: costs.by_kind[False].total),
     "memory_bound_loss": ("float32", lambda costs: costs.head.total),
+    "grouped_efficiency": ("float32", lambda costs: costs.by_kind[True].total),
 }
 
 
@@ -31,7 +32,8 @@ def test_a_fitted_rate_is_the_one_that_made_the_times(key: str, rate: float) -> 
     dtype, part = CASES[key]
     cases = []
     for hidden in (128, 256):
-        config = _config(_small(hidden, dtype, 4096))
+        experts = {"moe": _EXPERTS} if key == "grouped_efficiency" else {}
+        config = _config({**_small(hidden, dtype, 4096), **experts})
         costs = LayerCosts(model_spec(config), run_spec(config, 1), replace(HOST, **{key: rate}))
         cases.append((part, config, part(costs)))
     assert _fitted_rate(HOST, key, cases) == pytest.approx(rate, rel=1e-3)
@@ -45,8 +47,9 @@ def test_a_machine_is_measured_and_plans_with_it(
     assert main(["calibrate", "--cpu", "--quick", f"--out={path}"]) == 0
     device = load_device(path)
     assert device.origin == "measured"
-    for name in ("layer", "layer_fp32", "loss"):
-        assert 0.01 < getattr(device, f"memory_bound_{name}") <= 1
+    for name in ("layer", "layer_fp32", "loss", "loss_blocks"):
+        assert 0.01 < getattr(device, f"memory_bound_{name}") < 4
+    assert 0.1 < device.grouped_efficiency < 4
     assert 0 <= device.contention_share < 5
     capsys.readouterr()
     assert main(["plan", "examples/moe.toml", "--gpus=4", "--device", path]) == 0
