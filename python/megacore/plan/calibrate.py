@@ -100,7 +100,7 @@ def measure(
         # Experts run one after the other. The half of grouped products is that of bf16, the half of
         # products that of fp32.
         half = values["gemm_half"] * values["peak_bf16"] / values["peak_fp32"]
-        values |= {**_HOST, "grouped_half": half, "grouped_efficiency": 1.0}
+        values |= {**_HOST, "grouped_half": half}
         values |= _layer_rates(replace(base, **values), report, least)
     return values
 
@@ -144,7 +144,7 @@ def _products(
 
 
 def _elementwise(device: torch.device, hbm: float, least: float) -> dict[str, float]:
-    """Measure an activation and the optimizer's arithmetic against the copying rate."""
+    """Measure an element-wise operation and the optimizer's arithmetic against the copying rate."""
     rows, width = (8192, 8192) if device.type == "cuda" else (1024, 1024)
     x = torch.ones(rows, 2 * width, device=device)
     if device.type == "cuda":
@@ -313,12 +313,16 @@ def _head(costs: LayerCosts) -> float:
 
 
 def _fitted_rate(known: Device, key: str, cases: list[_Case]) -> float:
-    """Find a constant, in which predictions fall, so that they are right in geometric mean."""
+    """Fit a rate to measured seconds, so that the geometric mean of predicted over measured is 1.
+
+    Differences of measurements can be 0 or less on a busy machine; they count as a nanosecond.
+    """
 
     def error(rate: float) -> float:
         device = replace(known, **{key: rate})  # type: ignore[arg-type]
         return sum(
-            math.log(part(LayerCosts(model_spec(config), run_spec(config, 1), device)) / seconds)
+            math.log(part(LayerCosts(model_spec(config), run_spec(config, 1), device)))
+            - math.log(max(seconds, 1e-9))
             for part, config, seconds in cases
         )
 
@@ -388,7 +392,10 @@ def measure_links(rank_device: torch.device, world_size: int, *, least: float) -
 def _exchange_seconds(
     run: Callable[[], None], device: torch.device, group: Group, least: float
 ) -> float:
-    """Measure the median time of an exchange that all ranks begin together. Collective."""
+    """Measure the median time of an exchange over a number of rounds that is the same on all ranks.
+
+    Collective. All ranks begin a round together.
+    """
     rounds = []
     for _ in range(max(_ROUNDS, int(20 * least))):
         barrier(group)

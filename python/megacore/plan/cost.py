@@ -111,6 +111,7 @@ class LayerCosts:
         rate = device.memory_bound_layer_fp32 if is_fp32 else device.memory_bound_layer
         self.element_rate = rate / (2 if is_fp32 else 1)  # sizes below are those of 16 bits
         self.at = spec.strides
+        self.shares_host = device.host_waits > 0 and spec.gpus > 1
         self.tp_link = link(device, spec.tp, self.at["tp"])
         kinds = set(model.moe_layers)
         self.by_kind = {moe: self._layer(moe=moe) for moe in kinds}
@@ -151,7 +152,7 @@ class LayerCosts:
         if (
             spec.overlap & {"tp", "ep"}
             or ("dp" in spec.overlap and spec.zero == 3)
-            or (device.host_waits and spec.gpus > 1)  # processes share caches and memory
+            or self.shares_host
         ):
             cost.stretch("contention", cost.total * (1 + device.contention_share))
         return cost
@@ -284,7 +285,7 @@ class LayerCosts:
         if spec.tp > 1:
             ring = self.tp_link.ring(2 * self.tokens * model.hidden)
             cost.add("tp", ring, 2 * ring)
-        if self.device.host_waits and spec.gpus > 1:
+        if self.shares_host:
             cost.stretch("contention", cost.total * (1 + self.device.contention_share))
         return cost
 

@@ -294,10 +294,8 @@ class _Pricer:
         dense += model.vocab * model.hidden / spec.tp
         owned = dense / (spec.dp * spec.cp) + experts / spec.edp
         state = (spec.param_bytes + spec.grad_bytes) * (dense + experts)
-        state += spec.state_bytes * owned
+        state += spec.state_bytes * owned + self.slots
         last = max(self.working, self.logits) if spec.pp == 1 else self.working
-        tensors = (state + self.slots + flight * layers * self.kept + last) * (
-            1 + device.memory_workspace
-        )
+        tensors = (state + flight * layers * self.kept + last) * (1 + device.memory_workspace)
         outside = device.memory_context_gib + 3 * device.memory_comm_gib
         return tensors * (1 + device.memory_fragmentation) + outside * GIB

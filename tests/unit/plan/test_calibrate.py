@@ -39,6 +39,12 @@ def test_a_fitted_rate_is_the_one_that_made_the_times(key: str, rate: float) -> 
     assert _fitted_rate(HOST, key, cases) == pytest.approx(rate, rel=1e-3)
 
 
+def test_a_difference_that_noise_made_negative_is_no_crash() -> None:
+    _, part = CASES["memory_bound_loss"]
+    cases = [(part, _config(_small(128, "float32", 4096)), -1e-4)]
+    assert 0.01 <= _fitted_rate(HOST, "memory_bound_loss", cases) <= 4
+
+
 @pytest.mark.campaign
 def test_a_machine_is_measured_and_plans_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
