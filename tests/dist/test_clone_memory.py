@@ -79,29 +79,39 @@ def test_clones_are_what_homes_have_and_gradients_are_added_in_order() -> None:
     assert sum(run_ranks(3, move_clones, 3, timeout_s=120)) > 50
 
 
-def train_both(_rank: int) -> list[list[float]]:
+def train_with(_rank: int, dispatcher: str) -> tuple[list[list[float]], list[str]]:
     changes: dict[str, Any] = {
         "parallel.ep": 2,
-        "moe.dispatcher": "static",
+        "moe.dispatcher": dispatcher,
         "moe.echo.spare_slots": 2,
         "moe.echo.tolerance": 0.0,
         "train.microbatch_size": 1,
     }
-    found = []
-    for transport in ("peer", "collective"):
-        trainer = skewed_trainer(2, {**changes, "moe.static_transport": transport})
+    messages = (
+        {"moe.static_transport": "collective"}
+        if dispatcher == "static"
+        else {"run.host_memory": False}
+    )
+    found, kinds = [], []
+    for transport in ({}, messages):
+        trainer = skewed_trainer(2, {**changes, **transport})
         found.append([trainer.train_step(step).loss for step in range(5)])
         (chunk,) = trainer.chunks
         for layer in chunk.moe_layers().values():
             assert layer.echo is not None
             assert layer.echo.counts.bytes_sent > 0
-    return found
+        assert layer.echo is not None
+        sets = layer.echo.slots._memory
+        kinds.append("memory" if sets else "messages")
+    return found, kinds
 
 
 @pytest.mark.dist
-def test_memory_and_messages_give_the_same_bits() -> None:
-    for peer, collective in run_ranks(2, train_both, timeout_s=120):
-        assert peer == collective
+@pytest.mark.parametrize("dispatcher", ["static", "alltoall", "allgather"])
+def test_memory_and_messages_give_the_same_bits(dispatcher: str) -> None:
+    for (memory, messages), kinds in run_ranks(2, train_with, dispatcher, timeout_s=120):
+        assert memory == messages
+        assert kinds == ["memory", "messages"]
 
 
 def lose_a_rank(rank: int) -> str:

@@ -45,7 +45,7 @@ PARTS = {"train.recompute": "selective", "train.recompute_modules": "norm,activa
 CASES: dict[int, dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]] = {
     2: {
         "one stage": ({**ONE, **PEERS, **PARTS}, [OVERLAP]),
-        "one stage, messages": ({**ONE, "moe.echo.planner": "echo"}, [SPLIT]),
+        "one stage, messages": ({**ONE, **MESSAGES, "moe.echo.planner": "echo"}, [SPLIT]),
     },
     4: {
         "1f1b": (PP2, [OVERLAP, SPLIT]),

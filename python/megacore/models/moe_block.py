@@ -193,8 +193,11 @@ def _echo(context: ModelContext) -> Echo | None:
         return None
     placement = ExpertPlacement.of(groups, moe.num_experts)
     budget = None
+    device = context.params.device
+    reaches_memory = device.type == "cpu"
     if moe.dispatcher == "static":
         budget = ReceiveBudget(moe.receive_factor(placement.num_local), context.budget)
+        reaches_memory = context.peers is not None
     return Echo(
         placement,
         moe.echo,
@@ -202,8 +205,8 @@ def _echo(context: ModelContext) -> Echo | None:
         slots=context.slots,
         capacity=_capacity(moe),
         budget=budget,
-        reaches_memory=context.peers is not None,
-        device=context.params.device,
+        reaches_memory=reaches_memory,
+        device=device,
     )
 
 

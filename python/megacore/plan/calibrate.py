@@ -350,12 +350,7 @@ def measure_contention(*, least: float) -> dict[str, float]:
 
 
 def measure_links(rank_device: torch.device, world_size: int, *, least: float) -> dict[str, float]:
-    """Measure exchanges of training between ranks of this machine. Collective.
-
-    All-gathers of two sizes, and messages to the next rank, by which clones of experts travel.
-    """
-    import torch.distributed as dist
-
+    """Measure all-gathers of two sizes between ranks of this machine. Collective."""
     group = ProcessGroups.create(Topology(world_size=world_size)).world
     times = {}
     sizes = (1 << 12, 1 << 24 if rank_device.type == "cuda" else 1 << 20)
@@ -365,18 +360,6 @@ def measure_links(rank_device: torch.device, world_size: int, *, least: float) -
         gather = partial(all_gather, whole, part, group)
         times[numel] = _exchange_seconds(gather, rank_device, group, least)
     small, large = sizes
-    position = group.position
-    sent, received = whole[:large], whole[large : 2 * large]
-    messages = [
-        dist.P2POp(dist.isend, sent, group.ranks[(position + 1) % world_size], group.handle),
-        dist.P2POp(dist.irecv, received, group.ranks[position - 1], group.handle),
-    ]
-
-    def message() -> None:
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
-
-    one = _exchange_seconds(message, rank_device, group, least)
     moved = 4.0 * (world_size - 1) * (large - small)
     bandwidth = moved / max(times[large] - times[small], 1e-9)
     latency = max(0.0, times[small] - 4.0 * (world_size - 1) * small / bandwidth)
@@ -384,7 +367,6 @@ def measure_links(rank_device: torch.device, world_size: int, *, least: float) -
         "link_nvlink": bandwidth,
         "link_nvlink_efficiency": 1.0,
         "link_alltoall_nvlink": 1.0,
-        "link_clones": 4.0 * large / one / bandwidth,
         "link_nvlink_us": latency * 1e6,
     }
 

@@ -115,6 +115,7 @@ class LayerCosts:
         self.tp_link = link(device, spec.tp, self.at["tp"])
         kinds = set(model.moe_layers)
         self.by_kind = {moe: self._layer(moe=moe) for moe in kinds}
+        self.logits_again = 0.0  # in the second half of a split backward pass
         self.head = self._head()
         self.embedding = Cost()
         traffic = 2 * model.hidden * self.tokens / self.split / self.bandwidth
@@ -275,8 +276,8 @@ class LayerCosts:
         rate = self.device.memory_bound_loss
         if loss_columns(model, spec) is not None:
             rate = self.device.memory_bound_loss_blocks
-            # The backward pass computes the logits again (I and W of a split one both do, which is
-            # not counted here).
+            # The backward pass computes the logits again; W of a split one too, see `logits_again`.
+            self.logits_again = once
             cost.add("head", 0.0, once)
             written = read
         # In all formats: logits of 16 bits are converted, which these numbers count.
@@ -287,6 +288,7 @@ class LayerCosts:
             cost.add("tp", ring, 2 * ring)
         if self.shares_host:
             cost.stretch("contention", cost.total * (1 + self.device.contention_share))
+            self.logits_again *= 1 + self.device.contention_share
         return cost
 
     # ---- pieces ----
@@ -379,7 +381,7 @@ class LayerCosts:
         outside = 1 - group.inside / group.size
         fast = device.link_nvlink * device.link_alltoall_nvlink
         slow = device.link_nic * device.link_alltoall_nic
-        per_byte = max((1 - outside) / fast, outside / slow) / device.link_clones
+        per_byte = max((1 - outside) / fast, outside / slow)
         weights = spec.param_bytes * numel * per_byte + group.latency
         gradients = 4 * numel * per_byte + group.latency
         cost.add("clones", shown * weights, shown * weights, shown * gradients)

@@ -81,7 +81,6 @@ class Device:
     link_nic_us: float
     link_alltoall_nvlink: float
     link_alltoall_nic: float
-    link_clones: float
     # [exposed]: shares
     exposed_tp: float
     exposed_tp_overlapped: float

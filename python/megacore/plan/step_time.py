@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megacore._core import schedule_catalog
 from megacore.pipeline import Costs, Schedule, Timeline, build_schedule
 from megacore.plan.cost import Cost, LayerCosts, Link, link
 from megacore.plan.device import Device
@@ -102,6 +103,9 @@ def stage_costs(
     transfer = p2p_link(spec, device)
     num_bytes = 2 * layers.tokens * model.hidden / spec.tp
     message = num_bytes / transfer.bandwidth + transfer.latency if spec.pp > 1 else 0.0
+    splits_backward = any(
+        info.name == spec.schedule and info.splits_backward for info in schedule_catalog()
+    )
     for stage, count in enumerate(counts):
         cost = Cost()
         kinds = Counter(model.moe_layers[first : first + count])
@@ -112,6 +116,8 @@ def stage_costs(
             cost.plus(layers.embedding)
         if stage == len(counts) - 1:
             cost.plus(layers.head, 1 + model.mtp)
+            if splits_backward:
+                cost.add("head", 0.0, 0.0, (1 + model.mtp) * layers.logits_again)
             for moe in model.moe_layers[model.layers :]:
                 cost.plus(layers.by_kind[moe])
         if spec.pp > 1 and "pp" not in spec.overlap:
@@ -156,9 +162,9 @@ def step_time(
         for kind, value in stages[stage % length].parts.items():
             parts[kind] += value * spec.microbatches / schedule.num_chains
     parts["bubble"] = timeline.makespan - timeline.busy[busiest]
-    if 0 < device.peak_at_once < spec.gpus:  # ranks take turns on the cores
-        shared = sum(timeline.busy) * spec.gpus / spec.pp / device.peak_at_once
-        parts["bubble"] += max(0.0, shared - timeline.makespan)
+    if 0 < device.peak_at_once < spec.gpus:
+        shared = _time_on_cores(timeline, spec.gpus / spec.pp / device.peak_at_once)
+        parts["bubble"] += shared - timeline.makespan
     rank_stages = [stage % length for stage in schedule.stages(busiest)]
     for kind, value in per_step(model, spec, device, counts, stages, rank_stages).items():
         parts[kind] = value
@@ -169,6 +175,24 @@ def step_time(
         schedule=schedule,
         costs=costs,
     )
+
+
+def _time_on_cores(timeline: Timeline, share: float) -> float:
+    """Return the makespan if ranks share cores: all that compute at a moment are equally slow.
+
+    Args:
+        timeline: Simulation with a core for each rank.
+        share: Pipelines per core.
+    """
+    changes = [(event.start, 1) for event in timeline.events]
+    changes += [(event.end, -1) for event in timeline.events]
+    time = before = 0.0
+    computing = 0
+    for moment, change in sorted(changes):
+        time += (moment - before) * max(1.0, computing * share)
+        before = moment
+        computing += change
+    return time
 
 
 def _chains(costs: list[float], schedule: Schedule) -> list[float]:

@@ -353,3 +353,32 @@ def test_bad_calibrations_are_one_sentence() -> None:
         load_device("h10")
     with pytest.raises(ConfigError, match=r"nowhere.toml: no such calibration file"):
         load_device("nowhere.toml")
+
+
+def test_split_backward_passes_compute_blocks_of_logits_twice() -> None:
+    wide, narrow = (replace(LLAMA_12, vocab=vocab) for vocab in (1 << 20, 1 << 10))
+    spec = RunSpec(gpus=2, pp=2, global_batch=8, plain_autograd=True)
+    device = load_device("h100")
+    for model in (wide, narrow):
+        layers = LayerCosts(model, spec, device)
+        heads = [
+            step_time(model, replace(spec, schedule=name), device).stages[-1].parts["head"]
+            for name in ("1f1b", "zb_h1")
+        ]
+        assert heads[1] - heads[0] == pytest.approx(layers.logits_again)
+        assert (layers.logits_again > 0) == (model is wide)
+
+
+def test_ranks_that_share_cores_are_slow_only_while_many_of_them_compute() -> None:
+    spec = RunSpec(gpus=4, pp=4, microbatch=1, global_batch=4, schedule="gpipe")
+    device = replace(load_device("h100"), exposed_pp=0.0)
+    model = replace(LLAMA_12, layers=12, moe_layers=(False,) * 12)
+    alone, shared = (
+        step_time(model, spec, replace(device, peak_at_once=cores)).seconds for cores in (4, 2)
+    )
+    serial = step_time(model, spec, replace(device, peak_at_once=1)).seconds
+    assert alone == step_time(model, spec, device).seconds
+    assert alone < shared < serial
+    # The first and the last microbatch pass stages one by one.
+    work = serial - alone
+    assert shared - alone < 0.5 * work

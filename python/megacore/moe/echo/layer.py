@@ -163,8 +163,8 @@ class Echo:
         slots: Memory for clones, shared by all layers.
         capacity: Limit of the copies per expert, applied before rerouting.
         budget: Limit of the rows that a rank can receive; ``None`` for no limit.
-        reaches_memory: Whether ranks access each other's memory: clones are then exchanged through
-            it, and the dispatcher itself drops copies that exceed a buffer.
+        reaches_memory: Whether clones are exchanged through memory of all ranks, if they can access
+            it. With a budget, the dispatcher uses that memory too and drops copies that exceed it.
         device: Device of the tokens.
 
     Attributes:
@@ -217,7 +217,7 @@ class Echo:
 
         Sync:
             Waits for the device if clones are sent as messages: if ranks cannot access each other's
-            memory, and with all dispatchers except ``static``.
+            memory, and on GPUs with all dispatchers except ``static``.
         """
         if self._reaches_memory:
             fc1, fc2 = (w.detach().flatten(1, -2) for w in (experts.fc1, experts.fc2))
