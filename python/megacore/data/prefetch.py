@@ -26,7 +26,7 @@ class Prefetch:
         make: Makes the microbatch of a step and number.
         num_microbatches: Microbatches per step.
         end: No step from this one on is made ahead.
-        depth: Steps made ahead at most.
+        depth: Steps made ahead at most; default: 2, more if a step has few microbatches.
 
     Example:
         >>> import torch
@@ -38,7 +38,11 @@ class Prefetch:
         [10, 11, 20, 21]
     """
 
-    def __init__(self, make: MakeBatch, *, num_microbatches: int, end: int, depth: int = 2) -> None:
+    def __init__(
+        self, make: MakeBatch, *, num_microbatches: int, end: int, depth: int | None = None
+    ) -> None:
+        if depth is None:
+            depth = min(8, max(2, 16 // num_microbatches))
         self._make = make
         self._num_microbatches = num_microbatches
         self._end = end
@@ -64,7 +68,9 @@ class Prefetch:
             self._ahead.pop(other).cancel()
         if self._tasks is None:
             self._tasks = self._start_thread()
-        for other in wanted:
+        # Several steps at once: threads that take turns for the interpreter slow a short step.
+        is_low = step not in self._ahead or len(self._ahead) <= self._depth // 2
+        for other in wanted if is_low else ():
             if other not in self._ahead:
                 made = self._ahead[other] = Future()
                 self._tasks.put(

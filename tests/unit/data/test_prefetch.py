@@ -125,14 +125,14 @@ def test_training_reads_ahead_the_samples_that_it_would_read(tmp_path: Path) -> 
 def test_a_bad_token_read_ahead_is_named_with_its_file(tmp_path: Path) -> None:
     documents = [[1] * 40] * 8
     write_indexed(tmp_path / "x", documents, vocab_size=256)
-    trainer = make_trainer(str(tmp_path / "x"))
+    trainer = make_trainer(str(tmp_path / "x"), steps=20)
     trainer.train_step(0)
+    made = len(trainer.prefetched[0]._ahead)
     wait(trainer.prefetched[0]._ahead.values())
     tokens = trainer.data.sources["x"].tokens
     with (tmp_path / "x.bin").open("r+b") as file:
         file.write(b"\xff\xff" * len(tokens))
-    # Steps 1 and 2 were made before.
-    for step in (1, 2):
+    for step in range(1, made + 1):
         trainer.train_step(step)
     with pytest.raises(DataError, match=r"token id 65535 .*in document \d+ of .*x\.bin"):
-        trainer.train_step(4)
+        trainer.train_step(made + 1)
