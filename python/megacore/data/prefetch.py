@@ -69,7 +69,7 @@ class Prefetch:
         if self._tasks is None:
             self._tasks = self._start_thread()
         # Several steps at once: threads that take turns for the interpreter slow a short step.
-        is_low = step not in self._ahead or len(self._ahead) <= self._depth // 2
+        is_low = step not in self._ahead or len(self._ahead) <= max(1, self._depth // 2)
         for other in wanted if is_low else ():
             if other not in self._ahead:
                 made = self._ahead[other] = Future()
