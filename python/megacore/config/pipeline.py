@@ -11,6 +11,12 @@ from megacore.config.base import Section
 
 SCHEDULES = (*(info.name for info in schedule_catalog()), "auto")
 
+
+def schedule_info(name: str) -> ScheduleInfo | None:
+    """Return the catalog entry of a schedule; ``None`` for ``auto``."""
+    return next((info for info in schedule_catalog() if info.name == name), None)
+
+
 if TYPE_CHECKING:
     ScheduleName = str
 else:
@@ -102,7 +108,7 @@ class PipelineConfig(Section):
     @property
     def schedule_info(self) -> ScheduleInfo | None:
         """Catalog entry of the schedule; ``None`` for ``auto``."""
-        return next((info for info in schedule_catalog() if info.name == self.schedule), None)
+        return schedule_info(self.schedule)
 
     @property
     def is_v(self) -> bool:

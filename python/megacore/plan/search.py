@@ -94,13 +94,15 @@ def search(model: ModelSpec, base: RunSpec, device: Device, *, simulate: int = 2
 def _varied(specs: Iterable[RunSpec]) -> Iterator[RunSpec]:
     """Yield layouts in order, at most a few that differ only in chunks and schedule.
 
-    The closed forms hardly differ between these, so they would leave no room for other layouts.
+    The closed forms hardly differ between these, so they would leave no room for other layouts. The
+    first layout of each schedule is always among them.
     """
     count: Counter[RunSpec] = Counter()
     for spec in specs:
-        key = replace(spec, chunks=1, schedule="")
-        count[key] += 1
-        if count[key] <= _ALIKE:
+        same_schedule = replace(spec, chunks=1)
+        key = replace(same_schedule, schedule="")
+        count.update((same_schedule, key))
+        if count[key] <= _ALIKE or count[same_schedule] == 1:
             yield spec
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megacore._core import schedule_catalog
+from megacore.config.pipeline import schedule_info
 from megacore.pipeline import Costs, Schedule, Timeline, build_schedule
 from megacore.plan.cost import Cost, LayerCosts, Link, link
 from megacore.plan.device import Device
@@ -103,9 +103,8 @@ def stage_costs(
     transfer = p2p_link(spec, device)
     num_bytes = 2 * layers.tokens * model.hidden / spec.tp
     message = num_bytes / transfer.bandwidth + transfer.latency if spec.pp > 1 else 0.0
-    splits_backward = any(
-        info.name == spec.schedule and info.splits_backward for info in schedule_catalog()
-    )
+    info = schedule_info(spec.schedule)
+    splits_backward = info is not None and info.splits_backward
     for stage, count in enumerate(counts):
         cost = Cost()
         kinds = Counter(model.moe_layers[first : first + count])
@@ -163,7 +162,7 @@ def step_time(
             parts[kind] += value * spec.microbatches / schedule.num_chains
     parts["bubble"] = timeline.makespan - timeline.busy[busiest]
     if 0 < device.peak_at_once < spec.gpus:
-        shared = _time_on_cores(timeline, spec.gpus / spec.pp / device.peak_at_once)
+        shared = time_on_cores(timeline, spec.gpus / spec.pp / device.peak_at_once)
         parts["bubble"] += shared - timeline.makespan
     rank_stages = [stage % length for stage in schedule.stages(busiest)]
     for kind, value in per_step(model, spec, device, counts, stages, rank_stages).items():
@@ -177,7 +176,7 @@ def step_time(
     )
 
 
-def _time_on_cores(timeline: Timeline, share: float) -> float:
+def time_on_cores(timeline: Timeline, share: float) -> float:
     """Return the makespan if ranks share cores: all that compute at a moment are equally slow.
 
     Args:

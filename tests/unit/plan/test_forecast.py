@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megacore.config import Config, EchoConfig, layers_of_stages, resolve
 from megacore.errors import ConfigError
+from megacore.pipeline import Costs, build_schedule
 from megacore.plan.config_spec import model_spec, run_spec, settings_of, state_bytes
 from megacore.plan.cost import LayerCosts, link
 from megacore.plan.device import fitted_constants, known_devices, load_device
@@ -19,7 +20,7 @@ from megacore.plan.forecast import advise, forecast
 from megacore.plan.run_plan import plan_run
 from megacore.plan.search import search
 from megacore.plan.spec import ModelSpec, RunSpec
-from megacore.plan.step_time import stage_layers, step_time
+from megacore.plan.step_time import stage_layers, step_time, time_on_cores
 
 # Llama-3 70B with 12 layers, as measured on 8 B200 by SimuMax v1.2.
 LLAMA_12 = ModelSpec(
@@ -370,15 +371,21 @@ def test_split_backward_passes_compute_blocks_of_logits_twice() -> None:
 
 
 def test_ranks_that_share_cores_are_slow_only_while_many_of_them_compute() -> None:
-    spec = RunSpec(gpus=4, pp=4, microbatch=1, global_batch=4, schedule="gpipe")
-    device = replace(load_device("h100"), exposed_pp=0.0)
-    model = replace(LLAMA_12, layers=12, moe_layers=(False,) * 12)
-    alone, shared = (
-        step_time(model, spec, replace(device, peak_at_once=cores)).seconds for cores in (4, 2)
+    timeline = build_schedule("gpipe", num_ranks=4, num_microbatches=4).simulate(
+        Costs(forward=1.0, backward_input=1.0, backward_weight=0.0, send=0.0)
     )
-    serial = step_time(model, spec, replace(device, peak_at_once=1)).seconds
-    assert alone == step_time(model, spec, device).seconds
-    assert alone < shared < serial
-    # The first and the last microbatch pass stages one by one.
-    work = serial - alone
-    assert shared - alone < 0.5 * work
+    assert timeline.makespan == 14
+    # In both passes 1, 2, 3, 4, 3, 2 and 1 ranks compute at a time.
+    assert time_on_cores(timeline, 1 / 4) == 14
+    assert time_on_cores(timeline, 1 / 2) == 2 * (1 + 1 + 1.5 + 2 + 1.5 + 1 + 1)
+    assert time_on_cores(timeline, 1) == 32
+
+
+def test_a_step_of_more_ranks_than_cores_takes_longer() -> None:
+    spec = RunSpec(gpus=4, pp=4, microbatch=1, global_batch=4, schedule="gpipe")
+    device = load_device("h100")
+    one, two, four, any_number = (
+        step_time(LLAMA_12, spec, replace(device, peak_at_once=cores)).seconds
+        for cores in (1, 2, 4, 0)
+    )
+    assert one > two > four == any_number

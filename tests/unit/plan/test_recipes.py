@@ -72,3 +72,16 @@ def test_a_recipe_is_near_the_best_of_the_search(
     best = search(model_spec(config), base, load_device("h100"), simulate=50).best[0]
     assert main(["plan", str(path), "--gpus", str(gpus_of(path)), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_s"] < 1.03 * best.step.seconds
+
+
+@pytest.mark.parametrize("name", ["llama3.1-70b-512", "mixtral-8x7b-64", "qwen3-30b-a3b-128"])
+def test_the_search_finds_layouts_as_fast_as_a_recipe(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = FOLDER / f"{name}.toml"
+    command = ["plan", str(path), "--gpus", str(gpus_of(path)), "--json"]
+    assert main(command) == 0
+    own = json.loads(capsys.readouterr().out)["step_s"]
+    assert main([*command, "--search", "--top", "1"]) == 0
+    [best] = json.loads(capsys.readouterr().out)
+    assert best["step_s"] <= own <= 1.03 * best["step_s"]
