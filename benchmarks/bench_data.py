@@ -324,8 +324,8 @@ def bench_step(folder: Path, steps: int) -> list[str]:
 
 
 def first_quartile(seconds: Sequence[float]) -> float:
-    """Milliseconds per step; of blocks, because data are not read in every step."""
-    blocks = [sum(seconds[at : at + BLOCK]) / BLOCK for at in range(0, len(seconds), BLOCK)]
+    """Return milliseconds per step, of blocks of steps: not every step reads data."""
+    blocks = [statistics.fmean(seconds[at : at + BLOCK]) for at in range(0, len(seconds), BLOCK)]
     return 1e3 * statistics.quantiles(blocks, n=4)[0]
 
 
