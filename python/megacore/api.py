@@ -11,7 +11,6 @@ from megacore.data import Sample, TokenSource
 from megacore.data.own import DataFactory, SampleSource
 from megacore.models.attention import Attention
 from megacore.models.context_parallel import causal_attention
-from megacore.models.functional import geglu, rms_norm, swiglu
 from megacore.models.gpt import Embedding, Head
 from megacore.models.layers import (
     ColumnLinear,
@@ -36,6 +35,8 @@ from megacore.models.moe_block import MoEBlock
 from megacore.models.own import ModelFactory, StageContext
 from megacore.models.rotary import RotaryTables
 from megacore.models.transformer import MLP, TransformerLayer
+from megacore.ops.activations import geglu, swiglu
+from megacore.ops.dense import rms_norm
 from megacore.ops.recompute import recompute
 from megacore.parallel import Group, ProcessGroups
 from megacore.parallel.batch import Microbatch

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from megacore.models.functional import softcap, wide_dtype
+from megacore.ops.activations import softcap
+from megacore.ops.dense import wide_dtype
 
 # Scores that `_Blocks` has at once: 64 MiB in float32.
 _BLOCK_SCORES = 1 << 24

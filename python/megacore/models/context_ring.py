@@ -35,7 +35,7 @@ from megacore.models.attention_parts import (
     merge,
     part_views,
 )
-from megacore.models.functional import wide_dtype
+from megacore.ops.dense import wide_dtype
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.batch import Documents
 from megacore.parallel.exchange import RowSplits, all_to_all_async

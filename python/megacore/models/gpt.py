@@ -15,7 +15,6 @@ from torch.nn.functional import linear
 
 from megacore.config import ModelConfig, MoEConfig
 from megacore.models.dropout import Site
-from megacore.models.functional import softcap
 from megacore.models.head_loss import head_cross_entropy
 from megacore.models.layers import ModelContext, ResidualDropout, VocabEmbedding, make_norm
 from megacore.models.loss import Loss, LossContext, token_loss
@@ -27,6 +26,7 @@ from megacore.models.transformer import TransformerLayer
 from megacore.moe.balance import inject_gradient
 from megacore.moe.dispatchers import Peers
 from megacore.moe.echo.message_exchange import SlotBuffers
+from megacore.ops.activations import softcap
 from megacore.parallel.batch import Documents, Microbatch
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.params import ParamInfo, use_params

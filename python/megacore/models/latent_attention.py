@@ -20,10 +20,10 @@ from megacore.config import ModelConfig
 from megacore.models.attention_parts import ScoreRule
 from megacore.models.context_exchange import gather
 from megacore.models.context_parallel import Masks, attend, needs_order
-from megacore.models.functional import rms_norm, rotate
 from megacore.models.layers import ColumnLinear, ModelContext, RowLinear
 from megacore.models.past import Past
 from megacore.models.rotary import magnitude
+from megacore.ops.dense import rms_norm, rotate
 from megacore.parallel.batch import Documents
 from megacore.parallel.params import ParamInfo
 

@@ -16,12 +16,12 @@ from torch.nn.functional import embedding, layer_norm, linear
 
 from megacore.config import ModelConfig, MoEConfig
 from megacore.models.dropout import DropoutKey, Site, dropout, dropout_use, keep_mask
-from megacore.models.functional import rms_norm, wide_dtype
 from megacore.models.init import ParamFactory
 from megacore.models.mappings import Region, copy_to_group, reduce_from_group
 from megacore.models.shape import GPTShape
 from megacore.moe.dispatchers import Peers, StaticBudget
 from megacore.moe.echo.message_exchange import SlotBuffers
+from megacore.ops.dense import rms_norm, wide_dtype
 from megacore.ops.fp8 import fp8_linear
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo

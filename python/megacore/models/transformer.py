@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from megacore.models.attention import Attention
 from megacore.models.dropout import Site
-from megacore.models.functional import geglu, swiglu
 from megacore.models.latent_attention import LatentAttention
 from megacore.models.layers import ColumnLinear, ModelContext, ResidualDropout, RowLinear, make_norm
 from megacore.models.moe_block import GatedExpert, MoEBlock
+from megacore.ops.activations import geglu, swiglu
 from megacore.ops.recompute import Memo, recompute, recompute_if
 from megacore.parallel.batch import Microbatch
 

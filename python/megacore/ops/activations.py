@@ -1,6 +1,6 @@
-"""Activations of experts, times the routing weight of each row.
+"""Activations of MLPs and experts; of experts times the routing weight of each row.
 
-Shapes: M rows, F inner width of an expert.
+Shapes: M rows, F inner width of an MLP or expert.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from torch import Tensor
 
 from megacore import _core
 from megacore.ops import token_kernels
+from megacore.ops.dense import wide, wide_dtype
 from megacore.ops.library import define_gradient, define_op, describe
 from megacore.ops.token_kernels import kernel_or, takes_float
 
 
 def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
-    """``probs * silu(gate) * up`` of ``x = [gate, up]``: ``(M, 2F)`` to ``(M, F)``.
+    """``probs * silu(gate) * up`` of ``x = [gate, up]``: ``(..., 2F)`` to ``(..., F)``.
 
     Args:
-        x: ``(M, 2F)``; computed in float32 if narrower, and rounded once.
-        probs: Weight of each row, ``(M,)``, float32. Default: all one.
+        x: ``(..., 2F)``; computed in float32 if narrower, and rounded once.
+        probs: Weight of each row of ``(M, 2F)``, ``(M,)``, float32. Default: all one.
 
     Returns:
-        ``(M, F)``, dtype of ``x``.
+        ``(..., F)``, dtype of ``x``.
 
     Raises:
         ValueError: If shapes do not fit.
@@ -37,9 +38,33 @@ def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
         >>> swiglu(torch.tensor([[0.0, 100.0, 5.0, 5.0]]), torch.tensor([2.0])).tolist()
         [[0.0, 1000.0]]
     """
+    if x.dim() > 2 and probs is None:
+        return swiglu(x.flatten(0, -2)).view(*x.shape[:-1], x.shape[-1] // 2)
     _check(x, probs, factor=2)
     result: Tensor = _swiglu(x, probs)
     return result
+
+
+def geglu(x: Tensor) -> Tensor:
+    """Compute ``gelu(gate) * up`` for ``x = [gate, up]``: ``(..., 2F)`` to ``(..., F)``.
+
+    The tanh form of GELU, with torch operations on any device.
+
+    Source:
+        Shazeer, arXiv:2002.05202.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def softcap(x: Tensor, limit: float | None) -> Tensor:
+    """Limit values to ``(-limit, limit)`` by ``limit * tanh(x / limit)``; ``None`` for no limit.
+
+    Example:
+        >>> softcap(torch.tensor([0.0, 1e9]), 30.0).tolist()
+        [0.0, 30.0]
+    """
+    return x if limit is None else limit * torch.tanh(x / limit)
 
 
 def gelu(x: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -90,21 +115,21 @@ def clamped_swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
         [[56.0, 0.0]]
     """
     _check(x, probs, factor=2)
-    gate, up = x.to(_wide_dtype(x.dtype)).chunk(2, dim=-1)
+    gate, up = wide(x).chunk(2, dim=-1)
     gate, up = gate.clamp(max=_CLAMP), up.clamp(-_CLAMP, _CLAMP)
     return _weighted((up + 1) * gate * torch.sigmoid(_SLOPE * gate), probs).to(x.dtype)
 
 
 def swiglu_reference(x: Tensor, probs: Tensor | None = None) -> Tensor:
     """Compute :func:`swiglu` with torch operations and their autograd, on any device."""
-    gate, up = x.to(_wide_dtype(x.dtype)).chunk(2, dim=-1)
+    gate, up = wide(x).chunk(2, dim=-1)
     return _weighted(torch.nn.functional.silu(gate) * up, probs).to(x.dtype)
 
 
 def gelu_reference(x: Tensor, probs: Tensor | None = None) -> Tensor:
     """Compute :func:`gelu` with torch operations and their autograd, on any device."""
-    wide = x.to(_wide_dtype(x.dtype))
-    return _weighted(torch.nn.functional.gelu(wide, approximate="tanh"), probs).to(x.dtype)
+    y = torch.nn.functional.gelu(wide(x), approximate="tanh")
+    return _weighted(y, probs).to(x.dtype)
 
 
 def _weighted(y: Tensor, probs: Tensor | None) -> Tensor:
@@ -114,9 +139,8 @@ def _weighted(y: Tensor, probs: Tensor | None) -> Tensor:
 def _swiglu_backward_reference(
     grad: Tensor, x: Tensor, probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    wide = _wide_dtype(x.dtype)
-    gate, up = x.to(wide).chunk(2, dim=-1)
-    grad = grad.to(wide)
+    gate, up = wide(x).chunk(2, dim=-1)
+    grad = grad.to(gate.dtype)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     grad_probs = _grad_probs(grad, silu * up, probs)
@@ -128,23 +152,19 @@ def _swiglu_backward_reference(
 def _gelu_backward_reference(
     grad: Tensor, x: Tensor, probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    wide = x.to(_wide_dtype(x.dtype))
-    grad = grad.to(wide.dtype)
+    x_wide = wide(x)
+    grad = grad.to(x_wide.dtype)
     # 0.5 * (1 + tanh(u)) is sigmoid(2 u).
     scale = 2.0 * math.sqrt(2.0 / math.pi)
-    sigmoid = (scale * (wide + 0.044715 * wide**3)).sigmoid()
-    grad_probs = _grad_probs(grad, wide * sigmoid, probs)
-    inner = scale * (1 + 3 * 0.044715 * wide * wide)
-    slope = sigmoid * (1 + wide * (1 - sigmoid) * inner)
+    sigmoid = (scale * (x_wide + 0.044715 * x_wide**3)).sigmoid()
+    grad_probs = _grad_probs(grad, x_wide * sigmoid, probs)
+    inner = scale * (1 + 3 * 0.044715 * x_wide * x_wide)
+    slope = sigmoid * (1 + x_wide * (1 - sigmoid) * inner)
     return (_weighted(grad, probs) * slope).to(x.dtype), grad_probs
 
 
 def _grad_probs(grad: Tensor, y: Tensor, probs: Tensor | None) -> Tensor:
     return grad.new_zeros(0) if probs is None else (grad * y).sum(-1).to(probs.dtype)
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _check(x: Tensor, probs: Tensor | None, *, factor: int) -> None:
@@ -180,14 +200,14 @@ def _activate_backward(
     kind: _core.Activation, grad: Tensor, x: Tensor, probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
-    wide = None if probs is None else probs.float().contiguous()
+    row_probs = None if probs is None else probs.float().contiguous()
     grad_x = torch.empty_like(x)
-    grad_probs = grad.new_empty(0 if wide is None else wide.shape[0], dtype=torch.float32)
+    grad_probs = grad.new_empty(0 if row_probs is None else row_probs.shape[0], dtype=torch.float32)
     _core.activate_backward(
         kind=kind,
         grad_y=grad.data_ptr(),
         x=x.data_ptr(),
-        probs=0 if wide is None else wide.data_ptr(),
+        probs=0 if row_probs is None else row_probs.data_ptr(),
         grad_x=grad_x.data_ptr(),
         grad_probs=grad_probs.data_ptr(),
         rows=grad.shape[0],
@@ -223,8 +243,10 @@ def _gelu_backward_cpu(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[T
 
 
 def _backward_fake(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide = _wide_dtype(x.dtype)
-    grad_probs = grad.new_empty(0, dtype=wide) if probs is None else torch.empty_like(probs)
+    if probs is None:
+        grad_probs = grad.new_empty(0, dtype=wide_dtype(x))
+    else:
+        grad_probs = torch.empty_like(probs)
     return torch.empty_like(x, memory_format=torch.contiguous_format), grad_probs
 
 

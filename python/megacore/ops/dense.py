@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megacore import _core
 from megacore.ops.library import define_gradient, define_op
@@ -22,22 +23,65 @@ _NATIVE = (torch.float32, torch.bfloat16)
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Normalize ``(..., H)`` by its root mean square; see `megacore.models.functional.rms_norm`."""
+    """Normalize each token by its root mean square and multiply by a weight.
+
+    Args:
+        x: ``(..., H)``, any float dtype.
+        weight_H: ``(H,)``.
+        eps: Constant added to the mean square.
+
+    Returns:
+        Same shape and dtype as ``x``.
+
+    Source:
+        Zhang and Sennrich, arXiv:1910.07467.
+
+    Example:
+        >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0).square().sum().item()
+        2.0
+    """
     result: Tensor = _rms_norm(x, weight_H, eps)[0]
     return result
 
 
 def split_and_rotate(
-    qkv_SBGX: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+    qkv_SBGX: Tensor, cos: Tensor, sin: Tensor, *, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split and rotate heads; see `megacore.models.functional.split_and_rotate`."""
+    """Split queries, keys and values, and rotate queries and keys by their positions.
+
+    Half-split form: element i of the first half of the R rotated elements, the first of a head, is
+    rotated with element i of their second half.
+
+    Args:
+        qkv_SBGX: ``(S, B, G, (Q + 2) * D)``: for each key head its query heads, the key, the value.
+        cos: ``(S, R/2)``, from `RotaryTables`; ``(S, B, R/2)`` if positions differ by sample.
+        sin: As ``cos``.
+        head_dim: D.
+
+    Returns:
+        Queries ``(S, B, G * Q, D)``, keys and values ``(S, B, G, D)``; contiguous.
+
+    Source:
+        Su et al., arXiv:2104.09864.
+    """
     result: tuple[Tensor, Tensor, Tensor] = _split_and_rotate(qkv_SBGX, cos, sin, head_dim)
     return result
 
 
+def rotate(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads ``(S, B, N, D)`` by their positions, as `split_and_rotate` does."""
+    result: Tensor = _Rotate.apply(x_SBND, cos, sin)  # type: ignore[no-untyped-call]
+    return result
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums over a tensor: its own, or float32 if that is narrower."""
+    return torch.float32 if x.dtype.itemsize < 4 else x.dtype
+
+
 def wide(x: Tensor) -> Tensor:
     """Return the tensor itself, or a float32 copy if its dtype is narrower."""
-    return x.float() if x.dtype.itemsize < 4 else x
+    return x.to(wide_dtype(x))
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -110,8 +154,7 @@ def _rms_norm_backward_cpu(
 
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     del weight, eps
-    dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
-    scale = x.new_empty(*x.shape[:-1], 1, dtype=dtype)
+    scale = x.new_empty(*x.shape[:-1], 1, dtype=wide_dtype(x))
     return torch.empty_like(x, memory_format=torch.contiguous_format), scale
 
 
@@ -312,3 +355,20 @@ def _rotation_grads(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]
 
 
 define_gradient(_split_and_rotate, _rotation_grads, _rotation_setup)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out = x.new_empty(x.shape)
+        rotate_into(out[:, :, None], x[:, :, None], cos, sin)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        out = grad.new_empty(grad.shape)
+        rotate_into(out[:, :, None], grad[:, :, None], cos, -sin)
+        return out, None, None

@@ -22,8 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megacore.config import Config, ResolvedConfig, resolve
 from megacore.models.build import torch_dtype
-from megacore.models.functional import swiglu
 from megacore.models.gpt import GPTChunk
+from megacore.ops.activations import swiglu
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather, barrier

@@ -13,10 +13,10 @@ from torch.nn.functional import linear
 
 from megacore.config import MoEConfig
 from megacore.models import gpt
-from megacore.models.functional import softcap
 from megacore.models.head_loss import head_cross_entropy
 from megacore.models.loss import cross_entropy
 from megacore.models.shape import BLOCK_BYTES, block_columns
+from megacore.ops.activations import softcap
 from megacore.ops.split_backward import backward_input
 from megacore.parallel.process_groups import Group
 from tests.support.models import random_batch, tiny_config, whole_model

@@ -60,7 +60,12 @@ def test_rotation_equals_float64(
     head_dim = 2 * half + rest
     qkv = draw(5, 2, groups, (q_per_kv + 2) * head_dim, seed=0)
     angles = draw(7, *((2,) if per_sample else ()), half, seed=1).float()
-    check(lambda x: split_and_rotate(x, angles.cos(), angles.sin(), head_dim), [qkv], dtype, 3)
+    check(
+        lambda x: split_and_rotate(x, angles.cos(), angles.sin(), head_dim=head_dim),
+        [qkv],
+        dtype,
+        3,
+    )
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

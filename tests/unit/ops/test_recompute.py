@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import linear
 
-from megacore.models.functional import rms_norm, swiglu
+from megacore.ops.activations import swiglu
+from megacore.ops.dense import rms_norm
 from megacore.ops.recompute import Memo, recompute
 from megacore.ops.split_backward import backward_input
 from tests.support.storages import Storages

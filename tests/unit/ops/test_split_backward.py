@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from megacore.models.functional import rms_norm
+from megacore.ops.dense import rms_norm
 from megacore.ops.split_backward import DeferredWeightGrads, backward_input
 from megacore.parallel.turns import give_turn, spare_work
 

@@ -7,8 +7,9 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
 from megacore.config import ModelConfig
-from megacore.models.functional import geglu, rms_norm, split_and_rotate, swiglu
 from megacore.models.rotary import RotaryTables
+from megacore.ops.activations import geglu, swiglu
+from megacore.ops.dense import rms_norm, split_and_rotate
 from tests.support.models import plain_rotate
 
 
