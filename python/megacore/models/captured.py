@@ -21,7 +21,7 @@ from megacore.models.transformer import TransformerLayer
 from megacore.moe.dispatchers import DispatchPlan
 from megacore.moe.router import RoutingResult
 from megacore.ops.counter_random import StepKeys
-from megacore.ops.recompute import Memo, recompute
+from megacore.ops.recompute import recompute
 from megacore.parallel.batch import Microbatch
 
 Call = Callable[..., Any]
@@ -118,7 +118,7 @@ class CapturedPart(nn.Module):
         if self.scopes & {"mlp", "moe"}:
             return found["x"]
         if "moe_router" not in self.scopes:
-            return layer.mlp_block(found["x"], batch, again, memo=Memo())
+            return layer.mlp_block(found["x"], batch, again)
         return self._finish_experts(found, found.get("x", x_SBH), batch)
 
     def _run(self, x_SBH: Tensor, batch: Microbatch) -> Results:
@@ -126,13 +126,12 @@ class CapturedPart(nn.Module):
         if "attn" in self.scopes:
             x_SBH = layer.attention_block(x_SBH, self._rotary, batch, again)
         if self.scopes & {"mlp", "moe"}:
-            x_SBH = layer.mlp_block(x_SBH, batch, again, memo=Memo())
+            x_SBH = layer.mlp_block(x_SBH, batch, again)
         if "moe_router" not in self.scopes:
             return {"x": x_SBH}
         block = _moe_block(layer)
         normed_SBH = layer.mlp_norm(x_SBH)
-        memo = Memo()
-        tokens_SBH, routing = block.route(normed_SBH, batch, memo=memo)
+        tokens_SBH, routing = block.route(normed_SBH, batch)
         results = {"normed": normed_SBH}
         if "attn" in self.scopes:
             results["x"] = x_SBH
@@ -140,19 +139,19 @@ class CapturedPart(nn.Module):
             results["tokens"] = tokens_SBH
         if "moe_preprocess" not in self.scopes:
             return results | _tensors(routing, _ROUTING_FIELDS)
-        plan = block.moe.plan(routing, memo=memo)
+        plan = block.moe.plan(routing)
         return results | _tensors(plan, block.moe.dispatcher.captured_fields)
 
     def _finish_experts(self, found: Results, x_SBH: Tensor, batch: Microbatch) -> Tensor:
-        block, memo = _moe_block(self.layer), Memo()
+        block = _moe_block(self.layer)
         if "moe_preprocess" in self.scopes:
             plan = DispatchPlan(**{name: found.get(name) for name in _PLAN_FIELDS})  # type: ignore[arg-type]
         else:
             routing = RoutingResult(**{name: found.get(name) for name in _ROUTING_FIELDS})  # type: ignore[arg-type]
-            plan = block.moe.plan(routing, memo=memo)
+            plan = block.moe.plan(routing)
         normed_SBH = found["normed"]
         tokens_SBH = found.get("tokens", normed_SBH)
-        inner_SBH = block.moe.finish(normed_SBH, tokens_SBH, plan, memo=memo)
+        inner_SBH = block.moe.finish(normed_SBH, tokens_SBH, plan)
         return self.layer.add_mlp(x_SBH, inner_SBH, batch)
 
     @property

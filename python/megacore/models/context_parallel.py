@@ -144,7 +144,7 @@ def causal_attention(
         q_SBND, k_SBGD, v_SBGD = exchange_heads((q_SBND, k_SBGD, v_SBGD), group)
         if sinks is not None:
             sinks = sinks.chunk(group.size)[group.position]
-    else:
+    elif group.size > 1:
         k_SBGD, v_SBGD = gather(
             (k_SBGD, v_SBGD), group, in_order=needs_order(q_SBND, rule, sinks, documents)
         )

@@ -224,7 +224,7 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.region = context.region
         self.linear = context.linear
-        self.enters = enters
+        self.enters = enters and context.region.group.size > 1
         self.weight = context.params.normal(
             ParamInfo(name=name, full_shape=full_shape, tp_dim=tp_dim), std=context.config.init_std
         )
@@ -251,6 +251,7 @@ class RowLinear(nn.Module):
         super().__init__()
         self.region = context.region
         self.linear = context.linear
+        self.leaves = context.region.group.size > 1
         self.weight = context.params.normal(
             ParamInfo(name=name, full_shape=(context.shape.hidden, num_inputs), tp_dim=1),
             std=context.output_std,
@@ -269,7 +270,8 @@ class RowLinear(nn.Module):
 
     def forward(self, x_SBF: Tensor) -> Tensor:
         """Project ``(S, B, input features / tp)`` to ``(S[/tp], B, H)``."""
-        output_SBH = self.region.leave(self.linear(x_SBF, self.weight))
+        output_SBH = self.linear(x_SBF, self.weight)
+        output_SBH = self.region.leave(output_SBH) if self.leaves else output_SBH
         return output_SBH if self.bias is None else output_SBH + self.bias
 
 

@@ -100,7 +100,7 @@ class MoEBlock(nn.Module):
         return output
 
     def route(
-        self, x_SBH: Tensor, batch: Microbatch, *, memo: Memo
+        self, x_SBH: Tensor, batch: Microbatch, *, memo: Memo | None = None
     ) -> tuple[Tensor, RoutingResult]:
         """Run the beginning of `forward`; see ``MoELayer.route``."""
         names = self.names(x_SBH, batch)

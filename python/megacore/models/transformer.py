@@ -18,7 +18,7 @@ from megacore.models.latent_attention import LatentAttention
 from megacore.models.layers import ColumnLinear, ModelContext, ResidualDropout, RowLinear, make_norm
 from megacore.models.moe_block import GatedExpert, MoEBlock
 from megacore.ops.activations import geglu, swiglu
-from megacore.ops.recompute import Memo, recompute, recompute_if
+from megacore.ops.recompute import Memo, recompute
 from megacore.parallel.batch import Microbatch
 
 
@@ -98,7 +98,7 @@ class TransformerLayer(nn.Module):
         again = frozenset[str]() if keep_activations else self._recompute
         if self.captured is not None and self.training and batch.number is not None:
             return self.captured.run(self, x_SBH, batch, rotary, again)
-        memo = Memo()
+        memo = Memo() if "layer" in again else None
 
         def blocks(x_SBH: Tensor) -> Tensor:
             x_SBH = self.attention_block(x_SBH, rotary, batch, again)
@@ -114,24 +114,29 @@ class TransformerLayer(nn.Module):
         again: frozenset[str],
     ) -> Tensor:
         """Add attention, with its norm and dropout, to the residual stream ``(S[/tp], B, H)``."""
-        qkv_SBX = recompute_if(
-            "norm" in again, lambda x: self.attention.qkv(self.attention_norm(x)), x_SBH
-        )
-        mixed_SBH = recompute_if(
-            "attention" in again,
-            lambda qkv: self.attention(qkv, rotary, batch.documents),
-            qkv_SBX,
-        )
+
+        def project(x_SBH: Tensor) -> Tensor:
+            return self.attention.qkv(self.attention_norm(x_SBH))  # type: ignore[no-any-return]
+
+        def mix(qkv_SBX: Tensor) -> Tensor:
+            return self.attention(qkv_SBX, rotary, batch.documents)  # type: ignore[no-any-return]
+
+        qkv_SBX = recompute(project, x_SBH) if "norm" in again else project(x_SBH)
+        mixed_SBH = recompute(mix, qkv_SBX) if "attention" in again else mix(qkv_SBX)
         mixed_SBH = self.attention_output_norm(mixed_SBH)
         added_SBH: Tensor = x_SBH + self.attention_dropout(mixed_SBH, batch)
         return added_SBH
 
     def mlp_block(
-        self, x_SBH: Tensor, batch: Microbatch, again: frozenset[str], *, memo: Memo
+        self, x_SBH: Tensor, batch: Microbatch, again: frozenset[str], *, memo: Memo | None = None
     ) -> Tensor:
-        """Add the MLP or the experts, with norm and dropout, to the stream ``(S[/tp], B, H)``."""
+        """Add the MLP or the experts, with norm and dropout, to the stream ``(S[/tp], B, H)``.
+
+        ``memo`` is that of a recomputed region around this block, if there is one.
+        """
         mlp = self.mlp
         if isinstance(mlp, MoEBlock):
+            memo = Memo() if "moe" in again else memo
 
             def experts(x: Tensor) -> Tensor:
                 return mlp(self.mlp_norm(x), batch, memo=memo)  # type: ignore[no-any-return]
@@ -140,8 +145,13 @@ class TransformerLayer(nn.Module):
         elif "mlp" in again:
             inner_SBH = recompute(lambda x: mlp(self.mlp_norm(x)), x_SBH)
         else:
-            wide_SBF = recompute_if("norm" in again, lambda x: mlp.gate_up(self.mlp_norm(x)), x_SBH)
-            inner_SBH = recompute_if("activation" in again, mlp.finish, wide_SBF)
+
+            def widen(x_SBH: Tensor) -> Tensor:
+                return mlp.gate_up(self.mlp_norm(x_SBH))  # type: ignore[no-any-return]
+
+            wide_SBF = recompute(widen, x_SBH) if "norm" in again else widen(x_SBH)
+            finish = mlp.finish
+            inner_SBH = recompute(finish, wide_SBF) if "activation" in again else finish(wide_SBF)
         return self.add_mlp(x_SBH, inner_SBH, batch)
 
     def add_mlp(self, x_SBH: Tensor, inner_SBH: Tensor, batch: Microbatch) -> Tensor:

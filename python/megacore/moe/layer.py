@@ -108,12 +108,11 @@ class MoELayer(nn.Module):
             loss_factor: Factor between the mean loss of this microbatch and the root of the
                 backward pass; applied to the router's losses too. See `TopKRouter.forward`.
             memo: Memo of a recomputed region around the layer: recomputation then reuses the
-                routing decisions, and nothing is counted twice.
+                routing decisions, and nothing is counted twice. ``None`` without such a region.
 
         Returns:
             The layer output to add to the residual stream, ``(S, B, H)``.
         """
-        memo = Memo() if memo is None else memo
         tokens_SBH, routing = self.route(x_SBH, names, loss_factor=loss_factor, memo=memo)
         plan = self.plan(routing, memo=memo)
         return self.finish(x_SBH, tokens_SBH, plan, memo=memo)
@@ -124,7 +123,7 @@ class MoELayer(nn.Module):
         names: TokenNames | None,
         *,
         loss_factor: float | Tensor,
-        memo: Memo,
+        memo: Memo | None = None,
     ) -> tuple[Tensor, RoutingResult]:
         """Route this rank's tokens: the first phase of :meth:`forward`."""
         tokens_SBH = x_SBH if self._take_share is None else self._take_share(x_SBH)
@@ -133,21 +132,29 @@ class MoELayer(nn.Module):
         )
         return tokens_SBH, routing
 
-    def plan(self, routing: RoutingResult, *, memo: Memo) -> DispatchPlan:
+    def plan(self, routing: RoutingResult, *, memo: Memo | None = None) -> DispatchPlan:
         """Plan the dispatch: the second phase. So far no tensor shape depends on the routing.
 
         Generation, in inference mode, counts nothing.
         """
         if in_inference():
             return self._decide(routing)
-        decided = memo.once(lambda: _without_gradient(self._decide(routing)))
+        if memo is None:
+            decided = self._decide(routing)
+        else:
+            decided = memo.once(lambda: _without_gradient(self._decide(routing)))
         plan = replace(decided, probs=routing.probs)
-        if not memo.is_replay:
+        if memo is None or not memo.is_replay:
             self._count(plan, routing)
         return plan
 
     def finish(
-        self, x_SBH: Tensor, tokens_SBH: Tensor, plan: DispatchPlan, *, memo: Memo
+        self,
+        x_SBH: Tensor,
+        tokens_SBH: Tensor,
+        plan: DispatchPlan,
+        *,
+        memo: Memo | None = None,
     ) -> Tensor:
         """Dispatch, compute the experts and combine: the last phase.
 
@@ -159,7 +166,8 @@ class MoELayer(nn.Module):
             clones = self.echo.clones(self.experts, plan)
             use_params(self.experts)
             clones.start()
-        splits = memo.once(lambda: self.dispatcher.read_splits(plan))
+        read_splits = self.dispatcher.read_splits
+        splits = read_splits(plan) if memo is None else memo.once(lambda: read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
         # Overlaps with the exchange in flight.
         shared_SBH = self.shared(x_SBH) if self.shared and self.overlap_shared else None

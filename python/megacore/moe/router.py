@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from megacore.ops.counter_random import StepKeys, key_of, token_numbers, uniform
 from megacore.ops.recompute import Memo
 from megacore.ops.routing import TINY, route
 from megacore.parallel.collectives import all_reduce_
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +166,7 @@ class TopKRouter(nn.Module):
                 in the forward pass.
             expert_ids: Precomputed choices, ``(T, k)``, int64, used instead of the best experts
                 (see :class:`megacore.moe.routing_trace.RoutingLog`).
-            memo: Memo of a recomputed region around the router.
+            memo: Memo of a recomputed region around the router, if there is one.
 
         Raises:
             ValueError: If shapes are inconsistent, or if jitter is enabled without ``names``.
@@ -182,12 +184,11 @@ class TopKRouter(nn.Module):
         config = self.config
         logits_SBE = self._logits(hidden, names)
         logits = logits_SBE.flatten(0, 1)
-        memo = Memo() if memo is None else memo
         if expert_ids is None and self._is_fused(logits):
             return self._route(logits_SBE, loss_factor=loss_factor, memo=memo)
         scores = _scores(logits, config)
         if expert_ids is None:
-            expert_ids = memo.once(lambda: self._decide(logits, scores.detach(), names))
+            expert_ids = _once(memo, lambda: self._decide(logits, scores.detach(), names))
         elif expert_ids.shape != (logits.shape[0], config.top_k):
             raise ValueError(
                 f"expert_ids have shape {tuple(expert_ids.shape)}; expected "
@@ -227,14 +228,14 @@ class TopKRouter(nn.Module):
         )
 
     def _route(
-        self, logits_SBE: Tensor, *, loss_factor: float | Tensor, memo: Memo
+        self, logits_SBE: Tensor, *, loss_factor: float | Tensor, memo: Memo | None
     ) -> RoutingResult:
         """Route by one operation, for `forward`."""
         config, batch = self.config, logits_SBE.shape[1]
         probs, ids, count_PE, total_PE = route(
             logits_SBE.flatten(0, 1),
             self.expert_bias,
-            memo.once(_unknown) if memo.is_replay else None,
+            memo.once(_unknown) if memo and memo.is_replay else None,
             top_k=config.top_k,
             num_pools=batch if config.aux_loss_type == "sequence" else 1,
             is_sigmoid=config.score_function == "sigmoid",
@@ -242,7 +243,7 @@ class TopKRouter(nn.Module):
             normalize=config.normalize,
             scaling=config.scaling_factor,
         )
-        if not memo.is_replay:
+        if memo and not memo.is_replay:
             memo.once(lambda: ids)
         aux_value = z_value = None
         if self.training:
@@ -262,8 +263,8 @@ class TopKRouter(nn.Module):
             probs, z_value = self._with_z_loss(probs, logits_SBE, loss_factor)
         return RoutingResult(probs=probs, expert_ids=ids, aux_loss=aux_value, z_loss=z_value)
 
-    def _count(self, expert_ids: Tensor, memo: Memo) -> None:
-        if self.tokens_seen is not None and not memo.is_replay:
+    def _count(self, expert_ids: Tensor, memo: Memo | None) -> None:
+        if self.tokens_seen is not None and not (memo and memo.is_replay):
             chosen = expert_ids.flatten()
             self.tokens_seen.scatter_add_(0, chosen, torch.ones_like(chosen))
 
@@ -276,7 +277,7 @@ class TopKRouter(nn.Module):
         own, value = z_loss(logits_SBE, groups=self.groups)
         return inject_gradient(probs, own * coef, loss_factor), value * coef
 
-    def _pool_factor(self, factor: float | Tensor, memo: Memo) -> float | Tensor:
+    def _pool_factor(self, factor: float | Tensor, memo: Memo | None) -> float | Tensor:
         """Compute the gradient factor of the load-balancing loss for its pool."""
         if not isinstance(factor, Tensor) or factor.dim() == 0:
             return factor
@@ -289,7 +290,7 @@ class TopKRouter(nn.Module):
             all_reduce_(mean, group)
             return mean / group.size
 
-        return memo.once(mean_over_ranks)
+        return _once(memo, mean_over_ranks)
 
     def _logits(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:
         """Compute logits, ``(S, B, E)``; float32, or float64 for a float64 input."""
@@ -373,6 +374,10 @@ def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
         assert router.tokens_seen is not None
         router.expert_bias += router.config.expert_bias_rate * sign
         router.tokens_seen.zero_()
+
+
+def _once(memo: Memo | None, make: Callable[[], _T]) -> _T:
+    return make() if memo is None else memo.once(make)
 
 
 def _unknown() -> Tensor:

@@ -92,11 +92,6 @@ def recompute(
         return function(x)
 
 
-def recompute_if(condition: bool, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Compute ``function(x)``, with :func:`recompute` if the condition holds."""
-    return recompute(function, x) if condition else function(x)
-
-
 class _Kept:
     """Placeholder in the autograd graph for a tensor that the first run did not save."""
 

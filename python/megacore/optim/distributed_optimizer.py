@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from megacore.buffers import GradReducer, ParamGatherer, ParamGradBuffer
 from megacore.config import OptimizerConfig
 from megacore.ops.optim import AdamWSettings, StepRules, decide_step_, sum_of_squares
-from megacore.optim.grad_norm import grad_ranges, norm_parts
-from megacore.optim.grad_sums import needs_sum, sum_sequence_parallel_grads, sum_shared_grads
+from megacore.optim.gradients import (
+    grad_ranges,
+    needs_sum,
+    norm_parts,
+    sum_sequence_parallel_grads,
+    sum_shared_grads,
+)
 from megacore.optim.param_group import ParamGroup, check_patterns
 from megacore.optim.shard import OptimizerShard, ParamPiece
 from megacore.parallel.collectives import all_reduce_

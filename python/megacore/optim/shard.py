@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megacore.buffers import ParamGradBuffer, ShardPiece
 from megacore.ops.optim import AdamWSettings, adamw_step_
-from megacore.optim.grad_norm import merge_neighbours
+from megacore.optim.gradients import merge_neighbours
 from megacore.optim.param_group import ParamGroup, ParamSettings, settings_of
 from megacore.parallel.params import ParamInfo
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore._core import Action, ActionKind, Program, StateMachine
@@ -39,6 +40,7 @@ KIND_WORDS = {
     ActionKind.RECOMPUTE: "make activations again",
 }
 
+_NOTHING = nullcontext()
 _COMPUTE_KINDS = (
     ActionKind.FORWARD,
     ActionKind.BACKWARD,
@@ -182,7 +184,7 @@ class Step:
     ) -> None:
         # Turns are given by the thread that has them: backward passes must not use another one.
         one_thread = self._turns is not None
-        threads = torch.autograd.set_multithreading_enabled(False) if one_thread else nullcontext()
+        threads = torch.autograd.set_multithreading_enabled(False) if one_thread else _NOTHING
         try:
             with threads:
                 handlers[action.kind](action)
@@ -304,12 +306,17 @@ class Step:
         with in_phase(self._clock, "pipeline_wait"), self._recorded(message.action):
             return self._messages.wait(message)
 
+    def _recorded(self, action: Action) -> AbstractContextManager[object]:
+        if self._recorder is None and not _profiler_enabled():
+            return _NOTHING
+        return self._observed(action)
+
     @contextmanager
-    def _recorded(self, action: Action) -> Iterator[None]:
+    def _observed(self, action: Action) -> Iterator[None]:
         recorder = self._recorder
         with (
             named_range(f"pipeline {action}"),
-            nullcontext() if recorder is None else recorder.record(action),
+            _NOTHING if recorder is None else recorder.record(action),
         ):
             yield
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megacore.buffers import ParamGradBuffer
-from megacore.optim.grad_norm import (
+from megacore.optim.gradients import (
     grad_ranges,
     is_counted,
     merge_neighbours,
