@@ -34,12 +34,10 @@ class Operation:
         """Call the operation; its first argument is a tensor."""
         if not _is_unobserved(first):
             return self._op(first, *others)
-        if torch.is_inference_mode_enabled():
-            return self._cpu(first, *others)
-        if torch.is_grad_enabled() and any(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in (first, *others)
-        ):
-            return (self._differentiable or self._op)(first, *others)
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            for x in (first, *others):
+                if isinstance(x, torch.Tensor) and x.requires_grad:
+                    return (self._differentiable or self._op)(first, *others)
         return self._cpu(first, *others)
 
     def set_gradient(
@@ -47,17 +45,19 @@ class Operation:
     ) -> None:
         """Set the derivative, as in `define_gradient`."""
         cpu = self._cpu
+        checked = once_differentiable(backward)
 
         def forward(ctx: Any, *args: Any) -> Any:
             output = cpu(*args)
             setup_context(ctx, args, output)
             return output
 
+        def backward_once(ctx: Any, *grads: Any) -> Any:
+            # The check of a second derivative takes longer than small operations.
+            return (checked if torch.is_grad_enabled() else backward)(ctx, *grads)
+
         # Not torch's own setup_context, for which it would inspect the signature in each call.
-        parts = {
-            "forward": staticmethod(forward),
-            "backward": staticmethod(once_differentiable(backward)),
-        }
+        parts = {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}
         function: Any = type("Direct", (torch.autograd.Function,), parts)
         self._differentiable = function.apply
 

@@ -95,7 +95,7 @@ def test_forward_and_gradients_equal_a_loop_over_tokens(
 def test_processors_with_and_without_instructions_for_it_round_16_bits_once(
     monkeypatch: pytest.MonkeyPatch, goes: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(gemm, "_goes_to_float32", lambda dtype: goes and dtype.itemsize == 2)
+    monkeypatch.setattr(gemm, "_goes_to_float32", lambda x, _: goes and x.dtype.itemsize == 2)
     m_splits = [40, 0, 9]
     x, w, grad = make(m_splits, 2, 24, 33, dtype)
     found = run(grouped_gemm, x, w, grad, m_splits)
@@ -107,6 +107,18 @@ def test_processors_with_and_without_instructions_for_it_round_16_bits_once(
         ulp = torch.finfo(dtype).eps
         bound = 0.5 * ulp * expected.abs() + 1e-5 * expected.abs().max()
         assert ((value.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "goes"), [(8, 32, True), (64, 128, True), (64, 512, False), (4096, 64, False)]
+)
+def test_only_small_products_of_16_bits_are_computed_in_float32(
+    monkeypatch: pytest.MonkeyPatch, rows: int, width: int, goes: bool
+) -> None:
+    monkeypatch.setattr(gemm, "_has_fast_products", lambda _: True)
+    x, w = torch.empty(rows, width).bfloat16(), torch.empty(2, width, width).bfloat16()
+    assert gemm._goes_to_float32(x, w) == goes
+    assert not gemm._goes_to_float32(x.float(), w.float())
 
 
 @settings(max_examples=60, deadline=None)

@@ -75,3 +75,10 @@ def test_calls_under_other_transforms_go_through_torch() -> None:
     [batched] = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
     for grad, found in zip(grads, batched, strict=True):
         torch.testing.assert_close(found, torch.autograd.grad(y, x, grad, retain_graph=True)[0])
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = torch.randn(2, 8, requires_grad=True)
+    [grad] = torch.autograd.grad(swiglu(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
