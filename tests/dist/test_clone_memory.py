@@ -90,7 +90,7 @@ def train_with(_rank: int, dispatcher: str) -> tuple[list[list[float]], list[str
     messages = (
         {"moe.static_transport": "collective"}
         if dispatcher == "static"
-        else {"run.host_memory": False}
+        else {"debug.host_memory": False}
     )
     found, kinds = [], []
     for transport in ({}, messages):

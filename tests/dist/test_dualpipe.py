@@ -195,7 +195,7 @@ def test_sharding_overlap_and_graphs_change_no_bit() -> None:
     variants: list[Changes] = [
         {},
         {"optimizer.distributed": False},
-        {**OVERLAPS, "pipeline.debug_messages": True},
+        {**OVERLAPS, "debug.check_messages": True},
         {"optimizer.average_in_collective": False},
         {**OVERLAPS, **GRAPHS, "graphs.mode": "partial", "graphs.scopes": "attn,mlp"},
         {**OVERLAPS, **GRAPHS, "graphs.mode": "full", "graphs.include_optimizer": True},

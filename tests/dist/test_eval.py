@@ -73,7 +73,8 @@ def test_a_run_has_the_validation_losses_of_its_training(
         "moe": {"num_experts": 4, "ffn_hidden_size": 16, "expert_bias_rate": 0.1},
         "train": {"steps": 3, "global_batch_size": 8, "microbatch_size": 2, "eval_interval": 3},
         "data": {"source": str(tmp_path / "a.txt"), "validation": sets},
-        "run": {"dir": str(tmp_path / "run"), "plain": True, "trace_step": -1},
+        "run": {"dir": str(tmp_path / "run"), "plain": True},
+        "debug": {"trace_step": -1},
     }
     assert train(changed_config(1, base, {}), rank_context(0, 1)) == 0
     capsys.readouterr()

@@ -144,7 +144,7 @@ LAYOUTS = {
         {
             "parallel.pp": 2,
             "pipeline.schedule": "v_half",
-            "pipeline.debug_messages": True,
+            "debug.check_messages": True,
             "model.tie_embeddings": True,
         },
     ),

@@ -163,7 +163,7 @@ def test_gradients_in_the_format_of_the_parameters() -> None:
     results = run_ranks(2, train, 2, 5, narrow, timeout_s=120)
     overlapped = run_ranks(2, train, 2, 5, {**narrow, **OVERLAP}, timeout_s=120)
     over_gloo = run_ranks(
-        2, train, 2, 5, {**narrow, **OVERLAP, "run.host_memory": False}, timeout_s=120
+        2, train, 2, 5, {**narrow, **OVERLAP, "debug.host_memory": False}, timeout_s=120
     )
     assert results == overlapped == over_gloo
     assert results[0][0] == pytest.approx(plain[0], rel=2e-2)

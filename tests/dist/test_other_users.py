@@ -49,6 +49,8 @@ source = "{folder}/text.txt"
 [run]
 dir = "{folder}/{name}"
 plain = true
+
+[debug]
 host_memory = {host_memory}
 """
 

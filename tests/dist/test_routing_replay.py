@@ -39,17 +39,22 @@ def test_a_replay_in_another_layout_has_the_losses_and_loads_of_the_recorded_run
     folder = str(tmp_path / "recording")
     layout = {"parallel.pp": 2, "parallel.tp": 2, "parallel.etp": 1, "parallel.ep": 2}
     expected = run_ranks(
-        4, train, 4, {**RECORDED, **layout, "moe.record_routing": folder}, timeout_s=120
+        4, train, 4, {**RECORDED, **layout, "debug.record_routing": folder}, timeout_s=120
     )[0]
     free = train(0, 1, REPLAYED)
     assert free[1] != expected[1]
-    again = {**REPLAYED, "moe.replay_routing": folder}
+    again = {**REPLAYED, "debug.replay_routing": folder}
     copy = str(tmp_path / "copy")
-    single = train(0, 1, {**again, "moe.record_routing": copy})
+    single = train(0, 1, {**again, "debug.record_routing": copy})
     others: list[dict[str, Any]] = [
         {**again, "parallel.ep": 2, "parallel.cp": 2, "moe.dispatcher": "static"},
         {**again, "parallel.pp": 2, "train.recompute": "full", "train.microbatch_size": 1},
-        {**again, "parallel.tp": 2, "parallel.sequence_parallel": True, "moe.replay_routing": copy},
+        {
+            **again,
+            "parallel.tp": 2,
+            "parallel.sequence_parallel": True,
+            "debug.replay_routing": copy,
+        },
     ]
     found = [single, *run_ranks(2, replays, 2, others, timeout_s=120)[0]]
     for losses, loads in found:
@@ -58,11 +63,11 @@ def test_a_replay_in_another_layout_has_the_losses_and_loads_of_the_recorded_run
 
 
 def record(folder: Path, **changes: Any) -> None:
-    train(0, 1, {**RECORDED, "train.steps": 2, "moe.record_routing": str(folder), **changes})
+    train(0, 1, {**RECORDED, "train.steps": 2, "debug.record_routing": str(folder), **changes})
 
 
 def refusal(folder: Path, **changes: Any) -> str:
-    settings = {**REPLAYED, "train.steps": 2, "moe.replay_routing": str(folder), **changes}
+    settings = {**REPLAYED, "train.steps": 2, "debug.replay_routing": str(folder), **changes}
     config: Config = make_config(1, settings)
     with pytest.raises(MegacoreError) as caught:
         check_plan(config, 1)
@@ -100,26 +105,26 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_no_recording_is_refused(tmp_path: Path, recording: Path) -> None:
     assert "it has no routing.json; name the folder" in refusal(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("x")
-    settings = {"moe.record_routing": str(tmp_path)}
+    settings = {"debug.record_routing": str(tmp_path)}
     with pytest.raises(MegacoreError, match="holds something else than a recording; name a new"):
         check_plan(make_config(1, settings), 1)
     for changes, expected in (
-        ({"moe.record_routing": str(recording)}, "both name"),
+        ({"debug.record_routing": str(recording)}, "both name"),
         ({"moe.force_balanced": True}, "replay_routing and force_balanced both decide"),
     ):
         with pytest.raises(ValueError, match=expected):
-            make_config(1, {"moe.replay_routing": str(recording), **changes})
-    check_plan(make_config(1, {"moe.record_routing": str(recording)}), 1)
+            make_config(1, {"debug.replay_routing": str(recording), **changes})
+    check_plan(make_config(1, {"debug.record_routing": str(recording)}), 1)
     with pytest.raises(MegacoreError, match="needs the host in every layer, which"):
         check_plan(
-            make_config(1, {"moe.replay_routing": str(recording), "graphs.mode": "partial"}), 1
+            make_config(1, {"debug.replay_routing": str(recording), "graphs.mode": "partial"}), 1
         )
 
 
 def test_a_missing_part_or_a_damaged_file_ends_the_run_with_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "recording"
     record(folder)
-    settings = {**REPLAYED, "train.steps": 2, "moe.replay_routing": str(folder)}
+    settings = {**REPLAYED, "train.steps": 2, "debug.replay_routing": str(folder)}
     [first] = folder.glob("step_00000000.*")
     content = first.read_bytes()
     first.write_bytes(content[:-100])
@@ -138,7 +143,7 @@ def test_a_missing_part_or_a_damaged_file_ends_the_run_with_its_name(tmp_path: P
 def test_a_resumed_run_goes_on_recording(tmp_path: Path) -> None:
     folder = tmp_path / "recording"
     record(folder, **{"train.steps": 4})
-    resumed = {**RECORDED, "moe.record_routing": str(folder), "train.steps": 3}
+    resumed = {**RECORDED, "debug.record_routing": str(folder), "train.steps": 3}
     train(0, 1, resumed, first=1)
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["routing.json", *(f"step_0000000{n}.rank_0000.safetensors" for n in range(3))]

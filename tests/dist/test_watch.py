@@ -93,16 +93,17 @@ def test_a_profiled_run_has_one_trace_of_all_ranks(
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
     (tmp_path / "run.toml").write_text(
         "[model]\nhidden_size = 32\nseq_length = 16\n[parallel]\npp = 2\n"
-        '[train]\nsteps = 4\nmicrobatch_size = 4\nglobal_batch_size = 8\nprofile_steps = "2-6"\n'
+        "[train]\nsteps = 4\nmicrobatch_size = 4\nglobal_batch_size = 8\n"
+        '[debug]\nprofile_steps = "2-6"\n'
         f'[data]\nsource = "{tmp_path}/text.txt"\n'
         f'[run]\ndir = "{tmp_path}/run"\nplain = true\ncalibration = "h100"\n'
     )
     path, folder = str(tmp_path / "run.toml"), tmp_path / "run"
     assert main(["train", path, "--nproc=2", "--train.steps=5"]) == 2
-    assert 'profile_steps = "2-6" must be' in capsys.readouterr().err
+    assert "debug.profile_steps must be one step" in capsys.readouterr().err
     # Not forked from this process: torch's profiler does not survive a fork after its first use.
     command = [sys.executable, "-m", "megacore", "train", path, "--nproc=2"]
-    ended = start_command([*command, "--train.profile_steps=2-3"], tmp_path).finish(timeout_s=60)
+    ended = start_command([*command, "--debug.profile_steps=2-3"], tmp_path).finish(timeout_s=60)
     assert ended.code == 0, ended.err
     assert "USDT" not in ended.err + ended.out
     assert ended.out.count("megacore trace merge") == 1

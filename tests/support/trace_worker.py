@@ -29,7 +29,7 @@ def main(rank: int, world_size: int, folder: Path, *, overlap: bool, shared: boo
             "optimizer.bucket_numel": 4000,
             "optimizer.overlap_grad_reduce": overlap,
             "optimizer.overlap_param_gather": overlap,
-            "run.host_memory": shared,
+            "debug.host_memory": shared,
         },
     )
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))

@@ -109,7 +109,7 @@ def _learn(args: argparse.Namespace) -> int:
     if not record or record["measured"]["passes_s"] is None:
         raise ConfigError(
             f"{path} has no prediction with a measured timeline; train with run.calibration set, "
-            "and with run.trace_step not -1"
+            "and with debug.trace_step not -1"
         )
     base = load_device(record["calibration"])
     changes = learned_changes(base, record)

@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
         "--routing",
         type=Path,
         metavar="FOLDER",
-        help="a recording (moe.record_routing), its tokens dealt to --ep ranks",
+        help="a recording (debug.record_routing), its tokens dealt to --ep ranks",
     )
     add("--json", action="store_true", help="print one JSON object instead of a table")
 

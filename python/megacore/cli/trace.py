@@ -16,7 +16,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "trace",
         help="join the profiles of all ranks of a run",
-        description="Join the profiles of all ranks (train.profile_steps) on one clock, in one "
+        description="Join the profiles of all ranks (debug.profile_steps) on one clock, in one "
         "file for ui.perfetto.dev.",
         allow_abbrev=False,
     )
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if not found:
         raise MegacoreError(
-            f"{args.run} has no profiles in {folder}; train with train.profile_steps, as in "
+            f"{args.run} has no profiles in {folder}; train with debug.profile_steps, as in "
             '"10-12", and copy the folder of each host here'
         )
     out = args.out or folder / "all_ranks.json.gz"

@@ -213,7 +213,7 @@ def launch_options(config: ResolvedConfig, *, threads: int | None, debug: bool) 
     return LaunchOptions(
         backend=config.run.backend,
         timeout_s=config.run.timeout_s,
-        peer_timeout_s=config.run.peer_timeout_s,
+        peer_timeout_s=config.debug.peer_timeout_s,
         error_dir=Path(config.run.dir),
         debug=debug,
         threads=threads,

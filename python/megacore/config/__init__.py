@@ -8,6 +8,7 @@ from __future__ import annotations
 from megacore.config.base import duration_s
 from megacore.config.checkpoint import CheckpointConfig
 from megacore.config.data import DataConfig, SourceConfig
+from megacore.config.debug import DebugConfig
 from megacore.config.graphs import GraphsConfig
 from megacore.config.layers import layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.config.load import (
@@ -43,6 +44,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DebugConfig",
     "EchoConfig",
     "GraphsConfig",
     "MLAConfig",

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
+from megacore.config.renamed import RENAMED
 from megacore.config.words import close_words
 from megacore.errors import ConfigError
 
 T = TypeVar("T")
 
 MAX_SIZE = 1 << 31
+MAX_TIMEOUT_S = 7 * 86400.0
 
 
 def filled(value: T | None) -> T:
@@ -72,6 +74,10 @@ def _sentence(details: Any, section: type[Section]) -> str:
     name = ".".join(str(part) for part in details["loc"])
     context, kind = details.get("ctx", {}), details["type"]
     if kind == "extra_forbidden":
+        for key, now in RENAMED.items():
+            home, old = key.split(".")[-2:]
+            if name == old and home.replace("_", "") in section.__name__.lower():
+                return f"{section.__name__} has no setting {name}; {key} is now {now}"
         known = list(section.by_key()) + list(section.inner_sections())
         close = close_words(name, known, count=1)
         hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known)}"

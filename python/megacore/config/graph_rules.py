@@ -82,7 +82,7 @@ def _layer_kinds(config: Config) -> set[str]:
 
 
 def _routes_on_host(config: Config) -> bool:
-    return (config.moe.record_routing or config.moe.replay_routing) is not None
+    return (config.debug.record_routing or config.debug.replay_routing) is not None
 
 
 def _plans_on_device(config: Config) -> bool:
@@ -99,9 +99,9 @@ def _host_problems(config: Config, shown: Shown, where: str, *, plans: bool) -> 
             '"collective", capture attn,mlp,moe_router at most, or set spare_slots = 0'
         )
     for key in ("record_routing", "replay_routing"):
-        if getattr(config.moe, key) is not None:
+        if getattr(config.debug, key) is not None:
             yield (
-                f"{where} captures the router, but {shown(f'moe.{key}')} lets the host take part "
+                f"{where} captures the router, but {shown(f'debug.{key}')} lets the host take part "
                 "in its decisions; leave one out"
             )
 
@@ -181,10 +181,10 @@ def _recompute_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
 
 
 def _full_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
-    if config.pipeline.debug_messages and config.parallel.pp > 1:
+    if config.debug.check_messages and config.parallel.pp > 1:
         yield (
             f"{shown('graphs.mode')} records the whole step, but "
-            f"{shown('pipeline.debug_messages')} lets the host check every message; leave one out, "
+            f"{shown('debug.check_messages')} lets the host check every message; leave one out, "
             'or set graphs.mode = "partial"'
         )
     if config.moe.num_experts > 0:

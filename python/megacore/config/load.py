@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from megacore.config.base import Section, split_key
 from megacore.config.data import SourceConfig
 from megacore.config.objects import with_folder
+from megacore.config.renamed import RENAMED
 from megacore.config.sections import Config, section_classes
 from megacore.config.toml_file import read_toml
 from megacore.config.words import close_words
@@ -464,6 +465,9 @@ def toml_value(value: Any) -> str:
 def _unknown_key(section: str, name: str) -> str:
     """Return the message for an unknown section or key."""
     classes = section_classes()
+    key = f"{section}.{name}"
+    if key in RENAMED:
+        return f"unknown key {key}; it is now {RENAMED[key]}"
     if section not in classes:
         if homes := setting_homes(section):
             return f"{section} stands outside any section; did you mean {' or '.join(homes)}?"

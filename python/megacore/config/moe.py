@@ -211,24 +211,6 @@ class MoEConfig(Section):
         default=True,
         description="Compute router logits in float32, regardless of `train.dtype`.",
     )
-    record_routing: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder for the chosen experts of each token in each training step. Default: "
-        "they are not recorded.",
-    )
-    replay_routing: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder of such a recording: training dispatches tokens to the recorded "
-        "experts, in any layout. Default: the router decides.",
-    )
-    load_interval: int = Field(
-        default=10,
-        ge=0,
-        description="Steps between two records of every expert's load in `metrics.jsonl`; 0 for "
-        "none. Imbalance and losses are recorded in each step.",
-    )
     echo: EchoConfig = EchoConfig()
 
     def is_moe_layer(self, index: int) -> bool:
@@ -316,15 +298,6 @@ class MoEConfig(Section):
         if self.echo.domain is not None and self.echo.planner == "echo":
             raise ValueError(
                 'echo.domain is for echo.planner = "balanced"; leave domain out, or change planner'
-            )
-        if self.replay_routing is not None and self.force_balanced:
-            raise ValueError(
-                "replay_routing and force_balanced both decide where tokens go; leave one out"
-            )
-        if self.replay_routing is not None and self.replay_routing == self.record_routing:
-            raise ValueError(
-                f"record_routing and replay_routing both name {self.replay_routing}; record into "
-                "another folder"
             )
         if self.shared_ffn_hidden_size == 0 and (self.shared_gate or self.shared_overlap):
             name = "shared_gate" if self.shared_gate else "shared_overlap"

@@ -68,11 +68,6 @@ class PipelineConfig(Section):
         "separately, during exchanges of row gradients, and the remaining ones after the gradient "
         "of the input was sent to the previous rank. Results are bitwise equal to those without.",
     )
-    debug_messages: bool = Field(
-        default=False,
-        description="Send a header before each message between stages, and stop with both names "
-        "if a message is not the expected one. Slower.",
-    )
     group_size: int | None = Field(
         default=None,
         ge=1,

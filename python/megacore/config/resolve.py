@@ -116,7 +116,9 @@ def _fill(
             dir=run_dir,
             nproc=world_size,
             backend=run.backend or default_backend(cuda),
-            trace_step=max(1, steps // 2),
+        ),
+        "debug": _filling(
+            resolved.ResolvedDebugConfig, config.debug, trace_step=max(1, steps // 2)
         ),
     }
     derived = (
@@ -215,13 +217,22 @@ def _check_decay(problems: Problems, config: ResolvedConfig) -> None:
             )
 
 
-def _check_trace_step(problems: Problems, config: ResolvedConfig) -> None:
-    steps, traced = config.train.steps, config.run.trace_step
+def _check_traced_steps(problems: Problems, config: ResolvedConfig) -> None:
+    profiled = config.debug.profiled
+    if config.debug.profile_steps is not None and not (
+        0 <= profiled.start < profiled.stop <= config.train.steps
+    ):
+        problems.add(
+            "debug.profile_steps must be one step or an ascending range of steps from 1 to "
+            f"{config.train.steps}, as in 10-12, got {problems.shown('debug.profile_steps')}; "
+            "change it or train.steps"
+        )
+    steps, traced = config.train.steps, config.debug.trace_step
     if traced == 0 or traced > steps:
         legal = f"1 to {steps}" if steps > 1 else "1"
         problems.add(
-            f"run.trace_step must be {legal}, a step of {problems.shown('train.steps')}, or -1 for "
-            f"no timeline, got {problems.shown('run.trace_step', traced)}"
+            f"debug.trace_step must be {legal}, a step of {problems.shown('train.steps')}, or -1 "
+            f"for no timeline, got {problems.shown('debug.trace_step', traced)}"
         )
 
 
@@ -233,5 +244,5 @@ _CHECKS: tuple[Callable[[Problems, ResolvedConfig], None], ...] = (
     _check_fp8,
     _check_graphs,
     _check_decay,
-    _check_trace_step,
+    _check_traced_steps,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from megacore.config.checkpoint import CheckpointConfig
+from megacore.config.debug import DebugConfig
 from megacore.config.model import ModelConfig
 from megacore.config.moe import MoEConfig
 from megacore.config.optimizer import OptimizerConfig
@@ -60,6 +61,11 @@ class ResolvedRunConfig(RunConfig):
     dir: str
     nproc: int
     backend: Literal["gloo", "nccl"]
+
+
+class ResolvedDebugConfig(DebugConfig):
+    """``[debug]`` with the traced step."""
+
     trace_step: int
 
 
@@ -73,3 +79,4 @@ class ResolvedConfig(Config):
     optimizer: ResolvedOptimizerConfig
     checkpoint: ResolvedCheckpointConfig
     run: ResolvedRunConfig
+    debug: ResolvedDebugConfig

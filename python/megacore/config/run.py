@@ -6,9 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from megacore.config.base import Section, duration_s
-
-MAX_TIMEOUT_S = 7 * 86400.0
+from megacore.config.base import MAX_TIMEOUT_S, Section, duration_s
 
 
 class RunConfig(Section):
@@ -34,11 +32,6 @@ class RunConfig(Section):
         default=None,
         description="Communication library. Default: `nccl` with a GPU, else `gloo`.",
     )
-    host_memory: bool = Field(
-        default=True,
-        description="Exchange tensors of `gloo` groups whose ranks share a host through shared "
-        "memory.",
-    )
     timeout_s: float = Field(
         default=300.0,
         gt=0.0,
@@ -46,24 +39,11 @@ class RunConfig(Section):
         description="Timeout of a collective operation, and of the wait for ranks that start late, "
         "in seconds; at most a week.",
     )
-    peer_timeout_s: float = Field(
-        default=20.0,
-        ge=1.0,
-        le=MAX_TIMEOUT_S,
-        description="Seconds without a sign of life after which a rank counts as lost; at most a "
-        "week.",
-    )
     stop_after: str | None = Field(
         default=None,
         description="Time span after which the run stops early: it finishes its step, saves, and "
         "exits with code 75. Such as `3h50m`, counted from the start of the processes. Default: "
         "no limit.",
-    )
-    trace_step: int | None = Field(
-        default=None,
-        ge=-1,
-        description="Step whose timeline is recorded, at most `steps`; -1 for none. "
-        "Default: `steps` / 2.",
     )
     writers: list[Literal["tensorboard", "wandb"]] = Field(
         default=[],

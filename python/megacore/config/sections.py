@@ -17,6 +17,7 @@ from pydantic import PrivateAttr
 from megacore.config.base import Origins, Section
 from megacore.config.checkpoint import CheckpointConfig
 from megacore.config.data import DataConfig
+from megacore.config.debug import DebugConfig
 from megacore.config.graphs import GraphsConfig
 from megacore.config.model import ModelConfig
 from megacore.config.moe import MoEConfig
@@ -40,6 +41,7 @@ class Config(Section):
     train: TrainSectionConfig = TrainSectionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
+    debug: DebugConfig = DebugConfig()
 
     _origins: Origins = PrivateAttr(default_factory=Origins)
 

@@ -85,26 +85,6 @@ class TrainSectionConfig(Section):
     )
     eval_steps: int = Field(default=4, ge=1, description="Global batches per validation.")
 
-    profile_steps: str | None = Field(
-        default=None,
-        pattern=r"^\d{1,9}(-\d{1,9})?$",
-        description="Steps that torch's profiler records on every rank, such as "
-        "`100-103`; files in `<run.dir>/profile`, see `megacore trace merge`. Default: none.",
-    )
-
-    @property
-    def profiled(self) -> range:
-        """Indices, from 0, of the steps of ``profile_steps``, which count from 1.
-
-        Example:
-            >>> TrainSectionConfig(steps=200, profile_steps="100-103").profiled
-            range(99, 103)
-        """
-        if self.profile_steps is None:
-            return range(0)
-        first, _, last = self.profile_steps.partition("-")
-        return range(int(first) - 1, int(last or first))
-
     @property
     def recomputed(self) -> frozenset[str]:
         """Recomputed parts: ``{"layer"}``, or parts of layers.
@@ -137,16 +117,6 @@ class TrainSectionConfig(Section):
                     f"{', '.join(RECOMPUTE_MODULES)} by commas"
                 )
         return modules
-
-    @model_validator(mode="after")
-    def _check_profile(self) -> Self:
-        steps = self.profiled
-        if self.profile_steps is not None and not 0 <= steps.start < steps.stop <= self.steps:
-            raise ValueError(
-                f'profile_steps = "{self.profile_steps}" must be one step or an ascending range of '
-                f"steps from 1 to {self.steps}, as in 10-12; change it or train.steps"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:

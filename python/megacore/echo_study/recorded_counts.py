@@ -15,7 +15,7 @@ from megacore.moe.routing_trace import read_recorded, step_files
 
 
 def recorded_counts(folder: Path, *, num_ranks: int) -> tuple[int, Iterator[Counts]]:
-    """Load the counts of a run with ``moe.record_routing``, for any number of ranks.
+    """Load the counts of a run with ``debug.record_routing``, for any number of ranks.
 
     Tokens of a step, by sample and position, are divided into equal contiguous ranges per rank.
 

@@ -206,7 +206,7 @@ class RoutingRecorder:
             difference = self._recorded.difference(read_recorded(self._folder))
             if difference is not None:
                 raise MegacoreError(
-                    f"moe.record_routing = {self._folder} holds the steps before this one, but "
+                    f"debug.record_routing = {self._folder} holds the steps before this one, but "
                     f"this run has {difference}; name another folder"
                 )
         for number, path in step_files(self._folder):
@@ -251,7 +251,7 @@ class RoutingReplay:
             self._log = RoutingLog.load(*paths)
         except (OSError, SafetensorError, ValueError) as error:
             raise MegacoreError(
-                f"moe.replay_routing = {self._folder}: cannot read step {step + 1:,}: {error}"
+                f"debug.replay_routing = {self._folder}: cannot read step {step + 1:,}: {error}"
             ) from error
 
     def expert_ids(self, layer: int, names: TokenNames) -> Tensor:
@@ -264,7 +264,7 @@ class RoutingReplay:
             return self._log.expert_ids(layer, names)
         except KeyError as error:
             raise MegacoreError(
-                f"moe.replay_routing = {self._folder} is incomplete: {error.args[0]}"
+                f"debug.replay_routing = {self._folder} is incomplete: {error.args[0]}"
             ) from error
 
 
@@ -313,7 +313,7 @@ def check_recording_folder(folder: Path) -> None:
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise MegacoreError(
-            f"moe.record_routing = {folder} holds something else than a recording; name a "
+            f"debug.record_routing = {folder} holds something else than a recording; name a "
             "new folder"
         )
 
@@ -332,7 +332,7 @@ def check_replay(folder: Path, recorded: Recorded, *, steps: int) -> None:
     difference = recorded.difference(read_recorded(folder))
     if difference is not None:
         raise MegacoreError(
-            f"moe.replay_routing = {folder} does not fit this run: {difference}; set it as it was"
+            f"debug.replay_routing = {folder} does not fit this run: {difference}; set it as it was"
         )
     if steps - 1 not in {number for number, _ in step_files(folder)}:
         raise MegacoreError(_no_step(folder, steps - 1))
@@ -350,7 +350,7 @@ def read_recorded(folder: Path) -> Recorded:
     except FileNotFoundError:
         raise MegacoreError(
             f"{folder} is no recording of routing decisions: it has no {ABOUT_NAME}; name the "
-            "folder that a run had as moe.record_routing"
+            "folder that a run had as debug.record_routing"
         ) from None
     except (OSError, ValueError) as error:
         raise MegacoreError(f"cannot read {path}: {error}") from error
@@ -367,7 +367,7 @@ def _no_step(folder: Path, step: int) -> str:
     numbers = sorted({number for number, _ in step_files(folder)})
     held = f"steps {numbers[0] + 1:,} to {numbers[-1] + 1:,}" if numbers else "no steps"
     return (
-        f"moe.replay_routing = {folder} does not have step {step + 1:,}: it holds {held}; record "
+        f"debug.replay_routing = {folder} does not have step {step + 1:,}: it holds {held}; record "
         "more, or train fewer steps (train.steps)"
     )
 
@@ -391,5 +391,5 @@ def _writing(folder: Path, action: Callable[[], None]) -> None:
         action()
     except (OSError, SafetensorError) as error:
         raise MegacoreError(
-            f"cannot write to moe.record_routing = {folder}: {error}; name another folder"
+            f"cannot write to debug.record_routing = {folder}: {error}; name another folder"
         ) from error

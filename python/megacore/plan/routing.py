@@ -1,4 +1,4 @@
-"""Checks of ``moe.record_routing`` and ``moe.replay_routing`` before a run."""
+"""Checks of ``debug.record_routing`` and ``debug.replay_routing`` before a run."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ def check_routing(config: ResolvedConfig) -> None:
         MegacoreError: If a recording does not match the run, a folder cannot be used for a
             recording, or ``graphs.mode`` is not ``"off"``.
     """
-    moe = config.moe
+    debug = config.debug
     wanted = [
-        name for name in ("record_routing", "replay_routing") if getattr(moe, name) is not None
+        name for name in ("record_routing", "replay_routing") if getattr(debug, name) is not None
     ]
     if wanted and config.graphs.mode != "off":
         raise MegacoreError(
-            f"moe.{wanted[0]} needs the host in every layer, which graphs.mode = "
+            f"debug.{wanted[0]} needs the host in every layer, which graphs.mode = "
             f"{config.graphs.mode} leaves out; set graphs.mode = off"
         )
-    if moe.record_routing is not None:
-        check_recording_folder(Path(moe.record_routing))
-    if moe.replay_routing is not None:
-        check_replay(Path(moe.replay_routing), recorded_settings(config), steps=config.train.steps)
+    if debug.record_routing is not None:
+        check_recording_folder(Path(debug.record_routing))
+    if debug.replay_routing is not None:
+        check_replay(
+            Path(debug.replay_routing), recorded_settings(config), steps=config.train.steps
+        )
 
 
 def recorded_settings(config: ResolvedConfig) -> Recorded:

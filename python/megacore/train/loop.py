@@ -195,7 +195,7 @@ class _Run:
         )
         self._watch = RunWatch(trainer)
         self._profiler = StepProfiler(
-            config.train.profiled,
+            config.debug.profiled,
             self._dir,
             world=trainer.groups.world,
             device=trainer.device,
@@ -329,7 +329,7 @@ class _Run:
 
     def _choose_traced_step(self) -> int:
         """Choose the index of the step to trace, at least the second of this run; -1: none."""
-        wanted = self._config.run.trace_step - 1
+        wanted = self._config.debug.trace_step - 1
         if wanted < 0:
             return -1
         return min(max(wanted, self._first_step + 1), self._config.train.steps - 1)
@@ -348,7 +348,7 @@ class _Run:
         self, step: int, metrics: StepMetrics, validation_losses: dict[str, float]
     ) -> StepRecord:
         train = self._config.train
-        interval, is_last = self._config.moe.load_interval, step + 1 == train.steps
+        interval, is_last = self._config.debug.load_interval, step + 1 == train.steps
         return StepRecord(
             step=step + 1,
             loss=metrics.loss,

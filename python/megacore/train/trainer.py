@@ -270,7 +270,7 @@ def build_trainer(
         groups,
         config.optimizer.num_instances,
         timeout_s=config.run.timeout_s,
-        host_memory=config.run.host_memory,
+        host_memory=config.debug.host_memory,
     )
     buffers = make_buffers(params, groups=groups, optimizer=config.optimizer, instances=instances)
     clock = PhaseClock(device)
@@ -372,7 +372,7 @@ def _make_executor(
         group=groups.pp,
         activation=activation,
         channels=groups.pp_channels,
-        debug=config.pipeline.debug_messages,
+        debug=config.debug.check_messages,
         overlap_pairs=config.pipeline.overlap_moe,
         schedule=schedule,
         clock=clock,
@@ -399,7 +399,7 @@ def _make_groups(config: ResolvedConfig, world_size: int, calls: CallRing | None
     return ProcessGroups.create(
         make_topology(config, world_size),
         timeout_s=config.run.timeout_s,
-        host_memory=config.run.host_memory,
+        host_memory=config.debug.host_memory,
         pp_channels=bool(config.pipeline.overlap_p2p) and config.run.backend == "nccl",
         pp_ends=embedding_ranks(config),
         pp_copies=config.pipeline.copies,
@@ -415,12 +415,12 @@ def _attach_tape(config: ResolvedConfig, chunks: Sequence[Stage], *, rank: int) 
         chunks: Model chunks of this rank.
         rank: Global rank of this process.
     """
-    moe = config.moe
+    debug = config.debug
     tape = RoutingTape(
         recorder=None
-        if moe.record_routing is None
-        else RoutingRecorder(Path(moe.record_routing), recorded_settings(config), rank=rank),
-        replay=None if moe.replay_routing is None else RoutingReplay(Path(moe.replay_routing)),
+        if debug.record_routing is None
+        else RoutingRecorder(Path(debug.record_routing), recorded_settings(config), rank=rank),
+        replay=None if debug.replay_routing is None else RoutingReplay(Path(debug.replay_routing)),
     )
     if tape != RoutingTape():
         for chunk in chunks:

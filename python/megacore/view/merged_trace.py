@@ -25,7 +25,7 @@ def merge_profiles(paths: Sequence[Path], out: Path) -> tuple[int, int]:
     One profile at a time is in memory.
 
     Args:
-        paths: Profiles of ranks, written with ``train.profile_steps``.
+        paths: Profiles of ranks, written with ``debug.profile_steps``.
         out: File to write.
 
     Returns:
@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise KeyError(CLOCK_KEY)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MegacoreError(
-            f"{path} must be the profile of a rank, written with train.profile_steps; it is "
+            f"{path} must be the profile of a rank, written with debug.profile_steps; it is "
             f"damaged or of another program ({type(error).__name__})"
         ) from error
     return trace

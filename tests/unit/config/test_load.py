@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.config import Config, config_to_toml, load_config, resolve, split_overrides
+from megacore.config import (
+    Config,
+    RunConfig,
+    config_to_toml,
+    load_config,
+    resolve,
+    split_overrides,
+)
 from megacore.config.pipeline import SCHEDULES
+from megacore.config.renamed import RENAMED
 from megacore.config.sections import section_classes
 from megacore.config.toml_file import key_lines
 from megacore.errors import ConfigError
@@ -96,7 +104,7 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ('[run]\nname = ".."\n', ':2: run.name = "..": must be the name of one folder'),
         ('[run]\nname = "a/b"\n', "must be the name of one folder in runs/; set run.dir"),
         ("[run]\ntimeout_s = 1e30\n", ":2: run.timeout_s = 1e+30: must be at most 604800"),
-        ("[run]\npeer_timeout_s = 1e30\n", "must be at most 604800"),
+        ("[debug]\npeer_timeout_s = 1e30\n", "must be at most 604800"),
         ("[pipeline]\nfirst_layers = 0\n", "pipeline.first_layers = 0: must be at least 1"),
         ("[train\n", "is not valid TOML"),
         (
@@ -163,7 +171,7 @@ def test_a_rule_between_settings_names_those_of_the_command_line(
 
 
 def test_a_rule_between_settings_of_a_file_names_their_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "[moe]\nload_interval = 3\nnum_experts = 4\ntop_k = 9\n")
+    path = write(tmp_path, "[moe]\njitter = 0.1\nnum_experts = 4\ntop_k = 9\n")
     assert message_of(path).startswith(f"{path}:4: [moe] top_k = 9")
 
 
@@ -282,7 +290,7 @@ def test_saved_config_shows_derived_values_and_derives_them_anew(tmp_path: Path)
     again = resolve(load_config(path, changes), 1, vocab_size=256, cuda=False)
     assert (again.checkpoint.dir, again.parallel.etp, again.run.nproc) == ("B/checkpoints", 1, 1)
     assert (again.optimizer.decay_steps, again.optimizer.min_lr) == (20, 0.1)
-    assert (again.run.trace_step, again.model.num_kv_heads) == (10, 2)
+    assert (again.debug.trace_step, again.model.num_kv_heads) == (10, 2)
 
 
 def test_saved_config_starts_anew(tmp_path: Path) -> None:
@@ -326,3 +334,18 @@ def test_every_field_has_a_description() -> None:
         for key, info in cls.by_key().items():
             assert info.description, f"{name}.{key}"
             assert info.description.endswith("."), f"{name}.{key}"
+
+
+def test_a_setting_of_an_earlier_version_names_its_place_now(tmp_path: Path) -> None:
+    text = message_of(write(tmp_path, "[run]\ntrace_step = 3\n"))
+    assert text.endswith("demo.toml:2: unknown key run.trace_step; it is now debug.trace_step")
+    with pytest.raises(ConfigError, match=r"--run.trace_step=3: unknown key .* debug.trace_step"):
+        load_config(None, [("run.trace_step", "3")])
+    with pytest.raises(ConfigError, match=r"no setting trace_step; run.trace_step is now debug"):
+        RunConfig(trace_step=3)  # type: ignore[call-arg]
+
+
+def test_settings_of_earlier_versions_exist_no_more_and_their_successors_do() -> None:
+    known = {f"{name}.{key}" for name, cls in section_classes().items() for key in cls.by_key()}
+    assert not known & RENAMED.keys()
+    assert all(known & set(now.replace(",", " ").split()) for now in RENAMED.values())

@@ -31,7 +31,7 @@ def test_every_derived_setting_is_filled() -> None:
     assert config.optimizer.decay_steps == 100
     assert config.run.dir == "runs/x"
     assert config.checkpoint.dir == "runs/x/checkpoints"
-    assert (config.run.nproc, config.run.backend, config.run.trace_step) == (4, "gloo", 50)
+    assert (config.run.nproc, config.run.backend, config.debug.trace_step) == (4, "gloo", 50)
 
 
 @pytest.mark.parametrize(("hidden", "ffn"), [(64, 192), (96, 256), (128, 384), (256, 704)])
@@ -154,10 +154,10 @@ def test_suggested_layouts_do_fit() -> None:
             "nearest: 2 or 4",
         ),
         (
-            {"run__trace_step": "50", "train__steps": "2"},
+            {"debug__trace_step": "50", "train__steps": "2"},
             1,
-            "run.trace_step must be 1 to 2, a step of train.steps = 2 (--train.steps=2), or -1 for "
-            "no timeline, got run.trace_step = 50 (--run.trace_step=50)",
+            "debug.trace_step must be 1 to 2, a step of train.steps = 2 (--train.steps=2), or -1 "
+            "for no timeline, got debug.trace_step = 50 (--debug.trace_step=50)",
         ),
         (
             {"train__fp8": "blockwise", "moe__num_experts": "4", "moe__echo__spare_slots": "1"},

@@ -65,7 +65,8 @@ def make_config(name: str, folder: Path, **train: Any) -> ResolvedConfig:
         train={"steps": 3, "microbatch_size": 2, "global_batch_size": 4, **train},
         data={"factory": f"{__name__}:{name}"},
         checkpoint={"interval": -1},
-        run={"dir": str(folder / "run"), "plain": True, "trace_step": -1},
+        run={"dir": str(folder / "run"), "plain": True},
+        debug={"trace_step": -1},
     )
     return resolve(config, 1, vocab_size=100, cuda=False)
 

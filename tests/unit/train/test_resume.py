@@ -27,7 +27,8 @@ def _train(folder: Path, *, steps: int, batch_size: int, resume: str | None = No
         },
         data={"source": str(folder / "text.txt"), "tokenizer": "bytes"},
         checkpoint={"interval": 1, "keep": 9, "resume": resume},
-        run={"dir": str(folder / "run"), "plain": True, "trace_step": -1},
+        run={"dir": str(folder / "run"), "plain": True},
+        debug={"trace_step": -1},
     )
     config = resolve(config, 1, vocab_size=256, cuda=False)
     context = rank_context(0, 1)

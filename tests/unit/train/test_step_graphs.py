@@ -381,7 +381,7 @@ def test_a_resumed_run_captures_anew_and_goes_on(graphs: dict[str, Any]) -> None
         ({"mode": "full"}, {"data": {"document_mask": True}}, "captures attention"),
         (
             {"mode": "full"},
-            {"parallel": {"pp": 2}, "pipeline": {"debug_messages": True}},
+            {"parallel": {"pp": 2}, "debug": {"check_messages": True}},
             "lets the host check every message",
         ),
         (

@@ -85,7 +85,7 @@ def test_one_moment_is_one_time(
 
 def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "merge", str(tmp_path)]) == 2
-    assert "train.profile_steps" in capsys.readouterr().err
+    assert "debug.profile_steps" in capsys.readouterr().err
     folder = tmp_path / "profile"
     folder.mkdir()
     whole = profile(folder / "rank_0.json.gz", rank=0, ts=1.0).read_bytes()

@@ -56,9 +56,6 @@ _TRAINING_ONLY = frozenset(
         "moe.jitter",
         "moe.force_balanced",
         "moe.router_fp32",
-        "moe.record_routing",
-        "moe.replay_routing",
-        "moe.load_interval",
         "moe.echo",
     }
 )

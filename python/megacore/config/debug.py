@@ -1,0 +1,83 @@
+"""The ``[debug]`` section: diagnosis, comparison and benchmarks."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from megacore.config.base import MAX_TIMEOUT_S, Section
+
+
+class DebugConfig(Section):
+    """``[debug]``: diagnosis, comparison and benchmarks; no run needs to set any of it."""
+
+    trace_step: int | None = Field(
+        default=None,
+        ge=-1,
+        description="Step whose timeline is recorded, at most `train.steps`; -1 for none. "
+        "Default: `train.steps` / 2.",
+    )
+    profile_steps: str | None = Field(
+        default=None,
+        pattern=r"^\d{1,9}(-\d{1,9})?$",
+        description="Steps that torch's profiler records on every rank, such as "
+        "`100-103`; files in `<run.dir>/profile`, see `megacore trace merge`. Default: none.",
+    )
+    load_interval: int = Field(
+        default=10,
+        ge=0,
+        description="Steps between two records of every expert's load in `metrics.jsonl`; 0 for "
+        "none. Imbalance and losses are recorded in each step.",
+    )
+    record_routing: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder for the chosen experts of each token in each training step. Default: "
+        "they are not recorded.",
+    )
+    replay_routing: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of such a recording: training dispatches tokens to the recorded "
+        "experts, in any layout. Default: the router decides.",
+    )
+    check_messages: bool = Field(
+        default=False,
+        description="Send a header before each message between stages, and stop with both names "
+        "if a message is not the expected one. Slower.",
+    )
+    host_memory: bool = Field(
+        default=True,
+        description="Exchange tensors of `gloo` groups whose ranks share a host through shared "
+        "memory.",
+    )
+    peer_timeout_s: float = Field(
+        default=20.0,
+        ge=1.0,
+        le=MAX_TIMEOUT_S,
+        description="Seconds without a sign of life after which a rank counts as lost; at most a "
+        "week.",
+    )
+
+    @property
+    def profiled(self) -> range:
+        """Indices, from 0, of the steps of ``profile_steps``, which count from 1.
+
+        Example:
+            >>> DebugConfig(profile_steps="100-103").profiled
+            range(99, 103)
+        """
+        if self.profile_steps is None:
+            return range(0)
+        first, _, last = self.profile_steps.partition("-")
+        return range(int(first) - 1, int(last or first))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.replay_routing is not None and self.replay_routing == self.record_routing:
+            raise ValueError(
+                f"record_routing and replay_routing both name {self.replay_routing}; record into "
+                "another folder"
+            )
+        return self

@@ -1,0 +1,20 @@
+"""Settings of earlier versions, for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# The place of a setting today, by its full key in version 0.1.
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "moe.load_interval": "debug.load_interval",
+        "moe.record_routing": "debug.record_routing",
+        "moe.replay_routing": "debug.replay_routing",
+        "pipeline.debug_messages": "debug.check_messages",
+        "run.host_memory": "debug.host_memory",
+        "run.peer_timeout_s": "debug.peer_timeout_s",
+        "run.trace_step": "debug.trace_step",
+        "train.profile_steps": "debug.profile_steps",
+    }
+)
