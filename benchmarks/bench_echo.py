@@ -230,10 +230,10 @@ def steps_on_rank(_rank: int, world_size: int, rounds: int) -> dict[str, object]
                 "ffn_hidden_size": 512,
                 "expert_bias": True,
                 "expert_bias_rate": 0.0,
-                "force_balanced": kind == "evenly dealt",
                 "echo": {"spare_slots": 2 if kind == "with clones" else 0},
             },
             train={"microbatch_size": 4, "global_batch_size": 8 * world_size, "eval_interval": 0},
+            debug={"force_balanced": kind == "evenly dealt"},
         )
         config = resolve(config, world_size, vocab_size=256, cuda=False)
         trainers[kind] = build_trainer(config, world_size=world_size, device=torch.device("cpu"))

@@ -61,7 +61,7 @@ def modes_of(moe: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "eager": {},
         **partial,
         "full": full,
-        "full, with optimizer": {**full, "include_optimizer": True},
+        "full, with optimizer": {**full, "mode": "full_step"},
     }
 
 

@@ -44,13 +44,14 @@ MODEL = {
     "seq_length": 256,
 }
 TRAIN = {"microbatch_size": 2, "global_batch_size": 16, "eval_interval": 0, "steps": 100}
-MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 192, "force_balanced": True}
+MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 192}
+BALANCED = {"debug": {"force_balanced": True}}
 # Logits of 512 MiB, which are computed in blocks.
 LARGE = {
     "model": {"vocab_size": 65536, "seq_length": 1024, "num_layers": 2},
     "train": {"global_batch_size": 8},
 }
-ECHO = {**MOE, "force_balanced": False, "echo": {"spare_slots": 2}}
+ECHO = {**MOE, "echo": {"spare_slots": 2}}
 
 
 def _pipeline(schedule: str, pp: int = 2, **more: Any) -> dict[str, Any]:
@@ -90,11 +91,14 @@ LAYOUTS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "pp2 dualpipe_v": (2, _pipeline("dualpipe_v")),
     "pp4 1f1b": (4, _pipeline("1f1b", 4)),
     "pp2 dp2": (4, _pipeline("1f1b")),
-    "moe": (1, {"moe": MOE}),
-    "moe ep2": (2, {"moe": MOE, "parallel": {"ep": 2}}),
-    "moe ep2 allgather": (2, {"moe": {**MOE, "dispatcher": "allgather"}, "parallel": {"ep": 2}}),
-    "moe shared": (1, {"moe": {**MOE, "shared_ffn_hidden_size": 128}}),
-    "moe recompute": (1, {"moe": MOE, **_recompute("moe")}),
+    "moe": (1, {"moe": MOE, **BALANCED}),
+    "moe ep2": (2, {"moe": MOE, "parallel": {"ep": 2}, **BALANCED}),
+    "moe ep2 allgather": (
+        2,
+        {"moe": {**MOE, "dispatcher": "allgather"}, "parallel": {"ep": 2}, **BALANCED},
+    ),
+    "moe shared": (1, {"moe": {**MOE, "shared_ffn_hidden_size": 128}, **BALANCED}),
+    "moe recompute": (1, {"moe": MOE, **_recompute("moe"), **BALANCED}),
     "moe ep2 echo": (2, {"moe": ECHO, "parallel": {"ep": 2}}),
 }
 

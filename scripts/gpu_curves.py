@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 GRAPHS: dict[str, dict[str, Any]] = {
     **{"eager": {}, "partial": {"mode": "partial"}},
-    "full": {"mode": "full", "include_optimizer": True},
+    "full": {"mode": "full_step"},
 }
 
 

@@ -74,7 +74,7 @@ def name_of(graphs: Changes) -> str:
     """What is captured, for people."""
     if graphs["mode"] == "partial":
         return str(graphs["scopes"])
-    return "whole steps with the optimizer" if "include_optimizer" in graphs else "whole steps"
+    return "whole steps with the optimizer" if graphs["mode"] == "full_step" else "whole steps"
 
 
 def train_ranks(layout: Layout, graphs: Changes, asked: argparse.Namespace) -> list[Trained]:

@@ -88,7 +88,7 @@ def train_with(_rank: int, dispatcher: str) -> tuple[list[list[float]], list[str
         "train.microbatch_size": 1,
     }
     messages = (
-        {"moe.static_transport": "collective"}
+        {"debug.static_transport": "collective"}
         if dispatcher == "static"
         else {"debug.host_memory": False}
     )

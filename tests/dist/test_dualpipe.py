@@ -196,9 +196,9 @@ def test_sharding_overlap_and_graphs_change_no_bit() -> None:
         {},
         {"optimizer.distributed": False},
         {**OVERLAPS, "debug.check_messages": True},
-        {"optimizer.average_in_collective": False},
+        {"debug.average_in_collective": False},
         {**OVERLAPS, **GRAPHS, "graphs.mode": "partial", "graphs.scopes": "attn,mlp"},
-        {**OVERLAPS, **GRAPHS, "graphs.mode": "full", "graphs.include_optimizer": True},
+        {**OVERLAPS, **GRAPHS, "graphs.mode": "full_step"},
     ]
     for plain, *others in run_ranks(2, train_variants, variants, timeout_s=120):
         for variant, (numbers, validation, values) in zip(variants[1:], others, strict=True):

@@ -36,8 +36,8 @@ INTERLEAVED = {
     "pipeline.num_chunks": 2,
     "optimizer.overlap_grad_reduce": True,
 }
-PEERS = {"moe.dispatcher": "static", "moe.static_transport": "peer"}
-MESSAGES = {"moe.dispatcher": "static", "moe.static_transport": "collective"}
+PEERS = {"moe.dispatcher": "static", "debug.static_transport": "peer"}
+MESSAGES = {"moe.dispatcher": "static", "debug.static_transport": "collective"}
 OVERLAP = {"pipeline.overlap_moe": True}
 SPLIT = {**OVERLAP, "pipeline.split_weight_grads": True}
 PARTS = {"train.recompute": "selective", "train.recompute_modules": "norm,activation,moe"}

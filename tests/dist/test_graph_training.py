@@ -80,7 +80,7 @@ CHUNKS = {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2}
 
 Changes = dict[str, Any]
 FULL: Changes = {"mode": "full"}
-WITH_STEP: Changes = {"mode": "full", "include_optimizer": True}
+WITH_STEP: Changes = {"mode": "full_step"}
 
 
 def partial(scopes: str) -> Changes:

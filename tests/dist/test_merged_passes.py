@@ -43,13 +43,13 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "static": {
         **INTERLEAVED,
         "moe.dispatcher": "static",
-        "moe.static_transport": "collective",
+        "debug.static_transport": "collective",
         "optimizer.overlap_grad_reduce": True,
     },
     "peers": {
         **INTERLEAVED,
         "moe.dispatcher": "static",
-        "moe.static_transport": "peer",
+        "debug.static_transport": "peer",
         "train.recompute": "selective",
         "train.recompute_modules": "norm,activation,moe",
     },

@@ -144,7 +144,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep2 static, collective": (
         "softmax",
         2,
-        {**EP2, **STATIC, "moe.static_transport": "collective"},
+        {**EP2, **STATIC, "debug.static_transport": "collective"},
     ),
     "tp2": ("softmax", 2, TP2),
     "tp2 sp": ("softmax", 2, {**TP2, **SP}),

@@ -40,11 +40,11 @@ def train(
     "changes",
     [
         {"optimizer.num_instances": 2},
-        {"optimizer.average_in_collective": False},
+        {"debug.average_in_collective": False},
         {
             "parallel.cp": 2,
             "optimizer.num_instances": 4,
-            "optimizer.average_in_collective": False,
+            "debug.average_in_collective": False,
         },
     ],
 )
@@ -61,7 +61,7 @@ def test_other_orders_of_sums_give_the_same_losses(changes: dict[str, Any]) -> N
 
 
 def test_powers_of_two_may_be_divided_before_or_after_the_sum() -> None:
-    before = run_ranks(2, train, 2, 3, {"optimizer.average_in_collective": False})
+    before = run_ranks(2, train, 2, 3, {"debug.average_in_collective": False})
     assert before == run_ranks(2, train, 2, 3, {})
 
 

@@ -27,8 +27,8 @@ DUALPIPE = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "alltoall": {"moe.shared_overlap": True},
-    "static": {"moe.dispatcher": "static", "moe.static_transport": "collective"},
-    "peers": {"moe.dispatcher": "static", "moe.static_transport": "peer"},
+    "static": {"moe.dispatcher": "static", "debug.static_transport": "collective"},
+    "peers": {"moe.dispatcher": "static", "debug.static_transport": "peer"},
     "recomputed": {"train.recompute": "full", "optimizer.overlap_grad_reduce": True},
 }
 

@@ -17,8 +17,8 @@ from tests.support.distributed import run_ranks
 
 STEPS = 4
 # Other decisions than the router's own, so that a replay which decides for itself is found out.
-RECORDED = {"moe.force_balanced": True, "train.steps": STEPS, "model.dropout": 0.1}
-REPLAYED = {**RECORDED, "moe.force_balanced": False}
+RECORDED = {"debug.force_balanced": True, "train.steps": STEPS, "model.dropout": 0.1}
+REPLAYED = {**RECORDED, "debug.force_balanced": False}
 
 
 def train(_rank: int, world_size: int, changes: dict[str, Any], first: int = 0) -> Any:
@@ -110,7 +110,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, recording: Path) -> Non
         check_plan(make_config(1, settings), 1)
     for changes, expected in (
         ({"debug.record_routing": str(recording)}, "both name"),
-        ({"moe.force_balanced": True}, "replay_routing and force_balanced both decide"),
+        ({"debug.force_balanced": True}, "replay_routing and force_balanced both decide"),
     ):
         with pytest.raises(ValueError, match=expected):
             make_config(1, {"debug.replay_routing": str(recording), **changes})

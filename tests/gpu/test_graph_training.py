@@ -30,7 +30,7 @@ EXPERTS = {
 }
 STATIC = {**EXPERTS, "dispatcher": "static", "static_budget": 8.0}
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_numel": 20_000}
-WITH_STEP = {"mode": "full", "include_optimizer": True}
+WITH_STEP = {"mode": "full_step"}
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "dense": {},
     "dense, overlaps": {"optimizer": {"lr": 2e-3, "warmup_steps": 5, **OVERLAPS}},

@@ -14,7 +14,7 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8, "aux_loss_coef": 
 STATIC = {**EXPERTS, "dispatcher": "static", "static_budget": 4.0}
 PARTIAL: dict[str, Any] = {"mode": "partial"}
 FULL: dict[str, Any] = {"mode": "full"}
-WITH_STEP: dict[str, Any] = {"mode": "full", "include_optimizer": True}
+WITH_STEP: dict[str, Any] = {"mode": "full_step"}
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_numel": 500}
 
 

@@ -6,7 +6,7 @@ import torch
 
 from megacore.buffers.param_checks import NamedParams, require_pairs
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
-from megacore.config import OptimizerConfig
+from megacore.config import DebugConfig, OptimizerConfig
 from megacore.parallel.instances import InstanceGroups
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
@@ -18,6 +18,7 @@ def make_buffers(
     groups: ProcessGroups,
     optimizer: OptimizerConfig,
     instances: InstanceGroups | None = None,
+    debug: DebugConfig | None = None,
 ) -> list[ParamGradBuffer]:
     """Assign parameters to buffers, one per dtype and kind (see :func:`buffer_kind`).
 
@@ -30,9 +31,10 @@ def make_buffers(
     Args:
         params: Description and parameter of every parameter of this rank, in forward order.
         groups: Process groups of this rank.
-        optimizer: For ``bucket_numel``, ``pad_buckets``, ``distributed``, ``grad_dtype``,
-            ``fp32_accumulation`` and ``average_in_collective``.
+        optimizer: For ``bucket_numel``, ``distributed``, ``grad_dtype`` and
+            ``fp32_accumulation``.
         instances: Groups of hybrid sharding. Default: one instance.
+        debug: For ``pad_buckets`` and ``average_in_collective``. Default: its defaults.
 
     Raises:
         TypeError: If ``params`` holds no pairs, or ``optimizer`` is not an ``OptimizerConfig``.
@@ -46,6 +48,7 @@ def make_buffers(
             f"optimizer must be a megacore.config.OptimizerConfig, got {name}; "
             "DistributedOptimizer, made from these buffers, is the optimizer"
         )
+    debug = DebugConfig() if debug is None else debug
     if instances is None:
         instances = InstanceGroups.split(groups, 1)
     by_key: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
@@ -56,9 +59,9 @@ def make_buffers(
             [params[position] for position in positions],
             dp_group=instances.expert if expert else instances.dense,
             across=instances.expert_across if expert else instances.dense_across,
-            average_in_collective=optimizer.average_in_collective,
+            average_in_collective=debug.average_in_collective,
             bucket_numel=optimizer.bucket_numel,
-            pad_for_ring=optimizer.pad_buckets,
+            pad_for_ring=debug.pad_buckets,
             distributed=optimizer.distributed,
             grad_dtype=dtype if optimizer.grad_dtype == "param" else torch.float32,
             fp32_accumulation=optimizer.fp32_accumulation,

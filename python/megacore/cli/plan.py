@@ -247,7 +247,7 @@ def _experts_text(plan: RunPlan, config: ResolvedConfig) -> str:
 
 def _graphs_text(plan: RunPlan, config: ResolvedConfig) -> str:
     """Describe the predicted memory of the graphs of each pipeline rank."""
-    with_step = ", the optimizer's included" if config.graphs.include_optimizer else ""
+    with_step = ", the optimizer's included" if config.graphs.mode == "full_step" else ""
     scopes = config.graphs.scopes or f"the whole step{with_step}"
     lines = [f"graphs ({config.graphs.mode}, {scopes}), predicted in MiB; the log shows measured:"]
     for rank in plan.ranks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -42,6 +42,33 @@ class DebugConfig(Section):
         description="Folder of such a recording: training dispatches tokens to the recorded "
         "experts, in any layout. Default: the router decides.",
     )
+    force_balanced: bool = Field(
+        default=False,
+        description="Give all experts the same number of tokens, regardless of scores; for "
+        "benchmarks.",
+    )
+    static_transport: Literal["auto", "collective", "peer"] = Field(
+        default="auto",
+        description='Transport of rows with `moe.dispatcher = "static"`: equal-split all-to-alls '
+        "or direct writes to peer memory. Default: `peer` where all ranks of the group can access "
+        "each other's memory.",
+    )
+    graph_backend: Literal["auto", "cuda", "emulated", "transformer_engine"] = Field(
+        default="auto",
+        description="`cuda` for real graphs; `emulated` runs the captured code again, on any "
+        "device, and checks that a real graph would do the same; `transformer_engine` delegates "
+        "captures of parts to that package. `auto`: `cuda` or `emulated`, by the device.",
+    )
+    pad_buckets: bool = Field(
+        default=False,
+        description="Pad gradient buckets to multiples of 2^16 elements, which can be faster in "
+        "rings of many ranks.",
+    )
+    average_in_collective: bool = Field(
+        default=True,
+        description="Average gradients by a division after the sum; `false` scales them before "
+        "the sum.",
+    )
     check_messages: bool = Field(
         default=False,
         description="Send a header before each message between stages, and stop with both names "
@@ -79,5 +106,9 @@ class DebugConfig(Section):
             raise ValueError(
                 f"record_routing and replay_routing both name {self.replay_routing}; record into "
                 "another folder"
+            )
+        if self.replay_routing is not None and self.force_balanced:
+            raise ValueError(
+                "replay_routing and force_balanced both decide where tokens go; leave one out"
             )
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from megacore.config.base import nearest_multiples
 from megacore.config.resolved import ResolvedConfig
@@ -34,22 +35,22 @@ def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
         config: Configuration with all derived settings.
         shown: Formats a setting, given by its key, with its value and place.
     """
-    graphs = config.graphs
+    graphs, backend = config.graphs, config.debug.graph_backend
     if graphs.mode == "off":
         return
-    if graphs.backend in ("cuda", "transformer_engine") and config.run.backend == "gloo":
+    if backend in ("cuda", "transformer_engine") and config.run.backend == "gloo":
         yield (
-            f"{shown('graphs.backend')} needs a GPU, but {shown('run.backend')} computes on the "
-            "CPU; use emulated there"
+            f"{shown('debug.graph_backend')} needs a GPU, but {shown('run.backend')} computes on "
+            "the CPU; use emulated there"
         )
-    if graphs.backend == "transformer_engine" and graphs.mode == "full":
+    if backend == "transformer_engine" and graphs.is_full:
         yield (
-            f"{shown('graphs.backend')} captures modules, and no whole steps as "
-            f'{shown("graphs.mode")} asks for; set graphs.backend = "cuda", or graphs.mode = '
+            f"{shown('debug.graph_backend')} captures modules, and no whole steps as "
+            f'{shown("graphs.mode")} asks for; set debug.graph_backend = "cuda", or graphs.mode = '
             '"partial"'
         )
-    if config.data.document_mask and (graphs.mode == "full" or "attn" in graphs.scope_names):
-        captured = shown("graphs.mode" if graphs.mode == "full" else "graphs.scopes")
+    if config.data.document_mask and (graphs.is_full or "attn" in graphs.scope_names):
+        captured = shown("graphs.mode" if graphs.is_full else "graphs.scopes")
         yield (
             f"{captured} captures attention, but {shown('data.document_mask')} gives it other "
             'lengths in every step; set graphs.mode = "partial" with scopes without attn, or '
@@ -62,18 +63,18 @@ def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
         yield from _full_problems(config, shown)
 
 
-def default_transport(config: Config) -> str:
-    """Return ``moe.static_transport``, or ``"peer"`` for ``"auto"`` if graphs capture clones.
+def default_transport(config: Config) -> Literal["auto", "collective", "peer"]:
+    """Return ``debug.static_transport``, or ``"peer"`` for ``"auto"`` if graphs capture clones.
 
     Collectives send clones by a plan that the host reads, so a group whose members cannot reach
     each other's memory, for example on several hosts, must be an error before the first step.
     """
-    graphs, moe = config.graphs, config.moe
-    captures_plans = graphs.mode == "full" or "moe" in graphs.scope_names
-    is_open = moe.static_transport == "auto" and moe.dispatcher == "static"
+    graphs, moe, transport = config.graphs, config.moe, config.debug.static_transport
+    captures_plans = graphs.is_full or "moe" in graphs.scope_names
+    is_open = transport == "auto" and moe.dispatcher == "static"
     if graphs.mode != "off" and captures_plans and is_open and moe.echo.spare_slots > 0:
         return "peer"
-    return moe.static_transport
+    return transport
 
 
 def _layer_kinds(config: Config) -> set[str]:
@@ -87,7 +88,7 @@ def _routes_on_host(config: Config) -> bool:
 
 def _plans_on_device(config: Config) -> bool:
     """Return whether the host reads nothing of the clone plan."""
-    return config.moe.dispatcher == "static" and config.moe.static_transport != "collective"
+    return config.moe.dispatcher == "static" and config.debug.static_transport != "collective"
 
 
 def _host_problems(config: Config, shown: Shown, where: str, *, plans: bool) -> Iterator[str]:
@@ -95,7 +96,7 @@ def _host_problems(config: Config, shown: Shown, where: str, *, plans: bool) -> 
     if plans and config.moe.echo.spare_slots > 0 and not _plans_on_device(config):
         yield (
             f"{where} captures where tokens go, but {shown('moe.echo.spare_slots')} lets the host "
-            'send clones; set moe.dispatcher = "static" without moe.static_transport = '
+            'send clones; set moe.dispatcher = "static" without debug.static_transport = '
             '"collective", capture attn,mlp,moe_router at most, or set spare_slots = 0'
         )
     for key in ("record_routing", "replay_routing"):

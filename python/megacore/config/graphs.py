@@ -14,11 +14,12 @@ SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
 class GraphsConfig(Section):
     """``[graphs]``: CUDA graphs of parts of layers, or of a whole step."""
 
-    mode: Literal["off", "partial", "full"] = Field(
+    mode: Literal["off", "partial", "full", "full_step"] = Field(
         default="off",
-        description="`partial` captures parts of layers (`scopes`), `full` all forward and "
-        "backward passes of a step, and those of a validation. Results are bitwise equal to those "
-        "without.",
+        description="`partial` captures parts of layers (`scopes`); `full` all forward and "
+        "backward passes of a step, and those of a validation; `full_step` the optimizer step, "
+        "too, with the collectives before and after it: skipping, clipping and the loss scale are "
+        "decided on the device. Results are bitwise equal to those without.",
     )
     scopes: str | None = Field(
         default=None,
@@ -29,22 +30,10 @@ class GraphsConfig(Section):
         "to the dispatch plan; with `moe_router`). Default: all that the model and its dispatcher "
         "allow.",
     )
-    include_optimizer: bool = Field(
-        default=False,
-        description="For `full`: include the optimizer step, with the collectives before and "
-        "after it. Skipping, clipping and the loss scale are decided on the device; the learning "
-        "rate is an input.",
-    )
     warmup_steps: int = Field(
         default=3,
         ge=1,
         description="Steps without graphs, after a start or a resume, before the capture.",
-    )
-    backend: Literal["auto", "cuda", "emulated", "transformer_engine"] = Field(
-        default="auto",
-        description="`cuda` for real graphs; `emulated` runs the captured code again, on any "
-        "device, and checks that a real graph would do the same; `transformer_engine` delegates "
-        "captures of parts to that package. `auto`: `cuda` or `emulated`, by the device.",
     )
     on_change: Literal["error", "recapture"] = Field(
         default="error",
@@ -55,6 +44,11 @@ class GraphsConfig(Section):
         default="error",
         description="Reaction to a failed capture: end the run, or continue without graphs.",
     )
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether all passes of a step are captured."""
+        return self.mode in ("full", "full_step")
 
     @property
     def scope_names(self) -> tuple[str, ...]:
@@ -88,14 +82,9 @@ class GraphsConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.scopes is not None and self.mode == "full":
+        if self.scopes is not None and self.is_full:
             raise ValueError(
-                'scopes are parts of layers, but mode = "full" records the whole step; leave '
-                'scopes out, or set mode = "partial"'
-            )
-        if self.include_optimizer and self.mode != "full":
-            raise ValueError(
-                f'include_optimizer = true adds to the graph of a whole step, but mode = "'
-                f'{self.mode}" records none; set mode = "full"'
+                f'scopes are parts of layers, but mode = "{self.mode}" records the whole step; '
+                'leave scopes out, or set mode = "partial"'
             )
         return self

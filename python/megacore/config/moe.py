@@ -129,12 +129,6 @@ class MoEConfig(Section):
         description="`static`: rows of each buffer, as a multiple of a rank's fair share of "
         "copies; at most the largest number that can arrive.",
     )
-    static_transport: Literal["auto", "collective", "peer"] = Field(
-        default="auto",
-        description="`static`: transport of rows, by equal-split all-to-alls or by direct writes "
-        "to peer memory. Default: `peer` where all ranks of the group can access each other's "
-        "memory.",
-    )
     over_budget: Literal["error", "drop", "rerun"] = Field(
         default="rerun",
         description="`static`: reaction to copies that exceed a buffer: end the run; drop and "
@@ -202,11 +196,6 @@ class MoEConfig(Section):
         lt=1.0,
         description="Noise on the router's input in training, as a fraction.",
     )
-    force_balanced: bool = Field(
-        default=False,
-        description="Give all experts the same number of tokens, regardless of scores; for "
-        "benchmarks.",
-    )
     router_fp32: bool = Field(
         default=True,
         description="Compute router logits in float32, regardless of `train.dtype`.",
@@ -269,11 +258,6 @@ class MoEConfig(Section):
             raise ValueError(
                 f'layer_pattern = "{self.layer_pattern}" replaces first_dense_layers and '
                 "layer_interval; leave them out"
-            )
-        if self.static_transport != "auto" and self.dispatcher != "static":
-            raise ValueError(
-                f'static_transport = "{self.static_transport}" is for dispatcher = "static", not '
-                f'"{self.dispatcher}"; set dispatcher = "static", or leave static_transport out'
             )
         if self.pad_to_capacity and (self.capacity_factor is None or self.dispatcher != "static"):
             raise ValueError(

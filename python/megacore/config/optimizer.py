@@ -48,11 +48,6 @@ class OptimizerConfig(Section):
         description="Hybrid sharding: number of copies of the sharded optimizer state, each on "
         "neighbouring data parallel ranks.",
     )
-    average_in_collective: bool = Field(
-        default=True,
-        description="Average gradients by a division after the sum; `false` scales them before "
-        "the sum.",
-    )
     grad_dtype: Literal["float32", "param"] = Field(
         default="float32",
         description="Number format in which gradients are accumulated and communicated: float32, "
@@ -80,11 +75,6 @@ class OptimizerConfig(Section):
         default=None,
         ge=1,
         description="Elements per gradient bucket. Default: chosen from the data parallel size.",
-    )
-    pad_buckets: bool = Field(
-        default=False,
-        description="Pad buckets to multiples of 2^16 elements, which can be faster in rings of "
-        "many ranks.",
     )
     overlap_grad_reduce: bool = Field(
         default=False,

@@ -8,9 +8,15 @@ from types import MappingProxyType
 # The place of a setting today, by its full key in version 0.1.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
+        "graphs.backend": "debug.graph_backend",
+        "graphs.include_optimizer": 'graphs.mode = "full_step"',
+        "moe.force_balanced": "debug.force_balanced",
         "moe.load_interval": "debug.load_interval",
         "moe.record_routing": "debug.record_routing",
         "moe.replay_routing": "debug.replay_routing",
+        "moe.static_transport": "debug.static_transport",
+        "optimizer.average_in_collective": "debug.average_in_collective",
+        "optimizer.pad_buckets": "debug.pad_buckets",
         "pipeline.debug_messages": "debug.check_messages",
         "run.host_memory": "debug.host_memory",
         "run.peer_timeout_s": "debug.peer_timeout_s",

@@ -91,9 +91,7 @@ def _fill(
             ffn_hidden_size=ffn_hidden_size,
             vocab_size=vocab_size,
         ),
-        "moe": _filling(
-            resolved.ResolvedMoEConfig, config.moe, ffn_hidden_size=ffn_hidden_size
-        ).model_copy(update={"static_transport": default_transport(config)}),
+        "moe": _filling(resolved.ResolvedMoEConfig, config.moe, ffn_hidden_size=ffn_hidden_size),
         "parallel": _filling(resolved.ResolvedParallelConfig, parallel, etp=parallel.tp),
         "pipeline": _filling(
             resolved.ResolvedPipelineConfig, config.pipeline, num_chunks=config.pipeline.chunks
@@ -119,7 +117,7 @@ def _fill(
         ),
         "debug": _filling(
             resolved.ResolvedDebugConfig, config.debug, trace_step=max(1, steps // 2)
-        ),
+        ).model_copy(update={"static_transport": default_transport(config)}),
     }
     derived = (
         f"{name}.{key}"
@@ -197,6 +195,14 @@ def _check_graphs(problems: Problems, config: ResolvedConfig) -> None:
         problems.add(problem)
 
 
+def _check_transport(problems: Problems, config: ResolvedConfig) -> None:
+    if config.debug.static_transport != "auto" and config.moe.dispatcher != "static":
+        problems.add(
+            f'{problems.shown("debug.static_transport")} is for moe.dispatcher = "static", but '
+            f"{problems.shown('moe.dispatcher')}; set that, or leave static_transport out"
+        )
+
+
 def _check_decay(problems: Problems, config: ResolvedConfig) -> None:
     steps, optimizer = config.train.steps, config.optimizer
     set_decay = problems.config.optimizer.decay_steps
@@ -243,6 +249,7 @@ _CHECKS: tuple[Callable[[Problems, ResolvedConfig], None], ...] = (
     _check_own_model,
     _check_fp8,
     _check_graphs,
+    _check_transport,
     _check_decay,
     _check_traced_steps,
 )

@@ -70,6 +70,7 @@ def build_stages(
                 slots=slots,
                 peers=chunks[0].moe_peers if chunks else None,
                 fp8=config.train.fp8 == "blockwise",
+                debug=config.debug,
             )
             own = StageContext(
                 **vars(context),
@@ -98,6 +99,7 @@ def build_stages(
                 peers=chunks[0].moe_peers if chunks else None,
                 recompute=config.train.recomputed,
                 fp8=config.train.fp8 == "blockwise",
+                debug=config.debug,
                 loss=loss,
             )
         )

@@ -157,7 +157,7 @@ class CapturedPart(nn.Module):
     @property
     def _reads_samples(self) -> bool:
         return any(_draws(module) for module in self.modules()) or (
-            self._router is not None and self._router.config.force_balanced
+            self._router is not None and self._router.force_balanced
         )
 
     @property

@@ -104,7 +104,7 @@ def can_decode(model: GPTChunk) -> bool:
 def _can_route(router: TopKRouter) -> bool:
     config = router.config
     has_groups = config.groups_top_k < config.num_groups
-    return not (has_groups or config.force_balanced or config.capacity_factor is not None)
+    return not (has_groups or router.force_balanced or config.capacity_factor is not None)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from megacore.config import ModelConfig, MoEConfig
+from megacore.config import DebugConfig, ModelConfig, MoEConfig
 from megacore.models.dropout import Site
 from megacore.models.head_loss import head_cross_entropy
 from megacore.models.layers import ModelContext, ResidualDropout, VocabEmbedding, make_norm
@@ -63,6 +63,7 @@ class GPTChunk(Stage):
         recompute: Activations to recompute in the backward pass: ``{"layer"}``, each layer from its
             input, or parts of it as in ``train.recompute_modules``.
         fp8: Whether the products of linear layers and experts have 8-bit operands.
+        debug: A ``[debug]`` section. Default: its defaults.
         loss: Loss of the head's logits.
         initialize: Draw initial weights; else matrices must be filled before use.
 
@@ -101,6 +102,7 @@ class GPTChunk(Stage):
         peers: Peers | None = None,
         recompute: frozenset[str] = frozenset(),
         fp8: bool = False,
+        debug: DebugConfig | None = None,
         loss: Loss = token_loss,
         initialize: bool = True,
     ) -> None:
@@ -120,6 +122,7 @@ class GPTChunk(Stage):
             initialize=initialize,
             recompute=recompute,
             fp8=fp8,
+            debug=debug,
         )
         super().__init__(context)
         self.shape = shape

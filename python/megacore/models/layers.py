@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, layer_norm, linear
 
-from megacore.config import ModelConfig, MoEConfig
+from megacore.config import DebugConfig, ModelConfig, MoEConfig
 from megacore.models.dropout import DropoutKey, Site, dropout, dropout_use, keep_mask
 from megacore.models.init import ParamFactory
 from megacore.models.mappings import Region, copy_to_group, reduce_from_group
@@ -46,6 +46,7 @@ class ModelContext:
         recompute: Activations to recompute in the backward pass: ``"layer"``, or parts of layers
             as in ``train.recompute_modules``.
         fp8: Whether the products of linear layers and experts have 8-bit operands.
+        debug: The ``[debug]`` section.
     """
 
     config: ModelConfig
@@ -59,6 +60,7 @@ class ModelContext:
     peers: Peers | None = None
     recompute: frozenset[str] = frozenset()
     fp8: bool = False
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
     def linear(self) -> Callable[..., Tensor]:

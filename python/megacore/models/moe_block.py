@@ -6,6 +6,7 @@ Shapes: S sequence, B batch, H hidden, E experts, F inner width of an expert.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,7 @@ class MoEBlock(nn.Module):
             ),
             seed=context.params.seed,
             layer=layer,
+            force_balanced=context.debug.force_balanced,
         )
         echo = _echo(context)
         is_split = region.sequence_parallel or region.group.size == 1
@@ -167,11 +169,12 @@ def peers_of(
     hidden: int,
     dtype: torch.dtype,
     device: torch.device,
+    transport: Literal["auto", "collective", "peer"],
 ) -> Peers | None:
     """Return the peer memory of a model's ``static`` dispatcher, or ``None``.
 
     Raises:
-        ConfigError: If ``moe.static_transport`` requires peer memory but there is none.
+        ConfigError: If ``debug.static_transport`` requires peer memory but there is none.
 
     Sync:
         Collective on CUDA.
@@ -181,7 +184,7 @@ def peers_of(
     return make_peers(
         groups.etp_ep,
         device,
-        transport=moe.static_transport,
+        transport=transport,
         row_bytes=hidden * dtype.itemsize,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megacore.config import ModelConfig, MoEConfig
+from megacore.config import DebugConfig, ModelConfig, MoEConfig
 from megacore.models.init import ParamFactory
 from megacore.models.layers import ModelContext
 from megacore.models.mappings import Region
@@ -34,10 +34,21 @@ def make_context(
     peers: Peers | None = None,
     recompute: frozenset[str] = frozenset(),
     fp8: bool = False,
+    debug: DebugConfig | None = None,
     initialize: bool = True,
 ) -> ModelContext:
     """Make the construction context of one stage; for the arguments see `GPTChunk`."""
     shape = GPTShape.from_config(config)
+    debug = DebugConfig() if debug is None else debug
+    if peers is None:
+        peers = peers_of(
+            moe,
+            groups,
+            hidden=shape.hidden,
+            dtype=dtype,
+            device=device,
+            transport=debug.static_transport,
+        )
     params = ParamFactory(
         seed=seed,
         tp=groups.tp,
@@ -61,9 +72,10 @@ def make_context(
         groups=groups,
         budget=StaticBudget(moe.static_budget),
         slots=SlotBuffers(moe.echo.spare_slots) if slots is None else slots,
-        peers=peers or peers_of(moe, groups, hidden=shape.hidden, dtype=dtype, device=device),
+        peers=peers,
         recompute=recompute,
         fp8=fp8,
+        debug=debug,
     )
 
 

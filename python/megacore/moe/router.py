@@ -111,6 +111,7 @@ class TopKRouter(nn.Module):
         groups: RouterGroups | None = None,
         seed: int = 0,
         layer: int = 0,
+        force_balanced: bool = False,
     ) -> None:
         super().__init__()
         if weight.dim() != 2 or weight.shape[0] != config.num_experts:
@@ -123,6 +124,7 @@ class TopKRouter(nn.Module):
         self.groups = RouterGroups() if groups is None else groups
         self.seed = seed
         self.layer = layer
+        self.force_balanced = force_balanced
         self.tape: Tape | None = None
         zeros = weight.detach().new_zeros(config.num_experts, dtype=torch.float32)
         biased = config.expert_bias
@@ -134,7 +136,7 @@ class TopKRouter(nn.Module):
         """Return whether a call now depends on the identifiers of its tokens."""
         config = self.config
         in_training = config.jitter > 0.0 or self.tape is not None
-        return config.force_balanced or (self.training and in_training)
+        return self.force_balanced or (self.training and in_training)
 
     @property
     def random_uses(self) -> tuple[str, ...]:
@@ -222,7 +224,7 @@ class TopKRouter(nn.Module):
         return (
             logits.is_cpu
             and logits.dtype == torch.float32
-            and not config.force_balanced
+            and not self.force_balanced
             and config.groups_top_k >= config.num_groups
             and (self.tape is None or not self.training)
         )
@@ -326,7 +328,7 @@ class TopKRouter(nn.Module):
 
     def _choose(self, logits: Tensor, scores: Tensor, names: TokenNames | None) -> Tensor:
         config = self.config
-        if config.force_balanced:
+        if self.force_balanced:
             return _balanced_choices(logits, config, names)
         ranked = logits.detach() if config.softmax_after_top_k else scores
         if self.expert_bias is not None:

@@ -90,7 +90,7 @@ def measure(
     values["attention_forward"] = rates["bf16"]["attention_forward"]
     report("operations of a layer")
     values["host_layer_ms"] = 1e3 * _layer_seconds(device, _SMALLEST, least)
-    experts = {"num_experts": 4, "top_k": 2, "force_balanced": True}
+    experts = {"num_experts": 4, "top_k": 2}
     values["host_moe_alltoall_ms"] = 1e3 * _layer_seconds(
         device, {**_SMALLEST, "moe": experts}, least
     )
@@ -212,7 +212,7 @@ _SMALLEST: dict[str, Any] = {
 
 def _config(sections: dict[str, Any], layers: int = 1) -> ResolvedConfig:
     model = {**sections["model"], "num_layers": layers}
-    config = Config(**{**sections, "model": model})
+    config = Config(**{**sections, "model": model, "debug": {"force_balanced": True}})
     return resolve(config, 1, vocab_size=model["vocab_size"], cuda=False)
 
 
@@ -225,6 +225,7 @@ def _passes_seconds(device: torch.device, config: ResolvedConfig, least: float) 
         has_head=True,
         groups=ProcessGroups.single(),
         moe=config.moe,
+        debug=config.debug,
         dtype=torch_dtype(config.train.dtype),
         device=device,
     )
@@ -254,7 +255,7 @@ def _small(hidden: int, dtype: str, vocab: int = 64) -> dict[str, Any]:
     }
 
 
-_EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 192, "force_balanced": True}
+_EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 192}
 _Case = tuple[Callable[[LayerCosts], float], ResolvedConfig, float]
 
 

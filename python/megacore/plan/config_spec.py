@@ -84,10 +84,10 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         recompute_keep=train.recompute_keep,
         overlap=frozenset(name for name, on in overlap.items() if on),
         dispatcher="allgather" if moe.dispatcher == "allgather" else "alltoall",
-        imbalance=1.0 if moe.force_balanced else imbalance,
+        imbalance=1.0 if config.debug.force_balanced else imbalance,
         echo=moe.echo,
-        clones_made=not moe.force_balanced,
-        graphs=config.graphs.mode,
+        clones_made=not config.debug.force_balanced,
+        graphs="full" if config.graphs.is_full else config.graphs.mode,
         attention="flash2",
         loss="unfused",
         instances=optimizer.num_instances,
@@ -132,7 +132,7 @@ def _rank_state(config: ResolvedConfig, spec: RunSpec, mine: list[int]) -> dict[
             shared=[param.shared for param in params],
             param_alignment=64,
             bucket_alignment=None,
-            pad_for_ring=optimizer.pad_buckets,
+            pad_for_ring=config.debug.pad_buckets,
         )
         numel += plan.numel
         owned += plan.shard_numel if optimizer.distributed else plan.numel

@@ -89,7 +89,7 @@ def predict_graphs(config: ResolvedConfig, program: Program) -> GraphBytes:
         config: A resolved configuration with ``graphs.mode`` not ``"off"``.
         program: The rank's program.
     """
-    is_full = config.graphs.mode == "full"
+    is_full = config.graphs.is_full
     scopes = _WHOLE if is_full else config.graphs.scope_names
     splits = any(action.kind == ActionKind.BACKWARD_WEIGHT for action in program.actions)
     parts = [
@@ -116,7 +116,7 @@ def _whole_steps(config: ResolvedConfig, num_microbatches: int, pool: int) -> Gr
     tokens = config.train.microbatch_size * (2 * config.model.seq_length + 1)
     count = 2 if config.train.eval_interval > 0 else 1
     inputs = count * num_microbatches * tokens * torch.int64.itemsize
-    inputs += 2 * torch.float64.itemsize if config.graphs.include_optimizer else 0
+    inputs += 2 * torch.float64.itemsize if config.graphs.mode == "full_step" else 0
     return GraphBytes(
         num_graphs=count,
         objects=count * GRAPH_OBJECT_BYTES,

@@ -91,8 +91,7 @@ def open_source(
 
 def _run_values(stored: Mapping[str, Any]) -> dict[str, Any]:
     values = {section: dict(stored[section]) for section in _KEPT if section in stored}
-    for name in ("echo", "static_transport"):
-        values.get("moe", {}).pop(name, None)
+    values.get("moe", {}).pop("echo", None)
     for name in ("recompute", "recompute_keep", "callbacks"):
         values.get("train", {}).pop(name, None)
     return values

@@ -75,6 +75,7 @@ class StepGraphs:
     ) -> None:
         self._config = config
         self._settings = config.graphs
+        self._debug = config.debug
         self._eager = eager
         self._chunks = [chunk for chunk in eager.chunks if isinstance(chunk, GPTChunk)]
         self._optimizer = eager.optimizer
@@ -137,7 +138,7 @@ class StepGraphs:
     @property
     def includes_update(self) -> bool:
         """True if the full-step graph includes the optimizer step."""
-        return "training" in self._full and self._settings.include_optimizer
+        return "training" in self._full and self._settings.mode == "full_step"
 
     def passes(
         self, batches: Sequence[Microbatch], *, lr: float, recorder: ActionRecorder | None = None
@@ -267,7 +268,7 @@ class StepGraphs:
     def _leaves_others_waiting(self, failure: CaptureError) -> bool:
         """True if other ranks wait for messages of this rank and cannot reach the agreement."""
         topology = self._groups.topology
-        if self._settings.mode == "full":
+        if self._settings.is_full:
             return failure.is_abrupt and topology.world_size > 1
         return failure.is_abrupt and max(topology.tp, topology.cp, topology.ep, topology.etp) > 1
 
@@ -278,7 +279,7 @@ class StepGraphs:
             with optimizer.captured():
                 sums = eager.passes(self._static(static))
                 optimizer.reduce_grads()
-                if not self._settings.include_optimizer:
+                if self._settings.mode != "full_step":
                     return [sums]
                 lr, veto = static[-2:]
                 # A graph cannot rerun the passes: a step to rerun must leave all state unchanged.
@@ -316,7 +317,7 @@ class StepGraphs:
     def _inputs(self, batches: Sequence[Microbatch], *, lr: float, veto: float) -> list[Tensor]:
         """Collect the inputs of a captured training step: microbatches, and update scalars."""
         inputs = _inputs_of(batches)
-        if self._settings.include_optimizer:
+        if self._settings.mode == "full_step":
             double = torch.float64
             inputs += [torch.full((), n, dtype=double, device=self._device) for n in (lr, veto)]
         return inputs
@@ -358,7 +359,7 @@ class StepGraphs:
                 _install(part, self._partial.calls_of(chunk, number))
 
     def _backend(self) -> GraphBackend:
-        name = self._settings.backend
+        name = self._debug.graph_backend
         if name == "emulated":
             return EmulatedBackend()
         if name == TransformerEngineBackend.name:
@@ -424,7 +425,7 @@ def _check_experts(config: ResolvedConfig, device: torch.device) -> None:
     moe, graphs = config.moe, config.graphs
     if device.type != "cuda" or moe.num_experts == 0:
         return
-    if graphs.mode != "full" and "moe" not in graphs.scope_names:
+    if not graphs.is_full and "moe" not in graphs.scope_names:
         return
     width = moe.ffn_hidden_size // config.parallel.etp
     reason = grouped_obstacle(
@@ -439,6 +440,6 @@ def _check_experts(config: ResolvedConfig, device: torch.device) -> None:
 
 def _digest(config: ResolvedConfig) -> str:
     """Hash the settings that affect the computation to sixteen hexadecimal digits."""
-    included = {"model", "parallel", "pipeline", "moe", "train", "optimizer"}
+    included = {"model", "parallel", "pipeline", "moe", "train", "optimizer", "debug"}
     values = config.model_dump(include=included)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

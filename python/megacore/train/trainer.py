@@ -272,7 +272,13 @@ def build_trainer(
         timeout_s=config.run.timeout_s,
         host_memory=config.debug.host_memory,
     )
-    buffers = make_buffers(params, groups=groups, optimizer=config.optimizer, instances=instances)
+    buffers = make_buffers(
+        params,
+        groups=groups,
+        optimizer=config.optimizer,
+        instances=instances,
+        debug=config.debug,
+    )
     clock = PhaseClock(device)
     optimizer = DistributedOptimizer(
         buffers, groups=groups, config=config.optimizer, modules=chunks, clock=clock

@@ -447,7 +447,7 @@ def test_captured_experts_need_a_grouped_kernel_on_gpus(
 def test_graphs_of_clone_plans_need_peer_memory() -> None:
     clones = {**CAPTURED, "moe__echo__spare_slots": "1", "parallel__ep": "2"}
     captured = resolve(make(**clones), 2, vocab_size=256, cuda=True)
-    assert captured.moe.static_transport == "peer"
-    assert "moe.static_transport" in captured.derived
+    assert captured.debug.static_transport == "peer"
+    assert "debug.static_transport" in captured.derived
     eager = resolve(make(**{**clones, "graphs__mode": "off"}), 2, vocab_size=256, cuda=True)
-    assert eager.moe.static_transport == "auto"
+    assert eager.debug.static_transport == "auto"

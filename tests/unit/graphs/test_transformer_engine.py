@@ -362,7 +362,8 @@ def test_a_configuration_may_name_it_for_parts_on_a_gpu() -> None:
     def settle(**graphs: Any) -> Config:
         sections = {
             "model": {"num_layers": 2},
-            "graphs": {"backend": "transformer_engine", **graphs},
+            "graphs": graphs,
+            "debug": {"graph_backend": "transformer_engine"},
         }
         return resolve(Config(**sections), 1, vocab_size=256, cuda=False)
 

@@ -244,7 +244,8 @@ def test_jitter_stays_within_its_bounds() -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_forced_balance_gives_every_expert_the_same(named: bool) -> None:
-    router = make_router(force_balanced=True, top_k=2)
+    router = make_router(top_k=2)
+    router.force_balanced = True
     routed = router(tokens(16, 2), names=names(16, 2) if named else None)
     assert routed.expert_ids.flatten().bincount(minlength=8).tolist() == [8] * 8
     assert all(len(set(row)) == 2 for row in routed.expert_ids.tolist())

@@ -44,7 +44,6 @@ _TRAINING_ONLY = frozenset(
         "moe.shared_overlap",
         "moe.dispatcher",
         "moe.static_budget",
-        "moe.static_transport",
         "moe.over_budget",
         "moe.capacity_factor",
         "moe.drop_by",
@@ -54,7 +53,6 @@ _TRAINING_ONLY = frozenset(
         "moe.aux_loss_type",
         "moe.z_loss_coef",
         "moe.jitter",
-        "moe.force_balanced",
         "moe.router_fp32",
         "moe.echo",
     }

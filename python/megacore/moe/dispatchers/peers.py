@@ -159,7 +159,7 @@ class Slots:
         if not self._free:
             raise RuntimeError(
                 f"more than {PEER_SLOTS} exchanges of rows are under way in one group; finish one "
-                "first, or set moe.static_transport = collective"
+                "first, or set debug.static_transport = collective"
             )
         return self._free.pop(0)
 
@@ -336,8 +336,8 @@ class HostPeers(Peers):
         if window is None:
             raise MegacoreError(
                 f"group {self.group.name}: not every rank has {layout.bytes:,} bytes of shared "
-                "memory for rows of peers; lower moe.static_budget, or set moe.static_transport = "
-                "collective"
+                "memory for rows of peers; lower moe.static_budget, or set "
+                "debug.static_transport = collective"
             )
         self._memory = _HostMemory(PeerExchange(window, layout), layout)
         return self._memory
@@ -346,7 +346,7 @@ class HostPeers(Peers):
 def no_peers(note: str) -> str:
     """Error message for a group without access to peer memory."""
     return (
-        "moe.static_transport = peer needs ranks that reach each other's memory, but here is "
+        "debug.static_transport = peer needs ranks that reach each other's memory, but here is "
         f"{note}; set it to auto or collective, and capture no clones (graphs.scopes)"
     )
 

@@ -200,7 +200,7 @@ class SymmetricPeers(DevicePeers):
         except (RuntimeError, ImportError) as error:
             raise MegacoreError(
                 f"group {self.group.name}: no {num_bytes:,} bytes of memory that peers reach "
-                f"({error}); lower moe.static_budget, or set moe.static_transport = collective"
+                f"({error}); lower moe.static_budget, or set debug.static_transport = collective"
             ) from error
 
 

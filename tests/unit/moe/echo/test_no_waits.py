@@ -46,6 +46,7 @@ class Case:
     router: dict[str, Any]
     capacity: Capacity | None = None
     budget: float = 2.0
+    force_balanced: bool = False
 
 
 CASES = {
@@ -66,7 +67,7 @@ CASES = {
         }
     ),
     "softmax of the best": Case(router={"softmax_after_top_k": True}),
-    "balanced by force": Case(router={"force_balanced": True}),
+    "balanced by force": Case(router={}, force_balanced=True),
 }
 
 ECHOES = {
@@ -89,7 +90,7 @@ def make_layer(
         return made
 
     return MoELayer(
-        router=TopKRouter(config, weight(EXPERTS, HIDDEN)),
+        router=TopKRouter(config, weight(EXPERTS, HIDDEN), force_balanced=case.force_balanced),
         dispatcher=dispatcher,
         experts=GroupedExperts(
             weight(EXPERTS, 2, WIDTH, HIDDEN), weight(EXPERTS, HIDDEN, WIDTH), activation="swiglu"
