@@ -29,7 +29,7 @@ BASE: dict[str, dict[str, Any]] = {
         "num_experts": NUM_EXPERTS,
         "top_k": 2,
         "ffn_hidden_size": 16,
-        "first_dense_layers": 1,
+        "layer_pattern": "d(e)",
         "aux_loss_coef": 1e-2,
         "z_loss_coef": 1e-3,
         # Skewed by the tests, and not levelled by training.

@@ -23,7 +23,7 @@ STEPS = 3
 MOE: dict[str, Any] = {
     **ECHO,
     "parallel.ep": 2,
-    "moe.first_dense_layers": 0,
+    "moe.layer_pattern": "e",
     "model.dropout": 0.1,
     "train.microbatch_size": 1,
     "train.global_batch_size": 10,  # five microbatches

@@ -70,7 +70,7 @@ EXPERTS = {
     "moe.num_experts": 4,
     "moe.top_k": 2,
     "moe.ffn_hidden_size": 8,
-    "moe.first_dense_layers": 1,
+    "moe.layer_pattern": "d(e)",
     "moe.shared_ffn_hidden_size": 8,
     "moe.aux_loss_coef": 1e-2,
     "moe.jitter": 0.01,

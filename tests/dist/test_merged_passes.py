@@ -25,7 +25,7 @@ pytestmark = pytest.mark.dist
 MOE = {
     **EP2,
     "train.microbatch_size": 1,
-    "moe.first_dense_layers": 0,
+    "moe.layer_pattern": "e",
     "model.dropout": 0.1,
 }
 INTERLEAVED = {

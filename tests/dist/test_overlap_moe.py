@@ -22,7 +22,7 @@ DUALPIPE = {
     "pipeline.schedule": "dualpipe_v",
     "train.microbatch_size": 1,
     "train.global_batch_size": 12,
-    "moe.first_dense_layers": 0,
+    "moe.layer_pattern": "e",
     "model.dropout": 0.1,
 }
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -27,7 +27,7 @@ from tests.support.distributed import run_ranks
 pytestmark = pytest.mark.dist
 
 STEPS = 20
-MTP = {"model.num_mtp_layers": 2, "model.mtp_loss_coef": 0.5, "moe.layer_interval": 2}
+MTP = {"model.num_mtp_layers": 2, "model.mtp_loss_coef": 0.5, "moe.layer_pattern": "d(de)"}
 UNTIED = {**MTP, "model.tie_embeddings": False, "model.dropout": 0.1}
 PP4 = {"parallel.pp": 4}
 INTERLEAVED = {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2}

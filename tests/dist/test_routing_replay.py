@@ -79,7 +79,10 @@ def refusal(folder: Path, **changes: Any) -> str:
     [
         ({"moe.num_experts": 8}, "moe.num_experts = 8, but it was recorded with 4"),
         ({"moe.top_k": 1}, "moe.top_k = 1, but it was recorded with 2"),
-        ({"moe.first_dense_layers": 2}, "moe.first_dense_layers = 2, but it was recorded with 1"),
+        (
+            {"moe.layer_pattern": "dd(e)"},
+            "moe.layer_pattern = dd(e), but it was recorded with d(e)",
+        ),
         ({"model.num_layers": 3}, "model.num_layers = 3, but it was recorded with 4"),
         ({"model.seq_length": 8}, "model.seq_length = 8, but it was recorded with 16"),
         ({"train.global_batch_size": 4}, "train.global_batch_size = 4, but it was recorded with 8"),

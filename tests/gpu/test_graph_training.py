@@ -23,7 +23,7 @@ EXPERTS = {
     "num_experts": 8,
     "top_k": 2,
     "ffn_hidden_size": 32,
-    "first_dense_layers": 1,
+    "layer_pattern": "d(e)",
     "aux_loss_coef": 1e-2,
     "z_loss_coef": 1e-3,
     "jitter": 0.01,

@@ -164,6 +164,23 @@ def duration_s(text: str) -> float:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+# A pattern of layers, with its letters in place of {0}.
+LAYER_PATTERN = r"^(?:[{0}]+|[{0}]*\([{0}]+\))$"
+
+
+def letter_of_layer(pattern: str, layer: int) -> str:
+    """Return the letter of a layer; a pattern, or its part in parentheses, is repeated.
+
+    Example:
+        >>> "".join(letter_of_layer("dd(de)", layer) for layer in range(7))
+        'dddeded'
+    """
+    head, has_period, period = pattern.rstrip(")").partition("(")
+    if not has_period:
+        return head[layer % len(head)]
+    return head[layer] if layer < len(head) else period[(layer - len(head)) % len(period)]
+
+
 def split_key(key: str) -> tuple[str, str]:
     """Return the section of a key, and the rest.
 

@@ -143,8 +143,7 @@ def _check_experts(problems: Problems, config: ResolvedConfig) -> None:
     if not moe.moe_layers(config.model.num_layers):
         problems.add(
             f"{problems.shown('moe.num_experts')}, but none of the {config.model.num_layers} "
-            f"layers has experts: {problems.shown('moe.first_dense_layers')}, "
-            f"{problems.shown('moe.layer_interval')}; lower one of them"
+            f"layers has experts: {problems.shown('moe.layer_pattern')}; change it"
         )
     _check_expert_layout(problems, config)
 

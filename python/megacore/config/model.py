@@ -7,9 +7,11 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from megacore.config.base import (
+    LAYER_PATTERN,
     Section,
     divisors,
     filled,
+    letter_of_layer,
     nearest_divisors,
     nearest_multiples,
     nearest_of,
@@ -99,9 +101,9 @@ class ModelConfig(Section):
     )
     window_pattern: str = Field(
         default="w",
-        pattern=r"^[wf]+$",
+        pattern=LAYER_PATTERN.format("wf"),
         description="Layers with the window (`w`) and with full attention (`f`), repeated over "
-        "the layers: `wwf` for two with, one without.",
+        "the layers as in `moe.layer_pattern`: `wwf` for two with, one without.",
     )
     attention_sinks: bool = Field(
         default=False,
@@ -167,7 +169,7 @@ class ModelConfig(Section):
             >>> [config.window_of(layer) for layer in range(4)]
             [8, 8, None, 8]
         """
-        is_full = self.window_pattern[layer % len(self.window_pattern)] == "f"
+        is_full = letter_of_layer(self.window_pattern, layer) == "f"
         return None if is_full else self.sliding_window
 
     @property

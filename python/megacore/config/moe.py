@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from megacore.config.base import Section
+from megacore.config.base import LAYER_PATTERN, Section, letter_of_layer
 from megacore.config.router import check_router
 
 
@@ -91,19 +91,12 @@ class MoEConfig(Section):
     biases: bool = Field(
         default=False, description="Biases of the router and of both layers of each expert."
     )
-    first_dense_layers: int = Field(
-        default=0, ge=0, description="Number of dense layers at the start."
-    )
-    layer_interval: int = Field(
-        default=1,
-        ge=1,
-        description="Of the layers after the first dense ones, every n-th is an MoE layer.",
-    )
-    layer_pattern: str | None = Field(
-        default=None,
-        pattern=r"^[de]+$",
-        description="Dense layers (`d`) and layers with experts (`e`), repeated over the layers, "
-        "in place of `first_dense_layers` and `layer_interval`. Default: those decide.",
+    layer_pattern: str = Field(
+        default="e",
+        pattern=LAYER_PATTERN.format("de"),
+        description="Dense layers (`d`) and layers with experts (`e`), repeated over the layers; "
+        "those before parentheses are not repeated: `ddd(e)` for three dense layers and experts "
+        "in all others.",
     )
     shared_ffn_hidden_size: int = Field(
         default=0,
@@ -150,11 +143,10 @@ class MoEConfig(Section):
         description="`static`: reserve exactly the capacity's rows for each expert, so that "
         "nothing can overflow.",
     )
-    score_function: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="Function that maps router logits to scores."
-    )
-    softmax_after_top_k: bool = Field(
-        default=False, description="Take the softmax over the chosen experts only."
+    score_function: Literal["softmax", "softmax_after_top_k", "sigmoid"] = Field(
+        default="softmax",
+        description="Function that maps router logits to scores; `softmax_after_top_k` takes the "
+        "softmax over the chosen experts only.",
     )
     normalize: bool = Field(
         default=True, description="Divide the scores of a token's experts by their sum."
@@ -165,12 +157,10 @@ class MoEConfig(Section):
     num_groups: int = Field(
         default=1,
         ge=1,
-        description="Groups of consecutive experts; only those of the best groups can be chosen.",
+        description="Groups of consecutive experts; only those of the best groups can be chosen. "
+        "A group's score is that of its best expert, or the sum of its best two with sigmoid.",
     )
     groups_top_k: int = Field(default=1, ge=1, description="Number of groups chosen per token.")
-    group_score_top: int = Field(
-        default=2, ge=1, description="A group's score is the sum of this many highest scores."
-    )
     expert_bias: bool = Field(
         default=False,
         description="Balance experts by a bias on their scores, updated from the load, instead of "
@@ -206,15 +196,11 @@ class MoEConfig(Section):
         """Return whether the layer with this global index has experts.
 
         Example:
-            >>> moe = MoEConfig(num_experts=4, first_dense_layers=1, layer_interval=2)
+            >>> moe = MoEConfig(num_experts=4, layer_pattern="d(de)")
             >>> [index for index in range(6) if moe.is_moe_layer(index)]
             [2, 4]
         """
-        if self.layer_pattern is not None:
-            letter = self.layer_pattern[index % len(self.layer_pattern)]
-            return self.num_experts > 0 and letter == "e"
-        after_dense = index - self.first_dense_layers + 1
-        return self.num_experts > 0 and after_dense > 0 and after_dense % self.layer_interval == 0
+        return self.num_experts > 0 and letter_of_layer(self.layer_pattern, index) == "e"
 
     def moe_layers(self, num_layers: int) -> list[int]:
         """Global indices of the MoE layers of a model."""
@@ -236,6 +222,16 @@ class MoEConfig(Section):
         return self.echo.guaranteed_factor(experts_per_rank) or self.static_budget
 
     @property
+    def softmax_after_top_k(self) -> bool:
+        """Whether logits rank experts, and weights are the softmax over the chosen ones."""
+        return self.score_function == "softmax_after_top_k"
+
+    @property
+    def group_score_top(self) -> int:
+        """Number of highest scores whose sum is a group's score, as in DeepSeek-V2 and V3."""
+        return 2 if self.score_function == "sigmoid" else 1
+
+    @property
     def gated(self) -> bool:
         """Return whether experts have a gate, and so three matrices instead of two."""
         return self.activation != "gelu"
@@ -248,16 +244,6 @@ class MoEConfig(Section):
                 top_k=self.top_k,
                 num_groups=self.num_groups,
                 groups_top_k=self.groups_top_k,
-                score_function=self.score_function,
-                softmax_after_top_k=self.softmax_after_top_k,
-            )
-        if self.layer_pattern is not None and (self.first_dense_layers, self.layer_interval) != (
-            0,
-            1,
-        ):
-            raise ValueError(
-                f'layer_pattern = "{self.layer_pattern}" replaces first_dense_layers and '
-                "layer_interval; leave them out"
             )
         if self.pad_to_capacity and (self.capacity_factor is None or self.dispatcher != "static"):
             raise ValueError(

@@ -9,8 +9,6 @@ def check_router(
     top_k: int,
     num_groups: int,
     groups_top_k: int,
-    score_function: str,
-    softmax_after_top_k: bool,
 ) -> None:
     """Check that the settings agree with each other.
 
@@ -18,8 +16,7 @@ def check_router(
         ValueError: With the value, the rule, and the legal values.
 
     Example:
-        >>> check_router(num_experts=8, top_k=3, num_groups=4, groups_top_k=1,
-        ...              score_function="sigmoid", softmax_after_top_k=False)
+        >>> check_router(num_experts=8, top_k=3, num_groups=4, groups_top_k=1)
         Traceback (most recent call last):
         ...
         ValueError: top_k = 3, but 1 groups of 2 experts offer 2; groups_top_k must be at least 2
@@ -27,11 +24,6 @@ def check_router(
     if not 1 <= top_k <= num_experts:
         raise ValueError(
             f"top_k = {top_k}: with num_experts = {num_experts} it must lie in [1, {num_experts}]"
-        )
-    if softmax_after_top_k and score_function != "softmax":
-        raise ValueError(
-            f'softmax_after_top_k needs score_function = "softmax", not "{score_function}"; change '
-            "it, or leave softmax_after_top_k out"
         )
     if num_groups < 1 or num_experts % num_groups != 0:
         legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]

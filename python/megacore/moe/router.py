@@ -387,12 +387,12 @@ def _unknown() -> Tensor:
 
 
 def _scores(logits: Tensor, config: MoEConfig) -> Tensor:
-    return logits.softmax(-1) if config.score_function == "softmax" else logits.sigmoid()
+    return logits.sigmoid() if config.score_function == "sigmoid" else logits.softmax(-1)
 
 
 def _normalized(scores: Tensor, config: MoEConfig) -> Tensor:
     """Normalize scores to a sum of 1 for each token."""
-    if config.score_function == "softmax":
+    if config.score_function != "sigmoid":
         return scores
     return scores / (scores.sum(-1, keepdim=True) + TINY)
 

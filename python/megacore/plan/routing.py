@@ -12,8 +12,7 @@ from megacore.moe.routing_trace import Recorded, check_recording_folder, check_r
 _KEYS = (
     "moe.num_experts",
     "moe.top_k",
-    "moe.first_dense_layers",
-    "moe.layer_interval",
+    "moe.layer_pattern",
     "model.num_layers",
     "model.seq_length",
     "train.global_batch_size",

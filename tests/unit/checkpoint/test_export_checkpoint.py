@@ -121,9 +121,9 @@ def train_from_scratch(folder: Path, changes: dict[str, Any]) -> Config:
     [
         ({}, "llama"),
         ({"model.qk_norm": True, "model.head_dim": 12}, "qwen3"),
-        ({"moe.num_experts": 4, "moe.softmax_after_top_k": True}, "mixtral"),
+        ({"moe.num_experts": 4, "moe.score_function": "softmax_after_top_k"}, "mixtral"),
         (
-            {"moe.num_experts": 4, "moe.layer_interval": 2, "model.qk_norm": True},
+            {"moe.num_experts": 4, "moe.layer_pattern": "de", "model.qk_norm": True},
             "qwen3_moe",
         ),
     ],

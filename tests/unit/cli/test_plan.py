@@ -277,7 +277,7 @@ def test_plan_counts_experts_where_they_are(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config.write_text(
-        TOML + "[moe]\nnum_experts = 8\nfirst_dense_layers = 1\nffn_hidden_size = 24\n"
+        TOML + '[moe]\nnum_experts = 8\nlayer_pattern = "d(e)"\nffn_hidden_size = 24\n'
     )
     whole = plan_of(capsys, str(config), "--world-size=4")
     split = plan_of(capsys, str(config), "--world-size=8", "--parallel.ep=2", "--parallel.etp=1")

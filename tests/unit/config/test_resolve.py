@@ -167,7 +167,7 @@ def test_suggested_layouts_do_fit() -> None:
             "one of them to its default",
         ),
         (
-            {"moe__num_experts": "4", "moe__first_dense_layers": "9"},
+            {"moe__num_experts": "4", "moe__layer_pattern": "d"},
             1,
             "moe.num_experts = 4 (--moe.num_experts=4), but none of the 4 layers has experts",
         ),

@@ -61,7 +61,7 @@ def test_every_family_has_the_logits_of_its_modules(name: str, tmp_path: Path) -
         {"num_experts": 6, "top_k": 3, "score_function": "sigmoid", "expert_bias": True},
         {"num_experts": 4, "activation": "gelu", "scaling_factor": 2.5, "normalize": False},
         {"num_experts": 4, "activation": "clamped_swiglu", "biases": True},
-        {"num_experts": 4, "softmax_after_top_k": True, "top_k": 1},
+        {"num_experts": 4, "score_function": "softmax_after_top_k", "top_k": 1},
     ],
 )
 def test_options_of_experts_have_the_logits_of_the_modules(moe: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ def test_experts_have_weights_of_their_own() -> None:
     "changes",
     [
         {},
-        {"first_dense_layers": 1},
+        {"layer_pattern": "d(e)"},
         {"activation": "gelu"},
         {"shared_ffn_hidden_size": 16, "shared_gate": True},
     ],
@@ -105,7 +105,7 @@ def test_overlap_with_the_shared_expert_changes_no_bit() -> None:
 
 def test_counts_are_those_of_all_forward_passes_until_reset() -> None:
     config = tiny_config()
-    model = whole_model(config, moe=tiny_moe(first_dense_layers=1, aux_loss_coef=0.5))
+    model = whole_model(config, moe=tiny_moe(layer_pattern="d(e)", aux_loss_coef=0.5))
     layers = model.moe_layers()
     assert list(layers) == [1]
     for _ in range(2):

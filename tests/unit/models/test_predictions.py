@@ -193,7 +193,7 @@ def test_copies_of_the_embedding_are_known_as_such() -> None:
 
 
 def test_their_size_is_counted() -> None:
-    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, layer_interval=2)
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, layer_pattern="de")
     for section in (None, moe):
         model = whole_model(config(), moe=section)
         count = count_parameters(config(), section)

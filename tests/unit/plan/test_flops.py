@@ -100,7 +100,7 @@ def test_a_model_with_latent_attention_by_hand() -> None:
         "top_k": 8,
         "ffn_hidden_size": 2048,
         "shared_ffn_hidden_size": 2048,
-        "first_dense_layers": 3,
+        "layer_pattern": "ddd(e)",
     }
     # Attention of a layer: q 1536 * (7168 + 128 * 192) = 48,758,784;
     # latent of k and v 7168 * (512 + 64) = 4,128,768; from it 512 * 128 * (128 + 128) = 16,777,216;
@@ -162,7 +162,7 @@ GROUPED: dict[Any, Any] = {
         ({"num_mtp_layers": 1}, {}),
         ({}, EXPERTS),
         ({"num_mtp_layers": 1}, EXPERTS | {"shared_ffn_hidden_size": 16, "shared_gate": True}),
-        ({}, EXPERTS | {"activation": "gelu", "first_dense_layers": 1}),
+        ({}, EXPERTS | {"activation": "gelu", "layer_pattern": "d(e)"}),
     ],
 )
 def test_torch_counts_the_same(

@@ -105,7 +105,7 @@ CASES = [
         },
         "moe": {
             "num_experts": experts,
-            "first_dense_layers": 1,
+            "layer_pattern": "d(e)",
             "shared_ffn_hidden_size": 32 * bool(experts),
             "shared_gate": bool(experts),
         },

@@ -146,7 +146,7 @@ def test_gradients_arrive_as_static_ones_lie(scopes: str, monkeypatch: pytest.Mo
         load(self, grads)
 
     monkeypatch.setattr(GraphedCallable, "_load_grads", compared)
-    moe = {**STATIC, "first_dense_layers": 1}
+    moe = {**STATIC, "layer_pattern": "d(e)"}
     graphs = {"mode": "partial", "scopes": scopes}
     run(make_trainer(graphs, moe=moe, train={"microbatch_size": 2}), steps=3)
     assert differing == []

@@ -397,7 +397,7 @@ FAMILIES: Mapping[str, Family] = {
                 "model.attention_sinks": True,
                 "moe.activation": "clamped_swiglu",
                 "moe.biases": True,
-                "moe.softmax_after_top_k": True,
+                "moe.score_function": "softmax_after_top_k",
             },
             rules=(Windows(default=128, by_layer=True, pattern="wf"),),
             # Repeat other entries, for other programs.

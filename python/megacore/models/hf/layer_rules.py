@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megacore.config import MoEConfig
+from megacore.config.base import letter_of_layer
 from megacore.errors import MegacoreError
 from megacore.models.hf.keys import Values, checked
 
@@ -21,36 +21,34 @@ class SparseStep:
         """Return the settings that select the same layers."""
         step = checked("decoder_sparse_step", config.get("decoder_sparse_step") or 1, int)
         dense = config.get("mlp_only_layers") or []
-        num_layers = values["model.num_layers"]
-        return moe_layer_settings(
-            [i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense], num_layers
+        letters = (
+            "e" if (layer + 1) % step == 0 and layer not in dense else "d"
+            for layer in range(values["model.num_layers"])
         )
+        return {"moe.layer_pattern": pattern_of("".join(letters))}
 
     def write(self, values: Values) -> dict[str, Any]:
         """Return the entries that select the same layers."""
-        moe = MoEConfig(num_experts=1, top_k=1, **{name: values[f"moe.{name}"] for name in _PLACES})
-        dense = [i for i in range(values["model.num_layers"]) if not moe.is_moe_layer(i)]
+        letters = letters_of(values["moe.layer_pattern"], values["model.num_layers"])
+        dense = [layer for layer, letter in enumerate(letters) if letter == "d"]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def moe_layer_settings(wanted: Sequence[int], num_layers: int) -> Values:
-    """Return the settings that select these layers for experts.
+def pattern_of(letters: str) -> str:
+    """Return the pattern of fewest letters that begins with these.
 
     Example:
-        >>> moe_layer_settings([2, 4], 6)
-        {'moe.first_dense_layers': 1, 'moe.layer_interval': 2}
-        >>> moe_layer_settings([0, 2, 4], 6)
-        {'moe.layer_pattern': 'ed'}
+        >>> pattern_of("ddeded"), pattern_of("dddeeee"), pattern_of("ede")
+        ('d(de)', 'ddd(e)', 'ed')
     """
-    for interval in range(1, num_layers + 1):
-        for first in range(num_layers):
-            section = MoEConfig(
-                num_experts=1, top_k=1, first_dense_layers=first, layer_interval=interval
-            )
-            if section.moe_layers(num_layers) == list(wanted):
-                return {"moe.first_dense_layers": first, "moe.layer_interval": interval}
-    letters = "".join("e" if index in wanted else "d" for index in range(num_layers))
-    return {"moe.layer_pattern": period_of(letters)}
+    patterns = [period_of(letters)]
+    patterns += [f"{letters[:n]}({period_of(letters[n:])})" for n in range(1, len(letters))]
+    return min(patterns, key=lambda pattern: len(pattern.strip("()").replace("(", "")))
+
+
+def letters_of(pattern: str, num_layers: int) -> str:
+    """Return the letters of all layers."""
+    return "".join(letter_of_layer(pattern, layer) for layer in range(num_layers))
 
 
 def period_of(letters: str) -> str:
@@ -74,7 +72,7 @@ class FirstDense:
     default: int
     names: tuple[str, ...] = ("first_k_dense_replace", "moe_layer_freq")
 
-    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
         """Return the settings that select the same layers."""
         first = config.get("first_k_dense_replace")
         first = self.default if first is None else first
@@ -83,14 +81,12 @@ class FirstDense:
                 "first_k_dense_replace in config.json must be an integer of at least 0, and "
                 f"moe_layer_freq 1, got {first!r} and {config.get('moe_layer_freq')!r}"
             )
-        return {
-            "moe.first_dense_layers": min(first, values["model.num_layers"]),
-            "moe.layer_interval": 1,
-        }
+        return {"moe.layer_pattern": f"{'d' * first}(e)" if first else "e"}
 
     def write(self, values: Values) -> dict[str, Any]:
         """Return the number of first dense layers; others cannot be expressed."""
-        return {"first_k_dense_replace": values["moe.first_dense_layers"]}
+        letters = letters_of(values["moe.layer_pattern"], values["model.num_layers"])
+        return {"first_k_dense_replace": len(letters) - len(letters.lstrip("d"))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +111,6 @@ class GroupLimit:
         return {
             "moe.num_groups": checked("n_group", config.get("n_group"), int),
             "moe.groups_top_k": checked("topk_group", config.get("topk_group"), int),
-            "moe.group_score_top": 1,
         }
 
     def write(self, values: Values) -> dict[str, Any]:
@@ -180,14 +175,14 @@ class Windows:
             return {"model.sliding_window": None, "model.window_pattern": "w"}
         return {
             "model.sliding_window": checked("sliding_window", window, int),
-            "model.window_pattern": period_of(layers),
+            "model.window_pattern": pattern_of(layers),
         }
 
     def write(self, values: Values) -> dict[str, Any]:
         """Return the entries for the same window and, if layers differ, for their kinds."""
         window, pattern = values["model.sliding_window"], values["model.window_pattern"]
         num_layers = values["model.num_layers"]
-        layers = "f" * num_layers if window is None else (pattern * num_layers)[:num_layers]
+        layers = "f" * num_layers if window is None else letters_of(pattern, num_layers)
         config: dict[str, Any] = {"sliding_window": window if "w" in layers else None}
         if self.switch:
             config["use_sliding_window"] = "w" in layers
@@ -215,7 +210,6 @@ class Windows:
         return "".join("f" if kind == _FULL else "w" for kind in kinds)
 
 
-_PLACES = ("first_dense_layers", "layer_interval", "layer_pattern")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # The default of `transformers` for the families with this entry.
 _MAX_WINDOW_LAYERS = 28

@@ -38,9 +38,7 @@ _TRAINING_ONLY = frozenset(
         "model.dropout",
         "model.init_std",
         "model.mtp_loss_coef",
-        "moe.first_dense_layers",  # compared as the layers with experts
-        "moe.layer_interval",
-        "moe.layer_pattern",
+        "moe.layer_pattern",  # compared as the layers with experts
         "moe.shared_overlap",
         "moe.dispatcher",
         "moe.static_budget",
@@ -250,7 +248,7 @@ def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
         values["moe.shared_gate"] = False
     if moe.softmax_after_top_k:
         # Equal to the softmax over all experts, divided by the sum of the chosen ones.
-        values |= {"moe.softmax_after_top_k": False, "moe.normalize": True}
+        values |= {"moe.score_function": "softmax", "moe.normalize": True}
     if moe.num_groups == moe.groups_top_k:
-        values |= {"moe.num_groups": 1, "moe.groups_top_k": 1, "moe.group_score_top": 2}
+        values |= {"moe.num_groups": 1, "moe.groups_top_k": 1}
     return {name: value for name, value in values.items() if name not in skipped}

@@ -66,7 +66,7 @@ CASES = {
             "scaling_factor": 2.5,
         }
     ),
-    "softmax of the best": Case(router={"softmax_after_top_k": True}),
+    "softmax of the best": Case(router={"score_function": "softmax_after_top_k"}),
     "balanced by force": Case(router={}, force_balanced=True),
 }
 
