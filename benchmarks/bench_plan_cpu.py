@@ -59,7 +59,7 @@ def _pipeline(schedule: str, pp: int = 2, **more: Any) -> dict[str, Any]:
 
 
 def _recompute(modules: str) -> dict[str, Any]:
-    return {"train": {"recompute": "selective", "recompute_modules": modules}}
+    return {"train": {"recompute": modules}}
 
 
 # Ranks, and changes of the sections above.

@@ -86,6 +86,8 @@ def _values(info: FieldInfo) -> str:
     is_list = get_origin(info.annotation) is list
     if is_list and not get_args(options[0]):
         return "names" if options[0] is str else "tables"
+    if set(options) == {int, str}:
+        return "integer, text"
     words = [
         word
         for option in (info.annotation, *options)

@@ -164,8 +164,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "ep2, whole layers recomputed": {**EP2, "train.recompute": "full"},
         "ep2, experts recomputed": {
             **EP2,
-            "train.recompute": "selective",
-            "train.recompute_modules": "moe,norm",
+            "train.recompute": "moe,norm",
             "moe.dispatcher": "static",
         },
     },

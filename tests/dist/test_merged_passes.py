@@ -50,8 +50,7 @@ OF_FOUR: dict[str, dict[str, Any]] = {
         **INTERLEAVED,
         "moe.dispatcher": "static",
         "debug.static_transport": "peer",
-        "train.recompute": "selective",
-        "train.recompute_modules": "norm,activation,moe",
+        "train.recompute": "norm,activation,moe",
     },
     "recomputed": {
         **INTERLEAVED,

@@ -158,7 +158,7 @@ def test_one_process_alone_needs_no_groups() -> None:
 
 def test_gradients_in_the_format_of_the_parameters() -> None:
     bf16 = {"train.dtype": "bfloat16"}
-    narrow = {**bf16, "optimizer.grad_dtype": "param", "optimizer.fp32_accumulation": True}
+    narrow = {**bf16, "optimizer.grad_dtype": "param_fp32_sum"}
     [plain, *_] = run_ranks(2, train, 2, 5, bf16, timeout_s=120)
     results = run_ranks(2, train, 2, 5, narrow, timeout_s=120)
     overlapped = run_ranks(2, train, 2, 5, {**narrow, **OVERLAP}, timeout_s=120)

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.dist
 
 FULL = {"train.recompute": "full"}
 ALL_PARTS = {
-    "train.recompute": "selective",
-    "train.recompute_modules": "norm,attention,activation,moe",
+    "train.recompute": "norm,attention,activation,moe",
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 ep2 interleaved": (

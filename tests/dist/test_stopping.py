@@ -200,7 +200,7 @@ def test_a_run_stops_by_itself_after_its_time(config: Path, tmp_path: Path) -> N
 
 
 def test_checkpoints_are_written_by_time(config: Path, tmp_path: Path) -> None:
-    settings = ("--nproc=2", "--train.steps=100000", "--checkpoint.interval_time=1s")
+    settings = ("--nproc=2", "--train.steps=100000", "--checkpoint.interval=1s")
     job = _start(config, tmp_path, *settings)
     _wait_for_step(tmp_path, 0)
     deadline = time.monotonic() + 60
@@ -221,7 +221,7 @@ def test_a_run_without_checkpoints_says_that_nothing_was_saved(
     os.kill(job.pid, signal.SIGTERM)
     ended = job.finish()
     assert (ended.code, ended.err) == (143, "")
-    assert "nothing was saved, because checkpoint.interval is below 0" in ended.out
+    assert "nothing was saved, because checkpoint.interval is -1" in ended.out
 
 
 # ---- torchrun and SLURM --------------------------------------------------------------------------

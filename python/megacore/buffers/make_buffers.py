@@ -31,8 +31,7 @@ def make_buffers(
     Args:
         params: Description and parameter of every parameter of this rank, in forward order.
         groups: Process groups of this rank.
-        optimizer: For ``bucket_numel``, ``distributed``, ``grad_dtype`` and
-            ``fp32_accumulation``.
+        optimizer: For ``bucket_numel``, ``distributed`` and ``grad_dtype``.
         instances: Groups of hybrid sharding. Default: one instance.
         debug: For ``pad_buckets`` and ``average_in_collective``. Default: its defaults.
 
@@ -63,8 +62,8 @@ def make_buffers(
             bucket_numel=optimizer.bucket_numel,
             pad_for_ring=debug.pad_buckets,
             distributed=optimizer.distributed,
-            grad_dtype=dtype if optimizer.grad_dtype == "param" else torch.float32,
-            fp32_accumulation=optimizer.fp32_accumulation,
+            grad_dtype=dtype if optimizer.grads_like_params else torch.float32,
+            fp32_accumulation=optimizer.grad_dtype == "param_fp32_sum",
             grad_scale=(groups.expert_holders if expert else groups.holders).size
             / groups.dp_cp.size,
             positions=positions,

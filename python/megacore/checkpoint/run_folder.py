@@ -55,9 +55,7 @@ def hold_folders(config: ResolvedConfig, groups: ProcessGroups) -> Iterator[None
         ConfigError: On every rank, if another run holds a folder.
     """
     wanted = [("run.dir", _run_dir(config))]
-    if config.checkpoint.interval >= 0 and not _is_inside(
-        _checkpoint_dir(config), _run_dir(config)
-    ):
+    if config.checkpoint.saves and not _is_inside(_checkpoint_dir(config), _run_dir(config)):
         wanted.append(("checkpoint.dir", _checkpoint_dir(config)))
     with contextlib.ExitStack() as held:
 
@@ -165,7 +163,7 @@ def _set_aside(config: ResolvedConfig) -> tuple[str, ...]:
     run, checkpoints = _run_dir(config), _checkpoint_dir(config)
     inside = _is_inside(checkpoints, run)
     has_checkpoints = bool(step_folders(checkpoints))
-    if not inside and config.checkpoint.interval < 0:
+    if not inside and not config.checkpoint.saves:
         has_checkpoints = False  # this run writes nothing there
     results = [run / name for name in _RESULTS if _has_content(run / name)]
     if not results and not has_checkpoints:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.cli.values import whole_number
 from megacore.config import ResolvedConfig, stages_of_ranks
+from megacore.config.train import RECOMPUTE_MODULES
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -320,12 +321,11 @@ def _held_text(rank: RankPlan, config: ResolvedConfig) -> str:
 
 
 def _recompute_text(config: ResolvedConfig) -> str:
-    match config.train.recompute:
-        case "full":
-            return ";\nnot in full: only the input of each layer is held, the rest is recomputed"
-        case "selective":
-            parts = config.train.recompute_modules.replace(",", ", ")
-            return f";\nnot in full: without {parts}, which are recomputed"
+    if config.train.recompute == "full":
+        return ";\nnot in full: only the input of each layer is held, the rest is recomputed"
+    if config.train.recompute != "none":
+        parts = ", ".join(part for part in RECOMPUTE_MODULES if part in config.train.recomputed)
+        return f";\nnot in full: without {parts}, which are recomputed"
     return ""
 
 

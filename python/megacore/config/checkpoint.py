@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -17,16 +17,10 @@ class CheckpointConfig(Section):
         min_length=1,
         description="Folder of checkpoints. Default: `<run.dir>/checkpoints`.",
     )
-    interval: int = Field(
-        default=0,
-        ge=-1,
-        description="Steps between checkpoints; 0 saves by `interval_time` and at the end, -1 "
-        "never.",
-    )
-    interval_time: str = Field(
+    interval: int | str = Field(
         default="30m",
-        description="Time between checkpoints if `interval` is 0, such as `30m` or `2h`; `0` saves "
-        "only at the end.",
+        description="Steps between checkpoints, or a time span such as `30m` or `2h`; 0 saves only "
+        "at the end, -1 never.",
     )
     keep: int = Field(default=2, ge=1, description="Number of newest checkpoints that are kept.")
     in_background: bool = Field(
@@ -53,8 +47,42 @@ class CheckpointConfig(Section):
         "new optimizer state. Ignored if `resume` finds a checkpoint. Default: random weights.",
     )
 
-    @field_validator("interval_time")
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints at all."""
+        return self.interval != -1
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps between checkpoints; 0 if their number does not decide.
+
+        Example:
+            >>> CheckpointConfig(interval=100).interval_steps, CheckpointConfig().interval_steps
+            (100, 0)
+        """
+        return max(0, self.interval) if isinstance(self.interval, int) else 0
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between checkpoints; 0 if the time does not decide.
+
+        Example:
+            >>> CheckpointConfig(interval=100).interval_s, CheckpointConfig().interval_s
+            (0.0, 1800.0)
+        """
+        return duration_s(self.interval) if isinstance(self.interval, str) else 0.0
+
+    @field_validator("interval", mode="before")
     @classmethod
-    def _check_duration(cls, text: str) -> str:
-        duration_s(text)
-        return text
+    def _parse_interval(cls, value: Any) -> Any:
+        is_number = isinstance(value, str) and value.removeprefix("-").isdecimal()
+        return int(value) if is_number else value  # text, in overrides
+
+    @field_validator("interval")
+    @classmethod
+    def _check_interval(cls, value: int | str) -> int | str:
+        if isinstance(value, str):
+            duration_s(value)
+        elif value < -1:
+            raise ValueError("must be at least -1")
+        return value

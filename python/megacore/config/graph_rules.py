@@ -176,7 +176,7 @@ def _recompute_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
                 )
     if "moe" in recomputed and "moe_router" in scopes:
         yield (
-            f"{where} captures a part of MoE layers, but {shown('train.recompute_modules')} runs "
+            f"{where} captures a part of MoE layers, but {shown('train.recompute')} runs "
             "them again whole; capture moe, or leave moe out of one of the two"
         )
 

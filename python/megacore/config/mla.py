@@ -31,6 +31,3 @@ class MLAConfig(Section):
         description="Elements that are rotated; of keys, they are the same for all heads.",
     )
     v_head_dim: int = Field(default=128, ge=1, description="Elements of a value head.")
-    latent_norm_eps: float = Field(
-        default=1e-6, gt=0.0, description="Epsilon of the norms of both latents."
-    )

@@ -48,15 +48,12 @@ class OptimizerConfig(Section):
         description="Hybrid sharding: number of copies of the sharded optimizer state, each on "
         "neighbouring data parallel ranks.",
     )
-    grad_dtype: Literal["float32", "param"] = Field(
+    grad_dtype: Literal["float32", "param", "param_fp32_sum"] = Field(
         default="float32",
         description="Number format in which gradients are accumulated and communicated: float32, "
-        "or that of the parameters (`train.dtype`), which halves the memory in 16 bits.",
-    )
-    fp32_accumulation: bool = Field(
-        default=False,
-        description="On NCCL too, add 16-bit gradients of different ranks in float32: slices are "
-        "exchanged in 16 bits and added locally. On the CPU this is always the case.",
+        "or that of the parameters (`train.dtype`), which halves the memory in 16 bits. "
+        "`param_fp32_sum` adds 16-bit gradients of different ranks in float32 on NCCL, too: slices "
+        "are exchanged in 16 bits and added locally, as always on the CPU.",
     )
     moments_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number format of AdamW's moments."
@@ -84,6 +81,11 @@ class OptimizerConfig(Section):
         default=False,
         description="Gather updated parameters during the next forward pass.",
     )
+
+    @property
+    def grads_like_params(self) -> bool:
+        """Whether gradients have the number format of the parameters."""
+        return self.grad_dtype != "float32"
 
     @field_validator("loss_scale")
     @classmethod

@@ -8,8 +8,10 @@ from types import MappingProxyType
 # The place of a setting today, by its full key in version 0.1.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
+        "checkpoint.interval_time": "checkpoint.interval, which is steps or a time span",
         "graphs.backend": "debug.graph_backend",
         "graphs.include_optimizer": 'graphs.mode = "full_step"',
+        "model.mla.latent_norm_eps": "1e-6 wherever model.mla.kv_rank is set",
         "moe.first_dense_layers": 'part of moe.layer_pattern, as in layer_pattern = "d(e)"',
         "moe.force_balanced": "debug.force_balanced",
         "moe.group_score_top": "derived from moe.score_function",
@@ -20,11 +22,13 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "moe.softmax_after_top_k": 'moe.score_function = "softmax_after_top_k"',
         "moe.static_transport": "debug.static_transport",
         "optimizer.average_in_collective": "debug.average_in_collective",
+        "optimizer.fp32_accumulation": 'optimizer.grad_dtype = "param_fp32_sum"',
         "optimizer.pad_buckets": "debug.pad_buckets",
         "pipeline.debug_messages": "debug.check_messages",
         "run.host_memory": "debug.host_memory",
         "run.peer_timeout_s": "debug.peer_timeout_s",
         "run.trace_step": "debug.trace_step",
         "train.profile_steps": "debug.profile_steps",
+        "train.recompute_modules": 'train.recompute, as in recompute = "norm,moe"',
     }
 )

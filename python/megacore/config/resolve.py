@@ -151,7 +151,7 @@ def default_backend(cuda: bool | None) -> str:
 def _check_recompute(problems: Problems, config: ResolvedConfig) -> None:
     if "moe" in config.train.recomputed and config.moe.num_experts == 0:
         problems.add(
-            f"{problems.shown('train.recompute_modules')} names moe, but the model has no experts "
+            f"{problems.shown('train.recompute')} names moe, but the model has no experts "
             "(moe.num_experts = 0); leave it out"
         )
 

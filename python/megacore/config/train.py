@@ -50,17 +50,14 @@ class TrainSectionConfig(Section):
         "Emulated: it shows the effect on the loss and keeps inputs of layers in 8 bits, but is "
         "slower than `dtype` alone.",
     )
-    recompute: Literal["none", "selective", "full"] = Field(
+    recompute: str = Field(
         default="none",
-        description="Activations that are recomputed in the backward pass instead of kept: none; "
-        "those of `recompute_modules`; or all of a layer but its input. Results are bitwise equal.",
-    )
-    recompute_modules: str = Field(
-        default="norm,attention,activation",
-        description="For `selective`, comma-separated: `norm` (those before matrix products), "
-        "`attention` (all between its two products), `activation` (SwiGLU of dense MLPs), `mlp` "
-        "(whole dense MLPs), `moe` (whole MoE layers). The default recomputes no product with a "
-        "weight.",
+        description="Activations that are recomputed in the backward pass instead of kept: `none`; "
+        "`full`, all of a layer but its input; or parts, comma-separated: `norm` (those before "
+        "matrix products), `attention` (all between its two products), `activation` (SwiGLU of "
+        "dense MLPs), `mlp` (whole dense MLPs), `moe` (whole MoE layers). `selective` is "
+        "`norm,attention,activation`, which recomputes no product with a weight. Results are "
+        "bitwise equal.",
     )
     recompute_keep: int = Field(
         default=0,
@@ -93,9 +90,10 @@ class TrainSectionConfig(Section):
             >>> sorted(TrainSectionConfig(recompute="selective").recomputed)
             ['activation', 'attention', 'norm']
         """
-        if self.recompute == "selective":
-            return frozenset(self.recompute_modules.split(","))
-        return frozenset({"layer"} if self.recompute == "full" else ())
+        if self.recompute == "none":
+            return frozenset()
+        named = {"full": "layer", "selective": "norm,attention,activation"}
+        return frozenset(named.get(self.recompute, self.recompute).split(","))
 
     @field_validator("loss")
     @classmethod
@@ -107,14 +105,16 @@ class TrainSectionConfig(Section):
     def _check_callbacks(cls, names: list[str]) -> list[str]:
         return [check_object_name(name) for name in names]
 
-    @field_validator("recompute_modules")
+    @field_validator("recompute")
     @classmethod
     def _check_modules(cls, modules: str) -> str:
+        if modules in ("none", "full", "selective"):
+            return modules
         for name in modules.split(","):
             if name not in RECOMPUTE_MODULES:
                 raise ValueError(
-                    f'"{name}" is no part that can be recomputed; join some of '
-                    f"{', '.join(RECOMPUTE_MODULES)} by commas"
+                    "must be none, full, selective, or some of "
+                    f"{', '.join(RECOMPUTE_MODULES)}, joined by commas"
                 )
         return modules
 

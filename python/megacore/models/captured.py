@@ -39,7 +39,7 @@ class CapturedPart(nn.Module):
         scopes: Scopes to capture, of ``graphs.scopes``.
         rotary: Rotary tables at the positions of the tokens.
         keys: Keys of the step's random numbers.
-        again: Modules to recompute in the backward pass, as in ``train.recompute_modules``.
+        again: Modules to recompute in the backward pass, as in ``train.recompute``.
 
     Attributes:
         captured_name: The layer and its captured scopes, for messages.

@@ -61,7 +61,7 @@ class GPTChunk(Stage):
         peers: Peer memory of the ``static`` dispatcher; chunks of a rank may share it. Default:
             allocated if needed.
         recompute: Activations to recompute in the backward pass: ``{"layer"}``, each layer from its
-            input, or parts of it as in ``train.recompute_modules``.
+            input, or parts of it as in ``train.recompute``.
         fp8: Whether the products of linear layers and experts have 8-bit operands.
         debug: A ``[debug]`` section. Default: its defaults.
         loss: Loss of the head's logits.

@@ -27,6 +27,9 @@ from megacore.ops.dense import rms_norm, rotate
 from megacore.parallel.batch import Documents
 from megacore.parallel.params import ParamInfo
 
+# As in the published models, which have another epsilon for all other norms.
+LATENT_NORM_EPS = 1e-6
+
 
 class LatentAttention(nn.Module):
     """Attention with a latent for keys and values, and optionally one for queries.
@@ -153,7 +156,7 @@ class LatentProjection(nn.Module):
         self.region = context.region
         self.linear = context.linear
         self.widths = [mla.q_rank, mla.kv_rank, mla.rope_head_dim]
-        self.eps = mla.latent_norm_eps
+        self.eps = LATENT_NORM_EPS
         self.has_q_latent = mla.q_rank > 0
         # Inside the region, each rank has the gradient of its own heads only.
         self.is_partial = context.region.sequence_parallel or not self.has_q_latent

@@ -44,7 +44,7 @@ class ModelContext:
         peers: Peer memory of the ``static`` dispatcher, shared by all layers; ``None``: it uses
             collectives.
         recompute: Activations to recompute in the backward pass: ``"layer"``, or parts of layers
-            as in ``train.recompute_modules``.
+            as in ``train.recompute``.
         fp8: Whether the products of linear layers and experts have 8-bit operands.
         debug: The ``[debug]`` section.
     """

@@ -61,7 +61,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         "ep": pipeline.overlap_moe,
     }
     state = 2 * _BYTES[optimizer.moments_dtype] + (0 if train.dtype == "float32" else 4)
-    grads = "float32" if optimizer.grad_dtype == "float32" else train.dtype
+    grads = train.dtype if optimizer.grads_like_params else "float32"
     return RunSpec(
         gpus=gpus,
         tp=parallel.tp,
@@ -296,8 +296,7 @@ def settings_of(spec: RunSpec, stages: Sequence[int], mtp: int = 0) -> dict[str,
     if "layer" in spec.recompute:
         recompute["recompute"] = "full"
     elif spec.recompute:
-        modules = ",".join(sorted(spec.recompute))
-        recompute = {"recompute": "selective", "recompute_modules": modules}
+        recompute["recompute"] = ",".join(sorted(spec.recompute))
     return {
         "parallel": {
             "tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "ep": spec.ep, "etp": spec.etp,

@@ -135,7 +135,7 @@ class ModelSpec:
         """Operations per token of passes that recomputation repeats.
 
         Args:
-            parts: Recomputed parts, as in ``train.recompute_modules``, or ``layer`` for all of one.
+            parts: Recomputed parts, as in ``train.recompute``, or ``layer`` for all of one.
         """
         total = 0.0
         for moe in self.moe_layers:

@@ -61,9 +61,7 @@ class RunControl:
         self._stop_at = math.inf
         if config.run.stop_after is not None:
             self._stop_at = started + duration_s(config.run.stop_after)
-        interval_s = duration_s(config.checkpoint.interval_time)
-        by_time = config.checkpoint.interval == 0 and interval_s > 0
-        self._save_interval_s = interval_s if by_time else math.inf
+        self._save_interval_s = config.checkpoint.interval_s or math.inf
         self._saved_at = time.monotonic()
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.loss_limit = math.inf

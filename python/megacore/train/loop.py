@@ -73,7 +73,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
     callbacks = make_callbacks(config)
     control = RunControl(config, context, started=started)
     with hold_folders(config, trainer.groups), context.stop.deferred():
-        saver = _make_saver(trainer) if config.checkpoint.interval >= 0 else None
+        saver = _make_saver(trainer) if config.checkpoint.saves else None
         notes = () if saver is None else _check_room_to_save(trainer, saver)
         resume = choose_resume(config, trainer.groups, restarts=context.restarts)
         found = find_checkpoint(resume, config.checkpoint.dir, groups=trainer.groups)
@@ -243,7 +243,7 @@ class _Run:
             self._remove_old(metrics)
             self._next_step = step + 1
             self._is_due_to_save |= verdict.save or _is_due(
-                step, self._config.checkpoint.interval, is_last=is_last
+                step, self._config.checkpoint.interval_steps, is_last=is_last
             )
             # Not while updates are skipped: the weights may be what causes it.
             if self._is_due_to_save and not self._control.is_skipping:
@@ -382,7 +382,7 @@ class _Run:
     def _stop_text(self, reason: str) -> str:
         done = f"stopped early after step {self._next_step:,} ({reason})"
         if self._saver is None:
-            return f"{done}; nothing was saved, because checkpoint.interval is below 0"
+            return f"{done}; nothing was saved, because checkpoint.interval is -1"
         return f"{done}; continue with the same command and --checkpoint.resume=auto"
 
     def _save(self) -> None:
@@ -390,7 +390,7 @@ class _Run:
             self._save_now()
 
     def _save_now(self) -> None:
-        assert self._saver is not None  # an interval below 0 saves nothing
+        assert self._saver is not None  # an interval of -1 saves nothing
         step = self._saved_step = self._next_step
         self._is_due_to_save = False
         optimizer = self._trainer.optimizer

@@ -118,7 +118,7 @@ def _sample(trainer: Trainer) -> GeneratedText | None:
     """
     config = trainer.config
     small = trainer.num_params <= _SAMPLED_PARAMS and config.model.factory is None
-    if not small or config.checkpoint.interval < 0:
+    if not small or not config.checkpoint.saves:
         return None
     try:
         restored = restore_model(config.checkpoint.dir)

@@ -400,12 +400,12 @@ def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
 
 def test_parts_to_recompute_must_exist() -> None:
     for settings, sentence in (
-        ({"train__recompute_modules": "norm,layernorm"}, '"layernorm" is no part'),
+        ({"train__recompute": "norm,layernorm"}, "must be none, full, selective, or some of norm"),
         ({"train__recompute_keep": "1"}, "recompute_keep = 1 exempts microbatches"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             make(**settings)
-    config = make(train__recompute="selective", train__recompute_modules="norm,moe")
+    config = make(train__recompute="norm,moe")
     assert "names moe, but the model has no experts" in message_of(config, 1)
 
 
