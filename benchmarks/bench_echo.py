@@ -5,7 +5,7 @@
     python benchmarks/bench_echo.py --parts gpu
 
 The routings are those of ``megacore echo simulate``: Zipf, log-normal, drift and bursts, mild to
-severe. "documented" is the ECHO documents' planner (method="echo"), "balanced n%" ours with that
+severe. "documented" is the ECHO documents' planner (planner="echo"), "balanced n%" ours with that
 tolerance, "eplb-style" our Python of greedy replication and packing on the same step's counts. Plan
 times are those of the whole Python call, the contenders taking turns on the same inputs.
 
@@ -102,7 +102,7 @@ def time_table(rounds: int) -> str:
         times = (
             median_us(lambda c: plan_offload(c, num_spare_slots=2), inputs, rounds),
             median_us(lambda c: plan_offload(c, num_spare_slots=2, tolerance=0.0), inputs, rounds),
-            median_us(lambda c: plan_offload(c, num_spare_slots=2, method="echo"), inputs, rounds),
+            median_us(lambda c: plan_offload(c, num_spare_slots=2, planner="echo"), inputs, rounds),
             median_us(eplb, inputs, max(1, rounds // 10)),
             median_us(lambda c: plan_offload(c, num_spare_slots=1), hard, rounds),
         )
@@ -131,7 +131,7 @@ def same_load_cell(inputs: list[Counts], num_spare_slots: int) -> str:
     """The balanced method where no rank need be below the load that documented reaches."""
     plans = []
     for counts in inputs:
-        documented = plan_offload(counts, num_spare_slots=num_spare_slots, method="echo")
+        documented = plan_offload(counts, num_spare_slots=num_spare_slots, planner="echo")
         tolerance = min(1.0, max(0.01, documented.imbalance_after - 1))
         plans.append(plan_offload(counts, num_spare_slots=num_spare_slots, tolerance=tolerance))
     mean = np.mean([plan.imbalance_after for plan in plans])
@@ -169,7 +169,7 @@ def quality_table(num_tokens: int, num_steps: int) -> str:
         before = [plan_offload(c, num_spare_slots=0).imbalance_before for c in inputs]
         for slots in (1, 2, 4):
             cells = [
-                plan_cell(inputs, num_spare_slots=slots, method="echo"),
+                plan_cell(inputs, num_spare_slots=slots, planner="echo"),
                 *(plan_cell(inputs, num_spare_slots=slots, tolerance=t) for t in TOLERANCES),
             ]
             lines.append(
@@ -230,7 +230,7 @@ def steps_on_rank(_rank: int, world_size: int, rounds: int) -> dict[str, object]
                 "ffn_hidden_size": 512,
                 "expert_bias": True,
                 "expert_bias_rate": 0.0,
-                "echo": {"spare_slots": 2 if kind == "with clones" else 0},
+                "echo": {"num_spare_slots": 2 if kind == "with clones" else 0},
             },
             train={"microbatch_size": 4, "global_batch_size": 8 * world_size, "eval_interval": 0},
             debug={"force_balanced": kind == "evenly dealt"},
@@ -347,7 +347,7 @@ def gpu_table(rounds: int) -> str:
         counts = (random.random((num_ranks, num_ranks * per_rank)) * heat * 3000).astype(np.int64)
         settings = {
             "num_spare_slots": number % 4,
-            "method": "echo" if number % 5 == 4 else "balanced",
+            "planner": "echo" if number % 5 == 4 else "balanced",
             "tolerance": (0.0, 0.01)[number % 2],
         }
         device = plan_offload_on_device(torch.from_numpy(counts).cuda(), **settings)

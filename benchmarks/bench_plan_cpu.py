@@ -51,7 +51,7 @@ LARGE = {
     "model": {"vocab_size": 65536, "seq_length": 1024, "num_layers": 2},
     "train": {"global_batch_size": 8},
 }
-ECHO = {**MOE, "echo": {"spare_slots": 2}}
+ECHO = {**MOE, "echo": {"num_spare_slots": 2}}
 
 
 def _pipeline(schedule: str, pp: int = 2, **more: Any) -> dict[str, Any]:

@@ -60,17 +60,17 @@ void bind_offload_plan(py::module_& module) {
       });
   module.def(
       "plan_offload",
-      [](const CountArray& counts, const std::string& method, int64_t num_spare_slots,
+      [](const CountArray& counts, const std::string& planner, int64_t num_spare_slots,
          int64_t tolerance_per_million, int64_t min_imbalance_per_million, int64_t domain_size) {
         const moe::TokenCounts matrix = view(counts);
         const py::gil_scoped_release release;
-        return moe::plan_offload(matrix, {.method = moe::plan_method(method),
+        return moe::plan_offload(matrix, {.method = moe::plan_method(planner),
                                           .num_spare_slots = num_spare_slots,
                                           .tolerance_per_million = tolerance_per_million,
                                           .min_imbalance_per_million = min_imbalance_per_million,
                                           .domain_size = domain_size});
       },
-      py::arg("counts"), py::kw_only(), py::arg("method"), py::arg("num_spare_slots"),
+      py::arg("counts"), py::kw_only(), py::arg("planner"), py::arg("num_spare_slots"),
       py::arg("tolerance_per_million"), py::arg("min_imbalance_per_million"),
       py::arg("domain_size"));
 }

@@ -13,14 +13,14 @@ void bind_plan(py::module_& module) {
   module.def(
       "plan_offload",
       [](uintptr_t counts, int64_t num_ranks, int64_t num_experts, int64_t num_spare_slots,
-         const std::string& method, int64_t tolerance_per_million,
+         const std::string& planner, int64_t tolerance_per_million,
          int64_t min_imbalance_per_million, int64_t domain_size, uintptr_t slot_expert,
          uintptr_t rerouted, uintptr_t load_before, uintptr_t load_after, uintptr_t summary,
          uintptr_t elapsed_ns, uintptr_t stream) {
         cuda::plan_offload({.shape = {.num_ranks = num_ranks,
                                       .num_experts = num_experts,
                                       .num_spare_slots = num_spare_slots},
-                            .spec = {.method = moe::plan_method(method),
+                            .spec = {.method = moe::plan_method(planner),
                                      .num_spare_slots = num_spare_slots,
                                      .tolerance_per_million = tolerance_per_million,
                                      .min_imbalance_per_million = min_imbalance_per_million,
@@ -35,7 +35,7 @@ void bind_plan(py::module_& module) {
                            stream_handle(stream));
       },
       py::kw_only(), py::arg("counts"), py::arg("num_ranks"), py::arg("num_experts"),
-      py::arg("num_spare_slots"), py::arg("method"), py::arg("tolerance_per_million"),
+      py::arg("num_spare_slots"), py::arg("planner"), py::arg("tolerance_per_million"),
       py::arg("min_imbalance_per_million"), py::arg("domain_size"), py::arg("slot_expert"),
       py::arg("rerouted"), py::arg("load_before"), py::arg("load_after"), py::arg("summary"),
       py::arg("elapsed_ns"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());

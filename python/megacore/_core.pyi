@@ -616,7 +616,7 @@ class OffloadPlan:
 def plan_offload(
     counts: npt.NDArray[np.int64],
     *,
-    method: str,
+    planner: str,
     num_spare_slots: int,
     tolerance_per_million: int,
     min_imbalance_per_million: int,

@@ -262,7 +262,7 @@ def plan_offload(
     num_ranks: int,
     num_experts: int,
     num_spare_slots: int,
-    method: str,
+    planner: str,
     tolerance_per_million: int,
     min_imbalance_per_million: int,
     domain_size: int,

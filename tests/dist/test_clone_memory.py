@@ -83,7 +83,7 @@ def train_with(_rank: int, dispatcher: str) -> tuple[list[list[float]], list[str
     changes: dict[str, Any] = {
         "parallel.ep": 2,
         "moe.dispatcher": dispatcher,
-        "moe.echo.spare_slots": 2,
+        "moe.echo.num_spare_slots": 2,
         "moe.echo.tolerance": 0.0,
         "train.microbatch_size": 1,
     }

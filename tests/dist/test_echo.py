@@ -39,7 +39,7 @@ BASE: dict[str, dict[str, Any]] = {
     "train": {"steps": STEPS, "microbatch_size": 2, "global_batch_size": 8, "eval_interval": 0},
     "optimizer": {"lr": 2e-3, "warmup_steps": 5, "clip_grad": 0.0},
 }
-ECHO = {"moe.echo.spare_slots": 2, "moe.echo.tolerance": 0.0}
+ECHO = {"moe.echo.num_spare_slots": 2, "moe.echo.tolerance": 0.0}
 DOCUMENTED = {"moe.echo.planner": "echo"}
 
 
@@ -323,11 +323,11 @@ def run_policies(_rank: int) -> dict[str, Any]:
             for m in metrics
         ]
     for name, changes in (
-        ("without", {"moe.echo.spare_slots": 0}),
+        ("without", {"moe.echo.num_spare_slots": 0}),
         ("capacity", {"moe.capacity_factor": 1.5}),
-        ("capacity without", {"moe.echo.spare_slots": 0, "moe.capacity_factor": 1.5}),
+        ("capacity without", {"moe.echo.num_spare_slots": 0, "moe.capacity_factor": 1.5}),
         ("bfloat16", {"train.dtype": "bfloat16", "optimizer.grad_dtype": "param"}),
-        ("bfloat16 without", {"train.dtype": "bfloat16", "moe.echo.spare_slots": 0}),
+        ("bfloat16 without", {"train.dtype": "bfloat16", "moe.echo.num_spare_slots": 0}),
     ):
         plain = {**EP2, "moe.echo.planner": "echo", "train.steps": 3}
         found[name] = train(0, 2, {**plain, **changes}, steps=3)

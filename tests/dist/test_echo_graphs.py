@@ -16,11 +16,11 @@ STEPS = 5
 STATIC: dict[str, Any] = {
     "parallel.ep": 2,
     "moe.dispatcher": "static",
-    "moe.echo.spare_slots": 2,
+    "moe.echo.num_spare_slots": 2,
     "moe.echo.tolerance": 0.0,
     "train.microbatch_size": 1,
 }
-ENOUGH = {**STATIC, "moe.echo.spare_slots": 4}
+ENOUGH = {**STATIC, "moe.echo.num_spare_slots": 4}
 TIGHT = {
     **STATIC,
     "moe.echo.planner": "echo",

@@ -298,7 +298,11 @@ def run_other_order(rank: int) -> None:
     schedule = Schedule.from_text(texts[rank])
     chunks, last = my_chunks(schedule, rank)
     executor = PipelineExecutor(
-        schedule.program(rank), list(chunks.values()), group=group, activation=SPEC, debug=True
+        schedule.program(rank),
+        list(chunks.values()),
+        group=group,
+        activation=SPEC,
+        check_messages=True,
     )
     executor.run(make_forward_step(last, 2))
 
@@ -331,7 +335,7 @@ def run_uneven(rank: int, schedule: Schedule, debug: bool) -> tuple[list[float],
             stage: ActivationSpec(shape=(BATCH, width), dtype=torch.float32, device="cpu")
             for stage, width in WIDTHS.items()
         },
-        debug=debug,
+        check_messages=debug,
     )
     last = chunks.get(schedule.num_stages - 1)
     losses = executor.run(make_forward_step(last, schedule.num_microbatches))

@@ -125,7 +125,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe.groups_top_k": 2,
         "moe.jitter": 0.05,
         "moe.shared_gate": True,
-        "moe.shared_overlap": True,
+        "moe.overlap_shared": True,
         "moe.activation": "gelu",
         "moe.layer_pattern": "d(de)",
         "moe.aux_loss_coef": 0.0,

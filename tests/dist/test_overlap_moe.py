@@ -26,7 +26,7 @@ DUALPIPE = {
     "model.dropout": 0.1,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "alltoall": {"moe.shared_overlap": True},
+    "alltoall": {"moe.overlap_shared": True},
     "static": {"moe.dispatcher": "static", "debug.static_transport": "collective"},
     "peers": {"moe.dispatcher": "static", "debug.static_transport": "peer"},
     "recomputed": {"train.recompute": "full", "optimizer.overlap_grad_reduce": True},

@@ -138,7 +138,7 @@ def run_all(
                     device="cpu",
                 ),
                 channels=groups.pp_channels,
-                debug=debug,
+                check_messages=debug,
             )
             losses = [loss.item() for loss in executor.run(forward_step(model))]
             grads = {

@@ -32,14 +32,14 @@ def random_counts(num_ranks: int, num_experts: int, seed: int) -> Tensor:
 
 
 def options(seed: int, num_ranks: int) -> dict[str, Any]:
-    method = "echo" if seed % 5 == 4 else "balanced"
+    planner = "echo" if seed % 5 == 4 else "balanced"
     domain = num_ranks // 2 if seed % 3 == 1 and num_ranks % 2 == 0 else None
     return {
         "num_spare_slots": seed % 4,
-        "method": method,
+        "planner": planner,
         "tolerance": [0.0, 0.01, 0.05][seed % 3],
         "min_imbalance": 1.2 if seed % 11 == 0 else 1.0,
-        "domain_size": domain if method == "balanced" else None,
+        "domain_size": domain if planner == "balanced" else None,
     }
 
 

@@ -47,7 +47,7 @@ def changed_config(
     Args:
         world_size: Number of ranks.
         base: Fields by section; left as it is.
-        changes: By dotted key: ``"parallel.tp"``, ``"moe.echo.spare_slots"``.
+        changes: By dotted key: ``"parallel.tp"``, ``"moe.echo.num_spare_slots"``.
     """
     sections: dict[str, Any] = {name: dict(values) for name, values in base.items()}
     for key, value in changes.items():

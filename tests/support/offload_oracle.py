@@ -148,7 +148,7 @@ def violations(
         "num_clones": plan.num_clones == clones,
         "bound": bound is None or plan.bound == bound,
         "bound_holds": plan.bound_holds == (plan.max_load <= plan.bound),
-        "guarantee": plan.method != "balanced"
+        "guarantee": plan.planner != "balanced"
         or num_spare_slots < experts_per_rank
         or plan.bound_holds,
     }

@@ -47,9 +47,9 @@ def add_parser(subparsers: Any) -> None:
     count("--top-k", metavar="K", help="experts per token (8)")
     add("--model", choices=MODELS, help="take --experts and --top-k from a public model")
     count("--tokens", default=4096, metavar="N", help="tokens per rank and step (4096)")
-    count("--spare-slots", default=2, metavar="S", help="slots for clones per rank (2)")
+    count("--num-spare-slots", default=2, metavar="S", help="slots for clones per rank (2)")
     add("--tolerance", type=number, default=0.01, help="load above the mean to accept (0.01)")
-    count("--domain", metavar="R", help="ranks of a fast (NVLink) domain (all)")
+    count("--domain-size", metavar="R", help="ranks of a fast (NVLink) domain (all)")
     add("--workload", choices=[*WORKLOADS, "all"], default="all", help="popularity of experts")
     add("--skew", type=number, default=0.6, help="0.25 mild, 0.6 medium, 1.2 severe; not for zipf")
     count("--steps", default=4, metavar="N", help="steps per workload (4)")
@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
     from megacore.echo_study.simulate import SimulationOptions, simulate, table
 
-    require_at_least(args, ep=1, experts=1, top_k=1, tokens=1, domain=1, steps=1, seed=0)
+    require_at_least(args, ep=1, experts=1, top_k=1, tokens=1, domain_size=1, steps=1, seed=0)
     options = SimulationOptions(
-        num_spare_slots=args.spare_slots, tolerance=args.tolerance, domain_size=args.domain
+        num_spare_slots=args.num_spare_slots, tolerance=args.tolerance, domain_size=args.domain_size
     )
     summaries: list[PlannerSummary] = []
     if args.counts and args.routing:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         described = {"routing": title, **dataclasses.asdict(options), "results": rows}
         print(json.dumps(described, indent=2))
         return 0
-    print(f"{title}; {args.spare_slots} spare slots per rank, tolerance {args.tolerance:g}\n")
+    print(f"{title}; {args.num_spare_slots} spare slots per rank, tolerance {args.tolerance:g}\n")
     print(table(summaries))
     return 0
 

@@ -185,8 +185,8 @@ def split_key(key: str) -> tuple[str, str]:
     """Return the section of a key, and the rest.
 
     Example:
-        >>> split_key("moe.echo.spare_slots"), split_key("train.steps"), split_key("train")
-        (('moe.echo', 'spare_slots'), ('train', 'steps'), ('train', ''))
+        >>> split_key("moe.echo.num_spare_slots"), split_key("train.steps"), split_key("train")
+        (('moe.echo', 'num_spare_slots'), ('train', 'steps'), ('train', ''))
     """
     section, _, name = key.rpartition(".")
     return (section, name) if section else (name, "")

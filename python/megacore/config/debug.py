@@ -59,7 +59,7 @@ class DebugConfig(Section):
         "device, and checks that a real graph would do the same; `transformer_engine` delegates "
         "captures of parts to that package. `auto`: `cuda` or `emulated`, by the device.",
     )
-    pad_buckets: bool = Field(
+    pad_for_ring: bool = Field(
         default=False,
         description="Pad gradient buckets to multiples of 2^16 elements, which can be faster in "
         "rings of many ranks.",

@@ -134,10 +134,10 @@ def _check_experts(problems: Problems, config: ResolvedConfig) -> None:
             f"{problems.shown('parallel.tp')}; nearest: "
             f"{nearest_multiples(moe.shared_ffn_hidden_size, parallel.tp)}"
         )
-    if moe.echo.domain is not None and parallel.ep % moe.echo.domain:
+    if moe.echo.domain_size is not None and parallel.ep % moe.echo.domain_size:
         problems.add(
-            f"{problems.shown('moe.echo.domain')} does not divide {problems.shown('parallel.ep')}; "
-            f"nearest: domain={nearest_divisors(moe.echo.domain, parallel.ep)}"
+            f"{problems.shown('moe.echo.domain_size')} does not divide "
+            f"{problems.shown('parallel.ep')}; nearest: domain_size={nearest_divisors(moe.echo.domain_size, parallel.ep)}"
         )
     _check_shares_of_tokens(problems, config)
     if not moe.moe_layers(config.model.num_layers):

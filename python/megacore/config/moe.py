@@ -13,7 +13,7 @@ from megacore.config.router import check_router
 class EchoConfig(Section):
     """``[moe.echo]``: clones of hot experts in spare slots, to balance the load of ranks."""
 
-    spare_slots: int = Field(
+    num_spare_slots: int = Field(
         default=0,
         ge=0,
         le=1024,
@@ -39,7 +39,7 @@ class EchoConfig(Section):
         description="Make no clones while the max load of a rank over the mean load is at most "
         "this.",
     )
-    domain: int | None = Field(
+    domain_size: int | None = Field(
         default=None,
         ge=1,
         description="`balanced`: number of consecutive ep ranks with the fastest links, for "
@@ -59,14 +59,14 @@ class EchoConfig(Section):
         balanced planner is within a few percent of it.
 
         Example:
-            >>> EchoConfig(spare_slots=4).guaranteed_factor(4)
+            >>> EchoConfig(num_spare_slots=4).guaranteed_factor(4)
             1.01
-            >>> EchoConfig(spare_slots=1).guaranteed_factor(4)
+            >>> EchoConfig(num_spare_slots=1).guaranteed_factor(4)
             1.5625
         """
-        if self.planner != "balanced" or self.spare_slots == 0:
+        if self.planner != "balanced" or self.num_spare_slots == 0:
             return None
-        share = min(1.0, self.spare_slots / experts_per_rank)
+        share = min(1.0, self.num_spare_slots / experts_per_rank)
         worst = (1.0 + share) ** 2 / (4.0 * share)
         return max(1.0 + self.tolerance if share == 1.0 else worst, self.min_imbalance)
 
@@ -107,7 +107,7 @@ class MoEConfig(Section):
         default=False,
         description="Multiply the shared expert's output by a learnt sigmoid gate per token.",
     )
-    shared_overlap: bool = Field(
+    overlap_shared: bool = Field(
         default=False,
         description="Overlap the shared expert with the dispatch of tokens.",
     )
@@ -213,7 +213,7 @@ class MoEConfig(Section):
         if the planner guarantees none.
 
         Example:
-            >>> moe = MoEConfig(num_experts=8, echo={"spare_slots": 4, "tolerance": 0.02})
+            >>> moe = MoEConfig(num_experts=8, echo={"num_spare_slots": 4, "tolerance": 0.02})
             >>> moe.receive_factor(4), moe.receive_factor(8)
             (1.02, 1.125)
         """
@@ -250,26 +250,27 @@ class MoEConfig(Section):
                 'pad_to_capacity needs capacity_factor and dispatcher = "static"; set both, or '
                 "pad_to_capacity = false"
             )
-        if self.echo.spare_slots > 0 and self.pad_to_capacity:
+        if self.echo.num_spare_slots > 0 and self.pad_to_capacity:
             raise ValueError(
-                "echo.spare_slots bounds the load of ranks, pad_to_capacity that of each expert; "
-                "set echo.spare_slots = 0, or pad_to_capacity = false"
+                "echo.num_spare_slots bounds the load of ranks, pad_to_capacity that of each "
+                "expert; set echo.num_spare_slots = 0, or pad_to_capacity = false"
             )
-        if self.echo.spare_slots > 0 and self.num_experts == 0:
+        if self.echo.num_spare_slots > 0 and self.num_experts == 0:
             raise ValueError(
-                f"echo.spare_slots = {self.echo.spare_slots} is for experts, but num_experts = 0; "
-                "leave spare_slots out, or set num_experts"
+                f"echo.num_spare_slots = {self.echo.num_spare_slots} is for experts, but num_experts "
+                "= 0; leave num_spare_slots out, or set num_experts"
             )
-        if self.echo.spare_slots > 0 and self.biases:
+        if self.echo.num_spare_slots > 0 and self.biases:
             raise ValueError(
-                "echo.spare_slots clones matrices of experts, not their biases; set "
-                "echo.spare_slots = 0, or biases = false"
+                "echo.num_spare_slots clones matrices of experts, not their biases; set "
+                "echo.num_spare_slots = 0, or biases = false"
             )
-        if self.echo.domain is not None and self.echo.planner == "echo":
+        if self.echo.domain_size is not None and self.echo.planner == "echo":
             raise ValueError(
-                'echo.domain is for echo.planner = "balanced"; leave domain out, or change planner'
+                'echo.domain_size is for echo.planner = "balanced"; leave domain_size out, or '
+                "change planner"
             )
-        if self.shared_ffn_hidden_size == 0 and (self.shared_gate or self.shared_overlap):
-            name = "shared_gate" if self.shared_gate else "shared_overlap"
+        if self.shared_ffn_hidden_size == 0 and (self.shared_gate or self.overlap_shared):
+            name = "shared_gate" if self.shared_gate else "overlap_shared"
             raise ValueError(f"{name} needs a shared expert; set shared_ffn_hidden_size above 0")
         return self

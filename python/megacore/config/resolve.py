@@ -157,11 +157,11 @@ def _check_recompute(problems: Problems, config: ResolvedConfig) -> None:
 
 
 def _check_fp8(problems: Problems, config: ResolvedConfig) -> None:
-    if config.train.fp8 != "off" and config.moe.echo.spare_slots > 0:
+    if config.train.fp8 != "off" and config.moe.echo.num_spare_slots > 0:
         problems.add(
             'train.fp8 must be "off" where experts have clones '
-            f"({problems.shown('moe.echo.spare_slots')}), got {problems.shown('train.fp8')}; set "
-            "one of them to its default"
+            f"({problems.shown('moe.echo.num_spare_slots')}), got {problems.shown('train.fp8')}; "
+            "set one of them to its default"
         )
 
 

@@ -101,7 +101,7 @@ def _run(
 def _run_native(
     counts: Counts,
     options: SimulationOptions,
-    method: str,
+    planner: str,
     *,
     num_spare_slots: int,
     timed: bool = True,
@@ -110,9 +110,9 @@ def _run_native(
     plan = plan_offload(
         counts,
         num_spare_slots=num_spare_slots,
-        method="balanced" if method == "balanced" else "echo",
+        planner="balanced" if planner == "balanced" else "echo",
         tolerance=options.tolerance,
-        domain_size=options.domain_size if method == "balanced" else None,
+        domain_size=options.domain_size if planner == "balanced" else None,
     )
     plan_us = (time.perf_counter_ns() - start) / 1e3
     return StepResult(

@@ -54,7 +54,7 @@ def build_stages(
     stages, further = _stages(config)
     chunks: list[Stage] = []
     loss = loss_of(config) or token_loss
-    slots = SlotBuffers(config.moe.echo.spare_slots, config.num_slot_sets)
+    slots = SlotBuffers(config.moe.echo.num_spare_slots, config.num_slot_sets)
     # In model order, so that the chunk with the embedding precedes those that share it.
     for stage in sorted(mine):
         if config.model.factory is not None:

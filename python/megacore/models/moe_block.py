@@ -89,7 +89,7 @@ class MoEBlock(nn.Module):
             echo=echo,
             experts=_experts(f"{name}.experts", context),
             shared=shared,
-            overlap_shared=moe.shared_overlap,
+            overlap_shared=moe.overlap_shared,
             take_share=None if is_split else self._take_share,
             join_shares=None if is_split else self._join_shares,
         )
@@ -192,7 +192,7 @@ def peers_of(
 def _echo(context: ModelContext) -> Echo | None:
     """Return the clones of hot experts, or ``None`` without other ranks or spare slots."""
     moe, groups = context.moe, context.groups
-    if groups.ep.size == 1 or moe.echo.spare_slots == 0:
+    if groups.ep.size == 1 or moe.echo.num_spare_slots == 0:
         return None
     placement = ExpertPlacement.of(groups, moe.num_experts)
     budget = None

@@ -71,7 +71,7 @@ def make_context(
         moe=moe,
         groups=groups,
         budget=StaticBudget(moe.static_budget),
-        slots=SlotBuffers(moe.echo.spare_slots) if slots is None else slots,
+        slots=SlotBuffers(moe.echo.num_spare_slots) if slots is None else slots,
         peers=peers,
         recompute=recompute,
         fp8=fp8,

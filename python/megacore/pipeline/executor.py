@@ -59,7 +59,7 @@ class PipelineExecutor:
         recorder: Records the start and end of every compute action and of every message wait.
         channels: Groups of the same ranks for messages to higher and to lower positions. NCCL needs
             them for a program with receives ahead. By default ``group`` for both.
-        debug: Send a header before every message, and raise an error for an unexpected message.
+        check_messages: Send a header before every message, and raise an error for an unexpected message.
             Costs a small message each, and transfers no longer overlap with compute.
         overlap_pairs: Interleave forwards and backwards that the schedule pairs
             (``Program.overlaps``): while one waits for an expert dispatch, the other computes.
@@ -85,7 +85,7 @@ class PipelineExecutor:
         activation: ActivationSpec | Mapping[int, ActivationSpec],
         recorder: ActionRecorder | None = None,
         channels: tuple[Group, Group] | None = None,
-        debug: bool = False,
+        check_messages: bool = False,
         overlap_pairs: bool = False,
         schedule: Schedule | None = None,
         clock: PhaseClock | None = None,
@@ -121,8 +121,8 @@ class PipelineExecutor:
             to_higher=to_higher,
             to_lower=to_lower,
             activations=activations,
-            mailbox=None if debug else open_mailbox(program, group, activations),
-            debug=debug,
+            mailbox=None if check_messages else open_mailbox(program, group, activations),
+            debug=check_messages,
         )
         if self._transport.mailbox is None:
             connect(self._transport, {peer for peer in program.peers if peer >= 0})

@@ -132,7 +132,7 @@ def _rank_state(config: ResolvedConfig, spec: RunSpec, mine: list[int]) -> dict[
             shared=[param.shared for param in params],
             param_alignment=64,
             bucket_alignment=None,
-            pad_for_ring=config.debug.pad_buckets,
+            pad_for_ring=config.debug.pad_for_ring,
         )
         numel += plan.numel
         owned += plan.shard_numel if optimizer.distributed else plan.numel
@@ -252,7 +252,7 @@ def without_layout(base: Config, gpus: int) -> Config:
             "pipeline": _PLAIN_PIPELINE,
             "train": {"microbatch_size": 1, "recompute": "none", "recompute_keep": 0},
             "optimizer": {"num_instances": 1},
-            "moe": {"echo": base.moe.echo.model_copy(update={"domain": None})},
+            "moe": {"echo": base.moe.echo.model_copy(update={"domain_size": None})},
         },
         gpus,
     )

@@ -376,7 +376,7 @@ class LayerCosts:
         """
         model, spec, device = self.model, self.spec, self.device
         numel = spec.clones * model.expert_params / spec.etp
-        reach = spec.echo.domain or spec.ep
+        reach = spec.echo.domain_size or spec.ep
         group = link(device, reach, self.at["ep"])
         outside = 1 - group.inside / group.size
         fast = device.link_nvlink * device.link_alltoall_nvlink

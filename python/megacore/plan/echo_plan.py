@@ -49,8 +49,8 @@ def plan_echo(config: ResolvedConfig, topology: Topology) -> EchoPlanned:
         ValueError: If the configuration has no spare slots, or no expert parallelism.
     """
     moe, echo, parallel = config.moe, config.moe.echo, config.parallel
-    if echo.spare_slots == 0:
-        raise ValueError("moe.echo.spare_slots = 0, so nothing is cloned; set it to 1 or more")
+    if echo.num_spare_slots == 0:
+        raise ValueError("moe.echo.num_spare_slots = 0, so nothing is cloned; set it to 1 or more")
     if topology.ep == 1:
         raise ValueError("parallel.ep = 1, so there is no other rank to clone experts to; raise it")
     etp, local = parallel.etp, moe.num_experts // topology.ep
@@ -60,15 +60,15 @@ def plan_echo(config: ResolvedConfig, topology: Topology) -> EchoPlanned:
     mean = float(tokens * etp * moe.top_k)
     factor = echo.guaranteed_factor(local)
     planned = EchoPlanned(
-        num_spare_slots=echo.spare_slots,
+        num_spare_slots=echo.num_spare_slots,
         num_slot_sets=config.num_slot_sets,
-        slot_weight_bytes=config.num_slot_sets * echo.spare_slots * numel * width,
-        slot_grad_bytes=echo.spare_slots * numel * 4,
+        slot_weight_bytes=config.num_slot_sets * echo.num_spare_slots * numel * width,
+        slot_grad_bytes=echo.num_spare_slots * numel * 4,
         clone_traffic_bytes=numel * (2 * width + 4),
         mean_rows=mean,
         guaranteed_rows=None if factor is None else math.ceil(factor * mean - 1e-6),
         guaranteed_factor=factor,
-        is_theorem=factor is not None and echo.spare_slots >= local,
+        is_theorem=factor is not None and echo.num_spare_slots >= local,
         text="",
     )
     return EchoPlanned(**{**vars(planned), "text": _text(planned, config, local)})
@@ -77,11 +77,11 @@ def plan_echo(config: ResolvedConfig, topology: Topology) -> EchoPlanned:
 def _text(planned: EchoPlanned, config: ResolvedConfig, local: int) -> str:
     echo, mib = config.moe.echo, 1 << 20
     times = f"{planned.guaranteed_factor or 0:.3f} times the mean of {planned.mean_rows:,.0f}"
-    slots = "slot" if echo.spare_slots == 1 else "slots"
+    slots = "slot" if echo.num_spare_slots == 1 else "slots"
     in_turns = ", weights in two sets (overlap_moe)" if planned.num_slot_sets > 1 else ""
     lines = [
-        f"{echo.spare_slots} spare {slots} per rank{in_turns}, {echo.planner} planner, tolerance "
-        f"{echo.tolerance:.1%}; {local} experts per rank",
+        f"{echo.num_spare_slots} spare {slots} per rank{in_turns}, {echo.planner} planner, "
+        f"tolerance {echo.tolerance:.1%}; {local} experts per rank",
         f"slot memory per rank, shared by all layers: {planned.slot_weight_bytes / mib:.2f} MiB of "
         f"weights and {planned.slot_grad_bytes / mib:.2f} MiB of gradients",
         f"traffic of a clone in a microbatch: {planned.clone_traffic_bytes / mib:.2f} MiB, forward "

@@ -296,7 +296,7 @@ def _buffer_plans(
                 // config.optimizer.num_instances,
                 bucket_numel=config.optimizer.bucket_numel,
                 shared=[info.shared is not None for info in members],
-                pad_for_ring=config.debug.pad_buckets,
+                pad_for_ring=config.debug.pad_for_ring,
             ),
         )
         for members in by_kind.values()

@@ -163,7 +163,7 @@ def _expert_axes(model: ModelSpec, base: RunSpec, tp: int) -> Iterable[tuple[int
     sizes = [
         ep
         for ep in range(1, min(model.experts, base.gpus) + 1)
-        if model.experts % ep == 0 and ep % (base.echo.domain or 1) == 0
+        if model.experts % ep == 0 and ep % (base.echo.domain_size or 1) == 0
     ]
     return [
         (ep, etp)

@@ -276,7 +276,7 @@ class RunSpec:
     @property
     def slots(self) -> int:
         """Slots for clones of experts on each rank; none without expert parallelism."""
-        return self.echo.spare_slots if self.ep > 1 else 0
+        return self.echo.num_spare_slots if self.ep > 1 else 0
 
     @property
     def clones(self) -> int:

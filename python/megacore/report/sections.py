@@ -474,7 +474,7 @@ def _settings_rows(
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested sections into keys such as ``"echo.spare_slots"``."""
+    """Flatten nested sections into keys such as ``"echo.num_spare_slots"``."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         inner = flat_settings(value) if isinstance(value, Mapping) else {"": value}

@@ -101,7 +101,7 @@ class ExpertWatch:
         # Loss values are averaged over microbatches and the ranks of a stage.
         self._num_values = num_microbatches * groups.topology.world_size // groups.topology.pp
         self._num_reruns = 0
-        echo = moe.echo.spare_slots > 0 and groups.ep.size > 1
+        echo = moe.echo.num_spare_slots > 0 and groups.ep.size > 1
         self._row_size = moe.num_experts + 4 + (len(EchoCounts().as_list()) if echo else 0)
 
     def attempts(self, what: str) -> Iterator[None]:

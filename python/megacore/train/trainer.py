@@ -378,7 +378,7 @@ def _make_executor(
         group=groups.pp,
         activation=activation,
         channels=groups.pp_channels,
-        debug=config.debug.check_messages,
+        check_messages=config.debug.check_messages,
         overlap_pairs=config.pipeline.overlap_moe,
         schedule=schedule,
         clock=clock,

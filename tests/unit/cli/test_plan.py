@@ -348,7 +348,7 @@ EXPERTS = ("--moe.num_experts=8", "--moe.ffn_hidden_size=3584", "--imbalance=1.5
 
 
 def test_a_prediction_counts_clones(large: str, capsys: pytest.CaptureFixture[str]) -> None:
-    clones = (*EXPERTS, "--parallel.ep=4", "--parallel.etp=1", "--moe.echo.spare_slots=2")
+    clones = (*EXPERTS, "--parallel.ep=4", "--parallel.etp=1", "--moe.echo.num_spare_slots=2")
     assert main(["plan", large, "--gpus=64", *clones]) == 0
     out = capsys.readouterr().out
     assert "all 2 slots of clones filled, imbalance with them 1.01" in out
@@ -362,7 +362,12 @@ def test_a_search_writes_layouts_that_the_domain_of_clones_divides(
     large: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     best = str(tmp_path / "best.toml")
-    domain = (*EXPERTS, "--parallel.ep=4", "--moe.echo.spare_slots=2", "--moe.echo.domain=4")
+    domain = (
+        *EXPERTS,
+        "--parallel.ep=4",
+        "--moe.echo.num_spare_slots=2",
+        "--moe.echo.domain_size=4",
+    )
     assert main(["plan", large, "--gpus=64", *domain, "--search", f"--write={best}"]) == 0
     capsys.readouterr()
     assert main(["plan", best, "--gpus=64", "--imbalance=1.5"]) == 0

@@ -154,8 +154,8 @@ def test_a_mistake_is_one_sentence_with_a_fix(tmp_path: Path, text: str, expecte
         ("[moe]\nnum_experts = 8\n", [("moe.groups_top_k", "3")], "--moe.groups_top_k=3: [moe] "),
         (
             "[moe]\ntop_k = 1\n",
-            [("moe.echo.spare_slots", "2")],
-            "--moe.echo.spare_slots=2: [moe] echo.spare_slots = 2 is for experts",
+            [("moe.echo.num_spare_slots", "2")],
+            "--moe.echo.num_spare_slots=2: [moe] echo.num_spare_slots = 2 is for experts",
         ),
         (
             "[parallel]\npp = 2\n",

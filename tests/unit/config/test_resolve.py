@@ -160,11 +160,11 @@ def test_suggested_layouts_do_fit() -> None:
             "for no timeline, got debug.trace_step = 50 (--debug.trace_step=50)",
         ),
         (
-            {"train__fp8": "blockwise", "moe__num_experts": "4", "moe__echo__spare_slots": "1"},
+            {"train__fp8": "blockwise", "moe__num_experts": "4", "moe__echo__num_spare_slots": "1"},
             1,
-            'train.fp8 must be "off" where experts have clones (moe.echo.spare_slots = 1 '
-            "(--moe.echo.spare_slots=1)), got train.fp8 = blockwise (--train.fp8=blockwise); set "
-            "one of them to its default",
+            'train.fp8 must be "off" where experts have clones (moe.echo.num_spare_slots = 1 '
+            "(--moe.echo.num_spare_slots=1)), got train.fp8 = blockwise (--train.fp8=blockwise); "
+            "set one of them to its default",
         ),
         (
             {"moe__num_experts": "4", "moe__layer_pattern": "d"},
@@ -381,7 +381,7 @@ def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
     assert "use alltoall or static, or turn it off" in message_of(make(**on), 4)
     on["moe__dispatcher"] = "alltoall"
     config = make(**on)
-    clones = EchoConfig(spare_slots=1)
+    clones = EchoConfig(num_spare_slots=1)
     config = config.model_copy(update={"moe": config.moe.model_copy(update={"echo": clones})})
     assert resolve(config, 4, vocab_size=256, cuda=False).pipeline.overlap_moe, (
         "each microbatch has its own slots"
@@ -445,7 +445,7 @@ def test_captured_experts_need_a_grouped_kernel_on_gpus(
 
 
 def test_graphs_of_clone_plans_need_peer_memory() -> None:
-    clones = {**CAPTURED, "moe__echo__spare_slots": "1", "parallel__ep": "2"}
+    clones = {**CAPTURED, "moe__echo__num_spare_slots": "1", "parallel__ep": "2"}
     captured = resolve(make(**clones), 2, vocab_size=256, cuda=True)
     assert captured.debug.static_transport == "peer"
     assert "debug.static_transport" in captured.derived

@@ -56,7 +56,7 @@ def test_two_slots_balance_perfectly(routings: list[np.ndarray], slots: int) -> 
 def test_one_slot_balances_to_two_percent(routings: list[np.ndarray]) -> None:
     balanced = mean_imbalance(routings, num_spare_slots=1, tolerance=0.0)
     assert balanced <= 1.02
-    assert balanced < mean_imbalance(routings, num_spare_slots=1, method="echo")
+    assert balanced < mean_imbalance(routings, num_spare_slots=1, planner="echo")
 
 
 def test_tolerance_is_kept_and_saves_clones(routings: list[np.ndarray]) -> None:
@@ -64,7 +64,7 @@ def test_tolerance_is_kept_and_saves_clones(routings: list[np.ndarray]) -> None:
         assert mean_imbalance(routings, num_spare_slots=slots) <= 1.01
         exact = mean_clones(routings, num_spare_slots=slots, tolerance=0.0)
         tolerant = mean_clones(routings, num_spare_slots=slots)
-        documented = mean_clones(routings, num_spare_slots=slots, method="echo")
+        documented = mean_clones(routings, num_spare_slots=slots, planner="echo")
         assert tolerant < min(documented, exact)
 
 
@@ -74,7 +74,7 @@ def test_one_slot_needs_fewer_clones_than_documented_for_its_load(
     """With one slot, documented stops at a load far above 1%, so its load is the goal here."""
     numbers = []
     for counts in routings:
-        documented = plan_offload(counts, num_spare_slots=1, method="echo")
+        documented = plan_offload(counts, num_spare_slots=1, planner="echo")
         tolerance = min(1.0, max(0.01, documented.imbalance_after - 1))
         balanced = plan_offload(counts, num_spare_slots=1, tolerance=tolerance)
         assert balanced.imbalance_after <= max(1.05, documented.imbalance_after)

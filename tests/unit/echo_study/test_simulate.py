@@ -93,7 +93,7 @@ def test_table_has_one_line_per_planner() -> None:
 
 
 def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["echo", "simulate", *SMALL, "--workload", "bursts", "--spare_slots", "4"]) == 0
+    assert main(["echo", "simulate", *SMALL, "--workload", "bursts", "--num_spare_slots", "4"]) == 0
     out = capsys.readouterr().out
     assert "4 ranks, 16 experts, top-2" in out
     assert "4 spare slots per rank" in out
@@ -102,7 +102,10 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_command_prints_json_for_all_workloads(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["echo", "simulate", *SMALL, "--json", "--model", "mixtral", "--domain", "2"]) == 0
+    assert (
+        main(["echo", "simulate", *SMALL, "--json", "--model", "mixtral", "--domain-size", "2"])
+        == 0
+    )
     described = json.loads(capsys.readouterr().out)
     assert described["num_spare_slots"] == 2
     assert described["domain_size"] == 2
@@ -144,11 +147,14 @@ def test_command_replays_recorded_counts(
         ([*SMALL, "--skew", "nan"], "--skew must be from 0 to 10, got nan"),
         ([*SMALL, "--skew", "wide"], "--skew: expected a number, but got 'wide'"),
         ([*SMALL, "--tolerance", "2"], "tolerance is 2.0"),
-        ([*SMALL, "--spare-slots", "-1"], "num_spare_slots must be in [0, 1024], got -1"),
-        ([*SMALL, "--domain", "3"], "must divide the number of ranks, 4"),
+        ([*SMALL, "--num-spare-slots", "-1"], "num_spare_slots must be in [0, 1024], got -1"),
+        ([*SMALL, "--domain-size", "3"], "must divide the number of ranks, 4"),
         (["--workload", "zip"], "invalid choice: 'zip'"),
         (["--counts", "nowhere.npy"], "cannot read nowhere.npy"),
-        (["--spare-slot", "2"], "unknown option --spare-slot; did you mean --spare-slots"),
+        (
+            ["--num-spare-slot", "2"],
+            "unknown option --num-spare-slot; did you mean --num-spare-slots",
+        ),
     ],
 )
 def test_mistakes_end_with_one_sentence(

@@ -95,7 +95,7 @@ def test_overlap_with_the_shared_expert_changes_no_bit() -> None:
     config = tiny_config()
     batch = random_batch(config)
     outputs = [
-        whole_model(config, moe=tiny_moe(shared_ffn_hidden_size=16, shared_overlap=overlap))(
+        whole_model(config, moe=tiny_moe(shared_ffn_hidden_size=16, overlap_shared=overlap))(
             None, batch
         )
         for overlap in (False, True)
@@ -138,7 +138,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
         ({"pad_to_capacity": True}, "needs capacity_factor and dispatcher"),
         ({"shared_gate": True}, "shared_gate needs a shared expert"),
         (
-            {"num_experts": 4, "biases": True, "echo": {"spare_slots": 1}},
+            {"num_experts": 4, "biases": True, "echo": {"num_spare_slots": 1}},
             "clones matrices of experts, not their biases",
         ),
     ],

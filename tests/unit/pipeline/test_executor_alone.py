@@ -187,7 +187,9 @@ def test_messages_that_no_header_describes_are_refused_before_a_rank_dies(
     schedule = build_schedule("interleaved_1f1b", num_ranks=1, num_chunks=2, num_microbatches=1)
     spec = ActivationSpec(shape=shape, dtype=dtype, device="cpu")
     with pytest.raises(ValueError, match="checked messages have up to 8 dimensions"):
-        PipelineExecutor(schedule.program(0), None, group=Group.solo(), activation=spec, debug=True)
+        PipelineExecutor(
+            schedule.program(0), None, group=Group.solo(), activation=spec, check_messages=True
+        )
 
 
 def test_programs_chunks_and_groups_must_belong_together() -> None:

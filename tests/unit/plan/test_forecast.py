@@ -217,7 +217,7 @@ def test_parts_add_up_and_choices_move_results_the_right_way(
 def test_clones_cost_memory_and_traffic_and_bound_the_load() -> None:
     device = load_device("h100")
     plain = RunSpec(gpus=8, ep=4, tp=2, global_batch=32, imbalance=3.0)
-    slots = EchoConfig(spare_slots=8)
+    slots = EchoConfig(num_spare_slots=8)
     cloned = replace(plain, echo=slots)
     without, found = forecast(MOE, plain, device), forecast(MOE, cloned, device)
     numel = 3 * MOE.moe_ffn * MOE.hidden
@@ -237,20 +237,20 @@ def test_clones_cost_memory_and_traffic_and_bound_the_load() -> None:
     assert "clones" not in balanced.step.parts
     assert balanced.fullest.parts["slots of clones"] > 0
     assert replace(cloned, ep=1).slots == 0
-    documented = replace(cloned, echo=EchoConfig(spare_slots=8, planner="echo"))
+    documented = replace(cloned, echo=EchoConfig(num_spare_slots=8, planner="echo"))
     assert documented.load(MOE.experts) == 3.0
 
 
 def test_clones_inside_a_domain_do_not_use_the_network() -> None:
-    spec = RunSpec(gpus=16, ep=16, global_batch=32, echo=EchoConfig(spare_slots=4))
-    inside = replace(spec, echo=EchoConfig(spare_slots=4, domain=8))
+    spec = RunSpec(gpus=16, ep=16, global_batch=32, echo=EchoConfig(num_spare_slots=4))
+    inside = replace(spec, echo=EchoConfig(num_spare_slots=4, domain_size=8))
     device = load_device("h100")
     times = [forecast(MOE, each, device).step.parts["clones"] for each in (spec, inside)]
     assert times[1] < 0.5 * times[0]
 
 
 def test_a_search_keeps_the_domain_of_clones() -> None:
-    base = RunSpec(gpus=16, global_batch=32, echo=EchoConfig(spare_slots=2, domain=8))
+    base = RunSpec(gpus=16, global_batch=32, echo=EchoConfig(num_spare_slots=2, domain_size=8))
     found = search(MOE, base, load_device("b300"), simulate=40)
     assert {each.spec.ep for each in found.best} <= {8, 16}
 

@@ -191,18 +191,18 @@ def test_settings_that_differ_from_the_default_are_marked(run_dir: Path) -> None
     assert "seed" not in derived + [name for name, _ in changed]
 
 
-@pytest.mark.parametrize("spare_slots", ["0", "2"])
+@pytest.mark.parametrize("num_spare_slots", ["0", "2"])
 def test_settings_of_an_inner_section_have_rows_of_their_own(
-    run_dir: Path, spare_slots: str
+    run_dir: Path, num_spare_slots: str
 ) -> None:
-    settings = [("moe.num_experts", "4"), ("moe.echo.spare_slots", spare_slots)]
+    settings = [("moe.num_experts", "4"), ("moe.echo.num_spare_slots", num_spare_slots)]
     config = resolve(load_config(None, settings), 1, vocab_size=256, cuda=False)
     info = replace(INFO, config=config.model_dump(mode="json", exclude_none=True))
     html = write_report(run_dir, info=info).read_text(encoding="utf-8")
     [kind, value] = re.findall(
-        r'<tr class="(\w*)"><td>echo\.spare_slots</td><td><span>(\d+)<', html
+        r'<tr class="(\w*)"><td>echo\.num_spare_slots</td><td><span>(\d+)<', html
     )[0]
-    assert (kind, value) == ("changed" if spare_slots == "2" else "", spare_slots)
+    assert (kind, value) == ("changed" if num_spare_slots == "2" else "", num_spare_slots)
     assert '<tr class=""><td>echo.planner</td><td><span>balanced<' in html
     assert "<td>echo</td>" not in html
 

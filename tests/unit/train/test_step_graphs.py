@@ -387,14 +387,14 @@ def test_a_resumed_run_captures_anew_and_goes_on(graphs: dict[str, Any]) -> None
         (
             {"scopes": "attn,moe"},
             {
-                "moe": {**STATIC, "echo": {"spare_slots": 1}},
+                "moe": {**STATIC, "echo": {"num_spare_slots": 1}},
                 "debug": {"static_transport": "collective"},
             },
             "lets the host send clones",
         ),
         (
             {"scopes": "moe_router,moe_preprocess"},
-            {"moe": {**STATIC, "echo": {"spare_slots": 1}}},
+            {"moe": {**STATIC, "echo": {"num_spare_slots": 1}}},
             "go by more of the plan than what it leaves behind",
         ),
     ],

@@ -26,7 +26,7 @@ class DevicePlan:
     """Offload plan in tensors, all int64 and on the device of the counts.
 
     Attributes:
-        method: ``"balanced"`` or ``"echo"``.
+        planner: ``"balanced"`` or ``"echo"``.
         num_experts: E.
         slot_expert: The expert cloned into each slot, ``(R, k)``; -1 where a slot is unused.
         rerouted: Tokens that leave their home expert, ``(R, R, k)``: source rank, destination rank,
@@ -39,7 +39,7 @@ class DevicePlan:
         elapsed_ns: Planning time, nanoseconds, ``(1,)``.
     """
 
-    method: str
+    planner: str
     num_experts: int
     slot_expert: Tensor
     rerouted: Tensor
@@ -64,7 +64,7 @@ class DevicePlan:
                 "than 2^31 - 1 tokens"
             )
         return OffloadPlan(
-            method=self.method,
+            planner=self.planner,
             num_experts=self.num_experts,
             slot_expert=self.slot_expert.cpu().numpy(),
             rerouted=self.rerouted.cpu().numpy(),
@@ -81,7 +81,7 @@ def plan_offload_on_device(
     tokens_from_rank_to_expert: Tensor,
     *,
     num_spare_slots: int,
-    method: Literal["balanced", "echo"] = "balanced",
+    planner: Literal["balanced", "echo"] = "balanced",
     tolerance: float = 0.01,
     min_imbalance: float = 1.0,
     domain_size: int | None = None,
@@ -92,11 +92,11 @@ def plan_offload_on_device(
         tokens_from_rank_to_expert: ``(R, E)``, int64; E a multiple of R.
         num_spare_slots: k. R, E and k are limited by the shared memory of one block: 64 ranks, 512
             experts and 16 slots fit.
-        method: As for ``plan_offload``, like the arguments below.
-        tolerance: Allowed excess over the average with the balanced method, as a fraction of it.
+        planner: As for ``plan_offload``, like the arguments below.
+        tolerance: Allowed excess over the average with the balanced planner, as a fraction of it.
         min_imbalance: Make no clones while max load over mean load is at most this.
         domain_size: Size n of the domains ``[0, n), [n, 2n) ...`` of fast interconnect; balanced
-            method only.
+            planner only.
 
     Returns:
         The plan, on the device of the counts.
@@ -116,22 +116,22 @@ def plan_offload_on_device(
         ([[-1], [0]], [50, 50], [50, 1, 50, 1, 1])
     """
     counts = tokens_from_rank_to_expert
-    require_options(method, tolerance, min_imbalance, domain_size)
+    require_options(planner, tolerance, min_imbalance, domain_size)
     if counts.dim() != 2 or counts.dtype != torch.int64:
         raise ValueError(f"the counts {describe(counts)} must be (R, E) int64")
     if num_spare_slots < 0:
         raise ValueError(f"num_spare_slots must be at least 0, got {num_spare_slots}")
-    if domain_size is not None and method != "balanced":
+    if domain_size is not None and planner != "balanced":
         raise ValueError(
             f"domain_size is {domain_size}, but only the balanced planner knows domains"
         )
     return DevicePlan(
-        method,
+        planner,
         counts.shape[1],
         *_plan_offload(
             counts,
             num_spare_slots,
-            method,
+            planner,
             round(tolerance * 1e6),
             round(min_imbalance * 1e6),
             domain_size or 0,
@@ -142,19 +142,19 @@ def plan_offload_on_device(
 def _plan_cuda(
     counts: Tensor,
     num_spare_slots: int,
-    method: str,
+    planner: str,
     tolerance: int,
     min_imbalance: int,
     domain_size: int,
 ) -> tuple[Tensor, ...]:
     if not has_cuda_kernels():
         on_host = _plan_cpu(
-            counts.cpu(), num_spare_slots, method, tolerance, min_imbalance, domain_size
+            counts.cpu(), num_spare_slots, planner, tolerance, min_imbalance, domain_size
         )
         return tuple(part.to(counts.device) for part in on_host)
     counts = counts.contiguous()
     num_ranks, num_experts = counts.shape
-    plan = _plan_fake(counts, num_spare_slots, method, tolerance, min_imbalance, domain_size)
+    plan = _plan_fake(counts, num_spare_slots, planner, tolerance, min_imbalance, domain_size)
     names = ("slot_expert", "rerouted", "load_before", "load_after", "summary", "elapsed_ns")
     with torch.cuda.device(counts.device):
         cuda_kernels().plan_offload(
@@ -162,7 +162,7 @@ def _plan_cuda(
             num_ranks=num_ranks,
             num_experts=num_experts,
             num_spare_slots=num_spare_slots,
-            method=method,
+            planner=planner,
             tolerance_per_million=tolerance,
             min_imbalance_per_million=min_imbalance,
             domain_size=domain_size,
@@ -175,7 +175,7 @@ def _plan_cuda(
 def _plan_cpu(
     counts: Tensor,
     num_spare_slots: int,
-    method: str,
+    planner: str,
     tolerance: int,
     min_imbalance: int,
     domain_size: int,
@@ -183,7 +183,7 @@ def _plan_cpu(
     start = time.perf_counter_ns()
     plan = _core.plan_offload(
         counts.contiguous().numpy(),
-        method=method,
+        planner=planner,
         num_spare_slots=num_spare_slots,
         tolerance_per_million=tolerance,
         min_imbalance_per_million=min_imbalance,
@@ -213,7 +213,7 @@ def _plan_fake(counts: Tensor, num_spare_slots: int, *options: str | int) -> tup
 
 
 _plan_offload = define_op(
-    "plan_offload(Tensor counts, SymInt num_spare_slots, str method, int tolerance,"
+    "plan_offload(Tensor counts, SymInt num_spare_slots, str planner, int tolerance,"
     " int min_imbalance, int domain_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_plan_cpu,
     cuda=_plan_cuda,

@@ -185,7 +185,7 @@ class Echo:
         device: torch.device | None = None,
     ) -> None:
         self.placement = placement
-        self.places = placement.with_slots(config.spare_slots)
+        self.places = placement.with_slots(config.num_spare_slots)
         self.config = config
         self.sums = torch.zeros(len(fields(EchoCounts)), dtype=torch.float64, device=device)
         self._ep = ep
@@ -272,11 +272,11 @@ class Echo:
         members = constant(placement.members, ids_Tk.device)
         plan = plan_offload_on_device(
             counts_GE[members].sum(1),
-            num_spare_slots=self.config.spare_slots,
-            method=self.config.planner,
+            num_spare_slots=self.config.num_spare_slots,
+            planner=self.config.planner,
             tolerance=self.config.tolerance,
             min_imbalance=self.config.min_imbalance,
-            domain_size=self.config.domain,
+            domain_size=self.config.domain_size,
         )
         self._count(plan)
         me = placement.ep_position
@@ -342,7 +342,7 @@ class Echo:
         return (
             budget is not None
             and guaranteed is not None
-            and self.config.spare_slots >= local
+            and self.config.num_spare_slots >= local
             and budget.factor >= guaranteed
         )
 

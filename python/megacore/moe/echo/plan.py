@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 Counts = npt.NDArray[np.int64]
-METHODS = ("balanced", "echo")
+PLANNERS = ("balanced", "echo")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class OffloadPlan:
     R ranks, E experts of which rank p is the home of ``[p * E / R, (p + 1) * E / R)``, k slots.
 
     Attributes:
-        method: ``"balanced"`` or ``"echo"``.
+        planner: ``"balanced"`` or ``"echo"``.
         num_experts: E.
         slot_expert: The expert cloned into each slot, ``(R, k)``; -1 where a slot is unused.
         rerouted: Tokens that leave their home expert, ``(R, R, k)``: source rank, destination rank,
@@ -43,11 +43,11 @@ class OffloadPlan:
         bound: Rows a rank's static receive buffer needs for this total number of tokens.
             ``"balanced"``: the average with the tolerance, rounded, or ``min_imbalance`` times the
             average if that is larger. ``"echo"``: the floor average plus the remainder.
-        bound_holds: Whether ``max_load <= bound``. Always true for the balanced method with at
+        bound_holds: Whether ``max_load <= bound``. Always true for the balanced planner with at
             least as many slots as experts per rank.
     """
 
-    method: str
+    planner: str
     num_experts: int
     slot_expert: Counts
     rerouted: Counts
@@ -114,7 +114,7 @@ class OffloadPlan:
         """
         slots, clones = _count(self.num_spare_slots, "spare slot"), _count(self.num_clones, "clone")
         lines = [
-            f"{self.method} plan: {_count(self.num_ranks, 'rank')}, {self.num_experts} experts, "
+            f"{self.planner} plan: {_count(self.num_ranks, 'rank')}, {self.num_experts} experts, "
             f"{slots} each; {clones}, {self.num_moved_tokens} tokens moved",
             f"load of the fullest rank {self.load_before.max()} -> {self.max_load}, "
             f"mean {self.mean_load:.1f}, "
@@ -146,7 +146,7 @@ def plan_offload(
     tokens_from_rank_to_expert: npt.ArrayLike | torch.Tensor,
     *,
     num_spare_slots: int,
-    method: Literal["balanced", "echo"] = "balanced",
+    planner: Literal["balanced", "echo"] = "balanced",
     tolerance: float = 0.01,
     min_imbalance: float = 1.0,
     domain_size: int | None = None,
@@ -159,16 +159,16 @@ def plan_offload(
             expert e; a token that chose several experts counts for each. At most 2^31 - 1 tokens
             per expert.
         num_spare_slots: Slots for clones on every rank, k, in [0, 1024].
-        method: ``"balanced"`` keeps every rank at or below the average plus ``tolerance`` whenever
+        planner: ``"balanced"`` keeps every rank at or below the average plus ``tolerance`` whenever
             slots allow it, and always with at least E / R slots. ``"echo"`` is the planner of the
             ECHO documents, for comparison.
-        tolerance: Allowed excess over the average with the balanced method, as a fraction of the
+        tolerance: Allowed excess over the average with the balanced planner, as a fraction of the
             average, in [0, 1]. A larger tolerance saves clones, each of which costs a transfer of
             an expert's weights.
         min_imbalance: Make no clones while max load over mean load is at most this, >= 1.
         domain_size: Ranks ``[0, n), [n, 2n) ...`` form domains of fast interconnect, for instance
             NVLink; n divides R. Clones are placed outside their domain only for the load that
-            cannot be balanced inside it. Balanced method only; ``None`` for a single domain.
+            cannot be balanced inside it. Balanced planner only; ``None`` for a single domain.
 
     Returns:
         The plan, a pure function of the arguments.
@@ -192,17 +192,17 @@ def plan_offload(
         >>> plan.rerouted[:, 1, 0].tolist()  # rank 1 serves its own tokens first
         [0, 30]
     """
-    require_options(method, tolerance, min_imbalance, domain_size)
+    require_options(planner, tolerance, min_imbalance, domain_size)
     native = _core.plan_offload(
         _integer_matrix(tokens_from_rank_to_expert),
-        method=method,
+        planner=planner,
         num_spare_slots=num_spare_slots,
         tolerance_per_million=round(tolerance * 1e6),
         min_imbalance_per_million=round(min_imbalance * 1e6),
         domain_size=domain_size or 0,
     )
     return OffloadPlan(
-        method=method,
+        planner=planner,
         num_experts=native.num_experts,
         slot_expert=native.slot_expert,
         rerouted=native.rerouted,
@@ -216,14 +216,14 @@ def plan_offload(
 
 
 def require_options(
-    method: str, tolerance: float, min_imbalance: float, domain_size: int | None
+    planner: str, tolerance: float, min_imbalance: float, domain_size: int | None
 ) -> None:
     """Raise ValueError if an option of a planner is out of range."""
-    if method not in METHODS:
+    if planner not in PLANNERS:
         from megacore.config import did_you_mean
 
-        suggestion = did_you_mean(str(method), list(METHODS)) or "; there are balanced and echo"
-        raise ValueError(f"no offload planner is called {method!r}{suggestion}")
+        suggestion = did_you_mean(str(planner), list(PLANNERS)) or "; there are balanced and echo"
+        raise ValueError(f"no offload planner is called {planner!r}{suggestion}")
     if not 0.0 <= tolerance <= 1.0:
         raise ValueError(f"tolerance is {tolerance}; it is a fraction of the average in [0, 1]")
     if not 1.0 <= min_imbalance <= 1000.0:

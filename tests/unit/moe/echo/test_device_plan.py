@@ -10,11 +10,11 @@ import torch
 from megacore.moe import plan_offload, plan_offload_on_device
 
 
-@pytest.mark.parametrize("method", ["balanced", "echo"])
-def test_the_plan_of_a_cpu_tensor_is_that_of_the_cpu(method: Any) -> None:
+@pytest.mark.parametrize("planner", ["balanced", "echo"])
+def test_the_plan_of_a_cpu_tensor_is_that_of_the_cpu(planner: Any) -> None:
     counts = torch.randint(0, 500, (4, 8), generator=torch.Generator().manual_seed(0))
-    plan = plan_offload_on_device(counts, num_spare_slots=2, method=method)
-    assert plan.to_host() == plan_offload(counts, num_spare_slots=2, method=method)
+    plan = plan_offload_on_device(counts, num_spare_slots=2, planner=planner)
+    assert plan.to_host() == plan_offload(counts, num_spare_slots=2, planner=planner)
     assert plan.rerouted.shape == (4, 4, 2)
 
 
@@ -30,8 +30,12 @@ def test_the_plan_of_a_cpu_tensor_is_that_of_the_cpu(method: Any) -> None:
             "num_spare_slots must be .*, got -1",
         ),
         (torch.zeros(2, 4, dtype=torch.int64), {"tolerance": 2.0}, "tolerance is 2.0"),
-        (torch.zeros(2, 4, dtype=torch.int64), {"method": "best"}, "best"),
-        (torch.zeros(2, 4, dtype=torch.int64), {"method": "echo", "domain_size": 2}, "domain_size"),
+        (torch.zeros(2, 4, dtype=torch.int64), {"planner": "best"}, "best"),
+        (
+            torch.zeros(2, 4, dtype=torch.int64),
+            {"planner": "echo", "domain_size": 2},
+            "domain_size",
+        ),
         (torch.full((2, 4), -1), {}, "-1"),
     ],
 )

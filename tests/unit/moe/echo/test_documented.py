@@ -28,7 +28,7 @@ def test_large_overlap_example(
     # Spillover 80 of expert 1 and 100 of expert 5, room 120 on rank 1 and 60 on rank 3.
     counts = np.zeros((4, 8), np.int64)
     counts[0] = [100, 160, 60, 0, 110, 170, 100, 20]
-    plan = plan_offload(counts, num_spare_slots=num_spare_slots, method="echo")
+    plan = plan_offload(counts, num_spare_slots=num_spare_slots, planner="echo")
     assert plan.slot_expert.tolist() == slot_expert
     assert plan.rerouted.sum(axis=0).tolist() == moved
 
@@ -38,7 +38,7 @@ def test_example_of_two_passes_within_a_plan() -> None:
     counts = np.zeros((3, 3), np.int64)
     counts[:, 0] = [30, 50, 20]
     counts[0, 1:] = [1, 1]
-    plan = plan_offload(counts, num_spare_slots=1, method="echo")
+    plan = plan_offload(counts, num_spare_slots=1, planner="echo")
     slot_expert, rerouted = documented_plan(counts.tolist(), 1)
     assert plan.slot_expert.tolist() == slot_expert == [[-1], [0], [0]]
     assert plan.rerouted.tolist() == rerouted
@@ -62,7 +62,7 @@ def test_plan_equals_the_oracle_bit_for_bit(seed: int) -> None:
     for _ in range(3000):
         counts = random_counts(rng)
         num_spare_slots = rng.randint(0, 4)
-        plan = plan_offload(counts, num_spare_slots=num_spare_slots, method="echo")
+        plan = plan_offload(counts, num_spare_slots=num_spare_slots, planner="echo")
         slot_expert, rerouted = documented_plan(counts, num_spare_slots)
         assert plan.slot_expert.tolist() == slot_expert, counts
         assert plan.rerouted.tolist() == rerouted, counts
@@ -86,7 +86,7 @@ def test_plan_of_a_large_layer_equals_the_oracle() -> None:
     rng = np.random.default_rng(3)
     counts = rng.poisson(rng.lognormal(3.0, 1.0, 96), (24, 96))
     for num_spare_slots in (1, 3):
-        plan = plan_offload(counts, num_spare_slots=num_spare_slots, method="echo")
+        plan = plan_offload(counts, num_spare_slots=num_spare_slots, planner="echo")
         slot_expert, rerouted = documented_plan(counts.tolist(), num_spare_slots)
         assert plan.slot_expert.tolist() == slot_expert
         assert plan.rerouted.tolist() == rerouted
@@ -96,6 +96,6 @@ def test_with_enough_slots_only_the_remainder_stays_above_the_average() -> None:
     rng = np.random.default_rng(4)
     for _ in range(200):
         counts = rng.integers(0, 50, (4, 8))
-        plan = plan_offload(counts, num_spare_slots=8, method="echo")
+        plan = plan_offload(counts, num_spare_slots=8, planner="echo")
         assert plan.bound == counts.sum() // 4 + counts.sum() % 4
         assert plan.bound_holds

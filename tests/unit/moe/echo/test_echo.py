@@ -46,7 +46,7 @@ ep = 2
 num_experts = 8
 ffn_hidden_size = 16
 [moe.echo]
-spare_slots = 2
+num_spare_slots = 2
 tolerance = 0.0
 [train]
 microbatch_size = 2
@@ -66,8 +66,8 @@ def test_a_section_inside_of_a_section(config: Path, tmp_path: Path) -> None:
     loaded = load_config(config, pairs)
     assert rest == []
     echo = loaded.moe.echo
-    assert (echo.spare_slots, echo.tolerance, echo.planner) == (2, 0.05, "echo")
-    assert loaded.origin("moe.echo.spare_slots") == f"{config}:12"
+    assert (echo.num_spare_slots, echo.tolerance, echo.planner) == (2, 0.05, "echo")
+    assert loaded.origin("moe.echo.num_spare_slots") == f"{config}:12"
     saved = tmp_path / "saved.toml"
     saved.write_text(config_to_toml(loaded))
     assert load_config(saved) == loaded
@@ -76,12 +76,15 @@ def test_a_section_inside_of_a_section(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("moe.echo.spare_slot=1", "unknown key moe.echo.spare_slot; did you mean moe.echo.spare_s"),
-        ("moe.ecko.spare_slots=1", r"unknown section \[moe.ecko\]; did you mean \[moe.echo\]"),
+        (
+            "moe.echo.num_spare_slot=1",
+            "unknown key moe.echo.num_spare_slot; did you mean moe.echo.num_spare_slots",
+        ),
+        ("moe.ecko.num_spare_slots=1", r"unknown section \[moe.ecko\]; did you mean \[moe.echo\]"),
         ("moe.echo=1", r"\[moe.echo\] must be a table of settings"),
-        ("moe.echo.spare_slots=-1", "moe.echo.spare_slots = -1: must be at least 0"),
+        ("moe.echo.num_spare_slots=-1", "moe.echo.num_spare_slots = -1: must be at least 0"),
         ("moe.echo.planner=ecko", "expected one of .* did you mean echo"),
-        ("moe.num_experts=0", "echo.spare_slots = 2 is for experts, but num_experts = 0"),
+        ("moe.num_experts=0", "echo.num_spare_slots = 2 is for experts, but num_experts = 0"),
     ],
 )
 def test_mistakes_in_it_are_named(config: Path, setting: str, message: str) -> None:
@@ -90,8 +93,8 @@ def test_mistakes_in_it_are_named(config: Path, setting: str, message: str) -> N
 
 
 def test_a_domain_must_divide_the_ranks(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(config), "--world-size=2", "--moe.echo.domain=3"]) == 2
-    assert "moe.echo.domain = 3" in capsys.readouterr().err
+    assert main(["plan", str(config), "--world-size=2", "--moe.echo.domain_size=3"]) == 2
+    assert "moe.echo.domain_size = 3" in capsys.readouterr().err
 
 
 def test_plan_echo_prints_memory_and_bound(
@@ -106,13 +109,13 @@ def test_plan_echo_prints_memory_and_bound(
     # 2 slots for 4 experts per rank: (1 + b)^2 / (4 b) with b = 1/2.
     assert (plan["mean_rows"], plan["guaranteed_factor"]) == (64, 1.125)
     assert (plan["guaranteed_rows"], plan["is_theorem"]) == (72, False)
-    assert main(["plan", str(config), "--nproc=2", "--echo", "--moe.echo.spare_slots=4"]) == 0
+    assert main(["plan", str(config), "--nproc=2", "--echo", "--moe.echo.num_spare_slots=4"]) == 0
     assert "guaranteed: no rank computes more than 64 rows" in capsys.readouterr().out
     assert main(["plan", str(config), "--nproc=2", "--echo", "--moe.echo.planner=echo"]) == 0
     assert "no bound" in capsys.readouterr().out
     assert main(["plan", str(config), "--nproc=2"]) == 0
     assert "2 spare slots per rank, balanced planner" in capsys.readouterr().out
-    assert main(["plan", str(config), "--nproc=2", "--echo", "--moe.echo.spare_slots=0"]) == 2
+    assert main(["plan", str(config), "--nproc=2", "--echo", "--moe.echo.num_spare_slots=0"]) == 2
     assert "nothing is cloned; set it to 1 or more" in capsys.readouterr().err
     assert main(["plan", str(config), "--nproc=2", "--echo", "--parallel.ep=1"]) == 2
     assert "no other rank to clone experts to" in capsys.readouterr().err
@@ -122,7 +125,7 @@ def test_a_plan_gives_the_bytes_of_the_slots_for_clones(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slot_bytes = 200 * 3 * 16 * 32 * 4
-    many = ("--moe.echo.spare_slots=200", "--world-size=2")
+    many = ("--moe.echo.num_spare_slots=200", "--world-size=2")
     assert main(["plan", str(config), *many, "--json"]) == 0
     clones = json.loads(capsys.readouterr().out)["clones"]
     assert clones["slot_weight_bytes"] == clones["slot_grad_bytes"] == slot_bytes
@@ -130,7 +133,9 @@ def test_a_plan_gives_the_bytes_of_the_slots_for_clones(
     mib = f"{slot_bytes / (1 << 20):.2f} MiB"
     printed = " ".join(capsys.readouterr().out.split())
     assert f"all layers: {mib} of weights and {mib} of gradients, not in the sums below" in printed
-    assert main(["plan", str(config), "--world-size=2", "--moe.echo.spare_slots=0", "--json"]) == 0
+    assert (
+        main(["plan", str(config), "--world-size=2", "--moe.echo.num_spare_slots=0", "--json"]) == 0
+    )
     assert json.loads(capsys.readouterr().out)["clones"] is None
 
 
@@ -153,12 +158,12 @@ def test_microbatches_in_turns_need_a_second_set_of_weights(
 
 
 def test_the_guarantee_is_what_the_planner_reaches_on_the_worst_loads() -> None:
-    config = EchoConfig(spare_slots=2, tolerance=0.0)
+    config = EchoConfig(num_spare_slots=2, tolerance=0.0)
     counts = np.zeros((6, 24), np.int64)
     counts[:, :16] = 60  # two thirds of the ranks are hot: the worst share for 2 slots of 4
     plan = plan_offload(counts, num_spare_slots=2, tolerance=0.0)
     assert plan.imbalance_after == pytest.approx(config.guaranteed_factor(4), rel=0.02)
-    assert EchoConfig(spare_slots=2, planner="echo").guaranteed_factor(4) is None
+    assert EchoConfig(num_spare_slots=2, planner="echo").guaranteed_factor(4) is None
 
 
 def test_routes_of_all_ranks_fit_each_other() -> None:
@@ -216,7 +221,7 @@ def test_a_recording_becomes_counts(tmp_path: Path, capsys: pytest.CaptureFixtur
     num_experts, steps = recorded_counts(folder, num_ranks=2)
     assert num_experts == 4
     assert [counts.tolist() for counts in steps] == [[[4, 2, 1, 1], [4, 2, 1, 1]]] * 2
-    arguments = ["echo", "simulate", "--routing", str(folder), "--ep=2", "--spare-slots=2"]
+    arguments = ["echo", "simulate", "--routing", str(folder), "--ep=2", "--num-spare-slots=2"]
     assert main([*arguments, "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert {row["planner"]: row["imbalance"] for row in results}["none"] == 1.5

@@ -71,8 +71,8 @@ CASES = {
 }
 
 ECHOES = {
-    "balanced": EchoConfig(spare_slots=SLOTS, tolerance=0.0),
-    "echo": EchoConfig(spare_slots=SLOTS, planner="echo", min_imbalance=1.1),
+    "balanced": EchoConfig(num_spare_slots=SLOTS, tolerance=0.0),
+    "echo": EchoConfig(num_spare_slots=SLOTS, planner="echo", min_imbalance=1.1),
 }
 
 

@@ -45,7 +45,7 @@ def test_balanced_plan_keeps_its_promises(
 
 @given(layers(), st.integers(0, 8))
 def test_documented_plan_keeps_its_promises(counts: np.ndarray, num_spare_slots: int) -> None:
-    plan = plan_offload(counts, num_spare_slots=num_spare_slots, method="echo")
+    plan = plan_offload(counts, num_spare_slots=num_spare_slots, planner="echo")
     bound = counts.sum() // len(counts) + counts.sum() % len(counts)
     assert not violations(counts, plan, num_spare_slots=num_spare_slots, bound=bound)
 
@@ -102,7 +102,7 @@ def test_every_integer_type_and_layout_gives_the_same_plan(counts: object) -> No
 
 def test_plans_differ_when_something_in_them_does() -> None:
     plan = plan_offload(COUNTS, num_spare_slots=1)
-    assert plan != plan_offload(COUNTS, num_spare_slots=1, method="echo")
+    assert plan != plan_offload(COUNTS, num_spare_slots=1, planner="echo")
     assert plan != plan_offload(COUNTS + 1, num_spare_slots=1)
     assert plan != "plan"
 
@@ -131,7 +131,7 @@ def test_tolerance_and_least_imbalance_save_clones() -> None:
 
 def test_no_tokens_need_no_clones() -> None:
     for method in ("balanced", "echo"):
-        plan = plan_offload(np.zeros((4, 8), np.int64), num_spare_slots=2, method=method)
+        plan = plan_offload(np.zeros((4, 8), np.int64), num_spare_slots=2, planner=method)
         assert plan.num_clones == plan.max_load == plan.bound == 0
         assert plan.imbalance_before == plan.imbalance_after == 1.0
 
@@ -155,14 +155,14 @@ def test_no_tokens_need_no_clones() -> None:
             {"num_spare_slots": 10**6},
             r"num_spare_slots must be in \[0, 1024\], got 1000000",
         ),
-        (COUNTS, {"method": "balance"}, "'balance'.*did you mean.*balanced"),
-        (COUNTS, {"method": "x"}, "'x'.*balanced and echo"),
+        (COUNTS, {"planner": "balance"}, "'balance'.*did you mean.*balanced"),
+        (COUNTS, {"planner": "x"}, "'x'.*balanced and echo"),
         (COUNTS, {"tolerance": -0.1}, r"tolerance is -0.1.*\[0, 1\]"),
         (COUNTS, {"tolerance": float("nan")}, "tolerance is nan"),
         (COUNTS, {"min_imbalance": 0.9}, "min_imbalance is 0.9"),
         (COUNTS, {"domain_size": 0}, "domain_size is 0"),
         (COUNTS, {"domain_size": 3}, "domain_size is 3; it must divide the number of ranks, 2"),
-        (COUNTS, {"domain_size": 2, "method": "echo"}, "only the balanced planner"),
+        (COUNTS, {"domain_size": 2, "planner": "echo"}, "only the balanced planner"),
     ],
 )
 def test_mistakes_are_explained(counts: object, options: dict[str, object], message: str) -> None:
@@ -197,7 +197,7 @@ def golden_plans() -> str:
     plans = [
         plan_offload(counts, num_spare_slots=slots, **options)
         for slots in (1, 4)
-        for options in ({"method": "echo"}, {"tolerance": 0.0}, {}, {"domain_size": 4})
+        for options in ({"planner": "echo"}, {"tolerance": 0.0}, {}, {"domain_size": 4})
     ]
     return "\n\n".join(plan.to_text() for plan in plans) + "\n"
 

@@ -68,16 +68,16 @@ def place_counts(plan: OffloadPlan, counts: np.ndarray, rank: int) -> np.ndarray
     ranks=st.sampled_from([1, 2, 4]),
     slots=st.integers(0, 3),
     top_k=st.integers(1, 3),
-    method=st.sampled_from(["balanced", "echo"]),
+    planner=st.sampled_from(["balanced", "echo"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_place_gets_exactly_what_the_plan_says(
-    seed: int, ranks: int, slots: int, top_k: int, method: str
+    seed: int, ranks: int, slots: int, top_k: int, planner: str
 ) -> None:
     num_experts = 8
     choices = random_choices(seed, ranks, num_experts, top_k)
     counts = counts_of(choices, num_experts)
-    plan = plan_offload(counts, num_spare_slots=slots, method=method, tolerance=0.0)
+    plan = plan_offload(counts, num_spare_slots=slots, planner=planner, tolerance=0.0)
     local, places = num_experts // ranks, num_experts // ranks + slots
     for rank, ids in enumerate(choices):
         row = row_of(plan, rank, counts[rank])
