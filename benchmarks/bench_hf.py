@@ -77,9 +77,8 @@ def work(contender: str, source: Path, out: Path) -> int:
         tensors = HFTensors(config["model_type"], imported.model, imported.moe, dtype=dtype)
         out.mkdir()
         write_json(out / "config.json", config)
-        write_tensors(
-            out, tensors.specs, tensors.values(values.__getitem__), max_shard_bytes=500_000_000
-        )
+        parts = ([value] for value in tensors.values(values.__getitem__))
+        write_tensors(out, tensors.specs, parts, max_shard_bytes=500_000_000)
         return sum(p.numel() * p.element_size() for p in values.values())
     if contender == "import-hf":
         from megacore.checkpoint.import_checkpoint import import_checkpoint

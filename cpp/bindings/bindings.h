@@ -20,6 +20,7 @@ void bind_program(pybind11::module_& module);           // after bind_pipeline
 void bind_schedule_catalog(pybind11::module_& module);  // after bind_pipeline
 void bind_auto_schedule(pybind11::module_& module);     // after bind_schedule_catalog
 void bind_buffer(pybind11::module_& module);
+void bind_checksum(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
 void bind_moe_kernels(pybind11::module_& module);
 void bind_peers(pybind11::module_& module);   // after bind_parallel

@@ -5,6 +5,7 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Buffer
 
 __version__: str
 
@@ -587,6 +588,12 @@ def decide_step(
     num_averaged: float,
 ) -> None: ...
 def sum_of_squares(*, values: int, numel: int) -> float: ...
+
+# ---- checksums -----------------------------------------------------------------------------------
+
+def crc32(data: Buffer, crc: int = 0) -> int: ...
+def crc32_combine(first: int, second: int, num_bytes_second: int) -> int: ...
+def has_fast_crc32() -> bool: ...
 
 # ---- moe -----------------------------------------------------------------------------------------
 class OffloadPlan:

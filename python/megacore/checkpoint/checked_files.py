@@ -6,23 +6,32 @@ import errno
 import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystem,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
 
+from megacore import _core
+from megacore.checkpoint.archives import archive_of, bytes_of
+from megacore.checkpoint.planner import ChunkSavePlanner
 from megacore.errors import CheckpointError, DiskFullError
 from megacore.files import describe_os_error
 
 ADVICE = 'use another checkpoint (checkpoint.resume = "auto" takes the newest complete one)'
 _BLOCK_BYTES = 1 << 20
+# The same function; the faster one on this processor.
+crc32 = _core.crc32 if _core.has_fast_crc32() else zlib.crc32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +45,6 @@ class FileSum:
 
     num_bytes: int
     crc32: int
-
-
-@contextmanager
-def _without_archive_sums() -> Iterator[None]:
-    """Let torch skip the checksums of its archives, which the sum of the whole file covers.
-
-    torch never verifies them. The setting holds for all threads: an archive that another thread
-    writes meanwhile also lacks them. A process writes one checkpoint at a time.
-    """
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
 
 
 class ChecksumWriter(FileSystemWriter):
@@ -72,8 +66,32 @@ class ChecksumWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of a plan; complete on return."""
-        with _without_archive_sums():
-            return super().write_data(plan, planner)
+        assert isinstance(planner, ChunkSavePlanner)
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results: list[WriteResult] = []
+        with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+            for item in plan.items:
+                results.append(_write_item(stream, name, item, planner))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _write_item(stream: Any, name: str, item: WriteItem, planner: ChunkSavePlanner) -> WriteResult:
+    """Write one chunk as an archive of `torch.save`."""
+    assert item.tensor_data is not None  # we write tensors only
+    dtype, sizes = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
+    archive, offset = archive_of(dtype, tuple(sizes)), stream.tell()
+    stream.write(archive.head)
+    for part in planner.parts(item):
+        stream.write(bytes_of(part.cpu().contiguous()))
+    stream.write(archive.tail)
+    assert stream.tell() - offset == archive.num_bytes
+    return WriteResult(
+        index=item.index,
+        size_in_bytes=archive.num_bytes,
+        storage_data=_StorageInfo(relative_path=name, offset=offset, length=archive.num_bytes),
+    )
 
 
 def check_size(path: Path, expected: FileSum) -> None:
@@ -103,19 +121,112 @@ def check_content(path: Path, expected: FileSum) -> None:
         CheckpointError: If the file is missing, truncated, unreadable or damaged.
     """
     check_size(path, expected)
-    crc32 = 0
+    found = 0
     # One block: new memory for each would take longer than its checksum.
     block = memoryview(bytearray(_BLOCK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(block):
-                crc32 = zlib.crc32(block[:count], crc32)
+                found = crc32(block[:count], found)
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint file {path}: {error.strerror}") from error
-    if crc32 != expected.crc32:
-        raise CheckpointError(
-            f"checkpoint file {path} is damaged: its content does not match its checksum; {ADVICE}"
-        )
+    if found != expected.crc32:
+        raise _damaged(path)
+
+
+class CheckedReader:
+    """Reader of parts of files that verifies, at the end, the files that were read.
+
+    Each byte is read once: what was not asked for is read by `verify`. Values are not to be
+    trusted before. Files stay open until `close`; also a context manager.
+
+    Args:
+        folder: Folder of the files.
+        files: Length and checksum of each file by name.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, FileSum]) -> None:
+        self._folder = folder
+        self._files = files
+        self._descriptors: dict[str, int] = {}
+        # (first byte, end, checksum) of what was read.
+        self._parts: dict[str, list[tuple[int, int, int]]] = {}
+
+    def __enter__(self) -> CheckedReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+        """Read from a position of a file.
+
+        Raises:
+            CheckpointError: If the file cannot be read or is too short.
+        """
+        path = self._folder / name
+        parts = self._parts.setdefault(name, [])
+        start, end, found = parts.pop() if parts and parts[-1][1] == offset else (offset, offset, 0)
+        try:
+            if name not in self._descriptors:
+                self._descriptors[name] = os.open(path, os.O_RDONLY)
+            for at in range(0, len(into), _BLOCK_BYTES):
+                block = into[at : at + _BLOCK_BYTES]
+                done = 0
+                while done < len(block):
+                    count = os.preadv(self._descriptors[name], [block[done:]], end + done)
+                    if count == 0:
+                        raise CheckpointError(f"checkpoint file {path} is cut off; {ADVICE}")
+                    done += count
+                found = crc32(block, found)
+                end += len(block)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read checkpoint file {path}: {error.strerror}"
+            ) from error
+        parts.append((start, end, found))
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Read bytes from a position of a file; see `read_into`."""
+        content = bytearray(length)
+        self.read_into(name, offset, memoryview(content))
+        return bytes(content)
+
+    def verify(self) -> None:
+        """Compare all files with their checksums, also those that nothing was read from.
+
+        Raises:
+            CheckpointError: With the name of a damaged file.
+        """
+        block = memoryview(bytearray(_BLOCK_BYTES))
+        for name, expected in self._files.items():
+            check_size(self._folder / name, expected)
+            end = found = 0
+            parts = sorted(self._parts.pop(name, []))
+            for first, last, part in (*parts, (expected.num_bytes, expected.num_bytes, 0)):
+                if first < end:
+                    continue  # read twice
+                while end < first:
+                    gap = block[: min(first - end, _BLOCK_BYTES)]
+                    self.read_into(name, end, gap)
+                    [(_, _, sum_of_gap)] = self._parts.pop(name)
+                    found = _core.crc32_combine(found, sum_of_gap, len(gap))
+                    end += len(gap)
+                found = _core.crc32_combine(found, part, last - first)
+                end = last
+            if found != expected.crc32:
+                raise _damaged(self._folder / name)
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint file {path} is damaged: its content does not match its checksum; {ADVICE}"
+    )
 
 
 def check_written(path: Path, expected: FileSum) -> None:
@@ -190,13 +301,18 @@ class _ChecksumFile(io.BufferedWriter):
         self.error: OSError | None = None
 
     def write(self, data: Any, /) -> int:
-        self._num_bytes += memoryview(data).nbytes
-        self._crc32 = zlib.crc32(data, self._crc32)
+        view = memoryview(data).cast("B")
         try:
-            return super().write(data)
+            # In blocks, which are still in the processor's cache when they are written.
+            for at in range(0, len(view), _BLOCK_BYTES):
+                block = view[at : at + _BLOCK_BYTES]
+                self._crc32 = crc32(block, self._crc32)
+                super().write(block)
         except OSError as error:
             self.error = error
             raise
+        self._num_bytes += len(view)
+        return len(view)
 
     def close(self) -> None:
         if self.closed:

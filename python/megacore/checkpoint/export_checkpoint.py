@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megacore.checkpoint import StoredWeights
 from megacore.checkpoint.format import step_folder, step_folders
@@ -63,7 +62,9 @@ def export_checkpoint(
 
     Writes ``*.safetensors`` (with an index if several), ``config.json``,
     ``generation_config.json`` and, if known, the tokenizer. Nothing is written before the model is
-    known to fit a family. Memory: one parameter.
+    known to fit a family, and ``config.json`` only when all files of the checkpoint were verified.
+    Memory: blocks of 1 MB; for parameters whose values are reordered, or that several ranks wrote,
+    one parameter.
 
     Args:
         path: A checkpoint folder, the folder of all checkpoints, or a run's folder.
@@ -81,7 +82,9 @@ def export_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "is not empty" if out.is_dir() else "is a file"
         raise MegacoreError(f"{out} {what}; name a new folder to export into")
-    stored = StoredWeights(path if step is None else _folder_of_step(Path(path), step))
+    stored = StoredWeights(
+        path if step is None else _folder_of_step(Path(path), step), verified=False
+    )
     config = config_from_values(stored.config, source=str(stored.folder))
     dtype = dtype or config.train.dtype
     hf_config = config_to_hf(config.model, config.moe, family=family)
@@ -91,19 +94,13 @@ def export_checkpoint(
     hf_config |= {name: generation.get(name) for name in _TOKEN_IDS}
     hf_config |= {"dtype": dtype, "torch_dtype": dtype}
 
-    # One memory for all parameters: new pages for each would take longer than reading it.
-    largest = max(stored.num_bytes(info.name) for info in tensors.infos)
-    memory = torch.empty(largest, dtype=torch.uint8)
-
-    def read(name: str) -> Tensor:
-        return stored.read_into(memory, name)
-
     try:
         out.mkdir(parents=True, exist_ok=True)
         with torch.no_grad():
             files = write_tensors(
-                out, tensors.specs, tensors.values(read), max_shard_bytes=max_shard_bytes
+                out, tensors.specs, tensors.parts(stored), max_shard_bytes=max_shard_bytes
             )
+        stored.verify()
         for name, source in tokenizer.items():
             shutil.copyfile(source, out / name)
         write_json(out / "generation_config.json", generation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import TrainState, save_checkpoint
-from megacore.checkpoint.chunks import MAIN_PARAM
+from megacore.checkpoint.chunks import MAIN_PARAM, Chunk, tensor_key
 from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, copy_tokenizer
 from megacore.config import (
     Config,
@@ -29,7 +30,6 @@ from megacore.models.hf import HFWeights, sections_from_hf
 from megacore.models.hf.files import TensorFiles, read_config
 from megacore.optim import ParamPiece
 from megacore.parallel import ProcessGroups
-from megacore.parallel.params import ShardPosition
 
 CONFIG_NAME = "config.toml"
 
@@ -60,7 +60,8 @@ def import_checkpoint(
     """Read a model and write it as a checkpoint of step 0 with weights only, in this process.
 
     The tokenizer is copied if there is one. Nothing is written before names, shapes and dtypes
-    of all tensors have been checked. Memory: one parameter in float32 and its tensors.
+    of all tensors have been checked. Weights keep their number format. Memory: blocks of 1 MB; for
+    parameters whose values are reordered, one parameter and its tensors.
 
     Args:
         folder: Folder with ``config.json``, ``*.safetensors`` and optionally ``tokenizer.json``.
@@ -88,8 +89,6 @@ def import_checkpoint(
     config = resolve(Config.model_validate(settings), 1, cuda=False)
     weights.check()
     pieces = _pieces(weights)
-    # One memory for all parameters: new pages for each would take longer than reading it.
-    memory = torch.empty(max(piece.end for piece in pieces))
     try:
         out.mkdir(parents=True, exist_ok=True)
         if has_tokenizer:
@@ -105,7 +104,7 @@ def import_checkpoint(
         state=TrainState(step=0, samples=0, optimizer={}),
         config=config.model_dump(),
         groups=ProcessGroups.single(),
-        read=lambda key: _read(weights, key.removeprefix(f"{MAIN_PARAM}."), memory),
+        read=lambda chunk: _blocks(weights, chunk),
     )
     return ImportedRun(
         config_path=out / CONFIG_NAME,
@@ -136,12 +135,12 @@ def _settings(
     return {section: values for section, values in settings.items() if values}
 
 
-def _read(weights: HFWeights, name: str, memory: Tensor) -> Tensor:
-    """Return a whole parameter in float32, in the beginning of ``memory``."""
-    shape = weights.infos[name].full_shape
-    values = memory[: math.prod(shape)].view(shape)
-    weights.read_into(values, name, ShardPosition())
-    return values
+def _blocks(weights: HFWeights, chunk: Chunk) -> Iterator[Tensor]:
+    """Yield the values of a chunk, which is a range of a flattened parameter."""
+    strides = [math.prod(chunk.full_shape[dim + 1 :]) for dim in range(len(chunk.full_shape))]
+    start = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
+    name = chunk.key.removeprefix(tensor_key(MAIN_PARAM, ""))
+    return weights.blocks(name, start, start + chunk.tensor.numel())
 
 
 def _pieces(weights: HFWeights) -> list[ParamPiece]:
@@ -151,7 +150,11 @@ def _pieces(weights: HFWeights) -> list[ParamPiece]:
             info=info,
             start=0,
             end=math.prod(info.full_shape),
-            tensors={MAIN_PARAM: torch.empty(math.prod(info.full_shape), device="meta")},
+            tensors={
+                MAIN_PARAM: torch.empty(
+                    math.prod(info.full_shape), dtype=weights.dtype(info.name), device="meta"
+                )
+            },
         )
         for info in weights.infos.values()
     ]

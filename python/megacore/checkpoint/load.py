@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from megacore.checkpoint.agreement import gather_results, on_every_rank
-from megacore.checkpoint.checked_files import ADVICE
+from megacore.checkpoint.archives import archive_of, bytes_of
+from megacore.checkpoint.checked_files import ADVICE, CheckedReader
 from megacore.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of, tensor_key
 from megacore.checkpoint.find import resolve_checkpoint, verify_files
-from megacore.checkpoint.format import CheckpointIndex, TrainState, read_index
+from megacore.checkpoint.format import CheckpointIndex, TrainState, check_files, read_index
 from megacore.checkpoint.metadata import read_metadata
 from megacore.checkpoint.planner import ChunkLoadPlanner
 from megacore.errors import CheckpointError
@@ -65,15 +72,17 @@ def load_checkpoint(
     fit.check_left_over(set().union(*names))
     # No limit on box sizes here: memory is bounded by the stored chunks.
     chunks = chunks_of(pieces, groups, max_numel=1 << 62)
-    on_every_rank(lambda: _fill(folder, metadata, chunks), groups)
+    on_every_rank(lambda: _fill_from_folder(folder, index, metadata, chunks), groups)
     return index.state
 
 
 class StoredWeights:
-    """Weights of a checkpoint, read as whole tensors on demand, in one process.
+    """Weights of a checkpoint, read on demand, in one process.
 
     Args:
         path: A checkpoint folder, the folder of all checkpoints, or a run's folder.
+        verified: Whether to verify all files first. Otherwise call `verify` after the last value
+            was read and before any is used: it reads only what was not read until then.
 
     Attributes:
         folder: The checkpoint folder.
@@ -83,53 +92,108 @@ class StoredWeights:
         CheckpointError: If the checkpoint is missing, damaged or of another format.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, verified: bool = True) -> None:
         self.folder = resolve_checkpoint(path)
-        index = verify_files(self.folder, ProcessGroups.single())
+        index = read_index(self.folder)
+        check_files(self.folder, index)
+        if verified:
+            verify_files(self.folder, ProcessGroups.single())
         self.config = index.config
         self._metadata = read_metadata(self.folder, index)
         self._stored = _stored_tensors(self._metadata, MAIN_PARAM)
+        self._reader = CheckedReader(self.folder, index.files)
+        self._rows: dict[str, tuple[list[int], list[ChunkStorageMetadata]] | None] = {}
+
+    def __enter__(self) -> StoredWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
 
     def names(self) -> list[str]:
         """Return the names of all parameters and checkpointed buffers."""
         return sorted(self._stored)
 
-    def num_bytes(self, name: str) -> int:
-        """Return the size of a parameter.
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the number format of a parameter: float32, or that of imported weights.
 
         Raises:
             CheckpointError: If the checkpoint lacks it.
         """
-        stored = self._find(name)
-        return math.prod(stored.size) * stored.properties.dtype.itemsize
+        dtype = self._find(name).properties.dtype
+        assert isinstance(dtype, torch.dtype)  # checked by `read_metadata`
+        return dtype
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Read parameters by name: full shape, float32.
+        """Read whole parameters by name, in the stored dtype.
 
         Raises:
-            CheckpointError: As `read_into`.
+            CheckpointError: As `read_param`.
         """
-        return {
-            name: self.read_into(torch.empty(self.num_bytes(name), dtype=torch.uint8), name)
-            for name in names
-        }
+        return {name: self.read_param(name) for name in names}
 
-    def read_into(self, memory: Tensor, name: str) -> Tensor:
-        """Read a parameter, full shape, float32, to the beginning of ``memory``, bytes.
+    def read_param(self, name: str) -> Tensor:
+        """Read a whole parameter, in the stored dtype.
 
         Raises:
             CheckpointError: If the checkpoint lacks the parameter or cannot be read.
         """
         stored = self._find(name)
-        values = memory[: self.num_bytes(name)].view(stored.properties.dtype).view(stored.size)
         chunk = Chunk(
             key=tensor_key(MAIN_PARAM, name),
             full_shape=tuple(stored.size),
             offsets=(0,) * len(stored.size),
-            tensor=values,
+            tensor=torch.empty(stored.size, dtype=self.dtype(name)),
         )
-        _fill(self.folder, self._metadata, [chunk])
-        return values
+        _fill(self._reader, self._metadata, [chunk])
+        return chunk.tensor
+
+    def has_ranges(self, name: str) -> bool:
+        """Check whether each stored box is a range of the flattened parameter.
+
+        Raises:
+            CheckpointError: If the checkpoint lacks it.
+        """
+        return self._boxes_in_order(name) is not None
+
+    def read_range(self, name: str, start: int, into: Tensor) -> None:
+        """Read a range of a flattened parameter that has ranges.
+
+        Args:
+            name: The parameter.
+            start: First element.
+            into: Contiguous tensor of the parameter's dtype.
+
+        Raises:
+            CheckpointError: As `read_param`.
+        """
+        boxes = self._boxes_in_order(name)
+        assert boxes is not None
+        starts, chunks = boxes
+        done = 0
+        while done < into.numel():
+            number = bisect_right(starts, start + done) - 1
+            box, skipped = chunks[number], start + done - starts[number]
+            count = min(into.numel() - done, math.prod(box.sizes) - skipped)
+            key = tensor_key(MAIN_PARAM, name)
+            _read_box(
+                self._reader, self._metadata, key, box, into[done : done + count], skipped=skipped
+            )
+            done += count
+
+    def verify(self) -> None:
+        """Verify the checksums of all files; reads what was not read before.
+
+        Raises:
+            CheckpointError: With the name of a missing or damaged file.
+        """
+        self._reader.verify()
+
+    def _boxes_in_order(self, name: str) -> tuple[list[int], list[ChunkStorageMetadata]] | None:
+        if name not in self._rows:
+            stored = self._find(name)
+            self._rows[name] = _ranges(stored)
+        return self._rows[name]
 
     def _find(self, name: str) -> TensorStorageMetadata:
         if name not in self._stored:
@@ -140,14 +204,39 @@ class StoredWeights:
         return self._stored[name]
 
 
+def _ranges(stored: TensorStorageMetadata) -> tuple[list[int], list[ChunkStorageMetadata]] | None:
+    """Return the boxes of a tensor with their first elements if all are ranges of elements."""
+    size = tuple(stored.size)
+    strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
+    placed = []
+    for box in stored.chunks:
+        split = next((dim for dim, count in enumerate(box.sizes) if count != 1), len(size))
+        if any(
+            count != whole
+            for count, whole in zip(box.sizes[split + 1 :], size[split + 1 :], strict=True)
+        ):
+            return None
+        placed.append(
+            (sum(at * stride for at, stride in zip(box.offsets, strides, strict=True)), box)
+        )
+    placed.sort(key=lambda item: item[0])
+    return [start for start, _ in placed], [box for _, box in placed]
+
+
 def load_full_weights(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read all weights of a checkpoint as whole tensors, in one process; see `StoredWeights`.
 
     Returns:
-        The run's configuration as plain values; each parameter by name, full shape, float32.
+        The run's configuration as plain values; each parameter by name, full shape, float32 or the
+        dtype of imported weights.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing, damaged or of another format.
     """
-    stored = StoredWeights(path)
-    return stored.config, stored.read(stored.names())
+    with StoredWeights(path, verified=False) as stored:
+        weights = stored.read(stored.names())
+        stored.verify()
+    return stored.config, weights
 
 
 class _Fit:
@@ -208,18 +297,67 @@ def _stored_tensors(metadata: Metadata, kind: str) -> dict[str, TensorStorageMet
     }
 
 
+def _fill_from_folder(
+    folder: Path, index: CheckpointIndex, metadata: Metadata, chunks: Sequence[Chunk]
+) -> None:
+    with CheckedReader(folder, index.files) as reader:
+        _fill(reader, metadata, chunks)
+
+
 @torch.no_grad()
-def _fill(folder: Path, metadata: Metadata, chunks: Sequence[Chunk]) -> None:
+def _fill(reader: CheckedReader, metadata: Metadata, chunks: Sequence[Chunk]) -> None:
     """Fill the chunks from the stored files, without communication."""
-    reader = FileSystemReader(folder)
     planner = ChunkLoadPlanner(chunks)
     planner.set_up_planner({}, metadata)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    for item in planner.create_local_plan().items:
+        stored = metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)  # checked by `read_metadata`
+        [box] = [box for box in stored.chunks if box.offsets == item.storage_index.offset]
+        target = planner.resolve_tensor(item).detach()
+        is_whole = tuple(item.lengths) == tuple(box.sizes)
+        direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
+        if direct and target.dtype == stored.properties.dtype:
+            _read_box(reader, metadata, item.storage_index.fqn, box, target.view(-1))
+            continue
+        values = torch.empty(box.sizes, dtype=stored.properties.dtype)
+        _read_box(reader, metadata, item.storage_index.fqn, box, values.view(-1))
+        for dim, (first, count) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            values = values.narrow(dim, first, count)
+        target.copy_(values)
+
+
+def _read_box(
+    reader: CheckedReader,
+    metadata: Metadata,
+    key: str,
+    box: ChunkStorageMetadata,
+    into: Tensor,
+    *,
+    skipped: int = 0,
+) -> None:
+    """Read elements of a stored box, from element ``skipped`` on, in the stored dtype.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    place = metadata.storage_data[MetadataIndex(key, box.offsets)]
+    name, offset = place.relative_path, place.offset
+    archive = archive_of(into.dtype, tuple(box.sizes))
+    is_ours = place.length == archive.num_bytes
+    if is_ours and reader.read(name, offset, len(archive.head)) == archive.head:
+        first = offset + len(archive.head) + skipped * into.dtype.itemsize
+        reader.read_into(name, first, bytes_of(into))
+        return
+    # Written by another version of torch.
+    content = io.BytesIO(reader.read(name, offset, place.length))
     try:
-        reader.read_data(planner.create_local_plan(), planner).wait()
-    except Exception as error:  # checksums match, so the content itself is unreadable
+        values = torch.load(content, map_location="cpu", weights_only=True)
+        whole = values.expand(tuple(box.sizes)).reshape(-1)
+        into.copy_(whole[skipped : skipped + into.numel()])
+    except Exception as error:  # an invalid archive fails in many ways
         raise CheckpointError(
-            f"cannot read checkpoint {folder}: {type(error).__name__}: {error}; {ADVICE}"
+            f"cannot read {key} in checkpoint file {name}: {type(error).__name__}: {error}; "
+            f"{ADVICE}"
         ) from error
 
 

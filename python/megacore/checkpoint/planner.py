@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,17 +44,18 @@ class ChunkSavePlanner(SavePlanner):
 
     Args:
         chunks: Chunks of this rank.
-        read: Returns the values of a whole logical tensor by key, in place of those of the chunks;
-            called once for each, as chunks are written in order. A value may use the memory of
-            the one before.
+        read: Yields consecutive parts of the flattened values of a chunk, in place of the chunk's
+            own. A part may use the memory of the one before.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], *, read: Callable[[str], Tensor] | None = None
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        read: Callable[[Chunk], Iterator[Tensor]] | None = None,
     ) -> None:
         self._chunks = {MetadataIndex(chunk.key, chunk.offsets): chunk for chunk in chunks}
         self._read = read
-        self._last: tuple[str, Tensor] | None = None
 
     def over(self, values: Mapping[MetadataIndex, Tensor]) -> ChunkSavePlanner:
         """Create a planner with other values for the chunks that this rank writes."""
@@ -94,15 +95,15 @@ class ChunkSavePlanner(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Look up the values of a chunk."""
+        return self._chunks[write_item.index].tensor
+
+    def parts(self, write_item: WriteItem) -> Iterator[Tensor]:
+        """Yield consecutive parts of the flattened values of a chunk."""
         chunk = self._chunks[write_item.index]
         if self._read is None:
-            return chunk.tensor
-        if self._last is None or self._last[0] != chunk.key:
-            self._last = chunk.key, self._read(chunk.key)
-        sizes = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-        part = self._last[1][tuple(slice(at, at + size) for at, size in sizes)]
-        # The writer copies a part of a larger storage; through NumPy it has a storage of its own.
-        return torch.from_numpy(part.numpy())
+            yield chunk.tensor
+        else:
+            yield from self._read(chunk)
 
 
 class ChunkLoadPlanner(LoadPlanner):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megacore.checkpoint.agreement import gather_results, on_rank_0
 from megacore.checkpoint.background import BackgroundTask, Staging, background_groups
 from megacore.checkpoint.checked_files import ChecksumWriter, FileSum, check_written, write_error
-from megacore.checkpoint.chunks import chunks_of
+from megacore.checkpoint.chunks import Chunk, chunks_of
 from megacore.checkpoint.format import (
     METADATA_NAME,
     PARTIAL_SUFFIX,
@@ -83,7 +83,7 @@ class CheckpointSaver:
         keep: int = 2,
         in_background: bool = False,
         tolerant: bool = False,
-        read: Callable[[str], Tensor] | None = None,
+        read: Callable[[Chunk], Iterator[Tensor]] | None = None,
     ) -> None:
         self._read = read
         self._directory = Path(directory)
@@ -230,7 +230,7 @@ def save_checkpoint(
     config: Mapping[str, Any],
     groups: ProcessGroups,
     keep: int = 2,
-    read: Callable[[str], Tensor] | None = None,
+    read: Callable[[Chunk], Iterator[Tensor]] | None = None,
 ) -> Path:
     """Write a single checkpoint; arguments and errors as `CheckpointSaver`. Collective.
 

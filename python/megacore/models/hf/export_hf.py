@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +13,28 @@ from megacore.config import ModelConfig, MoEConfig
 from megacore.models.hf.families import FAMILIES
 from megacore.models.hf.files import TensorSpec
 from megacore.models.hf.import_hf import copies_of, describe_params
-from megacore.models.hf.rows import rows_of
+from megacore.models.hf.rows import Run, rows_of, runs_of
 from megacore.models.shape import GPTShape
 from megacore.parallel.params import ParamInfo
+
+# Elements read at a time: 1 MiB in float32, which stays in the processor's cache until written.
+_BLOCK_NUMEL = 1 << 18
+
+
+class ParamSource(Protocol):
+    """Parameters that are read from a file, such as `StoredWeights`."""
+
+    def dtype(self, name: str, /) -> torch.dtype:
+        """Return the number format of a parameter."""
+
+    def has_ranges(self, name: str, /) -> bool:
+        """Check whether ranges of a flattened parameter can be read."""
+
+    def read_range(self, name: str, start: int, into: Tensor, /) -> None:
+        """Read a range of a flattened parameter into a contiguous tensor."""
+
+    def read_param(self, name: str, /) -> Tensor:
+        """Read a whole parameter."""
 
 
 class HFTensors:
@@ -47,9 +67,33 @@ class HFTensors:
         Args:
             read: Returns a whole parameter by name; called for one parameter after another.
         """
-        for name in (*(info.name for info in self.infos), *(name for _, name in self._copies)):
-            row, _ = next(rows_of(name, self._table, self._num_experts))
-            yield from row.transform.split(read(name), self._shape)
+        for info in self._params():
+            row, _ = next(rows_of(info.name, self._table, self._num_experts))
+            yield from row.transform.split(read(info.name), self._shape)
+
+    def parts(self, source: ParamSource) -> Iterator[Iterator[Tensor]]:
+        """Yield, in the order of `specs`, the consecutive parts of each tensor.
+
+        Args:
+            source: Parameters; most of them are read in small blocks. A part is valid until the
+                next one.
+        """
+        for info in self._params():
+            row, _ = next(rows_of(info.name, self._table, self._num_experts))
+            runs = None
+            if source.has_ranges(info.name):
+                runs = runs_of(row.transform, info.full_shape, self._shape)
+            if runs is None:
+                whole = source.read_param(info.name)
+                yield from (iter([part]) for part in row.transform.split(whole, self._shape))
+            else:
+                yield from (_blocks(source, info.name, theirs) for theirs in runs)
+
+    def _params(self) -> Iterator[ParamInfo]:
+        """Yield the parameter behind each group of `specs`; those that are copied twice."""
+        yield from self.infos
+        named = {info.name: info for info in self.infos}
+        yield from (named[name] for _, name in self._copies)
 
     def _specs(self, info: ParamInfo) -> Iterator[TensorSpec]:
         row, names = next(rows_of(info.name, self._table, self._num_experts))
@@ -57,3 +101,13 @@ class HFTensors:
         dtype = torch.float32 if info.name.endswith(".expert_bias") else self._dtype
         for name, part in zip(names, parts, strict=True):
             yield TensorSpec(name=name, dtype=dtype, shape=tuple(part.shape))
+
+
+def _blocks(source: ParamSource, name: str, runs: list[Run]) -> Iterator[Tensor]:
+    """Yield the values of one tensor in blocks, which share memory."""
+    block = torch.empty(_BLOCK_NUMEL, dtype=source.dtype(name))
+    for run in runs:
+        for at in range(0, run.numel, _BLOCK_NUMEL):
+            part = block[: min(_BLOCK_NUMEL, run.numel - at)]
+            source.read_range(name, run.ours + at, part)
+            yield part

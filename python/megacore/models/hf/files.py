@@ -143,6 +143,25 @@ class TensorFiles:
             into[at - first : at - first + step].copy_(block[:, *inner])
         return into
 
+    def elements(self, name: str, first: int, into: Tensor) -> None:
+        """Read consecutive elements of a flattened tensor.
+
+        Args:
+            name: The tensor.
+            first: The first element.
+            into: Contiguous CPU tensor of one dimension, of any dtype.
+
+        Raises:
+            MegacoreError: As `part`.
+        """
+        dtype = self.dtype_of(name)
+        path, start, entry = self._entry(name)
+        begin = start + entry["data_offsets"][0] + first * dtype.itemsize
+        values = into if into.dtype == dtype else torch.empty(into.shape, dtype=dtype)
+        _read_bytes(path, begin, values)
+        if values is not into:
+            into.copy_(values)
+
     def _entry(self, name: str) -> tuple[Path, int, dict[str, Any]]:
         """Return a tensor's file, the position of the first tensor in it, and its header."""
         path = self._files[name]
@@ -255,11 +274,11 @@ class TensorSpec:
 def write_tensors(
     folder: Path,
     specs: Sequence[TensorSpec],
-    tensors: Iterable[Tensor],
+    parts: Iterable[Iterable[Tensor]],
     *,
     max_shard_bytes: int,
 ) -> list[Path]:
-    """Write tensors one at a time, into as many files as needed, with an index if several.
+    """Write tensors part by part, into as many files as needed, with an index if several.
 
     A file is full when the next tensor would exceed the limit; a larger tensor has its own file.
     The headers follow from ``specs``, so no file is held in memory.
@@ -267,7 +286,7 @@ def write_tensors(
     Args:
         folder: An existing folder.
         specs: All tensors, in the order of writing.
-        tensors: Their values, in the same order; any dtype and device.
+        parts: For each of them, consecutive parts of its values; any dtype and device.
         max_shard_bytes: Limit for the tensors of one file, bytes.
 
     Returns:
@@ -284,15 +303,16 @@ def write_tensors(
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         names = [WEIGHTS_NAME]
-    values = iter(tensors)
+    values = iter(parts)
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
-            file.write(_header(shard))
+            end = file.write(_header(shard))
             for spec in shard:
-                value = next(values)
-                assert tuple(value.shape) == spec.shape
-                content = value.to(device="cpu", dtype=spec.dtype).contiguous()
-                file.write(content.view(-1).view(torch.uint8).numpy().data)
+                end += spec.num_bytes
+                for part in next(values):
+                    content = part.to(device="cpu", dtype=spec.dtype).reshape(-1)
+                    file.write(content.view(torch.uint8).numpy().data)
+                assert file.tell() == end
     if len(shards) > 1:
         weight_map = {
             spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard

@@ -7,7 +7,9 @@ A folder has ``config.json`` and one or more ``*.safetensors`` files. If present
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +22,7 @@ from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
 from megacore.models.hf.families import Family
 from megacore.models.hf.files import TensorFiles, read_config
-from megacore.models.hf.rows import TENSORS, Row, local_name, rows_of
+from megacore.models.hf.rows import TENSORS, Row, Run, local_name, rows_of, runs_of
 from megacore.models.hf.settings import family_of, sections_from_hf
 from megacore.models.shape import GPTShape
 from megacore.parallel.params import ParamInfo, ShardPosition, shard
@@ -30,6 +32,9 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # Parameters whose last rows may be padding.
 _PADDED = ("embedding", "head")
+_HALVES = (torch.bfloat16, torch.float16)
+# Elements read at a time: 1 MiB in float32, which stays in the processor's cache until written.
+_BLOCK_NUMEL = 1 << 18
 
 
 class Tensors(Protocol):
@@ -82,6 +87,8 @@ class HFWeights:
         moe: MoEConfig,
     ) -> None:
         self._tensors = tensors
+        self._placed: dict[str, list[tuple[Run, str]] | None] = {}
+        self._last: tuple[str, Tensor] | None = None
         self._shape = GPTShape.from_config(model)
         self._infos = {info.name: info for info in describe_params(model, moe)}
         family = family_of(config)
@@ -121,6 +128,37 @@ class HFWeights:
         self.read_into(values, name, position)
         return values
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the smallest of float32, bfloat16 and float16 that has all values of a parameter.
+
+        The values of float64 tensors are rounded to float32.
+        """
+        dtypes = {_dtype_of(self._tensors, theirs) for theirs in self._rows[name][1]}
+        return next((half for half in _HALVES if dtypes == {half}), torch.float32)
+
+    @torch.no_grad()
+    def blocks(self, name: str, start: int, end: int) -> Iterator[Tensor]:
+        """Yield a range of a flattened parameter in consecutive blocks, in `dtype`.
+
+        A block is valid until the next one.
+
+        Raises:
+            MegacoreError: As `read_into`.
+        """
+        if self._runs(name) is None:
+            if self._last is None or self._last[0] != name:
+                self._last = None  # its memory is free before the next parameter is read
+                info, dtype = self._infos[name], self.dtype(name)
+                self._last = name, torch.empty(info.full_shape, dtype=dtype)
+                self.read_into(self._last[1], name, ShardPosition())
+            yield self._last[1].view(-1)[start:end]
+            return
+        block = torch.empty(min(end - start, _BLOCK_NUMEL), dtype=self.dtype(name))
+        for first in range(start, end, _BLOCK_NUMEL):
+            part = block[: min(_BLOCK_NUMEL, end - first)]
+            self._read_runs(part, name, first)
+            yield part
+
     @torch.no_grad()
     def read_into(self, values: Tensor, name: str, position: ShardPosition) -> None:
         """Fill a shard of a parameter; only its values are read, most of them without a copy.
@@ -130,6 +168,10 @@ class HFWeights:
         """
         info, (row, names) = self._infos[name], self._rows[name]
         self._check_shapes(info, row, names)
+        is_whole = tuple(values.shape) == info.full_shape
+        if is_whole and values.is_contiguous() and values.is_cpu and self._runs(name) is not None:
+            self._read_runs(values.view(-1), name, 0)
+            return
         tp = (info.tp_dim, position.tp_position, position.tp_size)
         ep = (info.ep_dim, position.ep_position, position.ep_size)
         dims, shape = row.transform.dims, self._shape
@@ -154,6 +196,40 @@ class HFWeights:
             values.zero_()
         for theirs, place in zip(names, row.transform.split(values, shape), strict=True):
             self._read(theirs, ranges, into=place)
+
+    def _runs(self, name: str) -> list[tuple[Run, str]] | None:
+        """Return the runs of a parameter in its order, with their tensors; see `runs_of`."""
+        if name not in self._placed:
+            info, (row, names) = self._infos[name], self._rows[name]
+            self._check_shapes(info, row, names)
+            runs = runs_of(row.transform, info.full_shape, self._shape)
+            self._placed[name] = None
+            if runs is not None:
+                placed = zip(names, runs, strict=True)
+                self._placed[name] = sorted(
+                    ((run, theirs) for theirs, each in placed for run in each), key=_first_of
+                )
+        return self._placed[name]
+
+    def _read_runs(self, values: Tensor, name: str, start: int) -> None:
+        """Fill ``values`` with the elements of a flattened parameter from ``start`` on."""
+        runs, end = self._runs(name), start + values.numel()
+        assert runs is not None
+        if name in _PADDED and self._shape.vocab < self._shape.padded_vocab:
+            values.zero_()
+        number = max(0, bisect_right(runs, start, key=_first_of) - 1)
+        for run, theirs in itertools.islice(runs, number, None):
+            if run.ours >= end:
+                break
+            first, last = max(start, run.ours), min(end, run.ours + run.numel)
+            if first >= last:
+                continue  # padding
+            part = values[first - start : last - start]
+            if isinstance(self._tensors, TensorFiles):
+                self._tensors.elements(theirs, run.theirs + first - run.ours, part)
+            else:
+                flat = self._tensors[theirs].reshape(-1)
+                part.copy_(flat[run.theirs + first - run.ours :][: last - first])
 
     def check(self) -> None:
         """Check the shapes and dtypes of all tensors, without reading their values.
@@ -222,6 +298,10 @@ class HFWeights:
                 "num_nextn_predict_layers to 0 in config.json"
             )
         raise MegacoreError(f"there is no tensor {first}, which the model needs{advice}")
+
+
+def _first_of(placed: tuple[Run, str]) -> int:
+    return placed[0].ours
 
 
 def _shape_of(tensors: Tensors, name: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ tensors follow from the parameter's shape by a `split` on the meta device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from megacore.models.shape import GPTShape
 
 TENSORS = -1
+# Below this many elements a run, whole parameters are transformed instead.
+_MIN_RUN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +31,29 @@ class Transform:
         split: The inverse: views or copies of parts of the parameter.
         dims: The tensors' dimension for each dimension of the parameter whose equal parts can be
             joined alone from the same parts of the tensors; `TENSORS` if they are whole tensors.
+        views: Views of the parameter that are the tensors once they are flattened. Default: those
+            of `split`, if they are views.
     """
 
     join: Callable[[Sequence[Tensor], GPTShape], Tensor]
     split: Callable[[Tensor, GPTShape], Sequence[Tensor]]
     dims: Mapping[int, int] = field(default_factory=dict)
+    views: Callable[[Tensor, GPTShape], Sequence[Tensor]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Elements that are consecutive in a flattened parameter and in one flattened tensor.
+
+    Attributes:
+        ours: First element in the parameter.
+        theirs: First element in the tensor.
+        numel: Number of elements.
+    """
+
+    ours: int
+    theirs: int
+    numel: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +114,35 @@ def rows_of(layer_name: str, table: Table, num_experts: int) -> Iterator[tuple[R
         yield candidate, candidate.names(layer, num_experts)
 
 
+def runs_of(
+    transform: Transform, full_shape: tuple[int, ...], shape: GPTShape
+) -> list[list[Run]] | None:
+    """Return the runs of each tensor of a row in order; ``None`` if they are too short.
+
+    Elements of the parameter that no run has are padding.
+    """
+    whole = torch.empty(full_shape, device="meta")
+    runs = []
+    for view in (transform.views or transform.split)(whole, shape):
+        if view is not whole and view._base is not whole:
+            return None
+        inner, numel = view.dim(), 1
+        while inner > 0 and (view.shape[inner - 1] == 1 or view.stride(inner - 1) == numel):
+            inner -= 1
+            numel *= view.shape[inner]
+        outer = list(zip(view.shape[:inner], view.stride()[:inner], strict=True))
+        if outer and numel < _MIN_RUN:
+            return None
+        steps = itertools.product(*(range(0, size * stride, stride) for size, stride in outer))
+        runs.append(
+            [
+                Run(ours=int(view.storage_offset()) + sum(at), theirs=index * numel, numel=numel)
+                for index, at in enumerate(steps)
+            ]
+        )
+    return runs
+
+
 # ---- transforms ----------------------------------------------------------------------------------
 
 
@@ -107,9 +157,12 @@ def _join_qkv(parts: Sequence[Tensor], shape: GPTShape) -> Tensor:
 
 
 def _split_qkv(whole: Tensor, shape: GPTShape) -> Sequence[Tensor]:
+    return [part.flatten(0, 1) for part in _view_qkv(whole, shape)]
+
+
+def _view_qkv(whole: Tensor, shape: GPTShape) -> Sequence[Tensor]:
     width = shape.head_dim
-    parts = torch.split_with_sizes(whole, [shape.q_per_kv * width, width, width], dim=1)
-    return [part.flatten(0, 1) for part in parts]
+    return torch.split_with_sizes(whole, [shape.q_per_kv * width, width, width], dim=1)
 
 
 def _join_gated_experts(parts: Sequence[Tensor], _shape: GPTShape) -> Tensor:
@@ -142,7 +195,7 @@ VOCABULARY = Transform(
     join=_join_vocab, split=lambda whole, shape: [whole[: shape.vocab]], dims={0: 0}
 )
 # For each head of keys and values: its query heads, the key and the value.
-QKV = Transform(join=_join_qkv, split=_split_qkv, dims={0: 0})
+QKV = Transform(join=_join_qkv, split=_split_qkv, dims={0: 0}, views=_view_qkv)
 # Tensors of equal shape along a new first dimension: gate and up, or experts.
 STACKED = Transform(
     join=lambda parts, _: torch.stack(list(parts)),
