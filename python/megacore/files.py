@@ -1,11 +1,17 @@
-"""Early write check for output folders, and unpickling of files of unknown origin."""
+"""Output folders, reading ahead, and unpickling of files of unknown origin."""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import shutil
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 # They allocate memory by a number in the file.
 _REFUSED_OPCODES = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
@@ -27,6 +33,52 @@ class PlainUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Refuse every name."""
         raise pickle.UnpicklingError(f"it refers to {module!r}.{name!r}")
+
+
+def read_ahead(actions: Iterable[Callable[[], _Result]]) -> Iterator[_Result]:
+    """Yield the results of actions; each runs in a thread while the result before it is used.
+
+    Two actions never run at once, and the action after the next one starts when the caller asks
+    for the next result. So two memories suffice for results.
+
+    Example:
+        >>> list(read_ahead([lambda: 1, lambda: 2]))
+        [1, 2]
+    """
+    with ThreadPoolExecutor(1) as pool:
+        pending: Future[_Result] | None = None
+        for action in actions:
+            following = pool.submit(action)
+            if pending is not None:
+                yield pending.result()
+            pending = following
+        if pending is not None:
+            yield pending.result()
+
+
+@contextlib.contextmanager
+def filled_folder(folder: Path) -> Iterator[None]:
+    """Create a folder, or use an empty one; empty it again if an exception ends the context.
+
+    Raises:
+        OSError: If it cannot be created or holds files.
+    """
+    existed = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise FileExistsError(0, "it holds files already", str(folder))
+    try:
+        yield
+    except BaseException:  # an interrupt too
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if not existed:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def probe_folder(folder: Path) -> None:

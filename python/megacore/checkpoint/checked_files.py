@@ -7,6 +7,7 @@ import io
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ from megacore.files import describe_os_error
 
 ADVICE = 'use another checkpoint (checkpoint.resume = "auto" takes the newest complete one)'
 _BLOCK_BYTES = 1 << 20
+# Threads for the checksum of one file, and the bytes below which another one is not worth it.
+_MAX_SUM_THREADS = 2
+_MIN_SUM_BYTES = 1 << 26
 # The same function; the faster one on this processor.
 crc32 = _core.crc32 if _core.has_fast_crc32() else zlib.crc32
 
@@ -121,17 +125,36 @@ def check_content(path: Path, expected: FileSum) -> None:
         CheckpointError: If the file is missing, truncated, unreadable or damaged.
     """
     check_size(path, expected)
+    starts = range(0, expected.num_bytes, max(1, -(-expected.num_bytes // _sum_threads(expected))))
+    with ThreadPoolExecutor(max(1, len(starts))) as pool:
+        sums = list(pool.map(lambda start: _sum_part(path, start, starts.step), starts))
     found = 0
-    # One block: new memory for each would take longer than its checksum.
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(block):
-                found = crc32(block[:count], found)
-    except OSError as error:
-        raise CheckpointError(f"cannot read checkpoint file {path}: {error.strerror}") from error
+    for start, part in zip(starts, sums, strict=True):
+        length = min(starts.step, expected.num_bytes - start)
+        found = _core.crc32_combine(found, part, length)
     if found != expected.crc32:
         raise _damaged(path)
+
+
+def _sum_threads(expected: FileSum) -> int:
+    """Return the number of threads for a checksum: more than one only for large files."""
+    return max(1, min(_MAX_SUM_THREADS, expected.num_bytes // _MIN_SUM_BYTES))
+
+
+def _sum_part(path: Path, start: int, length: int) -> int:
+    """Compute the checksum of at most ``length`` bytes of a file."""
+    found = 0
+    # One block: new memory for each would take longer than its checksum.
+    block = memoryview(bytearray(min(length, _BLOCK_BYTES)))
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while length and (count := file.readinto(block[:length])):
+                found = crc32(block[:count], found)
+                length -= count
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint file {path}: {error.strerror}") from error
+    return found
 
 
 class CheckedReader:

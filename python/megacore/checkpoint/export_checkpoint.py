@@ -20,7 +20,7 @@ from megacore.checkpoint.tokenizer_files import (
 )
 from megacore.config import config_from_values
 from megacore.errors import CheckpointError, MegacoreError
-from megacore.files import describe_os_error
+from megacore.files import describe_os_error, filled_folder
 from megacore.models.build import torch_dtype
 from megacore.models.hf import HFTensors, config_to_hf
 from megacore.models.hf.files import CONFIG_NAME, write_json, write_tensors
@@ -95,16 +95,15 @@ def export_checkpoint(
     hf_config |= {"dtype": dtype, "torch_dtype": dtype}
 
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with torch.no_grad():
+        with stored, filled_folder(out), torch.no_grad():
             files = write_tensors(
                 out, tensors.specs, tensors.parts(stored), max_shard_bytes=max_shard_bytes
             )
-        stored.verify()
-        for name, source in tokenizer.items():
-            shutil.copyfile(source, out / name)
-        write_json(out / "generation_config.json", generation)
-        write_json(out / CONFIG_NAME, hf_config)
+            stored.verify()
+            for name, source in tokenizer.items():
+                shutil.copyfile(source, out / name)
+            write_json(out / "generation_config.json", generation)
+            write_json(out / CONFIG_NAME, hf_config)
     except OSError as error:
         raise MegacoreError(f"cannot write to {out}: {describe_os_error(error)}") from error
     return ExportedModel(

@@ -25,7 +25,7 @@ from megacore.config import (
 )
 from megacore.data import load_tokenizer
 from megacore.errors import MegacoreError
-from megacore.files import describe_os_error
+from megacore.files import describe_os_error, filled_folder
 from megacore.models.hf import HFWeights, sections_from_hf
 from megacore.models.hf.files import TensorFiles, read_config
 from megacore.optim import ParamPiece
@@ -90,22 +90,22 @@ def import_checkpoint(
     weights.check()
     pieces = _pieces(weights)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        if has_tokenizer:
-            copy_tokenizer(str(tokenizer), out)
-        header = f"# Imported from {folder.absolute()}; trains it further.\n\n"
-        portable = with_folder_of_file(settings, out.absolute())
-        (out / CONFIG_NAME).write_text(header + tomli_w.dumps(portable), encoding="utf-8")
+        with filled_folder(out):
+            if has_tokenizer:
+                copy_tokenizer(str(tokenizer), out)
+            header = f"# Imported from {folder.absolute()}; trains it further.\n\n"
+            portable = with_folder_of_file(settings, out.absolute())
+            (out / CONFIG_NAME).write_text(header + tomli_w.dumps(portable), encoding="utf-8")
+            checkpoint = save_checkpoint(
+                out / "checkpoints",
+                pieces,
+                state=TrainState(step=0, samples=0, optimizer={}),
+                config=config.model_dump(),
+                groups=ProcessGroups.single(),
+                read=lambda chunk: _blocks(weights, chunk),
+            )
     except OSError as error:
         raise MegacoreError(f"cannot write to {out}: {describe_os_error(error)}") from error
-    checkpoint = save_checkpoint(
-        out / "checkpoints",
-        pieces,
-        state=TrainState(step=0, samples=0, optimizer={}),
-        config=config.model_dump(),
-        groups=ProcessGroups.single(),
-        read=lambda chunk: _blocks(weights, chunk),
-    )
     return ImportedRun(
         config_path=out / CONFIG_NAME,
         checkpoint=checkpoint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ModelConfig, MoEConfig
+from megacore.files import read_ahead
 from megacore.models.hf.families import FAMILIES
 from megacore.models.hf.files import TensorSpec
 from megacore.models.hf.import_hf import copies_of, describe_params
@@ -104,10 +106,22 @@ class HFTensors:
 
 
 def _blocks(source: ParamSource, name: str, runs: list[Run]) -> Iterator[Tensor]:
-    """Yield the values of one tensor in blocks, which share memory."""
-    block = torch.empty(_BLOCK_NUMEL, dtype=source.dtype(name))
-    for run in runs:
-        for at in range(0, run.numel, _BLOCK_NUMEL):
-            part = block[: min(_BLOCK_NUMEL, run.numel - at)]
-            source.read_range(name, run.ours + at, part)
-            yield part
+    """Yield the values of one tensor in blocks; a block is valid until the next one."""
+    blocks = [
+        (run.ours + at, min(_BLOCK_NUMEL, run.numel - at))
+        for run in runs
+        for at in range(0, run.numel, _BLOCK_NUMEL)
+    ]
+    largest = max((numel for _, numel in blocks), default=0)
+    memory = torch.empty(2, largest, dtype=source.dtype(name))
+
+    def read(number: int) -> Tensor:
+        start, numel = blocks[number]
+        part = memory[number % 2, :numel]
+        source.read_range(name, start, part)
+        return part
+
+    if len(blocks) == 1:
+        yield read(0)
+    else:
+        yield from read_ahead(functools.partial(read, number) for number in range(len(blocks)))

@@ -7,6 +7,7 @@ A folder has ``config.json`` and one or more ``*.safetensors`` files. If present
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megacore.config import ModelConfig, MoEConfig
 from megacore.errors import MegacoreError
+from megacore.files import read_ahead
 from megacore.models.gpt import GPTChunk
 from megacore.models.hf.families import Family
 from megacore.models.hf.files import TensorFiles, read_config
@@ -153,11 +155,18 @@ class HFWeights:
                 self.read_into(self._last[1], name, ShardPosition())
             yield self._last[1].view(-1)[start:end]
             return
-        block = torch.empty(min(end - start, _BLOCK_NUMEL), dtype=self.dtype(name))
-        for first in range(start, end, _BLOCK_NUMEL):
-            part = block[: min(_BLOCK_NUMEL, end - first)]
+        memory = torch.empty(2, min(end - start, _BLOCK_NUMEL), dtype=self.dtype(name))
+
+        def read(first: int) -> Tensor:
+            part = memory[first // _BLOCK_NUMEL % 2, : min(_BLOCK_NUMEL, end - first)]
             self._read_runs(part, name, first)
-            yield part
+            return part
+
+        if end - start <= _BLOCK_NUMEL:
+            yield read(start)
+        else:
+            starts = range(start, end, _BLOCK_NUMEL)
+            yield from read_ahead(functools.partial(read, first) for first in starts)
 
     @torch.no_grad()
     def read_into(self, values: Tensor, name: str, position: ShardPosition) -> None:
