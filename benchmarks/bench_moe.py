@@ -38,6 +38,7 @@ from megacore.moe.dispatchers import (
     Dispatcher,
     ExpertPlacement,
     HostPeers,
+    LocalDispatcher,
     PeerDispatcher,
     StaticBudget,
     StaticDispatcher,
@@ -276,7 +277,7 @@ def our_layer(theirs: nn.Module, size: LayerSize) -> MoELayer:
             MoEConfig(num_experts=size.experts, top_k=size.top_k),
             nn.Parameter(weights["gate.weight"].detach().clone()),
         ),
-        dispatcher=AllToAllDispatcher(ExpertPlacement.of(ProcessGroups.single(), size.experts)),
+        dispatcher=LocalDispatcher(ExpertPlacement.of(ProcessGroups.single(), size.experts)),
         experts=GroupedExperts(
             nn.Parameter(fc1.unflatten(1, (2, size.width))),
             nn.Parameter(weights["experts.down_proj"].detach().clone()),

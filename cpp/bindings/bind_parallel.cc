@@ -151,6 +151,24 @@ void bind_host_enums(py::module_& module) {
 
 void bind_host_comm(py::module_& module) {
   using no_gil = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "reduce_parts",
+      [](const std::vector<uintptr_t>& parts, int64_t numel, HostDtype dtype, HostReduction op,
+         uintptr_t output, HostDtype output_dtype) {
+        std::vector<const std::byte*> pointers;
+        for (const uintptr_t part : parts) {
+          pointers.push_back(reinterpret_cast<const std::byte*>(part));
+        }
+        const py::gil_scoped_release release;
+        parallel::reduce_parts({.parts = pointers,
+                                .numel = numel,
+                                .dtype = dtype,
+                                .reduction = op,
+                                .output = reinterpret_cast<std::byte*>(output),
+                                .output_dtype = output_dtype});
+      },
+      py::kw_only(), py::arg("parts"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
+      py::arg("output"), py::arg("output_dtype"));
   py::class_<HostComm>(module, "HostComm")
       .def(py::init(&make_host_comm), py::kw_only(), py::arg("segment"), py::arg("position"),
            py::arg("ranks"), py::arg("slot_bytes"), py::arg("timeout_s"), no_gil())

@@ -68,6 +68,16 @@ class HostReduction(IntEnum):
     MAX = 1
     AVG = 2
 
+def reduce_parts(
+    *,
+    parts: Sequence[int],
+    numel: int,
+    dtype: HostDtype,
+    op: HostReduction,
+    output: int,
+    output_dtype: HostDtype,
+) -> None: ...
+
 class HostComm:
     def __init__(
         self,

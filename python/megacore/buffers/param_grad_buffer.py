@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,9 +18,12 @@ from megacore.parallel.async_collectives import (
     all_gather_async,
     reduce_scatter_async,
 )
-from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatter
+from megacore.parallel.collectives import all_gather, all_reduce_
 from megacore.parallel.host_window import WindowTensor
 from megacore.parallel.process_groups import Group
+
+# Reductions in flight without a window, which may hold staging memory of their bucket each.
+_MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,24 +230,18 @@ class ParamGradBuffer:
         Sync:
             Collective over ``dp_group``. Waits for the device on gloo only.
         """
-        if self._grad_window is None:
-            for index, views in enumerate(self._buckets):
-                self._prepare(index)
-                if views.grad.numel() > 0 and self.dp_group.size > 1:
-                    reduce_scatter(
-                        views.own_grad,
-                        views.grad,
-                        self.dp_group,
-                        op=self._op,
-                        fp32_accumulation=self._fp32_accumulation,
-                    )
-                self.finish_reduce(index)
-            return
-        pending = [self.start_reduce(index) for index in range(len(self._buckets))]
-        for index, collective in enumerate(pending):
-            collective.wait()
-            self.finish_reduce(index)
+        in_flight: deque[tuple[int, PendingCollective]] = deque()
+        for index in range(len(self._buckets)):
+            in_flight.append((index, self.start_reduce(index)))
+            if len(in_flight) > _MAX_IN_FLIGHT and self._grad_window is None:
+                self._complete(*in_flight.popleft())
+        for index, pending in in_flight:
+            self._complete(index, pending)
         self.wait_until_grads_free()
+
+    def _complete(self, bucket: int, pending: PendingCollective) -> None:
+        pending.wait()
+        self.finish_reduce(bucket)
 
     def start_reduce(self, bucket: int) -> PendingCollective:
         """Start the reduce-scatter of one bucket; wait for it, then call :meth:`finish_reduce`.
@@ -318,14 +316,9 @@ class ParamGradBuffer:
         """
         if not self.distributed or self.dp_group.size == 1:
             return
-        if self._param_window is not None:
-            for collective in [self.start_gather(index) for index in range(len(self._buckets))]:
-                collective.wait()
-            self.wait_until_params_free()
-            return
-        for bucket in self._buckets:
-            if bucket.param.numel() > 0:
-                all_gather(bucket.param, bucket.own_param, self.dp_group)
+        for collective in [self.start_gather(index) for index in range(len(self._buckets))]:
+            collective.wait()
+        self.wait_until_params_free()
 
     def start_gather(self, bucket: int) -> PendingCollective:
         """Start the all-gather of one bucket of updated parameters.

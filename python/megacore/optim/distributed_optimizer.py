@@ -23,6 +23,7 @@ from megacore.optim.gradients import (
 )
 from megacore.optim.param_group import ParamGroup, check_patterns
 from megacore.optim.shard import OptimizerShard, ParamPiece
+from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline.phases import PhaseClock, in_phase
@@ -367,9 +368,9 @@ class DistributedOptimizer:
         with in_phase(self._clock, "optimizer"):
             control = self._decide(sums, per_token=num_tokens is not None, is_vetoed=is_vetoed)
             control[5:].fill_(lr)
-            self._update(control)
+            gathers = self._update(control)
         with in_phase(self._clock, "param_gather"):
-            self._start_gather()
+            self._finish_update(gathers)
         numbers = [control[4:5], 1.0 - control[3:4], self._state[1:2], sums[further:]]
         return StepResult(torch.cat(numbers))
 
@@ -388,12 +389,14 @@ class DistributedOptimizer:
                 total += sum_of_squares(item.param)
         return total
 
-    def _start_gather(self) -> None:
+    def _finish_update(self, gathers: Sequence[PendingCollective]) -> None:
         if self._gatherer is not None:
             self._gatherer.start(at_once=self.gathers_at_once)
-        else:
-            for buffer in self.buffers:
-                buffer.all_gather_params()
+            return
+        for gather in gathers:
+            gather.wait()
+        for buffer in self.buffers:
+            buffer.wait_until_params_free()
 
     def pieces(self) -> list[ParamPiece]:
         """Return every range of every parameter that this rank optimizes, with its state.
@@ -529,7 +532,8 @@ class DistributedOptimizer:
             num_averaged=self._groups.dp_cp.size if per_token else 0,
         )
 
-    def _update(self, control: Tensor) -> None:
+    def _update(self, control: Tensor) -> list[PendingCollective]:
+        """Update this rank's shard, and start to gather each bucket unless a gatherer does."""
         config = self._config
         settings = AdamWSettings(
             step=1,  # replaced by that of the control
@@ -538,5 +542,9 @@ class DistributedOptimizer:
             beta2=config.beta2,
             eps=config.eps,
         )
+        gathers = []
         for shard in self._shards:
-            shard.step(settings, control)
+            for bucket in shard.step(settings, control):
+                if self._gatherer is None:
+                    gathers.append(shard.buffer.start_gather(bucket))
+        return gathers

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,9 +42,10 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Consecutive elements that share their settings."""
+    """Consecutive elements that share their settings, from element ``first`` of the buffer."""
 
     own: ParamSettings
+    first: int
     main_param: Tensor
     grad: Tensor
     exp_avg: Tensor
@@ -59,6 +61,7 @@ class _Run:
         """Return a range of the elements."""
         return _Run(
             own=self.own,
+            first=self.first + start,
             main_param=self.main_param[start:end],
             grad=self.grad[start:end],
             exp_avg=self.exp_avg[start:end],
@@ -126,26 +129,35 @@ class OptimizerShard:
         ]
 
     @torch.no_grad()
-    def step(self, settings: AdamWSettings, control: Tensor) -> None:
-        """Update the owned parameters from the reduced gradients.
+    def step(self, settings: AdamWSettings, control: Tensor) -> Iterator[int]:
+        """Update the owned parameters from the reduced gradients, bucket by bucket.
 
         Args:
             settings: Settings of all parameters; the group of a parameter changes its learning rate
                 and weight decay.
             control: The result of :func:`megacore.ops.optim.decide_step_`.
 
+        Yields:
+            Every bucket of the buffer, when its parameters are updated.
+
         Sync:
             None on CUDA.
         """
-        for run in self._runs:
-            own = replace(
-                settings, lr=settings.lr * run.own.lr_scale, weight_decay=run.own.weight_decay
-            )
-            if run.converts:
-                for start in range(0, run.grad.numel(), _BLOCK):
-                    run.part(start, start + _BLOCK).step(own, control)
-            else:
-                run.step(own, control)
+        runs = deque(self._runs)
+        for index, bucket in enumerate(self.buffer.plan.buckets):
+            while runs and runs[0].first < bucket.end:
+                self._update(runs.popleft(), settings, control)
+            yield index
+
+    def _update(self, run: _Run, settings: AdamWSettings, control: Tensor) -> None:
+        own = replace(
+            settings, lr=settings.lr * run.own.lr_scale, weight_decay=run.own.weight_decay
+        )
+        if not run.converts:
+            run.step(own, control)
+            return
+        for start in range(0, run.grad.numel(), _BLOCK):
+            run.part(start, start + _BLOCK).step(own, control)
 
     @property
     def state_bytes(self) -> int:
@@ -200,6 +212,7 @@ class OptimizerShard:
         local = slice(first.local_start, last.local_end)
         return _Run(
             own=own,
+            first=first.world_start,
             main_param=self._main_param(first, last),
             grad=self.buffer.grad_data[world],
             exp_avg=self._exp_avg[local],

@@ -117,7 +117,7 @@ def reduce_scatter_async(
         output.copy_(input.view(output.shape))
         return PendingCollective()
     call = enqueued("reduce_scatter_async", input.shape, input, group)
-    if (messages := collectives._reducing_messages(group, input)) is not None:
+    if (messages := collectives._reducing_messages(group, input, output)) is not None:
         future = messages.start_reduce_scatter(output, input, average=op == "avg")
         return PendingCollective(complete=future.result, is_ready=future.done, call=call)
     exchanges = fp32_accumulation and collectives._is_low_precision(input)

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from megacore._core import HostComm
 from megacore.launch.call_records import DONE, ENQUEUED, ON_DEVICE, STARTED
 from megacore.launch.calls import Call
 from megacore.parallel.gloo_messages import GlooMessages
-from megacore.parallel.host_memory import HostCommunicator
+from megacore.parallel.host_memory import HOST_DTYPES, HostCommunicator
 from megacore.parallel.process_groups import Group, backend_for
 
 _DTYPES = (
@@ -112,8 +113,8 @@ def reduce_scatter(
     with recorded("reduce_scatter", input, group):
         if host is not None:
             host.reduce_scatter(output, input, op=op)
-        elif (messages := _reducing_messages(group, input)) is not None:
-            messages.reduce_scatter(output, input, average=op == "avg")
+        elif (messages := _reducing_messages(group, input, output)) is not None:
+            messages.start_reduce_scatter(output, input, average=op == "avg").result()
         elif _is_gloo(handle, input) or (fp32_accumulation and _is_low_precision(input)):
             _exchange_and_add(output, input, group, handle, op)
         else:
@@ -359,10 +360,12 @@ def _messages(group: Group, tensor: Tensor) -> GlooMessages | None:
     return group.messages if tensor.device.type == "cpu" else None
 
 
-def _reducing_messages(group: Group, input: Tensor) -> GlooMessages | None:
+def _reducing_messages(group: Group, input: Tensor, output: Tensor) -> GlooMessages | None:
     """Return the exchange of messages for large tensors; small ones take less time in one call."""
-    is_large = input.numel() * input.element_size() > _SMALL_BYTES
-    return _messages(group, input) if is_large else None
+    if input.nbytes <= _SMALL_BYTES:
+        return None
+    can_reduce = HostComm.can_reduce(HOST_DTYPES[input.dtype], HOST_DTYPES[output.dtype])
+    return _messages(group, input) if can_reduce else None
 
 
 def _is_gloo(handle: ProcessGroup, tensor: Tensor) -> bool:

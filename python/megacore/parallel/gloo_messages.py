@@ -5,7 +5,8 @@ exchange of all slices before the first sum needs fresh memory of the size of th
 (``benchmarks/bench_collectives.py``). Here each rank sends every other rank its slice directly, as
 many bytes as a ring:
 
-- a reduce-scatter in chunks, of which a few are in flight while the last one is added;
+- a reduce-scatter in chunks, of which a few are in flight while the last one is added, also across
+  the calls that are started one after another;
 - an all-gather in place.
 """
 
@@ -14,12 +15,18 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup, Work
+
+from megacore._core import reduce_parts
+from megacore.parallel.host_memory import HOST_DTYPES, HOST_REDUCTIONS
 
 # Received chunks in flight, and their bytes over all senders. More would leave the cache, fewer
 # would wait for every message.
@@ -29,7 +36,27 @@ _LEAST_CHUNK_BYTES = 1 << 16
 # Pipeline stages and experts number their messages from 0.
 _FIRST_TAG, _NUM_TAGS = 1 << 29, 1 << 20
 
-_Job = tuple[Callable[[], None], "Future[None]"]
+
+@dataclass(frozen=True, kw_only=True)
+class _Reduction:
+    """One reduce-scatter: flat output, and the slices of the input, ``(members, n)``."""
+
+    output: Tensor
+    slices: Tensor
+    average: bool
+    tag: int
+    done: Future[None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """Equal ranges of all slices of a reduction, while the messages are in flight."""
+
+    reduction: _Reduction
+    output: Tensor
+    parts: list[Tensor]
+    works: list[Work]
+    is_last: bool
 
 
 class GlooMessages:
@@ -47,24 +74,24 @@ class GlooMessages:
         self._handle, self._position, self._size = handle, position, size
         self._others = [(position + step) % size for step in range(1, size)]
         self._num_calls = 0
-        self._jobs: queue.SimpleQueue[_Job | None] | None = None
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> None:
-        """Reduce as `megacore.parallel.collectives.reduce_scatter`; returns when it is done."""
-        self._reduce_scatter(output.view(-1), input.view(self._size, -1), average, self._tag())
+        self._reductions: queue.SimpleQueue[_Reduction | None] | None = None
 
     def start_reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> Future[None]:
-        """Start :meth:`reduce_scatter` in a thread of this group."""
-        args = output.view(-1), input.view(self._size, -1), average, self._tag()
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            threading.Thread(
-                target=_run, args=(self._jobs,), name="megacore messages", daemon=True
-            ).start()
-            weakref.finalize(self, self._jobs.put, None)
-        future: Future[None] = Future()
-        self._jobs.put((lambda: self._reduce_scatter(*args), future))
-        return future
+        """Start `megacore.parallel.collectives.reduce_scatter` in a thread of this group."""
+        reduction = _Reduction(
+            output=output.view(-1),
+            slices=input.view(self._size, -1),
+            average=average,
+            tag=self._tag(),
+            done=Future(),
+        )
+        if self._reductions is None:
+            self._reductions = queue.SimpleQueue()
+            reducer = _Reducer(self._handle, self._position, self._others, self._reductions)
+            threading.Thread(target=reducer.run, name="megacore messages", daemon=True).start()
+            weakref.finalize(self, self._reductions.put, None)
+        self._reductions.put(reduction)
+        return reduction.done
 
     def start_all_gather(self, output: Tensor, input: Tensor) -> list[Work]:
         """Start `megacore.parallel.collectives.all_gather`: it is done when all works are."""
@@ -81,35 +108,107 @@ class GlooMessages:
         self._num_calls += 1
         return _FIRST_TAG + self._num_calls % _NUM_TAGS
 
+
+class _Reducer:
+    """The thread of a group that exchanges and adds the chunks of its reductions, in order.
+
+    The next reduction starts while the chunks of the last one are in flight, so the connection does
+    not run empty in between.
+    """
+
+    def __init__(
+        self,
+        handle: ProcessGroup,
+        position: int,
+        others: list[int],
+        reductions: queue.SimpleQueue[_Reduction | None],
+    ) -> None:
+        self._handle, self._position, self._others = handle, position, others
+        self._reductions = reductions
+        self._unstarted: Iterator[tuple[_Reduction, int]] = iter(())
+        self._in_flight: deque[_Chunk] = deque()
+        # Memory of received chunks, kept: fresh pages for every call would cost more than the sum.
+        self._slots: deque[Tensor] = deque()
+
     @torch.no_grad()
-    def _reduce_scatter(self, output: Tensor, slices: Tensor, average: bool, tag: int) -> None:
-        length = chunk_length(self._size, slices.element_size())
-        starts = range(0, output.numel(), length)
-        # Row p of a slot has the chunk of position p; that of this rank is unused.
-        slots = slices.new_empty(
-            min(_IN_FLIGHT, len(starts)), self._size, min(length, output.numel())
+    def run(self) -> None:
+        """Work until the queue has ``None``."""
+        while self._start_chunks():
+            chunk = self._in_flight.popleft()
+            done = chunk.reduction.done
+            try:
+                for work in chunk.works:
+                    work.wait()
+                _add_in_order(chunk.output, chunk.parts, average=chunk.reduction.average)
+            except BaseException as error:  # for the thread that waits
+                self._fail(done, error)
+            else:
+                if chunk.is_last and not done.done():
+                    done.set_result(None)
+            del chunk, done
+
+    def _start_chunks(self) -> bool:
+        """Start chunks until enough are in flight; return False at the end."""
+        while len(self._in_flight) < _IN_FLIGHT:
+            following = next(self._unstarted, None)
+            if following is None:
+                try:
+                    reduction = self._reductions.get(block=not self._in_flight)
+                except queue.Empty:
+                    return True
+                if reduction is None:
+                    return bool(self._in_flight)
+                self._unstarted = _chunks(reduction, len(self._others) + 1)
+                del reduction
+                continue
+            try:
+                self._in_flight.append(self._start(*following))
+            except BaseException as error:
+                self._fail(following[0].done, error)
+            del following
+        return True
+
+    def _start(self, reduction: _Reduction, first: int) -> _Chunk:
+        slices, own = reduction.slices, self._position
+        length = chunk_length(len(self._others) + 1, slices.element_size())
+        part = slices[:, first : first + length]
+        received = self._slot(part)
+        works = [self._handle.recv([received[p]], p, reduction.tag) for p in self._others]
+        works += [self._handle.send([part[p]], p, reduction.tag) for p in self._others]
+        return _Chunk(
+            reduction=reduction,
+            output=reduction.output[first : first + length],
+            parts=[part[p] if p == own else received[p] for p in range(slices.shape[0])],
+            works=works,
+            is_last=first + length >= slices.shape[1],
         )
-        works: list[list[Work]] = []
 
-        def start(index: int) -> None:
-            part = slices[:, starts[index] : starts[index] + length]
-            slot = slots[index % _IN_FLIGHT][:, : part.shape[1]]
-            received = [self._handle.recv([slot[p]], p, tag) for p in self._others]
-            works.append([*received, *(self._handle.send([part[p]], p, tag) for p in self._others)])
+    def _slot(self, part: Tensor) -> dict[int, Tensor]:
+        """Return memory for the chunk of each other member, of the size of a row of ``part``."""
+        if len(self._slots) < _IN_FLIGHT:
+            most = -(-chunk_length(len(self._others) + 1, 1) // 16) * 16  # rows keep alignment
+            slot = torch.empty(len(self._others), most, dtype=torch.uint8)
+        else:
+            slot = self._slots.popleft()
+        self._slots.append(slot)
+        row = part[0]
+        rows = [each[: row.nbytes].view(row.dtype) for each in slot]
+        return dict(zip(self._others, rows, strict=True))
 
-        for index in range(min(_IN_FLIGHT, len(starts))):
-            start(index)
-        for index, first in enumerate(starts):
-            for work in works[index]:
-                work.wait()
-            works[index] = []
-            mine = slices[self._position, first : first + length]
-            parts = list(slots[index % _IN_FLIGHT][:, : mine.numel()])
-            parts[self._position] = mine
-            target = output[first : first + length]
-            _add_in_order(target, parts, self._position, average=average)
-            if index + _IN_FLIGHT < len(starts):
-                start(index + _IN_FLIGHT)
+    def _fail(self, done: Future[None], error: BaseException) -> None:
+        if not done.done():
+            done.set_exception(error)
+        self._slots.clear()  # messages of the failed call may still arrive in the old ones
+
+
+def _chunks(reduction: _Reduction, size: int) -> Iterator[tuple[_Reduction, int]]:
+    """Yield the reduction with the first element of each of its chunks."""
+    for first in range(
+        0, reduction.slices.shape[1], chunk_length(size, reduction.slices.element_size())
+    ):
+        if reduction.done.done():  # it has failed
+            return
+        yield reduction, first
 
 
 def chunk_length(size: int, element_size: int) -> int:
@@ -122,32 +221,14 @@ def chunk_length(size: int, element_size: int) -> int:
     return max(_CHUNK_BYTES // (size - 1), _LEAST_CHUNK_BYTES) // element_size
 
 
-def _add_in_order(output: Tensor, parts: list[Tensor], own: int, *, average: bool) -> None:
-    """Sum at least two parts in their order, in float32 for bfloat16 and float16.
-
-    ``output`` may be the part ``own``, which is not changed otherwise; the other parts may be.
-    """
-    narrow = parts[0].dtype in (torch.bfloat16, torch.float16)
-    wide = torch.float32 if narrow else parts[0].dtype
-    total = None
-    if not narrow and output.dtype == wide:
-        total = output if own < 2 else parts[0]
-    total = torch.add(parts[0].to(wide), parts[1], out=total)
-    for part in parts[2:]:
-        total.add_(part)
-    if average:
-        total.div_(len(parts))
-    if total is not output:
-        output.copy_(total)
-
-
-def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        call, future = job
-        try:
-            call()
-        except BaseException as error:  # for the thread that waits
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        del call, future, job
+def _add_in_order(output: Tensor, parts: list[Tensor], *, average: bool) -> None:
+    """Sum parts in their order, in float32 for bfloat16 and float16; ``output`` may be a part."""
+    reduce_parts(
+        parts=[part.data_ptr() for part in parts],
+        numel=output.numel(),
+        dtype=HOST_DTYPES[parts[0].dtype],
+        op=HOST_REDUCTIONS["avg" if average else "sum"],
+        output=output.data_ptr(),
+        output_dtype=HOST_DTYPES[output.dtype],
+    )
+    increment_version(output)
