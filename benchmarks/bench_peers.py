@@ -19,103 +19,85 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _peer_steps import STEPS, Shape, Step
+
 HERE = Path(__file__).parent
-SHAPE = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 256}
-TOKENS, SAMPLES = 256, 4
-# Work -> ranks -> contestants, megacore first; those of PEERS run in the peers' environment.
-WORK: dict[str, tuple[int, tuple[str, ...]]] = {
-    "dense step, d 256, 4 layers, 1,024 tokens": (1, ("megacore dense", "transformers")),
-    "ZeRO-1 step, 100.7 M parameters": (2, ("megacore", "megacore-overlap", "ddp", "zero", "fsdp")),
-    "ZeRO-1 step between hosts (gloo)": (2, ("megacore-gloo", "megacore-gloo-overlap", "ddp")),
-}
-PEERS = ("transformers",)
 
 
-def megacore_dense() -> Callable[[int], object]:
-    import torch
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A step that contestants make, megacore first.
 
-    from megacore.config import Config, resolve
-    from megacore.train.trainer import build_trainer
+    Attributes:
+        name: Shown above the rows.
+        names: Contestants of ``_peer_steps.STEPS``, or of ``bench_optimizer.VARIANTS`` with ranks.
+        shape: Model and batch of a step on one rank.
+        ranks: Processes of each contestant.
+        threads: Threads of each process.
+    """
 
-    config = Config(
-        model={
-            "hidden_size": SHAPE["hidden"],
-            "num_layers": SHAPE["layers"],
-            "num_heads": SHAPE["heads"],
-            "num_kv_heads": SHAPE["kv_heads"],
-            "ffn_hidden_size": SHAPE["ffn"],
-            "seq_length": TOKENS,
-            "tie_embeddings": False,
-        },
-        train={"microbatch_size": SAMPLES, "global_batch_size": SAMPLES, "eval_interval": 0},
-    )
-    config = resolve(config, 1, vocab_size=SHAPE["vocab"], cuda=False)
-    return build_trainer(config, world_size=1, device=torch.device("cpu")).train_step
+    name: str
+    names: tuple[str, ...]
+    shape: Shape = field(default_factory=Shape)
+    ranks: int = 1
+    threads: int = 1
 
 
-def transformers_dense() -> Callable[[int], object]:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=SHAPE["hidden"],
-            num_hidden_layers=SHAPE["layers"],
-            num_attention_heads=SHAPE["heads"],
-            num_key_value_heads=SHAPE["kv_heads"],
-            intermediate_size=SHAPE["ffn"],
-            vocab_size=SHAPE["vocab"],
-        )
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step(number: int) -> float:
-        generator = torch.Generator().manual_seed(number)
-        ids = torch.randint(0, SHAPE["vocab"], (SAMPLES, TOKENS), generator=generator)
-        optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return float(loss)
-
-    return step
+DENSE = tuple(STEPS)
+WORKS = (
+    Work(name="dense step, d 256, 4 layers, 1,024 tokens", names=DENSE),
+    Work(name="dense step, two threads", names=DENSE, threads=2),
+    Work(
+        name="MoE step, d 96, 4 layers, 8 experts, 1,024 tokens",
+        names=("megacore", "transformers"),
+        shape=Shape(hidden=96, ffn=192, experts=8),
+    ),
+    Work(
+        name="ZeRO-1 step, 100.7 M parameters",
+        names=("megacore", "megacore-overlap", "ddp", "zero", "fsdp"),
+        ranks=2,
+    ),
+    Work(
+        name="ZeRO-1 step between hosts (gloo)",
+        names=("megacore-gloo", "megacore-gloo-overlap", "ddp"),
+        ranks=2,
+    ),
+)
 
 
-def optimizer_step(name: str, rank: int, world: int, store: str) -> Callable[[int], object]:
+def optimizer_step(name: str, rank: int, world: int, store: str) -> Step:
     import torch
     import torch.distributed as dist
 
-    from bench_optimizer import Shape, make_step, seeded
+    import bench_optimizer
 
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    shape = Shape(hidden=1024, layers=12, tokens=8)
-    step, _ = make_step(name, shape)
+    shape = bench_optimizer.Shape(hidden=1024, layers=12, tokens=8)
+    step, _ = bench_optimizer.make_step(name, shape)
     return lambda number: step(
-        torch.randn(shape.tokens, shape.hidden, generator=seeded(number, rank))
+        torch.randn(shape.tokens, shape.hidden, generator=bench_optimizer.seeded(number, rank))
     )
 
 
-def serve(name: str, rank: int, world: int, store: str) -> None:
+def serve(work: Work, name: str, rank: int, store: str) -> None:
     """Make one step per line of the input, and answer with its wall and processor time."""
     import warnings
 
     import torch
 
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    torch.set_num_threads(work.threads)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    if name == "megacore dense":
-        step = megacore_dense()
-    elif name == "transformers":
-        step = transformers_dense()
+    if work.ranks == 1:
+        step = STEPS[name](work.shape)
     else:
-        step = optimizer_step(name, rank, world, store)
+        step = optimizer_step(name, rank, work.ranks, store)
     for number, _ in enumerate(sys.stdin):
         start, cpu = time.perf_counter(), time.process_time()
         step(number)
@@ -126,19 +108,22 @@ def serve(name: str, rank: int, world: int, store: str) -> None:
 class Contestant:
     """A world of processes that make a step when they are told to."""
 
-    def __init__(self, name: str, world: int, folder: str, peer_python: str) -> None:
-        python = peer_python if name in PEERS else sys.executable
+    def __init__(self, work: Work, name: str, folder: str, peer_python: str) -> None:
+        is_peer = work.ranks == 1 and name != "megacore"
+        python = peer_python if is_peer else sys.executable
         store = f"{folder}/{name.replace(' ', '_')}"
+        number = str(WORKS.index(work))
+        env = {**os.environ, "OMP_NUM_THREADS": str(work.threads), "TORCH_GLOO_LAZY_INIT": "1"}
         self.name = name
         self._ranks = [
             subprocess.Popen(
-                [python, __file__, "--serve", name, str(rank), str(world), store],
+                [python, __file__, "--serve", number, name, str(rank), store],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"},
+                env=env,
             )
-            for rank in range(world)
+            for rank in range(work.ranks)
         ]
 
     def step(self) -> tuple[float, float]:
@@ -165,11 +150,11 @@ def busy_s() -> float:
     return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
 
 
-def compare(work: str, rounds: int, warmup: int, peer_python: str) -> list[dict[str, Any]]:
+def compare(work: Work, rounds: int, warmup: int, peer_python: str) -> list[dict[str, Any]]:
     """Let the contestants of one work take turns; returns a row for each."""
-    world, names = WORK[work]
+    names = work.names
     with tempfile.TemporaryDirectory() as folder:
-        contestants = [Contestant(name, world, folder, peer_python) for name in names]
+        contestants = [Contestant(work, name, folder, peer_python) for name in names]
         try:
             for _ in range(warmup):
                 for contestant in contestants:
@@ -187,7 +172,13 @@ def compare(work: str, rounds: int, warmup: int, peer_python: str) -> list[dict[
     rows = []
     for name in names:
         wall, cpu = ([1e3 * each[i] for each in times[name]] for i in (0, 1))
-        row = {"work": work, "ranks": world, "name": name, "foreign": round(max(0.0, foreign), 2)}
+        row = {
+            "work": work.name,
+            "ranks": work.ranks,
+            "threads": work.threads,
+            "name": name,
+            "foreign": round(max(0.0, foreign), 2),
+        }
         rows.append({**row, "wall_ms": quartiles(wall), "cpu_ms": quartiles(cpu)})
     return rows
 
@@ -233,8 +224,8 @@ def record(rows: Sequence[dict[str, Any]], known: dict[str, Any], path: Path) ->
 
 def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
-        name, rank, world, store = sys.argv[2:]
-        serve(name, int(rank), int(world), store)
+        number, name, rank, store = sys.argv[2:]
+        serve(WORKS[int(number)], name, int(rank), store)
         return
     from _common import facts, finish, header, options
 
@@ -248,7 +239,7 @@ def main() -> None:
     args = parser.parse_args()
     if not Path(args.peer_python).exists():
         parser.error(f"--peer-python {args.peer_python} does not exist; run `make bench-peers`")
-    works = [work for work in WORK if args.only in work]
+    works = [work for work in WORKS if args.only in work.name]
     rows = [
         row for work in works for row in compare(work, args.rounds, args.warmup, args.peer_python)
     ]
