@@ -228,7 +228,7 @@ def test_a_member_that_does_not_open_its_slots_is_named_and_keeps_them() -> None
     here, there = team.memories
     here.open()
     here.push(FC1, team.homes(0, FC1)[0].cuda(), plan)
-    with pytest.raises(PeerLostError, match=r"rank 1 did not bring or take .* within 0\.2 s"):
+    with pytest.raises(PeerLostError, match=r"rank 1 did not send or receive .* within 0\.2 s"):
         _check_joined(here)
     assert not there._slots[FC1, False].any()
     # The gradients that follow keep the optimizer from using them.
@@ -251,7 +251,7 @@ def test_weights_that_nobody_pushed_are_not_ready(missing: int) -> None:
     there.weights(pushed, plan)
     there.check()
     there.weights(missing, plan)
-    with pytest.raises(PeerLostError, match=r"rank 0 did not bring or take .* within 0\.2 s"):
+    with pytest.raises(PeerLostError, match=r"rank 0 did not send or receive .* within 0\.2 s"):
         there.check()
     # What comes of stale clones is not used, though no expert of this rank has a clone.
     total = torch.zeros(LOCAL, *SMALL[pushed], device="cuda")
@@ -267,7 +267,7 @@ def test_gradients_that_nobody_offered_are_nan() -> None:
     here.offer_grads(FC1, plan)
     total = torch.zeros(LOCAL, *SMALL[FC1], device="cuda")
     here.collect(FC1, total, plan)
-    with pytest.raises(PeerLostError, match=r"rank 1 did not bring or take .* within 0\.2 s"):
+    with pytest.raises(PeerLostError, match=r"rank 1 did not send or receive .* within 0\.2 s"):
         here.check()
     assert total[0].isnan().any()
     there.check()
@@ -281,7 +281,7 @@ def test_gradients_that_nobody_collected_are_not_overwritten_silently() -> None:
     there.offer_grads(FC1, plan)
     there.check()
     there.grads(FC1)
-    with pytest.raises(PeerLostError, match=r"did not bring or take .* within 0\.2 s"):
+    with pytest.raises(PeerLostError, match=r"did not send or receive .* within 0\.2 s"):
         there.check()
 
 

@@ -227,7 +227,7 @@ def _facts_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Tabl
 
 def _echo_of(plan: RunPlan, config: ResolvedConfig) -> EchoPlanned | None:
     """Return the memory plan of expert clones, or ``None`` without clones."""
-    if config.moe.echo.num_spare_slots == 0 or config.parallel.ep == 1:
+    if not config.has_clones:
         return None
     from megacore.plan.echo_plan import plan_echo
 

@@ -409,6 +409,7 @@ def _print_search(
     found: SearchResult, legal: list[tuple[dict[str, dict[str, Any]], Forecast]], device: Device
 ) -> None:
     from megacore.plan.footprint import GIB
+    from megacore.plan.search import fastest_by_memory
 
     console = Console(highlight=False)
     console.width = max(console.width, 150)
@@ -420,7 +421,7 @@ def _print_search(
     if not legal:
         console.print("none fits; use more devices, or a larger kind", soft_wrap=True)
         return
-    front = {id(each) for each in _front([each for _, each in legal])}
+    front = {id(each) for each in fastest_by_memory([each for _, each in legal])}
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("", "tp", "cp", "pp", "chunks", "schedule", "ep", "etp", "mb", "recompute",
                  "overlap", "GiB", "step", "tokens/s/GPU", "limited by"):  # fmt: skip
@@ -440,15 +441,6 @@ def _print_search(
         )
     console.print(table)
     console.print("* no other layout of the table is both faster and smaller")
-
-
-def _front(found: Sequence[Forecast]) -> list[Forecast]:
-    """Return the predictions of which no other one is both faster and smaller, fastest first."""
-    front: list[Forecast] = []
-    for each in found:
-        if not front or each.fullest.total < front[-1].fullest.total:
-            front.append(each)
-    return front
 
 
 def _limit(found: Forecast) -> str:

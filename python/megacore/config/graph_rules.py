@@ -24,7 +24,7 @@ def default_scopes(config: Config) -> str | None:
     scopes += ["mlp"] if "dense" in kinds else []
     if "moe" in kinds and not _routes_on_host(config):
         scopes.append("moe_router")
-        scopes += [] if config.moe.echo.num_spare_slots > 0 else ["moe_preprocess"]
+        scopes += [] if config.has_clones else ["moe_preprocess"]
     return ",".join(scopes)
 
 
@@ -72,7 +72,7 @@ def default_transport(config: Config) -> Literal["auto", "collective", "peer"]:
     graphs, moe, transport = config.graphs, config.moe, config.debug.static_transport
     captures_plans = graphs.is_full or "moe" in graphs.scope_names
     is_open = transport == "auto" and moe.dispatcher == "static"
-    if graphs.mode != "off" and captures_plans and is_open and moe.echo.num_spare_slots > 0:
+    if graphs.mode != "off" and captures_plans and is_open and config.has_clones:
         return "peer"
     return transport
 
@@ -93,7 +93,7 @@ def _plans_on_device(config: Config) -> bool:
 
 def _host_problems(config: Config, shown: Shown, where: str, *, plans: bool) -> Iterator[str]:
     """Yield conflicts with host work between the router and the experts, where this is captured."""
-    if plans and config.moe.echo.num_spare_slots > 0 and not _plans_on_device(config):
+    if plans and config.has_clones and not _plans_on_device(config):
         yield (
             f"{where} captures where tokens go, but {shown('moe.echo.num_spare_slots')} lets the "
             'host send clones; set moe.dispatcher = "static" without debug.static_transport = '
@@ -119,7 +119,7 @@ def _scope_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
             "leave it out"
         )
     elif experts:
-        if "moe_preprocess" in experts and config.moe.echo.num_spare_slots > 0:
+        if "moe_preprocess" in experts and config.has_clones:
             yield (
                 f"{where} names moe_preprocess, but clones ({shown('moe.echo.num_spare_slots')}) go "
                 "by more of the plan than what it leaves behind; name moe instead, or leave it out"

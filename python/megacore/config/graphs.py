@@ -27,8 +27,9 @@ class GraphsConfig(Section):
         description="For `partial`, comma-separated: `attn` (attention with norm and dropout), "
         "`mlp` (dense MLPs with norm and dropout), `moe` (whole MoE layers; needs the dispatcher "
         "`static`), `moe_router` (MoE layers up to the choice of experts), `moe_preprocess` (up "
-        "to the dispatch plan; with `moe_router`). Default: all that the model and its dispatcher "
-        "allow.",
+        "to the dispatch plan; with `moe_router`). Default: `attn`, `mlp`, `moe_router` and "
+        "`moe_preprocess`, as far as the model has them; without `attn` if `data.document_mask` is "
+        "on, without `moe_preprocess` if experts are cloned.",
     )
     warmup_steps: int = Field(
         default=3,
@@ -67,7 +68,7 @@ class GraphsConfig(Section):
         for name in names:
             if name not in SCOPES:
                 raise ValueError(
-                    f'"{name}" is no scope; join some of {", ".join(SCOPES)} by commas'
+                    f'scopes must be some of {", ".join(SCOPES)}, joined by commas, got "{name}"'
                 )
         if "moe_preprocess" in names and "moe_router" not in names:
             raise ValueError(

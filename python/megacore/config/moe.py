@@ -56,7 +56,7 @@ class EchoConfig(Section):
         """Compute the bound of max load over mean load for any routing; ``None`` if unknown.
 
         With fewer slots than experts per rank it is the load that no planner can prevent; the
-        balanced planner is within a few percent of it.
+        balanced planner is within one percent of it on the loads that need it.
 
         Example:
             >>> EchoConfig(num_spare_slots=4).guaranteed_factor(4)

@@ -157,7 +157,7 @@ def _check_recompute(problems: Problems, config: ResolvedConfig) -> None:
 
 
 def _check_fp8(problems: Problems, config: ResolvedConfig) -> None:
-    if config.train.fp8 != "off" and config.moe.echo.num_spare_slots > 0:
+    if config.train.fp8 != "off" and config.has_clones:
         problems.add(
             'train.fp8 must be "off" where experts have clones '
             f"({problems.shown('moe.echo.num_spare_slots')}), got {problems.shown('train.fp8')}; "

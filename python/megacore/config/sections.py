@@ -66,6 +66,11 @@ class Config(Section):
         copy._origins = Origins(config._origins.where, config.derived | frozenset(derived))
         return copy
 
+    @property
+    def has_clones(self) -> bool:
+        """Whether experts are cloned: there are spare slots, and ranks with different experts."""
+        return self.moe.echo.num_spare_slots > 0 and self.parallel.ep > 1
+
     def dp(self, world_size: int) -> int:
         """Return the data parallel size for ``world_size`` ranks, which the layout must divide."""
         return world_size // (self.parallel.tp * self.parallel.cp * self.parallel.pp)

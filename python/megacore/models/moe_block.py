@@ -18,17 +18,12 @@ from megacore.models.layers import ModelContext
 from megacore.models.mappings import Region, gather_sequence, scatter_sequence
 from megacore.moe.balance import RouterGroups
 from megacore.moe.dispatchers import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
     Capacity,
     Dispatcher,
     ExpertPlacement,
-    LocalDispatcher,
-    PeerDispatcher,
     Peers,
-    StaticDispatcher,
+    make_dispatcher,
     make_peers,
-    static_receive_rows,
 )
 from megacore.moe.echo.layer import Echo, ReceiveBudget
 from megacore.moe.experts import ExpertBiases, GroupedExperts
@@ -206,47 +201,21 @@ def _echo(context: ModelContext) -> Echo | None:
         moe.echo,
         ep=groups.ep,
         slots=context.slots,
-        capacity=_capacity(moe),
+        capacity=Capacity.of(moe),
         budget=budget,
         reaches_memory=reaches_memory,
         device=device,
     )
 
 
-def _capacity(moe: MoEConfig) -> Capacity | None:
-    if moe.capacity_factor is None:
-        return None
-    return Capacity(factor=moe.capacity_factor, drop_by=moe.drop_by, pad=moe.pad_to_capacity)
-
-
 def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
-    moe = context.moe
-    if echo is not None:
-        if moe.dispatcher == "allgather":
-            return AllGatherDispatcher(echo.places)
-        if echo.receive_rows is not None and context.peers is not None:
-            return PeerDispatcher(echo.places, peers=context.peers, receive_rows=echo.receive_rows)
-        if echo.receive_rows is not None:
-            return StaticDispatcher(
-                echo.places, budget=context.budget, receive_rows=echo.receive_rows
-            )
-        return AllToAllDispatcher(echo.places)
-    placement = ExpertPlacement.of(context.groups, moe.num_experts)
-    capacity = _capacity(moe)
-    if moe.dispatcher == "static" and context.peers is not None:
-        return PeerDispatcher(
-            placement,
-            peers=context.peers,
-            receive_rows=static_receive_rows(placement, context.budget, capacity),
-            capacity=capacity,
+    moe, budget, peers = context.moe, context.budget, context.peers
+    if echo is not None:  # applies the capacity before it chooses clones
+        return make_dispatcher(
+            moe, echo.places, budget=budget, peers=peers, receive_rows=echo.receive_rows
         )
-    if moe.dispatcher == "static":
-        return StaticDispatcher(placement, budget=context.budget, capacity=capacity)
-    if placement.group.size == 1:
-        return LocalDispatcher(placement, capacity=capacity)
-    if moe.dispatcher == "allgather":
-        return AllGatherDispatcher(placement, capacity=capacity)
-    return AllToAllDispatcher(placement, capacity=capacity)
+    placement = ExpertPlacement.of(context.groups, moe.num_experts)
+    return make_dispatcher(moe, placement, budget=budget, peers=peers, capacity=Capacity.of(moe))
 
 
 def _experts(name: str, context: ModelContext) -> GroupedExperts:

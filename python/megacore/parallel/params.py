@@ -66,7 +66,7 @@ class ParamInfo:
         for axis, dim in (("tp", self.tp_dim), ("ep", self.ep_dim)):
             if dim is not None and not 0 <= dim < len(self.full_shape):
                 raise ValueError(
-                    f"{self.name}: {axis}_dim={dim} is no dimension of {self.full_shape}; "
+                    f"{self.name}: {axis}_dim={dim} is not a dimension of {self.full_shape}; "
                     f"use 0 to {len(self.full_shape) - 1}, or None for a replicated parameter"
                 )
         if self.ep_dim is not None and (not self.expert or self.ep_dim == self.tp_dim):

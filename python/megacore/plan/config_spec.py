@@ -80,7 +80,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         param_bytes=_BYTES[train.dtype],
         grad_bytes=_BYTES[grads],
         state_bytes=state,
-        recompute=frozenset("layer" if name == "full" else name for name in train.recomputed),
+        recompute=train.recomputed,
         recompute_keep=train.recompute_keep,
         overlap=frozenset(name for name, on in overlap.items() if on),
         dispatcher="allgather" if moe.dispatcher == "allgather" else "alltoall",

@@ -14,7 +14,7 @@ from megacore.plan.step_time import StepTime, stage_layers, step_time
 
 State = Sequence[Mapping[str, float]]
 # A total within this share of the capacity is too close to call.
-_TIGHT = 0.05
+TIGHT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Forecast:
     @property
     def verdict(self) -> Literal["fits", "tight", "does not fit"]:
         """Result for the fullest rank and its device; within 5% of the capacity it is tight."""
-        if abs(self.margin) <= _TIGHT * self.capacity:
+        if abs(self.margin) <= TIGHT * self.capacity:
             return "tight"
         return "fits" if self.margin > 0 else "does not fit"
 

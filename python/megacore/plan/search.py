@@ -7,14 +7,14 @@ exactly. Layouts that do not fit the memory are never ranked.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
 from megacore.plan.cost import Cost, LayerCosts
 from megacore.plan.device import Device
 from megacore.plan.footprint import GIB, head_bytes, layer_bytes, slot_bytes
-from megacore.plan.forecast import Forecast, forecast
+from megacore.plan.forecast import TIGHT, Forecast, forecast
 from megacore.plan.spec import ModelSpec, RunSpec
 from megacore.plan.step_time import p2p_link, per_step
 
@@ -51,15 +51,18 @@ class SearchResult:
     simulated: int
     best: tuple[Forecast, ...]
 
-    @property
-    def pareto(self) -> list[Forecast]:
-        """Layouts of which no other one is both faster and smaller."""
-        front, least = [], float("inf")
-        for each in self.best:
-            if each.fullest.total < least:
-                front.append(each)
-                least = each.fullest.total
-        return front
+
+def fastest_by_memory(found: Sequence[Forecast]) -> list[Forecast]:
+    """Return the predictions of which no other one is both faster and smaller.
+
+    Args:
+        found: Predictions, fastest first.
+    """
+    front: list[Forecast] = []
+    for each in found:
+        if not front or each.fullest.total < front[-1].fullest.total:
+            front.append(each)
+    return front
 
 
 def search(model: ModelSpec, base: RunSpec, device: Device, *, simulate: int = 200) -> SearchResult:
@@ -72,7 +75,7 @@ def search(model: ModelSpec, base: RunSpec, device: Device, *, simulate: int = 2
         simulate: How many of the best layouts are simulated exactly.
     """
     tried, fitting = 0, []
-    capacity = 0.95 * device.peak_memory_gib * GIB
+    capacity = (1 - TIGHT) * device.peak_memory_gib * GIB
     for spec, costs in _layer_setups(model, base, device):
         pricer = _Pricer(model, spec, device, costs)
         for each in _pipelines(model, spec, pricer.ends):

@@ -171,7 +171,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Layout, numbers formats and choices of a run; every field can move the result.
+    """Layout, number formats and choices of a run; every field can move the result.
 
     Attributes:
         gpus: Number of ranks.

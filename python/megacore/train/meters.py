@@ -101,8 +101,9 @@ class ExpertWatch:
         # Loss values are averaged over microbatches and the ranks of a stage.
         self._num_values = num_microbatches * groups.topology.world_size // groups.topology.pp
         self._num_reruns = 0
-        echo = moe.echo.num_spare_slots > 0 and groups.ep.size > 1
-        self._row_size = moe.num_experts + 4 + (len(EchoCounts().as_list()) if echo else 0)
+        self._has_clones = moe.echo.num_spare_slots > 0 and groups.ep.size > 1
+        num_echo = len(EchoCounts().as_list()) if self._has_clones else 0
+        self._row_size = moe.num_experts + 4 + num_echo
 
     def attempts(self, what: str) -> Iterator[None]:
         """Yield once for the first attempt, and once for each rerun of the step. Collective.
@@ -181,8 +182,8 @@ class ExpertWatch:
             rows.append(torch.cat([part.double() for part in numbers]))
         return torch.cat(rows) if rows else zeros[:0]
 
-    def finish_step(self, sums: Tensor, *, skipped: bool) -> ExpertMetrics | None:
-        """Convert the summed :meth:`extra` to metrics and update the router biases. Collective.
+    def metrics(self, sums: Tensor) -> ExpertMetrics | None:
+        """Convert the summed :meth:`extra` to metrics.
 
         Returns:
             ``None`` for a model without experts.
@@ -193,8 +194,6 @@ class ExpertWatch:
         if not self._indices:
             return None
         self._check_peers()
-        if not skipped:
-            update_expert_biases([layer.router for _, layer in sorted(self._layers.items())])
         num_experts = self._moe.num_experts
         table = sums.view(len(self._indices), self._row_size)
         dropped, over, aux, z = table[:, num_experts : num_experts + 4].sum(0).tolist()
@@ -215,9 +214,13 @@ class ExpertWatch:
             },
         )
 
+    def update_router_biases(self) -> None:
+        """Update the biases of routers from the load of the step. Collective."""
+        update_expert_biases([layer.router for _, layer in sorted(self._layers.items())])
+
     def _budget_text(self) -> str:
         """Format the setting of the buffer size with its value."""
-        if self._row_size == self._moe.num_experts + 4:
+        if not self._has_clones:
             return f"moe.static_budget = {self._budgets[0].factor:g}"
         factor = self._moe.receive_factor(self._moe.num_experts // self._groups.ep.size)
         return f"moe.echo.receive_budget = {factor:g}"

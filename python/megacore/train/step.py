@@ -147,13 +147,16 @@ class TrainStep:
         self._warn_of_missing_grads()
         result = runner.update(sums, lr=lr)
         losses, votes, reports, mtp, experts = eager.split_extra(result.extra)
+        expert_metrics = eager.experts.metrics(experts)
+        if not result.skipped:
+            eager.experts.update_router_biases()
         return StepMetrics(
             loss=_mean(losses),
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             num_skipped=result.num_skipped,
             step_time_s=time.perf_counter() - start,
-            experts=eager.experts.finish_step(experts, skipped=result.skipped),
+            experts=expert_metrics,
             mtp_losses=eager.predictions.losses(mtp),
             votes=tuple(votes.tolist()),
             reports=reports.view(-1, NUM_REPORTS).numpy(),

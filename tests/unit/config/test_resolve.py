@@ -160,8 +160,13 @@ def test_suggested_layouts_do_fit() -> None:
             "for no timeline, got debug.trace_step = 50 (--debug.trace_step=50)",
         ),
         (
-            {"train__fp8": "blockwise", "moe__num_experts": "4", "moe__echo__num_spare_slots": "1"},
-            1,
+            {
+                "train__fp8": "blockwise",
+                "moe__num_experts": "4",
+                "moe__echo__num_spare_slots": "1",
+                "parallel__ep": "2",
+            },
+            2,
             'train.fp8 must be "off" where experts have clones (moe.echo.num_spare_slots = 1 '
             "(--moe.echo.num_spare_slots=1)), got train.fp8 = blockwise (--train.fp8=blockwise); "
             "set one of them to its default",
@@ -442,6 +447,28 @@ def test_captured_experts_need_a_grouped_kernel_on_gpus(
         resolve(config, 1, vocab_size=256, cuda=True)
     resolve(config, 1, vocab_size=256, cuda=False)
     resolve(make(**CAPTURED), 1, vocab_size=256, cuda=True)
+
+
+def test_graphs_and_clones_that_do_not_go_together() -> None:
+    clones = {
+        "moe__num_experts": "4",
+        "moe__dispatcher": "static",
+        "moe__echo__num_spare_slots": "1",
+        "parallel__ep": "2",
+        "graphs__mode": "partial",
+    }
+    by_collectives = clones | {
+        "graphs__scopes": "attn,moe",
+        "debug__static_transport": "collective",
+    }
+    assert "lets the host send clones" in message_of(make(**by_collectives), 2)
+    parts = clones | {"graphs__scopes": "moe_router,moe_preprocess"}
+    assert "go by more of the plan than what it leaves behind" in message_of(make(**parts), 2)
+    # With one rank of experts, slots stay empty.
+    alone = parts | {"parallel__ep": "1"}
+    assert resolve(make(**alone), 2, vocab_size=256, cuda=False).graphs.scopes == (
+        "moe_router,moe_preprocess"
+    )
 
 
 def test_graphs_of_clone_plans_need_peer_memory() -> None:

@@ -67,10 +67,10 @@ def test_a_split_that_does_not_divide_names_the_parameter_and_the_rule() -> None
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"full_shape": (2,), "tp_dim": 1}, "tp_dim=1 is no dimension"),
+        ({"full_shape": (2,), "tp_dim": 1}, "tp_dim=1 is not a dimension"),
         ({"full_shape": (2,), "tp_dim": 0, "sequence_parallel": True}, "replicated"),
         ({"full_shape": (2,), "tp_dim": None, "is_shared_copy": True}, "shared set"),
-        ({"full_shape": (2,), "tp_dim": None, "ep_dim": 1, "expert": True}, "ep_dim=1 is no dim"),
+        ({"full_shape": (2,), "tp_dim": None, "ep_dim": 1, "expert": True}, "ep_dim=1 is not"),
         ({"full_shape": (2,), "tp_dim": None, "ep_dim": 0}, "for experts"),
         ({"full_shape": (2,), "tp_dim": 0, "ep_dim": 0, "expert": True}, "differs from"),
     ],

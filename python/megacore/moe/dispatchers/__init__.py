@@ -28,7 +28,7 @@ from megacore.moe.dispatchers.exchange import (
     static_receive_rows,
 )
 from megacore.moe.dispatchers.local import LocalDispatcher
-from megacore.moe.dispatchers.make import make_peers
+from megacore.moe.dispatchers.make import make_dispatcher, make_peers
 from megacore.moe.dispatchers.peer import PeerDispatcher
 from megacore.moe.dispatchers.peers import HostPeers, Peers
 
@@ -48,6 +48,7 @@ __all__ = [
     "Routing",
     "StaticBudget",
     "StaticDispatcher",
+    "make_dispatcher",
     "make_peers",
     "static_receive_rows",
 ]

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megacore.config import MoEConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
@@ -29,6 +31,13 @@ class Capacity:
     factor: float
     drop_by: Literal["probs", "position"] = "probs"
     pad: bool = False
+
+    @staticmethod
+    def of(moe: MoEConfig) -> Capacity | None:
+        """Return the limit of ``moe.capacity_factor``, or ``None``."""
+        if moe.capacity_factor is None:
+            return None
+        return Capacity(factor=moe.capacity_factor, drop_by=moe.drop_by, pad=moe.pad_to_capacity)
 
     def rows(self, num_copies: int, num_experts: int) -> int:
         """Compute the rows per expert, at least 1 and at most the number of copies.

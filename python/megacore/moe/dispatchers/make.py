@@ -1,17 +1,65 @@
-"""Choice between peer memory and collectives for a group."""
+"""Choice of the dispatcher of a layer, and of peer memory or collectives for a group."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 
+from megacore.config import MoEConfig
 from megacore.errors import ConfigError
+from megacore.moe.dispatchers.allgather import AllGatherDispatcher
+from megacore.moe.dispatchers.base import Dispatcher, ExpertPlacement
+from megacore.moe.dispatchers.capacity import Capacity
+from megacore.moe.dispatchers.exchange import (
+    AllToAllDispatcher,
+    StaticBudget,
+    StaticDispatcher,
+    static_receive_rows,
+)
+from megacore.moe.dispatchers.local import LocalDispatcher
+from megacore.moe.dispatchers.peer import PeerDispatcher
 from megacore.moe.dispatchers.peers import HostPeers, Peers, no_peers
 from megacore.moe.dispatchers.symmetric_peers import SymmetricPeers, reason_against
 from megacore.parallel.process_groups import Group
 
 Transport = Literal["auto", "collective", "peer"]
+
+
+def make_dispatcher(
+    moe: MoEConfig,
+    placement: ExpertPlacement,
+    *,
+    budget: StaticBudget,
+    peers: Peers | None,
+    capacity: Capacity | None = None,
+    receive_rows: Callable[[int, int], int] | None = None,
+) -> Dispatcher:
+    """Make the dispatcher of ``moe.dispatcher``.
+
+    Args:
+        moe: The ``[moe]`` section.
+        placement: Experts of each rank, or its experts and slots.
+        budget: Buffer size of ``static``.
+        peers: Peer memory of ``static``; ``None`` for collectives.
+        capacity: Limit of the rows of each expert.
+        receive_rows: Rows of a rank for (tokens of a member, copies per token), for ``static``.
+            Default: those of the budget and the capacity.
+    """
+    if moe.dispatcher == "static" and peers is not None:
+        if receive_rows is None:
+            receive_rows = static_receive_rows(placement, budget, capacity)
+        return PeerDispatcher(placement, peers=peers, receive_rows=receive_rows, capacity=capacity)
+    if moe.dispatcher == "static":
+        return StaticDispatcher(
+            placement, budget=budget, receive_rows=receive_rows, capacity=capacity
+        )
+    if placement.group.size == 1:
+        return LocalDispatcher(placement, capacity=capacity)
+    if moe.dispatcher == "allgather":
+        return AllGatherDispatcher(placement, capacity=capacity)
+    return AllToAllDispatcher(placement, capacity=capacity)
 
 
 def make_peers(

@@ -294,7 +294,7 @@ class DeviceCloneMemory(CloneMemory):
         if word:
             _, member, _ = peer_failure(word)
             raise PeerLostError(
-                f"group {self.group.name}: rank {self.group.ranks[member]} did not bring or take "
+                f"group {self.group.name}: rank {self.group.ranks[member]} did not send or receive "
                 f"clones of experts within {self._timeout_s:g} s"
             )
 
