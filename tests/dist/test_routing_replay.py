@@ -114,14 +114,11 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, recording: Path) -> Non
     for changes, expected in (
         ({"debug.record_routing": str(recording)}, "both name"),
         ({"debug.force_balanced": True}, "replay_routing and force_balanced both decide"),
+        ({"graphs.mode": "partial"}, "needs the host in every layer with experts, which"),
     ):
         with pytest.raises(ValueError, match=expected):
             make_config(1, {"debug.replay_routing": str(recording), **changes})
     check_plan(make_config(1, {"debug.record_routing": str(recording)}), 1)
-    with pytest.raises(MegacoreError, match="needs the host in every layer, which"):
-        check_plan(
-            make_config(1, {"debug.replay_routing": str(recording), "graphs.mode": "partial"}), 1
-        )
 
 
 def test_a_missing_part_or_a_damaged_file_ends_the_run_with_its_name(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def default_scopes(config: Config) -> str | None:
     kinds = _layer_kinds(config)
     scopes = [] if config.data.document_mask else ["attn"]
     scopes += ["mlp"] if "dense" in kinds else []
-    if "moe" in kinds and not _routes_on_host(config):
+    if "moe" in kinds:
         scopes.append("moe_router")
         scopes += [] if config.has_clones else ["moe_preprocess"]
     return ",".join(scopes)
@@ -43,6 +43,12 @@ def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
             f"{shown('debug.graph_backend')} needs a GPU, but {shown('run.backend')} computes on "
             "the CPU; use emulated there"
         )
+    for key in ("record_routing", "replay_routing"):
+        if getattr(config.debug, key) is not None:
+            yield (
+                f"{shown(f'debug.{key}')} needs the host in every layer with experts, which "
+                f'{shown("graphs.mode")} leaves out; set graphs.mode = "off", or leave {key} out'
+            )
     if backend == "transformer_engine" and graphs.is_full:
         yield (
             f"{shown('debug.graph_backend')} captures modules, and no whole steps as "
@@ -82,29 +88,19 @@ def _layer_kinds(config: Config) -> set[str]:
     return {"moe" if is_moe(index) else "dense" for index in range(config.model.num_layers)}
 
 
-def _routes_on_host(config: Config) -> bool:
-    return (config.debug.record_routing or config.debug.replay_routing) is not None
-
-
 def _plans_on_device(config: Config) -> bool:
     """Return whether the host reads nothing of the clone plan."""
     return config.moe.dispatcher == "static" and config.debug.static_transport != "collective"
 
 
-def _host_problems(config: Config, shown: Shown, where: str, *, plans: bool) -> Iterator[str]:
-    """Yield conflicts with host work between the router and the experts, where this is captured."""
-    if plans and config.has_clones and not _plans_on_device(config):
+def _clone_problems(config: Config, shown: Shown, where: str) -> Iterator[str]:
+    """Yield a conflict with clones that the host sends, where the dispatch is captured."""
+    if config.has_clones and not _plans_on_device(config):
         yield (
             f"{where} captures where tokens go, but {shown('moe.echo.num_spare_slots')} lets the "
             'host send clones; set moe.dispatcher = "static" without debug.static_transport = '
             '"collective", capture attn,mlp,moe_router at most, or set num_spare_slots = 0'
         )
-    for key in ("record_routing", "replay_routing"):
-        if getattr(config.debug, key) is not None:
-            yield (
-                f"{where} captures the router, but {shown(f'debug.{key}')} lets the host take part "
-                "in its decisions; leave one out"
-            )
 
 
 def _scope_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
@@ -124,8 +120,8 @@ def _scope_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
                 f"{where} names moe_preprocess, but clones ({shown('moe.echo.num_spare_slots')}) go "
                 "by more of the plan than what it leaves behind; name moe instead, or leave it out"
             )
-        yield from _host_problems(config, shown, where, plans="moe" in experts)
         if "moe" in experts:
+            yield from _clone_problems(config, shown, where)
             yield from _kernel_problems(config, shown, where)
     if "moe" in scopes and "moe" in kinds and config.moe.dispatcher != "static":
         yield (
@@ -189,7 +185,7 @@ def _full_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
             'or set graphs.mode = "partial"'
         )
     if config.moe.num_experts > 0:
-        yield from _host_problems(config, shown, shown("graphs.mode"), plans=True)
+        yield from _clone_problems(config, shown, shown("graphs.mode"))
         yield from _kernel_problems(config, shown, shown("graphs.mode"))
     if config.moe.num_experts > 0 and config.moe.dispatcher != "static":
         yield (

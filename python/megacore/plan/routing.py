@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from megacore.config import ResolvedConfig
-from megacore.errors import MegacoreError
 from megacore.moe.routing_trace import Recorded, check_recording_folder, check_replay
 
 # Settings that determine token identifiers, token contents, and experts.
@@ -28,17 +27,9 @@ def check_routing(config: ResolvedConfig) -> None:
 
     Raises:
         MegacoreError: If a recording does not match the run, a folder cannot be used for a
-            recording, or ``graphs.mode`` is not ``"off"``.
+            recording.
     """
     debug = config.debug
-    wanted = [
-        name for name in ("record_routing", "replay_routing") if getattr(debug, name) is not None
-    ]
-    if wanted and config.graphs.mode != "off":
-        raise MegacoreError(
-            f"debug.{wanted[0]} needs the host in every layer, which graphs.mode = "
-            f"{config.graphs.mode} leaves out; set graphs.mode = off"
-        )
     if debug.record_routing is not None:
         check_recording_folder(Path(debug.record_routing))
     if debug.replay_routing is not None:
