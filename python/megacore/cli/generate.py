@@ -13,6 +13,7 @@ from megacore.cli.values import number, require_at_least, seed_number, whole_num
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megacore.checkpoint.restore import RestoredModel
     from megacore.data import Tokenizer
 
 
@@ -94,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
             _require_text(option, text)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     restored = restore_model(args.checkpoint, device=device)
+    _require_tokenizer(args.checkpoint, restored)
     prompts = [restored.tokenizer.encode(prompt).tolist() for prompt in args.prompt]
     texts = [Continuation(restored.tokenizer, ids, stops) for ids in prompts]
     _show(texts, stream(restored.model, prompts, sampling), args.max_new_tokens)
@@ -175,6 +177,21 @@ def _show(
         for text, token in zip(texts, next(tokens), strict=True):
             if token is not None and not is_done(text):
                 text.add(token)
+
+
+def _require_tokenizer(path: Path, restored: RestoredModel) -> None:
+    """Raise an error for a Hugging Face folder without a tokenizer, unless it is of bytes."""
+    vocab = restored.config.model.vocab_size
+    if (
+        (path / "config.json").is_file()
+        and restored.config.data.tokenizer == "bytes"
+        and vocab != restored.tokenizer.vocab_size
+    ):
+        raise ConfigError(
+            f"{path} has no tokenizer.json, and its vocabulary of {vocab} ids is not that of "
+            "bytes; copy the file there, or write it with AutoTokenizer.from_pretrained(...)"
+            ".save_pretrained(FOLDER) of transformers"
+        )
 
 
 def _require_text(option: str, text: str) -> None:

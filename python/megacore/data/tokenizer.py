@@ -98,19 +98,18 @@ class ByteTokenizer:
         return int(ids[0]) if len(ids) == 1 else None
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        """Decode the bytes ``ids``.
+        """Decode the bytes ``ids``. An id that is not a byte gives a replacement character.
+
+        A model may have such ids, because its vocabulary may be larger than 256.
 
         Raises:
-            ValueError: If an id is not in ``[0, 256)``.
+            ValueError: If an id is negative.
         """
         # Not bytes(ids), which would read the raw memory of an array: eight bytes per int64.
         tokens = [operator.index(token) for token in ids]
-        for token in tokens:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"token id {token} is not a byte; the byte tokenizer has ids 0 to 255"
-                )
-        return bytes(tokens).decode("utf-8", errors="replace")
+        if min(tokens, default=0) < 0:
+            raise ValueError(f"token ids must be at least 0, got {min(tokens)}")
+        return bytes(min(token, 0xFF) for token in tokens).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.checkpoint import TrainState, save_checkpoint
+from megacore.checkpoint import StoredWeights, TrainState, save_checkpoint
 from megacore.checkpoint.export_checkpoint import export_checkpoint
 from megacore.checkpoint.import_checkpoint import import_checkpoint
 from megacore.checkpoint.restore import restore_model
@@ -193,3 +193,65 @@ def test_the_command_exports_a_step_with_the_files_of_the_tokenizer(
     assert "with a unit, such as 500MB or 5GB, got 'big'" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="no checkpoint"):
         export_checkpoint(tmp_path / "nowhere", tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_imported_weights_keep_their_number_format(
+    dtype: torch.dtype, kept: torch.dtype, tmp_path: Path
+) -> None:
+    save_theirs("llama", tmp_path / "theirs", dtype)
+    done = import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert done.config.train.dtype == str(kept).removeprefix("torch.")
+    stored = StoredWeights(tmp_path / "ours")
+    assert {stored.dtype(name) for name in stored.names()} == {kept}
+    size = sum(path.stat().st_size for path in done.checkpoint.glob("*.distcp"))
+    assert size < done.num_params * kept.itemsize * 1.1 + 100_000
+    model = restore_model(tmp_path / "ours").model
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("byte", [0.1, 0.5, 0.9])
+def test_a_damaged_checkpoint_is_not_exported(byte: float, tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path / "theirs")
+    done = import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    [file] = done.checkpoint.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[int(byte * len(content))] ^= 8
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_an_interrupted_export_or_import_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_theirs("llama", tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StoredWeights, "verify", interrupted)  # all tensors are written then
+        with pytest.raises(KeyboardInterrupt):
+            export_checkpoint(tmp_path / "ours", tmp_path / "out")
+        patched.setattr("megacore.checkpoint.save.check_written", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            import_checkpoint(tmp_path / "theirs", tmp_path / "again")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "again").exists()
+    import_checkpoint(tmp_path / "theirs", tmp_path / "again")
+    export_checkpoint(tmp_path / "again", tmp_path / "out")
+    assert tensors_of(tmp_path / "out").keys() == tensors_of(tmp_path / "theirs").keys()

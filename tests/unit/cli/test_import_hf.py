@@ -174,3 +174,20 @@ def test_a_folder_without_a_tokenizer_says_what_is_missing(
     assert (
         import_hf(tmp_path / "theirs").model == load_config(tmp_path / "ours" / "config.toml").model
     )
+
+
+def test_generating_without_a_tokenizer_is_refused_unless_tokens_are_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder("llama", tmp_path / "theirs", tokenizer=False)
+    capsys.readouterr()
+    command = ["generate", str(tmp_path / "theirs"), "--prompt=x", "--max-new-tokens=2"]
+    assert main(command) == 2
+    assert "has no tokenizer.json, and its vocabulary of 384" in capsys.readouterr().err
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**COMMON, "vocab_size": 256, "intermediate_size": 48})
+    )
+    model.save_pretrained(tmp_path / "theirs")
+    capsys.readouterr()
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("x")

@@ -20,6 +20,7 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _BLOCK_BYTES = 1 << 24
+_TRAINED = ("F32", "BF16", "F16")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -176,7 +177,8 @@ class TensorFiles:
         for path in sorted(set(self._files.values())):
             _, entries = _read_header(path)
             counts.update(entry["dtype"] for entry in entries.values() if len(entry["shape"]) > 1)
-        return DTYPES.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.float32
+        names = [name for name in _TRAINED if counts[name] == max(counts.values(), default=0)]
+        return DTYPES[names[0]] if names else torch.float32
 
 
 def _read_bytes(path: Path, begin: int, into: Tensor) -> None:

@@ -109,7 +109,8 @@ class HFWeights:
         )
         if left:
             raise MegacoreError(
-                f"{len(left)} tensors have no place in a {family.model_type} model of megacore: "
+                f"{len(left)} tensor{'s have' if len(left) > 1 else ' has'} no place in a "
+                f"{family.model_type} model of megacore: "
                 f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}"
             )
 
