@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"parallel": {"cp": 2}},
     "pp2": {
         "parallel": {"pp": 2},
-        "pipeline": {"schedule": "zb_h1", "account_for_embedding": False, "layout": "Ett|tL"},
+        "pipeline": {"schedule": "zb_h1", "layout": "Ett|tL"},
     },
     "ep2": {"parallel": {"ep": 2}},
     "etp2": {"parallel": {"tp": 2, "etp": 2, "sequence_parallel": True}},

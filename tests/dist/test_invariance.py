@@ -67,7 +67,7 @@ LAYOUTS = {
         {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2},
     ),
     "one rank with 2 chunks, split backwards": (1, {"pipeline.schedule": "interleaved_zb"}),
-    "pp4 uneven": (4, {"parallel.pp": 4, "pipeline.account_for_embedding": False}),
+    "pp4 uneven": (4, {"parallel.pp": 4, "pipeline.layout": "Ett|t|t|L"}),
     "dp2": (2, {}),
     "dp2 without ZeRO-1": (2, {"optimizer.distributed": False}),
     "dp4 small buckets": (4, {"optimizer.bucket_numel": 1000}),

@@ -117,8 +117,9 @@ def _scope_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
     elif experts:
         if "moe_preprocess" in experts and config.has_clones:
             yield (
-                f"{where} names moe_preprocess, but clones ({shown('moe.echo.num_spare_slots')}) go "
-                "by more of the plan than what it leaves behind; name moe instead, or leave it out"
+                f"{where} names moe_preprocess, but clones ({shown('moe.echo.num_spare_slots')}) "
+                "go by more of the plan than what it leaves behind; name moe instead, or leave it "
+                "out"
             )
         if "moe" in experts:
             yield from _clone_problems(config, shown, where)

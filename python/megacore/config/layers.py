@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 from megacore.config.sections import Config
 
@@ -24,10 +25,10 @@ def layers_of_stages(config: Config) -> list[range]:
         config.model.num_layers,
         num_ranks=config.parallel.pp,
         num_chunks=pipeline.stages_per_rank,
-        first=pipeline.first_layers,
-        last=pipeline.last_layers,
-        account_for_embedding=pipeline.account_for_embedding,
-        account_for_loss=pipeline.account_for_loss,
+        first=None,
+        last=None,
+        account_for_embedding=False,
+        account_for_loss=False,
         is_v=config.pipeline.is_v,
         layout=pipeline.layout,
     )
@@ -74,6 +75,30 @@ def stages_of_ranks(config: Config) -> list[list[int]]:
     return [list(range(rank, num_stages, pp)) for rank in range(pp)]
 
 
+def stage_text(stages: Sequence[int], mtp: int = 0) -> str:
+    """Return ``pipeline.layout`` of stages with these numbers of layers.
+
+    Args:
+        stages: Layers of each stage, at least two.
+        mtp: Layers for multi-token prediction, on the last stage.
+
+    Example:
+        >>> stage_text([4, 4, 4, 3, 0], mtp=1)
+        'Et*4|(t*4|)*2t*3|mL'
+    """
+    *inner, last = [f"t*{count}" if count else "" for count in stages[1:]]
+    runs = [(text, len(list(group))) for text, group in groupby(inner)]
+    middle = "".join(f"({text}|)*{count}" if count > 1 else f"{text}|" for text, count in runs)
+    first = f"Et*{stages[0]}" if stages[0] else "E"
+    return f"{first}|{middle}{last}{'m' * mtp}L"
+
+
+def _near_even(num_layers: int, num_stages: int) -> list[int]:
+    """Return layers per stage that differ by one at most, fewest beside embedding and head."""
+    share, rest = divmod(num_layers, num_stages)
+    return [share + (1 <= stage <= rest) for stage in range(num_stages)]
+
+
 def layers_fit(config: Config) -> bool:
     """Return whether the layers can be partitioned into the stages.
 
@@ -97,31 +122,21 @@ def nearest_fits(config: Config, world_size: int) -> list[str]:
     """
     pipeline, layers = config.pipeline, config.model.num_layers
     stages = config.parallel.pp * pipeline.stages_per_rank
-    ends = (pipeline.first_layers or 0) + (pipeline.last_layers or 0)
     others = config.parallel.tp * config.parallel.cp
     sizes = [pp for pp in range(1, layers + 1) if world_size % (others * pp) == 0]
 
     found = [
-        _nearest(config, "model.num_layers", layers, range(1, layers + ends + stages + 1)),
+        _nearest(config, "model.num_layers", layers, range(1, layers + stages + 1)),
         _nearest(config, "parallel.pp", config.parallel.pp, sizes),
     ]
     if pipeline.stages_per_rank > 1:
         chunks = range(2, layers + 1)
         found.append(_nearest(config, "pipeline.num_chunks", pipeline.chunks, chunks))
-    even_share = layers // config.parallel.pp
-    for key in ("first_layers", "last_layers"):
-        value = getattr(pipeline, key)
-        # A second fixed end is only offered if there is none: one is enough.
-        if value is not None or (ends == 0 and key == "first_layers"):
-            ideal = even_share if value is None else value
-            candidates = range(1, layers + 1)
-            found.append(_nearest(config, f"pipeline.{key}", ideal, candidates, max_count=1))
-    return [text for text in found if text]
+    layout = stage_text(_near_even(layers, stages))
+    return [*filter(None, found), f"--pipeline.layout='{layout}'"]
 
 
-def _nearest(
-    config: Config, key: str, value: int, candidates: Iterable[int], *, max_count: int = 2
-) -> str:
+def _nearest(config: Config, key: str, value: int, candidates: Iterable[int]) -> str:
     """Return ``"num_layers=4 or 6"``: the nearest candidates below and above, or ``""``."""
     section, _, name = key.partition(".")
 
@@ -132,7 +147,7 @@ def _nearest(
     ordered = sorted(candidates, key=lambda candidate: abs(candidate - value))
     below = _first((number for number in ordered if number <= value), fits)
     above = _first((number for number in ordered if number > value), fits)
-    closest = sorted(below + above, key=lambda number: abs(number - value))[:max_count]
+    closest = sorted(below + above, key=lambda number: abs(number - value))[:2]
     return f"--{key}={' or '.join(map(str, sorted(closest)))}" if closest else ""
 
 

@@ -137,7 +137,8 @@ def _check_experts(problems: Problems, config: ResolvedConfig) -> None:
     if moe.echo.domain_size is not None and parallel.ep % moe.echo.domain_size:
         problems.add(
             f"{problems.shown('moe.echo.domain_size')} does not divide "
-            f"{problems.shown('parallel.ep')}; nearest: domain_size={nearest_divisors(moe.echo.domain_size, parallel.ep)}"
+            f"{problems.shown('parallel.ep')}; nearest: "
+            f"domain_size={nearest_divisors(moe.echo.domain_size, parallel.ep)}"
         )
     _check_shares_of_tokens(problems, config)
     if not moe.moe_layers(config.model.num_layers):

@@ -257,8 +257,8 @@ class MoEConfig(Section):
             )
         if self.echo.num_spare_slots > 0 and self.num_experts == 0:
             raise ValueError(
-                f"echo.num_spare_slots = {self.echo.num_spare_slots} is for experts, but num_experts "
-                "= 0; leave num_spare_slots out, or set num_experts"
+                f"echo.num_spare_slots = {self.echo.num_spare_slots} is for experts, but "
+                "num_experts = 0; leave num_spare_slots out, or set num_experts"
             )
         if self.echo.num_spare_slots > 0 and self.biases:
             raise ValueError(

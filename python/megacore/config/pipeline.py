@@ -74,28 +74,9 @@ class PipelineConfig(Section):
         description="Microbatches that run through one chunk before the next (interleaved "
         "schedules). Default: the smallest with the shortest step.",
     )
-    first_layers: int | None = Field(
-        default=None,
-        ge=1,
-        description="Layers of the first pipeline rank, over its chunks; the others share the "
-        "rest evenly, so `num_layers` can be uneven. Default: as many as the others.",
-    )
-    last_layers: int | None = Field(
-        default=None,
-        ge=1,
-        description="Layers of the last pipeline rank, over its chunks; the others share the rest "
-        "evenly. Default: as many as the others.",
-    )
-    account_for_embedding: bool = Field(
-        default=False, description="Count the embedding as one layer in the partition."
-    )
-    account_for_loss: bool = Field(
-        default=False,
-        description="Count the output layer and loss as one layer in the partition.",
-    )
     layout: str | None = Field(
         default=None,
-        description="All stages as a text, instead of the four previous settings: `E` embedding, "
+        description="All stages as a text, for uneven ones: `E` embedding, "
         "`t` layer, `m` layer for multi-token prediction, `L` output layer and loss, `|` next "
         "stage, `x*3`, `( )`; as in `Et|(tt|)*2tL`. Default: layers are distributed evenly.",
     )

@@ -125,36 +125,25 @@ def _check_layers(problems: Problems, config: ResolvedConfig) -> None:
         _check_pipeline_layout(problems, config)
         return
     stages = pp * pipeline.stages_per_rank
-    units = layers + pipeline.account_for_embedding + pipeline.account_for_loss
-    if stages > units:
+    if stages > layers:
         chunks = problems.shown("pipeline.num_chunks", pipeline.chunks)
         if pipeline.copies > 1:
             chunks = f"{chunks} / {pipeline.copies} copies of the model"
         problems.add(
             f"{problems.shown('model.num_layers')} cannot fill the {stages} stages of "
             f"{problems.shown('parallel.pp')} x {chunks}; "
-            f"use at least {stages} layers, or at most {units} stages"
+            f"use at least {stages} layers, or at most {layers} stages"
         )
         return
-    fixed = (pipeline.first_layers or 0) + (pipeline.last_layers or 0)
-    if fixed > layers:
-        problems.add(
-            f"pipeline.first_layers + pipeline.last_layers = {fixed} is more than "
-            f"{problems.shown('model.num_layers')}"
-        )
-    elif not layers_fit(config):
+    if not layers_fit(config):
         settings = [problems.shown("parallel.pp")]
         if pipeline.stages_per_rank > 1:
             settings.append(problems.shown("pipeline.num_chunks", pipeline.chunks))
-        for key in ("first_layers", "last_layers", "account_for_embedding", "account_for_loss"):
-            if getattr(pipeline, key) not in (None, False):
-                settings.append(problems.shown(f"pipeline.{key}"))
         fixes = nearest_fits(config, problems.world_size)
-        nearest = f"; nearest, changing one setting: {', or '.join(fixes)}" if fixes else ""
         problems.add(
             f"{problems.shown('model.num_layers')} cannot be dealt to pipeline stages with "
-            f"{', '.join(settings)}: all stages but those of first_layers and last_layers hold "
-            f"equally many{nearest}"
+            f"{', '.join(settings)}, of which each holds equally many; nearest, changing one "
+            f"setting: {', or '.join(fixes)}"
         )
 
 

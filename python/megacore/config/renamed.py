@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+_LAYOUT = "pipeline.layout, as in layout = 'Et*3|t*4|t*3L'"
+
 # The place of a setting today, by its full key in version 0.1.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -27,7 +29,11 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "optimizer.average_in_collective": "debug.average_in_collective",
         "optimizer.fp32_accumulation": 'optimizer.grad_dtype = "param_fp32_sum"',
         "optimizer.pad_buckets": "debug.pad_for_ring",
+        "pipeline.account_for_embedding": f"part of {_LAYOUT}",
+        "pipeline.account_for_loss": f"part of {_LAYOUT}",
         "pipeline.debug_messages": "debug.check_messages",
+        "pipeline.first_layers": f"part of {_LAYOUT}",
+        "pipeline.last_layers": f"part of {_LAYOUT}",
         "run.host_memory": "debug.host_memory",
         "run.peer_timeout_s": "debug.peer_timeout_s",
         "run.trace_step": "debug.trace_step",

@@ -59,7 +59,8 @@ class PipelineExecutor:
         recorder: Records the start and end of every compute action and of every message wait.
         channels: Groups of the same ranks for messages to higher and to lower positions. NCCL needs
             them for a program with receives ahead. By default ``group`` for both.
-        check_messages: Send a header before every message, and raise an error for an unexpected message.
+        check_messages: Send a header before every message, and raise an error for an unexpected
+            message.
             Costs a small message each, and transfers no longer overlap with compute.
         overlap_pairs: Interleave forwards and backwards that the schedule pairs
             (``Program.overlaps``): while one waits for an expert dispatch, the other computes.

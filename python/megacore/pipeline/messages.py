@@ -55,7 +55,8 @@ class Transport:
                 names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
                 raise ValueError(
                     f"stages exchange {list(spec.shape)} {spec.dtype}, but checked messages have "
-                    f"up to {_MAX_DIMS} dimensions and one of the dtypes {names}; leave check_messages out"
+                    f"up to {_MAX_DIMS} dimensions and one of the dtypes {names}; leave "
+                    "check_messages out"
                 )
 
     def group(self, *, sender: int, receiver: int) -> Group:

@@ -6,11 +6,11 @@ Nothing here imports torch: parameters are listed from the shapes that the model
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from megacore._core import plan_buckets
 from megacore.config import Config, ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.config.layers import stage_text
 from megacore.plan.spec import ModelSpec, RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -260,28 +260,9 @@ def without_layout(base: Config, gpus: int) -> Config:
 
 _PLAIN_PIPELINE: dict[str, Any] = {
     "schedule": "1f1b", "num_chunks": None, "group_size": None, "layout": None,
-    "first_layers": None, "last_layers": None, "account_for_embedding": False,
-    "account_for_loss": False, "overlap_moe": False, "split_weight_grads": False,
+    "overlap_moe": False, "split_weight_grads": False,
     "memory_limit": None, "placement": "loop",
 }  # fmt: skip
-
-
-def stage_text(stages: Sequence[int], mtp: int = 0) -> str:
-    """Return ``pipeline.layout`` of stages with these numbers of layers.
-
-    Args:
-        stages: Layers of each stage.
-        mtp: Layers for multi-token prediction, on the last stage.
-
-    Example:
-        >>> stage_text([4, 4, 4, 3, 0], mtp=1)
-        'Et*4|(t*4|)*2t*3|mL'
-    """
-    *inner, last = [f"t*{count}" if count else "" for count in stages[1:]]
-    runs = [(text, len(list(group))) for text, group in groupby(inner)]
-    middle = "".join(f"({text}|)*{count}" if count > 1 else f"{text}|" for text, count in runs)
-    first = f"Et*{stages[0]}" if stages[0] else "E"
-    return f"{first}|{middle}{last}{'m' * mtp}L"
 
 
 def settings_of(spec: RunSpec, stages: Sequence[int], mtp: int = 0) -> dict[str, dict[str, Any]]:

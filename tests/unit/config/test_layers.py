@@ -32,8 +32,6 @@ def test_a_layout_deals_the_layers_and_its_mistakes_are_marked() -> None:
         ("Et|tttmL", "has 1 m (layers for multi-token prediction), but model.num_mtp_layers is 0"),
     ):
         assert sentence in message_of(make(parallel__pp="2", pipeline__layout=layout), 2)
-    both = make(parallel__pp="2", pipeline__layout="Et|tttL", pipeline__first_layers="1")
-    assert "leave out first, last and account_for_*" in message_of(both, 2)
 
 
 def test_a_rank_with_nothing_to_train_is_refused() -> None:
@@ -50,42 +48,6 @@ def test_a_rank_with_nothing_to_train_is_refused() -> None:
     assert "ends with L" in message_of(both, 3)
     both = make(parallel__pp="3", pipeline__layout="Ett||t|||tL", **settings)
     assert "give one of its stages (1, 4) a layer" in message_of(both, 3)
-
-
-def test_the_first_rank_of_a_v_holds_both_ends() -> None:
-    settings = {"parallel__pp": "2", "model__num_layers": "6", "pipeline__first_layers": "2"}
-    loop = make(**settings, pipeline__schedule="interleaved_1f1b", pipeline__num_chunks="2")
-    assert [len(s) for s in layers_of_stages(resolve(loop, 2, vocab_size=256, cuda=False))] == [
-        1,
-        2,
-        1,
-        2,
-    ]
-    v = make(**settings, pipeline__schedule="zb_v", pipeline__num_chunks="2")
-    assert [len(s) for s in layers_of_stages(resolve(v, 2, vocab_size=256, cuda=False))] == [
-        1,
-        2,
-        2,
-        1,
-    ]
-    hollow = make(
-        parallel__pp="2",
-        pipeline__schedule="zb_v",
-        pipeline__num_chunks="2",
-        pipeline__layout="Ett|||ttL",
-    )
-    assert "give one of its stages (1, 2) a layer" in message_of(hollow, 2)
-
-
-@pytest.mark.parametrize(
-    ("layout", "stage"),
-    [(None, 3), ("Et|t|t|tL", 3), ("Et|t|tt,m*2|L", 2), ("Etttt,mm|||L", 0), ("Et|t|tt|mmL", 3)],
-)
-def test_layers_for_multi_token_prediction_are_where_the_layout_says(
-    layout: str | None, stage: int
-) -> None:
-    config = Config(model={"num_mtp_layers": 2}, parallel={"pp": 4}, pipeline={"layout": layout})
-    assert mtp_stage(config) == stage
 
 
 def test_their_number_is_that_of_the_model() -> None:

@@ -105,7 +105,7 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ('[run]\nname = "a/b"\n', "must be the name of one folder in runs/; set run.dir"),
         ("[run]\ntimeout_s = 1e30\n", ":2: run.timeout_s = 1e+30: must be at most 604800"),
         ("[debug]\npeer_timeout_s = 1e30\n", "must be at most 604800"),
-        ("[pipeline]\nfirst_layers = 0\n", "pipeline.first_layers = 0: must be at least 1"),
+        ("[pipeline]\ngroup_size = 0\n", "pipeline.group_size = 0: must be at least 1"),
         ("[train\n", "is not valid TOML"),
         (
             "[model]\nhidden_size = 130\n",

@@ -265,21 +265,13 @@ def test_suggested_layouts_do_fit() -> None:
             "nearest: 24 or 32",
         ),
         ({"pipeline__group_size": "2"}, 1, "group_size = 2 (--pipeline.group_size=2) needs"),
-        ({"pipeline__first_layers": "5"}, 1, "= 5 is more than model.num_layers = 4"),
         (
             {"model__num_layers": "5", "parallel__pp": "2"},
             2,
             "model.num_layers = 5 (--model.num_layers=5) cannot be dealt to pipeline stages with "
-            "parallel.pp = 2 (--parallel.pp=2): all stages but those of first_layers and "
-            "last_layers hold equally many; nearest, changing one setting: "
-            "--model.num_layers=4 or 6, or --parallel.pp=1, or --pipeline.first_layers=2",
-        ),
-        (
-            {"model__num_layers": "9", "parallel__pp": "4", "pipeline__first_layers": "2"},
-            4,
-            "pipeline.first_layers = 2 (--pipeline.first_layers=2): all stages but those of "
-            "first_layers and last_layers hold equally many; nearest, changing one setting: "
-            "--model.num_layers=8 or 11, or --parallel.pp=2, or --pipeline.first_layers=3",
+            "parallel.pp = 2 (--parallel.pp=2), of which each holds equally many; nearest, "
+            "changing one setting: --model.num_layers=4 or 6, or --parallel.pp=1, or "
+            "--pipeline.layout='Et*2|t*3L'",
         ),
         (
             {"optimizer__warmup_steps": "20", "optimizer__decay_steps": "20"},
@@ -319,15 +311,15 @@ def test_suggested_instances_divide_the_holders_of_dense_and_expert_parameters()
 
 
 @pytest.mark.parametrize("settings", [("5", "2", "1"), ("14", "4", "2"), ("7", "3", "1")])
-def test_suggested_first_layers_do_work(settings: tuple[str, str, str]) -> None:
+def test_a_suggested_layout_does_work(settings: tuple[str, str, str]) -> None:
     layers, pp, chunks = settings
     base = {"model__num_layers": layers, "parallel__pp": pp, "pipeline__num_chunks": chunks}
     if chunks != "1":
         base["pipeline__schedule"] = "interleaved_1f1b"
     message = message_of(make(**base, train__global_batch_size="48"), 12)
-    first = message.rpartition("--pipeline.first_layers=")[2]
+    layout = message.rpartition("--pipeline.layout=")[2].strip("'")
     resolve(
-        make(**base, train__global_batch_size="48", pipeline__first_layers=first),
+        make(**base, train__global_batch_size="48", pipeline__layout=layout),
         12,
         vocab_size=256,
         cuda=False,
@@ -335,7 +327,7 @@ def test_suggested_first_layers_do_work(settings: tuple[str, str, str]) -> None:
 
 
 def test_all_broken_rules_are_told_at_once() -> None:
-    config = make(parallel__tp="3", pipeline__num_chunks="2", pipeline__first_layers="9")
+    config = make(parallel__tp="3", pipeline__num_chunks="2", pipeline__group_size="2")
     lines = message_of(config, 4).splitlines()
     assert lines[0] == f"{len(lines) - 1} problems in the configuration:"
     assert len(lines) >= 5

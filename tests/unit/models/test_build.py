@@ -79,7 +79,7 @@ def test_the_second_of_two_copies_goes_up_the_ranks() -> None:
 
 def test_stages_may_hold_only_the_embedding_or_only_the_head() -> None:
     model = tiny_config(num_layers=2)
-    config = config_for(model, pp=4, account_for_embedding=True, account_for_loss=True)
+    config = config_for(model, pp=4, layout="E|t|t|L")
     chunks = [build_chunks(config, groups_of_stage(rank, 4))[0] for rank in range(4)]
     assert [len(chunk.layers) for chunk in chunks] == [0, 1, 1, 0]
     batch, hidden = random_batch(model), None
