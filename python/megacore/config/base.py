@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -16,25 +16,8 @@ from megacore.config.renamed import RENAMED
 from megacore.config.words import close_words
 from megacore.errors import ConfigError
 
-T = TypeVar("T")
-
 MAX_SIZE = 1 << 31
 MAX_TIMEOUT_S = 7 * 86400.0
-
-
-def filled(value: T | None) -> T:
-    """Return the value of a derived field of a resolved configuration.
-
-    Raises:
-        RuntimeError: If the field is still ``None``, that is, the configuration was never resolved.
-
-    Example:
-        >>> filled(3)
-        3
-    """
-    if value is None:
-        raise RuntimeError("a derived setting is still empty: call megacore.config.resolve first")
-    return value
 
 
 # Other names of number formats, as users of torch and Megatron-LM write them.

@@ -10,7 +10,6 @@ from megacore.config.base import (
     LAYER_PATTERN,
     Section,
     divisors,
-    filled,
     letter_of_layer,
     nearest_divisors,
     nearest_multiples,
@@ -19,6 +18,7 @@ from megacore.config.base import (
 from megacore.config.mla import MLAConfig
 from megacore.config.objects import check_object_name
 from megacore.config.rope import RopeScalingConfig
+from megacore.errors import ConfigError
 
 
 class ModelConfig(Section):
@@ -195,12 +195,22 @@ class ModelConfig(Section):
 
         The number does not depend on ``parallel.tp``, so a checkpoint fits every layout.
 
+        Raises:
+            ConfigError: If ``vocab_size`` is not set.
+
         Example:
             >>> ModelConfig(vocab_size=300).padded_vocab_size
             384
         """
         unit = self.vocab_pad_multiple
-        return -(-filled(self.vocab_size) // unit) * unit
+        if self.vocab_size is None:
+            raise ConfigError("model.vocab_size must be set if no tokenizer is loaded, got none")
+        return -(-self.vocab_size // unit) * unit
+
+    @property
+    def default_ffn_hidden_size(self) -> int:
+        """8/3 of ``hidden_size``, rounded up to a multiple of 64."""
+        return -(-8 * self.hidden_size // 192) * 64
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:

@@ -79,7 +79,7 @@ def _fill(
 ) -> ResolvedConfig:
     model, parallel, run = config.model, config.parallel, config.run
     latent = model.mla.nope_head_dim + model.mla.rope_head_dim if model.mla.kv_rank else None
-    ffn_hidden_size = model.ffn_hidden_size or -(-8 * model.hidden_size // 192) * 64
+    ffn_hidden_size = model.ffn_hidden_size or model.default_ffn_hidden_size
     steps = config.train.steps
     run_dir = run.dir or f"runs/{run.name}"
     sections = {

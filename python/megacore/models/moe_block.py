@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from megacore.config import MoEConfig
-from megacore.config.base import filled
 from megacore.models.layers import ModelContext
 from megacore.models.mappings import Region, gather_sequence, scatter_sequence
 from megacore.moe.balance import RouterGroups
@@ -220,7 +219,7 @@ def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
 
 def _experts(name: str, context: ModelContext) -> GroupedExperts:
     moe, hidden = context.moe, context.shape.hidden
-    width = filled(moe.ffn_hidden_size)
+    width = moe.ffn_hidden_size or context.shape.ffn
     inner = (2, width) if moe.gated else (width,)
     fc1 = ParamInfo(
         name=f"{name}.fc1",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megacore.config import ModelConfig
-from megacore.config.base import filled, nearest_divisors
+from megacore.config.base import nearest_divisors
 from megacore.errors import ConfigError
 
 # Float32 logits of a microbatch above this many bytes are computed in blocks.
@@ -45,20 +45,21 @@ class GPTShape:
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> GPTShape:
-        """Take the sizes from a resolved ``[model]`` section.
+        """Take the sizes from a ``[model]`` section.
 
         Raises:
-            RuntimeError: If a derived setting is still empty.
+            ConfigError: If ``vocab_size`` is not set.
         """
+        padded_vocab = config.padded_vocab_size
         return cls(
             hidden=config.hidden_size,
             num_layers=config.num_layers,
             num_heads=config.num_heads,
-            num_kv_heads=filled(config.num_kv_heads),
+            num_kv_heads=config.num_kv_heads or config.num_heads,
             head_dim=config.head_dim or config.hidden_size // config.num_heads,
-            ffn=filled(config.ffn_hidden_size),
-            vocab=filled(config.vocab_size),
-            padded_vocab=config.padded_vocab_size,
+            ffn=config.ffn_hidden_size or config.default_ffn_hidden_size,
+            vocab=config.vocab_size or padded_vocab,
+            padded_vocab=padded_vocab,
             seq_length=config.seq_length,
             tie_embeddings=config.tie_embeddings,
             rope_head_dim=config.mla.rope_head_dim if config.mla.kv_rank else 0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacore.config import ModelConfig, MoEConfig
-from megacore.config.base import filled
 from megacore.models.shape import GPTShape
 
 
@@ -52,7 +51,7 @@ class ParameterCount:
 
 
 def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> ParameterCount:
-    """Count the parameters of resolved ``[model]`` and ``[moe]`` sections.
+    """Count the parameters of ``[model]`` and ``[moe]`` sections.
 
     Example:
         >>> config = ModelConfig(hidden_size=8, num_heads=2, num_kv_heads=1, ffn_hidden_size=16,
@@ -103,7 +102,7 @@ def _dense_weights(shape: GPTShape) -> int:
 
 
 def _expert_weights(shape: GPTShape, moe: MoEConfig) -> int:
-    num_matrices, width = (3 if moe.gated else 2), filled(moe.ffn_hidden_size)
+    num_matrices, width = (3 if moe.gated else 2), moe.ffn_hidden_size or shape.ffn
     biases = (num_matrices - 1) * width + shape.hidden if moe.biases else 0
     return num_matrices * width * shape.hidden + biases
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from megacore.config import Config, load_config, resolve
-from megacore.config.base import filled
+from megacore.config import Config, ModelConfig, load_config, resolve
 from megacore.config.moe import EchoConfig
 from megacore.errors import ConfigError
+from megacore.models.shape import GPTShape
 
 
 def make(**settings: str) -> Config:
@@ -362,9 +362,12 @@ def test_microbatches_follow_from_the_layout() -> None:
     assert (config.dp(4), config.num_microbatches(4)) == (2, 4)
 
 
-def test_empty_setting_of_an_unresolved_config_is_our_bug() -> None:
-    with pytest.raises(RuntimeError, match=r"call megacore\.config\.resolve first"):
-        filled(Config().model.num_kv_heads)
+def test_sizes_need_no_resolved_section_but_the_vocabulary() -> None:
+    shape = GPTShape.from_config(ModelConfig(num_heads=8, vocab_size=300))
+    resolved = resolve(make(model__num_heads="8"), 1, vocab_size=300, cuda=False).model
+    assert shape == GPTShape.from_config(resolved)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size must be set"):
+        GPTShape.from_config(ModelConfig())
 
 
 def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
