@@ -12,7 +12,7 @@ from torch import Tensor
 from megacore.moe.echo.exchange import CloneExchange, set_of_turn
 from megacore.moe.echo.memory_exchange import MemoryClones
 from megacore.moe.echo.message_exchange import MessageClones, SlotBuffers
-from megacore.parallel.turns import Turns, running_place
+from megacore.parallel.turns import InterleavedPair, running_place
 from megacore.plan.echo_plan import plan_echo
 from megacore.train.trainer import Trainer
 from tests.dist.test_echo import ECHO, skewed_trainer
@@ -219,10 +219,10 @@ def test_a_second_set_of_weights_is_all_that_turns_cost() -> None:
 
 def test_one_set_of_slots_is_refused_in_turns() -> None:
     slots = SlotBuffers(2)
-    assert Turns().run(lambda: set_of_turn(slots.sets), lambda: 1) == (slots.sets[0], 1)
+    assert InterleavedPair().run(lambda: set_of_turn(slots.sets), lambda: 1) == (slots.sets[0], 1)
     with pytest.raises(ValueError, match="but spare slots have 1 set; make them with SlotBuffers"):
-        Turns().run(lambda: None, lambda: set_of_turn(slots.sets))
+        InterleavedPair().run(lambda: None, lambda: set_of_turn(slots.sets))
     first, second = SlotBuffers(2, num_sets=2).sets
     both = (first, second)
-    assert Turns().run(lambda: set_of_turn(both), lambda: set_of_turn(both)) == both
+    assert InterleavedPair().run(lambda: set_of_turn(both), lambda: set_of_turn(both)) == both
     assert set_of_turn(both) is first

@@ -14,7 +14,7 @@ from megacore.errors import ConfigError
 from megacore.optim import DistributedOptimizer, ParamGroup
 from megacore.optim.param_group import check_patterns
 from megacore.parallel import ProcessGroups, Topology
-from megacore.parallel.instances import InstanceGroups
+from megacore.parallel.instances import HybridShardGroups
 from megacore.train.trainer import build_trainer
 from tests.dist.test_distributed_optimizer import backward, dp_groups, make_params
 from tests.dist.test_invariance import make_config
@@ -69,7 +69,7 @@ def pieces(_rank: int) -> tuple[list[tuple[str, int, int]], list[Tensor]]:
     groups = dp_groups(4)
     params = make_params(torch.float32)
     config = OptimizerConfig(bucket_numel=300)
-    instances = InstanceGroups.split(groups, 2)
+    instances = HybridShardGroups.split(groups, 2)
     buffers = make_buffers(params, groups=groups, optimizer=config, instances=instances)
     optimizer = DistributedOptimizer(buffers, groups=groups, config=config)
     backward(params, groups.rank, 0)
@@ -87,7 +87,7 @@ def test_instances_hold_equal_state_and_equal_weights() -> None:
 
 def bad_split(_rank: int) -> str:
     try:
-        InstanceGroups.split(dp_groups(2), 3)
+        HybridShardGroups.split(dp_groups(2), 3)
     except ConfigError as error:
         return str(error)
     return ""
@@ -153,7 +153,7 @@ def test_bfloat16_moments_take_half_the_memory_and_learn_the_same() -> None:
 
 
 def test_one_process_alone_needs_no_groups() -> None:
-    assert InstanceGroups.split(ProcessGroups.single(), 1).dense_across.size == 1
+    assert HybridShardGroups.split(ProcessGroups.single(), 1).dense_across.size == 1
 
 
 def test_gradients_in_the_format_of_the_parameters() -> None:

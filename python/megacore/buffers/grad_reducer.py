@@ -29,8 +29,8 @@ class GradReducer:
     :meth:`finish`.
 
     Attributes:
-        asks_transfers: Whether to poll transfers, to free their memory early. Must be off in a CUDA
-            graph capture, which must not depend on the progress of transfers.
+        polls_transfers: Whether to poll transfers, to free their memory early. Must be off in a
+            CUDA graph capture, which must not depend on the progress of transfers.
 
     Args:
         buffers: The buffers of all parameters of this rank.
@@ -60,7 +60,7 @@ class GradReducer:
         self._counting = self._is_open = False
         self._launched: set[int] = set()
         self._pending: deque[tuple[int, PendingCollective]] = deque()
-        self.asks_transfers = True
+        self.polls_transfers = True
         self._transferred: list[int] = []
 
     def start(self) -> None:
@@ -131,7 +131,7 @@ class GradReducer:
         self._launched.add(bucket)
         self._pending.append((bucket, buffer.start_reduce(index)))
         # Adding arrived slices frees their staging memory; transfers in flight are only polled.
-        while self.asks_transfers and self._pending and self._pending[0][1].is_transferred():
+        while self.polls_transfers and self._pending and self._pending[0][1].is_transferred():
             self._complete_oldest()
 
     def _complete_oldest(self) -> None:

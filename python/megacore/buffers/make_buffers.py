@@ -7,7 +7,7 @@ import torch
 from megacore.buffers.param_checks import NamedParams, require_pairs
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
 from megacore.config import DebugConfig, OptimizerConfig
-from megacore.parallel.instances import InstanceGroups
+from megacore.parallel.instances import HybridShardGroups
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 
@@ -17,7 +17,7 @@ def make_buffers(
     *,
     groups: ProcessGroups,
     optimizer: OptimizerConfig,
-    instances: InstanceGroups | None = None,
+    instances: HybridShardGroups | None = None,
     debug: DebugConfig | None = None,
 ) -> list[ParamGradBuffer]:
     """Assign parameters to buffers, one per dtype and kind (see :func:`buffer_kind`).
@@ -49,7 +49,7 @@ def make_buffers(
         )
     debug = DebugConfig() if debug is None else debug
     if instances is None:
-        instances = InstanceGroups.split(groups, 1)
+        instances = HybridShardGroups.split(groups, 1)
     by_key: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
     for position, (info, param) in enumerate(params):
         by_key.setdefault((param.dtype, *buffer_kind(info)), []).append(position)

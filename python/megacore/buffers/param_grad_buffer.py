@@ -202,16 +202,16 @@ class ParamGradBuffer:
             if not has_grad
         ]
 
-    def marks(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Return the bookkeeping of gradients (stale, present); see :meth:`set_marks`."""
+    def grad_state(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Return the bookkeeping of gradients (stale, present); see :meth:`load_grad_state`."""
         return tuple(self._is_stale), tuple(self._has_grad)
 
-    def set_marks(self, marks: tuple[tuple[bool, ...], tuple[bool, ...]]) -> None:
+    def load_grad_state(self, grad_state: tuple[tuple[bool, ...], tuple[bool, ...]]) -> None:
         """Restore the bookkeeping after a CUDA graph has replayed backward passes.
 
         A graph adds to the gradients without running the hooks that update the bookkeeping.
         """
-        self._is_stale[:], self._has_grad[:] = marks
+        self._is_stale[:], self._has_grad[:] = grad_state
 
     def on_grad(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(index)`` whenever parameter ``index`` has received a gradient.

@@ -37,7 +37,7 @@ from megacore.config.rope import RopeScalingConfig
 from megacore.config.run import RunConfig
 from megacore.config.sections import Config, section_classes
 from megacore.config.train import TrainSectionConfig
-from megacore.config.words import close_words
+from megacore.config.words import closest_matches
 
 __all__ = [
     "FOLDER_OF_FILE",
@@ -61,7 +61,7 @@ __all__ = [
     "SourceConfig",
     "TrainSectionConfig",
     "check_rules",
-    "close_words",
+    "closest_matches",
     "config_from_values",
     "config_to_toml",
     "did_you_mean",

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic.fields import FieldInfo
 
 from megacore.config.renamed import RENAMED
-from megacore.config.words import close_words
+from megacore.config.words import closest_matches
 from megacore.errors import ConfigError
 
 MAX_SIZE = 1 << 31
@@ -62,7 +62,7 @@ def _sentence(details: Any, section: type[Section]) -> str:
             if name == old and home.replace("_", "") in section.__name__.lower():
                 return f"{section.__name__} has no setting {name}; {key} is now {now}"
         known = list(section.by_key()) + list(section.inner_sections())
-        close = close_words(name, known, count=1)
+        close = closest_matches(name, known, count=1)
         hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known)}"
         return f"{section.__name__} has no setting {name}{hint}"
     message = str(context["error"]) if kind == "value_error" else details["msg"]

@@ -11,11 +11,11 @@ from megacore.config.base import (
     nearest_of,
 )
 from megacore.config.parallel import AXES
-from megacore.config.problems import Problems, count_of
+from megacore.config.problems import ConfigErrors, count_of
 from megacore.config.resolved import ResolvedConfig
 
 
-def _check_layout(problems: Problems, config: ResolvedConfig) -> None:
+def _check_layout(problems: ConfigErrors, config: ResolvedConfig) -> None:
     parallel, world = config.parallel, problems.world_size
     product = parallel.tp * parallel.cp * parallel.pp
     if world % product == 0:
@@ -56,7 +56,7 @@ def _nearest_layouts(config: ResolvedConfig, world: int) -> list[str]:
     return [f"tp={new_tp} pp={new_pp}" for new_tp, new_pp in best]
 
 
-def _check_model_fits_tp(problems: Problems, config: ResolvedConfig) -> None:
+def _check_model_fits_tp(problems: ConfigErrors, config: ResolvedConfig) -> None:
     tp = config.parallel.tp
     keys = ["num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_pad_multiple"]
     if config.model.factory is not None:
@@ -73,7 +73,7 @@ def _check_model_fits_tp(problems: Problems, config: ResolvedConfig) -> None:
             )
 
 
-def _check_sequence_fits_cp(problems: Problems, config: ResolvedConfig) -> None:
+def _check_sequence_fits_cp(problems: ConfigErrors, config: ResolvedConfig) -> None:
     """Check the length: context parallelism needs two slices per rank, to balance load."""
     parallel, length = config.parallel, config.model.seq_length
     slices = parallel.tp if parallel.sequence_parallel else 1
@@ -88,7 +88,7 @@ def _check_sequence_fits_cp(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
-def _check_heads_fit_cp(problems: Problems, config: ResolvedConfig) -> None:
+def _check_heads_fit_cp(problems: ConfigErrors, config: ResolvedConfig) -> None:
     """Check the heads: all but ``allgather`` exchange heads of keys, ``a2a`` divides them."""
     parallel, model = config.parallel, config.model
     if parallel.cp == 1 or parallel.cp_comm == "allgather":
@@ -110,7 +110,7 @@ def _check_heads_fit_cp(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
-def _check_experts(problems: Problems, config: ResolvedConfig) -> None:
+def _check_experts(problems: ConfigErrors, config: ResolvedConfig) -> None:
     moe, parallel = config.moe, config.parallel
     if moe.num_experts == 0:
         for key, needs in (("ep", parallel.ep > 1), ("etp", parallel.etp not in (1, parallel.tp))):
@@ -149,7 +149,7 @@ def _check_experts(problems: Problems, config: ResolvedConfig) -> None:
     _check_expert_layout(problems, config)
 
 
-def _check_shares_of_tokens(problems: Problems, config: ResolvedConfig) -> None:
+def _check_shares_of_tokens(problems: ConfigErrors, config: ResolvedConfig) -> None:
     """Check the sequence length: tp ranks with the same tokens route equal shares of them."""
     parallel, length = config.parallel, config.model.seq_length
     slices = 2 * parallel.cp if parallel.cp > 1 else 1
@@ -166,7 +166,7 @@ def _check_shares_of_tokens(problems: Problems, config: ResolvedConfig) -> None:
     )
 
 
-def _check_expert_layout(problems: Problems, config: ResolvedConfig) -> None:
+def _check_expert_layout(problems: ConfigErrors, config: ResolvedConfig) -> None:
     parallel, world = config.parallel, problems.world_size
     etp = parallel.etp
     most = max(1, world // (etp * parallel.pp))
@@ -181,7 +181,7 @@ def _check_expert_layout(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
-def _check_batch(problems: Problems, config: ResolvedConfig) -> None:
+def _check_batch(problems: ConfigErrors, config: ResolvedConfig) -> None:
     dp = config.dp(problems.world_size)
     if dp == 0 or problems.world_size % dp:
         return  # The layout itself is invalid and already reported.
@@ -196,7 +196,7 @@ def _check_batch(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
-def _check_instances(problems: Problems, config: ResolvedConfig) -> None:
+def _check_instances(problems: ConfigErrors, config: ResolvedConfig) -> None:
     """Check that the instances divide the number of ranks that hold the same parameters."""
     parallel, copies = config.parallel, config.pipeline.copies
     dp, cp = config.dp(problems.world_size), parallel.cp

@@ -23,7 +23,7 @@ from megacore.config.objects import with_folder
 from megacore.config.renamed import RENAMED
 from megacore.config.sections import Config, section_classes
 from megacore.config.toml_file import read_toml
-from megacore.config.words import close_words
+from megacore.config.words import closest_matches
 from megacore.errors import ConfigError
 
 Overrides = Sequence[tuple[str, str]]
@@ -277,7 +277,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
         >>> did_you_mean("tarin", ["train", "plan"])
         '; did you mean train?'
     """
-    close = close_words(word, known, count=1)
+    close = closest_matches(word, known, count=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -471,11 +471,11 @@ def _unknown_key(section: str, name: str) -> str:
     if section not in classes:
         if homes := setting_homes(section):
             return f"{section} stands outside any section; did you mean {' or '.join(homes)}?"
-        close = close_words(section, list(classes), count=1)
+        close = closest_matches(section, list(classes), count=1)
         if close:
             return f"unknown section [{section}]; did you mean [{close[0]}]?"
         return f"unknown section [{section}]; the sections are {', '.join(classes)}"
-    close = close_words(name, list(classes[section].by_key()), count=1)
+    close = closest_matches(name, list(classes[section].by_key()), count=1)
     if close:
         return f"unknown key {section}.{name}; did you mean {section}.{close[0]}?"
     if homes := setting_homes(name):

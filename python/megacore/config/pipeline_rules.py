@@ -12,11 +12,11 @@ from megacore.config.layers import (
     nearest_fits,
     stages_of_ranks,
 )
-from megacore.config.problems import Problems
+from megacore.config.problems import ConfigErrors
 from megacore.config.resolved import ResolvedConfig
 
 
-def check_pipeline(problems: Problems, config: ResolvedConfig) -> None:
+def check_pipeline(problems: ConfigErrors, config: ResolvedConfig) -> None:
     """Add the violated rules of the ``[pipeline]`` section."""
     _check_chunks(problems, config)
     _check_options(problems, config)
@@ -33,7 +33,7 @@ def _own_chunks(config: ResolvedConfig) -> int:
     return info.num_chunks if info is not None else 2 * config.pipeline.is_v
 
 
-def _check_chunks(problems: Problems, config: ResolvedConfig) -> None:
+def _check_chunks(problems: ConfigErrors, config: ResolvedConfig) -> None:
     pipeline, pp = config.pipeline, config.parallel.pp
     schedule = problems.shown("pipeline.schedule")
     chunks = problems.shown("pipeline.num_chunks", pipeline.chunks)
@@ -53,7 +53,7 @@ def _check_chunks(problems: Problems, config: ResolvedConfig) -> None:
         problems.add(f"{schedule} needs pipeline.num_chunks > 1; set it to 2, or use 1f1b")
 
 
-def _check_options(problems: Problems, config: ResolvedConfig) -> None:
+def _check_options(problems: ConfigErrors, config: ResolvedConfig) -> None:
     """Check options that not all schedules support."""
     pipeline, info = config.pipeline, config.pipeline.schedule_info
     schedule = problems.shown("pipeline.schedule")
@@ -74,7 +74,7 @@ def _check_options(problems: Problems, config: ResolvedConfig) -> None:
             )
 
 
-def _check_overlap_moe(problems: Problems, config: ResolvedConfig) -> None:
+def _check_overlap_moe(problems: ConfigErrors, config: ResolvedConfig) -> None:
     place, pipeline = problems.shown("pipeline.overlap_moe"), config.pipeline
     info = pipeline.schedule_info
     has_pairs = pipeline.schedule in ("dualpipe_v", "dualpipe")
@@ -102,7 +102,7 @@ def _check_overlap_moe(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
-def _check_split_weight_grads(problems: Problems, config: ResolvedConfig) -> None:
+def _check_split_weight_grads(problems: ConfigErrors, config: ResolvedConfig) -> None:
     pipeline, info = config.pipeline, config.pipeline.schedule_info
     if pipeline.split_weight_grads and (
         not pipeline.overlap_moe or info is None or not info.takes_pairs
@@ -119,7 +119,7 @@ def _names(matches: Callable[[ScheduleInfo], bool]) -> str:
     return ", ".join(info.name for info in schedule_catalog() if matches(info))
 
 
-def _check_layers(problems: Problems, config: ResolvedConfig) -> None:
+def _check_layers(problems: ConfigErrors, config: ResolvedConfig) -> None:
     pipeline, pp, layers = config.pipeline, config.parallel.pp, config.model.num_layers
     if pipeline.layout is not None:
         _check_pipeline_layout(problems, config)
@@ -147,7 +147,7 @@ def _check_layers(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
-def _check_pipeline_layout(problems: Problems, config: ResolvedConfig) -> None:
+def _check_pipeline_layout(problems: ConfigErrors, config: ResolvedConfig) -> None:
     place = f"pipeline.layout ({config.origin('pipeline.layout')})"
     try:
         stages, further = layers_of_stages(config), mtp_stage(config)

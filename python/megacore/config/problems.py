@@ -10,7 +10,7 @@ from megacore.config.sections import Config
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problems:
+class ConfigErrors:
     """Violated rules of a configuration, and the format of a setting with its place."""
 
     config: Config

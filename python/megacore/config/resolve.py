@@ -13,7 +13,7 @@ from megacore.config.graphs import GraphsConfig
 from megacore.config.layout_rules import LAYOUT_RULES
 from megacore.config.load import join_problems
 from megacore.config.pipeline_rules import check_pipeline
-from megacore.config.problems import Problems
+from megacore.config.problems import ConfigErrors
 from megacore.config.resolved import ResolvedConfig
 from megacore.config.sections import Config
 from megacore.errors import ConfigError
@@ -51,7 +51,7 @@ def resolve(
     """
     if vocab_size is None and config.model.vocab_size is None:
         raise ConfigError("model.vocab_size must be set if no tokenizer is loaded, got none")
-    problems = Problems(config=config, world_size=world_size, launcher=launcher)
+    problems = ConfigErrors(config=config, world_size=world_size, launcher=launcher)
     filled_in = _fill(config, world_size, vocab_size, cuda)
     for check in _CHECKS:
         check(problems, filled_in)
@@ -148,7 +148,7 @@ def default_backend(cuda: bool | None) -> str:
 # ---- rules of the other sections -----------------------------------------------------------------
 
 
-def _check_recompute(problems: Problems, config: ResolvedConfig) -> None:
+def _check_recompute(problems: ConfigErrors, config: ResolvedConfig) -> None:
     if "moe" in config.train.recomputed and config.moe.num_experts == 0:
         problems.add(
             f"{problems.shown('train.recompute')} names moe, but the model has no experts "
@@ -156,7 +156,7 @@ def _check_recompute(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
-def _check_fp8(problems: Problems, config: ResolvedConfig) -> None:
+def _check_fp8(problems: ConfigErrors, config: ResolvedConfig) -> None:
     if config.train.fp8 != "off" and config.has_clones:
         problems.add(
             'train.fp8 must be "off" where experts have clones '
@@ -165,7 +165,7 @@ def _check_fp8(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
-def _check_own_model(problems: Problems, config: ResolvedConfig) -> None:
+def _check_own_model(problems: ConfigErrors, config: ResolvedConfig) -> None:
     """Check that a model of the user's own needs nothing that only megacore's GPT has."""
     if config.model.factory is None:
         if config.model.options:
@@ -188,14 +188,14 @@ def _check_own_model(problems: Problems, config: ResolvedConfig) -> None:
             )
 
 
-def _check_graphs(problems: Problems, config: ResolvedConfig) -> None:
+def _check_graphs(problems: ConfigErrors, config: ResolvedConfig) -> None:
     for problem in graph_problems(
         config, lambda key: problems.shown(key, operator.attrgetter(key)(config))
     ):
         problems.add(problem)
 
 
-def _check_transport(problems: Problems, config: ResolvedConfig) -> None:
+def _check_transport(problems: ConfigErrors, config: ResolvedConfig) -> None:
     if config.debug.static_transport != "auto" and config.moe.dispatcher != "static":
         problems.add(
             f'{problems.shown("debug.static_transport")} is for moe.dispatcher = "static", but '
@@ -203,7 +203,7 @@ def _check_transport(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
-def _check_decay(problems: Problems, config: ResolvedConfig) -> None:
+def _check_decay(problems: ConfigErrors, config: ResolvedConfig) -> None:
     steps, optimizer = config.train.steps, config.optimizer
     set_decay = problems.config.optimizer.decay_steps
     decay = problems.shown("optimizer.decay_steps", optimizer.decay_steps)
@@ -223,7 +223,7 @@ def _check_decay(problems: Problems, config: ResolvedConfig) -> None:
             )
 
 
-def _check_traced_steps(problems: Problems, config: ResolvedConfig) -> None:
+def _check_traced_steps(problems: ConfigErrors, config: ResolvedConfig) -> None:
     profiled = config.debug.profiled
     if config.debug.profile_steps is not None and not (
         0 <= profiled.start < profiled.stop <= config.train.steps
@@ -242,7 +242,7 @@ def _check_traced_steps(problems: Problems, config: ResolvedConfig) -> None:
         )
 
 
-_CHECKS: tuple[Callable[[Problems, ResolvedConfig], None], ...] = (
+_CHECKS: tuple[Callable[[ConfigErrors, ResolvedConfig], None], ...] = (
     *LAYOUT_RULES,
     check_pipeline,
     _check_recompute,

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from megacore.config.words import close_words
+from megacore.config.words import closest_matches
 from megacore.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def _explain_unreadable(path: Path, error: OSError) -> str:
         if not parent.is_dir():
             return f"no such file: {path}: the folder {parent} does not exist"
         names = [entry.name for entry in parent.iterdir() if entry.is_file()]
-        close = close_words(path.name, names, count=3)
+        close = closest_matches(path.name, names, count=3)
         if close:
             best = " or ".join(str(parent / name) for name in close)
             return f"no such file: {path}; did you mean {best}?"

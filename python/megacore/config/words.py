@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 
-def close_words(word: str, known: Sequence[str], *, count: int) -> list[str]:
+def closest_matches(word: str, known: Sequence[str], *, count: int) -> list[str]:
     """Return the known words within a few edits of ``word``, best first.
 
     One edit is allowed per three letters. Leading dashes and an ending such as ``.toml`` do not
@@ -19,23 +19,23 @@ def close_words(word: str, known: Sequence[str], *, count: int) -> list[str]:
         count: Maximum number of words to return.
 
     Example:
-        >>> close_words("tarin", ["plan", "train"], count=1)
+        >>> closest_matches("tarin", ["plan", "train"], count=1)
         ['train']
-        >>> close_words("layers", ["num_layers", "num_heads"], count=1)
+        >>> closest_matches("layers", ["num_layers", "num_heads"], count=1)
         ['num_layers']
-        >>> close_words("nope.toml", ["demo.toml", "pyproject.toml"], count=3)
+        >>> closest_matches("nope.toml", ["demo.toml", "pyproject.toml"], count=3)
         []
     """
     scored = []
     for candidate in known:
         a, b = word.lower(), candidate.lower()
-        distance = 1 if _is_larger_part(a, b) else slips(a, b)
-        if distance <= _allowed_slips(a, b):
+        distance = 1 if _is_larger_part(a, b) else edit_distance(a, b)
+        if distance <= _allowed_edits(a, b):
             scored.append((distance, a[:1] != b[:1], candidate))
     return [candidate for *_, candidate in sorted(scored)[:count]]
 
 
-def _allowed_slips(a: str, b: str) -> int:
+def _allowed_edits(a: str, b: str) -> int:
     letters = min(len(re.sub(r"^-+|(?<=.)\.\w+$", "", text)) for text in (a, b))
     return max(1, letters // 3) if letters > 1 else 0
 
@@ -45,12 +45,12 @@ def _is_larger_part(word: str, candidate: str) -> bool:
     return f"_{word.replace('-', '_')}_" in parts and 2 * len(word) > len(candidate)
 
 
-def slips(first: str, second: str) -> int:
+def edit_distance(first: str, second: str) -> int:
     """Return the edit distance: insertions, deletions, changes and swaps of neighbours.
 
     Example:
-        >>> slips("tarin", "train"), slips("nproc", "nprox"), slips("ab", "abcd")
-        (1, 1, 2)
+        >>> edit_distance("tarin", "train"), edit_distance("ab", "abcd")
+        (1, 2)
     """
     above: list[int] = []
     row = list(range(len(second) + 1))

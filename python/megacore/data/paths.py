@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacore.config import close_words
+from megacore.config import closest_matches
 
 
 def missing_path(what: str, path: Path, *, names: Sequence[str] = ()) -> str:
@@ -19,7 +19,7 @@ def missing_path(what: str, path: Path, *, names: Sequence[str] = ()) -> str:
     Returns:
         A sentence without a full stop, to which the caller may append.
     """
-    close = close_words(str(path), names, count=1)
+    close = closest_matches(str(path), names, count=1)
     if close:
         return f"{what} {path} does not exist; did you mean {close[0]}?"
     folder = path.parent
@@ -27,7 +27,7 @@ def missing_path(what: str, path: Path, *, names: Sequence[str] = ()) -> str:
         existing = next(parent for parent in path.absolute().parents if parent.is_dir())
         return f"{what} {path} does not exist, nor does its folder (only {existing} does)"
     present = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    close = close_words(path.name, present, count=3)
+    close = closest_matches(path.name, present, count=3)
     if close:
         guesses = " or ".join(str(folder / name) for name in close)
         return f"{what} {path} does not exist; did you mean {guesses}?"

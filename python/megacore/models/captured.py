@@ -31,7 +31,7 @@ _PLAN_FIELDS = tuple(DispatchPlan.__dataclass_fields__)
 _ROUTING_FIELDS = tuple(RoutingResult.__dataclass_fields__)
 
 
-class CapturedPart(nn.Module):
+class GraphedScope(nn.Module):
     """Captured part of one layer, as a module with tensor inputs and outputs.
 
     Args:
@@ -196,7 +196,7 @@ def captured_parts(
     seq_length: int,
     keys: StepKeys,
     again: frozenset[str],
-) -> list[CapturedPart]:
+) -> list[GraphedScope]:
     """Return the captured parts of a chunk; layers without captured scopes are skipped.
 
     Args:
@@ -208,7 +208,7 @@ def captured_parts(
     """
     rotary = chunk.rotary(seq_length)
     parts = [
-        CapturedPart(layer, scopes, rotary=rotary, keys=keys, again=again)
+        GraphedScope(layer, scopes, rotary=rotary, keys=keys, again=again)
         for layer in transformer_layers(chunk)
     ]
     return [part for part in parts if part.scopes]

@@ -18,7 +18,7 @@ from megacore.models.dropout import Site
 from megacore.models.head_loss import head_cross_entropy
 from megacore.models.layers import ModelContext, ResidualDropout, VocabEmbedding, make_norm
 from megacore.models.loss import Loss, LossContext, token_loss
-from megacore.models.predictions import NO_LABEL, Predictions, ahead
+from megacore.models.predictions import NO_LABEL, MultiTokenPrediction, ahead
 from megacore.models.rotary import RotaryTables
 from megacore.models.shape import GPTShape, block_columns
 from megacore.models.stage import Stage, make_context
@@ -142,7 +142,7 @@ class GPTChunk(Stage):
         self.predictions = None
         if mtp_layers:
             tied_weight = _embedding_copy(context) if tied_weight is None else tied_weight
-            self.predictions = Predictions(mtp_layers, context, embedding=tied_weight)
+            self.predictions = MultiTokenPrediction(mtp_layers, context, embedding=tied_weight)
         self.head = Head(context, tied_weight=tied_weight, loss=loss) if has_head else None
         self._mtp_coef = config.mtp_loss_coef / max(1, config.num_mtp_layers)
         self.tables = RotaryTables(config, config.num_rotated, device=context.params.device)

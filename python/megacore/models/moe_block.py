@@ -28,7 +28,7 @@ from megacore.moe.echo.layer import Echo, ReceiveBudget
 from megacore.moe.experts import ExpertBiases, GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
-from megacore.ops.recompute import Memo
+from megacore.ops.recompute import RecomputeCache
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
@@ -84,19 +84,21 @@ class MoEBlock(nn.Module):
             experts=_experts(f"{name}.experts", context),
             shared=shared,
             overlap_shared=moe.overlap_shared,
-            take_share=None if is_split else self._take_share,
-            join_shares=None if is_split else self._join_shares,
+            scatter_tokens=None if is_split else self._scatter_tokens,
+            gather_tokens=None if is_split else self._gather_tokens,
         )
         self.num_shares = 1 if region.sequence_parallel else region.group.size
 
-    def forward(self, x_SBH: Tensor, batch: Microbatch, *, memo: Memo | None = None) -> Tensor:
+    def forward(
+        self, x_SBH: Tensor, batch: Microbatch, *, memo: RecomputeCache | None = None
+    ) -> Tensor:
         """Compute ``(S[/tp], B, H)`` to the same shape; for ``memo`` see `MoELayer`."""
         names = self.names(x_SBH, batch)
         output: Tensor = self.moe(x_SBH, names, loss_factor=batch.router_factor, memo=memo)
         return output
 
     def route(
-        self, x_SBH: Tensor, batch: Microbatch, *, memo: Memo | None = None
+        self, x_SBH: Tensor, batch: Microbatch, *, memo: RecomputeCache | None = None
     ) -> tuple[Tensor, RoutingResult]:
         """Run the beginning of `forward`; see ``MoELayer.route``."""
         names = self.names(x_SBH, batch)
@@ -114,10 +116,10 @@ class MoEBlock(nn.Module):
             keys=batch.keys,
         )
 
-    def _take_share(self, x_SBH: Tensor) -> Tensor:
+    def _scatter_tokens(self, x_SBH: Tensor) -> Tensor:
         return scatter_sequence(x_SBH, self.tokens.group)
 
-    def _join_shares(self, x_SBH: Tensor) -> Tensor:
+    def _gather_tokens(self, x_SBH: Tensor) -> Tensor:
         return gather_sequence(x_SBH, self.tokens.group)
 
 

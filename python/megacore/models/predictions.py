@@ -71,7 +71,7 @@ class PredictionLayer(nn.Module):
         return output
 
 
-class Predictions(nn.Module):
+class MultiTokenPrediction(nn.Module):
     """All prediction depths.
 
     Args:

@@ -18,7 +18,7 @@ from megacore.models.latent_attention import LatentAttention
 from megacore.models.layers import ColumnLinear, ModelContext, ResidualDropout, RowLinear, make_norm
 from megacore.models.moe_block import GatedExpert, MoEBlock
 from megacore.ops.activations import geglu, swiglu
-from megacore.ops.recompute import Memo, recompute
+from megacore.ops.recompute import RecomputeCache, recompute
 from megacore.parallel.batch import Microbatch
 
 
@@ -98,7 +98,7 @@ class TransformerLayer(nn.Module):
         again = frozenset[str]() if keep_activations else self._recompute
         if self.captured is not None and self.training and batch.number is not None:
             return self.captured.run(self, x_SBH, batch, rotary, again)
-        memo = Memo() if "layer" in again else None
+        memo = RecomputeCache() if "layer" in again else None
 
         def blocks(x_SBH: Tensor) -> Tensor:
             x_SBH = self.attention_block(x_SBH, rotary, batch, again)
@@ -128,7 +128,12 @@ class TransformerLayer(nn.Module):
         return added_SBH
 
     def mlp_block(
-        self, x_SBH: Tensor, batch: Microbatch, again: frozenset[str], *, memo: Memo | None = None
+        self,
+        x_SBH: Tensor,
+        batch: Microbatch,
+        again: frozenset[str],
+        *,
+        memo: RecomputeCache | None = None,
     ) -> Tensor:
         """Add the MLP or the experts, with norm and dropout, to the stream ``(S[/tp], B, H)``.
 
@@ -136,7 +141,7 @@ class TransformerLayer(nn.Module):
         """
         mlp = self.mlp
         if isinstance(mlp, MoEBlock):
-            memo = Memo() if "moe" in again else memo
+            memo = RecomputeCache() if "moe" in again else memo
 
             def experts(x: Tensor) -> Tensor:
                 return mlp(self.mlp_norm(x), batch, memo=memo)  # type: ignore[no-any-return]

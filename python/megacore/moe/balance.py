@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megacore.ops.recompute import Memo
+from megacore.ops.recompute import RecomputeCache
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import Group
 
@@ -47,7 +47,7 @@ def load_balancing_loss(
     *,
     kind: Literal["sequence", "batch"],
     groups: RouterGroups,
-    memo: Memo | None = None,
+    memo: RecomputeCache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``E * sum_e (share of assignments to e) * (mean score of e)``; 1 if balanced.
 
@@ -62,7 +62,7 @@ def load_balancing_loss(
         expert_ids_SBK: The choices, ``(S, B, k)``, int64.
         kind: The pool.
         groups: Groups that hold the other tokens of the pool.
-        memo: Memo of an enclosing recomputed region; sums over ranks are then computed once.
+        memo: Cache of an enclosing recomputed region; sums over ranks are then computed once.
 
     Returns:
         One loss per pool, ``(P,)``, with this rank's part of the gradient; and the detached mean
@@ -109,7 +109,7 @@ def balance_of_pools(
     top_k: int,
     kind: Literal["sequence", "batch"],
     groups: RouterGroups,
-    memo: Memo | None = None,
+    memo: RecomputeCache | None = None,
     coef: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute `load_balancing_loss` times a coefficient from the sums over this rank's tokens.

@@ -16,7 +16,7 @@ from megacore.moe.echo.layer import Echo, EchoPlan
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.library import in_inference
-from megacore.ops.recompute import Memo
+from megacore.ops.recompute import RecomputeCache
 from megacore.parallel.params import use_params
 
 Mapping = Callable[[Tensor], Tensor]
@@ -44,8 +44,8 @@ class MoECounts:
 class MoELayer(nn.Module):
     """Routed experts, and optionally a shared expert that processes every token.
 
-    If all tensor-parallel ranks hold the same tokens, ``take_share`` selects the tokens that each
-    rank routes, so that no token is counted twice, and ``join_shares`` gathers the results.
+    If all tensor-parallel ranks hold the same tokens, ``scatter_tokens`` selects the tokens that
+    each rank routes, so that no token is counted twice, and ``gather_tokens`` gathers the results.
 
     Args:
         router: Chooses experts.
@@ -53,9 +53,9 @@ class MoELayer(nn.Module):
         experts: The experts of this rank.
         shared: The shared expert, with the input and output shapes of the layer. ``None`` for none.
         overlap_shared: Compute the shared expert while the dispatch is in flight.
-        take_share: Maps the layer's input to the tokens that this rank routes, ``(S', B, H)``.
+        scatter_tokens: Maps the layer's input to the tokens that this rank routes, ``(S', B, H)``.
             Default: all tokens.
-        join_shares: Maps the results of these tokens to the layer's output.
+        gather_tokens: Maps the results of these tokens to the layer's output.
         echo: Clones of hot experts; the dispatcher then moves tokens to ``echo.places``.
     """
 
@@ -72,8 +72,8 @@ class MoELayer(nn.Module):
         experts: GroupedExperts,
         shared: nn.Module | None = None,
         overlap_shared: bool = False,
-        take_share: Mapping | None = None,
-        join_shares: Mapping | None = None,
+        scatter_tokens: Mapping | None = None,
+        gather_tokens: Mapping | None = None,
         echo: Echo | None = None,
     ) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ class MoELayer(nn.Module):
         self.experts = experts
         self.shared = shared
         self.overlap_shared = overlap_shared
-        self._take_share = take_share
-        self._join_shares = join_shares
+        self._scatter_tokens = scatter_tokens
+        self._gather_tokens = gather_tokens
         self.echo = echo
         zeros = router.weight.detach().new_zeros(router.config.num_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", zeros, persistent=False)
@@ -98,7 +98,7 @@ class MoELayer(nn.Module):
         names: TokenNames | None = None,
         *,
         loss_factor: float | Tensor = 1.0,
-        memo: Memo | None = None,
+        memo: RecomputeCache | None = None,
     ) -> Tensor:
         """Apply the layer.
 
@@ -107,7 +107,7 @@ class MoELayer(nn.Module):
             names: Identifiers of the tokens that this rank routes; required for jitter.
             loss_factor: Factor between the mean loss of this microbatch and the root of the
                 backward pass; applied to the router's losses too. See `TopKRouter.forward`.
-            memo: Memo of a recomputed region around the layer: recomputation then reuses the
+            memo: Cache of a recomputed region around the layer: recomputation then reuses the
                 routing decisions, and nothing is counted twice. ``None`` without such a region.
 
         Returns:
@@ -123,16 +123,16 @@ class MoELayer(nn.Module):
         names: TokenNames | None,
         *,
         loss_factor: float | Tensor,
-        memo: Memo | None = None,
+        memo: RecomputeCache | None = None,
     ) -> tuple[Tensor, RoutingResult]:
         """Route this rank's tokens: the first phase of :meth:`forward`."""
-        tokens_SBH = x_SBH if self._take_share is None else self._take_share(x_SBH)
+        tokens_SBH = x_SBH if self._scatter_tokens is None else self._scatter_tokens(x_SBH)
         routing: RoutingResult = self.router(
             tokens_SBH, names=names, loss_factor=loss_factor, memo=memo
         )
         return tokens_SBH, routing
 
-    def plan(self, routing: RoutingResult, *, memo: Memo | None = None) -> DispatchPlan:
+    def plan(self, routing: RoutingResult, *, memo: RecomputeCache | None = None) -> DispatchPlan:
         """Plan the dispatch: the second phase. So far no tensor shape depends on the routing.
 
         Generation, in inference mode, counts nothing.
@@ -154,7 +154,7 @@ class MoELayer(nn.Module):
         tokens_SBH: Tensor,
         plan: DispatchPlan,
         *,
-        memo: Memo | None = None,
+        memo: RecomputeCache | None = None,
     ) -> Tensor:
         """Dispatch, compute the experts and combine: the last phase.
 
@@ -178,7 +178,7 @@ class MoELayer(nn.Module):
             routed_SBH = clones.watch(routed_SBH)
         if self.shared is not None and shared_SBH is None:
             shared_SBH = self.shared(x_SBH)
-        output_SBH = routed_SBH if self._join_shares is None else self._join_shares(routed_SBH)
+        output_SBH = routed_SBH if self._gather_tokens is None else self._gather_tokens(routed_SBH)
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH
 
     def counts(self) -> MoECounts:

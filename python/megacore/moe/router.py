@@ -23,7 +23,7 @@ from megacore.moe.balance import (
 )
 from megacore.ops import top_k
 from megacore.ops.counter_random import StepKeys, key_of, token_numbers, uniform
-from megacore.ops.recompute import Memo
+from megacore.ops.recompute import RecomputeCache
 from megacore.ops.routing import TINY, route
 from megacore.parallel.collectives import all_reduce_
 
@@ -152,7 +152,7 @@ class TopKRouter(nn.Module):
         names: TokenNames | None = None,
         loss_factor: float | Tensor = 1.0,
         expert_ids: Tensor | None = None,
-        memo: Memo | None = None,
+        memo: RecomputeCache | None = None,
     ) -> RoutingResult:
         """Route the tokens.
 
@@ -168,7 +168,7 @@ class TopKRouter(nn.Module):
                 in the forward pass.
             expert_ids: Precomputed choices, ``(T, k)``, int64, used instead of the best experts
                 (see :class:`megacore.moe.routing_trace.RoutingLog`).
-            memo: Memo of a recomputed region around the router, if there is one.
+            memo: RecomputeCache of a recomputed region around the router, if there is one.
 
         Raises:
             ValueError: If shapes are inconsistent, or if jitter is enabled without ``names``.
@@ -230,7 +230,7 @@ class TopKRouter(nn.Module):
         )
 
     def _route(
-        self, logits_SBE: Tensor, *, loss_factor: float | Tensor, memo: Memo | None
+        self, logits_SBE: Tensor, *, loss_factor: float | Tensor, memo: RecomputeCache | None
     ) -> RoutingResult:
         """Route by one operation, for `forward`."""
         config, batch = self.config, logits_SBE.shape[1]
@@ -265,7 +265,7 @@ class TopKRouter(nn.Module):
             probs, z_value = self._with_z_loss(probs, logits_SBE, loss_factor)
         return RoutingResult(probs=probs, expert_ids=ids, aux_loss=aux_value, z_loss=z_value)
 
-    def _count(self, expert_ids: Tensor, memo: Memo | None) -> None:
+    def _count(self, expert_ids: Tensor, memo: RecomputeCache | None) -> None:
         if self.tokens_seen is not None and not (memo and memo.is_replay):
             chosen = expert_ids.flatten()
             self.tokens_seen.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -279,7 +279,7 @@ class TopKRouter(nn.Module):
         own, value = z_loss(logits_SBE, groups=self.groups)
         return inject_gradient(probs, own * coef, loss_factor), value * coef
 
-    def _pool_factor(self, factor: float | Tensor, memo: Memo | None) -> float | Tensor:
+    def _pool_factor(self, factor: float | Tensor, memo: RecomputeCache | None) -> float | Tensor:
         """Compute the gradient factor of the load-balancing loss for its pool."""
         if not isinstance(factor, Tensor) or factor.dim() == 0:
             return factor
@@ -378,7 +378,7 @@ def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
         router.tokens_seen.zero_()
 
 
-def _once(memo: Memo | None, make: Callable[[], _T]) -> _T:
+def _once(memo: RecomputeCache | None, make: Callable[[], _T]) -> _T:
     return make() if memo is None else memo.once(make)
 
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 _T = TypeVar("_T")
 
 
-class Memo:
+class RecomputeCache:
     """Values that the second run of a function reuses from the first, such as decisions.
 
     Attributes:
@@ -40,7 +40,7 @@ class Memo:
         The value must not depend on tensors that need a gradient.
 
         Example:
-            >>> memo, numbers = Memo(), iter(range(9))
+            >>> memo, numbers = RecomputeCache(), iter(range(9))
             >>> first = memo.once(lambda: next(numbers))
             >>> memo.replay()
             >>> first, memo.once(lambda: next(numbers))
@@ -58,7 +58,7 @@ class Memo:
 
 
 def recompute(
-    function: Callable[[Tensor], Tensor], x: Tensor, *, memo: Memo | None = None
+    function: Callable[[Tensor], Tensor], x: Tensor, *, memo: RecomputeCache | None = None
 ) -> Tensor:
     """Compute ``function(x)``, and recompute it in the backward pass.
 
@@ -68,7 +68,7 @@ def recompute(
             collectives: they run again, up to the last one before the last saved tensor. It must
             not use ``recompute`` itself.
         x: Its input.
-        memo: Memo shared with the function, for values that must not be decided or counted twice.
+        memo: Cache shared with the function, for values that must not be decided or counted twice.
 
     Returns:
         The result; result and gradients are bitwise equal to those without recomputation.
@@ -114,7 +114,9 @@ class _Kept:
 class _Region:
     """One call of a recomputed function, with the placeholders of its saved tensors."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, memo: Memo | None) -> None:
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, memo: RecomputeCache | None
+    ) -> None:
         self._function = function
         self._x, self._needs_grad = x.detach(), x.requires_grad
         self._memo = memo

@@ -259,9 +259,9 @@ class DistributedOptimizer:
         """
         return [name for buffer in self.buffers for name in buffer.missing_grads()]
 
-    def grad_marks(self) -> tuple[Any, ...]:
-        """Return the bookkeeping of gradients, for :meth:`set_grad_marks`."""
-        return tuple(buffer.marks() for buffer in self.buffers)
+    def grad_states(self) -> tuple[Any, ...]:
+        """Return the bookkeeping of gradients, for :meth:`note_replay`."""
+        return tuple(buffer.grad_state() for buffer in self.buffers)
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -274,7 +274,7 @@ class DistributedOptimizer:
         if self._gatherer is not None:
             self._gatherer.again()
         if self._reducer is not None:
-            self._reducer.asks_transfers = False
+            self._reducer.polls_transfers = False
         try:
             yield
         except BaseException:
@@ -283,17 +283,17 @@ class DistributedOptimizer:
             raise
         finally:
             if self._reducer is not None:
-                self._reducer.asks_transfers = True
+                self._reducer.polls_transfers = True
 
-    def note_replay(self, marks: tuple[Any, ...], *, updated: bool) -> None:
+    def note_replay(self, states: tuple[Any, ...], *, updated: bool) -> None:
         """Update the bookkeeping after a CUDA graph has replayed the work inside :meth:`captured`.
 
         Args:
-            marks: The value of :meth:`grad_marks` after the capture.
+            states: The value of :meth:`grad_states` after the capture.
             updated: Whether :meth:`step` is part of the graph.
         """
-        for buffer, own in zip(self.buffers, marks, strict=True):
-            buffer.set_marks(own)
+        for buffer, own in zip(self.buffers, states, strict=True):
+            buffer.load_grad_state(own)
         self._is_reduced = not updated
         if self._gatherer is not None:
             self._gatherer.note_replay(updated=updated)

@@ -31,7 +31,7 @@ from megacore.launch.call_records import ANY
 from megacore.parallel.async_collectives import PendingCollective, enqueued
 from megacore.parallel.collectives import all_gather, reduce_scatter
 from megacore.parallel.process_groups import Group
-from megacore.parallel.turns import give_turn, num_turns_given
+from megacore.parallel.turns import num_turns_given, yield_turn
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class _Transfer:
     def let_others_run(self) -> None:
         """Give the turn, unless it was given since the start: for exchanges that run together."""
         if self._turn == num_turns_given():
-            give_turn()
+            yield_turn()
 
 
 class _Start(torch.autograd.Function):

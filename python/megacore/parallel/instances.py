@@ -11,7 +11,7 @@ from megacore.parallel.process_groups import Group, ProcessGroups, _GroupMaker, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstanceGroups:
+class HybridShardGroups:
     """Ranks with the parameters of this rank, split into optimizer instances of neighbours.
 
     Gradients are reduce-scattered inside an instance (near ranks), then each slice is summed across
@@ -37,14 +37,14 @@ class InstanceGroups:
         *,
         timeout_s: float = 120.0,
         host_memory: bool = True,
-    ) -> InstanceGroups:
+    ) -> HybridShardGroups:
         """Split ``groups.holders`` and ``groups.expert_holders`` into instances. Collective.
 
         Raises:
             ConfigError: If ``num_instances`` does not divide the size of both groups.
 
         Example:
-            >>> InstanceGroups.split(ProcessGroups.single(), 1).dense.size
+            >>> HybridShardGroups.split(ProcessGroups.single(), 1).dense.size
             1
         """
         for group in (groups.holders, groups.expert_holders):

@@ -1,7 +1,7 @@
 """Cooperative scheduling of two functions, and spare work, during waits.
 
-A function calls :func:`give_turn` where it would wait. This call runs deferred work
-(:func:`spare_work`) and then gives the turn to the other function of its pair. The order is
+A function calls :func:`yield_turn` where it would wait. This call runs deferred work
+(:func:`idle_work`) and then gives the turn to the other function of its pair. The order is
 determined by the code, never by time, so ranks that run the same pair of functions start their
 collectives in the same order.
 """
@@ -19,7 +19,7 @@ _First = TypeVar("_First")
 _Second = TypeVar("_Second")
 
 
-class Turns:
+class InterleavedPair:
     """Runs pairs of functions. The second one runs on a separate, persistent thread.
 
     Example:
@@ -28,9 +28,9 @@ class Turns:
         ...     def speak():
         ...         for number in range(2):
         ...             heard.append(f"{name}{number}")
-        ...             give_turn()
+        ...             yield_turn()
         ...     return speak
-        >>> _ = Turns().run(speaker("a"), speaker("b"))
+        >>> _ = InterleavedPair().run(speaker("a"), speaker("b"))
         >>> heard
         ['a0', 'b0', 'a1', 'b1']
     """
@@ -101,29 +101,29 @@ _PLACE: ContextVar[tuple[_Pair, int] | None] = ContextVar("place", default=None)
 
 
 # Deferred work of the running thread.
-_SPARE_WORK: ContextVar[Callable[[], None] | None] = ContextVar("spare_work", default=None)
+_IDLE_WORK: ContextVar[Callable[[], None] | None] = ContextVar("idle_work", default=None)
 
 
 @contextmanager
-def spare_work(work: Callable[[], None]) -> Iterator[None]:
+def idle_work(work: Callable[[], None]) -> Iterator[None]:
     """Call ``work`` wherever the code inside ``with`` would wait.
 
     Example:
-        >>> with spare_work(lambda: print("something else")):
-        ...     give_turn()
+        >>> with idle_work(lambda: print("something else")):
+        ...     yield_turn()
         something else
-        >>> give_turn()
+        >>> yield_turn()
     """
-    token = _SPARE_WORK.set(work)
+    token = _IDLE_WORK.set(work)
     try:
         yield
     finally:
-        _SPARE_WORK.reset(token)
+        _IDLE_WORK.reset(token)
 
 
-def give_turn() -> None:
+def yield_turn() -> None:
     """Run spare work, then the other function of the pair until it gives the turn back."""
-    work = _SPARE_WORK.get()
+    work = _IDLE_WORK.get()
     if work is not None:
         work()
     place = _PLACE.get()
@@ -137,7 +137,7 @@ def running_place() -> int:
     State that lives across turns and must not be shared is selected by this index.
 
     Example:
-        >>> Turns().run(running_place, running_place), running_place()
+        >>> InterleavedPair().run(running_place, running_place), running_place()
         ((0, 1), 0)
     """
     place = _PLACE.get()

@@ -44,7 +44,7 @@ from megacore.pipeline.timeline import Costs, Event, Timeline
 if TYPE_CHECKING:
     from megacore.pipeline.activation import ActivationSpec, receives_for
     from megacore.pipeline.executor import PipelineExecutor, StepLosses, forward_backward
-    from megacore.pipeline.forward_backward_func import get_forward_backward_func
+    from megacore.pipeline.megatron_api import get_forward_backward_func
 
 __all__ = [
     "SCHEDULE_NAMES",
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(executor, name)
     if name == "get_forward_backward_func":
-        from megacore.pipeline.forward_backward_func import get_forward_backward_func
+        from megacore.pipeline.megatron_api import get_forward_backward_func
 
         return get_forward_backward_func
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -137,9 +137,9 @@ def require_schedule_name(name: str) -> None:
     known = (*SCHEDULE_NAMES, AUTO)
     if name in known:
         return
-    from megacore.config import close_words
+    from megacore.config import closest_matches
 
-    close = close_words(name, known, count=1)
+    close = closest_matches(name, known, count=1)
     hint = f"did you mean {close[0]!r}? There are" if close else "choose one of"
     raise ValueError(f"unknown schedule {name!r}; {hint} {', '.join(known)}")
 

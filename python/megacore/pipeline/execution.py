@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore._core import Action, ActionKind, Program, StateMachine
 from megacore.ops.split_backward import DeferredWeightGrads, backward_input, whole_backward
-from megacore.parallel.turns import Turns, spare_work
+from megacore.parallel.turns import InterleavedPair, idle_work
 from megacore.pipeline.messages import Incoming, Transport
 from megacore.pipeline.phases import PhaseClock, in_phase, named_range
 from megacore.pipeline.recorder import ActionRecorder
@@ -60,7 +60,7 @@ class StepLosses(list[Tensor]):
     num_tokens: Tensor | None = None
 
 
-class Track:
+class PreparedProgram:
     """A program with the facts about each of its positions, and the machine that walks it."""
 
     def __init__(self, program: Program) -> None:
@@ -107,14 +107,14 @@ class Step:
 
     def __init__(
         self,
-        track: Track,
+        track: PreparedProgram,
         chunks: Mapping[int, nn.Module],
         forward_step: ForwardStep,
         *,
         transport: Transport,
         recorder: ActionRecorder | None,
         before_backward: BeforeBackward | None,
-        turns: Turns | None = None,
+        turns: InterleavedPair | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
         self._track = track
@@ -168,7 +168,7 @@ class Step:
         return losses
 
     def _run_pair(
-        self, turns: Turns, handlers: Mapping[ActionKind, Callable[[Action], None]]
+        self, turns: InterleavedPair, handlers: Mapping[ActionKind, Callable[[Action], None]]
     ) -> None:
         """Run a forward and the backward behind it in turns."""
         machine = self._track.machine
@@ -239,7 +239,7 @@ class Step:
         with self._recorded(action):
             if saved.output is not None:
                 grad, deferred = backward_input(
-                    saved.output, output_grad, saved.hidden, early=spare_work if early else None
+                    saved.output, output_grad, saved.hidden, early=idle_work if early else None
                 )
                 self._deferred[action.stage, action.microbatch] = deferred
         if saved.hidden is not None:

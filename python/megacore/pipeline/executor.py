@@ -16,7 +16,7 @@ from torch import nn
 
 from megacore._core import Program
 from megacore.parallel.process_groups import Group
-from megacore.parallel.turns import Turns
+from megacore.parallel.turns import InterleavedPair
 from megacore.pipeline.activation import (
     ActivationSpec,
     StageActivations,
@@ -27,9 +27,9 @@ from megacore.pipeline.agreement import require_same_schedule
 from megacore.pipeline.execution import (
     BeforeBackward,
     ForwardStep,
+    PreparedProgram,
     Step,
     StepLosses,
-    Track,
 )
 from megacore.pipeline.messages import Transport, connect, open_mailbox
 from megacore.pipeline.phases import PhaseClock
@@ -112,10 +112,10 @@ class PipelineExecutor:
                 f"the channels have the ranks {to_higher.ranks} and {to_lower.ranks}, but group "
                 f"{group.name} has {group.ranks}"
             )
-        self._track = Track(program)
+        self._track = PreparedProgram(program)
         self._recorder = recorder
         self._clock = clock
-        self._turns = Turns() if overlap_pairs else None
+        self._turns = InterleavedPair() if overlap_pairs else None
         if schedule is not None:
             require_same_schedule(schedule, group, device=activations.device)
         self._transport = Transport(
@@ -129,9 +129,9 @@ class PipelineExecutor:
             connect(self._transport, {peer for peer in program.peers if peer >= 0})
 
     @cached_property
-    def _forward_track(self) -> Track:
+    def _forward_track(self) -> PreparedProgram:
         program = self._track.program
-        return self._track if program.is_forward_only else Track(program.forward_only())
+        return self._track if program.is_forward_only else PreparedProgram(program.forward_only())
 
     def run(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megacore.config import close_words
+from megacore.config import closest_matches
 from megacore.errors import ConfigError
 
 FOLDER = Path(__file__).with_name("devices")
@@ -137,7 +137,7 @@ def load_device(name: str, changes: Mapping[str, float] | None = None) -> Device
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name.lower()}.toml"
     if not name.endswith(".toml") and name.lower() not in known_devices():
-        near = close_words(name.lower(), known_devices(), count=1)
+        near = closest_matches(name.lower(), known_devices(), count=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
             f"device must be one of {', '.join(known_devices())}, or a calibration file "

@@ -27,7 +27,7 @@ from megacore.graphs import (
     buffers_kept,
     graph_backend,
 )
-from megacore.models.captured import CapturedPart, captured_parts, random_uses, transformer_layers
+from megacore.models.captured import GraphedScope, captured_parts, random_uses, transformer_layers
 from megacore.models.gpt import GPTChunk
 from megacore.ops.counter_random import StepKeys
 from megacore.ops.gemm_cuda import grouped_obstacle
@@ -92,7 +92,7 @@ class StepGraphs:
         self._full: dict[str, FullIterationGraph] = {}
         self._before = DeviceMemory()
         self._validation_budgets: tuple[float, ...] = ()
-        self._marks: Any = None
+        self._grad_states: Any = None
         self._is_updated = False
         self.keys = StepKeys(random_uses(self._chunks), device=self._device)
         self.notes: list[str] = []
@@ -153,7 +153,7 @@ class StepGraphs:
         if graph is None:
             return self._eager.passes(self._prepared(batches), recorder=recorder)
         (numbers,) = graph(self._inputs(batches, lr=lr, veto=0.0))
-        self._optimizer.note_replay(self._marks, updated=self._is_updated)
+        self._optimizer.note_replay(self._grad_states, updated=self._is_updated)
         assert numbers is not None
         return numbers
 
@@ -206,7 +206,7 @@ class StepGraphs:
             graph.reset()
         self._full.clear()
         self._optimizer.gathers_at_once = True
-        self._captured = self._partial = self._marks = None
+        self._captured = self._partial = self._grad_states = None
 
     # ---- capture ---------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class StepGraphs:
         self._full["training"] = FullIterationGraph(
             "the training step", function, inputs, backend=self._backend()
         )
-        self._marks = optimizer.grad_marks()
+        self._grad_states = optimizer.grad_states()
 
     def _prepared(self, batches: Sequence[Microbatch]) -> list[Microbatch]:
         """Attach the random keys, and for partial graphs the numbers, to microbatches."""
@@ -401,7 +401,7 @@ class StepGraphs:
         return measured_text(self.measured, self.predicted, has_device=has_device)
 
 
-def _install(part: CapturedPart, calls: dict[int, Any]) -> None:
+def _install(part: GraphedScope, calls: dict[int, Any]) -> None:
     part.calls = calls
     part.layer.captured = part
 

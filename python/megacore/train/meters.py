@@ -69,7 +69,7 @@ class ExpertMetrics:
         }
 
 
-class ExpertWatch:
+class ExpertLoadMeter:
     """Counters of all MoE layers of this rank, and the policy for buffer overflow.
 
     Args:
@@ -237,7 +237,7 @@ class ExpertWatch:
             layer.reset_counts()
 
 
-class PredictionWatch:
+class MTPLossMeter:
     """Sums over a step of the multi-token prediction losses of all depths.
 
     Args:

@@ -30,7 +30,7 @@ from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Prog
 from megacore.pipeline.execution import StageOutput, StepLosses
 from megacore.pipeline.phases import PhaseClock
 from megacore.train.diagnosis import NonFiniteSearch
-from megacore.train.meters import ExpertMetrics, ExpertWatch, PredictionWatch
+from megacore.train.meters import ExpertLoadMeter, ExpertMetrics, MTPLossMeter
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
 BatchSource = Callable[[int, int], Microbatch]
@@ -222,8 +222,8 @@ class EagerStep:
         *,
         program: Program,
         num_microbatches: int,
-        experts: ExpertWatch,
-        predictions: PredictionWatch,
+        experts: ExpertLoadMeter,
+        predictions: MTPLossMeter,
         clock: PhaseClock,
         per_token: bool = False,
         num_votes: int = 0,

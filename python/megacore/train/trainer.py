@@ -30,7 +30,7 @@ from megacore.optim import DistributedOptimizer, ParamPiece, learning_rate
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.instances import InstanceGroups
+from megacore.parallel.instances import HybridShardGroups
 from megacore.pipeline import (
     ActionRecorder,
     PipelineExecutor,
@@ -52,7 +52,7 @@ from megacore.train.control import NUM_VOTES
 from megacore.train.diagnosis import NonFiniteSearch
 from megacore.train.graphs import StepGraphs
 from megacore.train.memory import memory_bytes
-from megacore.train.meters import ExpertWatch, PredictionWatch
+from megacore.train.meters import ExpertLoadMeter, MTPLossMeter
 from megacore.train.step import BatchSource, EagerStep, StepMetrics, TrainStep
 
 
@@ -266,7 +266,7 @@ def build_trainer(
     num_params = _count_params(config, chunks, groups)
     order = in_model_order(config, groups, chunks)
     params = [param for number in order for param in chunks[number].param_infos()]
-    instances = InstanceGroups.split(
+    instances = HybridShardGroups.split(
         groups,
         config.optimizer.num_instances,
         timeout_s=config.run.timeout_s,
@@ -285,7 +285,7 @@ def build_trainer(
     )
     schedule = train_schedule(config, world_size)
     program, executor = _make_executor(config, schedule, groups, chunks, clock, device=device)
-    predictions = PredictionWatch(
+    predictions = MTPLossMeter(
         chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
     )
     eager = EagerStep(
@@ -388,8 +388,8 @@ def _make_executor(
 
 def _watch_experts(
     config: ResolvedConfig, chunks: list[Stage], groups: ProcessGroups, *, device: torch.device
-) -> ExpertWatch:
-    return ExpertWatch(
+) -> ExpertLoadMeter:
+    return ExpertLoadMeter(
         chunks,
         moe=config.moe,
         num_layers=config.model.mtp_layers.stop,

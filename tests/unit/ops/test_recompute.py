@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from megacore.ops.activations import swiglu
 from megacore.ops.dense import rms_norm
-from megacore.ops.recompute import Memo, recompute
+from megacore.ops.recompute import RecomputeCache, recompute
 from megacore.ops.split_backward import backward_input
 from tests.support.storages import Storages
 
@@ -112,7 +112,7 @@ def test_a_part_that_is_not_reached_is_not_run_again() -> None:
 
 def test_decisions_are_made_once() -> None:
     """A function that would decide otherwise the second time, because its weights have changed."""
-    memo, weight = Memo(), nn.Parameter(torch.tensor([3.0, 1.0]))
+    memo, weight = RecomputeCache(), nn.Parameter(torch.tensor([3.0, 1.0]))
     made = []
 
     def choose(x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def test_decisions_are_made_once() -> None:
 def test_a_function_that_changes_is_refused(
     second: Callable[[Tensor], Tensor], message: str
 ) -> None:
-    memo = Memo()
+    memo = RecomputeCache()
 
     def changing(x: Tensor) -> Tensor:
         return second(x) if memo.is_replay else x.exp()

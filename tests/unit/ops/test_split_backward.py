@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.ops.dense import rms_norm
 from megacore.ops.split_backward import DeferredWeightGrads, backward_input
-from megacore.parallel.turns import give_turn, spare_work
+from megacore.parallel.turns import idle_work, yield_turn
 
 WIDTH, LENGTH, BATCH = 8, 6, 3
 
@@ -165,12 +165,12 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        give_turn()
+        yield_turn()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
-        give_turn()
+        yield_turn()
         return grad
 
 
@@ -197,7 +197,7 @@ def test_weights_that_are_due_run_while_i_waits(first: bool, checkpointed: bool)
         mine, _ = given(first=first, step=step)
         calls.clear()
         output = get_gradient_edge(halves(mine))
-        input_grad, weights = backward_input(output, grad, mine, early=spare_work)
+        input_grad, weights = backward_input(output, grad, mine, early=idle_work)
         early = list(calls)
         weights.run()
         # The last layer's are done; a weight that is also used before it is not.
@@ -217,7 +217,7 @@ def test_functions_in_python_compute_gradients_of_due_weights_once() -> None:
     x = torch.rand(BATCH, LENGTH, WIDTH, requires_grad=True)
     y = Wait.apply(Counting.apply(1.0, x, weights[0], log))
     y = Counting.apply(1.0, y, weights[1], log)
-    _, deferred = backward_input(get_gradient_edge(y.sum()), None, x, early=spare_work)
+    _, deferred = backward_input(get_gradient_edge(y.sum()), None, x, early=idle_work)
     assert log == ["x", "w", "x"]
     deferred.run()
     assert log == ["x", "w", "x", "w"]

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from megacore.parallel.turns import Turns, give_turn, num_turns_given, spare_work
+from megacore.parallel.turns import InterleavedPair, idle_work, num_turns_given, yield_turn
 
 
 def speaker(heard: list[str], name: str, times: int) -> Callable[[], str]:
     def speak() -> str:
         for number in range(times):
             heard.append(f"{name}{number}")
-            give_turn()
+            yield_turn()
         return name
 
     return speak
@@ -28,7 +28,7 @@ def speaker(heard: list[str], name: str, times: int) -> Callable[[], str]:
     ],
 )
 def test_the_order_is_that_of_the_code(first: int, second: int, expected: str) -> None:
-    turns = Turns()
+    turns = InterleavedPair()
     for _ in range(20):
         heard: list[str] = []
         names = turns.run(speaker(heard, "a", first), speaker(heard, "b", second))
@@ -37,7 +37,7 @@ def test_the_order_is_that_of_the_code(first: int, second: int, expected: str) -
 
 
 def test_without_a_pair_nobody_waits() -> None:
-    give_turn()
+    yield_turn()
 
 
 @pytest.mark.parametrize("failing", ["first", "second"])
@@ -46,11 +46,11 @@ def test_an_error_ends_both(failing: str) -> None:
 
     def fail() -> str:
         heard.append("x")
-        give_turn()
+        yield_turn()
         raise KeyError("mine")
 
     pair = [fail, speaker(heard, "b", 5)]
-    turns = Turns()
+    turns = InterleavedPair()
     with pytest.raises(KeyError, match="mine"):
         turns.run(*(pair if failing == "first" else reversed(pair)))
     assert heard == (["x", "b0"] if failing == "first" else ["b0", "x", "b1"])
@@ -61,11 +61,11 @@ def test_spare_work_of_a_thread_runs_before_its_turn_ends() -> None:
     heard: list[str] = []
 
     def busy() -> None:
-        with spare_work(lambda: heard.append("spare")):
+        with idle_work(lambda: heard.append("spare")):
             speaker(heard, "b", 2)()
-        give_turn()  # nothing put aside any more
+        yield_turn()  # nothing put aside any more
 
-    Turns().run(speaker(heard, "a", 3), busy)
+    InterleavedPair().run(speaker(heard, "a", 3), busy)
     assert " ".join(heard) == "a0 b0 spare a1 b1 spare a2"
 
 
@@ -73,10 +73,10 @@ def test_turns_are_counted_for_each_of_a_pair() -> None:
     def count(times: int) -> int:
         for number in range(times):
             assert num_turns_given() == number
-            give_turn()
+            yield_turn()
         return num_turns_given()
 
-    give_turn()
+    yield_turn()
     assert num_turns_given() == 0
     for _ in range(2):  # each pair counts anew
-        assert Turns().run(lambda: count(3), lambda: count(1)) == (3, 1)
+        assert InterleavedPair().run(lambda: count(3), lambda: count(1)) == (3, 1)

@@ -23,11 +23,11 @@ from megacore.moe.dispatchers.base import (
     rows_of_copies,
 )
 from megacore.moe.dispatchers.capacity import Capacity
-from megacore.moe.dispatchers.peers import CopyMap, Peers, Ticket
+from megacore.moe.dispatchers.peers import CopyMap, Peers, PendingTransfer
 from megacore.ops.library import describe
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.exchange import RowSplits
-from megacore.parallel.turns import give_turn
+from megacore.parallel.turns import yield_turn
 
 
 class PeerDispatcher(Dispatcher):
@@ -121,7 +121,7 @@ class PeerDispatcher(Dispatcher):
         _check_rows("results", rows, arrived.copies.capacity, "the rows that arrived")
         transfer = _Transfer(self.peers, arrived.copies, rows)
         pulled = _StartCombine.apply(rows, transfer)  # type: ignore[no-untyped-call]
-        give_turn()
+        yield_turn()
         tokens: Tensor = _FinishCombine.apply(pulled, transfer)  # type: ignore[no-untyped-call]
         return tokens
 
@@ -156,13 +156,13 @@ class _Transfer:
         self.peers = peers
         self.copies = copies
         self._like = like.detach()[:0]
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[str, PendingTransfer] = {}
 
-    def started(self, way: str, ticket: Ticket) -> None:
+    def started(self, way: str, ticket: PendingTransfer) -> None:
         """Store the ticket of the ``"forward"`` or ``"backward"`` pass."""
         self._tickets[way] = ticket
 
-    def ticket(self, way: str) -> Ticket:
+    def ticket(self, way: str) -> PendingTransfer:
         """Remove and return the stored ticket."""
         return self._tickets.pop(way)
 
@@ -181,7 +181,7 @@ class _PendingPush(PendingDispatch):
         self._transfer, self._m_splits = transfer, m_splits
 
     def finish(self) -> ExpertRows:
-        give_turn()
+        yield_turn()
         rows, probs = _FinishDispatch.apply(self._rows, self._probs, self._transfer)  # type: ignore[no-untyped-call]
         return PeerExpertRows(
             rows=rows,
@@ -206,7 +206,7 @@ class _StartDispatch(torch.autograd.Function):
         transfer = ctx.transfer
         x_TH = transfer.tokens()
         probs_Tk = grads[1].new_empty(x_TH.shape[0], transfer.copies.num_choices)
-        give_turn()
+        yield_turn()
         transfer.peers.finish_pull(transfer.ticket("backward"), x_TH, probs_Tk, transfer.copies)
         return x_TH, probs_Tk, None
 
@@ -241,7 +241,7 @@ class _StartCombine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         transfer = ctx.transfer
         rows_CH = transfer.rows()
-        give_turn()
+        yield_turn()
         transfer.peers.finish_push(transfer.ticket("backward"), rows_CH, None, transfer.copies)
         return rows_CH, None
 

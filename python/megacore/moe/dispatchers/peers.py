@@ -97,22 +97,24 @@ class Peers(ABC):
         """Exchange the copies per expert with all members, and assign rows."""
 
     @abstractmethod
-    def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> Ticket:
+    def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> PendingTransfer:
         """Start pushing tokens, and a number per copy, to the members of their experts."""
 
     @abstractmethod
     def finish_push(
-        self, ticket: Ticket, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
+        self, ticket: PendingTransfer, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
     ) -> None:
         """Wait for pushed rows and copy them to ``rows_CH``; the remaining rows are zeroed."""
 
     @abstractmethod
-    def start_pull(self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap) -> Ticket:
+    def start_pull(
+        self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
+    ) -> PendingTransfer:
         """Publish rows, and a number per row, for all members to pull."""
 
     @abstractmethod
     def finish_pull(
-        self, ticket: Ticket, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
+        self, ticket: PendingTransfer, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
     ) -> None:
         """Wait for published rows and sum each token's rows into ``x_TH``, in order of choices."""
 
@@ -177,7 +179,7 @@ class Slots:
         self._free = list(range(PEER_SLOTS))
 
 
-class Ticket:
+class PendingTransfer:
     """Row exchange in flight.
 
     Args:
@@ -250,11 +252,11 @@ class HostPeers(Peers):
         )
         return PeerCounts(shift=shift, kept=kept, arriving=arriving)
 
-    def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> Ticket:
+    def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> PendingTransfer:
         """Write each copy to its row in the peers' buffers. See `Peers`."""
         x_TH, probs_Tk = x_TH.contiguous(), _contiguous(probs_Tk)
         memory = self._reserve(0, copies.capacity, _row_bytes(x_TH))
-        ticket = Ticket(memory, memory.slots)
+        ticket = PendingTransfer(memory, memory.slots)
         memory.exchange.start_push(
             slot=ticket.slot,
             tokens=x_TH.data_ptr(),
@@ -266,7 +268,7 @@ class HostPeers(Peers):
         return ticket
 
     def finish_push(
-        self, ticket: Ticket, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
+        self, ticket: PendingTransfer, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
     ) -> None:
         """Copy the received rows. See `Peers`."""
         _exchange_of(ticket).finish_push(
@@ -280,11 +282,13 @@ class HostPeers(Peers):
         )
         _finish(ticket, rows_CH, probs_C)
 
-    def start_pull(self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap) -> Ticket:
+    def start_pull(
+        self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
+    ) -> PendingTransfer:
         """Copy rows into shared memory. See `Peers`."""
         rows_CH, probs_C = rows_CH.contiguous(), _contiguous(probs_C)
         memory = self._reserve(0, copies.capacity, _row_bytes(rows_CH))
-        ticket = Ticket(memory, memory.slots)
+        ticket = PendingTransfer(memory, memory.slots)
         memory.exchange.start_pull(
             slot=ticket.slot,
             rows=rows_CH.data_ptr(),
@@ -296,7 +300,7 @@ class HostPeers(Peers):
         return ticket
 
     def finish_pull(
-        self, ticket: Ticket, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
+        self, ticket: PendingTransfer, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
     ) -> None:
         """Sum rows directly from shared memory. See `Peers`."""
         _exchange_of(ticket).finish_pull(
@@ -351,12 +355,12 @@ def no_peers(note: str) -> str:
     )
 
 
-def _exchange_of(ticket: Ticket) -> PeerExchange:
+def _exchange_of(ticket: PendingTransfer) -> PeerExchange:
     assert isinstance(ticket.memory, _HostMemory)
     return ticket.memory.exchange
 
 
-def _finish(ticket: Ticket, *written: Tensor | None) -> None:
+def _finish(ticket: PendingTransfer, *written: Tensor | None) -> None:
     ticket.finish()
     for tensor in written:
         if tensor is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megacore._core import PeerFault, PeerLayout, peer_failure, peer_flags_bytes
 from megacore.errors import MegacoreError, PeerLostError
 from megacore.moe.dispatchers.base import ExpertPlacement
-from megacore.moe.dispatchers.peers import CopyMap, PeerCounts, Peers, Slots, Ticket
+from megacore.moe.dispatchers.peers import CopyMap, PeerCounts, Peers, PendingTransfer, Slots
 from megacore.ops import cuda_kernels, has_cuda_kernels, peer_exchange
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
@@ -76,7 +76,7 @@ class DevicePeers(Peers):
         shift, kept, arriving = peer_exchange.plan(*self._members(memory), shape)
         return PeerCounts(shift=shift, kept=kept, arriving=arriving)
 
-    def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> Ticket:
+    def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> PendingTransfer:
         """Write each copy to its row in the peers' buffers. See `Peers`."""
         x_TH = x_TH.contiguous()
         memory, ticket = self._ticket(copies.capacity, x_TH)
@@ -92,7 +92,7 @@ class DevicePeers(Peers):
         return ticket
 
     def finish_push(
-        self, ticket: Ticket, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
+        self, ticket: PendingTransfer, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
     ) -> None:
         """Copy the received rows. See `Peers`."""
         peer_exchange.finish_push(
@@ -100,7 +100,9 @@ class DevicePeers(Peers):
         )
         ticket.finish()
 
-    def start_pull(self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap) -> Ticket:
+    def start_pull(
+        self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
+    ) -> PendingTransfer:
         """Copy rows into peer memory. See `Peers`."""
         rows_CH = rows_CH.contiguous()
         memory, ticket = self._ticket(copies.capacity, rows_CH)
@@ -114,7 +116,7 @@ class DevicePeers(Peers):
         return ticket
 
     def finish_pull(
-        self, ticket: Ticket, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
+        self, ticket: PendingTransfer, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
     ) -> None:
         """Sum rows directly from peer memory. See `Peers`."""
         peer_exchange.finish_pull(
@@ -140,9 +142,9 @@ class DevicePeers(Peers):
             if word:
                 raise PeerLostError(failure_text(word, self.group, self._timeout_s))
 
-    def _ticket(self, capacity: int, rows: Tensor) -> tuple[_DeviceMemory, Ticket]:
+    def _ticket(self, capacity: int, rows: Tensor) -> tuple[_DeviceMemory, PendingTransfer]:
         memory = self._reserve(0, capacity, rows.shape[1] * rows.element_size())
-        return memory, Ticket(memory, memory.slots)
+        return memory, PendingTransfer(memory, memory.slots)
 
     def _members(self, memory: _DeviceMemory) -> tuple[Any, ...]:
         layout = memory.layout
@@ -275,7 +277,7 @@ def failure_text(word: int, group: Group, timeout_s: float) -> str:
     return f"group {group.name}, exchange {epoch}: rank {group.ranks[member]} {what}"
 
 
-def _memory_of(ticket: Ticket) -> _DeviceMemory:
+def _memory_of(ticket: PendingTransfer) -> _DeviceMemory:
     assert isinstance(ticket.memory, _DeviceMemory)
     return ticket.memory
 

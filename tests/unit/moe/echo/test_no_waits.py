@@ -30,7 +30,7 @@ from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import TokenNames, TopKRouter, update_expert_biases
 from megacore.ops.counter_random import StepKeys
-from megacore.ops.recompute import Memo
+from megacore.ops.recompute import RecomputeCache
 from megacore.parallel import ProcessGroups
 from tests.support.waits import WouldWait, waiting_is_an_error
 
@@ -259,7 +259,7 @@ def test_clone_memory_that_asks_the_host_is_found_out(monkeypatch: pytest.Monkey
 def test_clones_as_messages_plan_without_waiting_and_are_found_out() -> None:
     with torch.device("meta"):
         layer = make_echo_layer(CASES["tight budget"], ECHOES["balanced"], reaches_memory=False)
-        x_SBH, names, memo = tokens(), make_names(layer), Memo()
+        x_SBH, names, memo = tokens(), make_names(layer), RecomputeCache()
         run(layer)  # makes constants
     with waiting_is_an_error():
         tokens_SBH, routing = layer.route(x_SBH, names, loss_factor=1.0, memo=memo)

@@ -16,8 +16,8 @@ from megacore.parallel import Group
 from megacore.pipeline import (
     ActivationSpec,
     build_schedule,
-    forward_backward_func,
     get_forward_backward_func,
+    megatron_api,
 )
 
 SPEC = ActivationSpec(shape=(2, 4), dtype=torch.float32, device="cpu")
@@ -120,7 +120,7 @@ def test_a_schedule_is_made_once_for_each_number_of_microbatches(
         made.append(num_microbatches)
         return build_schedule(name, num_microbatches=num_microbatches, **options)
 
-    monkeypatch.setattr(forward_backward_func, "build_schedule", build)
+    monkeypatch.setattr(megatron_api, "build_schedule", build)
     step = get_forward_backward_func("auto", group=Group.solo(), activation=SPEC)
     model = make_chunks(1)
     for num_microbatches in (2, 3, 2, 2):
