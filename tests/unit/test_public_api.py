@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,18 @@ from torch import nn
 
 import megacore
 from megacore.buffers import make_buffers
-from megacore.config import Config, ModelConfig, OptimizerConfig, load_config
-from megacore.errors import ConfigError
+from megacore.config import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    load_config,
+    resolve,
+)
+from megacore.errors import ConfigError, MegacoreError
+from megacore.models.shape import GPTShape
+from megacore.moe import TopKRouter
 from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel import ProcessGroups
 from megacore.parallel.params import ParamInfo
@@ -144,3 +155,37 @@ def test_values_have_readable_texts() -> None:
     assert repr(result) == "<StepResult: not read from the device>"
     assert result.grad_norm == 5.0
     assert repr(result) == "<StepResult: grad_norm 5, 2 skipped in all>"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: resolve({"model": {}}, 1), "config must be a megacore.config.Config, got dict"),
+        (lambda: resolve(Config(), 0), "world_size must be at least 1, got 0"),
+        (
+            lambda: TopKRouter({}, nn.Parameter(torch.eye(2))),
+            "config must be .*MoEConfig, got dict",
+        ),
+        (
+            lambda: GPTShape.from_config({}),
+            "config must be a megacore.config.ModelConfig, got dict",
+        ),
+        (lambda: Config(model={"x": 1}), "ModelConfig has no setting x; it has factory"),
+        (
+            lambda: Config(moe={"echo": {"domain": 2}}),
+            "EchoConfig has no setting domain; moe.echo.domain is now moe.echo.domain_size",
+        ),
+        (lambda: MoEConfig(layer_pattern="d(e"), r'layer_pattern = .* as in "de" or "dd\(e\)"'),
+        (lambda: CheckpointConfig(interval=2.5), "must be a number of steps, or a time span such"),
+        (
+            lambda: build_schedule("1f1b", num_ranks="2", num_microbatches=2),
+            "num_ranks must be a whole number, got '2'",
+        ),
+    ],
+)
+def test_a_wrong_argument_at_a_public_door_is_one_sentence(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError, MegacoreError), match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)

@@ -57,14 +57,7 @@ def _sentence(details: Any, section: type[Section]) -> str:
     name = ".".join(str(part) for part in details["loc"])
     context, kind = details.get("ctx", {}), details["type"]
     if kind == "extra_forbidden":
-        for key, now in RENAMED.items():
-            home, old = key.split(".")[-2:]
-            if name == old and home.replace("_", "") in section.__name__.lower():
-                return f"{section.__name__} has no setting {name}; {key} is now {now}"
-        known = list(section.by_key()) + list(section.inner_sections())
-        close = closest_matches(name, known, count=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known)}"
-        return f"{section.__name__} has no setting {name}{hint}"
+        return _unknown_setting(details["loc"], section)
     message = str(context["error"]) if kind == "value_error" else details["msg"]
     message = message.removeprefix("Input should be ").partition(", unable to")[0]
     if not name:
@@ -72,6 +65,33 @@ def _sentence(details: Any, section: type[Section]) -> str:
     if kind == "value_error":
         return f"{section.__name__}: {name} = {details['input']!r}: {message}"
     return f"{section.__name__}: {name} must be {message}, got {details['input']!r}"
+
+
+def _unknown_setting(place: Sequence[Any], section: type[Section]) -> str:
+    """Return the sentence for an argument that is no setting of the section."""
+    *path, name = place
+    home = section
+    for inner in path:
+        home = home.inner_sections().get(inner, home)
+    for key, now in RENAMED.items():
+        where, old = key.split(".")[-2:]
+        if name == old and where.replace("_", "") in home.__name__.lower():
+            return f"{home.__name__} has no setting {name}; {key} is now {now}"
+    known = list(home.by_key()) + list(home.inner_sections())
+    close = closest_matches(name, known, count=1)
+    hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known)}"
+    return f"{home.__name__} has no setting {name}{hint}"
+
+
+def require_section(value: object, section: type[Section], name: str) -> None:
+    """Check that an argument is a section.
+
+    Raises:
+        TypeError: If not, with the class.
+    """
+    if not isinstance(value, section):
+        found = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"{name} must be a megacore.config.{section.__name__}, got {found}")
 
 
 class Section(BaseModel, metaclass=_SectionType):
@@ -147,8 +167,23 @@ def duration_s(text: str) -> float:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-# A pattern of layers, with its letters in place of {0}.
-LAYER_PATTERN = r"^(?:[{0}]+|[{0}]*\([{0}]+\))$"
+def check_pattern(pattern: str, letters: str) -> str:
+    """Check a pattern of layers, and return it.
+
+    Raises:
+        ValueError: With the form of a pattern.
+
+    Example:
+        >>> check_pattern("ddd(e)", "de")
+        'ddd(e)'
+    """
+    if re.fullmatch(rf"[{letters}]+|[{letters}]*\([{letters}]+\)", pattern) is None:
+        first, second = letters[0], letters[1]
+        raise ValueError(
+            f"must be letters {first} and {second}, the last of them in parentheses if only they "
+            f'are repeated, as in "{first}{second}" or "{first}{first}({second})"'
+        )
+    return pattern
 
 
 def letter_of_layer(pattern: str, layer: int) -> str:

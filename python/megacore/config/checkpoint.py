@@ -75,6 +75,8 @@ class CheckpointConfig(Section):
     @field_validator("interval", mode="before")
     @classmethod
     def _parse_interval(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError("must be a number of steps, or a time span such as 30m")
         is_number = isinstance(value, str) and value.removeprefix("-").isdecimal()
         return int(value) if is_number else value  # text, in overrides
 

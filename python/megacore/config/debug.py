@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megacore.config.base import MAX_TIMEOUT_S, Section
 
@@ -20,7 +21,6 @@ class DebugConfig(Section):
     )
     profile_steps: str | None = Field(
         default=None,
-        pattern=r"^\d{1,9}(-\d{1,9})?$",
         description="Steps that torch's profiler records on every rank, such as "
         "`100-103`; files in `<run.dir>/profile`, see `megacore trace merge`. Default: none.",
     )
@@ -46,6 +46,10 @@ class DebugConfig(Section):
         default=False,
         description="Give all experts the same number of tokens, regardless of scores; for "
         "benchmarks.",
+    )
+    router_fp32: bool = Field(
+        default=True,
+        description="Compute router logits in float32, regardless of `train.dtype`.",
     )
     static_transport: Literal["auto", "collective", "peer"] = Field(
         default="auto",
@@ -99,6 +103,13 @@ class DebugConfig(Section):
             return range(0)
         first, _, last = self.profile_steps.partition("-")
         return range(int(first) - 1, int(last or first))
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _check_profile(cls, steps: str | None) -> str | None:
+        if steps is not None and re.fullmatch(r"\d{1,9}(-\d{1,9})?", steps) is None:
+            raise ValueError("must be one step or a range of steps, as in 100-103")
+        return steps
 
     @model_validator(mode="after")
     def _check(self) -> Self:

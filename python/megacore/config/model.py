@@ -7,8 +7,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from megacore.config.base import (
-    LAYER_PATTERN,
     Section,
+    check_pattern,
     divisors,
     letter_of_layer,
     nearest_divisors,
@@ -101,7 +101,6 @@ class ModelConfig(Section):
     )
     window_pattern: str = Field(
         default="w",
-        pattern=LAYER_PATTERN.format("wf"),
         description="Layers with the window (`w`) and with full attention (`f`), repeated over "
         "the layers as in `moe.layer_pattern`: `wwf` for two with, one without.",
     )
@@ -152,6 +151,11 @@ class ModelConfig(Section):
     @classmethod
     def _check_factory(cls, name: str | None) -> str | None:
         return None if name is None else check_object_name(name)
+
+    @field_validator("window_pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str) -> str:
+        return check_pattern(pattern, "wf")
 
     @field_validator("options")
     @classmethod

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megacore.config.base import LAYER_PATTERN, Section, letter_of_layer
+from megacore.config.base import Section, check_pattern, letter_of_layer
 from megacore.config.router import check_router
 
 
@@ -93,7 +93,6 @@ class MoEConfig(Section):
     )
     layer_pattern: str = Field(
         default="e",
-        pattern=LAYER_PATTERN.format("de"),
         description="Dense layers (`d`) and layers with experts (`e`), repeated over the layers; "
         "those before parentheses are not repeated: `ddd(e)` for three dense layers and experts "
         "in all others.",
@@ -186,10 +185,6 @@ class MoEConfig(Section):
         lt=1.0,
         description="Noise on the router's input in training, as a fraction.",
     )
-    router_fp32: bool = Field(
-        default=True,
-        description="Compute router logits in float32, regardless of `train.dtype`.",
-    )
     echo: EchoConfig = EchoConfig()
 
     def is_moe_layer(self, index: int) -> bool:
@@ -235,6 +230,11 @@ class MoEConfig(Section):
     def gated(self) -> bool:
         """Return whether experts have a gate, and so three matrices instead of two."""
         return self.activation != "gelu"
+
+    @field_validator("layer_pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str) -> str:
+        return check_pattern(pattern, "de")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -23,6 +23,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "moe.load_interval": "debug.load_interval",
         "moe.record_routing": "debug.record_routing",
         "moe.replay_routing": "debug.replay_routing",
+        "moe.router_fp32": "debug.router_fp32",
         "moe.shared_overlap": "moe.overlap_shared",
         "moe.softmax_after_top_k": 'moe.score_function = "softmax_after_top_k"',
         "moe.static_transport": "debug.static_transport",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megacore.config import resolved
-from megacore.config.base import Section
+from megacore.config.base import Section, require_section
 from megacore.config.graph_rules import default_scopes, default_transport, graph_problems
 from megacore.config.graphs import GraphsConfig
 from megacore.config.layout_rules import LAYOUT_RULES
@@ -41,6 +41,7 @@ def resolve(
         launcher: The option or environment that set the process count, for messages.
 
     Raises:
+        TypeError: If ``config`` is not a configuration.
         ConfigError: One error for all violated rules, each with values, their places and the
             nearest fix.
 
@@ -49,6 +50,9 @@ def resolve(
         >>> done.model.ffn_hidden_size, done.run.dir, done.checkpoint.dir
         (384, 'runs/default', 'runs/default/checkpoints')
     """
+    require_section(config, Config, "config")
+    if world_size < 1:
+        raise ConfigError(f"world_size must be at least 1, got {world_size}")
     if vocab_size is None and config.model.vocab_size is None:
         raise ConfigError("model.vocab_size must be set if no tokenizer is loaded, got none")
     problems = ConfigErrors(config=config, world_size=world_size, launcher=launcher)

@@ -74,6 +74,7 @@ class MoEBlock(nn.Module):
             seed=context.params.seed,
             layer=layer,
             force_balanced=context.debug.force_balanced,
+            router_fp32=context.debug.router_fp32,
         )
         echo = _echo(context)
         is_split = region.sequence_parallel or region.group.size == 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megacore.config import ModelConfig
-from megacore.config.base import nearest_divisors
+from megacore.config.base import nearest_divisors, require_section
 from megacore.errors import ConfigError
 
 # Float32 logits of a microbatch above this many bytes are computed in blocks.
@@ -48,8 +48,10 @@ class GPTShape:
         """Take the sizes from a ``[model]`` section.
 
         Raises:
+            TypeError: If ``config`` is not a ``ModelConfig``.
             ConfigError: If ``vocab_size`` is not set.
         """
+        require_section(config, ModelConfig, "config")
         padded_vocab = config.padded_vocab_size
         return cls(
             hidden=config.hidden_size,

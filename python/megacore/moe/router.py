@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import MoEConfig
+from megacore.config.base import require_section
 from megacore.moe.balance import (
     RouterGroups,
     balance_of_pools,
@@ -84,6 +85,8 @@ class TopKRouter(nn.Module):
         groups: Groups that hold the other tokens.
         seed: Seed of the run, for jitter.
         layer: Global index of the layer, for jitter.
+        force_balanced: Assign tokens to experts in turn, regardless of scores; for benchmarks.
+        router_fp32: Compute logits in float32, regardless of the dtype of tokens.
 
     Attributes:
         expert_bias: ``(E,)``, float32, a buffer of the module; ``None`` without
@@ -112,8 +115,10 @@ class TopKRouter(nn.Module):
         seed: int = 0,
         layer: int = 0,
         force_balanced: bool = False,
+        router_fp32: bool = True,
     ) -> None:
         super().__init__()
+        require_section(config, MoEConfig, "config")
         if weight.dim() != 2 or weight.shape[0] != config.num_experts:
             raise ValueError(
                 f"weight has shape {tuple(weight.shape)}; expected ({config.num_experts}, H)"
@@ -125,6 +130,7 @@ class TopKRouter(nn.Module):
         self.seed = seed
         self.layer = layer
         self.force_balanced = force_balanced
+        self.router_fp32 = router_fp32
         self.tape: Tape | None = None
         zeros = weight.detach().new_zeros(config.num_experts, dtype=torch.float32)
         biased = config.expert_bias
@@ -297,7 +303,7 @@ class TopKRouter(nn.Module):
     def _logits(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:
         """Compute logits, ``(S, B, E)``; float32, or float64 for a float64 input."""
         weight = self.weight
-        if self.config.router_fp32 and hidden_SBH.dtype.itemsize < 4:
+        if self.router_fp32 and hidden_SBH.dtype.itemsize < 4:
             hidden_SBH = hidden_SBH.float()
         if self.training and self.config.jitter > 0.0:
             hidden_SBH = self._jitter(hidden_SBH, names)

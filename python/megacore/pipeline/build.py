@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from megacore import _core
 from megacore._core import ScheduleInfo
@@ -105,6 +105,9 @@ def build_schedule(
         "num_microbatches": num_microbatches,
         "num_chunks": num_chunks,
     }
+    for size, value in sizes.items():
+        if value is not None and not isinstance(value, SupportsIndex):
+            raise ValueError(f"{size} must be a whole number, got {value!r}")
     _check_options(name, own, search)
     certificate = None
     if name == AUTO:

@@ -51,7 +51,6 @@ _TRAINING_ONLY = frozenset(
         "moe.aux_loss_type",
         "moe.z_loss_coef",
         "moe.jitter",
-        "moe.router_fp32",
         "moe.echo",
     }
 )
