@@ -19,27 +19,29 @@ void bind_grouped_gemm(py::module_& module) {
   module.def(
       "grouped_gemm",
       [](uintptr_t x, uintptr_t w, uintptr_t m_splits, uintptr_t y, int64_t num_rows,
-         int64_t num_experts, int64_t out_features, int64_t in_features, int num_threads) {
+         int64_t num_experts, int64_t out_features, int64_t in_features, bool clear_padding,
+         int num_threads) {
         moe::grouped_gemm(pointer<const float>(x), pointer<const float>(w),
                           pointer<const int64_t>(m_splits), pointer<float>(y),
                           GroupedShape{num_rows, num_experts, out_features, in_features},
-                          num_threads);
+                          clear_padding, num_threads);
       },
       py::kw_only(), py::arg("x"), py::arg("w"), py::arg("m_splits"), py::arg("y"),
       py::arg("num_rows"), py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
-      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("clear_padding"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "grouped_gemm_input_grad",
       [](uintptr_t grad_y, uintptr_t w, uintptr_t m_splits, uintptr_t grad_x, int64_t num_rows,
-         int64_t num_experts, int64_t out_features, int64_t in_features, int num_threads) {
+         int64_t num_experts, int64_t out_features, int64_t in_features, bool clear_padding,
+         int num_threads) {
         moe::grouped_gemm_input_grad(pointer<const float>(grad_y), pointer<const float>(w),
                                      pointer<const int64_t>(m_splits), pointer<float>(grad_x),
                                      GroupedShape{num_rows, num_experts, out_features, in_features},
-                                     num_threads);
+                                     clear_padding, num_threads);
       },
       py::kw_only(), py::arg("grad_y"), py::arg("w"), py::arg("m_splits"), py::arg("grad_x"),
       py::arg("num_rows"), py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
-      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("clear_padding"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "grouped_gemm_weight_grad",
       [](uintptr_t grad_y, uintptr_t x, uintptr_t m_splits, uintptr_t grad_w, int64_t num_rows,
@@ -162,32 +164,35 @@ void bind_activations(py::module_& module) {
       .finalize();
   module.def(
       "activate",
-      [](Activation kind, uintptr_t x, uintptr_t probs, uintptr_t y, int64_t rows, int64_t width,
-         bool is_bfloat16, int num_threads) {
+      [](Activation kind, uintptr_t x, uintptr_t probs, uintptr_t y, uintptr_t num_rows,
+         int64_t rows, int64_t width, bool is_bfloat16, int num_threads) {
         for_dtype(is_bfloat16, [&](auto element) {
           using Float = decltype(element);
-          moe::activate(kind, pointer<const Float>(x), pointer<const float>(probs),
-                        pointer<Float>(y), ActivationShape{rows, width}, num_threads);
+          moe::activate(
+              kind, pointer<const Float>(x), pointer<const float>(probs), pointer<Float>(y),
+              ActivationShape{rows, width, pointer<const int64_t>(num_rows)}, num_threads);
         });
       },
-      py::kw_only(), py::arg("kind"), py::arg("x"), py::arg("probs"), py::arg("y"), py::arg("rows"),
-      py::arg("width"), py::arg("is_bfloat16"), py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("kind"), py::arg("x"), py::arg("probs"), py::arg("y"),
+      py::arg("num_rows"), py::arg("rows"), py::arg("width"), py::arg("is_bfloat16"),
+      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "activate_backward",
       [](Activation kind, uintptr_t grad_y, uintptr_t x, uintptr_t probs, uintptr_t grad_x,
-         uintptr_t grad_probs, int64_t rows, int64_t width, bool is_bfloat16, int num_threads) {
+         uintptr_t grad_probs, uintptr_t num_rows, int64_t rows, int64_t width, bool is_bfloat16,
+         int num_threads) {
         for_dtype(is_bfloat16, [&](auto element) {
           using Float = decltype(element);
-          moe::activate_backward(kind, pointer<const Float>(grad_y), pointer<const Float>(x),
-                                 pointer<const float>(probs), pointer<Float>(grad_x),
-                                 pointer<float>(grad_probs), ActivationShape{rows, width},
-                                 num_threads);
+          moe::activate_backward(
+              kind, pointer<const Float>(grad_y), pointer<const Float>(x),
+              pointer<const float>(probs), pointer<Float>(grad_x), pointer<float>(grad_probs),
+              ActivationShape{rows, width, pointer<const int64_t>(num_rows)}, num_threads);
         });
       },
       py::kw_only(), py::arg("kind"), py::arg("grad_y"), py::arg("x"), py::arg("probs"),
-      py::arg("grad_x"), py::arg("grad_probs"), py::arg("rows"), py::arg("width"),
-      py::arg("is_bfloat16"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("grad_x"), py::arg("grad_probs"), py::arg("num_rows"), py::arg("rows"),
+      py::arg("width"), py::arg("is_bfloat16"), py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

@@ -121,6 +121,29 @@ void bind_tokens_side(py::class_<PeerExchange>& exchange, const char* name) {
       "row_map", "num_tokens", "num_choices", "repeats", "capacity");
 }
 
+void bind_map(py::module_& module) {
+  module.def(
+      "map_copies",
+      [](uintptr_t experts, uintptr_t sorted, uintptr_t shift, uintptr_t members,
+         int64_t num_tokens, int64_t num_choices, int64_t num_experts, int64_t num_parts,
+         int64_t repeats, int64_t capacity, uintptr_t row_map) {
+        moe::map_copies({.experts = pointer<const int64_t>(experts),
+                         .sorted = pointer<const int64_t>(sorted),
+                         .shift = pointer<const int64_t>(shift),
+                         .members = pointer<const int64_t>(members),
+                         .num_tokens = num_tokens,
+                         .num_choices = num_choices,
+                         .num_experts = num_experts,
+                         .num_parts = num_parts,
+                         .repeats = repeats,
+                         .capacity = capacity},
+                        pointer<int64_t>(row_map));
+      },
+      py::kw_only(), py::arg("experts"), py::arg("sorted"), py::arg("shift"), py::arg("members"),
+      py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_experts"), py::arg("num_parts"),
+      py::arg("repeats"), py::arg("capacity"), py::arg("row_map"), no_gil());
+}
+
 void bind_exchange(py::module_& module) {
   py::class_<PeerExchange> exchange(module, "PeerExchange");
   exchange.def(py::init<parallel::HostWindow&, const PeerLayout&>(), py::arg("window"),
@@ -145,6 +168,7 @@ void bind_exchange(py::module_& module) {
 
 void bind_peers(py::module_& module) {
   bind_peers_values(module);
+  bind_map(module);
   bind_exchange(module);
 }
 

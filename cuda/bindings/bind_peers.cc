@@ -106,6 +106,30 @@ void bind_counts(py::module_& module) {
       "shape", "shift", "kept", "arriving");
 }
 
+void bind_map(py::module_& module) {
+  module.def(
+      "peer_map_copies",
+      [](uintptr_t experts, uintptr_t sorted, uintptr_t shift, uintptr_t members,
+         int64_t num_tokens, int64_t num_choices, int64_t num_experts, int64_t num_parts,
+         int64_t repeats, int64_t capacity, uintptr_t row_map, uintptr_t stream) {
+        cuda::peer_map_copies({.experts = device_pointer<const int64_t>(experts),
+                               .sorted = device_pointer<const int64_t>(sorted),
+                               .shift = device_pointer<const int64_t>(shift),
+                               .members = device_pointer<const int64_t>(members),
+                               .num_tokens = num_tokens,
+                               .num_choices = num_choices,
+                               .num_experts = num_experts,
+                               .num_parts = num_parts,
+                               .repeats = repeats,
+                               .capacity = capacity},
+                              device_pointer<int64_t>(row_map), stream_handle(stream));
+      },
+      py::kw_only(), py::arg("experts"), py::arg("sorted"), py::arg("shift"), py::arg("members"),
+      py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_experts"), py::arg("num_parts"),
+      py::arg("repeats"), py::arg("capacity"), py::arg("row_map"), py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
 // The way of rows that belong to this member's tokens: what they are, then where their copies lie.
 template <auto kCall>
 void bind_tokens_side(py::module_& module, const char* name) {
@@ -137,6 +161,7 @@ void bind_peers(py::module_& module) {
   module.attr("PEER_STATE_NUMEL") =
       static_cast<int64_t>((sizeof(cuda::PeerState) + sizeof(int64_t) - 1) / sizeof(int64_t));
   bind_counts(module);
+  bind_map(module);
   bind_tokens_side<&cuda::peer_start_push>(module, "peer_start_push");
   bind_experts_side<&cuda::peer_finish_push>(module, "peer_finish_push");
   bind_experts_side<&cuda::peer_start_pull>(module, "peer_start_pull");

@@ -117,24 +117,26 @@ template <Activation kKind>
 void bind_activation(py::module_& module, const char* forward, const char* backward) {
   module.def(
       forward,
-      [](uintptr_t x, uintptr_t probs, uintptr_t y, int64_t rows, int64_t width,
+      [](uintptr_t x, uintptr_t probs, uintptr_t y, uintptr_t num_rows, int64_t rows, int64_t width,
          std::string_view dtype, uintptr_t stream) {
         cuda::activate({.kind = kKind,
                         .type = float_type(dtype),
                         .x = device_pointer<const void>(x),
                         .probs = device_pointer<const float>(probs),
                         .y = device_pointer<void>(y),
+                        .num_rows = device_pointer<const int64_t>(num_rows),
                         .rows = rows,
                         .width = width},
                        stream_handle(stream));
       },
-      py::kw_only(), py::arg("x"), py::arg("probs"), py::arg("y"), py::arg("rows"),
-      py::arg("width"), py::arg("dtype"), py::arg("stream"),
+      py::kw_only(), py::arg("x"), py::arg("probs"), py::arg("y"), py::arg("num_rows"),
+      py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("stream"),
       py::call_guard<py::gil_scoped_release>());
   module.def(
       backward,
       [](uintptr_t grad_y, uintptr_t x, uintptr_t probs, uintptr_t grad_x, uintptr_t grad_probs,
-         int64_t rows, int64_t width, std::string_view dtype, uintptr_t stream) {
+         uintptr_t num_rows, int64_t rows, int64_t width, std::string_view dtype,
+         uintptr_t stream) {
         cuda::activate_backward({.kind = kKind,
                                  .type = float_type(dtype),
                                  .grad_y = device_pointer<const void>(grad_y),
@@ -142,13 +144,14 @@ void bind_activation(py::module_& module, const char* forward, const char* backw
                                  .probs = device_pointer<const float>(probs),
                                  .grad_x = device_pointer<void>(grad_x),
                                  .grad_probs = device_pointer<float>(grad_probs),
+                                 .num_rows = device_pointer<const int64_t>(num_rows),
                                  .rows = rows,
                                  .width = width},
                                 stream_handle(stream));
       },
       py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("probs"), py::arg("grad_x"),
-      py::arg("grad_probs"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("grad_probs"), py::arg("num_rows"), py::arg("rows"), py::arg("width"),
+      py::arg("dtype"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_norm(py::module_& module) {

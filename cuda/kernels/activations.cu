@@ -58,11 +58,13 @@ template <Activation kKind, typename Float, int kPack>
 __global__ void __launch_bounds__(kRowThreads) activate_kernel(const Float* __restrict__ x,
                                                                const float* __restrict__ probs,
                                                                Float* __restrict__ y,
+                                                               const int64_t* num_rows,
                                                                int64_t rows,
                                                                int64_t width,
                                                                int lanes) {
   const Team team = team_of(lanes);
   const int64_t vectors = width / kPack;
+  rows = rows_in_use(num_rows, rows);
   for (int64_t row = team.group; row < rows; row += team.num_groups) {
     const Float* from = x + row * kHalves<kKind> * width;
     const float prob = probs == nullptr ? 1.0F : probs[row];
@@ -114,12 +116,14 @@ __global__ void __launch_bounds__(kRowThreads)
                              const float* __restrict__ probs,
                              Float* __restrict__ grad_x,
                              float* __restrict__ grad_probs,
+                             const int64_t* num_rows,
                              int64_t rows,
                              int64_t width) {
   static_assert(kLanes == kWarp || kLanes == kRowThreads);
   __shared__ float warp_sums[kRowThreads / kWarp];
   const Team team = team_of(kLanes);
   const int64_t vectors = width / kPack;
+  rows = rows_in_use(num_rows, rows);
   for (int64_t row = team.group; row < rows; row += team.num_groups) {
     const int64_t start = row * kHalves<kKind> * width;
     const float prob = probs == nullptr ? 1.0F : probs[row];
@@ -166,7 +170,7 @@ void launch_forward(const ActivationParams& params, cudaStream_t stream) {
     launch("activate", activate_kernel<kKind, Float, kPack>,
            {.blocks = divided_up(params.rows, kRowThreads / lanes), .threads = kRowThreads}, stream,
            static_cast<const Float*>(params.x), params.probs, static_cast<Float*>(params.y),
-           params.rows, params.width, lanes);
+           params.num_rows, params.rows, params.width, lanes);
   });
 }
 
@@ -182,8 +186,8 @@ void launch_backward(const ActivationBackwardParams& params, cudaStream_t stream
                     : activate_backward_kernel<kKind, Float, kPack, kRowThreads>,
            {.blocks = divided_up(params.rows, kRowThreads / lanes), .threads = kRowThreads}, stream,
            static_cast<const Float*>(params.grad_y), static_cast<const Float*>(params.x),
-           params.probs, static_cast<Float*>(params.grad_x), params.grad_probs, params.rows,
-           params.width);
+           params.probs, static_cast<Float*>(params.grad_x), params.grad_probs, params.num_rows,
+           params.rows, params.width);
   });
 }
 

@@ -73,6 +73,13 @@ __global__ void __launch_bounds__(kRowThreads)
   tell_all(peers, kSet, true, epoch);
 }
 
+__global__ void __launch_bounds__(kRowThreads) map_kernel(moe::PeerRouting routing, int64_t* map) {
+  const int64_t token = int64_t{blockIdx.x} * kRowThreads + threadIdx.x;
+  if (token < routing.num_tokens) {
+    moe::map_token(routing, token, map);
+  }
+}
+
 void require_shape(const PeerView& peers, const moe::PeerShape& shape) {
   require_view(peers);
   MC_REQUIRE(shape.num_members == peers.layout.num_members && shape.position == peers.position &&
@@ -100,6 +107,18 @@ void peer_plan(const PeerView& peers,
   require_shape(peers, shape);
   launch("peer_plan", plan_kernel, {.blocks = 1, .threads = kRowThreads}, stream, peers, shape,
          plan);
+}
+
+void peer_map_copies(const moe::PeerRouting& routing, int64_t* map, cudaStream_t stream) {
+  MC_REQUIRE(routing.num_tokens >= 0 && routing.num_choices >= 0 && routing.repeats >= 1 &&
+                 routing.num_parts >= 1 && routing.num_experts % routing.num_parts == 0,
+             "{} experts in {} parts do not fit a map of {} tokens", routing.num_experts,
+             routing.num_parts, routing.num_tokens);
+  if (routing.num_tokens > 0) {
+    launch("peer_map_copies", map_kernel,
+           {.blocks = divided_up(routing.num_tokens, kRowThreads), .threads = kRowThreads}, stream,
+           routing, map);
+  }
 }
 
 }  // namespace megacore::cuda

@@ -18,6 +18,11 @@ __device__ __forceinline__ Float* rows_of(const PeerView& peers, int64_t slot, i
 __device__ __forceinline__ float* probs_of(const PeerView& peers, int64_t slot, int64_t member) {
   return reinterpret_cast<float*>(data_of(peers, member) + peers.layout.probs_offset(slot));
 }
+__device__ __forceinline__ uint32_t* sources_of(const PeerView& peers,
+                                                int64_t slot,
+                                                int64_t member) {
+  return reinterpret_cast<uint32_t*>(data_of(peers, member) + peers.layout.sources_offset(slot));
+}
 
 template <typename Float, int kPack>
 __device__ __forceinline__ Pack<Float, kPack> filled(float value) {
@@ -38,14 +43,15 @@ __device__ __forceinline__ int64_t used_rows(const int64_t* num_arrived, int64_t
   return *num_arrived < capacity ? *num_arrived : capacity;
 }
 
-// The row of a peer that an address names; a member below 0 for no row.
+// The row of a peer that an entry of a map names; a member below 0 for no row.
 struct Place {
   int64_t member = -1;
   int64_t row = 0;
 };
-__device__ __forceinline__ Place place_of(int64_t address,
+__device__ __forceinline__ Place place_of(int64_t entry,
                                           const PeerView& peers,
                                           const PeerCopies& copies) {
+  const int64_t address = moe::address_of(entry);
   if (address < 0 || address >= peers.layout.num_members * copies.capacity) {
     return {};
   }
@@ -93,7 +99,7 @@ __global__ void __launch_bounds__(kRowThreads) start_push_kernel(
         }
         for (int64_t copy = first; copy < first + per_token; ++copy) {
           const Place place = place_of(copies.rows[copy], peers, copies);
-          if (place.member < 0) {
+          if (place.member < 0 || copies.rows[copy] < 0) {
             continue;
           }
           Float* to = rows_of<Float>(peers, slot, place.member) + place.row * tokens.width;
@@ -105,12 +111,15 @@ __global__ void __launch_bounds__(kRowThreads) start_push_kernel(
           }
         }
       }
-      if (tokens.probs != nullptr) {
-        for (int64_t copy = first + team.lane; copy < first + per_token; copy += lanes) {
-          const Place place = place_of(copies.rows[copy], peers, copies);
-          if (place.member >= 0) {
-            probs_of(peers, slot, place.member)[place.row] = tokens.probs[copy / copies.repeats];
-          }
+      for (int64_t copy = first + team.lane; copy < first + per_token; copy += lanes) {
+        const Place place = place_of(copies.rows[copy], peers, copies);
+        if (place.member < 0) {
+          continue;
+        }
+        sources_of(peers, slot, place.member)[place.row] = static_cast<uint32_t>(
+            moe::source_row(copies.rows + first, copy - first, copies.capacity));
+        if (tokens.probs != nullptr) {
+          probs_of(peers, slot, place.member)[place.row] = tokens.probs[copy / copies.repeats];
         }
       }
     }
@@ -118,22 +127,44 @@ __global__ void __launch_bounds__(kRowThreads) start_push_kernel(
   tell_all(peers, slot, false, epoch);
 }
 
+// Rows of nobody are not written.
 template <typename Float, int kPack>
-__global__ void __launch_bounds__(kRowThreads) finish_push_kernel(
-    PeerView peers, int64_t slot, PeerTensor to, const int64_t* num_arrived, int64_t capacity) {
+__global__ void __launch_bounds__(kRowThreads) finish_push_kernel(PeerView peers,
+                                                                  int64_t slot,
+                                                                  PeerTensor to,
+                                                                  const int64_t* num_arrived,
+                                                                  int64_t capacity,
+                                                                  int lanes) {
   const uint32_t epoch = epoch_of(peers, slot);
   const bool have_come = wait_for_all(peers, slot, false, epoch, PeerFault::kNoRows);
-  const int64_t arrived = have_come ? used_rows(num_arrived, capacity) : 0;
-  const float other = have_come ? 0.0F : NAN;
+  const int64_t arrived = used_rows(num_arrived, capacity);
   const int64_t vectors = to.width / kPack;
-  // Rows follow one another in both places, so they are copied as one array.
-  auto* rows = static_cast<Pack<Float, kPack>*>(to.rows);
-  copy_words(rows, packs_at<Float, kPack>(rows_of<Float>(peers, slot, peers.position)),
-             arrived * vectors);
-  fill_words(rows, filled<Float, kPack>(other), arrived * vectors, capacity * vectors);
+  const uint32_t* source_of = sources_of(peers, slot, peers.position);
+  const Float* pushed = rows_of<Float>(peers, slot, peers.position);
+  const Team team = team_of(lanes);
+  for (int64_t row = team.group; row < arrived; row += team.num_groups) {
+    const auto* from =
+        packs_at<Float, kPack>(have_come ? pushed + source_of[row] * to.width : nullptr);
+    Float* own = static_cast<Float*>(to.rows) + row * to.width;
+    for (int64_t start = team.lane; start < vectors; start += int64_t{kLoadsInFlight} * lanes) {
+      Pack<Float, kPack> packs[kLoadsInFlight];
+#pragma unroll
+      for (int u = 0; u < kLoadsInFlight; ++u) {
+        if (start + u * lanes < vectors) {
+          packs[u] = have_come ? from[start + u * lanes] : filled<Float, kPack>(NAN);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kLoadsInFlight; ++u) {
+        if (start + u * lanes < vectors) {
+          store_pack(own, start + u * lanes, packs[u]);
+        }
+      }
+    }
+  }
   if (to.probs != nullptr) {
-    copy_words(to.probs, probs_of(peers, slot, peers.position), arrived);
-    fill_words(to.probs, other, arrived, capacity);
+    copy_words(to.probs, probs_of(peers, slot, peers.position), have_come ? arrived : 0);
+    fill_words(to.probs, float{NAN}, 0, have_come ? 0 : arrived);
   }
   tell_all(peers, slot, true, epoch);
 }
@@ -251,13 +282,6 @@ void with_rows(const PeerTensor& rows, const Body& body) {
   });
 }
 
-// Rows of this member's experts.
-struct ExpertRows {
-  const PeerTensor& rows;
-  const int64_t* num_arrived;
-  int64_t capacity;
-};
-
 void launch_wait(const PeerView& peers, int64_t slot, RowWait wait, cudaStream_t stream) {
   launch("peer_wait", wait_kernel, {.threads = kRowThreads}, stream, peers, slot, wait);
 }
@@ -280,24 +304,6 @@ void launch_tokens_side(const char* name,
   });
 }
 
-template <typename KernelOf>
-void launch_experts_side(const char* name,
-                         const PeerView& peers,
-                         int64_t slot,
-                         const ExpertRows& own,
-                         RowWait wait,
-                         cudaStream_t stream,
-                         const KernelOf& kernel_of) {
-  require_rows(peers, slot, own.rows, own.capacity);
-  launch_wait(peers, slot, wait, stream);
-  with_rows(own.rows, [&]<typename Float, int kPack>(int) {
-    // As many blocks as packs take, each thread with all its loads in flight.
-    const int64_t turns = divided_up(own.capacity * (own.rows.width / kPack), kLoadsInFlight);
-    launch(name, kernel_of(static_cast<Pack<Float, kPack>*>(nullptr)), blocks_for(turns, 1), stream,
-           peers, slot, own.rows, own.num_arrived, own.capacity);
-  });
-}
-
 }  // namespace
 
 void peer_start_push(const PeerView& peers,
@@ -317,10 +323,12 @@ void peer_finish_push(const PeerView& peers,
                       const int64_t* num_arrived,
                       int64_t capacity,
                       cudaStream_t stream) {
-  launch_experts_side("peer_finish_push", peers, slot, {rows, num_arrived, capacity}, kUntilFilled,
-                      stream, []<typename Float, int kPack>(Pack<Float, kPack>*) {
-                        return finish_push_kernel<Float, kPack>;
-                      });
+  require_rows(peers, slot, rows, capacity);
+  launch_wait(peers, slot, kUntilFilled, stream);
+  with_rows(rows, [&]<typename Float, int kPack>(int lanes) {
+    launch("peer_finish_push", finish_push_kernel<Float, kPack>, blocks_for(capacity, lanes),
+           stream, peers, slot, rows, num_arrived, capacity, lanes);
+  });
 }
 
 void peer_start_pull(const PeerView& peers,
@@ -329,10 +337,14 @@ void peer_start_pull(const PeerView& peers,
                      const int64_t* num_arrived,
                      int64_t capacity,
                      cudaStream_t stream) {
-  launch_experts_side("peer_start_pull", peers, slot, {rows, num_arrived, capacity}, kUntilTaken,
-                      stream, []<typename Float, int kPack>(Pack<Float, kPack>*) {
-                        return start_pull_kernel<Float, kPack>;
-                      });
+  require_rows(peers, slot, rows, capacity);
+  launch_wait(peers, slot, kUntilTaken, stream);
+  with_rows(rows, [&]<typename Float, int kPack>(int) {
+    // As many blocks as packs take, each thread with all its loads in flight.
+    const int64_t turns = divided_up(capacity * (rows.width / kPack), kLoadsInFlight);
+    launch("peer_start_pull", start_pull_kernel<Float, kPack>, blocks_for(turns, 1), stream, peers,
+           slot, rows, num_arrived, capacity);
+  });
 }
 
 void peer_finish_pull(const PeerView& peers,

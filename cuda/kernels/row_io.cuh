@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "megacore/cuda/float_type.h"
+#include "megacore/moe/grouped_arguments.h"
 
 namespace megacore::cuda {
 
@@ -103,6 +104,11 @@ __device__ __forceinline__ float warp_sum(float value) {
     value += __shfl_xor_sync(kAllLanes, value, distance);
   }
   return value;
+}
+
+// Rows in use of `rows`: all, or as many as the device says.
+__device__ __forceinline__ int64_t rows_in_use(const int64_t* num_rows, int64_t rows) {
+  return num_rows == nullptr ? rows : moe::usable_count(*num_rows, rows);
 }
 
 // Where a thread stands among the groups of its grid.

@@ -180,6 +180,21 @@ class PeerShape:
         capacity: int,
     ) -> None: ...
 
+def map_copies(
+    *,
+    experts: int,
+    sorted: int,
+    shift: int,
+    members: int,
+    num_tokens: int,
+    num_choices: int,
+    num_experts: int,
+    num_parts: int,
+    repeats: int,
+    capacity: int,
+    row_map: int,
+) -> None: ...
+
 class PeerExchange:
     def __init__(self, window: HostWindow, layout: PeerLayout) -> None: ...
     def send_counts(self, *, counts: int, shape: PeerShape) -> None: ...
@@ -751,6 +766,7 @@ def grouped_gemm(
     num_experts: int,
     out_features: int,
     in_features: int,
+    clear_padding: bool,
     num_threads: int,
 ) -> None: ...
 def grouped_gemm_input_grad(
@@ -763,6 +779,7 @@ def grouped_gemm_input_grad(
     num_experts: int,
     out_features: int,
     in_features: int,
+    clear_padding: bool,
     num_threads: int,
 ) -> None: ...
 def grouped_gemm_weight_grad(
@@ -888,6 +905,7 @@ def activate(
     x: int,
     probs: int,
     y: int,
+    num_rows: int,
     rows: int,
     width: int,
     is_bfloat16: bool,
@@ -901,6 +919,7 @@ def activate_backward(
     probs: int,
     grad_x: int,
     grad_probs: int,
+    num_rows: int,
     rows: int,
     width: int,
     is_bfloat16: bool,

@@ -152,7 +152,7 @@ def row_dots(
 ) -> None: ...
 def top_k(*, scores: int, rows: int, columns: int, k: int, chosen: int, stream: int) -> None: ...
 def swiglu(
-    *, x: int, probs: int, y: int, rows: int, width: int, dtype: str, stream: int
+    *, x: int, probs: int, y: int, num_rows: int, rows: int, width: int, dtype: str, stream: int
 ) -> None: ...
 def swiglu_backward(
     *,
@@ -161,12 +161,15 @@ def swiglu_backward(
     probs: int,
     grad_x: int,
     grad_probs: int,
+    num_rows: int,
     rows: int,
     width: int,
     dtype: str,
     stream: int,
 ) -> None: ...
-def gelu(*, x: int, probs: int, y: int, rows: int, width: int, dtype: str, stream: int) -> None: ...
+def gelu(
+    *, x: int, probs: int, y: int, num_rows: int, rows: int, width: int, dtype: str, stream: int
+) -> None: ...
 def gelu_backward(
     *,
     grad_y: int,
@@ -174,6 +177,7 @@ def gelu_backward(
     probs: int,
     grad_x: int,
     grad_probs: int,
+    num_rows: int,
     rows: int,
     width: int,
     dtype: str,
@@ -318,6 +322,21 @@ def peer_plan(
     shift: int,
     kept: int,
     arriving: int,
+    stream: int,
+) -> None: ...
+def peer_map_copies(
+    *,
+    experts: int,
+    sorted: int,
+    shift: int,
+    members: int,
+    num_tokens: int,
+    num_choices: int,
+    num_experts: int,
+    num_parts: int,
+    repeats: int,
+    capacity: int,
+    row_map: int,
     stream: int,
 ) -> None: ...
 def peer_start_push(

@@ -92,15 +92,13 @@ class Team:
             self.placements, ids, self.counts(ids, capacity), strict=True
         ):
             sorted_Tk, _ = sort_by_expert(each, placement.num_experts)
-            row_Tk = sorted_Tk + counts.shift[each.clamp(min=0)]
-            rows = (
-                self._owners[each.clamp(min=0) // placement.num_local] * capacity
-                + row_Tk[..., None]
-            )
-            lost = (each < 0) | (row_Tk >= capacity)
+            arguments = each, sorted_Tk, counts.shift, self._owners
+            rows = peer_exchange.map_copies(*arguments, capacity)
+            on_host = peer_exchange.map_copies(*(x.cpu() for x in arguments), capacity)
+            assert rows.tolist() == on_host.tolist()
             maps.append(
                 CopyMap(
-                    rows=rows.masked_fill(lost[..., None], -1).flatten(1),
+                    rows=rows,
                     num_choices=each.shape[1],
                     capacity=capacity,
                     num_arrived=counts.arriving.sum(),
@@ -155,9 +153,14 @@ def random_ids(
     return ids
 
 
+def addresses(copies: CopyMap) -> Tensor:
+    """Where each copy's row is, whether it travels or is copied there; -1 for none."""
+    return torch.where(copies.rows < -1, -2 - copies.rows, copies.rows)
+
+
 def by_concatenation(tokens: list[Tensor], maps: list[CopyMap], capacity: int) -> list[Tensor]:
     """What a push leaves on every member, by the operations for one rank."""
-    joined = torch.cat([copies.rows for copies in maps])
+    joined = torch.cat([addresses(copies) for copies in maps])
     everything = permute(torch.cat(tokens), joined, len(maps) * capacity)
     return list(everything.split(capacity))
 
@@ -181,15 +184,17 @@ def test_rows_go_where_one_rank_would_put_them_and_come_back(
             pulled = team.pull([rows for rows, _ in pushed], [p for _, p in pushed], maps)
         expected = by_concatenation(tokens, maps, capacity)
         repeats = num_members // num_parts
-        joined = torch.cat([copies.rows for copies in maps])
+        joined = torch.cat([addresses(copies) for copies in maps])
         weights = torch.cat(probs).repeat_interleave(repeats, dim=1)
         row_probs = permute_probs(weights, joined, num_members * capacity).split(capacity)
         for p in range(num_members):
-            assert torch.equal(pushed[p][0], expected[p])
-            assert torch.equal(pushed[p][1], row_probs[p])
-            sums = unpermute(torch.cat(expected), maps[p].rows)
+            arrived = int(maps[p].num_arrived)
+            assert torch.equal(pushed[p][0][:arrived], expected[p][:arrived])
+            assert torch.equal(pushed[p][1][:arrived], row_probs[p][:arrived])
+            assert pushed[p][0][arrived:].isnan().all(), "rows of nobody are not written"
+            sums = unpermute(torch.cat(expected), addresses(maps[p]))
             torch.testing.assert_close(pulled[p][0], sums, rtol=1e-6, atol=1e-6)
-            kept = (maps[p].rows.view(33, 3, repeats) >= 0).sum(-1)
+            kept = (maps[p].rows.view(33, 3, repeats) != -1).sum(-1)
             torch.testing.assert_close(pulled[p][1], probs[p] * kept)
     for peers in team.peers:
         peers.check()
@@ -217,7 +222,7 @@ def test_a_captured_exchange_follows_changing_ids_for_hundreds_of_replays() -> N
         graph.replay()
         if seed % 30 == 0:
             for p in range(4):
-                kept = (outputs[4 + p] >= 0).sum(1, keepdim=True)
+                kept = (outputs[4 + p] != -1).sum(1, keepdim=True)
                 expected = (tokens[p].float() * kept).bfloat16()
                 assert torch.equal(outputs[p], expected), seed
     for peers in team.peers:
@@ -235,7 +240,7 @@ def test_a_member_that_does_not_come_is_named_and_the_results_are_nan() -> None:
     here.finish_push(ticket, rows, None, maps[0])
     with pytest.raises(PeerLostError, match=r"rank 1 did not send its rows within 0\.2 s"):
         here.check()
-    assert rows.isnan().all()
+    assert rows[: int(maps[0].num_arrived)].isnan().all()
     # What follows ends at once, and says the same.
     ticket = here.start_pull(rows, None, maps[0])
     here.finish_pull(ticket, x, None, maps[0])

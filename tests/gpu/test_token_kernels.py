@@ -254,6 +254,24 @@ def test_activations_and_their_gradients(
         assert_close(a, b, 4 * TOLERANCE[a.dtype])
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("used", [0, 5, 300, 400])
+def test_activations_stop_at_the_row_that_the_device_says(used: int, dtype: torch.dtype) -> None:
+    x, probs = torch.randn(300, 1040, device="cuda").to(dtype), torch.rand(300, device="cuda")
+    num_rows = torch.tensor(used, device="cuda")
+    grad = torch.randn(300, 1040, device="cuda").to(dtype)
+    for op, width in ((swiglu, 520), (gelu, 1040)):
+        leaves = [t.clone().requires_grad_() for t in (x, probs)]
+        whole = op(*leaves)
+        expected = [whole, *torch.autograd.grad(whole, leaves, grad[:, :width])]
+        with poisoned_memory(), synchronising_is_an_error():
+            y = op(*leaves, num_rows=num_rows)
+            found = [y, *torch.autograd.grad(y, leaves, grad[:, :width].contiguous())]
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a[:used], b[:used])
+            assert a[used:].isnan().all()
+
+
 def test_extreme_gates_saturate() -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, 88.0, 200.0, 1e30], device="cuda")
     x = torch.stack([gate, torch.ones_like(gate)], dim=1).requires_grad_()

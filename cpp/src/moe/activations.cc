@@ -7,6 +7,7 @@
 #include "megacore/base/exponential.h"
 #include "megacore/base/low_precision.h"
 #include "megacore/base/vector_clones.h"
+#include "megacore/moe/grouped_arguments.h"
 #include "megacore/moe/parallel_for.h"
 
 namespace megacore::moe {
@@ -175,6 +176,10 @@ int64_t input_width(Activation kind, const ActivationShape& shape) {
   return kind == Activation::kSwiglu ? 2 * shape.width : shape.width;
 }
 
+int64_t rows_in_use(const ActivationShape& shape) {
+  return shape.num_rows == nullptr ? shape.rows : usable_count(*shape.num_rows, shape.rows);
+}
+
 int64_t grain(const ActivationShape& shape, int num_threads) {
   MC_REQUIRE(shape.rows >= 0 && shape.width >= 0, "a size is negative");
   MC_REQUIRE(num_threads >= 1, "num_threads must be at least 1, got {}", num_threads);
@@ -197,7 +202,7 @@ void activate(Activation kind,
       one_row(kind, x + row * stride, prob, y + row * shape.width, shape.width);
     }
   };
-  parallel_for(shape.rows, grain(shape, num_threads), num_threads, run);
+  parallel_for(rows_in_use(shape), grain(shape, num_threads), num_threads, run);
 }
 
 template <typename Float>
@@ -220,7 +225,7 @@ void activate_backward(Activation kind,
       }
     }
   };
-  parallel_for(shape.rows, grain(shape, num_threads), num_threads, run);
+  parallel_for(rows_in_use(shape), grain(shape, num_threads), num_threads, run);
 }
 
 #define MC_INSTANTIATE(Float)                                                                  \

@@ -319,12 +319,14 @@ void grouped_gemm(const float* x,
                   const int64_t* m_splits,
                   float* y,
                   const GroupedShape& shape,
+                  bool clear_padding,
                   int num_threads) {
   const int64_t total = check(m_splits, shape, num_threads);
   const int threads = useful_threads(total, shape, num_threads);
   // Without input features no block of the sum exists that would write the result.
   const int64_t written = shape.in_features > 0 ? total : 0;
-  std::fill(y + written * shape.out_features, y + shape.num_rows * shape.out_features, 0.0F);
+  const int64_t end = clear_padding ? shape.num_rows : total;
+  std::fill(y + written * shape.out_features, y + end * shape.out_features, 0.0F);
   if (written == 0) {
     return;
   }
@@ -339,12 +341,13 @@ void grouped_gemm_input_grad(const float* grad_y,
                              const int64_t* m_splits,
                              float* grad_x,
                              const GroupedShape& shape,
+                             bool clear_padding,
                              int num_threads) {
   const int64_t total = check(m_splits, shape, num_threads);
   const int threads = useful_threads(total, shape, num_threads);
   const int64_t written = shape.out_features > 0 ? total : 0;
-  std::fill(grad_x + written * shape.in_features, grad_x + shape.num_rows * shape.in_features,
-            0.0F);
+  const int64_t end = clear_padding ? shape.num_rows : total;
+  std::fill(grad_x + written * shape.in_features, grad_x + end * shape.in_features, 0.0F);
   if (written == 0) {
     return;
   }

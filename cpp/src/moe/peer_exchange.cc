@@ -43,18 +43,13 @@ void copy_bytes(void* to, const void* from, int64_t bytes) {
   }
 }
 
-void clear_bytes(void* at, int64_t bytes) {
-  if (bytes > 0) {
-    std::memset(at, 0, static_cast<size_t>(bytes));
-  }
-}
-
 // The row of a copy in the memory of a member.
 struct Place {
   int64_t member;
   int64_t row;
 };
-Place place_of(int64_t address, int64_t capacity) {
+Place place_of(int64_t entry, int64_t capacity) {
+  const int64_t address = address_of(entry);
   return {address / capacity, address % capacity};
 }
 
@@ -105,6 +100,17 @@ void with_type(HostDtype dtype, const Body& body) {
 
 }  // namespace
 
+void map_copies(const PeerRouting& routing, int64_t* map) {
+  MC_REQUIRE(routing.num_tokens >= 0 && routing.num_choices >= 0 && routing.repeats >= 1 &&
+                 routing.capacity >= 0,
+             "a size of the map is negative");
+  MC_REQUIRE(routing.num_parts >= 1 && routing.num_experts % routing.num_parts == 0,
+             "{} experts do not divide into {} parts", routing.num_experts, routing.num_parts);
+  for (int64_t token = 0; token < routing.num_tokens; ++token) {
+    map_token(routing, token, map);
+  }
+}
+
 PeerExchange::PeerExchange(parallel::HostWindow& window, const PeerLayout& layout)
     : window_(window), layout_(layout) {
   MC_REQUIRE(window.num_parts() == kWindowParts && window.bytes() >= layout.bytes() &&
@@ -113,6 +119,13 @@ PeerExchange::PeerExchange(parallel::HostWindow& window, const PeerLayout& layou
              "members, which needs {} parts and {} bytes",
              window.num_parts(), window.bytes(), window.size(), layout.num_members, kWindowParts,
              layout.bytes());
+  MC_REQUIRE(layout.max_capacity < int64_t{1} << 32, "{} rows are more than 32 bits count",
+             layout.max_capacity);
+}
+
+uint32_t* PeerExchange::sources(int64_t slot, int64_t member) const {
+  return reinterpret_cast<uint32_t*>(window_.data(static_cast<int>(member)) +
+                                     layout_.sources_offset(slot));
 }
 
 int64_t* PeerExchange::messages(int64_t member) const {
@@ -141,10 +154,10 @@ void PeerExchange::check_map(const PeerMap& map) const {
              "a size of the map is negative");
   const int64_t end = layout_.num_members * map.capacity;
   for (int64_t i = 0; i < map.num_tokens * map.num_choices * map.repeats; ++i) {
-    MC_REQUIRE(map.rows[i] >= -1 && map.rows[i] < end,
+    MC_REQUIRE(address_of(map.rows[i]) < end,
                "row {} of copy {} is not among the {} rows of all members; use -1 for a copy that "
                "is not sent",
-               map.rows[i], i, end);
+               address_of(map.rows[i]), i, end);
   }
 }
 
@@ -192,12 +205,16 @@ void PeerExchange::start_push(int64_t slot, const PeerRows& tokens, const PeerMa
   const int64_t bytes = tokens.row_bytes();
   const int64_t copies = map.num_choices * map.repeats;
   for (int64_t i = 0; i < map.num_tokens * copies; ++i) {
-    if (map.rows[i] < 0) {
+    if (map.rows[i] == -1) {
       continue;
     }
     const Place place = place_of(map.rows[i], map.capacity);
-    copy_bytes(rows(slot, place.member) + place.row * bytes, tokens.rows + i / copies * bytes,
-               bytes);
+    if (map.rows[i] >= 0) {
+      copy_bytes(rows(slot, place.member) + place.row * bytes, tokens.rows + i / copies * bytes,
+                 bytes);
+    }
+    const int64_t source = source_row(map.rows + i / copies * copies, i % copies, map.capacity);
+    sources(slot, place.member)[place.row] = static_cast<uint32_t>(source);
     if (tokens.probs != nullptr) {
       probs(slot, place.member)[place.row] = tokens.probs[i / map.repeats];
     }
@@ -215,12 +232,12 @@ void PeerExchange::finish_push(int64_t slot,
   window_.wait_until_offered(slot);
   const int64_t me = window_.position();
   const int64_t bytes = to.row_bytes();
-  copy_bytes(to.rows, rows(slot, me), num_arrived * bytes);
-  clear_bytes(to.rows + num_arrived * bytes, (capacity - num_arrived) * bytes);
+  const uint32_t* const source_of = sources(slot, me);
+  for (int64_t row = 0; row < num_arrived; ++row) {
+    copy_bytes(to.rows + row * bytes, rows(slot, me) + source_of[row] * bytes, bytes);
+  }
   if (to.probs != nullptr) {
-    constexpr auto kProb = static_cast<int64_t>(sizeof(float));
-    copy_bytes(to.probs, probs(slot, me), num_arrived * kProb);
-    clear_bytes(to.probs + num_arrived, (capacity - num_arrived) * kProb);
+    copy_bytes(to.probs, probs(slot, me), num_arrived * static_cast<int64_t>(sizeof(float)));
   }
   window_.take(slot);
 }
@@ -243,7 +260,7 @@ void PeerExchange::finish_pull(int64_t slot, const PeerRows& tokens, const PeerM
   const int64_t bytes = tokens.row_bytes();
   with_type(tokens.dtype, [&]<typename Type>(Type) {
     sum_copies<Type>(tokens, map, [&](int64_t copy) -> const std::byte* {
-      if (map.rows[copy] < 0) {
+      if (map.rows[copy] == -1) {
         return nullptr;
       }
       const Place place = place_of(map.rows[copy], map.capacity);
@@ -254,7 +271,7 @@ void PeerExchange::finish_pull(int64_t slot, const PeerRows& tokens, const PeerM
     for (int64_t choice = 0; choice < map.num_tokens * map.num_choices; ++choice) {
       float sum = 0.0F;
       for (int64_t i = choice * map.repeats; i < (choice + 1) * map.repeats; ++i) {
-        if (map.rows[i] >= 0) {
+        if (map.rows[i] != -1) {
           const Place place = place_of(map.rows[i], map.capacity);
           sum += probs(slot, place.member)[place.row];
         }

@@ -74,26 +74,29 @@ class GroupedExperts(nn.Module):
             ``(M, H)``; a partial sum if etp splits experts.
         """
         activate = _ACTIVATIONS[self.activation]
-        rows, probs, m_splits = arrived.rows, arrived.probs, arrived.m_splits
+        probs, num_rows = arrived.probs, arrived.num_rows
         if clones is not None:
-            inner = clones.product(FC1, rows, m_splits)
-            return clones.product(FC2, activate(inner, probs), m_splits)
-        inner = self._product(rows, self.fc1, m_splits)
+            clears = num_rows is None
+            inner = clones.product(FC1, arrived.rows, arrived.m_splits, clear_padding=clears)
+            active = activate(inner, probs, num_rows=num_rows)
+            return clones.product(FC2, active, arrived.m_splits, clear_padding=clears)
+        inner = self._product(arrived.rows, self.fc1, arrived)
         if self.biases is None:
-            return self._product(activate(inner, probs), self.fc2, m_splits)
-        fc1_bias, fc2_bias = self.biases(m_splits, len(rows))
+            return self._product(activate(inner, probs, num_rows=num_rows), self.fc2, arrived)
+        fc1_bias, fc2_bias = self.biases(arrived.m_splits, len(arrived.rows))
         inner = inner + fc1_bias.to(inner.dtype)
-        outer = self._product(activate(inner, probs), self.fc2, m_splits)
+        outer = self._product(activate(inner, probs, num_rows=num_rows), self.fc2, arrived)
         result: Tensor = outer + (fc2_bias * probs[:, None]).to(outer.dtype)
         return result
 
-    def _product(self, rows: Tensor, weight: nn.Parameter, m_splits: Tensor) -> Tensor:
+    def _product(self, rows: Tensor, weight: nn.Parameter, arrived: ExpertRows) -> Tensor:
         main_grad = main_grad_of(weight)
         return self.product(
             rows,
             weight.flatten(1, -2),
-            m_splits,
+            arrived.m_splits,
             main_grad=None if main_grad is None else main_grad.flatten(1, -2),
+            clear_padding=arrived.num_rows is None,
         )
 
 

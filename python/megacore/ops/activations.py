@@ -18,12 +18,15 @@ from megacore.ops.library import define_gradient, define_op, describe
 from megacore.ops.token_kernels import kernel_or, takes_float
 
 
-def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
+def swiglu(x: Tensor, probs: Tensor | None = None, *, num_rows: Tensor | None = None) -> Tensor:
     """``probs * silu(gate) * up`` of ``x = [gate, up]``: ``(..., 2F)`` to ``(..., F)``.
 
     Args:
         x: ``(..., 2F)``; computed in float32 if narrower, and rounded once.
         probs: Weight of each row of ``(M, 2F)``, ``(M,)``, float32. Default: all one.
+        num_rows: Number of rows in use, int64 scalar on the device of ``x``; the others need
+            not be computed, and may have any value in the result and in gradients. Default:
+            all.
 
     Returns:
         ``(..., F)``, dtype of ``x``.
@@ -41,7 +44,7 @@ def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
     if x.dim() > 2 and probs is None:
         return swiglu(x.flatten(0, -2)).view(*x.shape[:-1], x.shape[-1] // 2)
     _check(x, probs, factor=2)
-    result: Tensor = _swiglu(x, probs)
+    result: Tensor = _swiglu(x, probs, num_rows)
     return result
 
 
@@ -67,12 +70,15 @@ def softcap(x: Tensor, limit: float | None) -> Tensor:
     return x if limit is None else limit * torch.tanh(x / limit)
 
 
-def gelu(x: Tensor, probs: Tensor | None = None) -> Tensor:
+def gelu(x: Tensor, probs: Tensor | None = None, *, num_rows: Tensor | None = None) -> Tensor:
     """Return the tanh form of GELU times the weight of each row: ``(M, F)`` to ``(M, F)``.
 
     Args:
         x: ``(M, F)``; computed in float32 if narrower, and rounded once.
         probs: Weight of each row, ``(M,)``, float32. Default: all one.
+        num_rows: Number of rows in use, int64 scalar on the device of ``x``; the others need
+            not be computed, and may have any value in the result and in gradients. Default:
+            all.
 
     Returns:
         ``(M, F)``, dtype of ``x``.
@@ -88,11 +94,13 @@ def gelu(x: Tensor, probs: Tensor | None = None) -> Tensor:
         [[0.0, 50.0]]
     """
     _check(x, probs, factor=1)
-    result: Tensor = _gelu(x, probs)
+    result: Tensor = _gelu(x, probs, num_rows)
     return result
 
 
-def clamped_swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
+def clamped_swiglu(
+    x: Tensor, probs: Tensor | None = None, *, num_rows: Tensor | None = None
+) -> Tensor:
     """``probs * (up + 1) * gate * sigmoid(1.702 * gate)``: ``(M, 2F)`` to ``(M, F)``.
 
     ``gate`` is at most 7 and ``up`` from -7 to 7. With torch operations on any device.
@@ -100,6 +108,7 @@ def clamped_swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
     Args:
         x: ``[gate, up]``, ``(M, 2F)``; computed in float32 if narrower, and rounded once.
         probs: Weight of each row, ``(M,)``, float32. Default: all one.
+        num_rows: As in :func:`swiglu`; all rows are computed.
 
     Returns:
         ``(M, F)``, dtype of ``x``.
@@ -115,19 +124,26 @@ def clamped_swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
         [[56.0, 0.0]]
     """
     _check(x, probs, factor=2)
+    del num_rows
     gate, up = wide(x).chunk(2, dim=-1)
     gate, up = gate.clamp(max=_CLAMP), up.clamp(-_CLAMP, _CLAMP)
     return _weighted((up + 1) * gate * torch.sigmoid(_SLOPE * gate), probs).to(x.dtype)
 
 
-def swiglu_reference(x: Tensor, probs: Tensor | None = None) -> Tensor:
+def swiglu_reference(
+    x: Tensor, probs: Tensor | None = None, num_rows: Tensor | None = None
+) -> Tensor:
     """Compute :func:`swiglu` with torch operations and their autograd, on any device."""
+    del num_rows
     gate, up = wide(x).chunk(2, dim=-1)
     return _weighted(torch.nn.functional.silu(gate) * up, probs).to(x.dtype)
 
 
-def gelu_reference(x: Tensor, probs: Tensor | None = None) -> Tensor:
+def gelu_reference(
+    x: Tensor, probs: Tensor | None = None, num_rows: Tensor | None = None
+) -> Tensor:
     """Compute :func:`gelu` with torch operations and their autograd, on any device."""
+    del num_rows
     y = torch.nn.functional.gelu(wide(x), approximate="tanh")
     return _weighted(y, probs).to(x.dtype)
 
@@ -137,8 +153,9 @@ def _weighted(y: Tensor, probs: Tensor | None) -> Tensor:
 
 
 def _swiglu_backward_reference(
-    grad: Tensor, x: Tensor, probs: Tensor | None
+    grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    del num_rows
     gate, up = wide(x).chunk(2, dim=-1)
     grad = grad.to(gate.dtype)
     sigmoid = gate.sigmoid()
@@ -150,8 +167,9 @@ def _swiglu_backward_reference(
 
 
 def _gelu_backward_reference(
-    grad: Tensor, x: Tensor, probs: Tensor | None
+    grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    del num_rows
     x_wide = wide(x)
     grad = grad.to(x_wide.dtype)
     # 0.5 * (1 + tanh(u)) is sigmoid(2 u).
@@ -179,7 +197,13 @@ _CLAMP, _SLOPE = 7.0, 1.702
 _NATIVE = (torch.float32, torch.bfloat16)
 
 
-def _activate(kind: _core.Activation, x: Tensor, probs: Tensor | None, width: int) -> Tensor:
+def _activate(
+    kind: _core.Activation,
+    x: Tensor,
+    probs: Tensor | None,
+    num_rows: Tensor | None,
+    width: int,
+) -> Tensor:
     x = x.contiguous()
     probs = None if probs is None else probs.float().contiguous()
     y = x.new_empty(x.shape[0], width)
@@ -188,6 +212,7 @@ def _activate(kind: _core.Activation, x: Tensor, probs: Tensor | None, width: in
         x=x.data_ptr(),
         probs=0 if probs is None else probs.data_ptr(),
         y=y.data_ptr(),
+        num_rows=0 if num_rows is None else num_rows.data_ptr(),
         rows=x.shape[0],
         width=width,
         is_bfloat16=x.dtype == torch.bfloat16,
@@ -197,7 +222,11 @@ def _activate(kind: _core.Activation, x: Tensor, probs: Tensor | None, width: in
 
 
 def _activate_backward(
-    kind: _core.Activation, grad: Tensor, x: Tensor, probs: Tensor | None
+    kind: _core.Activation,
+    grad: Tensor,
+    x: Tensor,
+    probs: Tensor | None,
+    num_rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
     row_probs = None if probs is None else probs.float().contiguous()
@@ -210,6 +239,7 @@ def _activate_backward(
         probs=0 if row_probs is None else row_probs.data_ptr(),
         grad_x=grad_x.data_ptr(),
         grad_probs=grad_probs.data_ptr(),
+        num_rows=0 if num_rows is None else num_rows.data_ptr(),
         rows=grad.shape[0],
         width=grad.shape[1],
         is_bfloat16=x.dtype == torch.bfloat16,
@@ -218,31 +248,38 @@ def _activate_backward(
     return grad_x, grad_probs if probs is None else grad_probs.to(probs.dtype)
 
 
-def _swiglu_cpu(x: Tensor, probs: Tensor | None) -> Tensor:
+def _swiglu_cpu(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
     if x.dtype not in _NATIVE:
         return swiglu_reference(x, probs)
-    return _activate(_core.Activation.SWIGLU, x, probs, x.shape[1] // 2)
+    return _activate(_core.Activation.SWIGLU, x, probs, num_rows, x.shape[1] // 2)
 
 
-def _gelu_cpu(x: Tensor, probs: Tensor | None) -> Tensor:
+def _gelu_cpu(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
     if x.dtype not in _NATIVE:
         return gelu_reference(x, probs)
-    return _activate(_core.Activation.GELU, x, probs, x.shape[1])
+    return _activate(_core.Activation.GELU, x, probs, num_rows, x.shape[1])
 
 
-def _swiglu_backward_cpu(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+def _swiglu_backward_cpu(
+    grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if x.dtype not in _NATIVE:
         return _swiglu_backward_reference(grad, x, probs)
-    return _activate_backward(_core.Activation.SWIGLU, grad, x, probs)
+    return _activate_backward(_core.Activation.SWIGLU, grad, x, probs, num_rows)
 
 
-def _gelu_backward_cpu(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+def _gelu_backward_cpu(
+    grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if x.dtype not in _NATIVE:
         return _gelu_backward_reference(grad, x, probs)
-    return _activate_backward(_core.Activation.GELU, grad, x, probs)
+    return _activate_backward(_core.Activation.GELU, grad, x, probs, num_rows)
 
 
-def _backward_fake(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+def _backward_fake(
+    grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    del num_rows
     if probs is None:
         grad_probs = grad.new_empty(0, dtype=wide_dtype(x))
     else:
@@ -250,36 +287,38 @@ def _backward_fake(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tenso
     return torch.empty_like(x, memory_format=torch.contiguous_format), grad_probs
 
 
-def _swiglu_fake(x: Tensor, probs: Tensor | None) -> Tensor:
-    del probs
+def _swiglu_fake(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
+    del probs, num_rows
     return x.new_empty(x.shape[0], x.shape[1] // 2)
 
 
-def _gelu_fake(x: Tensor, probs: Tensor | None) -> Tensor:
-    del probs
+def _gelu_fake(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
+    del probs, num_rows
     return x.new_empty(x.shape)
 
 
 _swiglu = define_op(
-    "swiglu(Tensor x, Tensor? probs) -> Tensor",
+    "swiglu(Tensor x, Tensor? probs, Tensor? num_rows=None) -> Tensor",
     cpu=_swiglu_cpu,
     cuda=kernel_or(swiglu_reference, token_kernels.swiglu, takes_float),
     fake=_swiglu_fake,
 )
 _swiglu_backward = define_op(
-    "swiglu_backward(Tensor grad, Tensor x, Tensor? probs) -> (Tensor, Tensor)",
+    "swiglu_backward(Tensor grad, Tensor x, Tensor? probs, Tensor? num_rows=None)"
+    " -> (Tensor, Tensor)",
     cpu=_swiglu_backward_cpu,
     cuda=kernel_or(_swiglu_backward_reference, token_kernels.swiglu_backward, takes_float),
     fake=_backward_fake,
 )
 _gelu = define_op(
-    "gelu(Tensor x, Tensor? probs) -> Tensor",
+    "gelu(Tensor x, Tensor? probs, Tensor? num_rows=None) -> Tensor",
     cpu=_gelu_cpu,
     cuda=kernel_or(gelu_reference, token_kernels.gelu, takes_float),
     fake=_gelu_fake,
 )
 _gelu_backward = define_op(
-    "gelu_backward(Tensor grad, Tensor x, Tensor? probs) -> (Tensor, Tensor)",
+    "gelu_backward(Tensor grad, Tensor x, Tensor? probs, Tensor? num_rows=None)"
+    " -> (Tensor, Tensor)",
     cpu=_gelu_backward_cpu,
     cuda=kernel_or(_gelu_backward_reference, token_kernels.gelu_backward, takes_float),
     fake=_backward_fake,
@@ -291,16 +330,16 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _swiglu_grads(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    x, probs = ctx.saved_tensors
-    grad_x, grad_probs = _swiglu_backward(grad, x, probs)
-    return grad_x, None if probs is None else grad_probs
+def _swiglu_grads(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    x, probs, num_rows = ctx.saved_tensors
+    grad_x, grad_probs = _swiglu_backward(grad, x, probs, num_rows)
+    return grad_x, None if probs is None else grad_probs, None
 
 
-def _gelu_grads(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    x, probs = ctx.saved_tensors
-    grad_x, grad_probs = _gelu_backward(grad, x, probs)
-    return grad_x, None if probs is None else grad_probs
+def _gelu_grads(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    x, probs, num_rows = ctx.saved_tensors
+    grad_x, grad_probs = _gelu_backward(grad, x, probs, num_rows)
+    return grad_x, None if probs is None else grad_probs, None
 
 
 define_gradient(_swiglu, _swiglu_grads, _setup)

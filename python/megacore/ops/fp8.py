@@ -38,13 +38,18 @@ def fp8_linear(x: Tensor, w_NK: Tensor, bias: Tensor | None = None) -> Tensor:
     Sync:
         None.
     """
-    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w_NK[None], None, None)  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w_NK[None], None, None, True)  # type: ignore[no-untyped-call]
     y = y.view(*x.shape[:-1], len(w_NK))
     return y if bias is None else y + bias
 
 
 def fp8_grouped_gemm(
-    x_MK: Tensor, w_ENK: Tensor, m_splits: Tensor, *, main_grad: Tensor | None = None
+    x_MK: Tensor,
+    w_ENK: Tensor,
+    m_splits: Tensor,
+    *,
+    main_grad: Tensor | None = None,
+    clear_padding: bool = True,
 ) -> Tensor:
     """Multiply consecutive groups of rows by one weight each, with 8-bit operands.
 
@@ -56,11 +61,12 @@ def fp8_grouped_gemm(
         w_ENK: One weight per expert, ``(E, N, K)``.
         m_splits: Rows per expert, ``(E,)``, int64, on the device of ``x_MK``.
         main_grad: Buffer to which the gradient of the weights is added, ``(E, N, K)``, float32.
+        clear_padding: As in ``grouped_gemm``.
 
     Sync:
         None where ``grouped_gemm`` has none for the dtype of ``x_MK``.
     """
-    y: Tensor = _Product.apply(x_MK, w_ENK, m_splits, main_grad)  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(x_MK, w_ENK, m_splits, main_grad, clear_padding)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -168,17 +174,21 @@ def _operand_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_cuda else torch.float32
 
 
-def _multiply(x: Tensor, w: Tensor, m_splits: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, w: Tensor, m_splits: Tensor | None, clear_padding: bool) -> Tensor:
     if m_splits is None:
         return x @ w[0].t()
-    result: Tensor = torch.ops.megacore.grouped_gemm(x, w, m_splits, None, True)
+    product = torch.ops.megacore.grouped_gemm
+    result: Tensor = product(x, w, m_splits, None, True, None, clear_padding)
     return result
 
 
-def _multiply_transposed(grad: Tensor, w: Tensor, m_splits: Tensor | None) -> Tensor:
+def _multiply_transposed(
+    grad: Tensor, w: Tensor, m_splits: Tensor | None, clear_padding: bool
+) -> Tensor:
     if m_splits is None:
         return grad @ w[0]
-    result: Tensor = torch.ops.megacore.grouped_gemm_input_grad(grad, w, m_splits)
+    product = torch.ops.megacore.grouped_gemm_input_grad
+    result: Tensor = product(grad, w, m_splits, clear_padding)
     return result
 
 
@@ -187,7 +197,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, m_splits: Tensor | None, main_grad: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        m_splits: Tensor | None,
+        main_grad: Tensor | None,
+        clear_padding: bool,
     ) -> Tensor:
         blocks, num_blocks = _blocks_of(x, m_splits)
         values = scales = None
@@ -196,23 +211,24 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(values, scales, blocks, w, m_splits)
         # Not saved by autograd: other backward passes write to it in the meantime.
         ctx.main_grad, ctx.num_blocks = main_grad, num_blocks
-        return _multiply(_rounded_rows(x), _rounded_blocks(w), m_splits).to(x.dtype)
+        ctx.clear_padding = clear_padding
+        return _multiply(_rounded_rows(x), _rounded_blocks(w), m_splits, clear_padding).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, scales, blocks, w, m_splits = ctx.saved_tensors
         grad_x = grad_w = None
         # A split backward pass requests one of the two at a time.
         if ctx.needs_input_grad[0]:
-            rounded = _rounded_rows(grad)
-            grad_x = _multiply_transposed(rounded, _rounded_blocks(w), m_splits).to(grad.dtype)
+            factors = _rounded_rows(grad), _rounded_blocks(w)
+            grad_x = _multiply_transposed(*factors, m_splits, ctx.clear_padding).to(grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_values, grad_scales = quantize_columns(grad, blocks, ctx.num_blocks)
             wide_grad = (grad_values.float() * grad_scales[blocks]).to(_operand_dtype(grad))
             wide_x = (values.float() * scales[blocks]).to(_operand_dtype(grad))
             grad_w = _weight_grad(wide_grad, wide_x, w, m_splits, ctx.main_grad)
-        return grad_x, grad_w, None, None
+        return grad_x, grad_w, None, None, None
 
 
 def _blocks_of(x: Tensor, m_splits: Tensor | None) -> tuple[Tensor, int]:

@@ -24,12 +24,14 @@ def grouped_gemm(
     *,
     main_grad: Tensor | None = None,
     accumulate: bool | Tensor = True,
+    clear_padding: bool = True,
 ) -> Tensor:
     """Multiply consecutive groups of rows by one weight each.
 
     ``y[rows of e] = x[rows of e] @ w[e].T``. The rows of expert 0 come first, then those of expert
-    1, and so on. Rows beyond ``sum(m_splits)`` are padding: they are not read, and they are zero
-    in the result and in the gradient of ``x``. Sums are formed in float32 for narrower dtypes.
+    1, and so on. Rows beyond ``sum(m_splits)`` are padding: they are not read, and by default they
+    are zero in the result and in the gradient of ``x``. Sums are formed in float32 for narrower
+    dtypes.
 
     **Weight gradient.** Without ``main_grad``, it is returned to autograd. With ``main_grad``, the
     backward pass adds the gradient to ``main_grad`` in float32, and autograd gets none. Autograd
@@ -45,6 +47,8 @@ def grouped_gemm(
         main_grad: Buffer for the gradient of ``w``, ``(E, N, K)``, float32, contiguous.
         accumulate: Add to ``main_grad``; otherwise overwrite it. A bool tensor ``(E,)`` on the
             same device decides per expert.
+        clear_padding: Set padding rows to zero, in the result and in the gradient of ``x``;
+            otherwise they may have any value.
 
     Returns:
         ``(M, N)``, dtype of ``x``.
@@ -70,7 +74,8 @@ def grouped_gemm(
         [1.0, 2.0, 0.0]
     """
     _check(x, w, m_splits, main_grad)
-    result: Tensor = _grouped_gemm(x, w, m_splits, main_grad, *_split(accumulate, w))
+    split = _split(accumulate, w)
+    result: Tensor = _grouped_gemm(x, w, m_splits, main_grad, *split, clear_padding)
     return result
 
 
@@ -154,21 +159,27 @@ def _groups(m_splits: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
     return groups
 
 
-def _forward_reference(x: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+def _forward_reference(
+    x: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
+) -> Tensor:
     y = x.new_empty(x.shape[0], w.shape[1])
     used = 0
     for expert, start, used in _groups(m_splits, x.shape[0]):
         torch.mm(x[start:used], w[expert].t(), out=y[start:used])
-    y[used:] = 0
+    if clear_padding:
+        y[used:] = 0
     return y
 
 
-def _input_grad_reference(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+def _input_grad_reference(
+    grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
+) -> Tensor:
     grad_x = grad.new_empty(grad.shape[0], w.shape[2])
     used = 0
     for expert, start, used in _groups(m_splits, grad.shape[0]):
         torch.mm(grad[start:used], w[expert], out=grad_x[start:used])
-    grad_x[used:] = 0
+    if clear_padding:
+        grad_x[used:] = 0
     return grad_x
 
 
@@ -230,17 +241,19 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    x, w, m_splits, main_grad, accumulate, accumulate_mask = inputs
+    x, w, m_splits, main_grad, accumulate, accumulate_mask, clear_padding = inputs
     ctx.save_for_backward(x, w, m_splits)
     # Not saved by autograd: other backward passes write to it in the meantime.
     ctx.main_grad, ctx.accumulate, ctx.mask = main_grad, accumulate, accumulate_mask
+    ctx.clear_padding = clear_padding
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w, m_splits = ctx.saved_tensors
     grad = grad.contiguous()
-    grad_x = _input_grad(grad, w, m_splits) if ctx.needs_input_grad[0] else None
-    grad_w = None
+    grad_x = grad_w = None
+    if ctx.needs_input_grad[0]:
+        grad_x = _input_grad(grad, w, m_splits, ctx.clear_padding)
     if ctx.needs_input_grad[1]:
         if ctx.main_grad is None:
             # GPUs, and CPUs with such instructions, sum in float32 whatever the output dtype.
@@ -251,7 +264,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             grad_w = grad_w.to(w.dtype)
         else:
             _weight_grad_(grad, x, m_splits, ctx.main_grad, ctx.accumulate, ctx.mask)
-    return grad_x, grad_w, None, None, None, None
+    return grad_x, grad_w, *(None,) * 5
 
 
 def _forward_cuda(
@@ -261,23 +274,27 @@ def _forward_cuda(
     main_grad: Tensor | None,
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
+    clear_padding: bool = True,
 ) -> Tensor:
     del main_grad, accumulate, accumulate_mask
     backend = choose_backend(x, *w.shape)
     if backend != "native":
-        return (gemm_torch.forward if backend == "torch" else _forward_reference)(x, w, m_splits)
+        other = gemm_torch.forward if backend == "torch" else _forward_reference
+        return other(x, w, m_splits, clear_padding)
     y = x.new_empty(x.shape[0], w.shape[1])
-    launch_grouped("forward", x, w, m_splits, y, clear_tail=True)
+    launch_grouped("forward", x, w, m_splits, y, clear_tail=clear_padding)
     return y
 
 
-def _input_grad_cuda(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+def _input_grad_cuda(
+    grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
+) -> Tensor:
     backend = choose_backend(grad, *w.shape)
     if backend != "native":
         other = gemm_torch.input_grad if backend == "torch" else _input_grad_reference
-        return other(grad, w, m_splits)
+        return other(grad, w, m_splits, clear_padding)
     grad_x = grad.new_empty(grad.shape[0], w.shape[2])
-    launch_grouped("input_grad", grad, w, m_splits, grad_x, clear_tail=True)
+    launch_grouped("input_grad", grad, w, m_splits, grad_x, clear_tail=clear_padding)
     return grad_x
 
 
@@ -336,13 +353,14 @@ def _forward_cpu(
     main_grad: Tensor | None,
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
+    clear_padding: bool = True,
 ) -> Tensor:
     if _goes_to_float32(x, w):
-        wide = _forward_cpu(x.float(), w.float(), m_splits, None, accumulate)
-        return wide.to(x.dtype)
+        wide = x.float(), w.float(), m_splits, None, accumulate, None, clear_padding
+        return _forward_cpu(*wide).to(x.dtype)
     del main_grad, accumulate, accumulate_mask
     if x.dtype != torch.float32:
-        return _forward_reference(x, w, m_splits)
+        return _forward_reference(x, w, m_splits, clear_padding)
     x, w, m_splits = x.contiguous(), w.contiguous(), m_splits.contiguous()
     y = x.new_empty(x.shape[0], w.shape[1])
     _core.grouped_gemm(
@@ -350,16 +368,20 @@ def _forward_cpu(
         w=w.data_ptr(),
         m_splits=m_splits.data_ptr(),
         y=y.data_ptr(),
+        clear_padding=clear_padding,
         **_sizes(x.shape[0], w),
     )
     return y
 
 
-def _input_grad_cpu(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
+def _input_grad_cpu(
+    grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
+) -> Tensor:
     if _goes_to_float32(grad, w):
-        return _input_grad_cpu(grad.float(), w.float(), m_splits).to(grad.dtype)
+        wide = _input_grad_cpu(grad.float(), w.float(), m_splits, clear_padding)
+        return wide.to(grad.dtype)
     if grad.dtype != torch.float32:
-        return _input_grad_reference(grad, w, m_splits)
+        return _input_grad_reference(grad, w, m_splits, clear_padding)
     grad, w, m_splits = grad.contiguous(), w.contiguous(), m_splits.contiguous()
     grad_x = grad.new_empty(grad.shape[0], w.shape[2])
     _core.grouped_gemm_input_grad(
@@ -367,6 +389,7 @@ def _input_grad_cpu(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
         w=w.data_ptr(),
         m_splits=m_splits.data_ptr(),
         grad_x=grad_x.data_ptr(),
+        clear_padding=clear_padding,
         **_sizes(grad.shape[0], w),
     )
     return grad_x
@@ -415,13 +438,16 @@ def _forward_fake(
     main_grad: Tensor | None,
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
+    clear_padding: bool = True,
 ) -> Tensor:
-    del m_splits, main_grad, accumulate, accumulate_mask
+    del m_splits, main_grad, accumulate, accumulate_mask, clear_padding
     return x.new_empty(x.shape[0], w.shape[1])
 
 
-def _input_grad_fake(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
-    del m_splits
+def _input_grad_fake(
+    grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
+) -> Tensor:
+    del m_splits, clear_padding
     return grad.new_empty(grad.shape[0], w.shape[2])
 
 
@@ -438,13 +464,14 @@ def _weight_grad_fake_(
 
 _grouped_gemm = define_op(
     "grouped_gemm(Tensor x, Tensor w, Tensor m_splits, Tensor? main_grad, bool accumulate,"
-    " Tensor? accumulate_mask=None) -> Tensor",
+    " Tensor? accumulate_mask=None, bool clear_padding=True) -> Tensor",
     cpu=_forward_cpu,
     cuda=_forward_cuda,
     fake=_forward_fake,
 )
 _input_grad = define_op(
-    "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits) -> Tensor",
+    "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits, bool clear_padding=True)"
+    " -> Tensor",
     cpu=_input_grad_cpu,
     cuda=_input_grad_cuda,
     fake=_input_grad_fake,

@@ -26,14 +26,14 @@ def has_grouped_mm(x: Tensor, num_experts: int, out_features: int, in_features: 
     )
 
 
-def forward(x: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
-    """Compute ``y[rows of e] = x[rows of e] @ w[e].T``, padding rows zero."""
-    return _rows_product(x, w.transpose(1, 2), m_splits)
+def forward(x: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True) -> Tensor:
+    """Compute ``y[rows of e] = x[rows of e] @ w[e].T``."""
+    return _rows_product(x, w.transpose(1, 2), m_splits, clear_padding)
 
 
-def input_grad(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
-    """Compute ``grad_x[rows of e] = grad[rows of e] @ w[e]``, padding rows zero."""
-    return _rows_product(grad, w, m_splits)
+def input_grad(grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True) -> Tensor:
+    """Compute ``grad_x[rows of e] = grad[rows of e] @ w[e]``."""
+    return _rows_product(grad, w, m_splits, clear_padding)
 
 
 def weight_grad_(
@@ -60,12 +60,14 @@ def weight_grad_(
     out.add_(product)
 
 
-def _rows_product(rows: Tensor, weights: Tensor, m_splits: Tensor) -> Tensor:
+def _rows_product(rows: Tensor, weights: Tensor, m_splits: Tensor, clear_padding: bool) -> Tensor:
     num_rows = rows.shape[0]
     if num_rows == 0:
         return rows.new_empty(0, weights.shape[2])
     ends = _ends(m_splits, num_rows)
     product = torch._grouped_mm(rows.contiguous(), weights, offs=ends)
+    if not clear_padding:
+        return product
     is_padding = torch.arange(num_rows, device=rows.device) >= ends[-1]
     return product.masked_fill(is_padding[:, None], 0.0)
 

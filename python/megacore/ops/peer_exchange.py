@@ -20,11 +20,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore import _core
 from megacore.ops.cuda_module import cuda_kernels
 from megacore.ops.library import define_op
 
+
+def map_copies(
+    experts_Tk: Tensor, sorted_Tk: Tensor, shift_E: Tensor, members: Tensor, capacity: int
+) -> Tensor:
+    """Build the map of where the copies of tokens go, by one kernel.
+
+    Args:
+        experts_Tk: Expert of each copy, ``(T, k)`` int64; a number out of range for a copy that is
+            not sent.
+        sorted_Tk: Row of each copy among the copies sorted by expert, ``(T, k)`` int64.
+        shift_E: From :func:`plan`, ``(E,)`` int64.
+        members: Members that hold each part of the experts, ``(P, r)`` int64.
+        capacity: Rows of a member's buffer.
+
+    Returns:
+        ``(T, k * r)``, int64: -1 for a copy that is not sent; ``a``, its row's address ``member *
+        capacity + row``, for a copy that travels; ``-2 - a`` for a copy whose row is that of an
+        earlier copy of the token on the same member.
+
+    Example:
+        >>> ids, rows = torch.tensor([[0, 1, 2]]), torch.tensor([[0, 1, 2]])
+        >>> shift, members = torch.tensor([0, 0, -2, -2]), torch.tensor([[0], [1]])
+        >>> map_copies(ids, rows, shift, members, 10).tolist()
+        [[0, -3, 10]]
+    """
+    result: Tensor = _map_copies(experts_Tk, sorted_Tk, shift_E, members, capacity)
+    return result
+
+
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MEMBERS = "Tensor memory, Tensor(a!) state, int position, int[] layout, float timeout_s"
+
+
+def _map(launch: Any) -> Any:
+    def run(experts: Tensor, sorted_Tk: Tensor, shift: Tensor, *args: Any) -> Tensor:
+        members, capacity = args
+        row_map = _map_fake(experts, sorted_Tk, shift, members, capacity)
+        tensors = {"experts": experts, "sorted": sorted_Tk, "shift": shift, "members": members}
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        launch(
+            experts.device,
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+            num_tokens=experts.shape[0],
+            num_choices=experts.shape[1],
+            num_experts=shift.shape[0],
+            num_parts=members.shape[0],
+            repeats=members.shape[1],
+            capacity=capacity,
+            row_map=row_map.data_ptr(),
+        )
+        return row_map
+
+    return run
+
+
+def _map_fake(
+    experts: Tensor, sorted_Tk: Tensor, shift: Tensor, members: Tensor, capacity: int
+) -> Tensor:
+    del sorted_Tk, shift, capacity
+    return experts.new_empty(experts.shape[0], experts.shape[1] * members.shape[1])
+
+
+def _map_on_host(device: torch.device, **arguments: int) -> None:
+    del device
+    _core.map_copies(**arguments)
+
+
+def _map_on_device(device: torch.device, **arguments: int) -> None:
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream().cuda_stream
+        cuda_kernels().peer_map_copies(**arguments, stream=stream)
 
 
 def _send_counts(counts: Tensor, *args: Any) -> None:
@@ -144,6 +214,13 @@ def _define(schema: str, run: Any, fake: Any = _nothing) -> Any:
     return define_op(schema, cpu=_needs_cuda, cuda=run, fake=fake)
 
 
+_map_copies = define_op(
+    "peer_map_copies(Tensor experts, Tensor sorted, Tensor shift, Tensor members, int capacity)"
+    " -> Tensor",
+    cpu=_map(_map_on_host),
+    cuda=_map(_map_on_device),
+    fake=_map_fake,
+)
 send_counts = _define(
     f"peer_send_counts(Tensor counts, {_MEMBERS}, int[] shape) -> ()", _send_counts
 )

@@ -132,24 +132,28 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return chosen
 
 
-def swiglu(x: Tensor, probs: Tensor | None) -> Tensor:
+def swiglu(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
     """Compute ``probs * silu(gate) * up``."""
-    return _activate("swiglu", x, probs, x.shape[1] // 2)
+    return _activate("swiglu", x, probs, num_rows, x.shape[1] // 2)
 
 
-def gelu(x: Tensor, probs: Tensor | None) -> Tensor:
+def gelu(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
     """Return the tanh form of GELU, times ``probs``."""
-    return _activate("gelu", x, probs, x.shape[1])
+    return _activate("gelu", x, probs, num_rows, x.shape[1])
 
 
-def swiglu_backward(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+def swiglu_backward(
+    grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute gradients of :func:`swiglu` for ``x`` and ``probs`` (empty without)."""
-    return _activate_backward("swiglu_backward", grad, x, probs)
+    return _activate_backward("swiglu_backward", grad, x, probs, num_rows)
 
 
-def gelu_backward(grad: Tensor, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+def gelu_backward(
+    grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute gradients of :func:`gelu` for ``x`` and ``probs`` (empty without)."""
-    return _activate_backward("gelu_backward", grad, x, probs)
+    return _activate_backward("gelu_backward", grad, x, probs, num_rows)
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
@@ -168,7 +172,9 @@ def sum_of_squares(values: Tensor) -> Tensor:
     return total
 
 
-def _activate(name: str, x: Tensor, probs: Tensor | None, width: int) -> Tensor:
+def _activate(
+    name: str, x: Tensor, probs: Tensor | None, num_rows: Tensor | None, width: int
+) -> Tensor:
     x = x.contiguous()
     probs = None if probs is None else probs.float().contiguous()
     y = x.new_empty(x.shape[0], width)
@@ -178,6 +184,7 @@ def _activate(name: str, x: Tensor, probs: Tensor | None, width: int) -> Tensor:
         x=x.data_ptr(),
         probs=_pointer(probs),
         y=y.data_ptr(),
+        num_rows=_pointer(num_rows),
         rows=x.shape[0],
         width=width,
         dtype=_DTYPES[x.dtype],
@@ -186,7 +193,7 @@ def _activate(name: str, x: Tensor, probs: Tensor | None, width: int) -> Tensor:
 
 
 def _activate_backward(
-    name: str, grad: Tensor, x: Tensor, probs: Tensor | None
+    name: str, grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
     wide = None if probs is None else probs.float().contiguous()
@@ -200,6 +207,7 @@ def _activate_backward(
         probs=_pointer(wide),
         grad_x=grad_x.data_ptr(),
         grad_probs=grad_probs.data_ptr(),
+        num_rows=_pointer(num_rows),
         rows=grad.shape[0],
         width=grad.shape[1],
         dtype=_DTYPES[x.dtype],

@@ -260,6 +260,68 @@ void check_activation(moe::Activation kind, int64_t rows, int64_t width) {
   expect_near(grad_probs, expected_probs, 1e-4F);
 }
 
+// Of `rows` rows `used` are in use: both leave the others alone.
+void check_unused_rows(moe::Activation kind, int64_t rows, int64_t used, int64_t width) {
+  const int64_t inner = kind == moe::Activation::kSwiglu ? 2 * width : width;
+  const std::vector<float> x = normal<float>(rows * inner, 7),
+                           grad = normal<float>(rows * width, 8), probs = normal<float>(rows, 9);
+  const auto is_untouched = [](const std::vector<float>& values, int64_t from) {
+    return std::all_of(values.begin() + from, values.end(),
+                       [](float value) { return std::isnan(value); });
+  };
+  std::vector<float> y = poison<float>(rows * width), expected_y = y;
+  cuda::activate({.kind = kind,
+                  .type = FloatType::kFloat32,
+                  .x = x.data(),
+                  .probs = probs.data(),
+                  .y = y.data(),
+                  .num_rows = &used,
+                  .rows = rows,
+                  .width = width},
+                 nullptr);
+  moe::activate(kind, x.data(), probs.data(), expected_y.data(), {rows, width, &used}, 1);
+  const int64_t end = std::clamp(used, int64_t{0}, rows);
+  std::vector<float> grad_x = poison<float>(rows * inner), expected_x = grad_x;
+  std::vector<float> grad_probs = poison<float>(rows), expected_probs = grad_probs;
+  cuda::activate_backward({.kind = kind,
+                           .type = FloatType::kFloat32,
+                           .grad_y = grad.data(),
+                           .x = x.data(),
+                           .probs = probs.data(),
+                           .grad_x = grad_x.data(),
+                           .grad_probs = grad_probs.data(),
+                           .num_rows = &used,
+                           .rows = rows,
+                           .width = width},
+                          nullptr);
+  moe::activate_backward(kind, grad.data(), x.data(), probs.data(), expected_x.data(),
+                         expected_probs.data(), {rows, width, &used}, 1);
+  for (auto* values : {&y, &expected_y}) {
+    EXPECT_TRUE(is_untouched(*values, end * width));
+    values->resize(static_cast<size_t>(end * width));
+  }
+  for (auto* values : {&grad_x, &expected_x}) {
+    EXPECT_TRUE(is_untouched(*values, end * inner));
+    values->resize(static_cast<size_t>(end * inner));
+  }
+  for (auto* values : {&grad_probs, &expected_probs}) {
+    EXPECT_TRUE(is_untouched(*values, end));
+    values->resize(static_cast<size_t>(end));
+  }
+  expect_near(y, expected_y, 1e-5F);
+  expect_near(grad_x, expected_x, 1e-5F);
+  expect_near(grad_probs, expected_probs, 1e-4F);
+}
+
+TEST(Activations, LeaveRowsOfNobodyAlone) {
+  for (const auto kind : {moe::Activation::kSwiglu, moe::Activation::kGelu}) {
+    for (const int64_t used : {-1, 0, 3, 9, 100}) {
+      check_unused_rows(kind, 9, used, 40);
+    }
+    check_unused_rows(kind, 4, 2, 2056);
+  }
+}
+
 TEST(Activations, AndTheirGradientsAgreeWithTheCpu) {
   for (const auto kind : {moe::Activation::kSwiglu, moe::Activation::kGelu}) {
     for (const auto& [rows, width] : {std::pair{9, 5}, std::pair{3, 96}, std::pair{2, 2056}}) {

@@ -7,12 +7,14 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "megacore/base/low_precision.h"
+#include "megacore/moe/peer_exchange.h"
 #include "megacore/parallel/epochs.h"
 
 namespace megacore {
@@ -141,16 +143,41 @@ void plan(Group& group, std::vector<Member<Float>>& members) {
     for (size_t e = 1; e < kPeerExperts; ++e) {
       next[e] = next[e - 1] + member.counts[e - 1];
     }
+    std::vector<int64_t> sorted;
     for (const int64_t expert : member.experts) {
-      int64_t address = -1;
-      if (expert >= 0) {
-        const auto e = static_cast<size_t>(expert);
-        const int64_t row = next[e]++ + member.shift[e];
-        address = row < group.capacity() ? expert / 2 * group.capacity() + row : -1;
-      }
-      member.row_map.push_back(address);
+      sorted.push_back(expert < 0 ? -1 : next[static_cast<size_t>(expert)]++);
+    }
+    const std::vector<int64_t> owners = {0, 1, 2};
+    const moe::PeerRouting routing = {.experts = member.experts.data(),
+                                      .sorted = sorted.data(),
+                                      .shift = member.shift.data(),
+                                      .members = owners.data(),
+                                      .num_tokens = kTokens,
+                                      .num_choices = kChoices,
+                                      .num_experts = kPeerExperts,
+                                      .num_parts = kMembers,
+                                      .repeats = 1,
+                                      .capacity = group.capacity()};
+    member.row_map.assign(member.experts.size(), -99);
+    cuda::peer_map_copies(routing, member.row_map.data(), nullptr);
+    std::vector<int64_t> expected(member.experts.size(), -99);
+    moe::map_copies(routing, expected.data());
+    ASSERT_EQ(member.row_map, expected);
+  }
+}
+
+// Rows that travel to `receiver`, of all members.
+template <typename Float>
+int64_t num_travelling(const std::vector<Member<Float>>& members,
+                       int64_t receiver,
+                       int64_t capacity) {
+  int64_t count = 0;
+  for (const Member<Float>& member : members) {
+    for (const int64_t entry : member.row_map) {
+      count += entry >= 0 && entry / capacity == receiver ? 1 : 0;
     }
   }
+  return count;
 }
 
 // What must lie in each member's buffer: (sender, copy) by row, from a list of all copies.
@@ -215,6 +242,13 @@ void push_and_pull(Group& group, std::vector<Member<Float>>& members, int64_t wi
 template <typename Float>
 void check(const std::vector<Member<Float>>& members, int64_t capacity, int64_t width) {
   const auto rows = by_list(members, capacity);
+  for (int64_t p = 0; p < kMembers; ++p) {
+    std::set<std::pair<int64_t, int64_t>> tokens;  // (sender, token)
+    for (const auto& [sender, copy] : rows[static_cast<size_t>(p)]) {
+      tokens.emplace(sender, copy / kChoices);
+    }
+    EXPECT_EQ(num_travelling(members, p, capacity), std::ssize(tokens));
+  }
   std::vector<std::vector<bool>> is_kept(kMembers, std::vector<bool>(kTokens * kChoices));
   for (size_t p = 0; p < kMembers; ++p) {
     ASSERT_EQ(members[p].num_arrived, std::ssize(rows[p]));
@@ -224,12 +258,13 @@ void check(const std::vector<Member<Float>>& members, int64_t capacity, int64_t 
           is_filled ? rows[p][static_cast<size_t>(row)] : std::pair<int64_t, int64_t>{0, 0};
       const Member<Float>& from = members[static_cast<size_t>(sender)];
       const float prob = from.probs[static_cast<size_t>(copy)];
-      EXPECT_EQ(members[p].row_probs[static_cast<size_t>(row)], is_filled ? prob : 0.0F);
       for (int64_t i = 0; i < width; ++i) {
         const Float value = from.tokens[static_cast<size_t>(copy / kChoices * width + i)];
-        ASSERT_EQ(float_of(members[p].rows[static_cast<size_t>(row * width + i)]),
-                  is_filled ? float_of(value) : 0.0F);
+        const float found = float_of(members[p].rows[static_cast<size_t>(row * width + i)]);
+        ASSERT_TRUE(is_filled ? found == float_of(value) : std::isnan(found)) << row;
       }
+      const float found = members[p].row_probs[static_cast<size_t>(row)];
+      EXPECT_TRUE(is_filled ? found == prob : std::isnan(found)) << row;
       if (is_filled) {
         is_kept[static_cast<size_t>(sender)][static_cast<size_t>(copy)] = true;
       }
@@ -292,8 +327,11 @@ TEST(PeerKernels, GiveUpOnAMemberThatDoesNotComeAndNameIt) {
     EXPECT_EQ(group.failure(p).fault, parallel::PeerFault::kNoRows);
     EXPECT_EQ(group.failure(p).member, 2);
     EXPECT_EQ(group.failure(p).epoch, 1U);
-    for (const float value : member.rows) {
-      EXPECT_TRUE(std::isnan(value));
+    for (int64_t i = 0; i < member.num_arrived * 4; ++i) {
+      EXPECT_TRUE(std::isnan(member.rows[static_cast<size_t>(i)]));
+    }
+    for (int64_t i = 0; i < member.num_arrived; ++i) {
+      EXPECT_TRUE(std::isnan(member.row_probs[static_cast<size_t>(i)]));
     }
   }
   // Exchanges that follow end at once, without a row and without a copy blamed on a full buffer.

@@ -70,11 +70,11 @@ TEST(GroupedGemm, EqualsLoopsToTheBit) {
     }
     for (const int threads : {1, 3}) {
       std::vector<float> y(grad.size(), 9.0F);
-      grouped_gemm(x.data(), w.data(), c.m_splits.data(), y.data(), c.shape, threads);
+      grouped_gemm(x.data(), w.data(), c.m_splits.data(), y.data(), c.shape, true, threads);
       EXPECT_EQ(y, y_expected);
       std::vector<float> grad_x(x.size(), 9.0F);
       grouped_gemm_input_grad(grad.data(), w.data(), c.m_splits.data(), grad_x.data(), c.shape,
-                              threads);
+                              true, threads);
       EXPECT_EQ(grad_x, grad_x_expected);
       std::vector<float> grad_w(w.size(), 9.0F);
       grouped_gemm_weight_grad(grad.data(), x.data(), c.m_splits.data(), grad_w.data(), c.shape,
@@ -94,8 +94,9 @@ TEST(GroupedGemm, RefusesSplitsThatDoNotFit) {
   std::vector<float> memory(8);
   for (const std::vector<int64_t>& splits :
        {std::vector<int64_t>{2, 2}, {-1, 1}, {INT64_MAX, INT64_MAX}}) {
-    EXPECT_THROW(grouped_gemm(memory.data(), memory.data(), splits.data(), memory.data(), shape, 1),
-                 std::invalid_argument);
+    EXPECT_THROW(
+        grouped_gemm(memory.data(), memory.data(), splits.data(), memory.data(), shape, true, 1),
+        std::invalid_argument);
   }
 }
 

@@ -259,8 +259,8 @@ TEST(PeerExchange, HundredsOfRoundsNeedNoReset) {
           for (int64_t row = 0; row < group.capacity; ++row) {
             const float sender_and_round = row_probs[static_cast<size_t>(row)];
             if (row >= arrived) {
-              ASSERT_EQ(sender_and_round, 0.0F);
-              ASSERT_EQ(rows[static_cast<size_t>(row * kWidth)], 0.0F);
+              ASSERT_EQ(sender_and_round, -1.0F) << "a row of nobody is not written";
+              ASSERT_EQ(rows[static_cast<size_t>(row * kWidth)], -1.0F);
             } else {
               ASSERT_EQ(static_cast<int>(sender_and_round) % 1000, round) << "of another round";
             }
@@ -282,6 +282,47 @@ TEST(PeerExchange, HundredsOfRoundsNeedNoReset) {
         }
       });
   EXPECT_EQ(errors, std::vector<std::string>(errors.size()));
+}
+
+// Experts 0 to 2 are on members 0 and 2, experts 3 to 5 on members 1 and 3.
+TEST(PeerRows, ATokenTravelsOnceToEachMemberOfItsExperts) {
+  const std::vector<int64_t> experts = {0, 2, 4, 5, 3, -1, 1, 6};
+  const std::vector<int64_t> sorted = {0, 1, 2, 3, 4, -1, 5, 6};
+  const std::vector<int64_t> shift(6, 1);
+  const std::vector<int64_t> members = {0, 2, 1, 3};
+  std::vector<int64_t> map(16);
+  map_copies({.experts = experts.data(),
+              .sorted = sorted.data(),
+              .shift = shift.data(),
+              .members = members.data(),
+              .num_tokens = 2,
+              .num_choices = 4,
+              .num_experts = 6,
+              .num_parts = 2,
+              .repeats = 2,
+              .capacity = 6},
+             map.data());
+  // Row 7 of expert 1 and expert 6 do not exist.
+  const std::vector<int64_t> expected = {1,
+                                         13,
+                                         entry_beside(2),
+                                         entry_beside(14),
+                                         9,
+                                         21,
+                                         entry_beside(10),
+                                         entry_beside(22),
+                                         11,
+                                         23,
+                                         -1,
+                                         -1,
+                                         -1,
+                                         -1,
+                                         -1,
+                                         -1};
+  EXPECT_EQ(map, expected);
+  EXPECT_EQ(source_row(map.data(), 1, 6), 1);
+  EXPECT_EQ(source_row(map.data(), 3, 6), 1);
+  EXPECT_EQ(source_row(map.data(), 7, 6), 3);
 }
 
 TEST(PeerExchange, EpochsMayWrapAround) {

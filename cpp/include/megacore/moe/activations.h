@@ -16,7 +16,8 @@ enum class Activation : uint8_t { kSwiglu, kGelu };
 
 struct ActivationShape {
   int64_t rows;
-  int64_t width;  // of the result
+  int64_t width;                      // of the result
+  const int64_t* num_rows = nullptr;  // rows in use; the others are neither read nor written
 };
 
 // Float is float or uint16_t (bfloat16). REQUIRES: num_threads >= 1.

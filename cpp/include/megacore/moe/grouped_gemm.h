@@ -7,8 +7,8 @@
 // share one list of tasks, so that a few large groups or many small ones keep every thread busy.
 // The sum of each element has the same order for any number of threads.
 //
-// All matrices are row-major and contiguous. Padding rows are not read; they are zero in results
-// that have rows.
+// All matrices are row-major and contiguous. Padding rows are not read. In results that have rows
+// they are zero, or not written without `clear_padding`.
 
 #pragma once
 
@@ -30,6 +30,7 @@ void grouped_gemm(const float* x,
                   const int64_t* m_splits,
                   float* y,
                   const GroupedShape& shape,
+                  bool clear_padding,
                   int num_threads);
 
 // grad_x[rows of e] = grad_y[rows of e] w[e]: grad_y (M, N), grad_x (M, K). REQUIRES: as above.
@@ -38,6 +39,7 @@ void grouped_gemm_input_grad(const float* grad_y,
                              const int64_t* m_splits,
                              float* grad_x,
                              const GroupedShape& shape,
+                             bool clear_padding,
                              int num_threads);
 
 // grad_w[e] (+)= grad_y[rows of e]^T x[rows of e]: grad_w (E, N, K). Without `accumulate` the

@@ -41,12 +41,16 @@ struct PeerRows {
 // Rows of the copies of tokens. Token t's choice j goes to `repeats` members: its probability is
 // probs[t * num_choices + j], its rows are rows[(t * num_choices + j) * repeats + i].
 struct PeerMap {
-  const int64_t* rows = nullptr;  // member * capacity + row, or -1
+  const int64_t* rows = nullptr;  // entries, see peer_rows.h
   int64_t num_tokens = 0;
   int64_t num_choices = 0;
   int64_t repeats = 1;
   int64_t capacity = 0;
 };
+
+// Writes the entries of all copies, (num_tokens, num_choices, repeats).
+// Throws std::invalid_argument if a size is out of range.
+void map_copies(const PeerRouting& routing, int64_t* map);
 
 class PeerExchange {
  public:
@@ -63,11 +67,11 @@ class PeerExchange {
   // Throws std::invalid_argument if a member has another capacity.
   void plan(const PeerShape& shape, const PeerPlan& plan);
 
-  // Writes the rows of `tokens` to the rows of the map.
+  // Writes the rows of `tokens` to the rows of the map, each at most once to a member.
   void start_push(int64_t slot, const PeerRows& tokens, const PeerMap& map);
 
-  // Waits for the rows pushed here and copies them out: the first `num_arrived` rows of `capacity`,
-  // followed by zeros.
+  // Waits for the rows pushed here and copies them out: the first `num_arrived` rows of `capacity`.
+  // The others are not written.
   void finish_push(int64_t slot, const PeerRows& to, int64_t num_arrived, int64_t capacity);
 
   // Publishes the first `num_rows` rows to all members.
@@ -80,6 +84,7 @@ class PeerExchange {
  private:
   std::byte* rows(int64_t slot, int64_t member) const;
   float* probs(int64_t slot, int64_t member) const;
+  uint32_t* sources(int64_t slot, int64_t member) const;
   int64_t* messages(int64_t member) const;
   void check_slot(int64_t slot, const PeerRows& rows, int64_t num_rows) const;
   void check_map(const PeerMap& map) const;

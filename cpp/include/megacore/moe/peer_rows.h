@@ -11,7 +11,11 @@
 //   counts {{2, 1}, {1, 3}}, one part, capacity 6:
 //   first rows {{0, 3}, {2, 4}}, kept {{2, 1}, {1, 2}}; the last row of sender 1 has no room
 //
-// A row of a peer is identified by one number, member * capacity + row.
+// A row of a peer is identified by one number, its address: member * capacity + row.
+//
+// Of the copies of a token that go to one member only the first travels. Its row is the source of
+// the others, which the receiving member copies within its own memory. So a token crosses the link
+// to a member once, however many experts it has there.
 
 #pragma once
 
@@ -94,6 +98,66 @@ MC_HOST_DEVICE void plan_expert(const int64_t* messages,
   }
 }
 
+// ---- map of copies
+// -------------------------------------------------------------------------------
+
+// Entry of a map: -1 for a copy that is not sent, the address of its row for one that travels, and
+// -2 - address for one whose row is copied from that of an earlier copy on the same member.
+MC_HOST_DEVICE int64_t entry_beside(int64_t address) { return -2 - address; }
+MC_HOST_DEVICE int64_t address_of(int64_t entry) { return entry < -1 ? -2 - entry : entry; }
+
+// The row from which that of copy `copy` of a token is copied: its own, if it travels. `entries`
+// are those of the token's copies.
+MC_HOST_DEVICE int64_t source_row(const int64_t* entries, int64_t copy, int64_t capacity) {
+  const int64_t address = address_of(entries[copy]);
+  for (int64_t other = 0; entries[copy] < -1 && other < copy; ++other) {
+    if (entries[other] >= 0 && entries[other] / capacity == address / capacity) {
+      return entries[other] % capacity;
+    }
+  }
+  return address % capacity;
+}
+
+// Where the copies of tokens go.
+struct PeerRouting {
+  const int64_t* experts = nullptr;  // (num_tokens, num_choices); outside of the experts: not sent
+  const int64_t* sorted = nullptr;   // (num_tokens, num_choices) row of each copy sorted by expert
+  const int64_t* shift = nullptr;    // (num_experts) of the plan
+  const int64_t* members = nullptr;  // (num_parts, repeats) members that hold each part
+  int64_t num_tokens = 0;
+  int64_t num_choices = 0;
+  int64_t num_experts = 0;
+  int64_t num_parts = 1;
+  int64_t repeats = 1;
+  int64_t capacity = 0;
+};
+
+// Writes the entries of a token's copies, (num_choices, repeats).
+MC_HOST_DEVICE void map_token(const PeerRouting& routing, int64_t token, int64_t* map) {
+  const int64_t copies = routing.num_choices * routing.repeats;
+  int64_t* const entries = map + token * copies;
+  for (int64_t copy = 0; copy < copies; ++copy) {
+    const int64_t choice = token * routing.num_choices + copy / routing.repeats;
+    const int64_t expert = routing.experts[choice];
+    entries[copy] = -1;
+    if (expert < 0 || expert >= routing.num_experts) {
+      continue;
+    }
+    const int64_t row = routing.sorted[choice] + routing.shift[expert];
+    if (row < 0 || row >= routing.capacity) {
+      continue;
+    }
+    const int64_t part = expert / (routing.num_experts / routing.num_parts);
+    const int64_t member = routing.members[part * routing.repeats + copy % routing.repeats];
+    const int64_t address = member * routing.capacity + row;
+    bool travels = true;
+    for (int64_t other = 0; other < copy; ++other) {
+      travels = travels && (entries[other] < 0 || entries[other] / routing.capacity != member);
+    }
+    entries[copy] = travels ? address : entry_beside(address);
+  }
+}
+
 // ---- memory -------------------------------------------------------------------------------------
 
 // Exchanges of rows that can be in flight at a time. Each has a slot of every member's memory.
@@ -134,15 +198,21 @@ struct PeerLayout {
   MC_HOST_DEVICE int64_t probs_bytes() const {
     return peer_aligned(max_capacity * static_cast<int64_t>(sizeof(float)));
   }
+  MC_HOST_DEVICE int64_t sources_bytes() const {
+    return peer_aligned(max_capacity * static_cast<int64_t>(sizeof(uint32_t)));
+  }
   MC_HOST_DEVICE int64_t slot_bytes() const {
-    return probs_bytes() + peer_aligned(max_capacity * max_row_bytes);
+    return probs_bytes() + sources_bytes() + peer_aligned(max_capacity * max_row_bytes);
   }
   MC_HOST_DEVICE int64_t bytes() const { return messages_bytes() + kPeerSlots * slot_bytes(); }
   MC_HOST_DEVICE int64_t probs_offset(int64_t slot) const {
     return messages_bytes() + slot * slot_bytes();
   }
-  MC_HOST_DEVICE int64_t rows_offset(int64_t slot) const {
+  MC_HOST_DEVICE int64_t sources_offset(int64_t slot) const {
     return probs_offset(slot) + probs_bytes();
+  }
+  MC_HOST_DEVICE int64_t rows_offset(int64_t slot) const {
+    return sources_offset(slot) + sources_bytes();
   }
 };
 

@@ -67,12 +67,14 @@ void peer_plan(const PeerView& peers,
                const moe::PeerShape& shape,
                const moe::PeerPlan& plan,
                cudaStream_t stream);
+// Writes the entries of all copies, (num_tokens, num_choices, repeats).
+void peer_map_copies(const moe::PeerRouting& routing, int64_t* map, cudaStream_t stream);
 void peer_start_push(const PeerView& peers,
                      int64_t slot,
                      const PeerTensor& tokens,
                      const PeerCopies& copies,
                      cudaStream_t stream);
-// `num_arrived` is on the device.
+// `num_arrived` is on the device; rows from there on are not written.
 void peer_finish_push(const PeerView& peers,
                       int64_t slot,
                       const PeerTensor& rows,

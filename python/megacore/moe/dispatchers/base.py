@@ -147,12 +147,16 @@ class ExpertRows:
         m_splits: Rows of each local expert, ``(L,)`` int64, on the device.
         row_map: Sorted row of each received row, ``(M, 1)`` int64; ``None`` if rows were received
             in sorted order.
+        num_rows: Sum of ``m_splits``, int64 scalar on the device, where no later step reads the
+            rows behind it: these may then have any value, also in results and gradients. ``None``
+            where all rows are read.
     """
 
     rows: Tensor
     probs: Tensor
     m_splits: Tensor
     row_map: Tensor | None
+    num_rows: Tensor | None = None
 
 
 class PendingDispatch(ABC):

@@ -51,6 +51,7 @@ class _ExchangeDispatcher(Dispatcher):
             self._expert_of_rows(plan, splits),
             self.placement.num_local,
             self._num_received(plan),
+            has_padding=plan.rows_per_member is None,
         )
 
     def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:
@@ -325,10 +326,11 @@ class _PendingExchange(PendingDispatch):
         expert_of_row_M: Tensor,
         num_local: int,
         num_rows: int | None,
+        has_padding: bool,
     ) -> None:
         self._rows, self._probs = rows, probs
         self._expert_of_row_M, self._num_local = expert_of_row_M, num_local
-        self._num_rows = num_rows
+        self._num_rows, self._has_padding = num_rows, has_padding
 
     def finish(self) -> ExpertRows:
         rows, probs = self._rows.finish(), self._probs.finish()
@@ -339,4 +341,5 @@ class _PendingExchange(PendingDispatch):
             probs=permute_probs(probs[:, None], row_map, num_rows),
             m_splits=m_splits,
             row_map=row_map,
+            num_rows=m_splits.sum() if self._has_padding else None,
         )

@@ -20,11 +20,12 @@ from megacore.moe.dispatchers.base import (
     ExpertRows,
     PendingDispatch,
     Routing,
-    rows_of_copies,
+    constant,
 )
 from megacore.moe.dispatchers.capacity import Capacity
 from megacore.moe.dispatchers.peers import CopyMap, Peers, PendingTransfer
 from megacore.ops.library import describe
+from megacore.ops.peer_exchange import map_copies
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.exchange import RowSplits
 from megacore.parallel.turns import yield_turn
@@ -33,7 +34,8 @@ from megacore.parallel.turns import yield_turn
 class PeerDispatcher(Dispatcher):
     """Dispatcher that pushes copies into the memory of the experts' ranks and pulls the results.
 
-    There is no host sync. Rows are received in expert order. Each rank has one receive buffer for
+    There is no host sync. A token travels once to each rank that needs it, and is copied there for
+    every further expert. Rows are received in expert order. Each rank has one receive buffer for
     all members, so only the total number of rows can exceed it; then the copies for its last
     experts are not sent, starting with the copies of the last members (``plan.num_over_budget``
     counts this rank's copies). The caller decides how to handle overflow (``moe.over_budget``).
@@ -79,17 +81,11 @@ class PeerDispatcher(Dispatcher):
             ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
         sorted_Tk, counts_E = sort_by_expert(ids_Tk, placement.num_experts)
         counts = self.peers.exchange_counts(counts_E, placement, num_rows)
-        row_Tk = sorted_Tk + counts.shift[ids_Tk.clamp(min=0)]
-        first_row_G = torch.arange(placement.group.size, device=ids_Tk.device) * num_rows
+        members = constant(placement.members, ids_Tk.device)
         num_sent = counts.kept.sum()
         return DispatchPlan(
             probs=routing.probs,
-            row_map=rows_of_copies(
-                row_Tk.masked_fill((ids_Tk < 0) | (row_Tk >= num_rows), -1),
-                ids_Tk,
-                first_row_G,
-                placement,
-            ),
+            row_map=map_copies(ids_Tk, sorted_Tk, counts.shift, members, num_rows),
             tokens_per_expert=counts.kept,
             arriving=counts.arriving,
             rows_per_member=None,
@@ -188,6 +184,7 @@ class _PendingPush(PendingDispatch):
             probs=probs,
             m_splits=self._m_splits,
             row_map=None,
+            num_rows=self._transfer.copies.num_arrived,
             copies=self._transfer.copies,
         )
 

@@ -54,8 +54,8 @@ class CopyMap:
     """Locations of the copies of this rank's tokens.
 
     Attributes:
-        rows: ``member * C + row`` of each copy, ``(T, k * r)`` int64, -1 for none: ``r`` members
-            share an expert, and each gets a copy.
+        rows: Entries of :func:`megacore.ops.peer_exchange.map_copies`, ``(T, k * r)`` int64: ``r``
+            members share an expert, and each gets a copy.
         num_choices: k.
         capacity: C.
         num_arrived: Rows that this member receives, int64 scalar.
@@ -104,7 +104,7 @@ class Peers(ABC):
     def finish_push(
         self, ticket: PendingTransfer, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
     ) -> None:
-        """Wait for pushed rows and copy them to ``rows_CH``; the remaining rows are zeroed."""
+        """Wait for pushed rows and copy them to ``rows_CH``; the others are not written."""
 
     @abstractmethod
     def start_pull(

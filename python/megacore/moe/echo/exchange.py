@@ -69,13 +69,16 @@ class CloneExchange(ABC):
         """Start sending weights; the parameters must be up to date."""
         self.bring((FC1, FC2))
 
-    def product(self, projection: int, rows: Tensor, m_splits: Tensor) -> Tensor:
+    def product(
+        self, projection: int, rows: Tensor, m_splits: Tensor, *, clear_padding: bool = True
+    ) -> Tensor:
         """Multiply rows of home experts and clones, ``(M, K)``, by their weights: ``(M, N)``.
 
         Clones are computed last, so their weights may be in flight while home experts are computed.
+        For ``clear_padding`` see :func:`megacore.ops.grouped_gemm`.
         """
         result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            rows, self._weights[projection], m_splits, self, projection
+            rows, self._weights[projection], m_splits, self, projection, clear_padding
         )
         return result
 
@@ -192,12 +195,14 @@ class _Product(torch.autograd.Function):
         m_splits: Tensor,
         exchange: CloneExchange,
         projection: int,
+        clear_padding: bool,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, m_splits)
         ctx.exchange, ctx.projection = exchange, projection
+        ctx.clear_padding = clear_padding
         num_local = weight.shape[0]
-        product = torch.ops.megacore.grouped_gemm
-        result: Tensor = product(rows, weight, m_splits[:num_local], None, True)
+        product, home_splits = torch.ops.megacore.grouped_gemm, m_splits[:num_local]
+        result: Tensor = product(rows, weight, home_splits, None, True, None, clear_padding)
         exchange.multiply(projection, rows, m_splits, num_local, result)
         return result
 
@@ -210,13 +215,14 @@ class _Product(torch.autograd.Function):
         home_splits = m_splits[:num_local]
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_rows = torch.ops.megacore.grouped_gemm_input_grad(grad, weight, home_splits)
+            product = torch.ops.megacore.grouped_gemm_input_grad
+            grad_rows = product(grad, weight, home_splits, ctx.clear_padding)
             exchange.multiply_back(projection, grad, m_splits, num_local, grad_rows)
         if ctx.needs_input_grad[1]:
             # The transfer of clone gradients overlaps with the home experts' gradients.
             exchange.start_weight_grads(projection, grad, rows, m_splits, weight)
             grad_weight = exchange.home_weight_grad(projection, grad, rows, home_splits, weight)
-        return grad_rows, grad_weight, None, None, None
+        return grad_rows, grad_weight, *(None,) * 4
 
 
 class _Watch(torch.autograd.Function):
