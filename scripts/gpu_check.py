@@ -46,7 +46,10 @@ LIMITS = {
 # not named run in the last group. Peers and clones run alone: they wait for one another.
 ORDER = (
     ("tests", ("test_small_cases",)),
-    ("tests", ("test_grouped_gemm", "test_token_kernels", "test_plan_kernel")),
+    (
+        "tests",
+        ("test_grouped_gemm", "test_token_kernels", "test_layer_kernels", "test_plan_kernel"),
+    ),
     ("benchmarks", ("bench_gpu_grouped_gemm",)),
     ("benchmarks", ("bench_gpu_tokens",)),
     ("tests", ("test_peer_kernels",)),

@@ -39,6 +39,7 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("compiled_archs", &compiled_archs);
   megacore::bindings::bind_clones(module);
   megacore::bindings::bind_gemm(module);
+  megacore::bindings::bind_layers(module);
   megacore::bindings::bind_optim(module);
   megacore::bindings::bind_peers(module);
   megacore::bindings::bind_plan(module);

@@ -86,28 +86,6 @@ __global__ void __launch_bounds__(kRowThreads) activate_kernel(const Float* __re
   }
 }
 
-// The sum over the kLanes threads of a row, valid in the first of them. All threads of a block call
-// it together.
-template <int kLanes>
-__device__ __forceinline__ float sum_over_row(float value, float* warp_sums) {
-  value = warp_sum(value);
-  if constexpr (kLanes == kWarp) {
-    return value;
-  } else {
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread % kWarp == 0) {
-      warp_sums[thread / kWarp] = value;
-    }
-    __syncthreads();
-    float sum = 0.0F;
-    for (int warp = 0; warp < kLanes / kWarp; ++warp) {
-      sum += warp_sums[warp];
-    }
-    __syncthreads();  // before the next row writes its sums
-    return sum;
-  }
-}
-
 // kLanes is a warp, or the whole block: then all its threads take the same number of turns.
 template <Activation kKind, typename Float, int kPack, int kLanes>
 __global__ void __launch_bounds__(kRowThreads)

@@ -106,6 +106,28 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
+// The sum over the kLanes threads of a row, the same in all of them. kLanes is a warp, or the
+// whole block: then all its threads call it together.
+template <int kLanes>
+__device__ __forceinline__ float sum_over_row(float value, float* warp_sums) {
+  value = warp_sum(value);
+  if constexpr (kLanes == kWarp) {
+    return value;
+  } else {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread % kWarp == 0) {
+      warp_sums[thread / kWarp] = value;
+    }
+    __syncthreads();
+    float sum = 0.0F;
+    for (int warp = 0; warp < kLanes / kWarp; ++warp) {
+      sum += warp_sums[warp];
+    }
+    __syncthreads();  // before the next row writes its sums
+    return sum;
+  }
+}
+
 // Rows in use of `rows`: all, or as many as the device says.
 __device__ __forceinline__ int64_t rows_in_use(const int64_t* num_rows, int64_t rows) {
   return num_rows == nullptr ? rows : moe::usable_count(*num_rows, rows);

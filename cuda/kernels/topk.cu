@@ -1,6 +1,6 @@
-// One warp per row. A lane holds every 32nd column as an integer that orders like its score; in
-// each of k rounds the warp takes the highest, and among equals the lowest column.
+// One warp per row.
 
+#include "choose.cuh"
 #include "launch.h"
 #include "megacore/base/check.h"
 #include "megacore/cuda/topk.h"
@@ -8,14 +8,6 @@
 
 namespace megacore::cuda {
 namespace {
-
-// Orders floats as integers, with NaN on top; never 0, which marks a column that is gone.
-__device__ __forceinline__ uint32_t rank_of(float value) {
-  const uint32_t bits = __float_as_uint(value == 0.0F ? 0.0F : value);
-  const bool is_nan = (bits & 0x7fffffffU) > 0x7f800000U;
-  const uint32_t rank = (bits >> 31) != 0 ? ~bits : bits | 0x80000000U;
-  return is_nan ? 0xffffffffU : rank;
-}
 
 template <int kPerLane>
 __global__ void __launch_bounds__(kRowThreads) top_k_kernel(TopKParams params) {
@@ -29,22 +21,7 @@ __global__ void __launch_bounds__(kRowThreads) top_k_kernel(TopKParams params) {
       ranks[i] = column < columns ? rank_of(params.scores[row * columns + column]) : 0;
     }
     for (int64_t choice = 0; choice < params.k; ++choice) {
-      uint32_t best = 0;
-      unsigned column_of_best = 0xffffffffU;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if (ranks[i] > best) {
-          best = ranks[i];
-          column_of_best = static_cast<unsigned>(i * kWarp + team.lane);
-        }
-      }
-      const uint32_t highest = __reduce_max_sync(kAllLanes, best);
-      const unsigned candidate = best == highest ? column_of_best : 0xffffffffU;
-      const unsigned winner = __reduce_min_sync(kAllLanes, candidate);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        ranks[i] = static_cast<unsigned>(i * kWarp + team.lane) == winner ? 0 : ranks[i];
-      }
+      const unsigned winner = take_best(ranks, team.lane);
       if (team.lane == 0) {
         params.chosen[row * params.k + choice] = winner;
       }

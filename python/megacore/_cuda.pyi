@@ -407,3 +407,94 @@ def peer_finish_pull(
     sizes: list[int],
     stream: int,
 ) -> None: ...
+
+# Layers; see cuda/include/megacore/cuda/{dense,router}.h.
+
+MAX_NORM_BYTES: int
+MAX_ROUTER_EXPERTS: int
+MAX_ROUTER_CHOICES: int
+
+def norm_partial_rows(*, rows: int, width: int, dtype: str) -> int: ...
+def rms_norm(
+    *,
+    x: int,
+    weight: int,
+    eps: float,
+    y: int,
+    scale: int,
+    rows: int,
+    width: int,
+    dtype: str,
+    stream: int,
+) -> None: ...
+def rms_norm_backward(
+    *,
+    grad_y: int,
+    x: int,
+    weight: int,
+    scale: int,
+    grad_x: int,
+    grad_weight: int,
+    partial_sums: int,
+    rows: int,
+    width: int,
+    dtype: str,
+    stream: int,
+) -> None: ...
+def split_and_rotate(
+    *,
+    qkv: int,
+    q: int,
+    k: int,
+    v: int,
+    cos: int,
+    sin: int,
+    num_tokens: int,
+    batch: int,
+    num_groups: int,
+    q_per_kv: int,
+    head_dim: int,
+    num_rotated: int,
+    position_per_sample: bool,
+    backward: bool,
+    dtype: str,
+    stream: int,
+) -> None: ...
+def route_partial_rows(*, num_tokens: int, num_pools: int) -> int: ...
+def route(
+    *,
+    logits: int,
+    bias: int,
+    keeps_ids: bool,
+    probs: int,
+    ids: int,
+    counts: int,
+    totals: int,
+    partial_sums: int,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    num_pools: int,
+    is_sigmoid: bool,
+    softmax_after_top_k: bool,
+    normalize: bool,
+    scaling: float,
+    stream: int,
+) -> None: ...
+def route_backward(
+    *,
+    grad_probs: int,
+    grad_totals: int,
+    logits: int,
+    ids: int,
+    grad_logits: int,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    num_pools: int,
+    is_sigmoid: bool,
+    softmax_after_top_k: bool,
+    normalize: bool,
+    scaling: float,
+    stream: int,
+) -> None: ...

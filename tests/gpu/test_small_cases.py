@@ -19,8 +19,10 @@ from megacore.ops import (
     top_k,
     unpermute,
 )
+from megacore.ops.dense import rms_norm, split_and_rotate
 from megacore.ops.gemm_cuda import Product, launch_grouped
 from megacore.ops.optim import AdamWSettings, StepRules, adamw_step_, decide_step_, sum_of_squares
+from megacore.ops.routing import route
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +70,58 @@ def test_small_activations(dtype: torch.dtype, shape: tuple[int, int]) -> None:
         op(x, probs).sum().backward()
         assert x.grad is not None
         assert bool(x.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_small_activations_that_end_early(dtype: torch.dtype) -> None:
+    x = torch.randn(9, 2 * 40, dtype=dtype, device="cuda", requires_grad=True)
+    probs = torch.rand(9, device="cuda", requires_grad=True)
+    y = swiglu(x, probs, num_rows=torch.tensor(4, device="cuda"))
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert bool(x.grad[:4].isfinite().all())
+
+
+@pytest.mark.parametrize("width", [40, 1032, 2304])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_small_norms(dtype: torch.dtype, width: int) -> None:
+    x = torch.randn(11, width, dtype=dtype, device="cuda", requires_grad=True)
+    weight = torch.ones(width, dtype=dtype, device="cuda", requires_grad=True)
+    rms_norm(x, weight, 1e-5).sum().backward()
+    for leaf in (x, weight):
+        assert leaf.grad is not None
+        assert bool(leaf.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(("head_dim", "rotated"), [(32, 32), (6, 4)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_small_rotations(dtype: torch.dtype, head_dim: int, rotated: int) -> None:
+    qkv = torch.randn(5, 2, 2, 4 * head_dim, dtype=dtype, device="cuda", requires_grad=True)
+    angles = torch.rand(5, rotated // 2, device="cuda")
+    parts = split_and_rotate(qkv, angles.cos(), angles.sin(), head_dim=head_dim)
+    sum(part.float().sum() for part in parts).backward()  # type: ignore[union-attr]
+    assert qkv.grad is not None
+    assert bool(qkv.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_small_routers(after: bool) -> None:
+    logits = torch.randn(39, 70, device="cuda", requires_grad=True)
+    probs, ids, counts, totals = route(
+        logits,
+        None,
+        None,
+        top_k=6,
+        num_pools=3,
+        is_sigmoid=False,
+        softmax_after_top_k=after,
+        normalize=True,
+        scaling=1.0,
+    )
+    (probs.square().sum() + totals.square().sum()).backward()
+    assert int(counts.sum()) == ids.numel()
+    assert logits.grad is not None
+    assert bool(logits.grad.isfinite().all())
 
 
 def test_small_plan() -> None:

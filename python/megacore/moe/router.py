@@ -25,7 +25,7 @@ from megacore.moe.balance import (
 from megacore.ops import top_k
 from megacore.ops.counter_random import StepKeys, key_of, token_numbers, uniform
 from megacore.ops.recompute import RecomputeCache
-from megacore.ops.routing import TINY, route
+from megacore.ops.routing import TINY, has_kernel, route
 from megacore.parallel.collectives import all_reduce_
 
 _T = TypeVar("_T")
@@ -192,8 +192,9 @@ class TopKRouter(nn.Module):
         config = self.config
         logits_SBE = self._logits(hidden, names)
         logits = logits_SBE.flatten(0, 1)
-        if expert_ids is None and self._is_fused(logits):
-            return self._route(logits_SBE, loss_factor=loss_factor, memo=memo)
+        num_pools = hidden.shape[1] if config.aux_loss_type == "sequence" else 1
+        if expert_ids is None and self._is_fused(logits, num_pools):
+            return self._route(logits_SBE, num_pools, loss_factor=loss_factor, memo=memo)
         scores = _scores(logits, config)
         if expert_ids is None:
             expert_ids = _once(memo, lambda: self._decide(logits, scores.detach(), names))
@@ -224,28 +225,32 @@ class TopKRouter(nn.Module):
             z_loss=z_value,
         )
 
-    def _is_fused(self, logits: Tensor) -> bool:
+    def _is_fused(self, logits: Tensor, num_pools: int) -> bool:
         """Return whether one operation makes the decisions: none is replaced or by groups."""
         config = self.config
         return (
-            logits.is_cpu
-            and logits.dtype == torch.float32
+            has_kernel(logits, config.top_k, num_pools)
             and not self.force_balanced
             and config.groups_top_k >= config.num_groups
             and (self.tape is None or not self.training)
         )
 
     def _route(
-        self, logits_SBE: Tensor, *, loss_factor: float | Tensor, memo: RecomputeCache | None
+        self,
+        logits_SBE: Tensor,
+        num_pools: int,
+        *,
+        loss_factor: float | Tensor,
+        memo: RecomputeCache | None,
     ) -> RoutingResult:
         """Route by one operation, for `forward`."""
-        config, batch = self.config, logits_SBE.shape[1]
+        config = self.config
         probs, ids, count_PE, total_PE = route(
             logits_SBE.flatten(0, 1),
             self.expert_bias,
             memo.once(_unknown) if memo and memo.is_replay else None,
             top_k=config.top_k,
-            num_pools=batch if config.aux_loss_type == "sequence" else 1,
+            num_pools=num_pools,
             is_sigmoid=config.score_function == "sigmoid",
             softmax_after_top_k=config.softmax_after_top_k,
             normalize=config.normalize,

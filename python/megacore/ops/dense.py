@@ -1,7 +1,8 @@
 """RMSNorm and rotation of heads as one operation each.
 
-Native for float32 and bfloat16 on CPUs; elsewhere the torch operations of the references. Inputs
-narrower than float32 are computed in float32 and rounded once at the end.
+Native for float32 and bfloat16 on CPUs and for these and float16 on GPUs; elsewhere the torch
+operations of the references. Inputs narrower than float32 are computed in float32 and rounded once
+at the end.
 
 Shapes: M rows, H width, S sequence, B batch, G heads of keys and values, Q heads of queries per key
 head, D head dimension, R rotated elements of a head.
@@ -16,7 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacore import _core
+from megacore.ops import layer_kernels
+from megacore.ops.cuda_module import has_cuda_kernels
 from megacore.ops.library import define_gradient, define_op
+from megacore.ops.token_kernels import kernel_or
 
 # dtypes supported by the native kernels; others use the reference.
 _NATIVE = (torch.float32, torch.bfloat16)
@@ -169,14 +173,18 @@ def _rms_norm_backward_fake(
 _rms_norm = define_op(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     cpu=_rms_norm_cpu,
-    cuda=rms_norm_reference,
+    cuda=kernel_or(rms_norm_reference, layer_kernels.rms_norm, layer_kernels.takes_norm),
     fake=_rms_norm_fake,
 )
 _rms_norm_backward = define_op(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, bool of_x, "
     "bool of_weight) -> (Tensor, Tensor)",
     cpu=_rms_norm_backward_cpu,
-    cuda=_rms_norm_backward_reference,
+    cuda=kernel_or(
+        _rms_norm_backward_reference,
+        layer_kernels.rms_norm_backward,
+        layer_kernels.takes_norm_backward,
+    ),
     fake=_rms_norm_backward_fake,
 )
 
@@ -310,6 +318,32 @@ def _backward_cpu(
     return grad
 
 
+def _split_and_rotate_cuda(
+    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _rotates_on_device(qkv, cos, sin, qkv, head_dim):
+        return split_and_rotate_reference(qkv, cos, sin, head_dim)
+    qkv = qkv.contiguous()
+    q, k, v = _split_and_rotate_fake(qkv, cos, sin, head_dim)
+    layer_kernels.split_and_rotate(qkv, q, k, v, cos, sin, backward=False)
+    return q, k, v
+
+
+def _backward_cuda(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    if not _rotates_on_device(grad_q, cos, sin, grad_k, grad_k.shape[-1]):
+        return _backward_reference(grad_q, grad_k, grad_v, cos, sin)
+    grad_q, grad_k, grad_v = (grad.contiguous() for grad in (grad_q, grad_k, grad_v))
+    grad = _backward_fake(grad_q, grad_k, grad_v, cos, sin)
+    layer_kernels.split_and_rotate(grad, grad_q, grad_k, grad_v, cos, sin, backward=True)
+    return grad
+
+
+def _rotates_on_device(x: Tensor, cos: Tensor, sin: Tensor, like: Tensor, head_dim: int) -> bool:
+    return has_cuda_kernels() and layer_kernels.rotates(x, head_dim) and _fits(cos, sin, like)
+
+
 def _split_and_rotate_fake(
     qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -333,14 +367,14 @@ _split_and_rotate = define_op(
     "split_and_rotate(Tensor qkv, Tensor cos, Tensor sin, SymInt head_dim) "
     "-> (Tensor, Tensor, Tensor)",
     cpu=_split_and_rotate_cpu,
-    cuda=split_and_rotate_reference,
+    cuda=_split_and_rotate_cuda,
     fake=_split_and_rotate_fake,
 )
 _split_and_rotate_backward = define_op(
     "split_and_rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor cos, "
     "Tensor sin) -> Tensor",
     cpu=_backward_cpu,
-    cuda=_backward_reference,
+    cuda=_backward_cuda,
     fake=_backward_fake,
 )
 

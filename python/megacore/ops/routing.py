@@ -1,6 +1,6 @@
 """A router from its logits to the weights of the chosen experts, as one operation.
 
-Native for float32 on CPUs; elsewhere the torch operations of the reference.
+Native for float32 on CPUs and GPUs; elsewhere the torch operations of the reference.
 
 Shapes: T tokens, E experts, k choices per token, P pools of tokens for the load-balancing loss;
 token t is in pool ``t mod P``.
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megacore import _core
+from megacore.ops import layer_kernels
+from megacore.ops.cuda_module import has_cuda_kernels
 from megacore.ops.library import define_gradient, define_op
 from megacore.ops.topk import top_k
 
@@ -113,7 +115,6 @@ def _rule(
         "softmax_after_top_k": after,
         "normalize": normalize,
         "scaling": scaling,
-        "num_threads": torch.get_num_threads(),
     }
 
 
@@ -135,9 +136,45 @@ def _route_cpu(
         ids=ids.data_ptr(),
         counts=counts.data_ptr(),
         totals=totals.data_ptr(),
+        num_threads=torch.get_num_threads(),
         **_rule(logits, *rule),
     )
     return probs, ids, counts, totals
+
+
+def has_kernel(logits: Tensor, top_k: int, num_pools: int) -> bool:
+    """Return whether one operation routes these logits, on their device."""
+    if logits.dtype != torch.float32:
+        return False
+    if not logits.is_cuda:
+        return logits.is_cpu
+    return has_cuda_kernels() and layer_kernels.takes_route(logits.shape[1], top_k, num_pools)
+
+
+def _route_cuda(
+    logits: Tensor, bias: Tensor | None, chosen: Tensor | None, *rule: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not has_kernel(logits, *rule[:2]):
+        return route_reference(logits, bias, chosen, *rule)
+    logits = logits.contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    results = _route_fake(logits, bias, chosen, *rule)
+    if chosen is not None:
+        results[1].copy_(chosen)
+    layer_kernels.route(logits, bias, chosen is not None, results, _rule(logits, *rule))
+    return results
+
+
+def _backward_cuda(
+    grad_probs: Tensor, grad_totals: Tensor, logits: Tensor, ids: Tensor, *rule: Any
+) -> Tensor:
+    if not has_kernel(logits, ids.shape[1], rule[0]):
+        return _backward_reference(grad_probs, grad_totals, logits, ids, *rule)
+    logits = logits.contiguous()
+    grad = torch.empty_like(logits)
+    grads = grad_probs.contiguous(), grad_totals.contiguous()
+    layer_kernels.route_backward(*grads, logits, ids, grad, _rule(logits, ids.shape[1], *rule))
+    return grad
 
 
 def _backward_cpu(
@@ -154,6 +191,7 @@ def _backward_cpu(
         logits=logits.data_ptr(),
         ids=ids.data_ptr(),
         grad_logits=grad.data_ptr(),
+        num_threads=torch.get_num_threads(),
         **_rule(logits, ids.shape[1], *rule),
     )
     return grad
@@ -181,14 +219,14 @@ _route = define_op(
     f"route(Tensor logits, Tensor? bias, Tensor? chosen, SymInt k, {_RULE}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_route_cpu,
-    cuda=route_reference,
+    cuda=_route_cuda,
     fake=_route_fake,
 )
 _route_backward = define_op(
     "route_backward(Tensor grad_probs, Tensor grad_totals, Tensor logits, Tensor ids, "
     f"{_RULE}) -> Tensor",
     cpu=_backward_cpu,
-    cuda=_backward_reference,
+    cuda=_backward_cuda,
     fake=_backward_fake,
 )
 

@@ -30,6 +30,11 @@ def kernel_or(
     return run
 
 
+def dtype_name(tensor: Tensor) -> str | None:
+    """Return the kernels' name of the dtype; ``None`` for one that they do not support."""
+    return _DTYPES.get(tensor.dtype)
+
+
 def takes_float(tensor: Tensor, *args: Any) -> bool:
     """Return whether the kernels support the dtype of the first argument."""
     del args
@@ -54,7 +59,7 @@ def sort_by_expert(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
     row_map, counts = torch.empty_like(expert_of), expert_of.new_empty(num_experts)
     size = cuda_kernels().sort_workspace_numel(numel=expert_of.numel(), num_experts=num_experts)
     workspace = expert_of.new_empty(size, dtype=torch.int32)
-    _launch(
+    launch(
         "sort_by_expert",
         expert_of,
         expert_of=expert_of.data_ptr(),
@@ -73,11 +78,11 @@ def permute(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | No
     weights = None if weights is None else weights.float().contiguous()
     rows = tokens.new_empty(num_rows, tokens.shape[1])
     is_written = tokens.new_empty(num_rows, dtype=torch.uint8)
-    _launch(
+    launch(
         "permute",
         tokens,
         tokens=tokens.data_ptr(),
-        weights=_pointer(weights),
+        weights=pointer(weights),
         rows=rows.data_ptr(),
         is_written=is_written.data_ptr(),
         **_map_arguments(row_map, rows),
@@ -90,11 +95,11 @@ def unpermute(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     rows, row_map = rows.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     tokens = rows.new_empty(row_map.shape[0], rows.shape[1])
-    _launch(
+    launch(
         "unpermute",
         rows,
         rows=rows.data_ptr(),
-        weights=_pointer(weights),
+        weights=pointer(weights),
         tokens=tokens.data_ptr(),
         **_map_arguments(row_map, rows),
     )
@@ -105,7 +110,7 @@ def row_dots(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
     """Compute dot products of tokens with their rows, in fp32."""
     tokens, rows, row_map = tokens.contiguous(), rows.contiguous(), row_map.contiguous()
     dots = rows.new_empty(row_map.shape, dtype=torch.float32)
-    _launch(
+    launch(
         "row_dots",
         rows,
         tokens=tokens.data_ptr(),
@@ -120,7 +125,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     """Return the columns of the largest scores; widening preserves their order."""
     scores = scores.float().contiguous()
     chosen = scores.new_empty(scores.shape[0], k, dtype=torch.int64)
-    _launch(
+    launch(
         "top_k",
         scores,
         scores=scores.data_ptr(),
@@ -160,7 +165,7 @@ def sum_of_squares(values: Tensor) -> Tensor:
     """Return the sum of the squares of all elements in fp64, a 0-d tensor on the device."""
     total = values.new_empty((), dtype=torch.float64)
     partial_sums = values.new_empty(cuda_kernels().SUM_BLOCKS, dtype=torch.float64)
-    _launch(
+    launch(
         "sum_of_squares",
         values,
         values=values.data_ptr(),
@@ -178,13 +183,13 @@ def _activate(
     x = x.contiguous()
     probs = None if probs is None else probs.float().contiguous()
     y = x.new_empty(x.shape[0], width)
-    _launch(
+    launch(
         name,
         x,
         x=x.data_ptr(),
-        probs=_pointer(probs),
+        probs=pointer(probs),
         y=y.data_ptr(),
-        num_rows=_pointer(num_rows),
+        num_rows=pointer(num_rows),
         rows=x.shape[0],
         width=width,
         dtype=_DTYPES[x.dtype],
@@ -199,15 +204,15 @@ def _activate_backward(
     wide = None if probs is None else probs.float().contiguous()
     grad_x = torch.empty_like(x)
     grad_probs = grad.new_empty(0 if wide is None else wide.shape[0], dtype=torch.float32)
-    _launch(
+    launch(
         name,
         x,
         grad_y=grad.data_ptr(),
         x=x.data_ptr(),
-        probs=_pointer(wide),
+        probs=pointer(wide),
         grad_x=grad_x.data_ptr(),
         grad_probs=grad_probs.data_ptr(),
-        num_rows=_pointer(num_rows),
+        num_rows=pointer(num_rows),
         rows=grad.shape[0],
         width=grad.shape[1],
         dtype=_DTYPES[x.dtype],
@@ -227,11 +232,12 @@ def _map_arguments(row_map: Tensor, rows: Tensor) -> dict[str, Any]:
     }
 
 
-def _pointer(tensor: Tensor | None) -> int:
+def pointer(tensor: Tensor | None) -> int:
+    """Return the address of a tensor; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _launch(name: str, on: Tensor, **arguments: Any) -> None:
+def launch(name: str, on: Tensor, **arguments: Any) -> None:
     """Launch a kernel on the current stream of the device of ``on``."""
     with torch.cuda.device(on.device):
         stream = torch.cuda.current_stream().cuda_stream

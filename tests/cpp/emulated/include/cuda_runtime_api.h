@@ -143,6 +143,11 @@ T __shfl_xor_sync(unsigned, T value, int distance) {
   return emulated::exchange(value, [from](const auto& values) { return values[from]; });
 }
 template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return emulated::exchange(
+      value, [lane](const auto& values) { return values[static_cast<size_t>(lane)]; });
+}
+template <typename T>
 T __shfl_up_sync(unsigned, T value, unsigned distance) {
   const unsigned lane = emulated::lane();
   const unsigned from = lane >= distance ? lane - distance : lane;

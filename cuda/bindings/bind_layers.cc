@@ -1,0 +1,163 @@
+#include <cstdint>
+#include <string_view>
+
+#include "bindings.h"
+#include "megacore/cuda/dense.h"
+#include "megacore/cuda/router.h"
+
+namespace py = pybind11;
+
+namespace megacore::bindings {
+namespace {
+
+using no_gil = py::call_guard<py::gil_scoped_release>;
+
+void bind_rms_norm(py::module_& module) {
+  module.attr("MAX_NORM_BYTES") = cuda::kMaxNormPacks * 16;
+  module.def(
+      "norm_partial_rows",
+      [](int64_t rows, int64_t width, std::string_view dtype) {
+        return cuda::norm_partial_rows(float_type(dtype), rows, width);
+      },
+      py::kw_only(), py::arg("rows"), py::arg("width"), py::arg("dtype"));
+  module.def(
+      "rms_norm",
+      [](uintptr_t x, uintptr_t weight, float eps, uintptr_t y, uintptr_t scale, int64_t rows,
+         int64_t width, std::string_view dtype, uintptr_t stream) {
+        cuda::rms_norm({.type = float_type(dtype),
+                        .x = device_pointer<const void>(x),
+                        .weight = device_pointer<const void>(weight),
+                        .y = device_pointer<void>(y),
+                        .scale = device_pointer<float>(scale),
+                        .rows = rows,
+                        .width = width,
+                        .eps = eps},
+                       stream_handle(stream));
+      },
+      py::kw_only(), py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("y"),
+      py::arg("scale"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("stream"),
+      no_gil());
+  module.def(
+      "rms_norm_backward",
+      [](uintptr_t grad_y, uintptr_t x, uintptr_t weight, uintptr_t scale, uintptr_t grad_x,
+         uintptr_t grad_weight, uintptr_t partial_sums, int64_t rows, int64_t width,
+         std::string_view dtype, uintptr_t stream) {
+        cuda::rms_norm_backward({.type = float_type(dtype),
+                                 .grad_y = device_pointer<const void>(grad_y),
+                                 .x = device_pointer<const void>(x),
+                                 .weight = device_pointer<const void>(weight),
+                                 .scale = device_pointer<const float>(scale),
+                                 .grad_x = device_pointer<void>(grad_x),
+                                 .grad_weight = device_pointer<void>(grad_weight),
+                                 .partial_sums = device_pointer<float>(partial_sums),
+                                 .rows = rows,
+                                 .width = width},
+                                stream_handle(stream));
+      },
+      py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("weight"), py::arg("scale"),
+      py::arg("grad_x"), py::arg("grad_weight"), py::arg("partial_sums"), py::arg("rows"),
+      py::arg("width"), py::arg("dtype"), py::arg("stream"), no_gil());
+}
+
+void bind_rotation(py::module_& module) {
+  module.def(
+      "split_and_rotate",
+      [](uintptr_t qkv, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin,
+         int64_t num_tokens, int64_t batch, int64_t num_groups, int64_t q_per_kv, int64_t head_dim,
+         int64_t num_rotated, bool position_per_sample, bool backward, std::string_view dtype,
+         uintptr_t stream) {
+        cuda::split_and_rotate({.type = float_type(dtype),
+                                .qkv = device_pointer<void>(qkv),
+                                .q = device_pointer<void>(q),
+                                .k = device_pointer<void>(k),
+                                .v = device_pointer<void>(v),
+                                .cos = device_pointer<const float>(cos),
+                                .sin = device_pointer<const float>(sin),
+                                .shape = {.num_tokens = num_tokens,
+                                          .batch = batch,
+                                          .num_groups = num_groups,
+                                          .q_per_kv = q_per_kv,
+                                          .head_dim = head_dim,
+                                          .num_rotated = num_rotated,
+                                          .position_per_sample = position_per_sample},
+                                .backward = backward},
+                               stream_handle(stream));
+      },
+      py::kw_only(), py::arg("qkv"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"),
+      py::arg("sin"), py::arg("num_tokens"), py::arg("batch"), py::arg("num_groups"),
+      py::arg("q_per_kv"), py::arg("head_dim"), py::arg("num_rotated"),
+      py::arg("position_per_sample"), py::arg("backward"), py::arg("dtype"), py::arg("stream"),
+      no_gil());
+}
+
+// Defines a function of its own arguments, whose keywords are `names`, a rule and a stream.
+template <typename... Own, typename... Names>
+void def_with_rule(py::module_& module,
+                   const char* name,
+                   void (*call)(const moe::RouterRule&, cudaStream_t, Own...),
+                   const Names&... names) {
+  module.def(
+      name,
+      [call](Own... own, int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_pools,
+             bool is_sigmoid, bool softmax_after_top_k, bool normalize, float scaling,
+             uintptr_t stream) {
+        call({num_tokens, num_experts, top_k, num_pools, is_sigmoid, softmax_after_top_k, normalize,
+              scaling},
+             stream_handle(stream), own...);
+      },
+      py::kw_only(), py::arg(names)..., py::arg("num_tokens"), py::arg("num_experts"),
+      py::arg("top_k"), py::arg("num_pools"), py::arg("is_sigmoid"), py::arg("softmax_after_top_k"),
+      py::arg("normalize"), py::arg("scaling"), py::arg("stream"), no_gil());
+}
+
+void bind_router(py::module_& module) {
+  module.attr("MAX_ROUTER_EXPERTS") = cuda::kMaxRouterExperts;
+  module.attr("MAX_ROUTER_CHOICES") = cuda::kMaxRouterChoices;
+  module.def(
+      "route_partial_rows",
+      [](int64_t num_tokens, int64_t num_pools) {
+        moe::RouterRule rule{};
+        rule.num_tokens = num_tokens;
+        rule.num_pools = num_pools;
+        return cuda::route_partial_rows(rule);
+      },
+      py::kw_only(), py::arg("num_tokens"), py::arg("num_pools"));
+  def_with_rule(
+      module, "route",
+      +[](const moe::RouterRule& rule, cudaStream_t stream, uintptr_t logits, uintptr_t bias,
+          bool keeps_ids, uintptr_t probs, uintptr_t ids, uintptr_t counts, uintptr_t totals,
+          uintptr_t partial_sums) {
+        cuda::route({.logits = device_pointer<const float>(logits),
+                     .bias = device_pointer<const float>(bias),
+                     .keeps_ids = keeps_ids,
+                     .rule = rule,
+                     .routed = {device_pointer<float>(probs), device_pointer<int64_t>(ids),
+                                device_pointer<float>(counts), device_pointer<float>(totals)},
+                     .partial_sums = device_pointer<float>(partial_sums)},
+                    stream);
+      },
+      "logits", "bias", "keeps_ids", "probs", "ids", "counts", "totals", "partial_sums");
+  def_with_rule(
+      module, "route_backward",
+      +[](const moe::RouterRule& rule, cudaStream_t stream, uintptr_t grad_probs,
+          uintptr_t grad_totals, uintptr_t logits, uintptr_t ids, uintptr_t grad_logits) {
+        cuda::route_backward({.grad_probs = device_pointer<const float>(grad_probs),
+                              .grad_totals = device_pointer<const float>(grad_totals),
+                              .logits = device_pointer<const float>(logits),
+                              .ids = device_pointer<const int64_t>(ids),
+                              .grad_logits = device_pointer<float>(grad_logits),
+                              .rule = rule},
+                             stream);
+      },
+      "grad_probs", "grad_totals", "logits", "ids", "grad_logits");
+}
+
+}  // namespace
+
+void bind_layers(py::module_& module) {
+  bind_rms_norm(module);
+  bind_rotation(module);
+  bind_router(module);
+}
+
+}  // namespace megacore::bindings

@@ -1,0 +1,335 @@
+// Bound by memory: a norm has the row in registers between its sum and its result, so every element
+// is read once and written once. The gradient of the weight is a sum over rows: each group of
+// threads has the sums of its rows in registers, and a second kernel adds up those of all groups.
+
+#include "column_sums.cuh"
+#include "launch.h"
+#include "megacore/base/check.h"
+#include "megacore/cuda/dense.h"
+#include "row_io.cuh"
+
+namespace megacore::cuda {
+namespace {
+
+// Rows of up to this many packs are left to a warp each.
+constexpr int64_t kPacksOfWarp = 128;
+// A constant, so that sums are the same on every GPU; two blocks for each of an H100's processors.
+constexpr int64_t kSumBlocksOfNorm = 264;
+
+// Packs that a thread has of a row, as many as kPer; those behind the row are zero.
+template <int kLanes, int kPer, typename Float, int kPack>
+__device__ __forceinline__ void load_row(const Float* row,
+                                         int64_t vectors,
+                                         int lane,
+                                         Pack<Float, kPack> (&packs)[kPer]) {
+#pragma unroll
+  for (int n = 0; n < kPer; ++n) {
+    packs[n] = {};
+    if (lane + n * kLanes < vectors) {
+      packs[n] = load_pack<kPack>(row, lane + n * kLanes);
+    }
+  }
+}
+
+template <typename Float, int kPack, int kLanes, int kPer>
+__global__ void __launch_bounds__(kRowThreads) norm_kernel(const Float* __restrict__ x,
+                                                           const Float* __restrict__ weight,
+                                                           Float* __restrict__ y,
+                                                           float* __restrict__ scales,
+                                                           int64_t rows,
+                                                           int64_t width,
+                                                           float eps) {
+  __shared__ float warp_sums[kRowThreads / kWarp];
+  const Team team = team_of(kLanes);
+  const int64_t vectors = width / kPack;
+  Pack<Float, kPack> weights[kPer];
+  load_row<kLanes>(weight, vectors, team.lane, weights);
+  for (int64_t row = team.group; row < rows; row += team.num_groups) {
+    Pack<Float, kPack> packs[kPer];
+    load_row<kLanes>(x + row * width, vectors, team.lane, packs);
+    float sum = 0.0F;
+#pragma unroll
+    for (int n = 0; n < kPer * kPack; ++n) {
+      const float value = widen(packs[n / kPack].values[n % kPack]);
+      sum += value * value;
+    }
+    sum = sum_over_row<kLanes>(sum, warp_sums);
+    const float scale = 1.0F / sqrtf(sum / static_cast<float>(width) + eps);
+    if (team.lane == 0) {
+      scales[row] = scale;
+    }
+#pragma unroll
+    for (int n = 0; n < kPer; ++n) {
+      if (team.lane + n * kLanes < vectors) {
+        Pack<Float, kPack> result;
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          narrow(widen(packs[n].values[i]) * scale * widen(weights[n].values[i]), result.values[i]);
+        }
+        store_pack(y + row * width, team.lane + n * kLanes, result);
+      }
+    }
+  }
+}
+
+template <typename Float, int kPack, int kLanes, int kPer>
+__global__ void __launch_bounds__(kRowThreads)
+    norm_backward_kernel(const Float* __restrict__ grad_y,
+                         const Float* __restrict__ x,
+                         const Float* __restrict__ weight,
+                         const float* __restrict__ scales,
+                         Float* __restrict__ grad_x,
+                         float* __restrict__ partial_sums,
+                         int64_t rows,
+                         int64_t width) {
+  __shared__ float warp_sums[kRowThreads / kWarp];
+  const Team team = team_of(kLanes);
+  const int64_t vectors = width / kPack;
+  Pack<Float, kPack> weights[kPer];
+  load_row<kLanes>(weight, vectors, team.lane, weights);
+  float sums[kPer * kPack] = {};
+  for (int64_t row = team.group; row < rows; row += team.num_groups) {
+    const float scale = scales[row];
+    Pack<Float, kPack> grads[kPer];
+    Pack<Float, kPack> packs[kPer];
+    load_row<kLanes>(grad_y + row * width, vectors, team.lane, grads);
+    load_row<kLanes>(x + row * width, vectors, team.lane, packs);
+    float radial = 0.0F;
+#pragma unroll
+    for (int n = 0; n < kPer * kPack; ++n) {
+      const float grad = widen(grads[n / kPack].values[n % kPack]);
+      const float unit = widen(packs[n / kPack].values[n % kPack]) * scale;
+      sums[n] += grad * unit;
+      radial += grad * widen(weights[n / kPack].values[n % kPack]) * unit;
+    }
+    if (grad_x == nullptr) {  // the same for every thread
+      continue;
+    }
+    radial = sum_over_row<kLanes>(radial, warp_sums) / static_cast<float>(width);
+#pragma unroll
+    for (int n = 0; n < kPer; ++n) {
+      if (team.lane + n * kLanes < vectors) {
+        Pack<Float, kPack> result;
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          const float unit = widen(packs[n].values[i]) * scale;
+          const float grad = widen(grads[n].values[i]) * widen(weights[n].values[i]);
+          narrow((grad - unit * radial) * scale, result.values[i]);
+        }
+        store_pack(grad_x + row * width, team.lane + n * kLanes, result);
+      }
+    }
+  }
+  if (partial_sums == nullptr) {
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < kPer * kPack; ++n) {
+    const int64_t pack = team.lane + n / kPack * kLanes;
+    if (pack < vectors) {
+      partial_sums[team.group * width + pack * kPack + n % kPack] = sums[n];
+    }
+  }
+}
+
+// Packs first and second of a head: rotated, where `direction` is -1 for the inverse, or copied.
+template <typename Float, int kPack>
+__device__ __forceinline__ void rotate_pair(const Float* from,
+                                            Float* to,
+                                            int64_t first,
+                                            int64_t second,
+                                            const float* cos,
+                                            const float* sin,
+                                            float direction) {
+  Pack<Float, kPack> a = load_pack<kPack>(from, first);
+  Pack<Float, kPack> b = load_pack<kPack>(from, second);
+  if (cos != nullptr) {
+    constexpr int kWide = kPack < 4 ? kPack : 4;
+#pragma unroll
+    for (int part = 0; part < kPack / kWide; ++part) {
+      const Pack<float, kWide> c = load_pack<kWide>(cos, first * (kPack / kWide) + part);
+      const Pack<float, kWide> s = load_pack<kWide>(sin, first * (kPack / kWide) + part);
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) {
+        const int at = part * kWide + i;
+        const float left = widen(a.values[at]);
+        const float right = widen(b.values[at]);
+        const float turn = direction * s.values[i];
+        narrow(left * c.values[i] - right * turn, a.values[at]);
+        narrow(right * c.values[i] + left * turn, b.values[at]);
+      }
+    }
+  }
+  store_pack(to, first, a);
+  store_pack(to, second, b);
+}
+
+// A block takes a token at a time, a thread two packs of a head.
+template <typename Float, int kPack>
+__global__ void __launch_bounds__(kRowThreads) rotate_kernel(RotateParams params) {
+  const layers::HeadShape& shape = params.shape;
+  const int slots = static_cast<int>(shape.q_per_kv) + 2;
+  const int dim = static_cast<int>(shape.head_dim);
+  const int half = static_cast<int>(shape.num_rotated) / 2;
+  const int pairs = dim / (2 * kPack);
+  const int rotated = half / kPack;
+  const int work = static_cast<int>(shape.num_groups) * slots * pairs;
+  for (int64_t token = blockIdx.x; token < shape.num_tokens; token += gridDim.x) {
+    const int64_t position = shape.position_per_sample ? token : token / shape.batch;
+    for (int i = static_cast<int>(threadIdx.x); i < work; i += kRowThreads) {
+      const int pair = i % pairs;
+      const int slot = i / pairs % slots;
+      const int64_t index = token * shape.num_groups + i / pairs / slots;
+      Float* whole = static_cast<Float*>(params.qkv) + (index * slots + slot) * dim;
+      Float* part =
+          slot < shape.q_per_kv
+              ? static_cast<Float*>(params.q) + (index * shape.q_per_kv + slot) * dim
+              : static_cast<Float*>(slot == shape.q_per_kv ? params.k : params.v) + index * dim;
+      const Float* from = params.backward ? part : whole;
+      Float* to = params.backward ? whole : part;
+      if (slot <= shape.q_per_kv && pair < rotated) {
+        rotate_pair<Float, kPack>(from, to, pair, rotated + pair, params.cos + position * half,
+                                  params.sin + position * half, params.backward ? -1.0F : 1.0F);
+      } else {
+        // In a head that turns, the pairs behind the rotated ones: they start at twice `rotated`.
+        rotate_pair<Float, kPack>(from, to, 2 * pair, 2 * pair + 1, nullptr, nullptr, 1.0F);
+      }
+    }
+  }
+}
+
+// ---- launchers ----------------------------------------------------------------------------------
+
+struct NormShape {
+  bool is_short;
+  int64_t blocks;  // of the backward pass
+};
+
+NormShape shape_of(FloatType type, int64_t rows, int64_t width) {
+  const bool is_short = width * bytes_of(type) / kPackBytes <= kPacksOfWarp;
+  const int64_t groups = is_short ? kRowThreads / kWarp : 1;
+  return {is_short, std::clamp(divided_up(rows, groups), int64_t{1}, kSumBlocksOfNorm)};
+}
+
+void require_norm(FloatType type, int64_t rows, int64_t width) {
+  const int64_t bytes = width * bytes_of(type);
+  MC_REQUIRE(
+      rows >= 0 && width >= 1 && bytes % kPackBytes == 0 && bytes / kPackBytes <= kMaxNormPacks,
+      "a norm of {} rows of {} bytes; the kernel takes multiples of {} bytes up to {}", rows, bytes,
+      kPackBytes, kMaxNormPacks * kPackBytes);
+}
+
+void require_packed(const void* pointer, const char* name) {
+  MC_REQUIRE(is_packed(pointer), "{} must have an address that is a multiple of {} bytes", name,
+             kPackBytes);
+}
+
+// Calls body.operator()<Float, kPack, kLanes, kPer>() for as many packs per thread as a row needs.
+template <int kLanes, int kPer, typename Float, int kPack, typename Body>
+void with_packs(int64_t vectors, const Body& body) {
+  if constexpr (kPer * kLanes < (kLanes == kWarp ? kPacksOfWarp : kMaxNormPacks)) {
+    if (vectors > int64_t{kPer} * kLanes) {
+      return with_packs<kLanes, 2 * kPer, Float, kPack>(vectors, body);
+    }
+  }
+  body.template operator()<Float, kPack, kLanes, kPer>();
+}
+
+template <typename Body>
+void with_norm(FloatType type, int64_t width, bool is_short, const Body& body) {
+  const auto run = [&]<typename Float>(Float) {
+    constexpr int kPack = static_cast<int>(kPackBytes / sizeof(Float));
+    if (is_short) {
+      with_packs<kWarp, 1, Float, kPack>(width / kPack, body);
+    } else {
+      with_packs<kRowThreads, 1, Float, kPack>(width / kPack, body);
+    }
+  };
+  switch (type) {
+    case FloatType::kFloat32:
+      return run(float{});
+    case FloatType::kBfloat16:
+      return run(Bfloat16{});
+    case FloatType::kFloat16:
+      return run(Float16{});
+  }
+}
+
+}  // namespace
+
+void rms_norm(const NormParams& params, cudaStream_t stream) {
+  require_norm(params.type, params.rows, params.width);
+  require_packed(params.x, "x");
+  require_packed(params.weight, "weight");
+  require_packed(params.y, "y");
+  if (params.rows == 0) {
+    return;
+  }
+  const NormShape shape = shape_of(params.type, params.rows, params.width);
+  with_norm(params.type, params.width, shape.is_short,
+            [&]<typename Float, int kPack, int kLanes, int kPer>() {
+              launch(
+                  "rms_norm", norm_kernel<Float, kPack, kLanes, kPer>,
+                  {.blocks = divided_up(params.rows, kRowThreads / kLanes), .threads = kRowThreads},
+                  stream, static_cast<const Float*>(params.x),
+                  static_cast<const Float*>(params.weight), static_cast<Float*>(params.y),
+                  params.scale, params.rows, params.width, params.eps);
+            });
+}
+
+int64_t norm_partial_rows(FloatType type, int64_t rows, int64_t width) {
+  const NormShape shape = shape_of(type, rows, width);
+  return shape.blocks * (shape.is_short ? kRowThreads / kWarp : 1);
+}
+
+void rms_norm_backward(const NormBackwardParams& params, cudaStream_t stream) {
+  require_norm(params.type, params.rows, params.width);
+  require_packed(params.grad_y, "grad_y");
+  require_packed(params.x, "x");
+  require_packed(params.weight, "weight");
+  require_packed(params.grad_x, "grad_x");
+  MC_REQUIRE(params.grad_weight == nullptr || params.partial_sums != nullptr,
+             "the gradient of the weight needs a workspace of partial sums");
+  const NormShape shape = shape_of(params.type, params.rows, params.width);
+  const bool sums = params.grad_weight != nullptr;
+  with_norm(params.type, params.width, shape.is_short,
+            [&]<typename Float, int kPack, int kLanes, int kPer>() {
+              launch("rms_norm_backward", norm_backward_kernel<Float, kPack, kLanes, kPer>,
+                     {.blocks = shape.blocks, .threads = kRowThreads}, stream,
+                     static_cast<const Float*>(params.grad_y), static_cast<const Float*>(params.x),
+                     static_cast<const Float*>(params.weight), params.scale,
+                     static_cast<Float*>(params.grad_x), sums ? params.partial_sums : nullptr,
+                     params.rows, params.width);
+              if (sums) {
+                auto* weight = static_cast<Float*>(params.grad_weight);
+                launch_column_sums<Float>("rms_norm_backward", params.partial_sums,
+                                          norm_partial_rows(params.type, params.rows, params.width),
+                                          params.width, params.width, weight, nullptr, stream);
+              }
+            });
+}
+
+void split_and_rotate(const RotateParams& params, cudaStream_t stream) {
+  const layers::HeadShape& shape = params.shape;
+  MC_REQUIRE(shape.num_tokens >= 0 && shape.batch >= 1 && shape.num_groups >= 1 &&
+                 shape.q_per_kv >= 1 && shape.head_dim >= 2 && shape.head_dim % 2 == 0 &&
+                 shape.num_rotated >= 0 && shape.num_rotated % 2 == 0 &&
+                 shape.num_rotated <= shape.head_dim &&
+                 shape.num_groups * (shape.q_per_kv + 2) * shape.head_dim < int64_t{1} << 30,
+             "heads of {} elements, {} of them rotated, in {} groups of {} queries; the kernel "
+             "takes even numbers, and fewer than 2^30 elements of a token",
+             shape.head_dim, shape.num_rotated, shape.num_groups, shape.q_per_kv);
+  if (shape.num_tokens == 0) {
+    return;
+  }
+  const bool are_aligned = is_packed(params.qkv) && is_packed(params.q) && is_packed(params.k) &&
+                           is_packed(params.v) && is_packed(params.cos) && is_packed(params.sin);
+  const int64_t pack = kPackBytes / bytes_of(params.type);
+  const bool fits = shape.head_dim % (2 * pack) == 0 && shape.num_rotated % (2 * pack) == 0;
+  with_float_type(params.type, are_aligned && fits, pack, [&]<typename Float, int kPack>() {
+    launch("split_and_rotate", rotate_kernel<Float, kPack>,
+           {.blocks = shape.num_tokens, .threads = kRowThreads}, stream, params);
+  });
+}
+
+}  // namespace megacore::cuda

@@ -1,0 +1,178 @@
+"""CUDA kernels of norms, rotation and router: the ``cuda=`` implementations of operations.
+
+As in :mod:`megacore.ops.token_kernels`: signatures and results of the references, no host sync,
+arguments checked by the caller.
+
+Shapes: as in :mod:`megacore.ops.dense` and :mod:`megacore.ops.routing`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops.cuda_module import cuda_kernels
+from megacore.ops.token_kernels import dtype_name, launch, pointer
+
+_ALIGNMENT = 16
+
+
+def takes_norm(x: Tensor, weight: Tensor, *args: Any) -> bool:
+    """Return whether the kernel supports a norm of ``x``."""
+    del args
+    limit: int = cuda_kernels().MAX_NORM_BYTES
+    num_bytes = x.shape[-1] * x.element_size()
+    return (
+        dtype_name(x) is not None
+        and weight.dtype == x.dtype
+        and weight.shape == x.shape[-1:]
+        and 0 < num_bytes <= limit
+        and num_bytes % _ALIGNMENT == 0
+    )
+
+
+def takes_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> bool:
+    """Return whether the kernel supports the gradients of a norm of ``x``."""
+    return grad.dtype == x.dtype and takes_norm(x, weight, *args)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalize rows; returns them and the factor of each."""
+    x, weight = _aligned(x), _aligned(weight)
+    y = torch.empty_like(x)
+    scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    launch(
+        "rms_norm",
+        x,
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        eps=eps,
+        y=y.data_ptr(),
+        scale=scale.data_ptr(),
+        rows=scale.numel(),
+        width=x.shape[-1],
+        dtype=dtype_name(x),
+    )
+    return y, scale
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, of_x: bool, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients that are asked for; the others are empty."""
+    grad, x, weight, scale = _aligned(grad), _aligned(x), _aligned(weight), scale.contiguous()
+    sizes = {"rows": scale.numel(), "width": x.shape[-1], "dtype": dtype_name(x)}
+    grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
+    grad_weight = weight.new_empty(weight.shape if of_weight else (0,))
+    partial_sums = None
+    if of_weight:
+        num_partial: int = cuda_kernels().norm_partial_rows(**sizes)
+        partial_sums = scale.new_empty(num_partial, x.shape[-1])
+    launch(
+        "rms_norm_backward",
+        x,
+        grad_y=grad.data_ptr(),
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        scale=scale.data_ptr(),
+        grad_x=pointer(grad_x if of_x else None),
+        grad_weight=pointer(grad_weight if of_weight else None),
+        partial_sums=pointer(partial_sums),
+        **sizes,
+    )
+    return grad_x, grad_weight
+
+
+def rotates(x: Tensor, head_dim: int) -> bool:
+    """Return whether the kernel rotates heads of this dtype and dimension."""
+    return dtype_name(x) is not None and head_dim % 2 == 0
+
+
+def split_and_rotate(
+    qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, backward: bool
+) -> None:
+    """Write ``q``, ``k`` and ``v`` from ``qkv``, or backwards ``qkv`` from the others."""
+    sequence, batch, groups, head_dim = k.shape
+    cos, sin = cos.contiguous(), sin.contiguous()
+    launch(
+        "split_and_rotate",
+        qkv,
+        qkv=qkv.data_ptr(),
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        num_tokens=sequence * batch,
+        batch=batch,
+        num_groups=groups,
+        q_per_kv=q.shape[2] // groups,
+        head_dim=head_dim,
+        num_rotated=2 * cos.shape[-1],
+        position_per_sample=cos.dim() == 3,
+        backward=backward,
+        dtype=dtype_name(qkv),
+    )
+
+
+def takes_route(num_experts: int, top_k: int, num_pools: int) -> bool:
+    """Return whether the kernel supports a router of these sizes."""
+    kernels = cuda_kernels()
+    limits: tuple[int, int] = kernels.MAX_ROUTER_EXPERTS, kernels.MAX_ROUTER_CHOICES
+    return num_experts <= limits[0] and top_k <= limits[1] and num_pools < 65536
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    keeps_ids: bool,
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+    rule: dict[str, Any],
+) -> None:
+    """Write weights, choices, counts and totals."""
+    probs, ids, counts, totals = results
+    num_partial: int = cuda_kernels().route_partial_rows(
+        num_tokens=rule["num_tokens"], num_pools=rule["num_pools"]
+    )
+    partial_sums = logits.new_empty(num_partial, 2 * counts.numel())
+    launch(
+        "route",
+        logits,
+        logits=logits.data_ptr(),
+        bias=pointer(bias),
+        keeps_ids=keeps_ids,
+        probs=probs.data_ptr(),
+        ids=ids.data_ptr(),
+        counts=counts.data_ptr(),
+        totals=totals.data_ptr(),
+        partial_sums=partial_sums.data_ptr(),
+        **rule,
+    )
+
+
+def route_backward(
+    grad_probs: Tensor,
+    grad_totals: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    grad_logits: Tensor,
+    rule: dict[str, Any],
+) -> None:
+    """Write the gradient of the logits."""
+    launch(
+        "route_backward",
+        logits,
+        grad_probs=grad_probs.data_ptr(),
+        grad_totals=grad_totals.data_ptr(),
+        logits=logits.data_ptr(),
+        ids=ids.data_ptr(),
+        grad_logits=grad_logits.data_ptr(),
+        **rule,
+    )
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()

@@ -1,0 +1,342 @@
+// The kernels of norms, rotation and router, run on the CPU thread by thread, against their twins.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <tuple>
+#include <vector>
+
+#include "megacore/base/low_precision.h"
+#include "megacore/cuda/dense.h"
+#include "megacore/cuda/router.h"
+#include "megacore/layers/dense.h"
+#include "megacore/moe/router.h"
+
+namespace megacore {
+namespace {
+
+using cuda::FloatType;
+
+float float_of_element(float value) { return value; }
+float float_of_element(uint16_t bits) { return base::float_of_bfloat16(bits); }
+
+// 16 bytes of them begin at a multiple of 16, as the kernels want.
+template <typename Float>
+class Array {
+ public:
+  explicit Array(int64_t numel, float value = std::numeric_limits<float>::quiet_NaN())
+      : numel_(numel), memory_(static_cast<size_t>(numel) + 16 / sizeof(Float)) {
+    for (int64_t i = 0; i < numel; ++i) {
+      set(i, value);
+    }
+  }
+  static Array normal(int64_t numel, unsigned seed, float width = 1.0F) {
+    Array array(numel);
+    std::mt19937 random(seed);
+    std::normal_distribution<float> distribution(0.0F, width);
+    for (int64_t i = 0; i < numel; ++i) {
+      array.set(i, distribution(random));
+    }
+    return array;
+  }
+  Float* data() {
+    void* start = memory_.data();
+    size_t space = memory_.size() * sizeof(Float);
+    return static_cast<Float*>(std::align(16, space - 16, start, space));
+  }
+  float at(int64_t i) { return float_of_element(data()[i]); }
+  void set(int64_t i, float value) {
+    if constexpr (sizeof(Float) == 4) {
+      data()[i] = value;
+    } else {
+      data()[i] = base::bfloat16_bits(value);
+    }
+  }
+  int64_t numel() const { return numel_; }
+
+ private:
+  int64_t numel_;
+  std::vector<Float> memory_;
+};
+
+template <typename Float>
+constexpr FloatType kElement = sizeof(Float) == 4 ? FloatType::kFloat32 : FloatType::kBfloat16;
+template <typename Float>
+constexpr float kRounding = sizeof(Float) == 4 ? 1e-5F : 8e-3F;
+
+template <typename Float>
+void expect_close(Array<Float>& found, Array<Float>& expected, float part) {
+  ASSERT_EQ(found.numel(), expected.numel());
+  for (int64_t i = 0; i < found.numel(); ++i) {
+    const float a = found.at(i), b = expected.at(i);
+    ASSERT_LE(std::fabs(a - b), part * (1.0F + std::fabs(b))) << "at " << i;
+  }
+}
+
+template <typename Float>
+void check_norm(int64_t rows, int64_t width) {
+  SCOPED_TRACE(testing::Message() << rows << " x " << width);
+  auto x = Array<Float>::normal(rows * width, 1, 3.0F);
+  auto weight = Array<Float>::normal(width, 2);
+  auto grad = Array<Float>::normal(rows * width, 3);
+  Array<Float> y(rows * width), expected_y = y;
+  Array<float> scale(rows), expected_scale = scale;
+  cuda::rms_norm({.type = kElement<Float>,
+                  .x = x.data(),
+                  .weight = weight.data(),
+                  .y = y.data(),
+                  .scale = scale.data(),
+                  .rows = rows,
+                  .width = width,
+                  .eps = 1e-3F},
+                 nullptr);
+  layers::rms_norm(x.data(), weight.data(), 1e-3F, expected_y.data(), expected_scale.data(), rows,
+                   width, 1);
+  expect_close(y, expected_y, kRounding<Float>);
+  expect_close(scale, expected_scale, 1e-6F);
+
+  Array<Float> expected_x(rows * width);
+  Array<float> expected_weight(width);
+  layers::rms_norm_backward(grad.data(), x.data(), weight.data(), scale.data(), expected_x.data(),
+                            expected_weight.data(), rows, width, 1);
+  for (const auto& [of_x, of_weight] : {std::pair{true, true}, {true, false}, {false, true}}) {
+    Array<Float> grad_x(rows * width), grad_weight(width);
+    Array<float> sums(cuda::norm_partial_rows(kElement<Float>, rows, width) * width);
+    cuda::rms_norm_backward({.type = kElement<Float>,
+                             .grad_y = grad.data(),
+                             .x = x.data(),
+                             .weight = weight.data(),
+                             .scale = scale.data(),
+                             .grad_x = of_x ? grad_x.data() : nullptr,
+                             .grad_weight = of_weight ? grad_weight.data() : nullptr,
+                             .partial_sums = of_weight ? sums.data() : nullptr,
+                             .rows = rows,
+                             .width = width},
+                            nullptr);
+    if (of_x) {
+      expect_close(grad_x, expected_x, 2 * kRounding<Float>);
+    }
+    for (int64_t i = 0; of_weight && i < width; ++i) {
+      const float a = grad_weight.at(i), b = expected_weight.at(i);
+      ASSERT_LE(std::fabs(a - b), kRounding<Float> * (1.0F + std::fabs(b))) << i;
+    }
+  }
+}
+
+// Rows of a warp and of a block, with one pack per thread and several, more rows than groups.
+TEST(Norm, AndItsGradientsAgreeWithTheCpu) {
+  for (const auto& [rows, width] : {std::pair{21, 64}, {19, 136}, {3, 1032}, {5, 2304}}) {
+    check_norm<float>(rows, width);
+    check_norm<uint16_t>(rows, width);
+  }
+  check_norm<float>(3, 8192);
+  check_norm<uint16_t>(2, 16384);
+}
+
+TEST(Norm, TakesNoRows) {
+  Array<float> weight(8, 1.0F), grad_weight(8),
+      sums(8 * cuda::norm_partial_rows(FloatType::kFloat32, 0, 8));
+  cuda::rms_norm({.weight = weight.data(), .rows = 0, .width = 8}, nullptr);
+  cuda::rms_norm_backward({.weight = weight.data(),
+                           .grad_weight = grad_weight.data(),
+                           .partial_sums = sums.data(),
+                           .rows = 0,
+                           .width = 8},
+                          nullptr);
+  for (int64_t i = 0; i < 8; ++i) {
+    EXPECT_EQ(grad_weight.at(i), 0.0F);
+  }
+}
+
+TEST(Norm, RefusesRowsThatItsRegistersDoNotHold) {
+  EXPECT_THROW(cuda::rms_norm({.rows = 1, .width = 8196}, nullptr), std::invalid_argument);
+  EXPECT_THROW(cuda::rms_norm({.rows = 1, .width = 6}, nullptr), std::invalid_argument);
+}
+
+struct Heads {
+  int64_t sequence, batch, groups, q_per_kv, head_dim, num_rotated;
+  bool position_per_sample;
+  int64_t skew = 0;  // elements before the first: no 16-byte boundary
+};
+
+template <typename Float>
+void check_rotation(const Heads& h) {
+  const layers::HeadShape shape = {.num_tokens = h.sequence * h.batch,
+                                   .batch = h.batch,
+                                   .num_groups = h.groups,
+                                   .q_per_kv = h.q_per_kv,
+                                   .head_dim = h.head_dim,
+                                   .num_rotated = h.num_rotated,
+                                   .position_per_sample = h.position_per_sample};
+  const int64_t keys = shape.num_tokens * h.groups * h.head_dim;
+  const int64_t positions = h.position_per_sample ? shape.num_tokens : h.sequence;
+  auto cos = Array<float>::normal(positions * h.num_rotated / 2, 4);
+  auto sin = Array<float>::normal(positions * h.num_rotated / 2, 5);
+  for (const bool backward : {false, true}) {
+    // What is read has numbers, what is written has NaN.
+    std::vector<Array<Float>> found;
+    for (const int64_t numel : {keys * (h.q_per_kv + 2), keys * h.q_per_kv, keys, keys}) {
+      const bool is_read = found.empty() != backward;
+      const auto seed = static_cast<unsigned>(6 + found.size());
+      found.push_back(is_read ? Array<Float>::normal(numel + h.skew, seed)
+                              : Array<Float>(numel + h.skew));
+    }
+    std::vector<Array<Float>> expected = found;
+    const auto start = [&](Array<Float>& array) { return array.data() + h.skew; };
+    cuda::split_and_rotate({.type = kElement<Float>,
+                            .qkv = start(found[0]),
+                            .q = start(found[1]),
+                            .k = start(found[2]),
+                            .v = start(found[3]),
+                            .cos = cos.data(),
+                            .sin = sin.data(),
+                            .shape = shape,
+                            .backward = backward},
+                           nullptr);
+    layers::split_and_rotate(start(expected[0]), start(expected[1]), start(expected[2]),
+                             start(expected[3]), cos.data(), sin.data(), shape, backward, 1);
+    for (size_t part = 0; part < found.size(); ++part) {
+      for (int64_t i = h.skew; i < found[part].numel(); ++i) {
+        const float a = found[part].at(i), b = expected[part].at(i);
+        ASSERT_LE(std::fabs(a - b), kRounding<Float> * (1.0F + std::fabs(b))) << part << ' ' << i;
+      }
+    }
+  }
+}
+
+TEST(Rotation, AndItsInverseAgreeWithTheCpu) {
+  for (const Heads& heads : {Heads{3, 2, 2, 2, 32, 32, false}, Heads{2, 3, 1, 3, 64, 32, true},
+                             Heads{3, 1, 2, 1, 6, 4, false}, Heads{2, 2, 1, 1, 32, 0, false},
+                             Heads{2, 1, 1, 2, 48, 48, false, 1}}) {
+    SCOPED_TRACE(testing::Message() << heads.head_dim << ", rotated " << heads.num_rotated);
+    check_rotation<float>(heads);
+    check_rotation<uint16_t>(heads);
+  }
+}
+
+TEST(Rotation, RefusesOddHeads) {
+  const layers::HeadShape shape = {.num_tokens = 1,
+                                   .batch = 1,
+                                   .num_groups = 1,
+                                   .q_per_kv = 1,
+                                   .head_dim = 5,
+                                   .num_rotated = 2,
+                                   .position_per_sample = false};
+  EXPECT_THROW(cuda::split_and_rotate({.shape = shape}, nullptr), std::invalid_argument);
+}
+
+struct RouterSums {
+  Array<float> probs, counts, totals;
+  std::vector<int64_t> ids;
+  explicit RouterSums(const moe::RouterRule& rule)
+      : probs(rule.num_tokens * rule.top_k),
+        counts(rule.num_pools * rule.num_experts),
+        totals(rule.num_pools * rule.num_experts),
+        ids(static_cast<size_t>(rule.num_tokens * rule.top_k), -1) {}
+  moe::Routed pointers() { return {probs.data(), ids.data(), counts.data(), totals.data()}; }
+};
+
+void check_router(const moe::RouterRule& rule, bool has_bias, bool keeps_ids) {
+  auto logits = Array<float>::normal(rule.num_tokens * rule.num_experts, 11, 2.0F);
+  auto bias = Array<float>::normal(rule.num_experts, 12, 0.1F);
+  const float* added = has_bias ? bias.data() : nullptr;
+  RouterSums found(rule), expected(rule);
+  Array<float> partial(cuda::route_partial_rows(rule) * 2 * rule.num_pools * rule.num_experts);
+  if (keeps_ids) {  // any choices, also twice the same
+    for (size_t i = 0; i < found.ids.size(); ++i) {
+      found.ids[i] = expected.ids[i] = static_cast<int64_t>(i * 7) % rule.num_experts;
+    }
+  }
+  cuda::route({.logits = logits.data(),
+               .bias = added,
+               .keeps_ids = keeps_ids,
+               .rule = rule,
+               .routed = found.pointers(),
+               .partial_sums = partial.data()},
+              nullptr);
+  moe::route(logits.data(), added, keeps_ids, rule, expected.pointers(), 1);
+  EXPECT_EQ(found.ids, expected.ids);
+  expect_close(found.probs, expected.probs, 1e-5F);
+  expect_close(found.counts, expected.counts, 0.0F);
+  expect_close(found.totals, expected.totals, 1e-5F);
+
+  auto grad_probs = Array<float>::normal(rule.num_tokens * rule.top_k, 13);
+  auto grad_totals = Array<float>::normal(rule.num_pools * rule.num_experts, 14);
+  Array<float> grad(logits.numel()), expected_grad = grad;
+  cuda::route_backward({.grad_probs = grad_probs.data(),
+                        .grad_totals = grad_totals.data(),
+                        .logits = logits.data(),
+                        .ids = expected.ids.data(),
+                        .grad_logits = grad.data(),
+                        .rule = rule},
+                       nullptr);
+  moe::route_backward(grad_probs.data(), grad_totals.data(), logits.data(), expected.ids.data(),
+                      expected_grad.data(), rule, 1);
+  expect_close(grad, expected_grad, 1e-5F);
+}
+
+TEST(Router, AndItsGradientAgreeWithTheCpu) {
+  for (const auto& [is_sigmoid, after, normalize] :
+       {std::tuple{false, false, true}, std::tuple{false, false, false},
+        std::tuple{true, false, true}, std::tuple{false, true, false}}) {
+    for (const auto& [tokens, experts, k, pools] :
+         {std::tuple{81, 8, 2, 1}, std::tuple{20, 70, 6, 2}, std::tuple{4, 1, 1, 4}}) {
+      SCOPED_TRACE(testing::Message()
+                   << experts << " experts, " << is_sigmoid << after << normalize);
+      const moe::RouterRule rule = {.num_tokens = tokens,
+                                    .num_experts = experts,
+                                    .top_k = k,
+                                    .num_pools = pools,
+                                    .is_sigmoid = is_sigmoid,
+                                    .softmax_after_top_k = after,
+                                    .normalize = normalize,
+                                    .scaling = 2.5F};
+      check_router(rule, is_sigmoid, false);
+      check_router(rule, false, true);
+    }
+  }
+  check_router({.num_tokens = 3,
+                .num_experts = 1000,
+                .top_k = 32,
+                .num_pools = 1,
+                .is_sigmoid = false,
+                .softmax_after_top_k = false,
+                .normalize = true,
+                .scaling = 1.0F},
+               false, false);
+}
+
+TEST(Router, HasSumsWithoutTokens) {
+  const moe::RouterRule rule = {.num_tokens = 0,
+                                .num_experts = 4,
+                                .top_k = 2,
+                                .num_pools = 1,
+                                .is_sigmoid = false,
+                                .softmax_after_top_k = false,
+                                .normalize = true,
+                                .scaling = 1.0F};
+  check_router(rule, false, false);
+}
+
+TEST(Router, RefusesMoreThanItsLanesHold) {
+  moe::RouterRule rule = {.num_tokens = 1,
+                          .num_experts = 1025,
+                          .top_k = 2,
+                          .num_pools = 1,
+                          .is_sigmoid = false,
+                          .softmax_after_top_k = false,
+                          .normalize = true,
+                          .scaling = 1.0F};
+  EXPECT_THROW(cuda::route({.rule = rule}, nullptr), std::invalid_argument);
+  rule.num_experts = 64;
+  rule.top_k = 33;
+  EXPECT_THROW(cuda::route({.rule = rule}, nullptr), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace megacore
