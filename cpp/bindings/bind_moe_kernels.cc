@@ -5,6 +5,7 @@
 
 #include "bindings.h"
 #include "megacore/moe/activations.h"
+#include "megacore/moe/echo_counts.h"
 #include "megacore/moe/grouped_gemm.h"
 #include "megacore/moe/permutation.h"
 #include "megacore/moe/reroute.h"
@@ -76,6 +77,36 @@ void bind_choices(py::module_& module) {
       },
       py::kw_only(), py::arg("scores"), py::arg("rows"), py::arg("columns"), py::arg("k"),
       py::arg("chosen"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_echo_counts(py::module_& module) {
+  module.def(
+      "count_plan",
+      [](uintptr_t sums, uintptr_t slot_expert, uintptr_t rerouted, uintptr_t load_before,
+         uintptr_t summary, uintptr_t elapsed_ns, uintptr_t copies_of_place, uintptr_t copies,
+         int64_t num_ranks, int64_t num_experts, int64_t num_slots) {
+        moe::count_plan(
+            {.num_ranks = num_ranks, .num_experts = num_experts, .num_slots = num_slots},
+            {.load_before = pointer<const int64_t>(load_before),
+             .rerouted = pointer<const int64_t>(rerouted),
+             .summary = pointer<const int64_t>(summary),
+             .elapsed_ns = pointer<const int64_t>(elapsed_ns)},
+            pointer<const int64_t>(slot_expert), pointer<const int64_t>(copies_of_place),
+            pointer<int64_t>(copies), pointer<double>(sums));
+      },
+      py::kw_only(), py::arg("sums"), py::arg("slot_expert"), py::arg("rerouted"),
+      py::arg("load_before"), py::arg("summary"), py::arg("elapsed_ns"), py::arg("copies_of_place"),
+      py::arg("copies"), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_slots"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "count_held",
+      [](uintptr_t sums, uintptr_t slot_expert, int64_t numel, int64_t first, int64_t end,
+         int64_t num_bytes) {
+        moe::count_held(pointer<const int64_t>(slot_expert), numel, first, end, num_bytes,
+                        pointer<double>(sums));
+      },
+      py::kw_only(), py::arg("sums"), py::arg("slot_expert"), py::arg("numel"), py::arg("first"),
+      py::arg("end"), py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_reroute(py::module_& module) {
@@ -200,6 +231,7 @@ void bind_activations(py::module_& module) {
 void bind_moe_kernels(py::module_& module) {
   bind_grouped_gemm(module);
   bind_choices(module);
+  bind_echo_counts(module);
   bind_reroute(module);
   bind_rows(module);
   bind_activations(module);

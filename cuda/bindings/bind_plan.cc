@@ -2,6 +2,7 @@
 #include <string>
 
 #include "bindings.h"
+#include "megacore/cuda/echo_counts.h"
 #include "megacore/cuda/plan_offload.h"
 #include "megacore/cuda/reroute.h"
 
@@ -9,7 +10,44 @@ namespace py = pybind11;
 
 namespace megacore::bindings {
 
+namespace {
+
+void bind_echo_counts(py::module_& module) {
+  module.def(
+      "count_plan",
+      [](uintptr_t sums, uintptr_t slot_expert, uintptr_t rerouted, uintptr_t load_before,
+         uintptr_t summary, uintptr_t elapsed_ns, uintptr_t copies_of_place, uintptr_t copies,
+         int64_t num_ranks, int64_t num_experts, int64_t num_slots, uintptr_t stream) {
+        cuda::count_plan(
+            {.num_ranks = num_ranks, .num_experts = num_experts, .num_slots = num_slots},
+            {.load_before = device_pointer<const int64_t>(load_before),
+             .rerouted = device_pointer<const int64_t>(rerouted),
+             .summary = device_pointer<const int64_t>(summary),
+             .elapsed_ns = device_pointer<const int64_t>(elapsed_ns)},
+            device_pointer<const int64_t>(slot_expert),
+            device_pointer<const int64_t>(copies_of_place), device_pointer<int64_t>(copies),
+            device_pointer<double>(sums), stream_handle(stream));
+      },
+      py::kw_only(), py::arg("sums"), py::arg("slot_expert"), py::arg("rerouted"),
+      py::arg("load_before"), py::arg("summary"), py::arg("elapsed_ns"), py::arg("copies_of_place"),
+      py::arg("copies"), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_slots"),
+      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "count_held",
+      [](uintptr_t sums, uintptr_t slot_expert, int64_t numel, int64_t first, int64_t end,
+         int64_t num_bytes, uintptr_t stream) {
+        cuda::count_held(device_pointer<const int64_t>(slot_expert), numel, first, end, num_bytes,
+                         device_pointer<double>(sums), stream_handle(stream));
+      },
+      py::kw_only(), py::arg("sums"), py::arg("slot_expert"), py::arg("numel"), py::arg("first"),
+      py::arg("end"), py::arg("num_bytes"), py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
 void bind_plan(py::module_& module) {
+  bind_echo_counts(module);
   module.def(
       "plan_offload",
       [](uintptr_t counts, int64_t num_ranks, int64_t num_experts, int64_t num_spare_slots,

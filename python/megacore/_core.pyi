@@ -839,6 +839,29 @@ class CloneExchange:
         self, *, projection: int, dtype: HostDtype, total: int, table: CloneTable
     ) -> None: ...
 
+def count_plan(
+    *,
+    sums: int,
+    slot_expert: int,
+    rerouted: int,
+    load_before: int,
+    summary: int,
+    elapsed_ns: int,
+    copies_of_place: int,
+    copies: int,
+    num_ranks: int,
+    num_experts: int,
+    num_slots: int,
+) -> None: ...
+def count_held(
+    *,
+    sums: int,
+    slot_expert: int,
+    numel: int,
+    first: int,
+    end: int,
+    num_bytes: int,
+) -> None: ...
 def reroute_copies(
     *,
     expert_of: int,

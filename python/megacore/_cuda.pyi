@@ -278,6 +278,31 @@ def plan_offload(
     elapsed_ns: int,
     stream: int,
 ) -> None: ...
+def count_plan(
+    *,
+    sums: int,
+    slot_expert: int,
+    rerouted: int,
+    load_before: int,
+    summary: int,
+    elapsed_ns: int,
+    copies_of_place: int,
+    copies: int,
+    num_ranks: int,
+    num_experts: int,
+    num_slots: int,
+    stream: int,
+) -> None: ...
+def count_held(
+    *,
+    sums: int,
+    slot_expert: int,
+    numel: int,
+    first: int,
+    end: int,
+    num_bytes: int,
+    stream: int,
+) -> None: ...
 def reroute(
     *,
     expert_of: int,

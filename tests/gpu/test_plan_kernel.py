@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megacore.moe import plan_offload, plan_offload_on_device
 from megacore.ops import has_cuda_kernels
+from megacore.ops.echo_counts import count_held_, count_plan_
 from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
+from tests.unit.ops.test_echo_counts import random_plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,3 +103,15 @@ def test_a_problem_too_large_for_the_kernel_is_an_error() -> None:
     counts = torch.ones(512, 2048, dtype=torch.int64, device="cuda")
     with pytest.raises(ValueError, match="plan on the CPU"):
         plan_offload_on_device(counts, num_spare_slots=64)
+
+
+def test_counters_are_those_of_the_cpu() -> None:
+    plan = random_plan(8, 16, 3)
+    on_host = torch.zeros(8, dtype=torch.float64)
+    on_device = on_host.cuda()
+    expected = count_plan_(on_host, *plan, 128)
+    found = count_plan_(on_device, *(part.cuda() for part in plan), 128)
+    count_held_(on_host, plan[0], 5, 40, 1000)
+    count_held_(on_device, plan[0].cuda(), 5, 40, 1000)
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(on_device.cpu(), on_host)

@@ -206,13 +206,15 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def _count(self, plan: DispatchPlan, routing: RoutingResult) -> None:
-        # An augmented assignment would register the buffer anew.
-        self.tokens_per_expert.add_(plan.tokens_per_expert)
-        self.num_dropped.add_(plan.num_dropped)
-        self.num_over_budget.add_(plan.num_over_budget)
-        for index, loss in enumerate((routing.aux_loss, routing.z_loss)):
-            if loss is not None:
-                self.losses[index].add_(loss)
+        found = plan.tokens_per_expert, plan.num_dropped, plan.num_over_budget
+        torch._foreach_add_([self.tokens_per_expert, self.num_dropped, self.num_over_budget], found)
+        losses = [
+            (self.losses[index], loss)
+            for index, loss in enumerate((routing.aux_loss, routing.z_loss))
+            if loss is not None
+        ]
+        if losses:
+            torch._foreach_add_(*zip(*losses, strict=True))
 
 
 def _without_gradient(plan: DispatchPlan) -> DispatchPlan:

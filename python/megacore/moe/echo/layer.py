@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from megacore.moe.echo.memory_exchange import MemoryClones
 from megacore.moe.echo.message_exchange import CloneRoutes, MessageClones, SlotBuffers
 from megacore.moe.echo.reroute import SourceRow, reroute
 from megacore.moe.experts import GroupedExperts
+from megacore.ops.echo_counts import BYTES_SENT, count_held_, count_plan_
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
@@ -188,6 +190,7 @@ class Echo:
         self.places = placement.with_slots(config.num_spare_slots)
         self.config = config
         self.sums = torch.zeros(len(fields(EchoCounts)), dtype=torch.float64, device=device)
+        self._no_copies = torch.zeros(placement.num_experts, dtype=torch.int64, device=device)
         self._ep = ep
         self.slots = slots
         self._capacity = capacity
@@ -203,13 +206,20 @@ class Echo:
         offload, wanted, kept = self._choose(routing)
         plan = dispatcher.preprocess(kept)
         values = {each.name: getattr(plan, each.name) for each in fields(plan)}
-        expert_of_place = self._expert_of_place(offload)
-        # Losses and metrics are per expert, not per place; the last entry is for unused slots.
-        counts = wanted.new_zeros(offload.num_experts + 1)
-        counts.scatter_add_(0, expert_of_place, plan.tokens_per_expert)
-        values["tokens_per_expert"] = counts[:-1]
-        no_room = (wanted >= 0).sum() - (kept.expert_ids >= 0).sum()
-        values["num_over_budget"] = plan.num_over_budget + no_room
+        # Losses and metrics are per expert, not per place.
+        values["tokens_per_expert"] = count_plan_(
+            self.sums,
+            offload.slot_expert,
+            offload.rerouted,
+            offload.load_before,
+            offload.summary,
+            offload.elapsed_ns,
+            plan.tokens_per_expert,
+            offload.num_experts,
+        )
+        if kept.expert_ids is not wanted:
+            no_room = (wanted >= 0).sum() - (kept.expert_ids >= 0).sum()
+            values["num_over_budget"] = plan.num_over_budget + no_room
         return EchoPlan(**values, offload=offload)
 
     def clones(self, experts: GroupedExperts, plan: EchoPlan) -> CloneExchange:
@@ -228,7 +238,7 @@ class Echo:
                     plan.offload,
                     fc1=experts.fc1,
                     fc2=experts.fc2,
-                    on_sent=self._count_bytes,
+                    on_sent=partial(count_held_, self.sums),
                 )
         return MessageClones(
             self.slots,
@@ -269,45 +279,46 @@ class Echo:
         if self._capacity is not None:
             ids_Tk = self._capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
         counts_GE = self._gather(sort_by_expert(ids_Tk, placement.num_experts)[1])
-        members = constant(placement.members, ids_Tk.device)
+        counts_RE, total, first = self._counts_of_parts(counts_GE)
         plan = plan_offload_on_device(
-            counts_GE[members].sum(1),
+            counts_RE,
             num_spare_slots=self.config.num_spare_slots,
             planner=self.config.planner,
             tolerance=self.config.tolerance,
             min_imbalance=self.config.min_imbalance,
             domain_size=self.config.domain_size,
         )
-        self._count(plan)
-        me = placement.ep_position
-        mine = placement.members[me]
-        earlier = constant(mine[: mine.index(placement.group.position)], ids_Tk.device)
         row = SourceRow(
-            total=counts_GE[members[me]].sum(0),
-            first=counts_GE[earlier].sum(0),
+            total=total,
+            first=first,
             slot_expert=plan.slot_expert,
-            tokens=plan.rerouted[me],
+            tokens=plan.rerouted[placement.ep_position],
         )
         place_ids, probs = reroute(ids_Tk, routing.probs, row)
         return plan, place_ids, Rerouted(probs=probs, expert_ids=self._fit(place_ids))
 
-    def _count(self, plan: DevicePlan) -> None:
-        """Add a plan to the sums, in the order of the attributes of `EchoCounts`."""
-        total = plan.load_before.sum()
-        values = (
-            torch.ones_like(total),
-            plan.load_before.max(),
-            plan.summary[0],
-            total / plan.load_before.numel(),
-            plan.summary[1],
-            plan.rerouted.sum(),
-            torch.zeros_like(total),
-            plan.elapsed_ns[0] / 1e3,
-        )
-        self.sums += torch.stack([value.double() for value in values])
+    def _counts_of_parts(self, counts_GE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum counts over the members of each part of the experts.
 
-    def _count_bytes(self, num_bytes: int | Tensor) -> None:
-        self.sums[_BYTES_SENT] += num_bytes
+        Returns:
+            Counts of all parts ``(R, E)``, of this part ``(E,)``, and of its members before this
+            one ``(E,)``.
+        """
+        placement, device = self.placement, counts_GE.device
+        me, position = placement.ep_position, placement.group.position
+        if placement.members == tuple((part,) for part in range(placement.ep_size)):
+            return counts_GE, counts_GE[me], self._no_copies
+        members = constant(placement.members, device)
+        mine = placement.members[me]
+        earlier = constant(mine[: mine.index(position)], device)
+        return (
+            counts_GE[members].sum(1),
+            counts_GE[members[me]].sum(0),
+            counts_GE[earlier].sum(0),
+        )
+
+    def _count_bytes(self, num_bytes: int) -> None:
+        self.sums[BYTES_SENT] += num_bytes
 
     def _gather(self, counts: Tensor) -> Tensor:
         """Gather the counts of all members, ``(G, number)``."""
@@ -345,13 +356,3 @@ class Echo:
             and self.config.num_spare_slots >= local
             and budget.factor >= guaranteed
         )
-
-    def _expert_of_place(self, plan: DevicePlan) -> Tensor:
-        num_ranks, local = self.placement.ep_size, self.placement.num_local
-        device = plan.slot_expert.device
-        home = constant(tuple(range(plan.num_experts)), device).view(num_ranks, local)
-        slots = torch.where(plan.slot_expert < 0, plan.num_experts, plan.slot_expert)
-        return torch.cat([home, slots], dim=1).flatten()
-
-
-_BYTES_SENT = [each.name for each in fields(EchoCounts)].index("bytes_sent")

@@ -23,7 +23,8 @@ class MemoryClones(CloneExchange):
         plan: The clones, on the device.
         fc1: Weights of the home experts, ``(L, ..., K)``.
         fc2: Weights of the home experts, ``(L, ..., K)``.
-        on_sent: Callback with the bytes that this rank sends, an int64 scalar on the device.
+        on_sent: Callback for what this rank sends: slots of clones, the first expert and the end of
+            a range of experts, and the bytes of each slot that holds one of them.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class MemoryClones(CloneExchange):
         *,
         fc1: nn.Parameter,
         fc2: nn.Parameter,
-        on_sent: Callable[[Tensor], None],
+        on_sent: Callable[[Tensor, int, int, int], None],
     ) -> None:
         super().__init__(fc1=fc1, fc2=fc2)
         self._sets, self._plan = sets, plan
@@ -48,9 +49,9 @@ class MemoryClones(CloneExchange):
         for projection in order:
             self._filled.push(projection, weights[projection], self._plan)
         first = self._sets[0].group.position * weights[FC1].shape[0]
-        held = self._plan.slot_expert
-        is_mine = (held >= first) & (held < first + weights[FC1].shape[0])
-        self._on_sent(is_mine.sum() * sum(bytes_of_expert(each) for each in weights.values()))
+        end = first + weights[FC1].shape[0]
+        num_bytes = sum(bytes_of_expert(each) for each in weights.values())
+        self._on_sent(self._plan.slot_expert, first, end, num_bytes)
 
     def multiply(
         self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
@@ -76,7 +77,7 @@ class MemoryClones(CloneExchange):
         part_weight_grad_(grad, rows, m_splits[num_local:], m_splits[:num_local].sum(), grads)
         self._sets[0].offer_grads(projection, self._plan)
         held = self._plan.slot_expert[self._sets[0].group.position]
-        self._on_sent((held >= 0).sum() * bytes_of_expert(grads))
+        self._on_sent(held, 0, self._plan.num_experts, bytes_of_expert(grads))
 
     def finish_weight_grads(self, projection: int, total: Tensor) -> None:
         """Pull now, because peers cannot reuse their buffers before. See `CloneExchange`."""

@@ -1,0 +1,87 @@
+// What a layer with clones counts: tokens of each expert, wherever they went, and sums over plans.
+// Shared by the CPU and by a CUDA kernel.
+
+#pragma once
+
+#include <cstdint>
+
+#include "megacore/base/host_device.h"
+
+namespace megacore::moe {
+
+struct EchoPlaces {
+  int64_t num_ranks = 1;
+  int64_t num_experts = 0;
+  int64_t num_slots = 0;  // spare slots of a rank
+};
+
+// Copies for `expert`, of those for each place: its home, and the slots that hold it. Places are
+// those of rank 0, home experts before slots, then those of rank 1, and so on.
+MC_HOST_DEVICE int64_t copies_of_expert(const EchoPlaces& places,
+                                        const int64_t* slot_expert,
+                                        const int64_t* copies_of_place,
+                                        int64_t expert) {
+  const int64_t local = places.num_experts / places.num_ranks;
+  const int64_t stride = local + places.num_slots;
+  int64_t copies = copies_of_place[expert / local * stride + expert % local];
+  for (int64_t slot = 0; slot < places.num_ranks * places.num_slots; ++slot) {
+    if (slot_expert[slot] == expert) {
+      copies += copies_of_place[slot / places.num_slots * stride + local + slot % places.num_slots];
+    }
+  }
+  return copies;
+}
+
+// A plan, as the planner on the device describes it.
+struct EchoReport {
+  const int64_t* load_before = nullptr;  // (num_ranks)
+  const int64_t* rerouted = nullptr;     // (num_ranks, num_ranks, num_slots)
+  const int64_t* summary = nullptr;      // highest load, number of clones, ...
+  const int64_t* elapsed_ns = nullptr;   // (1)
+};
+
+// Sums over plans, as EchoCounts in Python has them.
+enum EchoSum : int {
+  kNumPlans,
+  kHighestBefore,
+  kHighestAfter,
+  kMeanLoad,
+  kNumClones,
+  kNumMoved,
+  kBytesSent,
+  kPlanUs,
+  kNumEchoSums,
+};
+
+MC_HOST_DEVICE void add_report(const EchoPlaces& places,
+                               const EchoReport& report,
+                               int64_t highest,
+                               int64_t total,
+                               int64_t moved,
+                               double* sums) {
+  sums[kNumPlans] += 1.0;
+  sums[kHighestBefore] += static_cast<double>(highest);
+  sums[kHighestAfter] += static_cast<double>(report.summary[0]);
+  sums[kMeanLoad] += static_cast<double>(total) / static_cast<double>(places.num_ranks);
+  sums[kNumClones] += static_cast<double>(report.summary[1]);
+  sums[kNumMoved] += static_cast<double>(moved);
+  sums[kPlanUs] += static_cast<double>(*report.elapsed_ns) / 1e3;
+}
+
+// Writes copies_of_expert (num_experts) and adds the plan to the sums (kNumEchoSums).
+void count_plan(const EchoPlaces& places,
+                const EchoReport& report,
+                const int64_t* slot_expert,
+                const int64_t* copies_of_place,
+                int64_t* copies,
+                double* sums);
+
+// Adds `bytes` for each of `numel` slots whose expert is in [first, end) to the bytes sent.
+void count_held(const int64_t* slot_expert,
+                int64_t numel,
+                int64_t first,
+                int64_t end,
+                int64_t bytes,
+                double* sums);
+
+}  // namespace megacore::moe
