@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megacore.checkpoint import (
+    StoredWeights,
     TrainState,
     load_checkpoint,
     load_full_weights,
@@ -133,8 +134,18 @@ def test_any_layout_reads_what_any_layout_wrote(
     config, weights = load_full_weights(path)
     assert config == CONFIG
     assert set(weights) == {info.name for info in infos}
-    for info in infos:
-        assert torch.equal(weights[info.name], full_values(info, "main_param"))
+    with StoredWeights(path, verified=False) as stored:
+        for info in infos:
+            values = full_values(info, "main_param")
+            assert torch.equal(weights[info.name], values)
+            is_split_inside = source[0] > 1 and info.tp_dim not in (None, 0)
+            assert stored.has_ranges(info.name) or is_split_inside or source[1] > 1
+            if stored.has_ranges(info.name):
+                start = seed % values.numel()
+                part = torch.empty((values.numel() - start + 1) // 2)
+                stored.read_range(info.name, start, part)
+                assert torch.equal(part, values.view(-1)[start : start + part.numel()])
+        stored.verify()
 
 
 @given(

@@ -15,7 +15,7 @@ from megacore.files import read_ahead
 from megacore.models.hf.families import FAMILIES
 from megacore.models.hf.files import TensorSpec
 from megacore.models.hf.import_hf import copies_of, describe_params
-from megacore.models.hf.rows import Run, rows_of, runs_of
+from megacore.models.hf.rows import Row, Run, rows_of, runs_of
 from megacore.models.shape import GPTShape
 from megacore.parallel.params import ParamInfo
 
@@ -86,10 +86,13 @@ class HFTensors:
             if source.has_ranges(info.name):
                 runs = runs_of(row.transform, info.full_shape, self._shape)
             if runs is None:
-                whole = source.read_param(info.name)
-                yield from (iter([part]) for part in row.transform.split(whole, self._shape))
+                # The parameter is freed before the next one is read.
+                yield from self._transformed(row, source.read_param(info.name))
             else:
                 yield from (_blocks(source, info.name, theirs) for theirs in runs)
+
+    def _transformed(self, row: Row, whole: Tensor) -> Iterator[Iterator[Tensor]]:
+        yield from (iter([part]) for part in row.transform.split(whole, self._shape))
 
     def _params(self) -> Iterator[ParamInfo]:
         """Yield the parameter behind each group of `specs`; those that are copied twice."""
