@@ -45,7 +45,7 @@ class ImportedRun:
         config_path: Configuration file for further training.
         checkpoint: The checkpoint's folder.
         config: The settings, resolved for one process.
-        num_params: Parameters of the model.
+        num_params: Parameters of the model, without padding.
     """
 
     config_path: Path
@@ -110,7 +110,7 @@ def import_checkpoint(
         config_path=out / CONFIG_NAME,
         checkpoint=checkpoint,
         config=config,
-        num_params=sum(piece.end for piece in pieces),
+        num_params=weights.num_params(),
     )
 
 

@@ -119,6 +119,14 @@ class HFWeights:
         """Descriptions of all parameters of the model by name, including checkpointed buffers."""
         return self._infos
 
+    def num_params(self) -> int:
+        """Count the parameters and checkpointed buffers, without padding of the vocabulary."""
+        total = 0
+        for name, (row, _) in self._rows.items():
+            whole = torch.empty(self._infos[name].full_shape, device="meta")
+            total += sum(part.numel() for part in row.transform.split(whole, self._shape))
+        return total
+
     def __getitem__(self, name: str) -> Tensor:
         """Return a whole parameter; see `part`."""
         return self.part(name, ShardPosition())
