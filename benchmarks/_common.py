@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import json
 import multiprocessing
@@ -73,6 +74,17 @@ def write_json(path: str | Path | None, results: Any, machine: Mapping[str, Any]
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"machine": machine, "results": results}, indent=2))
+
+
+def keep_memory() -> None:
+    """Let the allocator keep freed memory, where it is glibc's.
+
+    Contestants in one process would else pay for fresh pages by who freed what before them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
 
 
 def take_turns(

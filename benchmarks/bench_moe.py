@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked ranks need it, before to
 import torch
 from torch import Tensor, nn
 
-from _common import header, on_gloo_ranks, options
+from _common import header, keep_memory, on_gloo_ranks, options
 from megacore.config import Config, MoEConfig, load_config, resolve
 from megacore.moe import AllToAllDispatcher, GroupedExperts, MoELayer, TopKRouter
 from megacore.moe.dispatchers import (
@@ -228,9 +228,13 @@ class LayerSize:
 
 
 LAYERS = (
-    LayerSize(family="Mixtral", tokens=64, hidden=256, width=512, experts=8, top_k=2),
-    LayerSize(family="Mixtral", tokens=1024, hidden=256, width=512, experts=8, top_k=2),
-    LayerSize(family="Mixtral", tokens=512, hidden=512, width=1024, experts=8, top_k=2),
+    *(
+        LayerSize(
+            family="Mixtral", tokens=tokens, hidden=hidden, width=2 * hidden, experts=8, top_k=2
+        )
+        for hidden in (32, 96, 256, 512)
+        for tokens in (64, 512, 2048)
+    ),
     LayerSize(family="Qwen3Moe", tokens=512, hidden=256, width=96, experts=64, top_k=8),
     LayerSize(family="Qwen3Moe", tokens=2048, hidden=256, width=96, experts=64, top_k=8),
 )
@@ -468,6 +472,7 @@ def main() -> None:
         bench_exchanges(arguments)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
+    keep_memory()
     for dtype in (torch.float32, torch.bfloat16):
         if "layer" in wanted:
             bench_layers(arguments, dtype)

@@ -255,7 +255,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         grad_x = _input_grad(grad, w, m_splits, ctx.clear_padding)
     if ctx.needs_input_grad[1]:
-        if ctx.main_grad is None:
+        if ctx.main_grad is None and not w.is_cuda and _torch_has_loop(x, w):
+            grad_w = torch._grouped_mm(grad.t(), x, offs=m_splits.cumsum(0, dtype=torch.int32))
+        elif ctx.main_grad is None:
             # GPUs, and CPUs with such instructions, sum in float32 whatever the output dtype.
             narrow = w.is_cuda or not _goes_to_float32(x, w)
             dtype = w.dtype if narrow else _wide_dtype(w.dtype)
@@ -360,7 +362,7 @@ def _forward_cpu(
         return _forward_cpu(*wide).to(x.dtype)
     del main_grad, accumulate, accumulate_mask
     if x.dtype != torch.float32:
-        return _forward_reference(x, w, m_splits, clear_padding)
+        return _rows_product_cpu(x, w.transpose(1, 2), m_splits, clear_padding)
     x, w, m_splits = x.contiguous(), w.contiguous(), m_splits.contiguous()
     y = x.new_empty(x.shape[0], w.shape[1])
     _core.grouped_gemm(
@@ -381,7 +383,7 @@ def _input_grad_cpu(
         wide = _input_grad_cpu(grad.float(), w.float(), m_splits, clear_padding)
         return wide.to(grad.dtype)
     if grad.dtype != torch.float32:
-        return _input_grad_reference(grad, w, m_splits, clear_padding)
+        return _rows_product_cpu(grad, w, m_splits, clear_padding)
     grad, w, m_splits = grad.contiguous(), w.contiguous(), m_splits.contiguous()
     grad_x = grad.new_empty(grad.shape[0], w.shape[2])
     _core.grouped_gemm_input_grad(
@@ -418,6 +420,32 @@ def _weight_grad_cpu_(
         accumulate=accumulate,
         **_sizes(x.shape[0], out),
     )
+
+
+def _torch_has_loop(rows: Tensor, w: Tensor) -> bool:
+    """Return whether torch computes the products of all experts on the CPU in one call."""
+    return not _goes_to_float32(rows, w) and gemm_torch.has_grouped_mm(rows, *w.shape)
+
+
+def _rows_product_cpu(
+    rows: Tensor, weights: Tensor, m_splits: Tensor, clear_padding: bool
+) -> Tensor:
+    """Multiply each expert's rows by its matrix ``(E, K, N)`` with ``torch.mm`` for each.
+
+    torch has the loop over experts in C++, which saves time where experts are small; the products
+    are those of a loop in Python, to the bit.
+    """
+    groups = _groups(m_splits, rows.shape[0])
+    if _torch_has_loop(rows, weights):
+        ends = m_splits.cumsum(0, dtype=torch.int32)
+        product = torch._grouped_mm(rows.contiguous(), weights, offs=ends)
+    else:
+        product = rows.new_empty(rows.shape[0], weights.shape[2])
+        for expert, start, end in groups:
+            torch.mm(rows[start:end], weights[expert], out=product[start:end])
+    if clear_padding:
+        product[groups[-1][-1] if groups else 0 :] = 0
+    return product
 
 
 def _sizes(num_rows: int, w: Tensor) -> dict[str, int]:

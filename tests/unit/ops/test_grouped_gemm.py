@@ -161,6 +161,33 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_16_bit_products_are_those_of_float32_rounded_once(dtype: torch.dtype) -> None:
+    m_splits = [3, 0, 17, 1]
+    x, w, grad = make(m_splits, 2, 128, 32, dtype)
+    found = run(grouped_gemm, x, w, grad, m_splits)
+    wide = run(grouped_gemm, x.float(), w.float(), grad.float(), m_splits)
+    for result, expected in zip(found, wide, strict=True):
+        assert result is not None
+        assert expected is not None
+        assert torch.equal(result, expected.to(dtype))
+
+
+def test_large_16_bit_products_are_those_of_a_loop_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gemm, "_goes_to_float32", lambda *_: False)
+    m_splits = [300, 0, 0, 120]
+    x, w, grad = make(m_splits, 5, 256, 384, torch.bfloat16)
+    y, grad_x, grad_w = run(grouped_gemm, x, w, grad, m_splits)
+    loop = run(grouped_gemm_reference, x, w, grad, m_splits)
+    assert torch.equal(y, loop[0])
+    assert torch.equal(grad_x, loop[1])
+    assert grad_w is not None
+    assert loop[2] is not None
+    assert_near(grad_w, loop[2], torch.bfloat16)  # the loop adds in float32
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", [grouped_gemm, grouped_gemm_reference])
 def test_main_grad_receives_the_weight_gradient_in_float32(op: Any, dtype: torch.dtype) -> None:
