@@ -6,7 +6,8 @@
 # make gpu-bundle  makes build/gpu-bundle, all that scripts/gpu_check.sh needs on a machine with a GPU and no network
 # make docs      builds the documentation site in build/site and checks its links (half a minute)
 # make lint / fmt / bench / clean
-# make bench-peers   measures training steps beside transformers and torch's ways of data parallelism
+# make bench-peers   measures training steps beside transformers, torch.compile, Megatron-Core and torch's
+#                    ways of data parallelism, in at most half an hour
 #
 # PIP_ARGS is passed to every pip call, e.g. to take torch's small CPU build on Linux:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -161,10 +162,13 @@ build/peers/.installed: constraints.txt
 	@test -x build/peers/bin/pip || $(PYTHON) -m venv --clear build/peers
 	@$(PROGRESS) "Installing the peers" build/peers.log \
 	    build/peers/bin/pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch numpy transformers
+	@$(PROGRESS) "Installing Megatron-Core without its CUDA packages" build/megatron.log \
+	    build/peers/bin/pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-deps megatron-core
 	@touch $@
 
 bench-peers: install build/peers/.installed
 	$(BIN)/python benchmarks/bench_peers.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/plot_history.py
 
 clean:
 	rm -rf build dist $(VENV)/.installed
