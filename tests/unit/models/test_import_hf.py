@@ -151,7 +151,7 @@ def test_tensors_without_a_place_are_refused() -> None:
     config = theirs.config.to_dict()
     sections = sections_from_hf(config)
     tensors = theirs.state_dict()
-    with pytest.raises(MegacoreError, match=r"1 tensors have no place in a llama model .*: extra"):
+    with pytest.raises(MegacoreError, match=r"1 tensor has no place in a llama model .*: extra"):
         HFWeights({**tensors, "extra": torch.zeros(1)}, config, *sections)
     wrong = {**tensors, "model.norm.weight": torch.zeros(31)}
     with pytest.raises(MegacoreError, match=r"norm\.weight must have shape \(32,\) .* got \(31,\)"):
