@@ -10,6 +10,9 @@ namespace {
 
 // No more blocks than keep a GPU busy: each one acquires the flags and reports.
 constexpr int64_t kMostBlocks = 1024;
+// Blocks of a kernel that moves rows over a link: with four loads of 16 bytes per thread 1 MB is in
+// flight, more than a link of 450 GB/s holds in 2 us, and what other streams compute has the rest.
+constexpr int64_t kLinkBlocks = 64;
 
 template <typename Float>
 __device__ __forceinline__ Float* rows_of(const PeerView& peers, int64_t slot, int64_t member) {
@@ -269,9 +272,9 @@ void require_rows(const PeerView& peers, int64_t slot, const PeerTensor& rows, i
 }
 
 // At least one block: also where there is nothing to move, the others wait for the flag.
-LaunchShape blocks_for(int64_t rows, int lanes) {
+LaunchShape blocks_for(int64_t rows, int lanes, int64_t most = kMostBlocks) {
   const int64_t wanted = divided_up(rows, kRowThreads / lanes);
-  return {.blocks = std::clamp(wanted, int64_t{1}, kMostBlocks), .threads = kRowThreads};
+  return {.blocks = std::clamp(wanted, int64_t{1}, most), .threads = kRowThreads};
 }
 
 // Calls launch.operator()<Float, pack>(lanes).
@@ -300,7 +303,8 @@ void launch_tokens_side(const char* name,
   launch_wait(peers, slot, wait, stream);
   with_rows(tokens, [&]<typename Float, int kPack>(int lanes) {
     launch(name, kernel_of(static_cast<Pack<Float, kPack>*>(nullptr)),
-           blocks_for(copies.num_tokens, lanes), stream, peers, slot, tokens, copies, lanes);
+           blocks_for(copies.num_tokens, lanes, kLinkBlocks), stream, peers, slot, tokens, copies,
+           lanes);
   });
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.moe.dispatchers import symmetric_peers
+from megacore.moe.dispatchers.peers import CopyMap
 from megacore.moe.dispatchers.symmetric_peers import DevicePeers
 from megacore.parallel.process_groups import Group
 
@@ -26,6 +29,60 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> OnHost:
     monkeypatch.setattr(symmetric_peers, "cuda_kernels", lambda: kernels)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return OnHost(Group("ep", (0,), 0, None), torch.device("cpu"), timeout_s=1.0)
+
+
+class Queue:
+    """A stream that notes what is queued in it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Queue) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_a_push_has_a_stream_of_its_own_until_it_is_finished(
+    peers: OnHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    main, side = Queue("main", log), Queue("side", log)
+    running = [main]
+
+    @contextmanager
+    def on(queue: Queue) -> Iterator[None]:
+        running.append(queue)
+        yield
+        running.pop()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: log.append(f"{name} on {running[-1].name}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: running[-1])
+    recorded: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, _: recorded.append(self))
+    for name in ("start_push", "finish_push"):
+        monkeypatch.setattr(symmetric_peers.peer_exchange, name, note(name))
+    x, probs = torch.zeros(3, 4), torch.zeros(3, 1)
+    copies = CopyMap(
+        rows=torch.zeros(3, 1, dtype=torch.int64),
+        num_choices=1,
+        capacity=8,
+        num_arrived=torch.tensor(0),
+    )
+    for _ in range(2):
+        ticket = peers.start_push(x, probs, copies)
+        peers.finish_push(ticket, torch.zeros(8, 4), None, copies)
+    expected = [
+        "side waits for main",
+        "start_push on side",
+        "main waits for side",
+        "finish_push on main",
+    ]
+    assert log == expected * 2
+    # Their memory is not used again before the push has read it.
+    assert all(any(each is kept for kept in recorded) for each in (x, probs, copies.rows))
 
 
 def test_memory_that_no_graph_captured_is_freed_when_a_larger_one_replaces_it(

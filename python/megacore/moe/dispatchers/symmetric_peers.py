@@ -44,7 +44,9 @@ class DevicePeers(Peers):
     """Peer memory of GPUs that can access each other's memory.
 
     There is no host sync. A kernel waits for a peer for at most ``timeout_s``; after a timeout all
-    following results are NaN, so the optimizer skips them, and :meth:`check` raises.
+    following results are NaN, so the optimizer skips them, and :meth:`check` raises. Pushes run on
+    a stream of their own, with few enough blocks that what is computed until they are finished has
+    most of the GPU.
 
     Args:
         group: The members.
@@ -61,6 +63,7 @@ class DevicePeers(Peers):
         self._timeout_s = timeout_s
         # The last one is in use; captured graphs still use others, which were too small.
         self._memories: list[_DeviceMemory] = []
+        self._side: torch.cuda.Stream | None = None
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
@@ -77,24 +80,32 @@ class DevicePeers(Peers):
         return PeerCounts(shift=shift, kept=kept, arriving=arriving)
 
     def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> PendingTransfer:
-        """Write each copy to its row in the peers' buffers. See `Peers`."""
+        """Write each copy to its row in the peers' buffers, on a separate stream. See `Peers`."""
         x_TH = x_TH.contiguous()
+        probs_Tk = None if probs_Tk is None else probs_Tk.contiguous()
         memory, ticket = self._ticket(copies.capacity, x_TH)
-        peer_exchange.start_push(
-            x_TH,
-            None if probs_Tk is None else probs_Tk.contiguous(),
-            copies.rows,
-            *self._members(memory),
-            ticket.slot,
-            copies.num_choices,
-            copies.capacity,
-        )
+        side = self._fork()
+        with torch.cuda.stream(side):
+            peer_exchange.start_push(
+                x_TH,
+                probs_Tk,
+                copies.rows,
+                *self._members(memory),
+                ticket.slot,
+                copies.num_choices,
+                copies.capacity,
+            )
+        for read in (x_TH, probs_Tk, copies.rows):
+            if read is not None:
+                read.record_stream(side)
         return ticket
 
     def finish_push(
         self, ticket: PendingTransfer, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
     ) -> None:
-        """Copy the received rows. See `Peers`."""
+        """Copy the received rows, after this rank's push. See `Peers`."""
+        assert self._side is not None
+        torch.cuda.current_stream(self.device).wait_stream(self._side)
         peer_exchange.finish_push(
             rows_CH, probs_C, copies.num_arrived, *self._members(_memory_of(ticket)), ticket.slot
         )
@@ -141,6 +152,13 @@ class DevicePeers(Peers):
             word = int(memory.state[0])
             if word:
                 raise PeerLostError(failure_text(word, self.group, self._timeout_s))
+
+    def _fork(self) -> torch.cuda.Stream:
+        """Return the stream of pushes, which then waits for what the current one has queued."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        return self._side
 
     def _ticket(self, capacity: int, rows: Tensor) -> tuple[_DeviceMemory, PendingTransfer]:
         memory = self._reserve(0, capacity, rows.shape[1] * rows.element_size())
