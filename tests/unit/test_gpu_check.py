@@ -24,6 +24,7 @@ ABOUT = {"device": "NVIDIA H200", "date": "2030-01-02", "capability": [9, 0]}
 @pytest.fixture(scope="module")
 def gpu_check() -> ModuleType:
     path = ROOT / "scripts" / "gpu_check.py"
+    sys.path.insert(0, str(path.parent))  # as for a script, whose folder it is
     spec = importlib.util.spec_from_file_location("gpu_check", path)
     assert spec is not None
     assert spec.loader is not None
@@ -35,7 +36,7 @@ def gpu_check() -> ModuleType:
 
 def step(gpu_check: ModuleType, code: str, **changes: Any) -> Any:
     settings = {"name": "a", "command": [sys.executable, "-c", code], "limit_s": 60.0, **changes}
-    return gpu_check.Step(**settings)
+    return gpu_check.gpu_run.Step(**settings)
 
 
 def read(record: Any) -> dict[str, Any]:
@@ -46,8 +47,8 @@ def read(record: Any) -> dict[str, Any]:
 def test_a_step_is_on_disk_when_it_ends(gpu_check: ModuleType, tmp_path: Path) -> None:
     results = tmp_path / "numbers"
     results.mkdir()
-    record = gpu_check.Record(tmp_path / "out", ABOUT)
-    runner = gpu_check.Runner(record, 1000.0)
+    record = gpu_check.gpu_run.Record(tmp_path / "out", ABOUT)
+    runner = gpu_check.gpu_run.Runner(record, 1000.0)
     code = (
         f"import pathlib; pathlib.Path({str(results)!r}, 'bench.json').write_text('[1.5]');"
         f"print('in', {str(ROOT / 'benchmarks')!r}); print('FAILED one'); print('1 passed')"
@@ -69,13 +70,13 @@ def test_a_step_is_on_disk_when_it_ends(gpu_check: ModuleType, tmp_path: Path) -
 
 
 def test_results_of_a_day_are_not_overwritten(gpu_check: ModuleType, tmp_path: Path) -> None:
-    names = [gpu_check.Record(tmp_path, ABOUT).json.stem for _ in range(3)]
+    names = [gpu_check.gpu_run.Record(tmp_path, ABOUT).json.stem for _ in range(3)]
     assert names == ["h200-2030-01-02", "h200-2030-01-02-2", "h200-2030-01-02-3"]
 
 
 def test_a_step_that_hangs_is_stopped(gpu_check: ModuleType, tmp_path: Path) -> None:
-    record = gpu_check.Record(tmp_path, ABOUT)
-    runner = gpu_check.Runner(record, 1000.0)
+    record = gpu_check.gpu_run.Record(tmp_path, ABOUT)
+    runner = gpu_check.gpu_run.Runner(record, 1000.0)
     assert not runner.run(step(gpu_check, "import time; time.sleep(600)", limit_s=0.2))
     (told,) = read(record)["steps"]
     assert told["outcome"] == "stopped"
@@ -83,8 +84,8 @@ def test_a_step_that_hangs_is_stopped(gpu_check: ModuleType, tmp_path: Path) -> 
 
 
 def test_what_a_step_started_ends_with_it(gpu_check: ModuleType, tmp_path: Path) -> None:
-    record = gpu_check.Record(tmp_path, ABOUT)
-    runner = gpu_check.Runner(record, 1000.0)
+    record = gpu_check.gpu_run.Record(tmp_path, ABOUT)
+    runner = gpu_check.gpu_run.Runner(record, 1000.0)
     # It does not listen to a polite word, and neither does its child. Each line is one write: two
     # processes that write at once do not mix theirs.
     code = (
@@ -119,8 +120,8 @@ def _is_gone(pid: int) -> bool:
 
 
 def test_what_does_not_fit_the_budget_is_left_out(gpu_check: ModuleType, tmp_path: Path) -> None:
-    record = gpu_check.Record(tmp_path, ABOUT)
-    assert not gpu_check.Runner(record, 0.0).run(step(gpu_check, "raise SystemExit(9)"))
+    record = gpu_check.gpu_run.Record(tmp_path, ABOUT)
+    assert not gpu_check.gpu_run.Runner(record, 0.0).run(step(gpu_check, "raise SystemExit(9)"))
     assert read(record)["steps"] == [{"name": "a", "outcome": "left out"}]
     assert not record.is_good
 
@@ -129,15 +130,15 @@ def test_numbers_that_were_cut_off_are_told(gpu_check: ModuleType, tmp_path: Pat
     results = tmp_path / "numbers"
     results.mkdir()
     (results / "bench.json").write_text('{"half": [1,')
-    record = gpu_check.Record(tmp_path / "out", ABOUT)
-    gpu_check.Runner(record, 1000.0).run(step(gpu_check, "", results=results))
+    record = gpu_check.gpu_run.Record(tmp_path / "out", ABOUT)
+    gpu_check.gpu_run.Runner(record, 1000.0).run(step(gpu_check, "", results=results))
     assert read(record)["benchmarks"]["bench"].startswith("not readable")
 
 
 def test_without_the_sanitizer_its_phase_is_skipped(
     gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "find_sanitizer", lambda: None)
+    monkeypatch.setattr(gpu_check.gpu_steps, "find_sanitizer", lambda: None)
     monkeypatch.setattr(gpu_check, "facts", lambda: ABOUT)
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -153,27 +154,29 @@ def test_without_the_sanitizer_its_phase_is_skipped(
 def test_every_file_of_tests_and_every_benchmark_has_a_step(
     gpu_check: ModuleType, tmp_path: Path
 ) -> None:
-    tests = {each.name for each in gpu_check.test_steps()}
+    tests = {each.name for each in gpu_check.gpu_steps.test_steps()}
     assert tests == {path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    benchmarks = {each.name for each in gpu_check.benchmark_steps(tmp_path)}
+    benchmarks = {each.name for each in gpu_check.gpu_steps.benchmark_steps(tmp_path)}
     files = (ROOT / "benchmarks").glob("bench_gpu_*.py")
     assert benchmarks == {"bench_graphs", *(path.stem for path in files)}
-    for each in gpu_check.sanitizer_steps("compute-sanitizer"):
-        assert (ROOT / gpu_check.SMALL_CASES).is_file()
-        assert gpu_check.SMALL_CASES in each.command
+    for each in gpu_check.gpu_steps.sanitizer_steps("compute-sanitizer"):
+        assert (ROOT / gpu_check.gpu_steps.SMALL_CASES).is_file()
+        assert gpu_check.gpu_steps.SMALL_CASES in each.command
 
 
 def test_the_build_is_for_the_device_and_offline(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUTLASS_ROOT", "relative")
-    (build,) = gpu_check.build_steps([9, 0], 300.0)
+    (build,) = gpu_check.gpu_steps.build_steps([9, 0], 300.0)
     assert "--no-index" in build.command
     assert any("MEGACORE_CUDA_ARCHS=90a" in word for word in build.command)
     assert build.env == {"CUTLASS_ROOT": str(Path("relative").resolve())}
-    assert not any("CUDA_ARCHS" in word for word in gpu_check.build_steps([8, 6], 300.0)[0].command)
-    assert [step.name for step in gpu_check.kernel_steps([9, 0])] == ["kernels"]
-    assert gpu_check.kernel_steps([8, 6]) == []
+    assert not any(
+        "CUDA_ARCHS" in word for word in gpu_check.gpu_steps.build_steps([8, 6], 300.0)[0].command
+    )
+    assert [step.name for step in gpu_check.gpu_steps.kernel_steps([9, 0])] == ["kernels"]
+    assert gpu_check.gpu_steps.kernel_steps([8, 6]) == []
 
 
 @pytest.mark.parametrize("imports", [True, False])
@@ -184,20 +187,20 @@ def test_a_wheel_is_built_anew_only_if_it_does_not_import(
     monkeypatch.setenv("WHEELS", str(tmp_path))
     ran = []
 
-    class Fake(gpu_check.Runner):  # type: ignore[name-defined, misc]
+    class Fake(gpu_check.gpu_run.Runner):  # type: ignore[name-defined, misc]
         def run(self, step: Any, **_: Any) -> bool:
             ran.append(step.name)
             return imports or step.name != "import"
 
     args = gpu_check.arguments(["--phases=build", str(tmp_path / "out")])
-    runner = Fake(gpu_check.Record(args.out, ABOUT), 1000.0)
+    runner = Fake(gpu_check.gpu_run.Record(args.out, ABOUT), 1000.0)
     gpu_check._Check(args, [9, 0], runner).run()
     built = [] if imports else ["build"]
     assert ran == ["requirements", "wheel", "import", *built, "kernels"]
 
 
 def test_a_build_without_grouped_products_fails(gpu_check: ModuleType) -> None:
-    command = gpu_check.kernel_steps([9, 0])[0].command
+    command = gpu_check.gpu_steps.kernel_steps([9, 0])[0].command
     done = subprocess.run([*command[:-1], "123"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "no grouped products for sm_123" in done.stderr
@@ -232,13 +235,13 @@ def test_a_file_goes_on_in_a_new_process_after_a_fault(
 ) -> None:
     file = tmp_path / "test_faulty.py"
     file.write_text(FAULTY)
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    record = gpu_check.Record(tmp_path / "out", ABOUT)
-    runner = gpu_check.Runner(record, 1000.0)
+    monkeypatch.setattr(gpu_check.gpu_run, "ROOT", tmp_path)
+    record = gpu_check.gpu_run.Record(tmp_path / "out", ABOUT)
+    runner = gpu_check.gpu_run.Runner(record, 1000.0)
     options = ["-o", "markers=gpu", "-c", os.devnull, "--rootdir", str(tmp_path)]
-    tests = gpu_check.Step(
+    tests = gpu_check.gpu_run.Step(
         name="test_faulty",
-        command=[*gpu_check._tests_command(), *options],
+        command=[*gpu_check.gpu_steps._tests_command(), *options],
         limit_s=60.0,
         env={"PYTHONPATH": str(ROOT)},
     )
@@ -256,24 +259,24 @@ def test_a_file_goes_on_in_a_new_process_after_a_fault(
     assert "assert 1 == 2" in said[0]
     assert not record.is_good
     # A hang is reported as that of its test.
-    short = gpu_check.Step(**{**vars(tests), "name": "hanging", "limit_s": 8.0})
+    short = gpu_check.gpu_run.Step(**{**vars(tests), "name": "hanging", "limit_s": 8.0})
     runner.run_tests(short, [f"{file.name}::test_hang"])
     assert read(record)["tests"]["test_faulty.py::test_hang"] == "hung"
 
 
 def test_a_device_that_does_not_answer_ends_the_run(gpu_check: ModuleType, tmp_path: Path) -> None:
     for answers in (True, False):
-        record = gpu_check.Record(tmp_path, ABOUT)
+        record = gpu_check.gpu_run.Record(tmp_path, ABOUT)
         probe = [sys.executable, "-c", f"raise SystemExit({0 if answers else 1})"]
-        runner = gpu_check.Runner(record, 1000.0, probe)
+        runner = gpu_check.gpu_run.Runner(record, 1000.0, probe)
         assert not runner.run(step(gpu_check, "raise SystemExit(3)"))
         assert runner.run(step(gpu_check, "")) is answers
         assert ("does not answer" in record.text.read_text()) is not answers
 
 
 def test_rows_of_benchmarks_are_kept_as_they_come(gpu_check: ModuleType, tmp_path: Path) -> None:
-    record = gpu_check.Record(tmp_path, ABOUT)
-    runner = gpu_check.Runner(record, 1000.0)
+    record = gpu_check.gpu_run.Record(tmp_path, ABOUT)
+    runner = gpu_check.gpu_run.Runner(record, 1000.0)
     code = (
         "import sys, time; sys.path.insert(0, 'benchmarks'); from _common import row;"
         "row('plans', us={'wide': 1.5}); time.sleep(600)"
@@ -298,8 +301,8 @@ def test_every_step_runs_on_a_fake_device(gpu_check: ModuleType, tmp_path: Path)
     assert done.returncode == 0, done.stdout[-4000:]
     record = json.loads((tmp_path / next(tmp_path.glob("*.json")).name).read_text())
     steps = [each["name"] for each in record["steps"]]
-    tests = {each.name for each in gpu_check.test_steps()}
-    benchmarks = {each.name for each in gpu_check.benchmark_steps(tmp_path / "none")}
+    tests = {each.name for each in gpu_check.gpu_steps.test_steps()}
+    benchmarks = {each.name for each in gpu_check.gpu_steps.benchmark_steps(tmp_path / "none")}
     assert {name.partition(" ")[0] for name in steps} == tests | benchmarks | {"curves"}
     assert steps.index("test_small_cases") == 0
     assert steps.index("bench_gpu_grouped_gemm") < steps.index("test_peer_kernels")
@@ -322,7 +325,7 @@ def test_a_second_call_runs_what_failed_and_what_is_missing(
     (tmp_path / "first.json").write_text(json.dumps(before))
     ran = []
 
-    class Fake(gpu_check.Runner):  # type: ignore[name-defined, misc]
+    class Fake(gpu_check.gpu_run.Runner):  # type: ignore[name-defined, misc]
         def run(self, step: Any, **_: Any) -> bool:
             ran.append(step.name)
             return True
@@ -333,7 +336,7 @@ def test_a_second_call_runs_what_failed_and_what_is_missing(
     out = tmp_path / "out"
     again = f"--again={tmp_path / 'first.json'}"
     args = gpu_check.arguments(["--phases=tests,benchmarks", again, str(out)])
-    gpu_check._Check(args, [9, 0], Fake(gpu_check.Record(out, ABOUT), 1000.0)).run()
+    gpu_check._Check(args, [9, 0], Fake(gpu_check.gpu_run.Record(out, ABOUT), 1000.0)).run()
     assert ran[0] == "tests/gpu/test_adamw.py::two"
     assert "bench_gpu_tokens" in ran
     assert "bench_graphs" not in ran
@@ -344,13 +347,13 @@ def test_a_second_call_runs_what_failed_and_what_is_missing(
 def test_only_whole_names_of_folders_are_replaced(gpu_check: ModuleType) -> None:
     places = {"/home/me/": "", "/home/me": ".", "/tmp": "<tmp>"}
     text = "/home/me/a.py in /home/me, /tmp/tmp12/x and /tmpfs"
-    assert gpu_check.scrub(text, places) == "a.py in ., <tmp>/tmp12/x and /tmpfs"
+    assert gpu_check.gpu_run.scrub(text, places) == "a.py in ., <tmp>/tmp12/x and /tmpfs"
 
 
 def test_without_a_gpu_nothing_is_called_good(
     gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "find_sanitizer", lambda: None)
+    monkeypatch.setattr(gpu_check.gpu_steps, "find_sanitizer", lambda: None)
     monkeypatch.setattr(gpu_check, "facts", lambda: {**ABOUT, "device": "none"})
     before = signal.getsignal(signal.SIGTERM)
     try:
