@@ -12,7 +12,7 @@ from tests.dist.test_echo import ECHO, skewed_trainer
 from tests.support.distributed import run_ranks
 from tests.unit.models.test_operations import Started
 
-STATIC = {"parallel.ep": 2, "moe.first_dense_layers": 0, "moe.dispatcher": "static"}
+STATIC = {"parallel.ep": 2, "moe.layer_pattern": "e", "moe.dispatcher": "static"}
 
 
 def forward_operations(_rank: int, changes: dict[str, Any]) -> list[str]:

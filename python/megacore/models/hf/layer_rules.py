@@ -38,7 +38,7 @@ def pattern_of(letters: str) -> str:
     """Return the pattern of fewest letters that begins with these.
 
     Example:
-        >>> pattern_of("ddeded"), pattern_of("dddeeee"), pattern_of("ede")
+        >>> pattern_of("ddeded"), pattern_of("dddeeee"), pattern_of("eded")
         ('d(de)', 'ddd(e)', 'ed')
     """
     patterns = [period_of(letters)]
