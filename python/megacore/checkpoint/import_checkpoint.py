@@ -93,7 +93,7 @@ def import_checkpoint(
         with filled_folder(out):
             if has_tokenizer:
                 copy_tokenizer(str(tokenizer), out)
-            header = f"# Imported from {folder.absolute()}; trains it further.\n\n"
+            header = f"# Imported from {folder.absolute()}; for `megacore train`.\n\n"
             portable = with_folder_of_file(settings, out.absolute())
             (out / CONFIG_NAME).write_text(header + tomli_w.dumps(portable), encoding="utf-8")
             checkpoint = save_checkpoint(

@@ -72,6 +72,7 @@ def _prepare(args: argparse.Namespace) -> None:
         kind=args.kind,
         eod=args.eod,
         skip_bad=args.skip_bad,
+        advice="; --skip-bad leaves such records out",
     )
     files = [file for path in args.paths for file in find_files(path)]
     with progress_bar(f"preparing {output}") as progress:

@@ -127,7 +127,7 @@ def _require_no_tables(args: argparse.Namespace) -> None:
     for name in ("nproc", "buffers", "shard", "echo"):
         if getattr(args, name) not in (None, False):
             option = "world-size" if name == "nproc" else name
-            raise ConfigError(f"--{option} does not go with --gpus; leave one out")
+            raise ConfigError(f"--{option} cannot be combined with --gpus; leave one out")
 
 
 def _require_gpus(args: argparse.Namespace) -> None:

@@ -188,11 +188,15 @@ def _check_batch(problems: ConfigErrors, config: ResolvedConfig) -> None:
     unit = config.train.microbatch_size * dp
     batch = config.train.global_batch_size
     if batch % unit:
+        other = ""
+        if batch % dp == 0:
+            sizes = nearest_divisors(config.train.microbatch_size, batch // dp)
+            other = f", or train.microbatch_size = {sizes}"
         problems.add(
             f"{problems.shown('train.global_batch_size')} is not a multiple of "
             f"{problems.shown('train.microbatch_size')} x dp {dp} "
             f"({count_of(problems.world_size, 'process')} / tp*cp*pp) = {unit}; "
-            f"nearest: {nearest_multiples(batch, unit)}"
+            f"nearest: {nearest_multiples(batch, unit)}{other}"
         )
 
 

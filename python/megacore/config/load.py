@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from megacore.config.base import Section, split_key
 from megacore.config.data import SourceConfig
 from megacore.config.objects import with_folder
-from megacore.config.renamed import RENAMED
+from megacore.config.renamed import ELSEWHERE, RENAMED
 from megacore.config.sections import Config, section_classes
 from megacore.config.toml_file import read_toml
 from megacore.config.words import closest_matches
@@ -468,6 +468,8 @@ def _unknown_key(section: str, name: str) -> str:
     key = f"{section}.{name}"
     if key in RENAMED:
         return f"unknown key {key}; it is now {RENAMED[key]}"
+    if name in ELSEWHERE:
+        return f"unknown key {key}; did you mean {ELSEWHERE[name]}?"
     if section not in classes:
         if homes := setting_homes(section):
             return f"{section} stands outside any section; did you mean {' or '.join(homes)}?"

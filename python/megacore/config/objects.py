@@ -74,7 +74,7 @@ def import_object(text: str, *, setting: str) -> Any:
             raise ConfigError(
                 f"{shown}: its module needs {error.name}, which is missing"
             ) from error
-        where = folder or f"Python's path and the current directory {Path.cwd()}"
+        where = folder or f"Python's path or the current directory {Path.cwd()}"
         raise ConfigError(f"{shown}: there is no module {error.name} in {where}") from error
     except Exception as error:
         raise failure_of(error, f"{shown}: its module cannot be imported") from error

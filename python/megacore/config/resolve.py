@@ -187,7 +187,7 @@ def _check_own_model(problems: ConfigErrors, config: ResolvedConfig) -> None:
     for key, (allowed, reason) in only.items():
         if operator.attrgetter(key)(config) != allowed:
             problems.add(
-                f"{problems.shown(key)} does not go with {problems.shown('model.factory')}: "
+                f"{problems.shown(key)} cannot be combined with {problems.shown('model.factory')}: "
                 f"{reason} megacore's GPT; leave {key} out"
             )
 

@@ -51,6 +51,7 @@ class PrepareOptions:
         kind: Format of all files; ``None``: by their suffix.
         eod: Token to append to every document; ``None``: that of the tokenizer; ``""``: none.
         skip_bad: Leave out records that cannot be read, and count them, instead of stopping.
+        advice: End of the message about such a record if the run stops.
 
     Raises:
         DataError: If ``field`` has other names than one or two.
@@ -61,6 +62,7 @@ class PrepareOptions:
     kind: FileKind | None = None
     eod: str | None = None
     skip_bad: bool = False
+    advice: str = ""
 
     def __post_init__(self) -> None:
         names = self.field.split(",")
@@ -222,7 +224,7 @@ class _Encoder:
 
         def on_bad(sentence: str) -> None:
             if not self._options.skip_bad:
-                raise DataError(f"{sentence}; --skip-bad leaves such records out")
+                raise DataError(sentence + self._options.advice)
             problems.append(sentence)
 
         records = read_records(

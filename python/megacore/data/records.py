@@ -17,6 +17,7 @@ SHARD_BYTES = 32 << 20
 # Small files of lines are cut into smaller shards, so that all workers end at about the same time.
 _SMALL_SHARD_BYTES = 1 << 20
 _SHARDS_PER_FILE = 256
+_SETTING = "set data.field; --field of data prepare"
 # Text is encoded in blocks of whole lines of about this size.
 BLOCK_BYTES = 64 << 10
 _SUFFIXES: dict[str, FileKind] = {
@@ -208,7 +209,7 @@ def _text_of_line(
         for name in field.split(","):
             if name not in row:
                 fields = ", ".join(map(str, row)) or "none"
-                raise ValueError(f'no field "{name}"; it has {fields} (see --field)')
+                raise ValueError(f'no field "{name}"; it has {fields} ({_SETTING})')
         text = _text_of_row(row, field, template, place="field")
         if b"\\u" in line:
             _check_surrogates(text if isinstance(text, str) else text.text)
@@ -265,7 +266,7 @@ def _parquet_records(
     for column in columns:
         if column not in names:
             raise DataError(
-                f'{shard.path} has no column "{column}"; it has {", ".join(names)} (see --field)'
+                f'{shard.path} has no column "{column}"; it has {", ".join(names)} ({_SETTING})'
             )
     columns += [name for name in ("tools",) if name in names]
     row = sum(file.metadata.row_group(n).num_rows for n in range(shard.begin))

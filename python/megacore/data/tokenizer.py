@@ -204,7 +204,8 @@ def _open_tokenizer(path: Path) -> _LibraryTokenizer:
         tokenizer = LibraryTokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every kind of bad file
         raise DataError(
-            f"{path} is no tokenizer.json of the tokenizers library: {error}"
+            f"{path} is not a tokenizer.json of the tokenizers library ({error}); name the file "
+            "tokenizer.json of the model's folder"
         ) from error
     # The file stores both, and they would truncate or pad every document.
     tokenizer.no_truncation()

@@ -120,7 +120,7 @@ class RunControl:
             rank, number = divmod(codes, _CODE)
             stop = f"{signal_name(number)} to rank {rank}"
         elif num_signals > 1:
-            stop = f"a signal to {num_signals} ranks"
+            stop = f"signals to {num_signals} ranks (Ctrl-C, SIGTERM or SIGUSR1)"
         elif is_over:
             stop = f"run.stop_after = {self._config.run.stop_after}"
         return Verdict(save=is_due > 0, stop=stop, notes=notes)

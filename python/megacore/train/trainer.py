@@ -199,10 +199,10 @@ class Trainer:
         chunks = f", {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
         if pipeline.copies > 1:
             chunks = f", {pipeline.copies} copies of the model"
+        number, size = self.schedule.num_microbatches, self.config.train.microbatch_size
         return (
-            f"{self.schedule.name}{chunks}, "
-            f"{self.schedule.num_microbatches} microbatches of "
-            f"{self.config.train.microbatch_size} sequences per step"
+            f"{self.schedule.name}{chunks}, {number} microbatch{'' if number == 1 else 'es'} of "
+            f"{size} sequence{'' if size == 1 else 's'} per step"
         )
 
     def _batches(self, dataset: Samples, sample_offset: int = 0) -> BatchSource:

@@ -162,7 +162,7 @@ def test_families_that_fit_are_found_by_reading_their_configuration_back() -> No
         entries = config_to_hf(config.model, config.moe, family=family)
         model, _ = sections_from_hf(entries, seq_length=config.model.seq_length)
         assert dict(model) == {**dict(config.model), "init_std": model.init_std}
-    with pytest.raises(MegacoreError, match=r"qwen3 has model.qk_norm = True instead of False"):
+    with pytest.raises(MegacoreError, match=r"qwen3 has model.qk_norm = true instead of false"):
         config_to_hf(config.model, config.moe, family="qwen3")
 
 

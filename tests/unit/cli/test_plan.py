@@ -420,7 +420,7 @@ def test_the_best_layout_of_a_search_can_be_written_and_planned(
         (["--gpus=64", "--nodes-of=0"], "--nodes-of must be a positive whole number"),
         (["--gpus=64", "--price=2"], "add --tokens or --hours"),
         (["--gpus=64", "--write=x.toml"], "add --search"),
-        (["--gpus=64", "--world-size=64"], "--world-size does not go with --gpus"),
+        (["--gpus=64", "--world-size=64"], "--world-size cannot be combined with --gpus"),
         (["--device=h100"], "add --gpus N"),
     ],
 )

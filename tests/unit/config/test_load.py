@@ -16,7 +16,7 @@ from megacore.config import (
     split_overrides,
 )
 from megacore.config.pipeline import SCHEDULES
-from megacore.config.renamed import RENAMED
+from megacore.config.renamed import ELSEWHERE, RENAMED
 from megacore.config.sections import section_classes
 from megacore.config.toml_file import key_lines
 from megacore.errors import ConfigError
@@ -349,3 +349,11 @@ def test_settings_of_earlier_versions_exist_no_more_and_their_successors_do() ->
     known = {f"{name}.{key}" for name, cls in section_classes().items() for key in cls.by_key()}
     assert not known & RENAMED.keys()
     assert all(known & set(now.replace(",", " ").split()) for now in RENAMED.values())
+
+
+def test_names_of_other_projects_lead_to_settings(tmp_path: Path) -> None:
+    known = {f"{name}.{key}" for name, cls in section_classes().items() for key in cls.by_key()}
+    assert set(ELSEWHERE.values()) <= known
+    assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in known}
+    text = message_of(write(tmp_path, "[parallel]\ntensor_model_parallel_size = 2\n"))
+    assert text.endswith("did you mean parallel.tp?")

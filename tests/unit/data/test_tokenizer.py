@@ -105,5 +105,5 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    with pytest.raises(DataError, match=r"is no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
         load_tokenizer(str(path))

@@ -42,7 +42,7 @@ def test_every_rank_decides_the_same_and_names_a_single_signal(numbers: list[int
     if not signalled:
         assert stop is None
     elif len(signalled) > 1:
-        assert stop == f"a signal to {len(signalled)} ranks"
+        assert stop == f"signals to {len(signalled)} ranks (Ctrl-C, SIGTERM or SIGUSR1)"
     else:
         assert stop is not None
         assert stop.endswith(f" to rank {signalled[0]}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacore.config import ModelConfig, MoEConfig
+from megacore.config.load import toml_value
 from megacore.errors import ConfigError, MegacoreError
 from megacore.models.hf.families import FAMILIES, Family
 from megacore.models.hf.keys import Values
@@ -154,14 +155,19 @@ def differences(
     Example:
         >>> sections = ModelConfig(qk_norm=True), MoEConfig()
         >>> differences((ModelConfig(), MoEConfig()), sections)
-        ['model.qk_norm = False instead of True']
+        ['model.qk_norm = false instead of true']
     """
     got, expected = _comparable(*found), _comparable(*wanted)
     return [
-        f"{name} = {got.get(name)!r} instead of {expected.get(name)!r}"
+        f"{name} = {_shown(got.get(name))} instead of {_shown(expected.get(name))}"
         for name in sorted(got.keys() | expected.keys())
         if got.get(name) != expected.get(name)
     ]
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a configuration file has it."""
+    return "none" if value is None else toml_value(value)
 
 
 def _check_entries(family: Family, config: Mapping[str, Any]) -> None:
@@ -230,8 +236,10 @@ def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
     num_layers = model.mtp_layers.stop
     moe_layers = moe.moe_layers(num_layers)
     skipped = set(_TRAINING_ONLY)
-    values = _values(model, moe) | {"layers with experts": moe_layers}
-    values["windows of layers"] = [model.window_of(layer) for layer in range(model.num_layers)]
+    values = _values(model, moe) | {"layers with experts (moe.layer_pattern)": moe_layers}
+    values["windows of layers (model.window_pattern)"] = [
+        model.window_of(layer) for layer in range(model.num_layers)
+    ]
     skipped |= {"model.sliding_window", "model.window_pattern"}
     if not moe_layers:
         skipped |= {name for name in values if name.startswith("moe.")}
