@@ -94,7 +94,7 @@ def _start_text(before: RunStart, now: RunStart) -> str:
     name = Path(now.resumed_from).name if now.resumed_from else "the beginning"
     text = f"continued from {name}"
     if now.layout != before.layout:
-        return f"{text} with {layout_text(now.layout)}, before {layout_text(before.layout)}"
+        return f"{text} with {layout_text(now.layout)}, previously {layout_text(before.layout)}"
     if now.schedule != before.schedule:
-        return f"{text} with {now.schedule}, before {before.schedule}"
+        return f"{text} with {now.schedule}, previously {before.schedule}"
     return f"{text} with the same layout"

@@ -303,7 +303,7 @@ def test_changes_of_the_layout_and_skipped_steps_are_marked(tmp_path: Path) -> N
     run_dir = _run_dir(tmp_path / "run", records)
     html = write_report(run_dir, info=_resumed()).read_text(encoding="utf-8")
     visible = Page(html).visible
-    text = "continued from step_00000060 with 4 ranks = tp 2 x pp 2, before 4 ranks = tp 4"
+    text = "continued from step_00000060 with 4 ranks = tp 2 x pp 2, previously 4 ranks = tp 4"
     assert f"1 step 61: {text}" in visible
     assert [event.step for event in events_of(read_run(run_dir))] == [10, 61, 80]
     # Four charts of the loss and three small ones.
