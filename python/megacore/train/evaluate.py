@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,9 @@ def evaluate(source: EvalSource, config: ResolvedConfig, context: RankContext) -
     trainer = build_trainer(config, world_size=context.world_size, device=context.device)
     load_initial_weights(trainer, source.path)
     counts = trainer.validation_samples(whole=source.whole)
+    if context.rank == 0:
+        tokens = sum(counts.values()) * config.model.seq_length
+        print(f"evaluating {tokens:,} tokens", file=sys.stderr, flush=True)
     losses = trainer.evaluate(whole=source.whole)
     mean = trainer.mean_validation_loss(losses)
     return {
