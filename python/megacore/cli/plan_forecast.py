@@ -55,7 +55,7 @@ _TIMES = {
     "dp": "D",
     "optimizer": "O",
     "host": "h",
-    "host_step": "h",
+    "host_step": "S",
     "contention": "c",
     "bubble": ".",
 }
@@ -276,7 +276,7 @@ def _memory_table(found: Forecast) -> Table:
             str(rank.pp_rank),
             " ".join(map(str, rank.layers)),
             *(f"{rank.parts[kind] / GIB:.1f}" for kind in shown),
-            f"{(rank.total - sum(rank.parts[kind] for kind in shown)) / GIB:.1f}",
+            f"{max(0.0, rank.total - sum(rank.parts[kind] for kind in shown)) / GIB:.1f}",
             f"{rank.total / GIB:.1f}",
             over,
         )
