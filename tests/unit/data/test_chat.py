@@ -117,7 +117,9 @@ BAD = [
 def test_a_bad_conversation_is_one_sentence(row: Any, message: str | None, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template=MARKED)
     path = jsonl(tmp_path / "a.jsonl", [{"messages": MESSAGES}, row])
-    options = PrepareOptions(tokenizer=str(tmp_path), field="messages")
+    options = PrepareOptions(
+        tokenizer=str(tmp_path), field="messages", advice="; --skip-bad leaves such records out"
+    )
     if message is None:  # text among conversations is text
         assert prepare([path], tmp_path / "x", options).num_documents == 2
         return
