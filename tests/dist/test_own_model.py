@@ -108,7 +108,7 @@ def test_the_commands_train_continue_evaluate_and_refuse(tmp_path: Path) -> None
         ("generate", str(out), "--prompt", "x"): "generates text with its own GPT only",
         ("export-hf", str(out), str(tmp_path / "hf")): "no family of Hugging Face describes",
         ("plan", train[1], "--gpus", "8"): "counts the operations of megacore's GPT, not of model",
-        (*train, "--graphs.mode=partial"): "graphs.mode = partial (--graphs.mode=partial) does not",
+        (*train, "--graphs.mode=partial"): "graphs.mode = partial (--graphs.mode=partial) cannot",
         (*train, "--parallel.tp=1", "--parallel.cp=2"): "parallel.cp must be 1: this attention",
     }.items():
         ended = run(tmp_path, *command)

@@ -166,7 +166,9 @@ def differences(
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a configuration file has it."""
+    """Return a value as a configuration file has it, on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
     return "none" if value is None else toml_value(value)
 
 
