@@ -49,7 +49,7 @@ class CheckpointConfig(Section):
 
     @property
     def saves(self) -> bool:
-        """Whether there are checkpoints at all."""
+        """True if there are checkpoints at all."""
         return self.interval != -1
 
     @property

@@ -218,7 +218,7 @@ class MoEConfig(Section):
 
     @property
     def softmax_after_top_k(self) -> bool:
-        """Whether logits rank experts, and weights are the softmax over the chosen ones."""
+        """True if logits rank experts and weights are the softmax over the chosen ones."""
         return self.score_function == "softmax_after_top_k"
 
     @property

@@ -84,7 +84,7 @@ class OptimizerConfig(Section):
 
     @property
     def grads_like_params(self) -> bool:
-        """Whether gradients have the number format of the parameters."""
+        """True if gradients have the number format of the parameters."""
         return self.grad_dtype != "float32"
 
     @field_validator("loss_scale")

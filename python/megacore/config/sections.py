@@ -68,7 +68,7 @@ class Config(Section):
 
     @property
     def has_clones(self) -> bool:
-        """Whether experts are cloned: there are spare slots, and ranks with different experts."""
+        """True if experts are cloned: there are spare slots, and ranks with different experts."""
         return self.moe.echo.num_spare_slots > 0 and self.parallel.ep > 1
 
     def dp(self, world_size: int) -> int:
