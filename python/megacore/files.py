@@ -74,7 +74,8 @@ def filled_folder(folder: Path) -> Iterator[None]:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
         if not existed:
             with contextlib.suppress(OSError):
                 folder.rmdir()

@@ -232,9 +232,9 @@ class ParamGradBuffer:
         """
         in_flight: deque[tuple[int, PendingCollective]] = deque()
         for index in range(len(self._buckets)):
-            in_flight.append((index, self.start_reduce(index)))
-            if len(in_flight) > _MAX_IN_FLIGHT and self._grad_window is None:
+            if len(in_flight) >= _MAX_IN_FLIGHT and self._grad_window is None:
                 self._complete(*in_flight.popleft())
+            in_flight.append((index, self.start_reduce(index)))
         for index, pending in in_flight:
             self._complete(index, pending)
         self.wait_until_grads_free()

@@ -103,10 +103,22 @@ def config_from_values(
         3
     """
     data, where = copy.deepcopy(dict(values)), dict[str, str]()
+    if old := [key for key in RENAMED if _has_key(data, key)]:
+        raise ConfigError(
+            f"{source} was written by another version of megacore: {len(old)} of its settings, "
+            f"such as {old[0]}, have moved since; use the version that wrote it"
+        )
     problems = [_apply_override(data, where, key, text) for key, text in overrides]
     places = _Places(where=where, file=source)
     config = _validate(data, places, [problem for problem in problems if problem is not None])
     return config.with_origins(where)
+
+
+def _has_key(values: Mapping[str, Any], key: str) -> bool:
+    section, name = split_key(key)
+    for part in section.split("."):
+        values = values.get(part, {})
+    return name in values
 
 
 def _with_folders(config: Config, folder: Path) -> Config:

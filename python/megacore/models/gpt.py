@@ -26,6 +26,7 @@ from megacore.models.transformer import TransformerLayer
 from megacore.moe.balance import inject_gradient
 from megacore.moe.dispatchers import Peers
 from megacore.moe.echo.message_exchange import SlotBuffers
+from megacore.moe.experts import GroupedExperts
 from megacore.ops.activations import softcap
 from megacore.parallel.batch import Documents, Microbatch
 from megacore.parallel.collectives import all_gather
@@ -264,6 +265,8 @@ class GPTChunk(Stage):
         for layer in self.layers:
             assert isinstance(layer, TransformerLayer)
             for name, module in layer.named_modules():
+                if isinstance(module, GroupedExperts):
+                    continue  # rows that did not arrive have no values
                 dot = "." if name else ""
                 yield layer.index, f"layers.{layer.index}{dot}{name}", module
 

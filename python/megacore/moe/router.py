@@ -174,7 +174,7 @@ class TopKRouter(nn.Module):
                 in the forward pass.
             expert_ids: Precomputed choices, ``(T, k)``, int64, used instead of the best experts
                 (see :class:`megacore.moe.routing_trace.RoutingLog`).
-            memo: RecomputeCache of a recomputed region around the router, if there is one.
+            memo: Cache of a recomputed region around the router, if there is one.
 
         Raises:
             ValueError: If shapes are inconsistent, or if jitter is enabled without ``names``.

@@ -127,6 +127,7 @@ class _Reducer:
         self._reductions = reductions
         self._unstarted: Iterator[tuple[_Reduction, int]] = iter(())
         self._in_flight: deque[_Chunk] = deque()
+        self._has_ended = False
         # Memory of received chunks, kept: fresh pages for every call would cost more than the sum.
         self._slots: deque[Tensor] = deque()
 
@@ -152,11 +153,14 @@ class _Reducer:
         while len(self._in_flight) < _IN_FLIGHT:
             following = next(self._unstarted, None)
             if following is None:
+                if self._has_ended:
+                    return bool(self._in_flight)
                 try:
                     reduction = self._reductions.get(block=not self._in_flight)
                 except queue.Empty:
                     return True
                 if reduction is None:
+                    self._has_ended = True
                     return bool(self._in_flight)
                 self._unstarted = _chunks(reduction, len(self._others) + 1)
                 del reduction

@@ -1,4 +1,4 @@
-"""Cooperative scheduling of two functions, and spare work, during waits.
+"""Cooperative scheduling of two functions, and idle work, during waits.
 
 A function calls :func:`yield_turn` where it would wait. This call runs deferred work
 (:func:`idle_work`) and then gives the turn to the other function of its pair. The order is
@@ -122,7 +122,7 @@ def idle_work(work: Callable[[], None]) -> Iterator[None]:
 
 
 def yield_turn() -> None:
-    """Run spare work, then the other function of the pair until it gives the turn back."""
+    """Run idle work, then the other function of the pair until it gives the turn back."""
     work = _IDLE_WORK.get()
     if work is not None:
         work()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megacore.config import (
     Config,
     RunConfig,
+    config_from_values,
     config_to_toml,
     load_config,
     resolve,
@@ -357,3 +358,9 @@ def test_names_of_other_projects_lead_to_settings(tmp_path: Path) -> None:
     assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in known}
     text = message_of(write(tmp_path, "[parallel]\ntensor_model_parallel_size = 2\n"))
     assert text.endswith("did you mean parallel.tp?")
+
+
+def test_stored_settings_of_an_earlier_version_are_one_sentence() -> None:
+    stored = {"train": {"steps": 3}, "run": {"trace_step": 3}, "moe": {"echo": {"domain": 2}}}
+    with pytest.raises(ConfigError, match=r"x was written by .*: 2 of its settings, such as moe"):
+        config_from_values(stored, source="checkpoint x")

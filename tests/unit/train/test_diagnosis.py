@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.config import ModelConfig, MoEConfig
+from megacore.models import GPTChunk
+from megacore.moe import GroupedExperts, MoELayer
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.train.diagnosis import NonFinite, NonFiniteSearch, first_of_all
 from megacore.train.trainer import Trainer, build_trainer
@@ -79,3 +82,17 @@ def test_of_all_ranks_the_first_in_the_order_of_the_step_is_told() -> None:
     world = ProcessGroups.single().world
     assert first_of_all(early, world) == "the first non-finite value: rank 1, output of layers.2"
     assert first_of_all(None, world).startswith("no rank had a non-finite weight")
+
+
+def test_rows_that_did_not_arrive_are_not_searched() -> None:
+    chunk = GPTChunk(
+        ModelConfig(hidden_size=32, num_layers=1, vocab_size=256),
+        layers=range(1),
+        has_embedding=True,
+        has_head=True,
+        groups=ProcessGroups.single(),
+        moe=MoEConfig(num_experts=4),
+    )
+    searched = [module for _, _, module in chunk.parts()]
+    assert any(isinstance(module, MoELayer) for module in searched)
+    assert not any(isinstance(module, GroupedExperts) for module in searched)

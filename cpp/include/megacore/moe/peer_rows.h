@@ -98,8 +98,7 @@ MC_HOST_DEVICE void plan_expert(const int64_t* messages,
   }
 }
 
-// ---- map of copies
-// -------------------------------------------------------------------------------
+// ---- map of copies ------------------------------------------------------------------------------
 
 // Entry of a map: -1 for a copy that is not sent, the address of its row for one that travels, and
 // -2 - address for one whose row is copied from that of an earlier copy on the same member.
