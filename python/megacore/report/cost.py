@@ -131,6 +131,7 @@ def memory_card(run: RunFiles) -> str:
     note = f'<p class="hint">and {more} more positions</p>' if more > 0 else ""
     return (
         f'<section class="card"><h2>Memory of a rank</h2><p class="hint">{hint}</p>'
+        '<p class="hint narrow">Scroll the table sideways to see all of it.</p>'
         f'<div class="scroll" tabindex="0"><table class="stages"><thead><tr>'
         f"<th>Pipeline rank</th>{head}"
         f"<th>Predicted</th><th>Measured</th></tr></thead><tbody>{body}</tbody></table></div>"

@@ -26,7 +26,10 @@ def timeline_drawings(timeline: RunTimeline) -> list[str]:
     measured = _first_ranks(timeline.measured)
     is_pipeline = has_pipeline(timeline)
     predicted = timeline.predicted if is_pipeline else []
-    parts = {"Predicted": predicted, f"Measured in step {timeline.step:,}": measured}
+    parts = {
+        "Predicted, by pipeline rank": predicted,
+        f"Measured in step {timeline.step:,}, by rank": measured,
+    }
     makespan_ms = max(map(length_ms, parts.values()))
     return [
         timeline_svg(
