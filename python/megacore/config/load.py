@@ -115,10 +115,11 @@ def config_from_values(
 
 
 def _has_key(values: Mapping[str, Any], key: str) -> bool:
-    section, name = split_key(key)
-    for part in section.split("."):
-        values = values.get(part, {})
-    return name in values
+    *sections, name = key.split(".")
+    found: Any = values
+    for section in sections:
+        found = found.get(section) if isinstance(found, Mapping) else None
+    return isinstance(found, Mapping) and name in found
 
 
 def _with_folders(config: Config, folder: Path) -> Config:
