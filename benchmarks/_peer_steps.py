@@ -35,8 +35,10 @@ def megacore(shape: Shape) -> Step:
     import torch
 
     from megacore.config import Config, resolve
+    from megacore.launch.worker import keep_freed_memory
     from megacore.train.trainer import build_trainer
 
+    keep_freed_memory()  # as `megacore train` does
     sections: dict[str, Any] = {
         "model": {
             "hidden_size": shape.hidden,

@@ -1,20 +1,17 @@
 #include "megacore/buffer/adamw.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <thread>
-#include <vector>
 
 #include "megacore/base/check.h"
+#include "megacore/base/parallel_for.h"
 #include "megacore/base/vector_clones.h"
 
 namespace megacore::buffer {
 namespace {
 
-// Elements that a thread takes at a time. Starting and joining a thread costs some 20 us, the time
-// of about one such block, so shorter runs stay on one thread. A multiple of a 64-byte line:
-// threads do not write to the same one.
+// Elements that a thread takes at a time, some 20 us of work. A multiple of a 64-byte line: threads
+// do not write to the same one.
 constexpr int64_t kBlockNumel = 1 << 16;
 
 // How far ahead to ask for memory, and how much a cache line holds. With four arrays to read and
@@ -105,20 +102,9 @@ void check_step(const AdamWTensors& t, const AdamWOptions& options, int num_thre
 void adamw_step(const AdamWTensors& tensors, const AdamWOptions& options, int num_threads) {
   check_step(tensors, options, num_threads);
   const AdamWScalars scalars = adamw_scalars(options);
-  std::atomic<int64_t> next_start = 0;
   // Blocks go to whoever is free: a core that also has other work takes fewer.
-  const auto work = [&tensors, &scalars, &next_start] {
-    for (int64_t start = next_start.fetch_add(kBlockNumel); start < tensors.numel;
-         start = next_start.fetch_add(kBlockNumel)) {
-      step_range(tensors, start, std::min(tensors.numel, start + kBlockNumel), scalars);
-    }
-  };
-  const int64_t num_helpers = std::min(int64_t{num_threads}, tensors.numel / kBlockNumel) - 1;
-  std::vector<std::jthread> helpers;
-  for (int64_t i = 0; i < num_helpers; ++i) {
-    helpers.emplace_back(work);
-  }
-  work();
+  base::parallel_for(tensors.numel, kBlockNumel, num_threads,
+                     [&](int64_t begin, int64_t end) { step_range(tensors, begin, end, scalars); });
 }
 
 MC_VECTOR_CLONES double sum_of_squares(const float* values, int64_t numel) {

@@ -4,9 +4,9 @@
 #include <cmath>
 
 #include "megacore/base/exponential.h"
+#include "megacore/base/parallel_for.h"
 #include "megacore/base/vector_clones.h"
 #include "megacore/moe/gemm_skinny.h"
-#include "megacore/moe/parallel_for.h"
 
 namespace megacore::decode {
 namespace {
@@ -116,7 +116,7 @@ void linear(const float* x,
                                   features);
   };
   const int64_t grain = std::max(int64_t{4}, kGrainNumel / std::max(int64_t{1}, rows * depth));
-  moe::parallel_for(features, grain, num_threads, run);
+  base::parallel_for(features, grain, num_threads, run);
   for (int64_t i = 0; bias != nullptr && i < rows; ++i) {
     for (int64_t n = 0; n < features; ++n) {
       y[i * features + n] += bias[n];

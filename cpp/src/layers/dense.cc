@@ -6,8 +6,8 @@
 
 #include "megacore/base/check.h"
 #include "megacore/base/low_precision.h"
+#include "megacore/base/parallel_for.h"
 #include "megacore/base/vector_clones.h"
-#include "megacore/moe/parallel_for.h"
 
 namespace megacore::layers {
 namespace {
@@ -157,12 +157,12 @@ void rms_norm(const Float* x,
               int64_t rows,
               int64_t width,
               int num_threads) {
-  moe::parallel_for(rows, grain(rows, width, num_threads), num_threads,
-                    [&](int64_t begin, int64_t end) {
-                      for (int64_t row = begin; row < end; ++row) {
-                        scale[row] = one_norm(x + row * width, weight, eps, y + row * width, width);
-                      }
-                    });
+  base::parallel_for(
+      rows, grain(rows, width, num_threads), num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          scale[row] = one_norm(x + row * width, weight, eps, y + row * width, width);
+        }
+      });
 }
 
 template <typename Float>
@@ -178,7 +178,7 @@ void rms_norm_backward(const Float* grad_y,
   const int64_t num_sums = (rows + kRowsOfSum - 1) / kRowsOfSum;
   std::vector<float> sums(static_cast<size_t>(grad_weight == nullptr ? 0 : num_sums * width));
   const int64_t at_once = (grain(rows, width, num_threads) + kRowsOfSum - 1) / kRowsOfSum;
-  moe::parallel_for(num_sums, at_once, num_threads, [&](int64_t begin, int64_t end) {
+  base::parallel_for(num_sums, at_once, num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * kRowsOfSum; row < std::min(rows, end * kRowsOfSum); ++row) {
       const int64_t at = row * width;
       if (grad_x != nullptr) {
@@ -230,14 +230,14 @@ void split_and_rotate(Float* qkv,
     }
   };
   const int64_t width = shape.num_groups * slots * dim;
-  moe::parallel_for(shape.num_tokens, grain(shape.num_tokens, width, num_threads), num_threads,
-                    [&](int64_t begin, int64_t end) {
-                      for (int64_t token = begin; token < end; ++token) {
-                        for (int64_t group = 0; group < shape.num_groups; ++group) {
-                          run_group(token, group);
-                        }
-                      }
-                    });
+  base::parallel_for(shape.num_tokens, grain(shape.num_tokens, width, num_threads), num_threads,
+                     [&](int64_t begin, int64_t end) {
+                       for (int64_t token = begin; token < end; ++token) {
+                         for (int64_t group = 0; group < shape.num_groups; ++group) {
+                           run_group(token, group);
+                         }
+                       }
+                     });
 }
 
 #define MC_INSTANTIATE(Float)                                                                    \

@@ -6,9 +6,9 @@
 #include "megacore/base/check.h"
 #include "megacore/base/exponential.h"
 #include "megacore/base/low_precision.h"
+#include "megacore/base/parallel_for.h"
 #include "megacore/base/vector_clones.h"
 #include "megacore/moe/grouped_arguments.h"
-#include "megacore/moe/parallel_for.h"
 
 namespace megacore::moe {
 namespace {
@@ -202,7 +202,7 @@ void activate(Activation kind,
       one_row(kind, x + row * stride, prob, y + row * shape.width, shape.width);
     }
   };
-  parallel_for(rows_in_use(shape), grain(shape, num_threads), num_threads, run);
+  base::parallel_for(rows_in_use(shape), grain(shape, num_threads), num_threads, run);
 }
 
 template <typename Float>
@@ -225,7 +225,7 @@ void activate_backward(Activation kind,
       }
     }
   };
-  parallel_for(rows_in_use(shape), grain(shape, num_threads), num_threads, run);
+  base::parallel_for(rows_in_use(shape), grain(shape, num_threads), num_threads, run);
 }
 
 #define MC_INSTANTIATE(Float)                                                                  \

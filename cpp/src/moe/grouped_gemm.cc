@@ -4,12 +4,12 @@
 #include <array>
 #include <atomic>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "gemm_tile.h"
 #include "megacore/base/check.h"
 #include "megacore/base/intmath.h"
+#include "megacore/base/parallel_for.h"
 #include "megacore/moe/gemm_skinny.h"
 
 namespace megacore::moe {
@@ -21,7 +21,7 @@ using base::ceil_div;
 // 1 MiB second-level cache.
 constexpr int64_t kRightColumns = 256;
 
-// A thread is worth starting for this many multiply-adds, some 20 us of work.
+// A thread is worth waking for this many multiply-adds, some 20 us of work.
 constexpr int64_t kMacsPerThread = int64_t{1} << 21;
 
 // Rows that the work on an expert's weight is worth, beside the rows it is multiplied with.
@@ -256,8 +256,7 @@ int64_t check(const int64_t* m_splits, const GroupedShape& s, int num_threads) {
 
 int useful_threads(int64_t total_rows, const GroupedShape& s, int num_threads) {
   const int64_t macs = total_rows * s.out_features * s.in_features;
-  return static_cast<int>(
-      std::clamp(macs / kMacsPerThread, int64_t{1}, static_cast<int64_t>(num_threads)));
+  return macs >= 2 * kMacsPerThread ? num_threads : 1;
 }
 
 // Cuts every expert's `width` columns so that there are a few tasks per thread of similar cost.
@@ -293,23 +292,29 @@ std::vector<Task> make_tasks(const int64_t* m_splits,
 
 template <typename Run>
 void run_tasks(const std::vector<Task>& tasks, int num_threads, const Run& run) {
-  std::atomic<size_t> next = 0;
-  const auto work = [&tasks, &run, &next](Scratch& scratch) {
-    for (size_t i = next.fetch_add(1); i < tasks.size(); i = next.fetch_add(1)) {
-      run(tasks[i], scratch);
-    }
+  struct Work {
+    const std::vector<Task>& tasks;
+    const Run& run;
+    // Not initialized: every task writes what it reads.
+    std::unique_ptr<Scratch[]> scratches;
+    std::atomic<size_t> next_task = 0;
+    std::atomic<size_t> next_scratch = 0;
   };
-  const size_t used = std::min(static_cast<size_t>(num_threads), tasks.size());
-  if (used == 0) {
+  if (tasks.empty()) {
     return;
   }
-  // Not initialized: every task writes what it reads.
-  const auto scratches = std::make_unique_for_overwrite<Scratch[]>(used);
-  std::vector<std::jthread> helpers;
-  for (size_t i = 1; i < used; ++i) {
-    helpers.emplace_back([&work, &scratch = scratches[i]] { work(scratch); });
-  }
-  work(scratches[0]);
+  Work work{
+      .tasks = tasks,
+      .run = run,
+      .scratches = std::make_unique_for_overwrite<Scratch[]>(static_cast<size_t>(num_threads))};
+  const auto take = [](void* data) {
+    auto& w = *static_cast<Work*>(data);
+    Scratch& scratch = w.scratches[w.next_scratch.fetch_add(1)];
+    for (size_t i = w.next_task.fetch_add(1); i < w.tasks.size(); i = w.next_task.fetch_add(1)) {
+      w.run(w.tasks[i], scratch);
+    }
+  };
+  base::run_team(num_threads, take, &work);
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 
 #include "megacore/base/check.h"
 #include "megacore/base/low_precision.h"
+#include "megacore/base/parallel_for.h"
 #include "megacore/base/vector_clones.h"
-#include "megacore/moe/parallel_for.h"
 
 namespace megacore::moe {
 namespace {
@@ -178,7 +178,7 @@ void top_k(const float* scores,
       top_k_row(scores + row * columns, columns, k, chosen + row * k, best.data());
     }
   };
-  parallel_for(rows, std::max(int64_t{1}, kGrainNumel / columns), num_threads, run);
+  base::parallel_for(rows, std::max(int64_t{1}, kGrainNumel / columns), num_threads, run);
 }
 
 template <typename Float>
@@ -214,7 +214,7 @@ void permute(const Float* tokens,
       }
     }
   };
-  parallel_for(map.num_tokens, grain(map, width), num_threads, run);
+  base::parallel_for(map.num_tokens, grain(map, width), num_threads, run);
 }
 
 template <typename Float>
@@ -243,7 +243,7 @@ void unpermute(const Float* rows,
       }
     }
   };
-  parallel_for(map.num_tokens, grain(map, width), num_threads, run);
+  base::parallel_for(map.num_tokens, grain(map, width), num_threads, run);
 }
 
 template <typename Float>
@@ -260,7 +260,7 @@ void row_dots(const Float* tokens,
       dots[i] = map.rows[i] < 0 ? 0.0F : dot(token, rows + map.rows[i] * width, width);
     }
   };
-  parallel_for(map.num_tokens, grain(map, width), num_threads, run);
+  base::parallel_for(map.num_tokens, grain(map, width), num_threads, run);
 }
 
 #define MC_INSTANTIATE(Float)                                                                      \

@@ -5,8 +5,8 @@
 
 #include "megacore/base/check.h"
 #include "megacore/base/exponential.h"
+#include "megacore/base/parallel_for.h"
 #include "megacore/base/vector_clones.h"
-#include "megacore/moe/parallel_for.h"
 #include "megacore/moe/permutation.h"
 
 namespace megacore::moe {
@@ -203,7 +203,7 @@ void route(const float* logits,
       }
     }
   };
-  parallel_for(rule.num_tokens, tokens_of_thread(rule), num_threads, run);
+  base::parallel_for(rule.num_tokens, tokens_of_thread(rule), num_threads, run);
   add_to_pools(rule, scores, routed);
 }
 
@@ -223,7 +223,7 @@ void route_backward(const float* grad_probs,
                    logits + t * experts, ids + t * rule.top_k, grad_logits + t * experts, scratch);
     }
   };
-  parallel_for(rule.num_tokens, tokens_of_thread(rule), num_threads, run);
+  base::parallel_for(rule.num_tokens, tokens_of_thread(rule), num_threads, run);
 }
 
 }  // namespace megacore::moe

@@ -27,7 +27,14 @@ from megacore.launch.messages import complain, leave, print_outcome, stopped_too
 from megacore.launch.peers import describe_exit
 from megacore.launch.stopping import STOP_SIGNALS, StopRequest
 from megacore.launch.store import LocalStoreAddress
-from megacore.launch.worker import Outcome, Reporter, Worker, run_rank, use_threads
+from megacore.launch.worker import (
+    Outcome,
+    Reporter,
+    Worker,
+    keep_freed_memory,
+    run_rank,
+    use_threads,
+)
 
 SETTLE_S = 1.0  # after a first failure: time to detect its cause, if that rank was a victim
 GRACE_S = 2.5  # after a first failure: time for survivors to exit on their own
@@ -263,6 +270,7 @@ def _child_main(child: _Child, pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    keep_freed_memory()
     use_threads(child.options.threads, num_processes=child.nproc)
     options = child.options
     report = Reporter(child.rank, pipe.send, options.error_dir)

@@ -29,7 +29,14 @@ from megacore.launch.environment import external_launcher
 from megacore.launch.messages import complain, leave, print_outcome
 from megacore.launch.stopping import STOP_SIGNALS
 from megacore.launch.store import local_store
-from megacore.launch.worker import Reporter, Worker, error_file, run_rank, use_threads
+from megacore.launch.worker import (
+    Reporter,
+    Worker,
+    error_file,
+    keep_freed_memory,
+    run_rank,
+    use_threads,
+)
 
 __all__ = [
     "LaunchOptions",
@@ -91,6 +98,7 @@ def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) 
     """
     options = options or LaunchOptions()
     context = _join(options)
+    keep_freed_memory()
     use_threads(options.threads, num_processes=context.local_world_size)
 
     def prepare_and_work(context: RankContext) -> int:

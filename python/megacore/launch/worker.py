@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -32,6 +33,9 @@ from megacore.launch.stopping import STOP_SIGNALS
 from megacore.launch.store import first_line, within
 
 Worker = Callable[[RankContext], int]
+
+# Parameters of glibc's mallopt.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 # Words in the errors of gloo, NCCL and the store when a peer is lost or does not respond.
 CONNECTION_WORDS = (
@@ -326,6 +330,19 @@ def _last_frame(error: BaseException) -> str:
         return ""
     last = frames[-1]
     return f" (at {last.filename}:{last.lineno} in {last.name})"
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep freed memory for the next tensors; does nothing with other libraries.
+
+    By default it returns the end of its heap to the system after every large tensor, and each page
+    of the next one is cleared anew: 2% of a step of a small model. Blocks of 32 MiB and more,
+    which is the highest limit that malloc sets by itself, still go back when they are freed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def use_threads(threads: int | None, *, num_processes: int) -> None:
