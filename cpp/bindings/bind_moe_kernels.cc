@@ -56,6 +56,7 @@ void bind_grouped_gemm(py::module_& module) {
       py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("m_splits"), py::arg("grad_w"),
       py::arg("num_rows"), py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
       py::arg("accumulate"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+  module.def("is_faster_than_mkl", &moe::is_faster_than_mkl);
 }
 
 void bind_choices(py::module_& module) {

@@ -756,6 +756,7 @@ def fill_grouped_arguments(
 
 # Tensors are addresses; see cpp/include/megacore/moe/{grouped_gemm,permutation,activations}.h.
 
+def is_faster_than_mkl() -> bool: ...
 def grouped_gemm(
     *,
     x: int,

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from megacore.config import DebugConfig, ModelConfig, MoEConfig
 from megacore.models.dropout import Site
@@ -28,6 +27,7 @@ from megacore.moe.dispatchers import Peers
 from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.moe.experts import GroupedExperts
 from megacore.ops.activations import softcap
+from megacore.ops.linear import linear
 from megacore.parallel.batch import Documents, Microbatch
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.params import ParamInfo, use_params

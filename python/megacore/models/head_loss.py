@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacore.ops.linear import multiply_, multiply_input_grad, multiply_weight_grad_
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import Group
 
@@ -128,9 +129,9 @@ class _HeadCrossEntropy(torch.autograd.Function):
             if narrow is not logits:
                 grad_logits = narrow.copy_(grad_logits)
             if grad_x is not None:
-                _add_product(grad_x, grad_logits, weight[rows])
+                grad_x += multiply_input_grad(grad_logits, weight[rows])
             if grad_weight is not None:
-                torch.mm(grad_logits.t(), blocks.x, out=grad_weight[rows])
+                multiply_weight_grad_(grad_weight[rows], grad_logits, blocks.x)
         if grad_x is not None:
             grad_x = grad_x.to(x.dtype).view(x.shape)
         if grad_weight is not None:
@@ -179,7 +180,7 @@ class _Blocks:
             rows = slice(first, min(first + self._columns, self._num_columns))
             count = rows.stop - first
             product = memory[: tokens * count].view(tokens, count)
-            torch.mm(self.x, self._weight[rows].t(), out=product)
+            multiply_(product, self.x, self._weight[rows])
             logits = product
             if wide is not memory:
                 logits = wide[: tokens * count].view(tokens, count).copy_(product)
@@ -188,11 +189,3 @@ class _Blocks:
             column = self._column - first
             here = ((column >= 0) & (column < count)).squeeze(-1)
             yield logits, product, column.clamp_(0, count - 1), here, rows
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to a sum that may be wider."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, layer_norm, linear
+from torch.nn.functional import embedding, layer_norm
 
 from megacore.config import DebugConfig, ModelConfig, MoEConfig
 from megacore.models.dropout import DropoutKey, Site, dropout, dropout_use, keep_mask
@@ -23,6 +23,7 @@ from megacore.moe.dispatchers import Peers, StaticBudget
 from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.ops.dense import rms_norm, wide_dtype
 from megacore.ops.fp8 import fp8_linear
+from megacore.ops.linear import linear
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups

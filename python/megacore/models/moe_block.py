@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from megacore.config import MoEConfig
 from megacore.models.layers import ModelContext
@@ -28,6 +27,7 @@ from megacore.moe.echo.layer import Echo, ReceiveBudget
 from megacore.moe.experts import ExpertBiases, GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
+from megacore.ops.linear import linear
 from megacore.ops.recompute import RecomputeCache
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from megacore.models.layers import ModelContext, VocabEmbedding, make_norm
 from megacore.models.transformer import TransformerLayer
+from megacore.ops.linear import linear
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
 

@@ -363,8 +363,16 @@ def _forward_cpu(
     del main_grad, accumulate, accumulate_mask
     if x.dtype != torch.float32:
         return _rows_product_cpu(x, w.transpose(1, 2), m_splits, clear_padding)
-    x, w, m_splits = x.contiguous(), w.contiguous(), m_splits.contiguous()
     y = x.new_empty(x.shape[0], w.shape[1])
+    forward_cpu_(y, x, w, m_splits, clear_padding)
+    return y
+
+
+def forward_cpu_(
+    y: Tensor, x: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
+) -> None:
+    """Compute :func:`grouped_gemm` of float32 tensors on the CPU into contiguous ``y``."""
+    x, w, m_splits = x.contiguous(), w.contiguous(), m_splits.contiguous()
     _core.grouped_gemm(
         x=x.data_ptr(),
         w=w.data_ptr(),
@@ -373,14 +381,12 @@ def _forward_cpu(
         clear_padding=clear_padding,
         **_sizes(x.shape[0], w),
     )
-    return y
 
 
-def _input_grad_cpu(
-    grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
-) -> Tensor:
+def input_grad_cpu(grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True) -> Tensor:
+    """Compute the gradient of ``x`` of :func:`grouped_gemm` on the CPU."""
     if _goes_to_float32(grad, w):
-        wide = _input_grad_cpu(grad.float(), w.float(), m_splits, clear_padding)
+        wide = input_grad_cpu(grad.float(), w.float(), m_splits, clear_padding)
         return wide.to(grad.dtype)
     if grad.dtype != torch.float32:
         return _rows_product_cpu(grad, w, m_splits, clear_padding)
@@ -397,7 +403,7 @@ def _input_grad_cpu(
     return grad_x
 
 
-def _weight_grad_cpu_(
+def weight_grad_cpu_(
     grad: Tensor,
     x: Tensor,
     m_splits: Tensor,
@@ -405,6 +411,7 @@ def _weight_grad_cpu_(
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
 ) -> None:
+    """Compute the gradient of ``w`` of :func:`grouped_gemm` on the CPU into ``out``."""
     if out.dtype != torch.float32 or not out.is_contiguous():
         _weight_grad_reference_(grad, x, m_splits, out, accumulate, accumulate_mask)
         return
@@ -500,14 +507,14 @@ _grouped_gemm = define_op(
 _input_grad = define_op(
     "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits, bool clear_padding=True)"
     " -> Tensor",
-    cpu=_input_grad_cpu,
+    cpu=input_grad_cpu,
     cuda=_input_grad_cuda,
     fake=_input_grad_fake,
 )
 _weight_grad_ = define_op(
     "grouped_gemm_weight_grad_(Tensor grad, Tensor x, Tensor m_splits, Tensor(a!) out,"
     " bool accumulate, Tensor? accumulate_mask=None) -> ()",
-    cpu=_weight_grad_cpu_,
+    cpu=weight_grad_cpu_,
     cuda=_weight_grad_cuda_,
     fake=_weight_grad_fake_,
 )

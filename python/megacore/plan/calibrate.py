@@ -24,6 +24,7 @@ from megacore.config import Config, ResolvedConfig, resolve
 from megacore.models.build import torch_dtype
 from megacore.models.gpt import GPTChunk
 from megacore.ops.activations import swiglu
+from megacore.ops.linear import linear
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather, barrier
@@ -131,8 +132,8 @@ def _products(
     shapes += [(size, size, size) for size in sizes[1:]]
     times = []
     for m, n, k in shapes:
-        a, b = (torch.ones(*shape, dtype=dtype, device=device) for shape in ((m, k), (k, n)))
-        times.append(seconds_of(lambda a=a, b=b: a @ b, device, least=least / 5))  # type: ignore[misc]
+        a, b = (torch.ones(*shape, dtype=dtype, device=device) for shape in ((m, k), (n, k)))
+        times.append(seconds_of(lambda a=a, b=b: linear(a, b), device, least=least / 5))  # type: ignore[misc]
     work = np.array([2.0 * m * n * k for m, n, k in shapes])
     sides = np.array(shapes, dtype=float)
     best = (np.inf, 0.0, 0.0)

@@ -1,0 +1,84 @@
+"""Matrix products of linear layers: on CPUs by the faster of torch's and ours.
+
+torch multiplies with MKL, which uses half of the vector width on processors that are not Intel's:
+with AVX-512, products of float32 take half of its time by ours (``benchmarks/bench_moe.py``). The
+choice depends on the processor, the dtype and the shape only, so all ranks of a run make the same
+one, and every run on such a processor.
+
+Shapes: M rows, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from megacore import _core
+from megacore.ops import gemm
+
+# Multiply-adds below which a call from Python takes longer than the faster product saves.
+_LEAST_MACS = 1 << 20
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``x @ weight.T + bias``: ``(..., K)`` to ``(..., N)``.
+
+    Args:
+        x: ``(..., K)``.
+        weight: ``(N, K)``, dtype and device of ``x``.
+        bias: ``(N,)``.
+
+    Sync:
+        None.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if not _is_ours(rows, weight):
+        return nn.functional.linear(x, weight, bias)
+    y = gemm.grouped_gemm(rows, weight[None], _one_group(rows))
+    y = y.view(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias
+
+
+def multiply_(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Set ``out`` to ``x @ weight.T``, ``(M, N)``; not differentiable."""
+    if _is_ours(x, weight):
+        gemm.forward_cpu_(out, x, weight[None], _one_group(x))
+    else:
+        torch.mm(x, weight.t(), out=out)
+
+
+def multiply_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    """Return ``grad @ weight``, ``(M, K)``; not differentiable."""
+    if _is_ours(grad, weight):
+        return gemm.input_grad_cpu(grad, weight[None], _one_group(grad))
+    return grad @ weight
+
+
+def multiply_weight_grad_(out: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Set ``out`` to ``grad.T @ x``, ``(N, K)``; not differentiable."""
+    if _is_ours(grad, out):
+        gemm.weight_grad_cpu_(grad, x, _one_group(x), out[None], False)
+    else:
+        torch.mm(grad.t(), x, out=out)
+
+
+def _is_ours(rows: Tensor, weight: Tensor) -> bool:
+    return (
+        rows.dtype == weight.dtype == torch.float32
+        and rows.is_cpu
+        and weight.is_contiguous()
+        and rows.shape[0] * weight.numel() >= _LEAST_MACS
+        and is_ours_faster()
+    )
+
+
+@functools.cache
+def is_ours_faster() -> bool:
+    """Return whether this processor multiplies float32 matrices faster by our product."""
+    return torch.backends.mkl.is_available() and _core.is_faster_than_mkl()  # type: ignore[no-untyped-call]
+
+
+def _one_group(rows: Tensor) -> Tensor:
+    return torch.full((1,), rows.shape[0], dtype=torch.int64)

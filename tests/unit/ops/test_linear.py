@@ -1,0 +1,83 @@
+"""Products of linear layers: both ways agree, and each is taken where it should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacore.ops import linear as module
+from megacore.ops.linear import linear, multiply_, multiply_input_grad, multiply_weight_grad_
+
+
+@pytest.fixture(params=[True, False], ids=["ours", "torch"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_ours_faster", lambda: request.param)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def gradients(function: object, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
+    y = function(*leaves)  # type: ignore[operator]
+    return [y, *torch.autograd.grad(y, leaves, random(*y.shape).to(y.dtype))]
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(17, 5, 96, 200), (3, 100, 160, 80)])
+def test_linear_and_its_gradients_are_those_of_torch(
+    shape: tuple[int, int, int, int], bias: bool
+) -> None:
+    seq, batch, num_inputs, num_outputs = shape
+    x, weight = random(seq, batch, num_inputs), random(num_outputs, num_inputs)
+    offset = random(num_outputs) if bias else None
+    found = gradients(linear, x, weight, offset)
+    wide = [None if t is None else t.double() for t in (x, weight, offset)]
+    expected = gradients(nn.functional.linear, *wide)  # type: ignore[arg-type]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-3)
+        assert one.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_products_into_given_memory_are_those_of_torch() -> None:
+    x, weight, grad = random(128, 96), random(120, 96), random(128, 120)
+    y, grad_weight = torch.full((128, 120), torch.nan), torch.full((120, 96), torch.nan)
+    multiply_(y, x, weight)
+    multiply_weight_grad_(grad_weight, grad, x)
+    torch.testing.assert_close(y, x @ weight.t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grad_weight, grad.t() @ x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        multiply_input_grad(grad, weight), grad @ weight, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_rows_of_a_larger_tensor_are_products_of_their_own() -> None:
+    x, weight = random(4, 64, 256), random(128, 128)
+    part = x[..., 64:192]  # neither starts nor rows are contiguous
+    torch.testing.assert_close(
+        linear(part, weight), nn.functional.linear(part, weight), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [(torch.bfloat16, 512), (torch.float64, 512), (torch.float32, 2)]
+)
+def test_other_dtypes_and_small_products_are_those_of_torch_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int
+) -> None:
+    monkeypatch.setattr(module, "is_ours_faster", lambda: True)
+    x, weight = random(rows, 128).to(dtype), random(64, 128).to(dtype)
+    assert torch.equal(linear(x, weight), nn.functional.linear(x, weight))
+
+
+def test_rows_do_not_depend_on_the_other_rows_of_our_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "is_ours_faster", lambda: True)
+    x, weight = random(300, 256), random(192, 256)
+    assert torch.equal(linear(x, weight)[:100], linear(x[:100], weight))
