@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from _common import header, options
 from megacore.buffers import make_buffers
-from megacore.config import OptimizerConfig
+from megacore.config import DebugConfig, OptimizerConfig
 from megacore.optim import DistributedOptimizer
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
@@ -91,7 +91,6 @@ def with_megacore(model: nn.Sequential, *, overlap: bool, host_memory: bool) -> 
         beta2=ADAMW["betas"][1],
         weight_decay=ADAMW["weight_decay"],
         clip_grad=0.0,
-        bucket_numel=8_000_000,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
     )
@@ -99,7 +98,8 @@ def with_megacore(model: nn.Sequential, *, overlap: bool, host_memory: bool) -> 
         (ParamInfo(name=name, full_shape=tuple(param.shape), tp_dim=None), param)
         for name, param in model.named_parameters()
     ]
-    buffers = make_buffers(params, groups=groups, optimizer=config)
+    debug = DebugConfig(bucket_numel=8_000_000)
+    buffers = make_buffers(params, groups=groups, optimizer=config, debug=debug)
     optimizer = DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])
 
     def step(x: Tensor) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.buffers import ParamGradBuffer, make_buffers
-from megacore.config import OptimizerConfig
+from megacore.config import DebugConfig, OptimizerConfig
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel import ProcessGroups, Topology
@@ -52,8 +52,9 @@ def backward(params: list[tuple[ParamInfo, nn.Parameter]], rank: int, step: int)
 def make_optimizer(
     params: list[tuple[ParamInfo, nn.Parameter]], groups: ProcessGroups, **fields: Any
 ) -> DistributedOptimizer:
-    config = OptimizerConfig(**{"bucket_numel": BUCKET_NUMEL, "clip_grad": 0.0, **fields})
-    buffers = make_buffers(params, groups=groups, optimizer=config)
+    config = OptimizerConfig(**{"clip_grad": 0.0, **fields})
+    debug = DebugConfig(bucket_numel=BUCKET_NUMEL)
+    buffers = make_buffers(params, groups=groups, optimizer=config, debug=debug)
     return DistributedOptimizer(buffers, groups=groups, config=config)
 
 

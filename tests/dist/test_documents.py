@@ -46,7 +46,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"parallel.ep": 2}),
     "graphs of experts": (
         2,
-        {"graphs.mode": "partial", "debug.graph_backend": "emulated", "graphs.warmup_steps": 1},
+        {
+            "graphs.mode": "partial",
+            "debug.graph_backend": "emulated",
+            "debug.graph_warmup_steps": 1,
+        },
     ),
     "tp2 cp2": (4, {"parallel.tp": 2, "parallel.cp": 2}),
     "cp4 ring": (4, {"parallel.cp": 4, "parallel.cp_comm": "ring"}),

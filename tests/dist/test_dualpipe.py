@@ -52,9 +52,9 @@ EP2 = {"parallel.ep": 2}
 OVERLAPS = {
     "optimizer.overlap_grad_reduce": True,
     "optimizer.overlap_param_gather": True,
-    "optimizer.bucket_numel": 3000,
+    "debug.bucket_numel": 3000,
 }
-GRAPHS = {"graphs.warmup_steps": 1}
+GRAPHS = {"debug.graph_warmup_steps": 1}
 Changes = dict[str, Any]
 
 
@@ -182,7 +182,7 @@ def train_variants(_rank: int, variants: list[Changes]) -> list[Any]:
     for variant in variants:
         # Buckets of one size: the shards of others add up the norm in another order. And as few
         # layers and microbatches as the schedule takes.
-        sized = {"optimizer.bucket_numel": OVERLAPS["optimizer.bucket_numel"]}
+        sized = {"debug.bucket_numel": OVERLAPS["debug.bucket_numel"]}
         sized |= {"model.num_layers": 2, "train.global_batch_size": 4}
         trainer = make_trainer(2, {**PP2, **sized, **variant})
         metrics = [trainer.train_step(step) for step in range(4)]

@@ -60,11 +60,11 @@ BASE: dict[str, dict[str, Any]] = {
     "optimizer": {
         "lr": 2e-3,
         "warmup_steps": 5,
-        # Two buckets on every rank: a graph of a whole step starts the first where it needs it.
-        "bucket_numel": 1000,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
     },
+    # Two buckets on every rank: a graph of a whole step starts the first where it needs it.
+    "debug": {"bucket_numel": 1000},
 }
 EXPERTS = {
     "moe.num_experts": 4,
@@ -79,6 +79,7 @@ STATIC = {**EXPERTS, "moe.dispatcher": "static", "moe.static_budget": 4.0}
 CHUNKS = {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2}
 
 Changes = dict[str, Any]
+SOON: Changes = {"debug.graph_warmup_steps": 1}
 FULL: Changes = {"mode": "full"}
 WITH_STEP: Changes = {"mode": "full_step"}
 
@@ -185,10 +186,11 @@ def compare(
 
 def check(world_size: int, changes: Changes, settings: list[Changes], *, steps: int) -> None:
     """Train once without graphs and with each of the settings, all in one set of processes."""
-    short = [{"warmup_steps": 1, **graphs} for graphs in settings] if steps < 20 else settings
-    timeout_s = 240 + 2 * steps * len(short)
+    if steps < 20:
+        changes = {**changes, **SOON}
+    timeout_s = 240 + 2 * steps * len(settings)
     for differing in run_ranks(
-        world_size, compare, world_size, changes, short, steps, timeout_s=timeout_s
+        world_size, compare, world_size, changes, settings, steps, timeout_s=timeout_s
     ):
         assert differing == []
 
@@ -310,8 +312,8 @@ def counted(
 @pytest.mark.parametrize("pp", representatives([1, 2, 4], [1, 2]))
 def test_as_many_static_tensors_for_any_number_of_microbatches(pp: int, chunks: int) -> None:
     """Those of a training, on every rank, as soon as a step has the peak of live microbatches."""
-    every = {m: laid_out(pp, m, chunks, 1)[1] for m in NUM_MICROBATCHES}
-    graphs = {**partial("attn,mlp"), "warmup_steps": 1}
+    every = {m: {**laid_out(pp, m, chunks, 1)[1], **SOON} for m in NUM_MICROBATCHES}
+    graphs = partial("attn,mlp")
     for by_number in run_ranks(pp, counted, pp, every, graphs, timeout_s=120):
         fewest, *counts = (by_number[m] for m in NUM_MICROBATCHES)
         assert len(set(counts)) == 1
@@ -382,7 +384,7 @@ def compare_with_a_mistake(
 def test_a_rank_that_cannot_capture_takes_the_others_along(
     mode: str, changes: Changes, plant: Callable[[], None], said: str
 ) -> None:
-    graphs = {"mode": mode, "warmup_steps": 1, "on_failure": "eager"}
+    graphs, changes = {"mode": mode, "on_failure": "eager"}, {**changes, **SOON}
     if "parallel.tp" in changes:
         changes = {**changes, "model.num_kv_heads": 2}
     told = run_ranks(2, compare_with_a_mistake, 2, changes, graphs, plant, timeout_s=120)
@@ -395,7 +397,7 @@ def test_a_rank_that_cannot_capture_takes_the_others_along(
 def stop_in_the_middle(rank: int, world_size: int, changes: Changes) -> None:
     if rank == world_size - 1:
         plant_an_error()
-    train(world_size, changes, {**FULL, "warmup_steps": 1, "on_failure": "eager"}, 4)
+    train(world_size, {**changes, **SOON}, {**FULL, "on_failure": "eager"}, 4)
 
 
 @pytest.mark.parametrize("changes", [{"parallel.pp": 2}, {"train.global_batch_size": 8}])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megacore.buffers import make_buffers
-from megacore.config import OptimizerConfig
+from megacore.config import DebugConfig, OptimizerConfig
 from megacore.optim import DistributedOptimizer, memory_row
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.collectives import barrier
@@ -56,7 +56,6 @@ def grown(_rank: int, world_size: int, dtype: str, grads: Literal["float32", "pa
     for layer in model:
         layer.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=getattr(torch, dtype)))
     config = OptimizerConfig(
-        bucket_numel=2 * WIDTH * WIDTH,
         grad_dtype=grads,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
@@ -65,7 +64,8 @@ def grown(_rank: int, world_size: int, dtype: str, grads: Literal["float32", "pa
         (ParamInfo(name=name, full_shape=(WIDTH, WIDTH), tp_dim=None), param)
         for name, param in model.named_parameters()
     ]
-    buffers = make_buffers(params, groups=groups, optimizer=config)
+    debug = DebugConfig(bucket_numel=2 * WIDTH * WIDTH)
+    buffers = make_buffers(params, groups=groups, optimizer=config, debug=debug)
     optimizer = DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])
     anonymous: list[int] = []
     for buffer in buffers:

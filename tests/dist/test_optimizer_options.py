@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megacore.buffers import make_buffers
-from megacore.config import OptimizerConfig
+from megacore.config import DebugConfig, OptimizerConfig
 from megacore.errors import ConfigError
 from megacore.optim import DistributedOptimizer, ParamGroup
 from megacore.optim.param_group import check_patterns
@@ -22,7 +22,7 @@ from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist
 
-SMALL = {"optimizer.bucket_numel": 2000}
+SMALL = {"debug.bucket_numel": 2000}
 OVERLAP = {"optimizer.overlap_grad_reduce": True, "optimizer.overlap_param_gather": True}
 
 
@@ -68,9 +68,15 @@ def test_powers_of_two_may_be_divided_before_or_after_the_sum() -> None:
 def pieces(_rank: int) -> tuple[list[tuple[str, int, int]], list[Tensor]]:
     groups = dp_groups(4)
     params = make_params(torch.float32)
-    config = OptimizerConfig(bucket_numel=300)
+    config = OptimizerConfig()
     instances = HybridShardGroups.split(groups, 2)
-    buffers = make_buffers(params, groups=groups, optimizer=config, instances=instances)
+    buffers = make_buffers(
+        params,
+        groups=groups,
+        optimizer=config,
+        instances=instances,
+        debug=DebugConfig(bucket_numel=300),
+    )
     optimizer = DistributedOptimizer(buffers, groups=groups, config=config)
     backward(params, groups.rank, 0)
     optimizer.step(lr=0.1)
@@ -115,9 +121,10 @@ def test_float16_learns_what_float32_learns() -> None:
 def scaled(_rank: int) -> tuple[list[bool], list[float], int, list[Tensor], list[Tensor]]:
     params = make_params(torch.float16)
     groups = dp_groups(2)
-    config = OptimizerConfig(clip_grad=0.0, loss_scale=2.0**24, loss_scale_interval=2)
+    config = OptimizerConfig(clip_grad=0.0)
+    debug = DebugConfig(loss_scale=2.0**24, loss_scale_interval=2)
     buffers = make_buffers(params, groups=groups, optimizer=config)
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config)
+    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, debug=debug)
     before = [param.detach().clone() for _, param in params]
     skipped, scales, frozen = [], [], before
     for _ in range(14):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megacore.buffers import StaleWeightsError, make_buffers
-from megacore.config import OptimizerConfig
+from megacore.config import DebugConfig, OptimizerConfig
 from megacore.optim import DistributedOptimizer
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 
 STEPS = 4
 OVERLAP = {"optimizer.overlap_grad_reduce": True, "optimizer.overlap_param_gather": True}
-SMALL_BUCKETS = {"optimizer.bucket_numel": 2000}
+SMALL_BUCKETS = {"debug.bucket_numel": 2000}
 
 INTERLEAVED = {
     "parallel.pp": 2,
@@ -116,8 +116,9 @@ def make_optimizer(
         (ParamInfo(name=name, full_shape=tuple(param.shape), tp_dim=None), param)
         for name, param in model.named_parameters()
     ]
-    config = OptimizerConfig(bucket_numel=1, **fields)
-    buffers = make_buffers(params, groups=groups, optimizer=config)
+    config = OptimizerConfig(**fields)
+    debug = DebugConfig(bucket_numel=1)
+    buffers = make_buffers(params, groups=groups, optimizer=config, debug=debug)
     return DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.buffers import ParamGradBuffer
-from megacore.config import OptimizerConfig
+from megacore.config import DebugConfig, OptimizerConfig
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer
 from megacore.parallel.params import ParamInfo
@@ -108,11 +108,16 @@ def train(rank: int, world_size: int, seeds: list[int]) -> list[tuple[list[float
         model = Model([param for _, param in params])
         config = OptimizerConfig(
             clip_grad=case.clip_grad,
-            loss_scale=1.0,
             overlap_grad_reduce=case.overlap,
             overlap_param_gather=case.overlap,
         )
-        optimizer = DistributedOptimizer([buffer], groups=groups, config=config, modules=[model])
+        optimizer = DistributedOptimizer(
+            [buffer],
+            groups=groups,
+            config=config,
+            debug=DebugConfig(loss_scale=1.0),
+            modules=[model],
+        )
         norms = []
         for step in range(STEPS):
             optimizer.zero_grads()

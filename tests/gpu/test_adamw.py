@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.buffers import make_buffers
-from megacore.config import OptimizerConfig
+from megacore.config import DebugConfig, OptimizerConfig
 from megacore.ops import cuda_kernels, has_cuda_kernels
 from megacore.ops.optim import (
     AdamWSettings,
@@ -135,9 +135,10 @@ def test_training_on_the_gpu_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None
 def test_a_step_is_decided_on_the_device_and_nothing_waits() -> None:
     weight = nn.Parameter(torch.linspace(-1, 1, 4096, device="cuda", dtype=torch.float16))
     info = ParamInfo(name="w", full_shape=(4096,), tp_dim=None)
-    config, groups = OptimizerConfig(loss_scale=8.0), ProcessGroups.single()
+    config, groups = OptimizerConfig(), ProcessGroups.single()
     buffers = make_buffers([(info, weight)], groups=groups, optimizer=config)
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config)
+    debug = DebugConfig(loss_scale=8.0)
+    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, debug=debug)
     results, tokens = [], torch.ones((), device="cuda")
     for value in (1.0, float("inf"), 2.0):
         optimizer.zero_grads()

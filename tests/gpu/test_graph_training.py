@@ -29,7 +29,7 @@ EXPERTS = {
     "jitter": 0.01,
 }
 STATIC = {**EXPERTS, "dispatcher": "static", "static_budget": 8.0}
-OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_numel": 20_000}
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 WITH_STEP = {"mode": "full_step"}
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "dense": {},
@@ -55,6 +55,7 @@ def make_trainer(model: str, **graphs: Any) -> Trainer:
         "train": {"steps": STEPS, "microbatch_size": 4, "global_batch_size": 16},
         "optimizer": {"lr": 2e-3, "warmup_steps": 5},
         "graphs": graphs,
+        "debug": {"bucket_numel": 20_000},
     }
     for name, values in MODELS[model].items():
         sections[name] = {**sections.get(name, {}), **values}

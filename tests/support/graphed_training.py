@@ -15,7 +15,7 @@ STATIC = {**EXPERTS, "dispatcher": "static", "static_budget": 4.0}
 PARTIAL: dict[str, Any] = {"mode": "partial"}
 FULL: dict[str, Any] = {"mode": "full"}
 WITH_STEP: dict[str, Any] = {"mode": "full_step"}
-OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_numel": 500}
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 def make_trainer(graphs: dict[str, Any] | None = None, **changes: Any) -> Trainer:
@@ -36,7 +36,8 @@ def make_trainer(graphs: dict[str, Any] | None = None, **changes: Any) -> Traine
             "eval_interval": 1,
             "eval_steps": 2,
         },
-        "graphs": {"warmup_steps": 1, **(graphs or {})},
+        "graphs": graphs or {},
+        "debug": {"graph_warmup_steps": 1, "bucket_numel": 500},
     }
     for name, values in changes.items():
         sections[name] = {**sections.get(name, {}), **values}

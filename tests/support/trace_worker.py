@@ -26,7 +26,7 @@ def main(rank: int, world_size: int, folder: Path, *, overlap: bool, shared: boo
     config = make_config(
         world_size,
         {
-            "optimizer.bucket_numel": 4000,
+            "debug.bucket_numel": 4000,
             "optimizer.overlap_grad_reduce": overlap,
             "optimizer.overlap_param_gather": overlap,
             "debug.host_memory": shared,

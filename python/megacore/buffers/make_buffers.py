@@ -31,9 +31,10 @@ def make_buffers(
     Args:
         params: Description and parameter of every parameter of this rank, in forward order.
         groups: Process groups of this rank.
-        optimizer: For ``bucket_numel``, ``distributed`` and ``grad_dtype``.
+        optimizer: For ``distributed`` and ``grad_dtype``.
         instances: Groups of hybrid sharding. Default: one instance.
-        debug: For ``pad_for_ring`` and ``average_in_collective``. Default: its defaults.
+        debug: For ``bucket_numel``, ``pad_for_ring`` and ``average_in_collective``. Default: its
+            defaults.
 
     Raises:
         TypeError: If ``params`` holds no pairs, or ``optimizer`` is not an ``OptimizerConfig``.
@@ -59,7 +60,7 @@ def make_buffers(
             dp_group=instances.expert if expert else instances.dense,
             across=instances.expert_across if expert else instances.dense_across,
             average_in_collective=debug.average_in_collective,
-            bucket_numel=optimizer.bucket_numel,
+            bucket_numel=debug.bucket_numel,
             pad_for_ring=debug.pad_for_ring,
             distributed=optimizer.distributed,
             grad_dtype=dtype if optimizer.grads_like_params else torch.float32,

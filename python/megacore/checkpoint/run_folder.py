@@ -7,6 +7,7 @@ A run that starts from scratch never overwrites the results of another run. Thos
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import filecmp
@@ -26,6 +27,7 @@ from megacore.checkpoint.tokenizer_files import (
     with_tokenizer_beside,
 )
 from megacore.config import ResolvedConfig
+from megacore.config.load import translate_moved
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import describe_os_error
 from megacore.parallel.process_groups import ProcessGroups
@@ -227,7 +229,8 @@ def changed_settings(found: Path, config: ResolvedConfig) -> tuple[str, ...]:
         config: Resolved configuration of this run.
     """
     ours = json.loads(config.model_dump_json())
-    theirs = read_index(found).config
+    theirs = copy.deepcopy(dict(read_index(found).config))
+    translate_moved(theirs, {})
     if _has_tokenizer_of(found, config):
         theirs = theirs | {"data": theirs.get("data", {}) | {"tokenizer": config.data.tokenizer}}
     return compare_settings(theirs, ours)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from megacore.config.renamed import RENAMED
+from megacore.config.renamed import MOVED, RENAMED
 from megacore.config.words import closest_matches
 from megacore.errors import ConfigError
 
@@ -73,7 +73,7 @@ def _unknown_setting(place: Sequence[Any], section: type[Section]) -> str:
     home = section
     for inner in path:
         home = home.inner_sections().get(inner, home)
-    for key, now in RENAMED.items():
+    for key, now in (*RENAMED.items(), *((old, moved.to) for old, moved in MOVED.items())):
         where, old = key.split(".")[-2:]
         if name == old and where.replace("_", "") in home.__name__.lower():
             return f"{home.__name__} has no setting {name}; {key} is now {now}"
@@ -219,13 +219,16 @@ class Origins:
     Attributes:
         where: File and line, or override, by key.
         derived: Keys without an explicit value, computed from other settings.
+        notes: One sentence for each setting that was given by its name of an earlier version.
     """
 
     where: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     derived: frozenset[str] = field(default=frozenset(), compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
-    def __reduce__(self) -> tuple[type[Origins], tuple[dict[str, str], frozenset[str]]]:
-        return (Origins, (dict(self.where), self.derived))  # a mapping proxy cannot be pickled
+    def __reduce__(self) -> tuple[type[Origins], tuple[Any, ...]]:
+        # A mapping proxy cannot be pickled.
+        return (Origins, (dict(self.where), self.derived, self.notes))
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal, Self
 
@@ -63,6 +64,26 @@ class DebugConfig(Section):
         "device, and checks that a real graph would do the same; `transformer_engine` delegates "
         "captures of parts to that package. `auto`: `cuda` or `emulated`, by the device.",
     )
+    graph_warmup_steps: int = Field(
+        default=3,
+        ge=1,
+        description="Steps without graphs, after a start or a resume, before the capture.",
+    )
+    loss_scale: float = Field(
+        default=65536.0,
+        ge=1.0,
+        description="Initial loss scale of float16 training, adapted later. A power of two.",
+    )
+    loss_scale_interval: int = Field(
+        default=1000,
+        ge=1,
+        description="Steps without overflow after which the loss scale doubles.",
+    )
+    bucket_numel: int | None = Field(
+        default=None,
+        ge=1,
+        description="Elements per gradient bucket. Default: chosen from the data parallel size.",
+    )
     pad_for_ring: bool = Field(
         default=False,
         description="Pad gradient buckets to multiples of 2^16 elements, which can be faster in "
@@ -103,6 +124,17 @@ class DebugConfig(Section):
             return range(0)
         first, _, last = self.profile_steps.partition("-")
         return range(int(first) - 1, int(last or first))
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _check_loss_scale(cls, scale: float) -> float:
+        if math.frexp(scale)[0] != 0.5:
+            lower = 2.0 ** math.floor(math.log2(scale))
+            raise ValueError(
+                f"loss_scale = {scale:g} is no power of two, so it would change bits; "
+                f"nearest: {lower:g}, {2 * lower:g}"
+            )
+        return scale
 
     @field_validator("profile_steps")
     @classmethod

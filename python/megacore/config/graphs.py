@@ -31,11 +31,6 @@ class GraphsConfig(Section):
         "`moe_preprocess`, as far as the model has them; without `attn` if `data.document_mask` is "
         "on, without `moe_preprocess` if experts are cloned.",
     )
-    warmup_steps: int = Field(
-        default=3,
-        ge=1,
-        description="Steps without graphs, after a start or a resume, before the capture.",
-    )
     on_change: Literal["error", "recapture"] = Field(
         default="error",
         description="Reaction to a step that differs from the capture, for example in the number "

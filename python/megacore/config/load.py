@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from megacore.config.base import Section, split_key
 from megacore.config.data import SourceConfig
 from megacore.config.objects import with_folder
-from megacore.config.renamed import ELSEWHERE, RENAMED
+from megacore.config.renamed import ELSEWHERE, MOVED, RENAMED
 from megacore.config.sections import Config, section_classes
 from megacore.config.toml_file import read_toml
 from megacore.config.words import closest_matches
@@ -61,11 +61,12 @@ def load_config(
         _apply_override(data, where, key.replace("-", "_"), text) for key, text in overrides
     ]
     where |= flags or {}
+    notes = translate_moved(data, where)
     places = _Places(where=where, file=None if path is None else str(path))
     config = _validate(data, places, [problem for problem in problems if problem is not None])
     if path is not None:
         config = _with_folders(config, Path(path).parent)
-    return config.with_origins(where)
+    return config.with_origins(where, notes)
 
 
 def with_folder_of_file(values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -109,9 +110,45 @@ def config_from_values(
             f"such as {old[0]}, have moved since; use the version that wrote it"
         )
     problems = [_apply_override(data, where, key, text) for key, text in overrides]
+    translate_moved(data, where)
     places = _Places(where=where, file=source)
     config = _validate(data, places, [problem for problem in problems if problem is not None])
     return config.with_origins(where)
+
+
+def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
+    """Give the values of settings that have moved to their new keys, in place.
+
+    Args:
+        data: Values by section and key.
+        where: Places of values by full key.
+
+    Returns:
+        A sentence for each such setting.
+
+    Example:
+        >>> values = {"graphs": {"warmup_steps": 5}}
+        >>> print(*translate_moved(values, {}))
+        graphs.warmup_steps is now debug.graph_warmup_steps; the old name works until 0.4.0
+        >>> values
+        {'graphs': {}, 'debug': {'graph_warmup_steps': 5}}
+    """
+    notes = []
+    for old, moved in MOVED.items():
+        (home, old_name), (section, name) = split_key(old), split_key(moved.to)
+        table = _table(data, section)
+        if not _has_key(data, old) or not isinstance(table, dict):
+            continue
+        place, own = where.pop(old, None), table.get(name)
+        new = moved.merge(_table(data, home).pop(old_name), own)
+        if new is None:
+            table.pop(name, None)
+        elif new != own:
+            table[name] = new
+            where |= {moved.to: place} if place else {}
+        prefix = f"{place}: " if place else ""
+        notes.append(f"{prefix}{old} is now {moved.to}; the old name works until 0.4.0")
+    return notes
 
 
 def _has_key(values: Mapping[str, Any], key: str) -> bool:
@@ -202,7 +239,7 @@ def _next_value(key: str, rest: list[str]) -> str:
     is_switch = _annotation(key) is bool
     if rest and not rest[0].startswith("--") and not (is_switch and rest[0] not in _BOOLS):
         return rest.pop(0)
-    if is_switch:
+    if is_switch or key in MOVED:
         return "true"
     raise ConfigError(f"--{key} needs a value, as in --{key}=VALUE")
 
@@ -311,7 +348,7 @@ def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text:
         return f"{flag}: {_unknown_key(section, name)}"
     table = _table(data, section)
     if isinstance(table, dict):
-        table[name] = _typed(key, text)
+        table[name] = _typed(key, text) if key not in MOVED else _typed(MOVED[key].to, text)
         where[key] = flag
     return None
 

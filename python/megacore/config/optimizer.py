@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from megacore.config.base import Section
 
@@ -58,21 +57,6 @@ class OptimizerConfig(Section):
     moments_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number format of AdamW's moments."
     )
-    loss_scale: float = Field(
-        default=65536.0,
-        ge=1.0,
-        description="Initial loss scale of float16 training, adapted later. A power of two.",
-    )
-    loss_scale_interval: int = Field(
-        default=1000,
-        ge=1,
-        description="Steps without overflow after which the loss scale doubles.",
-    )
-    bucket_numel: int | None = Field(
-        default=None,
-        ge=1,
-        description="Elements per gradient bucket. Default: chosen from the data parallel size.",
-    )
     overlap_grad_reduce: bool = Field(
         default=False,
         description="Reduce the gradients of a bucket during the backward pass.",
@@ -86,17 +70,6 @@ class OptimizerConfig(Section):
     def grads_like_params(self) -> bool:
         """True if gradients have the number format of the parameters."""
         return self.grad_dtype != "float32"
-
-    @field_validator("loss_scale")
-    @classmethod
-    def _check_loss_scale(cls, scale: float) -> float:
-        if math.frexp(scale)[0] != 0.5:
-            lower = 2.0 ** math.floor(math.log2(scale))
-            raise ValueError(
-                f"loss_scale = {scale:g} is no power of two, so it would change bits; "
-                f"nearest: {lower:g}, {2 * lower:g}"
-            )
-        return scale
 
     @model_validator(mode="after")
     def _check_instances(self) -> Self:

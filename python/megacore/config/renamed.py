@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 _LAYOUT = "pipeline.layout, as in layout = 'Et*3|t*4|t*3L'"
 
@@ -40,6 +42,32 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "run.trace_step": "debug.trace_step",
         "train.profile_steps": "debug.profile_steps",
         "train.recompute_modules": 'train.recompute, as in recompute = "norm,moe"',
+    }
+)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """New place of a setting that left in the latest minor version, where it works as before.
+
+    Attributes:
+        to: Key of today.
+        merge: Value for that key from the old setting's value and the key's own, ``None`` if it has
+            none; the result ``None`` leaves the key unset. Default: the old value, if the key has
+            none.
+    """
+
+    to: str
+    merge: Callable[[Any, Any], Any] = lambda old, own: old if own is None else own
+
+
+# Settings of 0.2.0 that left. In 0.4.0, they become entries of RENAMED.
+MOVED: Mapping[str, Moved] = MappingProxyType(
+    {
+        "graphs.warmup_steps": Moved("debug.graph_warmup_steps"),
+        "optimizer.bucket_numel": Moved("debug.bucket_numel"),
+        "optimizer.loss_scale": Moved("debug.loss_scale"),
+        "optimizer.loss_scale_interval": Moved("debug.loss_scale_interval"),
     }
 )
 

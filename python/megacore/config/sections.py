@@ -8,6 +8,7 @@ one section are checked there; rules between sections, or with the number of pro
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Self
@@ -49,10 +50,10 @@ class Config(Section):
         """Return the origin of ``"section.key"``: ``file:line``, the override, or ``default``."""
         return self._origins.where.get(key, "default")
 
-    def with_origins(self, where: Mapping[str, str]) -> Config:
-        """Return a copy with the places of the values."""
+    def with_origins(self, where: Mapping[str, str], notes: Iterable[str] = ()) -> Config:
+        """Return a copy with the places of the values, and notes on settings that have moved."""
         copy = self.model_copy()
-        copy._origins = Origins(MappingProxyType(dict(where)), self.derived)
+        copy._origins = Origins(MappingProxyType(dict(where)), self.derived, tuple(notes))
         return copy
 
     @property
@@ -60,10 +61,16 @@ class Config(Section):
         """Keys, as ``"parallel.etp"``, whose value `resolve` computed because none was set."""
         return self._origins.derived
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each setting that was given by its name of an earlier version."""
+        return self._origins.notes
+
     def with_origins_of(self, config: Config, derived: Iterable[str]) -> Self:
         """Return a copy with the places of ``config``, and ``derived`` keys beside its own."""
         copy = self.model_copy()
-        copy._origins = Origins(config._origins.where, config.derived | frozenset(derived))
+        derived = config.derived | frozenset(derived)
+        copy._origins = dataclasses.replace(config._origins, derived=derived)
         return copy
 
     @property

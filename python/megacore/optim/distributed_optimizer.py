@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.buffers import GradReducer, ParamGatherer, ParamGradBuffer
-from megacore.config import OptimizerConfig
+from megacore.config import DebugConfig, OptimizerConfig
 from megacore.ops.optim import AdamWSettings, StepRules, decide_step_, sum_of_squares
 from megacore.optim.gradients import (
     grad_ranges,
@@ -106,6 +106,7 @@ class DistributedOptimizer:
         groups: Process groups of this rank.
         config: AdamW hyperparameters, ``clip_grad`` and the two overlaps. (``distributed`` applies
             to ``make_buffers``.)
+        debug: For ``loss_scale`` and ``loss_scale_interval``. Default: its defaults.
         modules: The model of this rank; needed with ``overlap_param_gather`` only.
         param_groups: Learning rate factor and weight decay of parameters by name; equal on every
             rank.
@@ -138,6 +139,7 @@ class DistributedOptimizer:
         *,
         groups: ProcessGroups,
         config: OptimizerConfig,
+        debug: DebugConfig | None = None,
         modules: Sequence[nn.Module] = (),
         param_groups: Sequence[ParamGroup] = (),
         clock: PhaseClock | None = None,
@@ -149,6 +151,7 @@ class DistributedOptimizer:
         self.buffers = tuple(buffers)
         self._groups = groups
         self._config = config
+        self._debug = DebugConfig() if debug is None else debug
         self._clock = clock
         self._device = self.buffers[0].param_data.device
         moments = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.moments_dtype]
@@ -163,7 +166,7 @@ class DistributedOptimizer:
         ]
         self._scales_loss = any(b.param_data.dtype == torch.float16 for b in self.buffers)
         # [step count, skipped steps, loss scale, good steps], see decide_step_. On the device.
-        initial = [0.0, 0.0, config.loss_scale if self._scales_loss else 1.0, 0.0]
+        initial = [0.0, 0.0, self._debug.loss_scale if self._scales_loss else 1.0, 0.0]
         self._state = torch.tensor(initial, dtype=torch.float64, device=self._device)
         self._grad_ranges = grad_ranges(self.buffers, groups)
         self._reducer: GradReducer | None = None
@@ -528,7 +531,7 @@ class DistributedOptimizer:
             beta1=config.beta1,
             beta2=config.beta2,
             clip_grad=config.clip_grad,
-            loss_scale_interval=config.loss_scale_interval if self._scales_loss else 0,
+            loss_scale_interval=self._debug.loss_scale_interval if self._scales_loss else 0,
             num_averaged=self._groups.dp_cp.size if per_token else 0,
         )
 

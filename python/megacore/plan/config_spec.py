@@ -128,7 +128,7 @@ def _rank_state(config: ResolvedConfig, spec: RunSpec, mine: list[int]) -> dict[
         plan = plan_buckets(
             [param.numel for param in params],
             dp_size=ranks * copies // optimizer.num_instances,
-            bucket_numel=optimizer.bucket_numel,
+            bucket_numel=config.debug.bucket_numel,
             shared=[param.shared for param in params],
             param_alignment=64,
             bucket_alignment=None,

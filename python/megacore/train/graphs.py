@@ -119,7 +119,7 @@ class StepGraphs:
         """
         self.keys.set_step(step)
         self._num_steps += 1
-        if self._gave_up or self._num_steps <= self._settings.warmup_steps:
+        if self._gave_up or self._num_steps <= self._debug.graph_warmup_steps:
             return
         signature = self._signature(batches[0])
         if self._captured is not None:

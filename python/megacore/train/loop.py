@@ -438,7 +438,7 @@ class _Run:
             first_step=self._first_step,
             run_dir=self._dir,
             resumed_from=found.path,
-            notes=found.skipped + notes,
+            notes=self._config.notes + found.skipped + notes,
         )
 
     def _info(self, *, wall_time_s: float | None) -> RunInfo:

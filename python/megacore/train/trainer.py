@@ -281,7 +281,12 @@ def build_trainer(
     )
     clock = PhaseClock(device)
     optimizer = DistributedOptimizer(
-        buffers, groups=groups, config=config.optimizer, modules=chunks, clock=clock
+        buffers,
+        groups=groups,
+        config=config.optimizer,
+        debug=config.debug,
+        modules=chunks,
+        clock=clock,
     )
     schedule = train_schedule(config, world_size)
     program, executor = _make_executor(config, schedule, groups, chunks, clock, device=device)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megacore.config import (
     Config,
+    OptimizerConfig,
     RunConfig,
     config_from_values,
     config_to_toml,
@@ -17,7 +18,7 @@ from megacore.config import (
     split_overrides,
 )
 from megacore.config.pipeline import SCHEDULES
-from megacore.config.renamed import ELSEWHERE, RENAMED
+from megacore.config.renamed import ELSEWHERE, MOVED, RENAMED
 from megacore.config.sections import section_classes
 from megacore.config.toml_file import key_lines
 from megacore.errors import ConfigError
@@ -346,9 +347,42 @@ def test_a_setting_of_an_earlier_version_names_its_place_now(tmp_path: Path) -> 
         RunConfig(trace_step=3)  # type: ignore[call-arg]
 
 
+def test_a_setting_of_the_version_before_works_under_its_old_name(tmp_path: Path) -> None:
+    path = write(tmp_path, "[graphs]\nwarmup_steps = 5\n[optimizer]\nloss_scale = 8.0\n")
+    config = load_config(path, [("graphs.warmup_steps", "7"), ("debug.loss_scale", "4")])
+    assert config.debug.graph_warmup_steps == 7
+    assert config.origin("debug.graph_warmup_steps") == "--graphs.warmup_steps=7"
+    assert config.debug.loss_scale == 4.0  # the name of today wins
+    assert config.notes == (
+        "--graphs.warmup_steps=7: graphs.warmup_steps is now debug.graph_warmup_steps; "
+        "the old name works until 0.4.0",
+        f"{path}:4: optimizer.loss_scale is now debug.loss_scale; the old name works until 0.4.0",
+    )
+    copy = pickle.loads(pickle.dumps(resolve(config, 1, vocab_size=256, cuda=False)))
+    assert copy.notes == config.notes
+    assert load_config(None).notes == ()
+
+
+def test_mistakes_in_a_setting_of_the_version_before_name_its_place(tmp_path: Path) -> None:
+    text = message_of(write(tmp_path, "[graphs]\nwarmup_steps = 0\n"))
+    assert text.endswith("demo.toml:2: debug.graph_warmup_steps = 0: must be at least 1")
+    with pytest.raises(
+        ConfigError, match=r"no setting loss_scale; optimizer.loss_scale is now deb"
+    ):
+        OptimizerConfig(loss_scale=8.0)  # type: ignore[call-arg]
+
+
+def test_stored_settings_of_the_version_before_are_understood() -> None:
+    stored = {"graphs": {"warmup_steps": 5}, "optimizer": {"loss_scale_interval": 10}}
+    debug = config_from_values(stored, source="x").debug
+    assert (debug.graph_warmup_steps, debug.loss_scale_interval) == (5, 10)
+    assert stored["graphs"] == {"warmup_steps": 5}
+
+
 def test_settings_of_earlier_versions_exist_no_more_and_their_successors_do() -> None:
     known = {f"{name}.{key}" for name, cls in section_classes().items() for key in cls.by_key()}
-    assert not known & RENAMED.keys()
+    assert not known & (RENAMED.keys() | MOVED.keys())
+    assert {moved.to for moved in MOVED.values()} <= known
     assert all(known & set(now.replace(",", " ").split()) for now in RENAMED.values())
 
 

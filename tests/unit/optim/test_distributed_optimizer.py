@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from megacore.buffers import ParamGradBuffer, make_buffers
-from megacore.config import OptimizerConfig
+from megacore.config import DebugConfig, OptimizerConfig
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer
 from megacore.parallel import Group, ProcessGroups
 from megacore.parallel.params import ParamInfo
+
+BUCKETS = DebugConfig(bucket_numel=50)
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -32,12 +34,12 @@ def named(model: nn.Module) -> list[tuple[ParamInfo, nn.Parameter]]:
 
 
 def make_optimizer(
-    model: nn.Module, **fields: float
+    model: nn.Module, debug: DebugConfig = BUCKETS, **fields: float
 ) -> tuple[DistributedOptimizer, OptimizerConfig]:
-    config = OptimizerConfig(**{"bucket_numel": 50, "clip_grad": 0.0, **fields})  # type: ignore[arg-type]
+    config = OptimizerConfig(**{"clip_grad": 0.0, **fields})  # type: ignore[arg-type]
     groups = ProcessGroups.single()
-    buffers = make_buffers(named(model), groups=groups, optimizer=config)
-    return DistributedOptimizer(buffers, groups=groups, config=config), config
+    buffers = make_buffers(named(model), groups=groups, optimizer=config, debug=debug)
+    return DistributedOptimizer(buffers, groups=groups, config=config, debug=debug), config
 
 
 def backward(model: nn.Module, seed: int, scale: float = 1.0) -> None:
@@ -283,7 +285,9 @@ def test_no_tokens_at_all_count_as_one() -> None:
 
 
 def test_scalars_go_from_one_optimizer_to_another() -> None:
-    first, _ = make_optimizer(make_model(torch.float16), loss_scale=8.0, loss_scale_interval=3)
+    first, _ = make_optimizer(
+        make_model(torch.float16), DebugConfig(loss_scale=8.0, loss_scale_interval=3)
+    )
     first.zero_grads()
     first.buffers[0].grad_data.fill_(1.0)
     first.step(lr=0.0)
@@ -295,7 +299,7 @@ def test_scalars_go_from_one_optimizer_to_another() -> None:
     assert kept == {
         "step_count": 2, "num_skipped": 1, "loss_scale": 4.0, "loss_scale_good_steps": 1
     }  # fmt: skip
-    second, _ = make_optimizer(make_model(torch.float16), loss_scale_interval=3)
+    second, _ = make_optimizer(make_model(torch.float16), DebugConfig(loss_scale_interval=3))
     second.load_scalars(kept)
     assert second.scalars() == kept
     for _ in range(2):
@@ -375,7 +379,7 @@ def test_float16_goes_on_from_other_formats_with_the_scale_of_its_config() -> No
     other.step(lr=0.0)
     kept = other.scalars()
     assert kept == {"step_count": 1, "num_skipped": 0}
-    half, _ = make_optimizer(make_model(torch.float16), loss_scale=1024.0)
+    half, _ = make_optimizer(make_model(torch.float16), DebugConfig(loss_scale=1024.0))
     half.load_scalars(kept)
     assert (half.step_count, half.loss_scale) == (1, 1024.0)
     other.load_scalars(half.scalars())

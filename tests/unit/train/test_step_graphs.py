@@ -53,7 +53,7 @@ from tests.support.graphed_training import (
         (PARTIAL, {"model": {"num_mtp_layers": 1}}),
         (FULL, {"optimizer": OVERLAPS}),
         (WITH_STEP, {"optimizer": {**OVERLAPS, "warmup_steps": 4, "clip_grad": 0.1}}),
-        (WITH_STEP, {"train": {"dtype": "float16"}, "optimizer": {"loss_scale_interval": 2}}),
+        (WITH_STEP, {"train": {"dtype": "float16"}, "debug": {"loss_scale_interval": 2}}),
         (WITH_STEP, {"train": {"dtype": "bfloat16"}, "optimizer": {"moments_dtype": "bfloat16"}}),
         (WITH_STEP, {"train": {"loss_normalization": "token"}, "moe": STATIC}),
         (WITH_STEP, {"model": {"num_mtp_layers": 1}, "optimizer": {"distributed": False}}),
@@ -178,7 +178,7 @@ def test_a_slot_reused_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_skipped_hook_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    overlap = {"overlap_param_gather": True, "bucket_numel": 500}
+    overlap = {"overlap_param_gather": True}
     assert run(make_trainer(PARTIAL, optimizer=overlap)) == run(make_trainer(optimizer=overlap))
     monkeypatch.setattr(CapturedLayer, "run_hooks", nothing)
     with pytest.raises(StaleWeightsError):

@@ -182,7 +182,8 @@ class DevicePeers(Peers):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"group {self.group.name}: memory for {capacity:,} rows of peers cannot be made "
-                "while a graph is captured; run the same shapes once before (graphs.warmup_steps)"
+                "while a graph is captured; run the same shapes once before "
+                "(debug.graph_warmup_steps)"
             )
         layout = PeerLayout(
             num_members=self.group.size,
