@@ -31,14 +31,11 @@ class GraphsConfig(Section):
         "`moe_preprocess`, as far as the model has them; without `attn` if `data.document_mask` is "
         "on, without `moe_preprocess` if experts are cloned.",
     )
-    on_change: Literal["error", "recapture"] = Field(
+    on_failure: Literal["error", "recapture", "eager"] = Field(
         default="error",
-        description="Reaction to a step that differs from the capture, for example in the number "
-        "of microbatches or the shape of a batch.",
-    )
-    on_failure: Literal["error", "eager"] = Field(
-        default="error",
-        description="Reaction to a failed capture: end the run, or continue without graphs.",
+        description="Reaction to a step that differs from the capture, for example in the shape of "
+        "a batch, and to a failed capture: `error` ends the run; `recapture` captures a step that "
+        "differs; `eager` does so, too, and continues without graphs if a capture fails.",
     )
 
     @property

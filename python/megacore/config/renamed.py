@@ -64,6 +64,9 @@ class Moved:
 # Settings of 0.2.0 that left. In 0.4.0, they become entries of RENAMED.
 MOVED: Mapping[str, Moved] = MappingProxyType(
     {
+        "graphs.on_change": Moved(
+            "graphs.on_failure", lambda old, own: own if own == "eager" else old
+        ),
         "graphs.warmup_steps": Moved("debug.graph_warmup_steps"),
         "optimizer.bucket_numel": Moved("debug.bucket_numel"),
         "optimizer.loss_scale": Moved("debug.loss_scale"),

@@ -114,8 +114,8 @@ class StepGraphs:
             batches: Microbatches of the step.
 
         Raises:
-            CaptureError: If the capture fails and ``on_failure`` is ``"error"``.
-            ReplayError: If the step differs from the capture and ``on_change`` is ``"error"``.
+            CaptureError: If the capture fails, unless ``on_failure`` is ``"eager"``.
+            ReplayError: If the step differs from the capture and ``on_failure`` is ``"error"``.
         """
         self.keys.set_step(step)
         self._num_steps += 1
@@ -126,10 +126,10 @@ class StepGraphs:
             difference = signature.difference(self._captured)
             if not difference:
                 return
-            if self._settings.on_change == "error" and not self._is_own_change(signature):
+            if self._settings.on_failure == "error" and not self._is_own_change(signature):
                 raise ReplayError(
                     f"step {step + 1:,} differs from the step that was captured: {difference}; "
-                    'set graphs.on_change = "recapture" to capture again'
+                    'set graphs.on_failure = "recapture" to capture again'
                 )
             self.notes.append(f"captured again at step {step + 1:,}: {difference}")
             self.reset()
@@ -260,7 +260,7 @@ class StepGraphs:
         if failure is None:
             text = f"another rank could not capture: rank {failing[0]}: {told[failing[0]]}"
             failure = CaptureError(text)
-        if self._settings.on_failure == "error":
+        if self._settings.on_failure != "eager":
             self.reset()
             raise failure
         return failure

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -361,6 +362,27 @@ def test_a_setting_of_the_version_before_works_under_its_old_name(tmp_path: Path
     copy = pickle.loads(pickle.dumps(resolve(config, 1, vocab_size=256, cuda=False)))
     assert copy.notes == config.notes
     assert load_config(None).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            {"graphs": {"on_change": "recapture", "on_failure": "error"}},
+            {"on_failure": "recapture"},
+        ),
+        ({"graphs": {"on_change": "recapture", "on_failure": "eager"}}, {"on_failure": "eager"}),
+        ({"graphs": {"on_change": "error", "on_failure": "eager"}}, {"on_failure": "eager"}),
+    ],
+)
+def test_two_settings_of_the_version_before_become_one(
+    old: dict[str, dict[str, Any]], new: dict[str, Any]
+) -> None:
+    ((section, values),) = old.items()
+    found = [config_from_values(old, source="x")]
+    found.append(load_config(None, [(f"{section}.{key}", str(v)) for key, v in values.items()]))
+    for config in found:
+        assert {key: getattr(getattr(config, section), key) for key in new} == new
 
 
 def test_mistakes_in_a_setting_of_the_version_before_name_its_place(tmp_path: Path) -> None:
