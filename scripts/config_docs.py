@@ -89,13 +89,18 @@ def _values(info: FieldInfo) -> str:
     if set(options) == {int, str}:
         return "integer, text"
     words = [
-        word
+        f'`"{word}"`'
         for option in (info.annotation, *options)
         for word in get_args(option)
         if isinstance(word, str)
     ]
-    if words:
-        return ("list of " if is_list else "") + ", ".join(f'`"{word}"`' for word in words)
+    if words or bool in options:
+        words = ["true", "false"] * (bool in options) + words
+        number = [option for option in options if float in get_args(option)]
+        words += [
+            f"number{_bound(rule)}" for option in number for rule in get_args(option)[1].metadata
+        ]
+        return ("list of " if is_list else "") + ", ".join(words)
     kind = next(option for option in (*options, info.annotation) if isinstance(option, type))
     names = {str: "text", int: "integer", float: "number", bool: "true, false"}
     return names[kind] + "".join(_bound(rule) for rule in info.metadata)

@@ -63,7 +63,7 @@ def make_config(folder: Path, world_size: int, changes: dict[str, Any]) -> Confi
     sections: dict[str, Any] = {
         "model": model.model_dump(),
         # Their load-balancing loss is off, and their biases of experts are constant.
-        "moe": {**moe.model_dump(), "aux_loss_coef": 0.0, "expert_bias_rate": 0.0},
+        "moe": {**moe.model_dump(), "aux_loss_coef": 0.0, "expert_bias": moe.expert_bias and 0.0},
         "optimizer": {
             "lr": LR,
             "schedule": "constant",

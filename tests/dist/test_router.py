@@ -29,8 +29,7 @@ def make_router(kind: Kind, groups: RouterGroups) -> TopKRouter:
         aux_loss_type=kind,
         z_loss_coef=0.1,
         jitter=0.1,
-        expert_bias=True,
-        expert_bias_rate=0.25,
+        expert_bias=0.25,
     )
     weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(1))
     return TopKRouter(config, nn.Parameter(weight), groups=groups, seed=3, layer=1)

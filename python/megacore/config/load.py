@@ -236,10 +236,11 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], li
 
 
 def _next_value(key: str, rest: list[str]) -> str:
-    is_switch = _annotation(key) is bool
-    if rest and not rest[0].startswith("--") and not (is_switch and rest[0] not in _BOOLS):
+    annotation = _annotation(key)
+    is_plain = annotation is bool and bool(rest) and rest[0] not in _BOOLS
+    if rest and not rest[0].startswith("--") and not is_plain:
         return rest.pop(0)
-    if is_switch or key in MOVED:
+    if annotation is bool or bool in typing.get_args(annotation) or key in MOVED:
         return "true"
     raise ConfigError(f"--{key} needs a value, as in --{key}=VALUE")
 

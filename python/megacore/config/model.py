@@ -135,13 +135,10 @@ class ModelConfig(Section):
         description="Place of the norm of attention and MLP: on the block's input, or on its "
         "output, before that is added to the residual stream.",
     )
-    qk_norm: bool = Field(
-        default=False, description="RMSNorm of queries and keys, before rotation."
-    )
-    qk_norm_width: Literal["head", "all"] = Field(
-        default="head",
-        description="`qk_norm`: elements that are normalized together: those of one head, with one "
-        "weight for all heads, or those of all heads.",
+    qk_norm: bool | Literal["full"] = Field(
+        default=False,
+        description="RMSNorm of queries and keys, before rotation: of each head, with one weight "
+        "for all heads, or, with `full`, of all heads together.",
     )
     init_std: float = Field(
         default=0.02, gt=0.0, description="Standard deviation of initial weights."
@@ -218,11 +215,6 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
-        if self.qk_norm_width != "head" and not self.qk_norm:
-            raise ValueError(
-                f'qk_norm_width = "{self.qk_norm_width}" is for qk_norm = true; set it, or leave '
-                "qk_norm_width out"
-            )
         if self.mla.kv_rank:
             self._check_mla()
         elif self.head_dim is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -160,13 +160,10 @@ class MoEConfig(Section):
         "A group's score is that of its best expert, or the sum of its best two with sigmoid.",
     )
     groups_top_k: int = Field(default=1, ge=1, description="Number of groups chosen per token.")
-    expert_bias: bool = Field(
+    expert_bias: Annotated[float, Field(ge=0.0)] | bool = Field(
         default=False,
         description="Balance experts by a bias on their scores, updated from the load, instead of "
-        "a loss.",
-    )
-    expert_bias_rate: float = Field(
-        default=1e-3, ge=0.0, description="Change of the bias per step."
+        "a loss: the change of the bias per step; `true` for 0.001, 0 for a bias that stays.",
     )
     aux_loss_coef: float = Field(
         default=0.0, ge=0.0, description="Weight of the load-balancing loss."
@@ -215,6 +212,18 @@ class MoEConfig(Section):
         if self.echo.receive_budget is not None:
             return self.echo.receive_budget
         return self.echo.guaranteed_factor(experts_per_rank) or self.static_budget
+
+    @property
+    def expert_bias_rate(self) -> float | None:
+        """Change of the experts' bias per step; ``None`` without a bias.
+
+        Example:
+            >>> [MoEConfig(expert_bias=bias).expert_bias_rate for bias in (False, True, 0.0)]
+            [None, 0.001, 0.0]
+        """
+        if isinstance(self.expert_bias, bool):
+            return 1e-3 if self.expert_bias else None
+        return self.expert_bias
 
     @property
     def softmax_after_top_k(self) -> bool:

@@ -55,16 +55,12 @@ class PipelineConfig(Section):
         "advance. On NCCL this needs two more process groups per pipeline. Default: on with gloo, "
         "off with NCCL.",
     )
-    overlap_moe: bool = Field(
+    overlap_moe: bool | Literal["split"] = Field(
         default=False,
         description="Overlap dispatch and combine of one microbatch with compute of another. For "
         "the schedules `1f1b`, `interleaved_1f1b`, `dualpipe_v` and `dualpipe`, which then run "
         "forwards in pairs with backwards, with `parallel.ep` > 1 and the dispatchers `alltoall` "
-        "and `static`. Results are bitwise equal to those without.",
-    )
-    split_weight_grads: bool = Field(
-        default=False,
-        description="With `overlap_moe` and `1f1b` or `interleaved_1f1b`: compute weight gradients "
+        "and `static`. `split`, for `1f1b` and `interleaved_1f1b`, also computes weight gradients "
         "separately, during exchanges of row gradients, and the remaining ones after the gradient "
         "of the input was sent to the previous rank. Results are bitwise equal to those without.",
     )

@@ -22,7 +22,6 @@ def check_pipeline(problems: ConfigErrors, config: ResolvedConfig) -> None:
     _check_options(problems, config)
     if config.pipeline.overlap_moe:
         _check_overlap_moe(problems, config)
-    _check_split_weight_grads(problems, config)
     if _own_chunks(config) in (0, config.pipeline.chunks):  # else the stages are not known
         _check_layers(problems, config)
 
@@ -84,6 +83,12 @@ def _check_overlap_moe(problems: ConfigErrors, config: ResolvedConfig) -> None:
             f"microbatch, but {problems.shown('pipeline.schedule')}; use "
             f"{_names(lambda other: other.takes_pairs)}, dualpipe_v or dualpipe, or turn it off"
         )
+    elif pipeline.overlap_moe == "split" and has_pairs:
+        problems.add(
+            f"{place} computes weight gradients separately, which is for the schedules "
+            f"{_names(lambda other: other.takes_pairs)}, but "
+            f"{problems.shown('pipeline.schedule')}; change that, or set overlap_moe = true"
+        )
     if config.moe.num_experts == 0 or config.parallel.ep == 1:
         key = "moe.num_experts" if config.moe.num_experts == 0 else "parallel.ep"
         problems.add(
@@ -99,19 +104,6 @@ def _check_overlap_moe(problems: ConfigErrors, config: ResolvedConfig) -> None:
         problems.add(
             f"{place} runs parts of two passes in turns, but graphs share memory in the order of "
             f'whole passes: {problems.shown("graphs.mode")}; set mode = "off", or turn it off'
-        )
-
-
-def _check_split_weight_grads(problems: ConfigErrors, config: ResolvedConfig) -> None:
-    pipeline, info = config.pipeline, config.pipeline.schedule_info
-    if pipeline.split_weight_grads and (
-        not pipeline.overlap_moe or info is None or not info.takes_pairs
-    ):
-        key = "pipeline.overlap_moe" if not pipeline.overlap_moe else "pipeline.schedule"
-        problems.add(
-            f"{problems.shown('pipeline.split_weight_grads')} fills the exchanges of overlap_moe "
-            f"with {_names(lambda other: other.takes_pairs)}, but {problems.shown(key)}; change "
-            "that, or turn split_weight_grads off"
         )
 
 

@@ -68,9 +68,18 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
             "graphs.on_failure", lambda old, own: own if own == "eager" else old
         ),
         "graphs.warmup_steps": Moved("debug.graph_warmup_steps"),
+        "model.qk_norm_width": Moved(
+            "model.qk_norm", lambda old, own: "full" if own and old == "all" else own
+        ),
+        "moe.expert_bias_rate": Moved(
+            "moe.expert_bias", lambda old, own: old if own is True else own
+        ),
         "optimizer.bucket_numel": Moved("debug.bucket_numel"),
         "optimizer.loss_scale": Moved("debug.loss_scale"),
         "optimizer.loss_scale_interval": Moved("debug.loss_scale_interval"),
+        "pipeline.split_weight_grads": Moved(
+            "pipeline.overlap_moe", lambda old, own: "split" if old is True else own
+        ),
     }
 )
 

@@ -130,14 +130,14 @@ class LayerNorm(nn.Module):
 
 
 def make_qk_norm(name: str, context: ModelContext) -> HeadNorms | WidthNorms | None:
-    """Make the norm of queries and keys of ``model.qk_norm`` and ``model.qk_norm_width``.
+    """Make the norm of queries and keys of ``model.qk_norm``.
 
     It takes and returns ``(S, B, G, Q + 2, D)``: for each of G key heads its Q query heads, the key
     and the value, which is unchanged.
     """
     if not context.config.qk_norm:
         return None
-    kind = HeadNorms if context.config.qk_norm_width == "head" else WidthNorms
+    kind = WidthNorms if context.config.qk_norm == "full" else HeadNorms
     return kind(name, context)
 
 

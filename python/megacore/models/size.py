@@ -117,8 +117,8 @@ def _moe_weights(shape: GPTShape, moe: MoEConfig, *, experts: int) -> int:
 def _small_weights(config: ModelConfig, shape: GPTShape) -> int:
     """Count the norms and biases of one layer."""
     biases = shape.num_heads + 2 * shape.num_kv_heads if config.qkv_bias else 0
-    normed = 2 if config.qk_norm_width == "head" else shape.num_heads + shape.num_kv_heads
-    heads = (biases + normed * config.qk_norm) * shape.head_dim
+    normed = 2 if config.qk_norm is True else shape.num_heads + shape.num_kv_heads
+    heads = (biases + normed * bool(config.qk_norm)) * shape.head_dim
     heads += shape.num_heads * config.attention_sinks
     heads += config.mla.q_rank + config.mla.kv_rank
     return 2 * _norm_size(config) + heads + (shape.hidden if config.output_bias else 0)

@@ -133,7 +133,7 @@ class TopKRouter(nn.Module):
         self.router_fp32 = router_fp32
         self.tape: Tape | None = None
         zeros = weight.detach().new_zeros(config.num_experts, dtype=torch.float32)
-        biased = config.expert_bias
+        biased = config.expert_bias_rate is not None
         self.register_buffer("expert_bias", zeros if biased else None)
         self.register_buffer("tokens_seen", zeros.long() if biased else None, persistent=False)
 
@@ -385,6 +385,7 @@ def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
     for router, sign in zip(biased, missing, strict=True):
         assert router.expert_bias is not None
         assert router.tokens_seen is not None
+        assert router.config.expert_bias_rate is not None
         router.expert_bias += router.config.expert_bias_rate * sign
         router.tokens_seen.zero_()
 

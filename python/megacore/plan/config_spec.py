@@ -31,7 +31,7 @@ def model_spec(config: ResolvedConfig) -> ModelSpec:
         vocab=model.padded_vocab_size,
         seq=model.seq_length,
         tied=model.tie_embeddings,
-        qk_norm=model.qk_norm,
+        qk_norm=bool(model.qk_norm),
         q_lora=mla.q_rank if mla.kv_rank else 0,
         kv_lora=mla.kv_rank,
         qk_nope=mla.nope_head_dim,
@@ -58,7 +58,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
     overlap = {
         "dp": optimizer.overlap_grad_reduce,
         "pp": bool(pipeline.overlap_p2p),
-        "ep": pipeline.overlap_moe,
+        "ep": bool(pipeline.overlap_moe),
     }
     state = 2 * _BYTES[optimizer.moments_dtype] + (0 if train.dtype == "float32" else 4)
     grads = train.dtype if optimizer.grads_like_params else "float32"
@@ -216,7 +216,7 @@ def _attention_params(config: ResolvedConfig) -> Iterator[_Param]:
     yield _Param(hidden * width // tp)
     if model.output_bias:
         yield _Param(hidden, partial=config.parallel.sequence_parallel)
-    if model.qk_norm and model.qk_norm_width == "head":
+    if model.qk_norm is True:
         yield _Param(model.head_dim, partial=True)
         yield _Param(model.head_dim, partial=True)
     elif model.qk_norm:
@@ -260,8 +260,7 @@ def without_layout(base: Config, gpus: int) -> Config:
 
 _PLAIN_PIPELINE: dict[str, Any] = {
     "schedule": "1f1b", "num_chunks": None, "group_size": None, "layout": None,
-    "overlap_moe": False, "split_weight_grads": False,
-    "memory_limit": None, "placement": "loop",
+    "overlap_moe": False, "memory_limit": None, "placement": "loop",
 }  # fmt: skip
 
 

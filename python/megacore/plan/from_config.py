@@ -62,7 +62,7 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
     if pipeline.schedule_info is None:
         options = {"placement": pipeline.placement, "memory_limit": pipeline.memory_limit}
     elif pipeline.overlap_moe and pipeline.schedule_info.takes_pairs:
-        options = {"pairs": "split" if pipeline.split_weight_grads else "whole"}
+        options = {"pairs": "split" if pipeline.overlap_moe == "split" else "whole"}
     try:
         return build_schedule(
             pipeline.schedule,

@@ -384,7 +384,7 @@ def _make_executor(
         activation=activation,
         channels=groups.pp_channels,
         check_messages=config.debug.check_messages,
-        overlap_pairs=config.pipeline.overlap_moe,
+        overlap_pairs=bool(config.pipeline.overlap_moe),
         schedule=schedule,
         clock=clock,
     )

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -367,22 +366,33 @@ def test_a_setting_of_the_version_before_works_under_its_old_name(tmp_path: Path
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("graphs.on_change=recapture graphs.on_failure=error", "graphs.on_failure=recapture"),
+        ("graphs.on_change=recapture graphs.on_failure=eager", "graphs.on_failure=eager"),
+        ("graphs.on_failure=eager graphs.on_change=error", "graphs.on_failure=eager"),
+        ("model.qk_norm=true model.qk_norm_width=head", "model.qk_norm=true"),
+        ("model.qk_norm=true model.qk_norm_width=all", "model.qk_norm=full"),
+        ("model.qk_norm_width=head model.qk_norm=false", ""),
+        ("moe.expert_bias_rate=0.5 moe.expert_bias=true", "moe.expert_bias=0.5"),
+        ("moe.expert_bias_rate=0.5 moe.expert_bias=false", ""),
+        ("moe.expert_bias_rate=0.5", ""),
+        ("moe.expert_bias_rate=0 moe.expert_bias", "moe.expert_bias=0"),
         (
-            {"graphs": {"on_change": "recapture", "on_failure": "error"}},
-            {"on_failure": "recapture"},
+            "pipeline.split_weight_grads=true pipeline.overlap_moe=true",
+            "pipeline.overlap_moe=split",
         ),
-        ({"graphs": {"on_change": "recapture", "on_failure": "eager"}}, {"on_failure": "eager"}),
-        ({"graphs": {"on_change": "error", "on_failure": "eager"}}, {"on_failure": "eager"}),
+        (
+            "pipeline.split_weight_grads=false pipeline.overlap_moe=true",
+            "pipeline.overlap_moe=true",
+        ),
     ],
 )
-def test_two_settings_of_the_version_before_become_one(
-    old: dict[str, dict[str, Any]], new: dict[str, Any]
-) -> None:
-    ((section, values),) = old.items()
-    found = [config_from_values(old, source="x")]
-    found.append(load_config(None, [(f"{section}.{key}", str(v)) for key, v in values.items()]))
-    for config in found:
-        assert {key: getattr(getattr(config, section), key) for key in new} == new
+def test_two_settings_of_the_version_before_become_one(old: str, new: str) -> None:
+    before, now = (
+        load_config(None, split_overrides([f"--{each}" for each in text.split()])[0])
+        for text in (old, new)
+    )
+    assert repr(before) == repr(now)  # 0.0 and False are equal
+    assert (repr(before) == repr(Config())) is (not new)
 
 
 def test_mistakes_in_a_setting_of_the_version_before_name_its_place(tmp_path: Path) -> None:

@@ -390,12 +390,11 @@ def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
         graphs = make(**on, graphs__mode="partial", graphs__scopes="attn").model_copy(update=moe)
         assert 'set mode = "off", or turn it off' in message_of(graphs, 4)
     # Gradients of weights fill exchanges in pairs, which have I for that.
-    split = {**on, "pipeline__split_weight_grads": "true"}
-    assert "with 1f1b, interleaved_1f1b, but pipeline.schedule = " in message_of(make(**split), 4)
+    split = {**on, "pipeline__overlap_moe": "split"}
+    message = message_of(make(**split), 4)
+    assert "schedules 1f1b, interleaved_1f1b, but pipeline.schedule = " in message
     split["pipeline__schedule"] = "interleaved_1f1b"
-    assert resolve(make(**split), 4, vocab_size=256, cuda=False).pipeline.split_weight_grads
-    split["pipeline__overlap_moe"] = "false"
-    assert "but pipeline.overlap_moe = False" in message_of(make(**split), 4)
+    assert resolve(make(**split), 4, vocab_size=256, cuda=False).pipeline.overlap_moe == "split"
 
 
 def test_parts_to_recompute_must_exist() -> None:

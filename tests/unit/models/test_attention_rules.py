@@ -91,7 +91,6 @@ def test_layer_norm_has_a_bias_and_removes_the_mean() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"qk_norm_width": "all"}, 'qk_norm_width = "all" is for qk_norm = true'),
         (
             {"attention_sinks": True, "mla": {"kv_rank": 8}},
             "attention_sinks = True has no meaning with mla.kv_rank = 8",

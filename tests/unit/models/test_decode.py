@@ -82,7 +82,7 @@ def test_options_of_experts_have_the_logits_of_the_modules(moe: dict[str, Any]) 
         {"sliding_window": 3, "window_pattern": "wf", "attention_sinks": True},
         {"attention_softcap": 2.0, "logit_softcap": 3.0, "activation": "geglu"},
         {"qk_norm": True, "rotary_fraction": 0.5, "qkv_bias": True, "output_bias": True},
-        {"qk_norm": True, "qk_norm_width": "all", "norm_position": "after"},
+        {"qk_norm": "full", "norm_position": "after"},
         {"norm": "layernorm", "tie_embeddings": False, "head_dim": 20},
     ],
 )

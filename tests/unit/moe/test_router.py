@@ -277,7 +277,7 @@ def test_expert_bias_changes_choices_but_not_weights() -> None:
 
 
 def test_expert_biases_move_towards_balance() -> None:
-    routers = [make_router(expert_bias=True, expert_bias_rate=0.1, seed=s) for s in (1, 2)]
+    routers = [make_router(expert_bias=0.1, seed=s) for s in (1, 2)]
     x = tokens(64, 1)
     for router in routers:
         router(x)
@@ -288,7 +288,7 @@ def test_expert_biases_move_towards_balance() -> None:
         assert int(load.sum()) == 2 * 64 * 2
         expected = 0.1 * (load.double().mean() - load).sign()
         torch.testing.assert_close(router.expert_bias, expected.float())
-    router = make_router(expert_bias=True, expert_bias_rate=0.004, score_function="sigmoid")
+    router = make_router(expert_bias=0.004, score_function="sigmoid")
     with torch.no_grad():
         router.weight[0] += 0.15
     largest = []

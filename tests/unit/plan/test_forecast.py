@@ -140,7 +140,7 @@ CASES += [
         {"mla": {"kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6}},
         {"mla": {"kv_rank": 16, "q_rank": 24, "v_head_dim": 32}, "num_mtp_layers": 1},
         {"qkv_bias": True, "output_bias": True, "norm": "layernorm", "sliding_window": 8},
-        {"qk_norm": True, "qk_norm_width": "all", "norm_position": "after"},
+        {"qk_norm": "full", "norm_position": "after"},
     )
     for sp in (True, False)
 ]
@@ -165,7 +165,7 @@ def test_state_bytes_are_those_of_the_buffers(sections: dict[str, dict[str, obje
         for state in state_bytes(config, gpus)
     ]
     # The shape of the time model leaves out biases, sinks and wide norms.
-    small = {"norm", "qk_norm_width", "attention_sinks"}
+    small = {"norm", "norm_position", "attention_sinks"}
     if not small & sections["model"].keys():
         assert model_spec(config).num_params == plan.num_params
     spec = run_spec(config, gpus)

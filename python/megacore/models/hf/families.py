@@ -379,8 +379,7 @@ FAMILIES: Mapping[str, Family] = {
             fixed=_FIXED,
             implied={
                 "model.norm_position": "after",
-                "model.qk_norm": True,
-                "model.qk_norm_width": "all",
+                "model.qk_norm": "full",
             },
         ),
         Family(

@@ -47,7 +47,6 @@ _TRAINING_ONLY = frozenset(
         "moe.capacity_factor",
         "moe.drop_by",
         "moe.pad_to_capacity",
-        "moe.expert_bias_rate",
         "moe.aux_loss_coef",
         "moe.aux_loss_type",
         "moe.z_loss_coef",
@@ -258,6 +257,7 @@ def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
     if moe.softmax_after_top_k:
         # Equal to the softmax over all experts, divided by the sum of the chosen ones.
         values |= {"moe.score_function": "softmax", "moe.normalize": True}
+    values["moe.expert_bias"] = moe.expert_bias_rate is not None
     if moe.num_groups == moe.groups_top_k:
         values |= {"moe.num_groups": 1, "moe.groups_top_k": 1}
     return {name: value for name, value in values.items() if name not in skipped}
