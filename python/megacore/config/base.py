@@ -186,6 +186,23 @@ def check_pattern(pattern: str, letters: str) -> str:
     return pattern
 
 
+def check_switch(value: Any, other: str) -> Any:
+    """Check a switch that has another value as well, and return it.
+
+    One rule in place of pydantic's two, which name the parts of the type.
+
+    Raises:
+        ValueError: If ``value`` is neither a bool nor ``other``.
+
+    Example:
+        >>> check_switch(True, "full"), check_switch("full", "full")
+        (True, 'full')
+    """
+    if not isinstance(value, bool) and value != other:
+        raise ValueError(f"must be true, false or {other}")
+    return value
+
+
 def letter_of_layer(pattern: str, layer: int) -> str:
     """Return the letter of a layer; a pattern, or its part in parentheses, is repeated.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megacore._core import ScheduleInfo, schedule_catalog
-from megacore.config.base import Section
+from megacore.config.base import Section, check_switch
 
 SCHEDULES = (*(info.name for info in schedule_catalog()), "auto")
 
@@ -76,6 +76,11 @@ class PipelineConfig(Section):
         "`t` layer, `m` layer for multi-token prediction, `L` output layer and loss, `|` next "
         "stage, `x*3`, `( )`; as in `Et|(tt|)*2tL`. Default: layers are distributed evenly.",
     )
+
+    @field_validator("overlap_moe", mode="before")
+    @classmethod
+    def _check_overlap_moe(cls, value: Any) -> Any:
+        return check_switch(value, "split")
 
     @property
     def schedule_info(self) -> ScheduleInfo | None:
