@@ -80,6 +80,7 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
         "pipeline.split_weight_grads": Moved(
             "pipeline.overlap_moe", lambda old, own: "split" if old is True else own
         ),
+        "run.name": Moved("run.dir", lambda old, own: own or f"runs/{old}"),
     }
 )
 

@@ -85,7 +85,6 @@ def _fill(
     latent = model.mla.nope_head_dim + model.mla.rope_head_dim if model.mla.kv_rank else None
     ffn_hidden_size = model.ffn_hidden_size or model.default_ffn_hidden_size
     steps = config.train.steps
-    run_dir = run.dir or f"runs/{run.name}"
     sections = {
         "model": _filling(
             resolved.ResolvedModelConfig,
@@ -110,12 +109,11 @@ def _fill(
         ),
         "graphs": _filling(GraphsConfig, config.graphs, scopes=default_scopes(config)),
         "checkpoint": _filling(
-            resolved.ResolvedCheckpointConfig, config.checkpoint, dir=f"{run_dir}/checkpoints"
+            resolved.ResolvedCheckpointConfig, config.checkpoint, dir=f"{run.dir}/checkpoints"
         ),
         "run": _filling(
             resolved.ResolvedRunConfig,
             run,
-            dir=run_dir,
             nproc=world_size,
             backend=run.backend or default_backend(cuda),
         ),

@@ -56,9 +56,8 @@ class ResolvedCheckpointConfig(CheckpointConfig):
 
 
 class ResolvedRunConfig(RunConfig):
-    """``[run]`` with its folder, processes and backend."""
+    """``[run]`` with its processes and backend."""
 
-    dir: str
     nproc: int
     backend: Literal["gloo", "nccl"]
 

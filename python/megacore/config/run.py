@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -12,15 +13,10 @@ from megacore.config.base import MAX_TIMEOUT_S, Section, duration_s
 class RunConfig(Section):
     """``[run]``: the run's folder, its processes and their supervision."""
 
-    dir: str | None = Field(
-        default=None,
+    dir: str = Field(
+        default="runs/default",
         min_length=1,
-        description="Folder of all files written by the run. Default: `runs/<name>`.",
-    )
-    name: str = Field(
-        default="default",
-        min_length=1,
-        description="Name of the run, without slashes; use `dir` for another folder.",
+        description="Folder of all files written by the run; its last part is the run's name.",
     )
     nproc: int | None = Field(
         default=None,
@@ -63,6 +59,16 @@ class RunConfig(Section):
         default=False, description="Print plain lines instead of a live progress bar."
     )
 
+    @property
+    def name(self) -> str:
+        """Name of the run: the last part of ``dir``.
+
+        Example:
+            >>> RunConfig(dir="runs/first").name
+            'first'
+        """
+        return Path(self.dir).absolute().name
+
     @field_validator("stop_after")
     @classmethod
     def _check_duration(cls, text: str | None) -> str | None:
@@ -70,11 +76,9 @@ class RunConfig(Section):
             duration_s(text)
         return text
 
-    @field_validator("name")
+    @field_validator("dir")
     @classmethod
-    def _check_name(cls, name: str) -> str:
-        if not name.isprintable():
+    def _check_dir(cls, folder: str) -> str:
+        if not folder.isprintable():
             raise ValueError("must not contain control characters")
-        if "/" in name or name in (".", ".."):
-            raise ValueError("must be the name of one folder in runs/; set run.dir for another one")
-        return name
+        return folder

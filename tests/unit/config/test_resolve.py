@@ -22,7 +22,7 @@ def message_of(config: Config, world_size: int) -> str:
 
 
 def test_every_derived_setting_is_filled() -> None:
-    config = resolve(make(parallel__tp="2", run__name="x"), 4, vocab_size=300, cuda=False)
+    config = resolve(make(parallel__tp="2", run__dir="runs/x"), 4, vocab_size=300, cuda=False)
     assert config.model.num_kv_heads == 4
     assert config.model.ffn_hidden_size == 384
     assert config.model.vocab_size == 300
