@@ -152,8 +152,7 @@ LAYOUTS = {
         2,
         {
             "parallel.pp": 2,
-            "pipeline.schedule": "auto",
-            "pipeline.placement": "v",
+            "pipeline.schedule": "auto_v",
             "pipeline.memory_limit": 4,
             "pipeline.overlap_p2p": False,
         },

@@ -135,10 +135,12 @@ def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
     """
     notes = []
     for old, moved in MOVED.items():
+        if not _has_key(data, old):
+            continue
         (home, old_name), (section, name) = split_key(old), split_key(moved.to)
         table = _table(data, section)
-        if not _has_key(data, old) or not isinstance(table, dict):
-            continue
+        if not isinstance(table, dict):
+            continue  # the check of the section reports it
         place, own = where.pop(old, None), table.get(name)
         new = moved.merge(_table(data, home).pop(old_name), own)
         if new is None:

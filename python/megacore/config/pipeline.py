@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
@@ -9,11 +11,13 @@ from pydantic import Field, field_validator
 from megacore._core import ScheduleInfo, schedule_catalog
 from megacore.config.base import Section, check_switch
 
-SCHEDULES = (*(info.name for info in schedule_catalog()), "auto")
+# Schedules that are searched for, with the placement of their stages.
+SEARCHED: Mapping[str, Literal["loop", "v"]] = MappingProxyType({"auto": "loop", "auto_v": "v"})
+SCHEDULES = (*(info.name for info in schedule_catalog()), *SEARCHED)
 
 
 def schedule_info(name: str) -> ScheduleInfo | None:
-    """Return the catalog entry of a schedule; ``None`` for ``auto``."""
+    """Return the catalog entry of a schedule; ``None`` if it is searched for."""
     return next((info for info in schedule_catalog() if info.name == name), None)
 
 
@@ -29,7 +33,8 @@ class PipelineConfig(Section):
     schedule: ScheduleName = Field(
         default="1f1b",
         description="Order of forward and backward passes; `megacore schedule --compare` lists "
-        "all schedules for given sizes. `auto` searches for the best one; `dualpipe` holds two "
+        "all schedules for given sizes. `auto` searches for the best one with stages in a loop "
+        "over the ranks, `auto_v` with stages down the ranks and back up; `dualpipe` holds two "
         "copies of the model in each pipeline.",
     )
     num_chunks: int | None = Field(
@@ -38,16 +43,11 @@ class PipelineConfig(Section):
         description="Model chunks per pipeline rank. Default: fixed by the schedule; otherwise 2, "
         "or 1 for `no_pipelining` and `auto`.",
     )
-    placement: Literal["loop", "v"] = Field(
-        default="loop",
-        description="Placement of stages for `auto`: in a loop over the ranks, or down the ranks "
-        "and back up (needs 2 chunks). The other schedules have a fixed placement.",
-    )
     memory_limit: int | None = Field(
         default=None,
         ge=1,
-        description="For `auto`: maximum number of stage activations per rank. Default: as many as "
-        "it takes.",
+        description="For `auto` and `auto_v`: maximum number of stage activations per rank. "
+        "Default: as many as it takes.",
     )
     overlap_p2p: bool | None = Field(
         default=None,
@@ -84,14 +84,14 @@ class PipelineConfig(Section):
 
     @property
     def schedule_info(self) -> ScheduleInfo | None:
-        """Catalog entry of the schedule; ``None`` for ``auto``."""
+        """Catalog entry of the schedule; ``None`` if it is searched for."""
         return schedule_info(self.schedule)
 
     @property
     def is_v(self) -> bool:
         """True if the stages go down the ranks and back up, so that one rank holds both ends."""
         info = self.schedule_info
-        return self.placement == "v" if info is None else info.placement == "v"
+        return (SEARCHED[self.schedule] if info is None else info.placement) == "v"
 
     @property
     def copies(self) -> int:

@@ -62,15 +62,11 @@ def _check_options(problems: ConfigErrors, config: ResolvedConfig) -> None:
             f"{_names(lambda other: other.takes_group_size)}, but {schedule}; leave group_size out "
             "or change the schedule"
         )
-    for key, is_set in (
-        ("placement", pipeline.placement != "loop"),
-        ("memory_limit", pipeline.memory_limit is not None),
-    ):
-        if info is not None and is_set:
-            problems.add(
-                f"{problems.shown(f'pipeline.{key}')} is for the schedule auto, but {schedule}; "
-                f"leave {key} out or change the schedule"
-            )
+    if info is not None and pipeline.memory_limit is not None:
+        problems.add(
+            f"{problems.shown('pipeline.memory_limit')} is for the schedules auto and auto_v, but "
+            f"{schedule}; leave memory_limit out or change the schedule"
+        )
 
 
 def _check_overlap_moe(problems: ConfigErrors, config: ResolvedConfig) -> None:

@@ -77,6 +77,9 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
         "optimizer.bucket_numel": Moved("debug.bucket_numel"),
         "optimizer.loss_scale": Moved("debug.loss_scale"),
         "optimizer.loss_scale_interval": Moved("debug.loss_scale_interval"),
+        "pipeline.placement": Moved(
+            "pipeline.schedule", lambda old, own: "auto_v" if own == "auto" and old == "v" else own
+        ),
         "pipeline.split_weight_grads": Moved(
             "pipeline.overlap_moe", lambda old, own: "split" if old is True else own
         ),

@@ -260,7 +260,7 @@ def without_layout(base: Config, gpus: int) -> Config:
 
 _PLAIN_PIPELINE: dict[str, Any] = {
     "schedule": "1f1b", "num_chunks": None, "group_size": None, "layout": None,
-    "overlap_moe": False, "memory_limit": None, "placement": "loop",
+    "overlap_moe": False, "memory_limit": None,
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megacore.config.pipeline import SEARCHED
 from megacore.pipeline import ActionKind
 from megacore.plan.device import Device
 from megacore.plan.spec import ModelSpec, RunSpec, loss_columns
@@ -310,7 +311,7 @@ def _by_stage(
 
 
 # Peaks of these grow with the number of microbatches.
-_UNBOUNDED = ("gpipe", "looped_bfs", "no_pipelining", "auto")
+_UNBOUNDED = ("gpipe", "looped_bfs", "no_pipelining", *SEARCHED)
 
 
 def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) -> list[float]:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from megacore.config import Config, ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.config.pipeline import SEARCHED
 from megacore.errors import ConfigError
 from megacore.models.build import torch_dtype
 from megacore.parallel import Topology
 from megacore.pipeline import Recompute, Schedule, build_schedule
+from megacore.pipeline.auto import AUTO
 from megacore.pipeline.executor import ActivationSpec
 
 
@@ -58,14 +60,15 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
         ConfigError: If the schedule cannot be built; the message lists the nearest valid sizes.
     """
     pipeline, num_microbatches = config.pipeline, config.num_microbatches(world_size)
-    options: dict[str, Any] = {}
+    name, options = pipeline.schedule, dict[str, Any]()
     if pipeline.schedule_info is None:
-        options = {"placement": pipeline.placement, "memory_limit": pipeline.memory_limit}
+        name, options = AUTO, {"memory_limit": pipeline.memory_limit}
+        options["placement"] = SEARCHED[pipeline.schedule]
     elif pipeline.overlap_moe and pipeline.schedule_info.takes_pairs:
         options = {"pairs": "split" if pipeline.overlap_moe == "split" else "whole"}
     try:
         return build_schedule(
-            pipeline.schedule,
+            name,
             num_ranks=config.parallel.pp,
             num_microbatches=num_microbatches,
             num_chunks=pipeline.chunks,

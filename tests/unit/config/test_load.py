@@ -71,7 +71,7 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         f'  {path}:2: model.num_layers = "four": expected a whole number',
         f"  {path}:5: unknown key parallel.tpp; did you mean parallel.tp?",
         f'  {path}:9: pipeline.schedule = "1f1bb": expected one of '
-        f"{', '.join(map(repr, SCHEDULES[:-1]))} or 'auto'; did you mean 1f1b?",
+        f"{', '.join(map(repr, SCHEDULES[:-1]))} or {SCHEDULES[-1]!r}; did you mean 1f1b?",
         f"  {path}:7: optimizer.lr = -1.0: must be at least 0",
         '  --train.seed=x: train.seed = "x": expected a whole number',
         "  --train.stepz=3: unknown key train.stepz; did you mean train.steps?",
@@ -387,6 +387,8 @@ def test_a_setting_of_the_version_before_works_under_its_old_name(tmp_path: Path
             "pipeline.split_weight_grads=false pipeline.overlap_moe=true",
             "pipeline.overlap_moe=true",
         ),
+        ("pipeline.placement=v pipeline.schedule=auto", "pipeline.schedule=auto_v"),
+        ("pipeline.placement=loop pipeline.schedule=auto", "pipeline.schedule=auto"),
         ("run.name=x", "run.dir=runs/x"),
         ("run.name=x run.dir=/runs/y", "run.dir=/runs/y"),
     ],

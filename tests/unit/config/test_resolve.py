@@ -246,16 +246,11 @@ def test_suggested_layouts_do_fit() -> None:
             2,
             "runs on one pipeline rank, but parallel.pp = 2",
         ),
-        ({"pipeline__placement": "v"}, 1, "placement = v (--pipeline.placement=v) is for the"),
-        ({"pipeline__memory_limit": "3"}, 1, "is for the schedule auto, but pipeline.schedule"),
+        ({"pipeline__memory_limit": "3"}, 1, "is for the schedules auto and auto_v, but pipeline"),
         (
-            {
-                "pipeline__schedule": "auto",
-                "pipeline__placement": "v",
-                "pipeline__num_chunks": "3",
-            },
+            {"pipeline__schedule": "auto_v", "pipeline__num_chunks": "3"},
             1,
-            "does not fit pipeline.schedule = auto (--pipeline.schedule=auto), which has 2",
+            "does not fit pipeline.schedule = auto_v (--pipeline.schedule=auto_v), which has 2",
         ),
         (
             {"train__global_batch_size": "30"},

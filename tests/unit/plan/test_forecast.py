@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.config import Config, EchoConfig, layers_of_stages, resolve
+from megacore.config import Config, EchoConfig, layers_of_stages, resolve, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.pipeline import Costs, build_schedule
 from megacore.plan.config_spec import model_spec, run_spec, settings_of, state_bytes
 from megacore.plan.cost import LayerCosts, link
 from megacore.plan.device import fitted_constants, known_devices, load_device
-from megacore.plan.footprint import GIB, footprints, layer_bytes, slot_bytes
+from megacore.plan.footprint import GIB, footprints, layer_bytes, rank_stages, slot_bytes
 from megacore.plan.forecast import advise, forecast
 from megacore.plan.run_plan import plan_run
 from megacore.plan.search import fastest_by_memory, search
@@ -153,6 +153,14 @@ CASES += [
     }
     for etp in (1, 2)
 ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe", "auto", "auto_v"])
+def test_predictions_place_stages_as_runs_do(schedule: str) -> None:
+    sections = {"pipeline": {"schedule": schedule}, "parallel": {"pp": 2}}
+    config = resolve(Config(**sections), 2, vocab_size=256, cuda=False)  # type: ignore[arg-type]
+    found = rank_stages(run_spec(config, 2))
+    assert [sorted(stages) for stages in found] == [sorted(s) for s in stages_of_ranks(config)]
 
 
 @pytest.mark.parametrize("sections", CASES)
