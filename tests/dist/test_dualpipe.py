@@ -113,7 +113,7 @@ LAYOUTS: dict[str, tuple[Changes, int, Changes]] = {
             **PP2,
             "parallel.tp": 2,
             "parallel.sequence_parallel": True,
-            "optimizer.distributed": False,
+            "optimizer.num_instances": "all",
         },
     ),
     "pp2 cp2, mean over tokens": (PER_TOKEN, 4, {**PP2, "parallel.cp": 2}),
@@ -194,7 +194,7 @@ def train_variants(_rank: int, variants: list[Changes]) -> list[Any]:
 def test_sharding_overlap_and_graphs_change_no_bit() -> None:
     variants: list[Changes] = [
         {},
-        {"optimizer.distributed": False},
+        {"optimizer.num_instances": "all"},
         {**OVERLAPS, "debug.check_messages": True},
         {"debug.average_in_collective": False},
         {**OVERLAPS, **GRAPHS, "graphs.mode": "partial", "graphs.scopes": "attn,mlp"},

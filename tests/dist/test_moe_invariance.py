@@ -161,7 +161,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "dp4 ep2": ("softmax", 4, EP2),
     "dp4 ep4": ("softmax", 4, {"parallel.ep": 4}),
-    "dp4 ep2 without ZeRO-1": ("softmax", 4, {**EP2, "optimizer.distributed": False}),
+    "dp4 ep2 without ZeRO-1": ("softmax", 4, {**EP2, "optimizer.num_instances": "all"}),
     "dp4 ep2 etp2 static": ("softmax", 4, {**EP2, **ETP2, **STATIC}),
     "tp2 sp ep2": ("softmax", 4, {**TP2, **SP, **EP2}),
     "tp2 sp etp1 ep4": ("softmax", 4, {**TP2, **SP, **ETP1, "parallel.ep": 4}),

@@ -31,7 +31,7 @@ def make_buffers(
     Args:
         params: Description and parameter of every parameter of this rank, in forward order.
         groups: Process groups of this rank.
-        optimizer: For ``distributed`` and ``grad_dtype``.
+        optimizer: For ``num_instances`` and ``grad_dtype``.
         instances: Groups of hybrid sharding. Default: one instance.
         debug: For ``bucket_numel``, ``pad_for_ring`` and ``average_in_collective``. Default: its
             defaults.

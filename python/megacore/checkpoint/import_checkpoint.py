@@ -130,7 +130,7 @@ def _settings(
         "optimizer": {"lr": _LEARNING_RATE},
         "data": {"tokenizer": str((out / TOKENIZER_NAME).absolute())} if tokenizer else {},
         "checkpoint": {"load_weights": str(out.absolute())},
-        "run": {"name": name},
+        "run": {"dir": f"runs/{name}"},
     }
     return {section: values for section, values in settings.items() if values}
 

@@ -282,8 +282,8 @@ def _shards_of_state(plan: RunPlan, config: ResolvedConfig) -> dict[str, int]:
     if not config.optimizer.distributed:
         return {"dense": 1}
     topology, copies = plan.topology, config.pipeline.copies
-    dense = topology.dp * topology.cp * copies // config.optimizer.num_instances
-    experts = topology.expert_dp * copies // config.optimizer.num_instances
+    dense = topology.dp * topology.cp * copies // config.optimizer.num_sharded
+    experts = topology.expert_dp * copies // config.optimizer.num_sharded
     if config.moe.num_experts == 0 or dense == experts:
         return {"dense": dense}
     return {"dense": dense, "experts": experts}

@@ -211,7 +211,7 @@ def _check_instances(problems: ConfigErrors, config: ResolvedConfig) -> None:
     if config.moe.num_experts > 0:
         holders[f"edp {edp}{of_copies}"] = edp * copies
     # One number of instances must divide all of these counts.
-    legal, count = divisors(math.gcd(*holders.values())), config.optimizer.num_instances
+    legal, count = divisors(math.gcd(*holders.values())), config.optimizer.num_sharded
     for text, number in holders.items():
         if number % count:
             problems.add(

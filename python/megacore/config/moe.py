@@ -115,11 +115,11 @@ class MoEConfig(Section):
         description="Transport of tokens to experts: all-gather; all-to-all of each copy to its "
         "rank; or the same in buffers of fixed size, without host sync.",
     )
-    static_budget: float = Field(
+    static_budget: Annotated[float, Field(gt=0.0)] | Literal["capacity"] = Field(
         default=2.0,
-        gt=0.0,
         description="`static`: rows of each buffer, as a multiple of a rank's fair share of "
-        "copies; at most the largest number that can arrive.",
+        "copies, at most the largest number that can arrive; or exactly the `capacity` of each "
+        "expert, so that nothing can overflow.",
     )
     over_budget: Literal["error", "drop", "rerun"] = Field(
         default="rerun",
@@ -136,11 +136,6 @@ class MoEConfig(Section):
         default="probs",
         description="Copies that are kept under `capacity_factor`: those of the highest weight, "
         "or the first ones.",
-    )
-    pad_to_capacity: bool = Field(
-        default=False,
-        description="`static`: reserve exactly the capacity's rows for each expert, so that "
-        "nothing can overflow.",
     )
     score_function: Literal["softmax", "softmax_after_top_k", "sigmoid"] = Field(
         default="softmax",
@@ -211,7 +206,7 @@ class MoEConfig(Section):
         """
         if self.echo.receive_budget is not None:
             return self.echo.receive_budget
-        return self.echo.guaranteed_factor(experts_per_rank) or self.static_budget
+        return self.echo.guaranteed_factor(experts_per_rank) or self.first_budget
 
     @property
     def expert_bias_rate(self) -> float | None:
@@ -224,6 +219,16 @@ class MoEConfig(Section):
         if isinstance(self.expert_bias, bool):
             return 1e-3 if self.expert_bias else None
         return self.expert_bias
+
+    @property
+    def pads_to_capacity(self) -> bool:
+        """True if buffers of ``static`` have exactly the capacity's rows for each expert."""
+        return self.static_budget == "capacity"
+
+    @property
+    def first_budget(self) -> float:
+        """Rows of a ``static`` buffer over the fair share; 1 if the capacity determines them."""
+        return 1.0 if isinstance(self.static_budget, str) else self.static_budget
 
     @property
     def softmax_after_top_k(self) -> bool:
@@ -245,6 +250,14 @@ class MoEConfig(Section):
     def _check_pattern(cls, pattern: str) -> str:
         return check_pattern(pattern, "de")
 
+    @field_validator("static_budget", mode="before")
+    @classmethod
+    def _check_static_budget(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value != "capacity" and not (is_number and 0 < value < float("inf")):
+            raise ValueError("must be a number above 0, or capacity")
+        return value
+
     @field_validator("expert_bias", mode="before")
     @classmethod
     def _check_expert_bias(cls, value: Any) -> Any:
@@ -261,15 +274,16 @@ class MoEConfig(Section):
                 num_groups=self.num_groups,
                 groups_top_k=self.groups_top_k,
             )
-        if self.pad_to_capacity and (self.capacity_factor is None or self.dispatcher != "static"):
+        is_padded = self.pads_to_capacity
+        if is_padded and (self.capacity_factor is None or self.dispatcher != "static"):
             raise ValueError(
-                'pad_to_capacity needs capacity_factor and dispatcher = "static"; set both, or '
-                "pad_to_capacity = false"
+                'static_budget = "capacity" needs capacity_factor and dispatcher = "static"; set '
+                "both, or leave static_budget out"
             )
-        if self.echo.num_spare_slots > 0 and self.pad_to_capacity:
+        if self.echo.num_spare_slots > 0 and is_padded:
             raise ValueError(
-                "echo.num_spare_slots bounds the load of ranks, pad_to_capacity that of each "
-                "expert; set echo.num_spare_slots = 0, or pad_to_capacity = false"
+                'echo.num_spare_slots bounds the load of ranks, static_budget = "capacity" that '
+                "of each expert; set echo.num_spare_slots = 0, or leave static_budget out"
             )
         if self.echo.num_spare_slots > 0 and self.num_experts == 0:
             raise ValueError(

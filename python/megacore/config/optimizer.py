@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megacore.config.base import Section
 
@@ -38,14 +38,11 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(
         default=1.0, ge=0.0, description="Largest global gradient norm; 0 turns clipping off."
     )
-    distributed: bool = Field(
-        default=True, description="Shard the optimizer state over data parallel ranks (ZeRO-1)."
-    )
-    num_instances: int = Field(
+    num_instances: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
         default=1,
-        ge=1,
-        description="Hybrid sharding: number of copies of the sharded optimizer state, each on "
-        "neighbouring data parallel ranks.",
+        description="Copies of the optimizer state: 1 shards it over all data parallel ranks "
+        "(ZeRO-1); more are each sharded over neighbouring ranks (hybrid sharding); `all` gives "
+        "every rank the whole state.",
     )
     grad_dtype: Literal["float32", "param", "param_fp32_sum"] = Field(
         default="float32",
@@ -67,18 +64,27 @@ class OptimizerConfig(Section):
     )
 
     @property
+    def distributed(self) -> bool:
+        """True if the optimizer state is sharded over data parallel ranks."""
+        return self.num_instances != "all"
+
+    @property
+    def num_sharded(self) -> int:
+        """Sharded copies of the state; 1 without sharding, where all ranks form one group."""
+        return self.num_instances if isinstance(self.num_instances, int) else 1
+
+    @property
     def grads_like_params(self) -> bool:
         """True if gradients have the number format of the parameters."""
         return self.grad_dtype != "float32"
 
-    @model_validator(mode="after")
-    def _check_instances(self) -> Self:
-        if self.num_instances > 1 and not self.distributed:
-            raise ValueError(
-                f"num_instances = {self.num_instances} needs distributed = true: without sharding "
-                "every rank is an instance of its own; set num_instances = 1"
-            )
-        return self
+    @field_validator("num_instances", mode="before")
+    @classmethod
+    def _check_instances(cls, value: Any) -> Any:
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if value != "all" and not is_count:
+            raise ValueError("must be at least 1, or all")
+        return value
 
     @model_validator(mode="after")
     def _check_min_lr(self) -> Self:

@@ -74,6 +74,12 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
         "moe.expert_bias_rate": Moved(
             "moe.expert_bias", lambda old, own: old if own is True else own
         ),
+        "moe.pad_to_capacity": Moved(
+            "moe.static_budget", lambda old, own: "capacity" if old in (True, "true") else own
+        ),
+        "optimizer.distributed": Moved(
+            "optimizer.num_instances", lambda old, own: "all" if old in (False, "false") else own
+        ),
         "optimizer.bucket_numel": Moved("debug.bucket_numel"),
         "optimizer.loss_scale": Moved("debug.loss_scale"),
         "optimizer.loss_scale_interval": Moved("debug.loss_scale_interval"),

@@ -70,7 +70,7 @@ def make_context(
         params=params,
         moe=moe,
         groups=groups,
-        budget=StaticBudget(moe.static_budget),
+        budget=StaticBudget(moe.first_budget),
         slots=SlotBuffers(moe.echo.num_spare_slots) if slots is None else slots,
         peers=peers,
         recompute=recompute,

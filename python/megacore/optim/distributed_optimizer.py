@@ -104,8 +104,8 @@ class DistributedOptimizer:
         buffers: The buffers of all parameters of this rank, see
             :func:`megacore.buffers.make_buffers`.
         groups: Process groups of this rank.
-        config: AdamW hyperparameters, ``clip_grad`` and the two overlaps. (``distributed`` applies
-            to ``make_buffers``.)
+        config: AdamW hyperparameters, ``clip_grad`` and the two overlaps. (``num_instances`` is
+            for ``make_buffers``.)
         debug: For ``loss_scale`` and ``loss_scale_interval``. Default: its defaults.
         modules: The model of this rank; needed with ``overlap_param_gather`` only.
         param_groups: Learning rate factor and weight decay of parameters by name; equal on every

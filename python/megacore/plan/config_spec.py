@@ -90,7 +90,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         graphs="full" if config.graphs.is_full else config.graphs.mode,
         attention="flash2",
         loss="unfused",
-        instances=optimizer.num_instances,
+        instances=optimizer.num_sharded,
         stages=tuple(len(layers) for layers in layers_of_stages(config)),
         plain_autograd=True,
         keeps_permuted=False,
@@ -127,7 +127,7 @@ def _rank_state(config: ResolvedConfig, spec: RunSpec, mine: list[int]) -> dict[
         ranks = spec.edp if expert else spec.dp * spec.cp
         plan = plan_buckets(
             [param.numel for param in params],
-            dp_size=ranks * copies // optimizer.num_instances,
+            dp_size=ranks * copies // optimizer.num_sharded,
             bucket_numel=config.debug.bucket_numel,
             shared=[param.shared for param in params],
             param_alignment=64,
@@ -251,7 +251,7 @@ def without_layout(base: Config, gpus: int) -> Config:
             "parallel": {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "sequence_parallel": False},
             "pipeline": _PLAIN_PIPELINE,
             "train": {"microbatch_size": 1, "recompute": "none", "recompute_keep": 0},
-            "optimizer": {"num_instances": 1},
+            "optimizer": {"num_instances": 1 if base.optimizer.distributed else "all"},
             "moe": {"echo": base.moe.echo.model_copy(update={"domain_size": None})},
         },
         gpus,
@@ -291,10 +291,9 @@ def settings_of(spec: RunSpec, stages: Sequence[int], mtp: int = 0) -> dict[str,
         },
         "train": {"microbatch_size": spec.microbatch, **recompute},
         "optimizer": {
-            "distributed": spec.zero > 0,
             "overlap_grad_reduce": "dp" in spec.overlap,
             "overlap_param_gather": "dp" in spec.overlap,
-            "num_instances": 1,
+            "num_instances": 1 if spec.zero else "all",
         },
     }  # fmt: skip
 

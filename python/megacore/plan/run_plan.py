@@ -293,7 +293,7 @@ def _buffer_plans(
                 _local_numels(config, members),
                 dp_size=(topology.expert_dp if members[0].expert else topology.dp * topology.cp)
                 * config.pipeline.copies
-                // config.optimizer.num_instances,
+                // config.optimizer.num_sharded,
                 bucket_numel=config.debug.bucket_numel,
                 shared=[info.shared is not None for info in members],
                 pad_for_ring=config.debug.pad_for_ring,

@@ -127,7 +127,7 @@ def test_make_buffers_sorts_by_dtype_and_expert() -> None:
     dense, low = make_model(), make_model(torch.bfloat16)
     experts = make_model()
     params = named(dense) + named(low) + named(experts, expert=True)
-    groups, config = ProcessGroups.single(), OptimizerConfig(distributed=False)
+    groups, config = ProcessGroups.single(), OptimizerConfig(num_instances="all")
     debug = DebugConfig(bucket_numel=10)
     buffers = make_buffers(params, groups=groups, optimizer=config, debug=debug)
     kinds = [(b.param_data.dtype, b.params[0][0].expert, len(b.params)) for b in buffers]

@@ -224,13 +224,13 @@ def test_changed_settings_are_named_where_they_matter() -> None:
         "model": {"rope_base": 10.0, "init_std": 0.1, "gone": 1},
         "data": {"source": "a.txt"},
         "train": {"seed": 1, "steps": 5, "global_batch_size": 8},
-        "run": {"name": "x"},
+        "run": {"dir": "runs/x"},
     }
     ours = {
         "model": {"rope_base": 20.0, "init_std": 0.2},
         "data": {"source": "b.txt"},
         "train": {"seed": 2, "steps": 9, "global_batch_size": 16},
-        "run": {"name": "y"},
+        "run": {"dir": "runs/y"},
     }
     names = [note.split(" ")[0] for note in compare_settings(theirs, ours)]
     assert names == ["model.rope_base", "data.source", "train.global_batch_size", "train.seed"]

@@ -135,7 +135,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
     ("fields", "message"),
     [
         ({"num_experts": 2, "top_k": 3}, "top_k = 3: with num_experts = 2 it must lie in"),
-        ({"pad_to_capacity": True}, "needs capacity_factor and dispatcher"),
+        ({"static_budget": "capacity"}, "needs capacity_factor and dispatcher"),
         ({"shared_gate": True}, "shared_gate needs a shared expert"),
         (
             {"num_experts": 4, "biases": True, "echo": {"num_spare_slots": 1}},

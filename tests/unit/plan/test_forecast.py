@@ -111,7 +111,7 @@ CASES = [
         },
         "parallel": {"pp": pp, "tp": 2, "ep": 2 if experts else 1, "sequence_parallel": sp},
         "pipeline": {"schedule": schedule},
-        "optimizer": {"distributed": sp},
+        "optimizer": {"num_instances": 1 if sp else "all"},
         "train": {"dtype": "bfloat16" if tied else "float32", "global_batch_size": 64},
     }
     for (schedule, pp, layers), tied, mtp, experts, sp in product(

@@ -56,7 +56,7 @@ from tests.support.graphed_training import (
         (WITH_STEP, {"train": {"dtype": "float16"}, "debug": {"loss_scale_interval": 2}}),
         (WITH_STEP, {"train": {"dtype": "bfloat16"}, "optimizer": {"moments_dtype": "bfloat16"}}),
         (WITH_STEP, {"train": {"loss_normalization": "token"}, "moe": STATIC}),
-        (WITH_STEP, {"model": {"num_mtp_layers": 1}, "optimizer": {"distributed": False}}),
+        (WITH_STEP, {"model": {"num_mtp_layers": 1}, "optimizer": {"num_instances": "all"}}),
     ],
 )
 def test_graphs_change_no_bit(graphs: dict[str, Any], changes: dict[str, Any]) -> None:

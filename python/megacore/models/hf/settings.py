@@ -46,7 +46,6 @@ _TRAINING_ONLY = frozenset(
         "moe.over_budget",
         "moe.capacity_factor",
         "moe.drop_by",
-        "moe.pad_to_capacity",
         "moe.aux_loss_coef",
         "moe.aux_loss_type",
         "moe.z_loss_coef",

@@ -37,7 +37,7 @@ class Capacity:
         """Return the limit of ``moe.capacity_factor``, or ``None``."""
         if moe.capacity_factor is None:
             return None
-        return Capacity(factor=moe.capacity_factor, drop_by=moe.drop_by, pad=moe.pad_to_capacity)
+        return Capacity(factor=moe.capacity_factor, drop_by=moe.drop_by, pad=moe.pads_to_capacity)
 
     def rows(self, num_copies: int, num_experts: int) -> int:
         """Compute the rows per expert, at least 1 and at most the number of copies.
