@@ -72,8 +72,8 @@ class Layout:
 
 def name_of(graphs: Changes) -> str:
     """What is captured, for people."""
-    if graphs["mode"] == "partial":
-        return str(graphs["scopes"])
+    if not graphs["mode"].startswith("full"):
+        return str(graphs["mode"])
     return "whole steps with the optimizer" if graphs["mode"] == "full_step" else "whole steps"
 
 
@@ -182,7 +182,7 @@ def check_counts(
         for graphs in settings_of(layout, asked):
             key = key_of(layout, graphs, asked.steps)
             entry = done.get(key)
-            if entry is not None and graphs["mode"] == "partial":
+            if entry is not None and not graphs["mode"].startswith("full"):
                 family = key.replace(f"m {layout.m},", "any m,")
                 families.setdefault(family, {})[layout.m] = entry["static"]
     wrong = []

@@ -197,7 +197,7 @@ def test_sharding_overlap_and_graphs_change_no_bit() -> None:
         {"optimizer.num_instances": "all"},
         {**OVERLAPS, "debug.check_messages": True},
         {"debug.average_in_collective": False},
-        {**OVERLAPS, **GRAPHS, "graphs.mode": "partial", "graphs.scopes": "attn,mlp"},
+        {**OVERLAPS, **GRAPHS, "graphs.mode": "attn,mlp"},
         {**OVERLAPS, **GRAPHS, "graphs.mode": "full_step"},
     ]
     for plain, *others in run_ranks(2, train_variants, variants, timeout_s=120):

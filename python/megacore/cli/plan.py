@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.cli.values import whole_number
 from megacore.config import ResolvedConfig, stages_of_ranks
+from megacore.config.graph_rules import graph_scopes
 from megacore.config.train import RECOMPUTE_MODULES
 from megacore.errors import ConfigError
 
@@ -249,8 +250,9 @@ def _experts_text(plan: RunPlan, config: ResolvedConfig) -> str:
 def _graphs_text(plan: RunPlan, config: ResolvedConfig) -> str:
     """Describe the predicted memory of the graphs of each pipeline rank."""
     with_step = ", the optimizer's included" if config.graphs.mode == "full_step" else ""
-    scopes = config.graphs.scopes or f"the whole step{with_step}"
-    lines = [f"graphs ({config.graphs.mode}, {scopes}), predicted in MiB; the log shows measured:"]
+    scopes = ",".join(graph_scopes(config)) or f"the whole step{with_step}"
+    mode = "partial" if config.graphs.is_partial else config.graphs.mode
+    lines = [f"graphs ({mode}, {scopes}), predicted in MiB; the log shows measured:"]
     for rank in plan.ranks:
         assert rank.graphs is not None
         lines.append(f"  pp {rank.pp_rank}: {rank.graphs.text()}")

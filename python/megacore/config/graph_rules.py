@@ -1,4 +1,4 @@
-"""Rules between ``[graphs]`` and other settings, and the default scopes of a model."""
+"""Rules between ``[graphs]`` and other settings, and the captured parts of layers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ Shown = Callable[[str], str]
 _WHOLE = {"dense": {"attn", "mlp"}, "moe": {"attn", "moe"}}
 
 
-def default_scopes(config: Config) -> str | None:
-    """Return the default of ``graphs.scopes``: all scopes that need no host sync."""
+def graph_scopes(config: Config) -> tuple[str, ...]:
+    """Return the captured parts of layers: those named, or for ``partial`` all without host sync.
+
+    Example:
+        >>> graph_scopes(Config(graphs={"mode": "partial"}))
+        ('attn', 'mlp')
+    """
     if config.graphs.mode != "partial":
-        return None
+        return config.graphs.named_scopes
     kinds = _layer_kinds(config)
     scopes = [] if config.data.document_mask else ["attn"]
     scopes += ["mlp"] if "dense" in kinds else []
     if "moe" in kinds:
         scopes.append("moe_router")
         scopes += [] if config.has_clones else ["moe_preprocess"]
-    return ",".join(scopes)
+    return tuple(scopes)
 
 
 def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
@@ -55,14 +60,12 @@ def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
             f'{shown("graphs.mode")} asks for; set debug.graph_backend = "cuda", or graphs.mode = '
             '"partial"'
         )
-    if config.data.document_mask and (graphs.is_full or "attn" in graphs.scope_names):
-        captured = shown("graphs.mode" if graphs.is_full else "graphs.scopes")
+    if config.data.document_mask and (graphs.is_full or "attn" in graph_scopes(config)):
         yield (
-            f"{captured} captures attention, but {shown('data.document_mask')} gives it other "
-            'lengths in every step; set graphs.mode = "partial" with scopes without attn, or '
-            "document_mask = false"
+            f"{shown('graphs.mode')} captures attention, but {shown('data.document_mask')} gives "
+            'it other lengths in every step; set graphs.mode = "partial", or document_mask = false'
         )
-    if graphs.mode == "partial":
+    if graphs.is_partial:
         yield from _scope_problems(config, shown)
         yield from _recompute_problems(config, shown)
     else:
@@ -76,7 +79,7 @@ def default_transport(config: Config) -> Literal["auto", "collective", "peer"]:
     each other's memory, for example on several hosts, must be an error before the first step.
     """
     graphs, moe, transport = config.graphs, config.moe, config.debug.static_transport
-    captures_plans = graphs.is_full or "moe" in graphs.scope_names
+    captures_plans = graphs.is_full or "moe" in graph_scopes(config)
     is_open = transport == "auto" and moe.dispatcher == "static"
     if graphs.mode != "off" and captures_plans and is_open and config.has_clones:
         return "peer"
@@ -104,8 +107,8 @@ def _clone_problems(config: Config, shown: Shown, where: str) -> Iterator[str]:
 
 
 def _scope_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
-    kinds, scopes = _layer_kinds(config), config.graphs.scope_names
-    where = shown("graphs.scopes")
+    kinds, scopes = _layer_kinds(config), graph_scopes(config)
+    where = shown("graphs.mode")
     if "mlp" in scopes and "dense" not in kinds:
         yield f"{where} names mlp, but every layer has experts instead of an MLP; leave it out"
     experts = [scope for scope in scopes if scope.startswith("moe")]
@@ -156,8 +159,8 @@ def _kernel_problems(config: ResolvedConfig, shown: Shown, where: str) -> Iterat
 
 def _recompute_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
     """Yield conflicts with recomputed parts, which must be captured whole or not at all."""
-    scopes, recomputed = set(config.graphs.scope_names), config.train.recomputed
-    where = shown("graphs.scopes")
+    scopes, recomputed = set(graph_scopes(config)), config.train.recomputed
+    where = shown("graphs.mode")
     if recomputed and config.train.recompute_keep > 0:
         yield (
             f"{shown('train.recompute_keep')} treats microbatches differently, but microbatches "

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from megacore.config.base import Section
 
+MODES = ("off", "partial", "full", "full_step")
 SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
 
 
 class GraphsConfig(Section):
     """``[graphs]``: CUDA graphs of parts of layers, or of a whole step."""
 
-    mode: Literal["off", "partial", "full", "full_step"] = Field(
+    mode: str = Field(
         default="off",
-        description="`partial` captures parts of layers (`scopes`); `full` all forward and "
-        "backward passes of a step, and those of a validation; `full_step` the optimizer step, "
-        "too, with the collectives before and after it: skipping, clipping and the loss scale are "
-        "decided on the device. Results are bitwise equal to those without.",
-    )
-    scopes: str | None = Field(
-        default=None,
-        min_length=1,
-        description="For `partial`, comma-separated: `attn` (attention with norm and dropout), "
-        "`mlp` (dense MLPs with norm and dropout), `moe` (whole MoE layers; needs the dispatcher "
-        "`static`), `moe_router` (MoE layers up to the choice of experts), `moe_preprocess` (up "
-        "to the dispatch plan; with `moe_router`). Default: `attn`, `mlp`, `moe_router` and "
-        "`moe_preprocess`, as far as the model has them; without `attn` if `data.document_mask` is "
-        "on, without `moe_preprocess` if experts are cloned.",
+        description="`off`; `full`, all forward and backward passes of a step, and those of a "
+        "validation; `full_step`, the optimizer step, too, with the collectives before and after "
+        "it: skipping, clipping and the loss scale are decided on the device; or parts of layers, "
+        "comma-separated: `attn` (attention with norm and dropout), `mlp` (dense MLPs with norm "
+        "and dropout), `moe` (whole MoE layers; needs the dispatcher `static`), `moe_router` (MoE "
+        "layers up to the choice of experts), `moe_preprocess` (up to the dispatch plan; with "
+        "`moe_router`). `partial` is `attn`, `mlp`, `moe_router` and `moe_preprocess`, as far as "
+        "the model has them; without `attn` if `data.document_mask` is on, without "
+        "`moe_preprocess` if experts are cloned. Results are bitwise equal to those without.",
     )
     on_failure: Literal["error", "recapture", "eager"] = Field(
         default="error",
@@ -44,23 +40,31 @@ class GraphsConfig(Section):
         return self.mode in ("full", "full_step")
 
     @property
-    def scope_names(self) -> tuple[str, ...]:
-        """The scopes as a tuple.
+    def is_partial(self) -> bool:
+        """Return whether parts of layers are captured."""
+        return self.mode not in ("off", "full", "full_step")
+
+    @property
+    def named_scopes(self) -> tuple[str, ...]:
+        """The parts of layers that ``mode`` names; none for ``partial``.
 
         Example:
-            >>> GraphsConfig(mode="partial", scopes="attn,mlp").scope_names
-            ('attn', 'mlp')
+            >>> [GraphsConfig(mode=mode).named_scopes for mode in ("attn,mlp", "partial")]
+            [('attn', 'mlp'), ()]
         """
-        return tuple(self.scopes.split(",")) if self.scopes else ()
+        return () if self.mode in MODES else tuple(self.mode.split(","))
 
-    @field_validator("scopes")
+    @field_validator("mode")
     @classmethod
-    def _check_scopes(cls, scopes: str | None) -> str | None:
-        names = scopes.split(",") if scopes else []
+    def _check_mode(cls, mode: str) -> str:
+        if mode in MODES:
+            return mode
+        names = mode.split(",")
         for name in names:
             if name not in SCOPES:
                 raise ValueError(
-                    f'scopes must be some of {", ".join(SCOPES)}, joined by commas, got "{name}"'
+                    f"must be {', '.join(MODES)}, or some of {', '.join(SCOPES)}, joined by "
+                    f'commas, got "{name}"'
                 )
         if "moe_preprocess" in names and "moe_router" not in names:
             raise ValueError(
@@ -71,13 +75,4 @@ class GraphsConfig(Section):
             raise ValueError(
                 "moe captures MoE layers whole, and moe_router only their beginning; leave one out"
             )
-        return scopes
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.scopes is not None and self.is_full:
-            raise ValueError(
-                f'scopes are parts of layers, but mode = "{self.mode}" records the whole step; '
-                'leave scopes out, or set mode = "partial"'
-            )
-        return self
+        return mode

@@ -67,6 +67,7 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
         "graphs.on_change": Moved(
             "graphs.on_failure", lambda old, own: own if own == "eager" else old
         ),
+        "graphs.scopes": Moved("graphs.mode", lambda old, own: old if own == "partial" else own),
         "graphs.warmup_steps": Moved("debug.graph_warmup_steps"),
         "model.qk_norm_width": Moved(
             "model.qk_norm", lambda old, own: "full" if own and old == "all" else own

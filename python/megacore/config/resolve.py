@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from megacore.config import resolved
 from megacore.config.base import Section, require_section
-from megacore.config.graph_rules import default_scopes, default_transport, graph_problems
-from megacore.config.graphs import GraphsConfig
+from megacore.config.graph_rules import default_transport, graph_problems
 from megacore.config.layout_rules import LAYOUT_RULES
 from megacore.config.load import join_problems
 from megacore.config.pipeline_rules import check_pipeline
@@ -107,7 +106,6 @@ def _fill(
                 config.optimizer.schedule
             ],
         ),
-        "graphs": _filling(GraphsConfig, config.graphs, scopes=default_scopes(config)),
         "checkpoint": _filling(
             resolved.ResolvedCheckpointConfig, config.checkpoint, dir=f"{run.dir}/checkpoints"
         ),

@@ -36,7 +36,7 @@ class GraphedScope(nn.Module):
 
     Args:
         layer: The layer.
-        scopes: Scopes to capture, of ``graphs.scopes``.
+        scopes: Scopes to capture, of ``graphs.mode``.
         rotary: Rotary tables at the positions of the tokens.
         keys: Keys of the step's random numbers.
         again: Modules to recompute in the backward pass, as in ``train.recompute``.
@@ -201,7 +201,7 @@ def captured_parts(
 
     Args:
         chunk: The model chunk.
-        scopes: Scopes to capture, of ``graphs.scopes``.
+        scopes: Scopes to capture, of ``graphs.mode``.
         seq_length: Tokens per sample of every batch.
         keys: Keys of the step's random numbers.
         again: Modules to recompute in the backward pass.

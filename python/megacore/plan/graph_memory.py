@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from megacore.config import ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.config.graph_rules import graph_scopes
 from megacore.graphs import BufferRole, CapturePlan, StepKind, StepOrder, plan_capture, static_bytes
 from megacore.models.build import torch_dtype
 from megacore.models.captured import captured_parts, random_uses
@@ -90,7 +91,7 @@ def predict_graphs(config: ResolvedConfig, program: Program) -> GraphBytes:
         program: The rank's program.
     """
     is_full = config.graphs.is_full
-    scopes = _WHOLE if is_full else config.graphs.scope_names
+    scopes = _WHOLE if is_full else graph_scopes(config)
     splits = any(action.kind == ActionKind.BACKWARD_WEIGHT for action in program.actions)
     parts = [
         _parts_of(config, layers, scopes, splits=splits) for layers in _layers_of(config, program)

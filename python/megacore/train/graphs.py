@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
+from megacore.config.graph_rules import graph_scopes
 from megacore.errors import ConfigError
 from megacore.graphs import (
     CaptureError,
@@ -220,7 +221,7 @@ class StepGraphs:
         before = self._before = DeviceMemory.now()
 
         def capture() -> None:
-            if self._settings.mode == "partial":
+            if self._settings.is_partial:
                 self._capture_parts(batches[0])
             else:
                 self._capture_step(batches)
@@ -326,7 +327,7 @@ class StepGraphs:
         parts = [
             captured_parts(
                 chunk,
-                self._settings.scope_names,
+                graph_scopes(self._config),
                 seq_length=batch.shape[1],
                 keys=self.keys,
                 again=self._config.train.recomputed,
@@ -425,7 +426,7 @@ def _check_experts(config: ResolvedConfig, device: torch.device) -> None:
     moe, graphs = config.moe, config.graphs
     if device.type != "cuda" or moe.num_experts == 0:
         return
-    if not graphs.is_full and "moe" not in graphs.scope_names:
+    if not graphs.is_full and "moe" not in graph_scopes(config):
         return
     width = moe.ffn_hidden_size // config.parallel.etp
     reason = grouped_obstacle(
@@ -434,7 +435,7 @@ def _check_experts(config: ResolvedConfig, device: torch.device) -> None:
     if reason is not None:
         raise ConfigError(
             f'graphs.mode = "{graphs.mode}" captures the experts, which needs the grouped kernel: '
-            f"{reason}; or leave moe out of graphs.scopes"
+            f"{reason}; or leave moe out of graphs.mode"
         )
 
 

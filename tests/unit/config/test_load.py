@@ -373,6 +373,8 @@ def test_a_setting_of_the_version_before_works_under_its_old_name(tmp_path: Path
         ("graphs.on_change=recapture graphs.on_failure=error", "graphs.on_failure=recapture"),
         ("graphs.on_change=recapture graphs.on_failure=eager", "graphs.on_failure=eager"),
         ("graphs.on_failure=eager graphs.on_change=error", "graphs.on_failure=eager"),
+        ("graphs.scopes=attn graphs.mode=partial", "graphs.mode=attn"),
+        ("graphs.scopes=attn graphs.mode=off", ""),
         ("model.qk_norm=true model.qk_norm_width=head", "model.qk_norm=true"),
         ("model.qk_norm=true model.qk_norm_width=all", "model.qk_norm=full"),
         ("model.qk_norm_width=head model.qk_norm=false", ""),

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from megacore.config import Config, ModelConfig, load_config, resolve
+from megacore.config.graph_rules import graph_scopes
 from megacore.config.moe import EchoConfig
 from megacore.errors import ConfigError
 from megacore.models.shape import GPTShape
@@ -382,7 +383,7 @@ def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
         "each microbatch has its own slots"
     )
     for moe in ({}, {"moe": config.moe}):
-        graphs = make(**on, graphs__mode="partial", graphs__scopes="attn").model_copy(update=moe)
+        graphs = make(**on, graphs__mode="attn").model_copy(update=moe)
         assert 'set mode = "off", or turn it off' in message_of(graphs, 4)
     # Gradients of weights fill exchanges in pairs, which have I for that.
     split = {**on, "pipeline__overlap_moe": "split"}
@@ -423,8 +424,8 @@ CAPTURED = {
         ({"train__dtype": "float32"}, "captures the experts, which needs a grouped kernel, and"),
         ({"moe__ffn_hidden_size": "36"}, "moe.ffn_hidden_size / etp must be a multiple of 8 where"),
         (
-            {"graphs__mode": "partial", "graphs__scopes": "moe", "train__dtype": "float32"},
-            "graphs.scopes = moe (--graphs.scopes=moe) captures the experts",
+            {"graphs__mode": "moe", "train__dtype": "float32"},
+            "graphs.mode = moe (--graphs.mode=moe) captures the experts",
         ),
     ],
 )
@@ -444,20 +445,31 @@ def test_graphs_and_clones_that_do_not_go_together() -> None:
         "moe__dispatcher": "static",
         "moe__echo__num_spare_slots": "1",
         "parallel__ep": "2",
-        "graphs__mode": "partial",
     }
     by_collectives = clones | {
-        "graphs__scopes": "attn,moe",
+        "graphs__mode": "attn,moe",
         "debug__static_transport": "collective",
     }
     assert "lets the host send clones" in message_of(make(**by_collectives), 2)
-    parts = clones | {"graphs__scopes": "moe_router,moe_preprocess"}
+    parts = clones | {"graphs__mode": "moe_router,moe_preprocess"}
     assert "go by more of the plan than what it leaves behind" in message_of(make(**parts), 2)
     # With one rank of experts, slots stay empty.
     alone = parts | {"parallel__ep": "1"}
-    assert resolve(make(**alone), 2, vocab_size=256, cuda=False).graphs.scopes == (
-        "moe_router,moe_preprocess"
-    )
+    resolve(make(**alone), 2, vocab_size=256, cuda=False)
+
+
+def test_partial_graphs_capture_all_that_needs_no_host() -> None:
+    experts = {"moe__num_experts": "4", "moe__layer_pattern": "de"}
+    clones = {**experts, "moe__echo__num_spare_slots": "1", "parallel__ep": "2"}
+    for settings, expected in (
+        ({}, "attn,mlp"),
+        (experts, "attn,mlp,moe_router,moe_preprocess"),
+        (clones, "attn,mlp,moe_router"),
+        ({"data__document_mask": "true"}, "mlp"),
+    ):
+        config = resolve(make(**settings, graphs__mode="partial"), 2, vocab_size=256, cuda=False)
+        assert ",".join(graph_scopes(config)) == expected
+        assert config.graphs.mode == "partial"  # saved as it was set
 
 
 def test_graphs_of_clone_plans_need_peer_memory() -> None:

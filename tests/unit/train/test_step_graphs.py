@@ -69,7 +69,7 @@ def test_graphs_change_no_bit(graphs: dict[str, Any], changes: dict[str, Any]) -
 
 
 def test_predicted_bytes_are_the_measured_ones() -> None:
-    whole = {**PARTIAL, "scopes": "attn,moe"}
+    whole = {"mode": "attn,moe"}
     for moe, graphs in (({}, PARTIAL), (EXPERTS, PARTIAL), (STATIC, PARTIAL), (STATIC, whole)):
         trainer = make_trainer(graphs, moe=moe)
         run(trainer, 2)
@@ -147,7 +147,7 @@ def test_gradients_arrive_as_static_ones_lie(scopes: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(GraphedCallable, "_load_grads", compared)
     moe = {**STATIC, "layer_pattern": "d(e)"}
-    graphs = {"mode": "partial", "scopes": scopes}
+    graphs = {"mode": scopes}
     run(make_trainer(graphs, moe=moe, train={"microbatch_size": 2}), steps=3)
     assert differing == []
 
@@ -367,16 +367,16 @@ def test_a_resumed_run_captures_anew_and_goes_on(graphs: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("graphs", "changes", "message"),
     [
-        ({"scopes": "mlp"}, {"moe": EXPERTS}, "every layer has experts"),
-        ({"scopes": "moe_router"}, {}, "the model has no experts"),
-        ({"scopes": "moe"}, {"moe": EXPERTS}, "asks the device how many tokens"),
+        ({"mode": "mlp"}, {"moe": EXPERTS}, "every layer has experts"),
+        ({"mode": "moe_router"}, {}, "the model has no experts"),
+        ({"mode": "moe"}, {"moe": EXPERTS}, "asks the device how many tokens"),
         ({"mode": "full"}, {"moe": EXPERTS}, "asks the device how many tokens"),
-        ({"scopes": "attn"}, {"train": {"recompute": "full"}}, "runs whole layers again"),
-        ({}, {"debug": {"graph_backend": "cuda"}}, "needs a GPU"),
+        ({"mode": "attn"}, {"train": {"recompute": "full"}}, "runs whole layers again"),
+        (PARTIAL, {"debug": {"graph_backend": "cuda"}}, "needs a GPU"),
         (
-            {"scopes": "attn"},
+            {"mode": "attn"},
             {"data": {"document_mask": True}},
-            'captures attention.*partial" with scopes without attn',
+            'captures attention.*set graphs.mode = "partial"',
         ),
         ({"mode": "full"}, {"data": {"document_mask": True}}, "captures attention"),
         (
@@ -390,7 +390,7 @@ def test_settings_that_do_not_go_together(
     graphs: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_trainer({"mode": "partial", **graphs}, **changes)
+        make_trainer(graphs, **changes)
 
 
 @pytest.mark.parametrize(
@@ -398,15 +398,15 @@ def test_settings_that_do_not_go_together(
     [
         ("moe_preprocess", "begins with the router"),
         ("moe,moe_router", "leave one out"),
-        ("attention", "scopes must be some of"),
+        ("attention", "or some of attn, mlp, moe"),
     ],
 )
 def test_scopes_that_do_not_go_together(scopes: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Config(graphs={"mode": "partial", "scopes": scopes})
+        Config(graphs={"mode": scopes})
 
 
-@pytest.mark.parametrize("settings", [FULL, {"mode": "partial", "scopes": "moe"}])
+@pytest.mark.parametrize("settings", [FULL, {"mode": "moe"}])
 def test_captured_experts_without_a_kernel_are_refused_at_the_start(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -351,7 +351,7 @@ def no_peers(note: str) -> str:
     """Error message for a group without access to peer memory."""
     return (
         "debug.static_transport = peer needs ranks that reach each other's memory, but here is "
-        f"{note}; set it to auto or collective, and capture no clones (graphs.scopes)"
+        f"{note}; set it to auto or collective, and capture no clones (graphs.mode)"
     )
 
 
