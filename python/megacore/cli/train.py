@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config import Config, ResolvedConfig, check_rules, load_config, resolve
+from megacore.config import Config, ResolvedConfig, load_config, resolve
 from megacore.errors import ConfigError, MegacoreError
 from megacore.launch.environment import external_launcher, launched_rank
 
@@ -139,17 +139,16 @@ def train_rank(config: ResolvedConfig, context: RankContext) -> int:
 def resolve_for_training(config: Config, world_size: int, *, launcher: str) -> ResolvedConfig:
     """Resolve ``config`` and check its layout, schedule and data in this process.
 
-    The cheap checks are first: they need neither torch nor the data.
-
     Raises:
         ConfigError: For an invalid setting.
         DataError: If the tokenizer cannot be read.
     """
-    check_rules(config, world_size, launcher=launcher)
 
-    from megacore.data import load_tokenizer
+    def vocab_size() -> int:
+        from megacore.data import load_tokenizer
 
-    vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
+        return load_tokenizer(config.data.tokenizer).vocab_size
+
     resolved = resolve(config, world_size, vocab_size=vocab_size, launcher=launcher)
 
     from megacore.plan.run_plan import check_plan

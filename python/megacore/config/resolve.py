@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megacore.config import resolved
 from megacore.config.base import Section, require_section
@@ -24,7 +25,7 @@ def resolve(
     config: Config,
     world_size: int,
     *,
-    vocab_size: int | None = None,
+    vocab_size: int | Callable[[], int] | None = None,
     cuda: bool | None = None,
     launcher: str = "--nproc",
 ) -> ResolvedConfig:
@@ -35,8 +36,10 @@ def resolve(
     Args:
         config: The loaded configuration.
         world_size: Number of processes.
-        vocab_size: Tokens of the tokenizer; the default of ``model.vocab_size``.
-        cuda: Whether ranks use GPUs; default: ``torch.cuda.is_available()``.
+        vocab_size: Tokens of the tokenizer, the default of ``model.vocab_size``. A function is
+            called when all rules hold, because a tokenizer may have to be loaded.
+        cuda: Whether ranks use GPUs; default: ``torch.cuda.is_available()``. torch is imported
+            when all rules hold; before, if they depend on it, as those of graphs do.
         launcher: The option or environment that set the process count, for messages.
 
     Raises:
@@ -54,31 +57,43 @@ def resolve(
         raise ConfigError(f"world_size must be at least 1, got {world_size}")
     if vocab_size is None and config.model.vocab_size is None:
         raise ConfigError("model.vocab_size must be set if no tokenizer is loaded, got none")
+    backend = config.run.backend
+    if backend is None and config.graphs.mode != "off":
+        backend = default_backend(cuda)
     problems = ConfigErrors(config=config, world_size=world_size, launcher=launcher)
-    filled_in = _fill(config, world_size, vocab_size, cuda)
+    # No rule depends on the vocabulary: its rows are padded.
+    filled_in = _fill(config, world_size, vocab_size=1, backend=backend or "gloo")
     for check in _CHECKS:
         check(problems, filled_in)
     if problems.found:
         raise ConfigError(join_problems(problems.found))
-    return filled_in
+    return _fill(
+        config,
+        world_size,
+        vocab_size=vocab_size() if callable(vocab_size) else vocab_size,
+        backend=backend or default_backend(cuda),
+    )
 
 
 def check_rules(config: Config, world_size: int, *, launcher: str) -> None:
-    """Check the rules without a tokenizer, which may have to be trained first, and without torch.
-
-    Raises:
-        ConfigError: Like `resolve`.
-    """
-    resolve(
-        config, world_size, vocab_size=config.model.vocab_size or 1, cuda=False, launcher=launcher
+    """Check the rules, as `resolve` does before it loads a tokenizer; deprecated."""
+    warnings.warn(
+        "check_rules leaves in 0.4.0: resolve, with a function for vocab_size, checks rules first",
+        DeprecationWarning,
+        stacklevel=2,
     )
+    resolve(config, world_size, vocab_size=1, cuda=False, launcher=launcher)
 
 
 # ---- derived settings ----------------------------------------------------------------------------
 
 
 def _fill(
-    config: Config, world_size: int, vocab_size: int | None, cuda: bool | None
+    config: Config,
+    world_size: int,
+    *,
+    vocab_size: int | None,
+    backend: Literal["gloo", "nccl"],
 ) -> ResolvedConfig:
     model, parallel, run = config.model, config.parallel, config.run
     latent = model.mla.nope_head_dim + model.mla.rope_head_dim if model.mla.kv_rank else None
@@ -113,7 +128,7 @@ def _fill(
             resolved.ResolvedRunConfig,
             run,
             nproc=world_size,
-            backend=run.backend or default_backend(cuda),
+            backend=backend,
         ),
         "debug": _filling(
             resolved.ResolvedDebugConfig, config.debug, trace_step=max(1, steps // 2)
@@ -136,7 +151,7 @@ def _filling(resolved_class: type[S], section: Section, **defaults: Any) -> S:
     return resolved_class.model_construct(**values)
 
 
-def default_backend(cuda: bool | None) -> str:
+def default_backend(cuda: bool | None) -> Literal["gloo", "nccl"]:
     """Return ``"nccl"`` if torch has a GPU, else ``"gloo"``; a given ``cuda`` skips the query."""
     if cuda is None:
         import torch

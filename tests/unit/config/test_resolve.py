@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megacore.config import Config, ModelConfig, load_config, resolve
+from megacore.config import Config, ModelConfig, check_rules, load_config, resolve
 from megacore.config.graph_rules import graph_scopes
 from megacore.config.moe import EchoConfig
 from megacore.errors import ConfigError
@@ -59,6 +59,26 @@ def test_set_values_are_kept() -> None:
 def test_resolving_twice_changes_nothing() -> None:
     once = resolve(make(parallel__pp="2"), 4, vocab_size=256, cuda=False)
     assert resolve(once, 4, vocab_size=256, cuda=True) == once
+
+
+def test_a_tokenizer_is_loaded_once_and_only_if_all_rules_hold() -> None:
+    loaded = []
+
+    def vocab_size() -> int:
+        loaded.append("tokenizer")
+        return 300
+
+    with pytest.raises(ConfigError, match="does not fit 3 processes"):
+        resolve(make(parallel__tp="2"), 3, vocab_size=vocab_size, cuda=False)
+    assert not loaded
+    config = resolve(make(parallel__tp="2"), 4, vocab_size=vocab_size, cuda=False)
+    assert (config.model.vocab_size, loaded) == (300, ["tokenizer"])
+    assert config == resolve(make(parallel__tp="2"), 4, vocab_size=300, cuda=False)
+
+
+def test_the_old_check_of_rules_works_and_names_its_successor() -> None:
+    with pytest.warns(DeprecationWarning, match=r"resolve, with a function for vocab_size"):
+        check_rules(make(parallel__tp="2"), 4, launcher="--nproc")
 
 
 def test_backend_follows_the_gpu() -> None:
