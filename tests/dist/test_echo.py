@@ -14,11 +14,12 @@ from megacore.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.config import Config
 from megacore.errors import MegacoreError
 from megacore.moe import OffloadPlan
-from megacore.parallel.params import ParamInfo, ShardPosition, unshard
+from megacore.parallel.params import ParamInfo, ShardPosition
 from megacore.train.trainer import Trainer, build_trainer
 from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
+from tests.support.sharding import unshard
 
 STEPS = 20
 NUM_EXPERTS = 8

@@ -15,11 +15,12 @@ from megacore.config import Config
 from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
 from megacore.parallel import ProcessGroups
-from megacore.parallel.params import ParamInfo, ShardPosition, unshard
+from megacore.parallel.params import ParamInfo, ShardPosition
 from megacore.train.trainer import Trainer, build_trainer
 from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
+from tests.support.sharding import unshard
 
 STEPS = 20
 

@@ -16,9 +16,9 @@ from megacore.models.gpt import GPTChunk
 from megacore.models.loss import cross_entropy
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.collectives import all_gather_objects, all_reduce_
-from megacore.parallel.params import unshard
 from tests.support.distributed import run_ranks
 from tests.support.models import random_batch, tiny_config, whole_model
+from tests.support.sharding import unshard
 
 pytestmark = pytest.mark.dist
 

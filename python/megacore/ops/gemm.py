@@ -79,21 +79,6 @@ def grouped_gemm(
     return result
 
 
-def grouped_gemm_reference(
-    x: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    *,
-    main_grad: Tensor | None = None,
-    accumulate: bool | Tensor = True,
-) -> Tensor:
-    """Compute :func:`grouped_gemm` with one ``torch.mm`` per expert, on any device."""
-    _check(x, w, m_splits, main_grad)
-    arguments = x, w, m_splits, main_grad, *_split(accumulate, w)
-    result: Tensor = _Reference.apply(*arguments)  # type: ignore[no-untyped-call]
-    return result
-
-
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """Return the float32 gradient buffer of a parameter for :func:`grouped_gemm`, or ``None``.
 
@@ -203,36 +188,6 @@ def _weight_grad_reference_(
             out[expert].addmm_(left, right)
         else:
             torch.mm(left, right, out=out[expert])
-
-
-class _Reference(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        m_splits: Tensor,
-        main_grad: Tensor | None,
-        accumulate: bool,
-        accumulate_mask: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, w, m_splits)
-        ctx.main_grad, ctx.accumulate, ctx.mask = main_grad, accumulate, accumulate_mask
-        return _forward_reference(x, w, m_splits)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, m_splits = ctx.saved_tensors
-        grad_x = _input_grad_reference(grad, w, m_splits) if ctx.needs_input_grad[0] else None
-        grad_w = None
-        if ctx.needs_input_grad[1]:
-            if ctx.main_grad is None:
-                grad_w = torch.zeros_like(w, dtype=_wide_dtype(w.dtype))
-                _weight_grad_reference_(grad, x, m_splits, grad_w, True)
-                grad_w = grad_w.to(w.dtype)
-            else:
-                _weight_grad_reference_(grad, x, m_splits, ctx.main_grad, ctx.accumulate, ctx.mask)
-        return grad_x, grad_w, None, None, None, None
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:

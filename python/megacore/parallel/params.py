@@ -7,7 +7,7 @@ Checkpoints store full tensors, so any layout can read the checkpoints of any ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -142,7 +142,7 @@ class ShardPosition:
 
     @property
     def index(self) -> int:
-        """Index of this box in the order of ``unshard``; ``tp_position`` varies fastest."""
+        """Index of this box among those of all ranks; ``tp_position`` varies fastest."""
         return self.ep_position * self.tp_size + self.tp_position
 
     def offsets(self, info: ParamInfo) -> tuple[int, ...]:
@@ -208,48 +208,6 @@ def shard(
     for dim, (start, length) in enumerate(zip(box.offsets(info), local_shape, strict=True)):
         part = part.narrow(dim, start, length)
     return part.clone(memory_format=torch.contiguous_format)
-
-
-def unshard(shards: Sequence[Tensor], info: ParamInfo, *, ep_size: int = 1) -> Tensor:
-    """Join the shards of all ranks: the inverse of :func:`shard`.
-
-    Args:
-        shards: One tensor per part, by :attr:`ShardPosition.index` (tp varies fastest): each
-            ``info.local_shape(len(shards) // ep_size, ep_size=ep_size)``. For a parameter that is
-            replicated over tp, one or more equal shards.
-        info: Description of the parameter.
-        ep_size: Number of parts along ``info.ep_dim``; divides the number of shards.
-
-    Returns:
-        The full parameter, a new tensor; for a replicated parameter a copy of the first shard.
-
-    Raises:
-        ValueError: If a shard has another shape.
-
-    Example:
-        >>> info = ParamInfo(name="w", full_shape=(2, 4), tp_dim=1)
-        >>> full = torch.arange(8).view(2, 4)
-        >>> parts = [shard(full, info, tp_position=t, tp_size=2) for t in range(2)]
-        >>> torch.equal(unshard(parts, info), full)
-        True
-    """
-    if not shards:
-        raise ValueError(f"{info.name}: no shards to join")
-    if ep_size < 1 or len(shards) % ep_size:
-        raise ValueError(f"{info.name}: {len(shards)} shards are not a multiple of ep={ep_size}")
-    tp_size = len(shards) // ep_size
-    local_shape = info.local_shape(tp_size, ep_size=ep_size)
-    for position, part in enumerate(shards):
-        if tuple(part.shape) != local_shape:
-            raise ValueError(
-                f"{info.name}: shard {position} of {len(shards)} has shape {tuple(part.shape)}, "
-                f"expected {local_shape}"
-            )
-    rows = [list(shards[start : start + tp_size]) for start in range(0, len(shards), tp_size)]
-    joined = [row[0] if info.tp_dim is None else torch.cat(row, dim=info.tp_dim) for row in rows]
-    if info.ep_dim is None:
-        return joined[0].clone(memory_format=torch.contiguous_format)
-    return torch.cat(joined, dim=info.ep_dim)
 
 
 def before_use(module: nn.Module, wait: Callable[[], None]) -> None:

@@ -173,11 +173,6 @@ def match_device(name: str) -> str | None:
     return next((known for known in known_devices() if known in words), None)
 
 
-def fitted_constants() -> dict[str, list[str]]:
-    """Return the names of the fitted constants of each shipped file, ``common`` included."""
-    return {path.stem: _flat(path).get("fitted", []) for path in sorted(FOLDER.glob("*.toml"))}
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 

@@ -13,10 +13,10 @@ from torch.library import opcheck
 
 from megacore.buffers import ParamGradBuffer
 from megacore.ops import gemm, grouped_gemm, main_grad_of
-from megacore.ops.gemm import grouped_gemm_reference
 from megacore.ops.split_backward import backward_input
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import Group
+from tests.support.grouped_gemm import grouped_gemm_reference
 
 # Relative to the largest value; sums of up to some hundred products.
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}
