@@ -251,8 +251,7 @@ MLA = {
 }
 AFTER = {
     "model.norm_position": "after",
-    "model.qk_norm": True,
-    "model.qk_norm_width": "all",
+    "model.qk_norm": "full",
     "model.num_kv_heads": 2,
 }
 SINKS = {

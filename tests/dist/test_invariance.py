@@ -217,8 +217,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "norms after blocks, wide norms of queries and keys": {
         "model.norm_position": "after",
-        "model.qk_norm": True,
-        "model.qk_norm_width": "all",
+        "model.qk_norm": "full",
     },
     "attention sinks, window": {
         "model.attention_sinks": True,
