@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -83,8 +84,8 @@ def adamw_step_(
         copy_out: Receives the new parameters as ``Tensor.to`` rounds them, ``(n,)``, bfloat16 or
             float16, contiguous.
         control: Decision of :func:`decide_step_`, on the device of ``param``: replaces the step
-            and ``grad_scale`` of ``settings``, and can skip the step. The learning rate is then
-            its sixth number times that of ``settings``.
+            and ``grad_scale`` of ``settings``, and can skip the step; see :class:`ControlAt`. The
+            learning rate is then its own times that of ``settings``.
 
     Raises:
         ValueError: If shapes, dtypes, devices or layouts do not fit.
@@ -108,7 +109,7 @@ def adamw_step_(
         )
         return
     _check_step(param, grad, exp_avg, exp_avg_sq, copy_out)
-    _check_numbers("control", control, _CONTROL_SIZE, param)
+    _check_numbers("control", control, len(ControlAt), param)
     arguments: dict[str, Any] = {
         "param": param.data_ptr(),
         "grad": grad.data_ptr(),
@@ -140,21 +141,21 @@ def adamw_step_reference_(
 ) -> None:
     """Compute :func:`adamw_step_` with torch operations on any device, bitwise equal."""
     _check_step(param, grad, exp_avg, exp_avg_sq, copy_out)
-    _check_numbers("control", control, _CONTROL_SIZE, param)
+    _check_numbers("control", control, len(ControlAt), param)
     if control is None:
         bias1, bias2 = settings.bias_correction1, settings.bias_correction2
         numbers = [settings.grad_scale, bias1, bias2, 1.0, 0.0, 1.0]
         control = torch.tensor(numbers, dtype=torch.float64).to(param.device)
-    lr = control[5] * settings.lr
-    is_applied = control[3] != 0.0
-    scaled = grad * control[0].float()
+    lr = control[ControlAt.LR] * settings.lr
+    is_applied = control[ControlAt.IS_APPLIED] != 0.0
+    scaled = grad * control[ControlAt.GRAD_SCALE].float()
     next_avg = exp_avg + (scaled - exp_avg).mul_(1.0 - settings.beta1)
     next_avg_sq = exp_avg_sq * settings.beta2
     next_avg_sq.add_((scaled * scaled).mul_(1.0 - settings.beta2))
     # torch.sqrt of fp32 may be off by one bit (with MKL); a square root in fp64 is exact.
     root = next_avg_sq.double().sqrt_().float()
-    root.mul_((1.0 / control[2].sqrt()).float()).add_(settings.eps)
-    update = (next_avg / root).mul_((lr / control[1]).float())
+    root.mul_((1.0 / control[ControlAt.BIAS_CORRECTION2].sqrt()).float()).add_(settings.eps)
+    update = (next_avg / root).mul_((lr / control[ControlAt.BIAS_CORRECTION1]).float())
     next_param = (param * (1.0 - lr * settings.weight_decay).float()).sub_(update)
     exp_avg.copy_(torch.where(is_applied, next_avg, exp_avg))
     exp_avg_sq.copy_(torch.where(is_applied, next_avg_sq, exp_avg_sq))
@@ -183,7 +184,43 @@ class StepRules:
     num_averaged: int = 0
 
 
-_STATE_SIZE, _SUMS_SIZE, _CONTROL_SIZE = 4, 3, 6
+class StateAt(IntEnum):
+    """Positions in the state of :func:`decide_step_`; the names are those in checkpoints.
+
+    The loss scale is a power of two, of which gradients are multiples; good steps are those since
+    it changed.
+    """
+
+    STEP_COUNT = 0
+    NUM_SKIPPED = 1
+    LOSS_SCALE = 2
+    LOSS_SCALE_GOOD_STEPS = 3
+
+
+class SumsAt(IntEnum):
+    """Positions in the sums over all ranks; further ones follow.
+
+    The squared norm of the gradients, ranks with a non-finite gradient, and tokens.
+    """
+
+    SQUARED_NORM = 0
+    NUM_NON_FINITE = 1
+    NUM_TOKENS = 2
+
+
+class ControlAt(IntEnum):
+    """Positions in the control of :func:`adamw_step_`, the decision on one step.
+
+    ``IS_APPLIED`` is 1 or 0. The norm of the gradients is that before clipping, and NaN in a
+    skipped step.
+    """
+
+    GRAD_SCALE = 0
+    BIAS_CORRECTION1 = 1
+    BIAS_CORRECTION2 = 2
+    IS_APPLIED = 3
+    GRAD_NORM = 4
+    LR = 5
 
 
 def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules) -> None:
@@ -194,13 +231,10 @@ def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules)
     ``loss_scale_interval`` such steps (up to 2^24), and gradients are clipped.
 
     Args:
-        state: ``[step count, skipped steps, loss scale, good steps]``, updated. Gradients are
-            multiples of the loss scale, a power of two; good steps are those since it changed.
-        sums: ``[squared norm, ranks with a non-finite gradient, tokens, ...]``, summed over all
-            ranks.
-        control: ``(6,)``, filled with ``[gradient scale, bias correction 1, bias correction 2,
-            applied or not (1 or 0), gradient norm before clipping]``, for :func:`adamw_step_`. The
-            norm is NaN in a skipped step. The caller sets the sixth number, the learning rate.
+        state: ``(4,)``, see :class:`StateAt`; updated.
+        sums: At least three numbers, see :class:`SumsAt`.
+        control: ``(6,)``, see :class:`ControlAt`; filled, except for the learning rate, which the
+            caller sets.
         rules: Rules of the decision.
 
     Raises:
@@ -241,27 +275,30 @@ def decide_step_reference_(state: Tensor, sums: Tensor, control: Tensor, rules: 
     Powers, and thus bias corrections, may differ in the last bit of fp64.
     """
     _check_decision(state, sums, control)
-    is_good = sums[1] == 0.0
-    scale = 1.0 / state[2]
+    is_good = sums[SumsAt.NUM_NON_FINITE] == 0.0
+    loss_scale = state[StateAt.LOSS_SCALE]
+    scale = 1.0 / loss_scale
     if rules.num_averaged > 0:
-        scale = scale * (rules.num_averaged / sums[2].clamp(min=1.0))
-    state[0] += is_good
-    state[1] += ~is_good
+        scale = scale * (rules.num_averaged / sums[SumsAt.NUM_TOKENS].clamp(min=1.0))
+    state[StateAt.STEP_COUNT] += is_good
+    state[StateAt.NUM_SKIPPED] += ~is_good
     if rules.loss_scale_interval > 0:
-        good_steps = torch.where(is_good, state[3] + 1.0, 0.0)
+        good_steps = torch.where(is_good, state[StateAt.LOSS_SCALE_GOOD_STEPS] + 1.0, 0.0)
         grows = good_steps >= rules.loss_scale_interval
-        grown = torch.where(grows, (state[2] * 2.0).clamp(max=2.0**24), state[2])
-        state[2] = torch.where(is_good, grown, (state[2] / 2.0).clamp(min=1.0))
-        state[3] = torch.where(grows, 0.0, good_steps)
-    norm = sums[0].sqrt() * scale
+        grown = torch.where(grows, (loss_scale * 2.0).clamp(max=2.0**24), loss_scale)
+        reduced = (loss_scale / 2.0).clamp(min=1.0)
+        state[StateAt.LOSS_SCALE] = torch.where(is_good, grown, reduced)
+        state[StateAt.LOSS_SCALE_GOOD_STEPS] = torch.where(grows, 0.0, good_steps)
+    norm = sums[SumsAt.SQUARED_NORM].sqrt() * scale
     clip = torch.ones_like(norm)
     if rules.clip_grad > 0.0:
         clip = (rules.clip_grad / (norm + 1e-6)).clamp(max=1.0)
-    control[0] = clip * scale
-    control[1] = 1.0 - rules.beta1 ** state[0]
-    control[2] = 1.0 - rules.beta2 ** state[0]
-    control[3] = is_good
-    control[4] = torch.where(is_good, norm, math.nan)
+    step_count = state[StateAt.STEP_COUNT]
+    control[ControlAt.GRAD_SCALE] = clip * scale
+    control[ControlAt.BIAS_CORRECTION1] = 1.0 - rules.beta1**step_count
+    control[ControlAt.BIAS_CORRECTION2] = 1.0 - rules.beta2**step_count
+    control[ControlAt.IS_APPLIED] = is_good
+    control[ControlAt.GRAD_NORM] = torch.where(is_good, norm, math.nan)
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
@@ -328,9 +365,9 @@ def _check_step(
 
 
 def _check_decision(state: Tensor, sums: Tensor, control: Tensor) -> None:
-    _check_numbers("state", state, _STATE_SIZE, state)
-    _check_numbers("sums", sums, _SUMS_SIZE, state)
-    _check_numbers("control", control, _CONTROL_SIZE, state)
+    _check_numbers("state", state, len(StateAt), state)
+    _check_numbers("sums", sums, len(SumsAt), state)
+    _check_numbers("control", control, len(ControlAt), state)
 
 
 def _check_numbers(name: str, numbers: Tensor | None, size: int, like: Tensor) -> None:

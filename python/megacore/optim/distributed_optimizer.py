@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from megacore.buffers import GradReducer, ParamGatherer, ParamGradBuffer
 from megacore.config import DebugConfig, OptimizerConfig
-from megacore.ops.optim import AdamWSettings, StepRules, decide_step_, sum_of_squares
+from megacore.ops.optim import (
+    AdamWSettings,
+    ControlAt,
+    StateAt,
+    StepRules,
+    SumsAt,
+    decide_step_,
+    sum_of_squares,
+)
 from megacore.optim.gradients import (
     grad_ranges,
     needs_sum,
@@ -90,7 +98,7 @@ class StepResult:
 
 
 # Numbers in a checkpoint, in the order of the state on the device.
-_SCALARS = ("step_count", "num_skipped", "loss_scale", "loss_scale_good_steps")
+_SCALARS = tuple(position.name.lower() for position in StateAt)
 
 
 class DistributedOptimizer:
@@ -165,9 +173,8 @@ class DistributedOptimizer:
             for buffer in self.buffers
         ]
         self._scales_loss = any(b.param_data.dtype == torch.float16 for b in self.buffers)
-        # [step count, skipped steps, loss scale, good steps], see decide_step_. On the device.
-        initial = [0.0, 0.0, self._debug.loss_scale if self._scales_loss else 1.0, 0.0]
-        self._state = torch.tensor(initial, dtype=torch.float64, device=self._device)
+        self._state = torch.zeros(len(StateAt), dtype=torch.float64, device=self._device)
+        self._state[StateAt.LOSS_SCALE] = self._debug.loss_scale if self._scales_loss else 1.0
         self._grad_ranges = grad_ranges(self.buffers, groups)
         self._reducer: GradReducer | None = None
         if config.overlap_grad_reduce:
@@ -194,16 +201,16 @@ class DistributedOptimizer:
         Sync:
             Waits for the device, as the other numbers of this class do.
         """
-        return int(self._state[0])
+        return int(self._state[StateAt.STEP_COUNT])
 
     @property
     def num_skipped(self) -> int:
         """Number of steps skipped because of a non-finite gradient."""
-        return int(self._state[1])
+        return int(self._state[StateAt.NUM_SKIPPED])
 
     @num_skipped.setter
     def num_skipped(self, value: int) -> None:
-        self._state[1] = value
+        self._state[StateAt.NUM_SKIPPED] = value
 
     @property
     def loss_scale(self) -> float:
@@ -211,11 +218,11 @@ class DistributedOptimizer:
 
         The factor is 1 without float16 parameters; otherwise it adapts after every step.
         """
-        return float(self._state[2]) if self._scales_loss else 1.0
+        return float(self._state[StateAt.LOSS_SCALE]) if self._scales_loss else 1.0
 
     def loss_scale_on_device(self) -> Tensor | float:
         """Return ``loss_scale`` without host sync: a copy on the device, fp32, 0-d; or 1.0."""
-        return self._state[2].float() if self._scales_loss else 1.0
+        return self._state[StateAt.LOSS_SCALE].float() if self._scales_loss else 1.0
 
     @property
     def state_bytes(self) -> int:
@@ -361,21 +368,25 @@ class DistributedOptimizer:
             self.reduce_grads()
         self._is_reduced = False
         sums = self._reduce_over_world(extra, num_tokens, veto)
-        further = 3 if veto is None else 4
-        is_vetoed = None if veto is None else sums[3] != 0.0
+        first_extra = len(SumsAt)
+        is_vetoed = None
+        if veto is not None:
+            is_vetoed = sums[first_extra] != 0.0
+            first_extra += 1
         if mean_limit is not None:
-            is_above = sums[further] > mean_limit * sums[further + 1]
+            is_above = sums[first_extra] > mean_limit * sums[first_extra + 1]
             is_vetoed = is_above if is_vetoed is None else is_vetoed | is_above
         with in_phase(self._clock, "param_gather"):
             self.finish_param_gather()
         with in_phase(self._clock, "optimizer"):
             control = self._decide(sums, per_token=num_tokens is not None, is_vetoed=is_vetoed)
-            control[5:].fill_(lr)
+            control[ControlAt.LR].fill_(lr)
             gathers = self._update(control)
         with in_phase(self._clock, "param_gather"):
             self._finish_update(gathers)
-        numbers = [control[4:5], 1.0 - control[3:4], self._state[1:2], sums[further:]]
-        return StepResult(torch.cat(numbers))
+        is_skipped = 1.0 - control[ControlAt.IS_APPLIED]
+        numbers = control[ControlAt.GRAD_NORM], is_skipped, self._state[StateAt.NUM_SKIPPED]
+        return StepResult(torch.cat((torch.stack(numbers), sums[first_extra:])))
 
     @torch.no_grad()
     def param_square_sum(self) -> Tensor:
@@ -482,7 +493,7 @@ class DistributedOptimizer:
         """
         if step_count < 0:
             raise ValueError(f"step_count is {step_count}; it cannot be negative")
-        self._state[0] = step_count
+        self._state[StateAt.STEP_COUNT] = step_count
         self.finish_param_gather()
         for shard in self._shards:
             shard.copy_main_to_params()
@@ -514,13 +525,13 @@ class DistributedOptimizer:
     @torch.no_grad()
     def _decide(self, sums: Tensor, *, per_token: bool, is_vetoed: Tensor | None) -> Tensor:
         """Return the control of :func:`megacore.ops.optim.adamw_step_`, and update the state."""
-        control = torch.empty(6, dtype=torch.float64, device=self._device)
+        control = torch.empty(len(ControlAt), dtype=torch.float64, device=self._device)
         rules = self._rules(per_token=per_token)
         if is_vetoed is None:
             decide_step_(self._state, sums, control, rules)
             return control
         before = self._state.clone()
-        sums[1] += is_vetoed.double()
+        sums[SumsAt.NUM_NON_FINITE] += is_vetoed.double()
         decide_step_(self._state, sums, control, rules)
         self._state.copy_(torch.where(is_vetoed, before, self._state))
         return control
