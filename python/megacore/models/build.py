@@ -12,7 +12,7 @@ from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
 from megacore.models.loss import token_loss
 from megacore.models.own import OwnStage, StageContext, loss_of
-from megacore.models.stage import Stage, make_context
+from megacore.models.stage import ContextOptions, Stage, make_context
 from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.parallel.process_groups import ProcessGroups
 
@@ -54,26 +54,24 @@ def build_stages(
     stages, further = _stages(config)
     chunks: list[Stage] = []
     loss = loss_of(config) or token_loss
-    slots = SlotBuffers(config.moe.echo.num_spare_slots, config.num_slot_sets)
+    options: ContextOptions = {
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "cp_comm": config.parallel.cp_comm,
+        "dtype": torch_dtype(config.train.dtype),
+        "device": device,
+        "seed": config.train.seed,
+        "slots": SlotBuffers(config.moe.echo.num_spare_slots, config.num_slot_sets),
+        "recompute": config.train.recomputed,
+        "fp8": config.train.fp8 == "blockwise",
+        "debug": config.debug,
+    }
     # In model order, so that the chunk with the embedding precedes those that share it.
     for stage in sorted(mine):
+        if chunks:
+            options["peers"] = chunks[0].moe_peers
         if config.model.factory is not None:
-            context = make_context(
-                config.model,
-                config.moe,
-                groups,
-                sequence_parallel=config.parallel.sequence_parallel,
-                cp_comm=config.parallel.cp_comm,
-                dtype=torch_dtype(config.train.dtype),
-                device=torch.device(device),
-                seed=config.train.seed,
-                slots=slots,
-                peers=chunks[0].moe_peers if chunks else None,
-                fp8=config.train.fp8 == "blockwise",
-                debug=config.debug,
-            )
             own = StageContext(
-                **vars(context),
+                **vars(make_context(config.model, config.moe, groups, **options)),
                 is_first=stage == 0,
                 is_last=stage == len(stages) - 1,
                 tied_weight=_embedding_weight(chunks),
@@ -87,20 +85,11 @@ def build_stages(
                 has_embedding=stage == 0,
                 has_head=stage == len(stages) - 1,
                 groups=groups,
-                sequence_parallel=config.parallel.sequence_parallel,
-                cp_comm=config.parallel.cp_comm,
-                dtype=torch_dtype(config.train.dtype),
-                device=device,
-                seed=config.train.seed,
                 moe=config.moe,
                 tied_weight=_embedding_weight(chunks),
                 mtp_layers=config.model.mtp_layers if stage == further else range(0),
-                slots=slots,
-                peers=chunks[0].moe_peers if chunks else None,
-                recompute=config.train.recomputed,
-                fp8=config.train.fp8 == "blockwise",
-                debug=config.debug,
                 loss=loss,
+                **options,
             )
         )
     built = dict(zip(sorted(mine), chunks, strict=True))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from megacore.config import DebugConfig, ModelConfig, MoEConfig
+from megacore.config import ModelConfig, MoEConfig
 from megacore.models.dropout import Site
 from megacore.models.head_loss import head_cross_entropy
 from megacore.models.layers import ModelContext, ResidualDropout, VocabEmbedding, make_norm
@@ -20,11 +21,9 @@ from megacore.models.loss import Loss, LossContext, token_loss
 from megacore.models.predictions import NO_LABEL, MultiTokenPrediction, ahead
 from megacore.models.rotary import RotaryTables
 from megacore.models.shape import GPTShape, block_columns
-from megacore.models.stage import Stage, make_context
+from megacore.models.stage import ContextOptions, Stage, make_context
 from megacore.models.transformer import TransformerLayer
 from megacore.moe.balance import inject_gradient
-from megacore.moe.dispatchers import Peers
-from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.moe.experts import GroupedExperts
 from megacore.ops.activations import softcap
 from megacore.ops.linear import linear
@@ -47,26 +46,27 @@ class GPTChunk(Stage):
         has_embedding: Whether the chunk starts the model and takes tokens.
         has_head: Whether the chunk ends the model and returns the loss.
         groups: Process groups; the tp group splits the layers.
-        sequence_parallel: Split activations between tensor-parallel regions along the sequence.
-        cp_comm: Exchange of context parallelism, see ``parallel.cp_comm``.
-        dtype: Number format of parameters and activations. Norms and the loss are computed in
-            float32 at least.
-        device: Device of the parameters.
-        seed: Seed of initial weights and dropout.
         moe: A resolved ``[moe]`` section. Default: every layer is dense.
         tied_weight: The embedding, or its copy, of another chunk on this rank. A tied head and
             layers for multi-token prediction use it instead of another copy.
         mtp_layers: Global indices of the layers for multi-token prediction in this chunk. Default:
             all of them with the head, none without.
+        loss: Loss of the head's logits.
+        sequence_parallel: Split activations between tensor-parallel regions along the sequence.
+            Default: not.
+        cp_comm: Exchange of context parallelism, see ``parallel.cp_comm``. Default: ``allgather``.
+        dtype: Number format of parameters and activations. Norms and the loss are computed in
+            float32 at least. Default: float32.
+        device: Device of the parameters. Default: the CPU.
+        seed: Seed of initial weights and dropout. Default: 1234.
         slots: Memory for clones of experts; chunks of a rank may share it. Default: allocated.
         peers: Peer memory of the ``static`` dispatcher; chunks of a rank may share it. Default:
             allocated if needed.
         recompute: Activations to recompute in the backward pass: ``{"layer"}``, each layer from its
-            input, or parts of it as in ``train.recompute``.
-        fp8: Whether the products of linear layers and experts have 8-bit operands.
+            input, or parts of it as in ``train.recompute``. Default: none.
+        fp8: Whether the products of linear layers and experts have 8-bit operands. Default: not.
         debug: A ``[debug]`` section. Default: its defaults.
-        loss: Loss of the head's logits.
-        initialize: Draw initial weights; else matrices must be filled before use.
+        initialize: Draw initial weights, the default; else matrices must be filled before use.
 
     Raises:
         ConfigError: If the tp size does not divide a split dimension.
@@ -91,40 +91,16 @@ class GPTChunk(Stage):
         has_embedding: bool,
         has_head: bool,
         groups: ProcessGroups,
-        sequence_parallel: bool = False,
-        cp_comm: str = "allgather",
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        seed: int = 1234,
         moe: MoEConfig | None = None,
         tied_weight: nn.Parameter | None = None,
         mtp_layers: range | None = None,
-        slots: SlotBuffers | None = None,
-        peers: Peers | None = None,
-        recompute: frozenset[str] = frozenset(),
-        fp8: bool = False,
-        debug: DebugConfig | None = None,
         loss: Loss = token_loss,
-        initialize: bool = True,
+        **options: Unpack[ContextOptions],
     ) -> None:
         shape = GPTShape.from_config(config)
-        shape.check_layout(tp=groups.tp.size, sequence_parallel=sequence_parallel)
-        context = make_context(
-            config,
-            MoEConfig() if moe is None else moe,
-            groups,
-            sequence_parallel=sequence_parallel,
-            cp_comm=cp_comm,
-            dtype=dtype,
-            device=torch.device(device),
-            seed=seed,
-            slots=slots,
-            peers=peers,
-            initialize=initialize,
-            recompute=recompute,
-            fp8=fp8,
-            debug=debug,
-        )
+        is_split = options.get("sequence_parallel", False)
+        shape.check_layout(tp=groups.tp.size, sequence_parallel=is_split)
+        context = make_context(config, MoEConfig() if moe is None else moe, groups, **options)
         super().__init__(context)
         self.shape = shape
         if mtp_layers is None:

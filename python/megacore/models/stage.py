@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +21,32 @@ from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 
 
+class ContextOptions(TypedDict, total=False):
+    """Options of `make_context`, as for all stages of a rank; described at `GPTChunk`."""
+
+    sequence_parallel: bool
+    cp_comm: str
+    dtype: torch.dtype
+    device: torch.device | str
+    seed: int
+    slots: SlotBuffers | None
+    peers: Peers | None
+    recompute: frozenset[str]
+    fp8: bool
+    debug: DebugConfig | None
+    initialize: bool
+
+
 def make_context(
     config: ModelConfig,
     moe: MoEConfig,
     groups: ProcessGroups,
     *,
-    sequence_parallel: bool,
+    sequence_parallel: bool = False,
     cp_comm: str = "allgather",
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 1234,
     slots: SlotBuffers | None = None,
     peers: Peers | None = None,
     recompute: frozenset[str] = frozenset(),
@@ -38,7 +55,7 @@ def make_context(
     initialize: bool = True,
 ) -> ModelContext:
     """Make the construction context of one stage; for the arguments see `GPTChunk`."""
-    shape = GPTShape.from_config(config)
+    shape, device = GPTShape.from_config(config), torch.device(device)
     debug = DebugConfig() if debug is None else debug
     if peers is None:
         peers = peers_of(
