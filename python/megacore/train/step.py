@@ -358,23 +358,28 @@ class EagerStep:
     def _forward_step(
         self, batches: Sequence[Microbatch], *, loss_scale: Tensor | float = 1.0
     ) -> Callable[[nn.Module, Tensor | None, int], StageOutput]:
-        weighted = [self._weighted(batch, loss_scale) for batch in batches]
+        counts = [self._num_tokens(batch) for batch in batches]
+        weighted = [
+            self._weighted(batch, count, loss_scale)
+            for batch, count in zip(batches, counts, strict=True)
+        ]
 
         def forward_step(chunk: nn.Module, hidden: Tensor | None, number: int) -> StageOutput:
             assert isinstance(chunk, Stage)
-            batch = weighted[number]
+            batch, num_tokens = weighted[number], counts[number]
             keep = (self._stages[chunk], number) not in self._recomputed
             output: Tensor = chunk(hidden, batch, keep_activations=keep)
             if output.dim() > 0:
                 return output
             # Scale the mean loss of the unmasked tokens to its share of the step's loss.
-            if self.per_token:
-                return output * batch.loss_factor, self._num_tokens(batch)
-            return output / self.num_microbatches * loss_scale
+            loss = output * batch.loss_factor
+            return loss if num_tokens is None else (loss, num_tokens)
 
         return forward_step
 
-    def _weighted(self, batch: Microbatch, loss_scale: Tensor | float) -> Microbatch:
+    def _weighted(
+        self, batch: Microbatch, num_tokens: Tensor | None, loss_scale: Tensor | float
+    ) -> Microbatch:
         """Attach loss factors to a microbatch: per token, or an equal share of the mean."""
         if not self.per_token:
             factor = loss_scale / self.num_microbatches
@@ -384,17 +389,18 @@ class EagerStep:
                     self._constants[factor] = torch.full((), factor, device=self.device)
                 factor = self._constants[factor]
             return replace(batch, loss_factor=factor)
-        if batch.labels is None:
+        if num_tokens is None:
             return batch  # of a stage that neither computes losses nor routes tokens
         return replace(
             batch,
-            loss_factor=self._num_tokens(batch) * loss_scale,
+            loss_factor=num_tokens * loss_scale,
             sample_factors=self._sample_factors(batch) * loss_scale,
         )
 
-    def _num_tokens(self, batch: Microbatch) -> Tensor:
-        """Count the unmasked tokens of this rank's share of a microbatch."""
-        assert batch.labels is not None
+    def _num_tokens(self, batch: Microbatch) -> Tensor | None:
+        """Count the unmasked tokens of this rank's share of a microbatch, if they are weights."""
+        if not self.per_token or batch.labels is None:
+            return None
         return (self.chunks[0].region.share(batch.labels) >= 0).sum()
 
     def _sample_factors(self, batch: Microbatch) -> Tensor:
