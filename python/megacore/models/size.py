@@ -1,10 +1,12 @@
-"""Model size: number of parameters."""
+"""Model size: its parameters, their number, and those of a rank; without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from megacore.config import ModelConfig, MoEConfig
+from megacore.config import ModelConfig, MoEConfig, ParallelConfig
 from megacore.models.shape import GPTShape
 
 
@@ -13,41 +15,12 @@ class ParameterCount:
     """Parameters of the whole model, including the padding of the vocabulary.
 
     Attributes:
-        embedding: The token embedding.
-        per_layer: One dense transformer layer.
-        num_layers: Number of dense layers.
-        final_norm: The norm before the output layer.
-        head: The output layer; 0 if it is tied to the embedding.
-        per_moe_layer: One MoE layer.
-        num_moe_layers: Number of MoE layers.
-        per_moe_layer_idle: The experts of one MoE layer that a token is not routed to.
-        per_mtp_layer: Parameters of a layer for multi-token prediction besides its transformer
-            layer, which is counted with the other layers.
-        num_mtp_layers: Number of layers for multi-token prediction.
+        total: All parameters.
+        active: Parameters used by one token: without the experts that it is not routed to.
     """
 
-    embedding: int
-    per_layer: int
-    num_layers: int
-    final_norm: int
-    head: int
-    per_moe_layer: int = 0
-    num_moe_layers: int = 0
-    per_moe_layer_idle: int = 0
-    per_mtp_layer: int = 0
-    num_mtp_layers: int = 0
-
-    @property
-    def total(self) -> int:
-        """All parameters."""
-        layers = self.num_layers * self.per_layer + self.num_moe_layers * self.per_moe_layer
-        layers += self.num_mtp_layers * self.per_mtp_layer
-        return self.embedding + layers + self.final_norm + self.head
-
-    @property
-    def active(self) -> int:
-        """Parameters used by one token: without the experts that it is not routed to."""
-        return self.total - self.num_moe_layers * self.per_moe_layer_idle
+    total: int
+    active: int
 
 
 def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> ParameterCount:
@@ -63,66 +36,116 @@ def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> Param
         (5432, 3128)
     """
     shape, moe = GPTShape.from_config(config), MoEConfig() if moe is None else moe
-    num_layers = config.mtp_layers.stop
-    num_moe = len(moe.moe_layers(num_layers))
-    vocab_matrix = shape.padded_vocab * shape.hidden
-    common = _attention_weights(config, shape) + _small_weights(config, shape)
-    return ParameterCount(
-        embedding=vocab_matrix,
-        per_layer=common + _dense_weights(shape),
-        num_layers=num_layers - num_moe,
-        final_norm=_norm_size(config),
-        head=0 if shape.tie_embeddings else vocab_matrix,
-        per_moe_layer=common + _moe_weights(shape, moe, experts=moe.num_experts) if num_moe else 0,
-        num_moe_layers=num_moe,
-        per_moe_layer_idle=(moe.num_experts - moe.top_k) * _expert_weights(shape, moe)
-        if num_moe
-        else 0,
-        per_mtp_layer=2 * shape.hidden**2 + 3 * _norm_size(config),
-        num_mtp_layers=config.num_mtp_layers,
-    )
+    norm = sum(param.numel for param in norm_params(config, ParallelConfig()))
+    total = (1 if shape.tie_embeddings else 2) * shape.padded_vocab * shape.hidden + norm
+    total += config.num_mtp_layers * (2 * shape.hidden**2 + 3 * norm)
+    idle = 0
+    for index in range(config.mtp_layers.stop):
+        for param in layer_params(config, moe, index):
+            total += param.numel
+            if param.expert:
+                idle += param.numel // moe.num_experts * (moe.num_experts - moe.top_k)
+    return ParameterCount(total=total, active=total - idle)
 
 
-def _attention_weights(config: ModelConfig, shape: GPTShape) -> int:
-    if config.mla.kv_rank:
-        mla, heads = config.mla, shape.num_heads
-        q_width = heads * (mla.nope_head_dim + mla.rope_head_dim)
-        q = mla.q_rank * (shape.hidden + q_width) if mla.q_rank else shape.hidden * q_width
-        down = shape.hidden * (mla.kv_rank + mla.rope_head_dim)
-        up = mla.kv_rank * heads * (mla.nope_head_dim + mla.v_head_dim)
-        return q + down + up + heads * mla.v_head_dim * shape.hidden
-    groups, group_width, hidden = shape.qkv_full_shape
-    qkv = groups * group_width * hidden
-    output = hidden * shape.num_heads * shape.head_dim
-    return qkv + output
+class LocalParam(NamedTuple):
+    """A parameter of a rank: its elements there, and the buffer that it belongs to.
+
+    Attributes:
+        numel: Elements.
+        expert: Whether it belongs to experts.
+        partial: Whether its gradients are sums over tp ranks.
+        shared: Whether other stages have copies of it.
+    """
+
+    numel: int
+    expert: bool = False
+    partial: bool = False
+    shared: bool = False
 
 
-def _dense_weights(shape: GPTShape) -> int:
-    return 3 * shape.ffn * shape.hidden
+def layer_params(
+    model: ModelConfig, moe: MoEConfig, index: int, parallel: ParallelConfig | None = None
+) -> Iterator[LocalParam]:
+    """List the parameters of a layer on a rank, in the order in which the model makes them.
+
+    Args:
+        model: The ``[model]`` section.
+        moe: The ``[moe]`` section.
+        index: Global index of the layer.
+        parallel: The ``[parallel]`` section. Default: one rank.
+    """
+    parallel = ParallelConfig() if parallel is None else parallel
+    shape = GPTShape.from_config(model)
+    hidden, tp, sp = shape.hidden, parallel.tp, parallel.sequence_parallel
+    yield from norm_params(model, parallel)
+    if model.mla.kv_rank:
+        yield from _latent_params(model, parallel)
+    else:
+        yield from _attention_params(model, shape, parallel)
+    yield from norm_params(model, parallel)
+    if not moe.is_moe_layer(index):
+        yield LocalParam(2 * shape.ffn // tp * hidden)
+        yield LocalParam(hidden * shape.ffn // tp)
+        return
+    if moe.shared_ffn_hidden_size:
+        yield LocalParam(2 * moe.shared_ffn_hidden_size // tp * hidden)
+        yield LocalParam(hidden * moe.shared_ffn_hidden_size // tp)
+        if moe.shared_gate:
+            yield LocalParam(hidden, partial=sp)
+    yield LocalParam(moe.num_experts * hidden, partial=True)
+    if moe.biases:
+        yield LocalParam(moe.num_experts, partial=True)
+    experts = moe.num_experts // parallel.ep
+    width = (moe.ffn_hidden_size or shape.ffn) // (parallel.etp or tp)
+    inner = (2 if moe.gated else 1) * width
+    yield LocalParam(experts * inner * hidden, expert=True)
+    yield LocalParam(experts * width * hidden, expert=True)
+    if moe.biases:
+        yield LocalParam(experts * inner, expert=True)
+        yield LocalParam(experts * hidden, expert=True)
 
 
-def _expert_weights(shape: GPTShape, moe: MoEConfig) -> int:
-    num_matrices, width = (3 if moe.gated else 2), moe.ffn_hidden_size or shape.ffn
-    biases = (num_matrices - 1) * width + shape.hidden if moe.biases else 0
-    return num_matrices * width * shape.hidden + biases
+def norm_params(model: ModelConfig, parallel: ParallelConfig) -> list[LocalParam]:
+    """List the parameters of a norm over the residual stream."""
+    param = LocalParam(model.hidden_size, partial=parallel.sequence_parallel)
+    return [param] * (2 if model.norm == "layernorm" else 1)
 
 
-def _moe_weights(shape: GPTShape, moe: MoEConfig, *, experts: int) -> int:
-    """Count the router, ``experts`` experts and the shared expert of one layer."""
-    shared = 3 * moe.shared_ffn_hidden_size * shape.hidden + moe.shared_gate * shape.hidden
-    router = moe.num_experts * (shape.hidden + moe.biases)
-    return router + experts * _expert_weights(shape, moe) + shared
+def _attention_params(
+    model: ModelConfig, shape: GPTShape, parallel: ParallelConfig
+) -> Iterator[LocalParam]:
+    hidden, tp = shape.hidden, parallel.tp
+    width, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    qkv = width + 2 * keys
+    yield LocalParam(qkv * hidden // tp)
+    if model.qkv_bias:
+        yield LocalParam(qkv // tp)
+    yield LocalParam(hidden * width // tp)
+    if model.output_bias:
+        yield LocalParam(hidden, partial=parallel.sequence_parallel)
+    if model.qk_norm is True:
+        yield LocalParam(shape.head_dim, partial=True)
+        yield LocalParam(shape.head_dim, partial=True)
+    elif model.qk_norm:
+        yield LocalParam(width // tp)
+        yield LocalParam(keys // tp)
+    if model.attention_sinks:
+        yield LocalParam(shape.num_heads // tp)
 
 
-def _small_weights(config: ModelConfig, shape: GPTShape) -> int:
-    """Count the norms and biases of one layer."""
-    biases = shape.num_heads + 2 * shape.num_kv_heads if config.qkv_bias else 0
-    normed = 2 if config.qk_norm is True else shape.num_heads + shape.num_kv_heads
-    heads = (biases + normed * bool(config.qk_norm)) * shape.head_dim
-    heads += shape.num_heads * config.attention_sinks
-    heads += config.mla.q_rank + config.mla.kv_rank
-    return 2 * _norm_size(config) + heads + (shape.hidden if config.output_bias else 0)
-
-
-def _norm_size(config: ModelConfig) -> int:
-    return config.hidden_size * (2 if config.norm == "layernorm" else 1)
+def _latent_params(model: ModelConfig, parallel: ParallelConfig) -> Iterator[LocalParam]:
+    mla, hidden, heads = model.mla, model.hidden_size, model.num_heads // parallel.tp
+    query = heads * (mla.nope_head_dim + mla.rope_head_dim)
+    partial = parallel.sequence_parallel or not mla.q_rank
+    if mla.q_rank:
+        yield LocalParam(mla.q_rank * hidden, partial=partial)
+        yield LocalParam(mla.q_rank, partial=partial)
+    else:
+        yield LocalParam(query * hidden)
+    yield LocalParam((mla.kv_rank + mla.rope_head_dim) * hidden, partial=partial)
+    yield LocalParam(mla.kv_rank, partial=partial)
+    if mla.q_rank:
+        yield LocalParam(query * mla.q_rank)
+    yield LocalParam(heads * (mla.nope_head_dim + mla.v_head_dim) * mla.kv_rank)
+    yield LocalParam(hidden * heads * mla.v_head_dim)

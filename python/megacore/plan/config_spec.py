@@ -6,11 +6,12 @@ Nothing here imports torch: parameters are listed from the shapes that the model
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megacore._core import plan_buckets
 from megacore.config import Config, ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.config.layers import stage_text
+from megacore.models.size import LocalParam, layer_params, norm_params
 from megacore.plan.spec import ModelSpec, RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -99,15 +100,6 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
     )
 
 
-class _Param(NamedTuple):
-    """Elements of a parameter on a rank, and the buffer that it belongs to."""
-
-    numel: int
-    expert: bool = False
-    partial: bool = False
-    shared: bool = False
-
-
 def state_bytes(config: ResolvedConfig, gpus: int) -> list[dict[str, float]]:
     """Return the bytes of weights, gradients and optimizer state of each pipeline rank, exactly.
 
@@ -119,7 +111,7 @@ def state_bytes(config: ResolvedConfig, gpus: int) -> list[dict[str, float]]:
 
 def _rank_state(config: ResolvedConfig, spec: RunSpec, mine: list[int]) -> dict[str, float]:
     optimizer, copies = config.optimizer, config.pipeline.copies
-    by_kind: dict[tuple[bool, bool], list[_Param]] = {}
+    by_kind: dict[tuple[bool, bool], list[LocalParam]] = {}
     for param in _params(config, sorted(mine)):
         by_kind.setdefault((param.expert, param.partial), []).append(param)
     numel = owned = 0
@@ -143,104 +135,38 @@ def _rank_state(config: ResolvedConfig, spec: RunSpec, mine: list[int]) -> dict[
     }
 
 
-def _params(config: ResolvedConfig, mine: list[int]) -> Iterator[_Param]:
+def _params(config: ResolvedConfig, mine: list[int]) -> Iterator[LocalParam]:
     """List the parameters of a rank's stages in the order in which the model makes them."""
     model, parallel = config.model, config.parallel
     stages, further = layers_of_stages(config), mtp_stage(config)
     sp = parallel.sequence_parallel
     matrix = model.padded_vocab_size // parallel.tp * model.hidden_size
-    norm = [_Param(model.hidden_size, partial=sp)] * (2 if model.norm == "layernorm" else 1)
+    norm = norm_params(model, parallel)
     has_words = False
     for stage in mine:
         is_last, predicts = stage == len(stages) - 1, stage == further
         elsewhere = model.num_mtp_layers > 0 and not predicts
         if stage == 0:
-            yield _Param(matrix, shared=elsewhere or (model.tie_embeddings and not is_last))
+            yield LocalParam(matrix, shared=elsewhere or (model.tie_embeddings and not is_last))
             has_words = True
         for index in stages[stage]:
-            yield from _layer_params(config, index)
+            yield from layer_params(model, config.moe, index, parallel)
         if predicts or (is_last and not elsewhere):
             yield from norm
         if predicts:
             if not has_words:
-                yield _Param(matrix, shared=True)
+                yield LocalParam(matrix, shared=True)
                 has_words = True
             for index in model.mtp_layers:
                 yield from norm
                 yield from norm
-                yield _Param(2 * model.hidden_size**2, partial=sp)
-                yield from _layer_params(config, index)
+                yield LocalParam(2 * model.hidden_size**2, partial=sp)
+                yield from layer_params(model, config.moe, index, parallel)
                 yield from norm
         if is_last and not model.tie_embeddings:
-            yield _Param(matrix)
+            yield LocalParam(matrix)
         elif is_last and not has_words:
-            yield _Param(matrix, shared=True)
-
-
-def _layer_params(config: ResolvedConfig, index: int) -> Iterator[_Param]:
-    model, moe, parallel = config.model, config.moe, config.parallel
-    hidden, tp, sp = model.hidden_size, parallel.tp, parallel.sequence_parallel
-    norm = [_Param(hidden, partial=sp)] * (2 if model.norm == "layernorm" else 1)
-    yield from norm
-    yield from _latent_params(config) if model.mla.kv_rank else _attention_params(config)
-    yield from norm
-    if not moe.is_moe_layer(index):
-        yield _Param(2 * model.ffn_hidden_size // tp * hidden)
-        yield _Param(hidden * model.ffn_hidden_size // tp)
-        return
-    if moe.shared_ffn_hidden_size:
-        yield _Param(2 * moe.shared_ffn_hidden_size // tp * hidden)
-        yield _Param(hidden * moe.shared_ffn_hidden_size // tp)
-        if moe.shared_gate:
-            yield _Param(hidden, partial=sp)
-    yield _Param(moe.num_experts * hidden, partial=True)
-    if moe.biases:
-        yield _Param(moe.num_experts, partial=True)
-    experts = moe.num_experts // parallel.ep
-    width = moe.ffn_hidden_size // parallel.etp
-    inner = (2 if moe.gated else 1) * width
-    yield _Param(experts * inner * hidden, expert=True)
-    yield _Param(experts * width * hidden, expert=True)
-    if moe.biases:
-        yield _Param(experts * inner, expert=True)
-        yield _Param(experts * hidden, expert=True)
-
-
-def _attention_params(config: ResolvedConfig) -> Iterator[_Param]:
-    model, tp = config.model, config.parallel.tp
-    hidden, width = model.hidden_size, model.num_heads * model.head_dim
-    qkv = width + 2 * model.num_kv_heads * model.head_dim
-    yield _Param(qkv * hidden // tp)
-    if model.qkv_bias:
-        yield _Param(qkv // tp)
-    yield _Param(hidden * width // tp)
-    if model.output_bias:
-        yield _Param(hidden, partial=config.parallel.sequence_parallel)
-    if model.qk_norm is True:
-        yield _Param(model.head_dim, partial=True)
-        yield _Param(model.head_dim, partial=True)
-    elif model.qk_norm:
-        yield _Param(width // tp)
-        yield _Param(model.num_kv_heads * model.head_dim // tp)
-    if model.attention_sinks:
-        yield _Param(model.num_heads // tp)
-
-
-def _latent_params(config: ResolvedConfig) -> Iterator[_Param]:
-    model, mla, tp = config.model, config.model.mla, config.parallel.tp
-    hidden, heads = model.hidden_size, model.num_heads // tp
-    partial = config.parallel.sequence_parallel or not mla.q_rank
-    if mla.q_rank:
-        yield _Param(mla.q_rank * hidden, partial=partial)
-        yield _Param(mla.q_rank, partial=partial)
-    else:
-        yield _Param(heads * model.head_dim * hidden)
-    yield _Param((mla.kv_rank + mla.rope_head_dim) * hidden, partial=partial)
-    yield _Param(mla.kv_rank, partial=partial)
-    if mla.q_rank:
-        yield _Param(heads * model.head_dim * mla.q_rank)
-    yield _Param(heads * (mla.nope_head_dim + mla.v_head_dim) * mla.kv_rank)
-    yield _Param(hidden * heads * mla.v_head_dim)
+            yield LocalParam(matrix, shared=True)
 
 
 def without_layout(base: Config, gpus: int) -> Config:
