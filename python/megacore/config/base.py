@@ -236,7 +236,7 @@ class Origins:
     Attributes:
         where: File and line, or override, by key.
         derived: Keys without an explicit value, computed from other settings.
-        notes: One sentence for each setting that was given by its name of an earlier version.
+        notes: A sentence on settings that were given by their names of an earlier version.
     """
 
     where: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)

@@ -61,11 +61,12 @@ def load_config(
         _apply_override(data, where, key.replace("-", "_"), text) for key, text in overrides
     ]
     where |= flags or {}
-    notes = translate_moved(data, where)
+    moved = translate_moved(data, where)
     places = _Places(where=where, file=None if path is None else str(path))
     config = _validate(data, places, [problem for problem in problems if problem is not None])
     if path is not None:
         config = _with_folders(config, Path(path).parent)
+    notes = [f"old names of settings, which work until 0.4.0: {'; '.join(moved)}"] if moved else []
     return config.with_origins(where, notes)
 
 
@@ -124,16 +125,16 @@ def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
         where: Places of values by full key.
 
     Returns:
-        A sentence for each such setting.
+        Each such setting with its place and new key.
 
     Example:
         >>> values = {"graphs": {"warmup_steps": 5}}
-        >>> print(*translate_moved(values, {}))
-        graphs.warmup_steps is now debug.graph_warmup_steps; the old name works until 0.4.0
+        >>> translate_moved(values, {})
+        ['graphs.warmup_steps is now debug.graph_warmup_steps']
         >>> values
         {'graphs': {}, 'debug': {'graph_warmup_steps': 5}}
     """
-    notes = []
+    found = []
     for old, moved in MOVED.items():
         if not _has_key(data, old):
             continue
@@ -149,8 +150,8 @@ def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
             table[name] = new
             where |= {moved.to: place} if place else {}
         prefix = f"{place}: " if place else ""
-        notes.append(f"{prefix}{old} is now {moved.to}; the old name works until 0.4.0")
-    return notes
+        found.append(f"{prefix}{old} is now {moved.to}")
+    return found
 
 
 def _has_key(values: Mapping[str, Any], key: str) -> bool:

@@ -63,7 +63,7 @@ class Config(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each setting that was given by its name of an earlier version."""
+        """A sentence on settings that were given by their names of an earlier version."""
         return self._origins.notes
 
     def with_origins_of(self, config: Config, derived: Iterable[str]) -> Self:

@@ -358,9 +358,9 @@ def test_a_setting_of_the_version_before_works_under_its_old_name(tmp_path: Path
     assert config.origin("debug.graph_warmup_steps") == "--graphs.warmup_steps=7"
     assert config.debug.loss_scale == 4.0  # the name of today wins
     assert config.notes == (
-        "--graphs.warmup_steps=7: graphs.warmup_steps is now debug.graph_warmup_steps; "
-        "the old name works until 0.4.0",
-        f"{path}:4: optimizer.loss_scale is now debug.loss_scale; the old name works until 0.4.0",
+        "old names of settings, which work until 0.4.0: --graphs.warmup_steps=7: "
+        f"graphs.warmup_steps is now debug.graph_warmup_steps; {path}:4: optimizer.loss_scale is "
+        "now debug.loss_scale",
     )
     copy = pickle.loads(pickle.dumps(resolve(config, 1, vocab_size=256, cuda=False)))
     assert copy.notes == config.notes
