@@ -81,7 +81,6 @@ def reduce_scatter(
     group: Group,
     *,
     op: Literal["sum", "avg"] = "sum",
-    fp32_accumulation: bool = False,
 ) -> None:
     """Reduce ``input`` over the group; each member gets its own slice.
 
@@ -95,8 +94,6 @@ def reduce_scatter(
         input: ``n * group.size`` elements, contiguous.
         group: The members.
         op: ``"avg"`` needs a floating point input.
-        fp32_accumulation: On NCCL too, add bfloat16 and float16 in float32, in rank order. Needs
-            temporary memory of the size of ``input``.
 
     Raises:
         ValueError: If sizes, dtypes or devices do not match.
@@ -115,7 +112,7 @@ def reduce_scatter(
             host.reduce_scatter(output, input, op=op)
         elif (messages := _reducing_messages(group, input, output)) is not None:
             messages.start_reduce_scatter(output, input, average=op == "avg").result()
-        elif _is_gloo(handle, input) or (fp32_accumulation and _is_low_precision(input)):
+        elif _is_gloo(handle, input):
             _exchange_and_add(output, input, group, handle, op)
         else:
             same = output.dtype == input.dtype

@@ -29,14 +29,13 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def nice_axis(low: float, high: float, *, num_ticks: int, whole: bool = False) -> Axis:
+def nice_axis(low: float, high: float, *, num_ticks: int) -> Axis:
     """Return an axis from tick to tick that contains ``[low, high]``.
 
     Args:
         low: Smallest value.
         high: Largest value.
         num_ticks: Approximate number of ticks.
-        whole: Allow integer ticks only.
 
     Example:
         >>> nice_axis(1.93, 5.61, num_ticks=5).ticks
@@ -44,10 +43,8 @@ def nice_axis(low: float, high: float, *, num_ticks: int, whole: bool = False) -
     """
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
-        low, high = low - (0 if whole else pad), high + pad
+        low, high = low - pad, high + pad
     step = nice_step((high - low) / max(1, num_ticks - 1))
-    if whole:
-        step = max(1.0, step)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     # Rounded, because 3 * 0.1 is not 0.3; plus 0.0, to avoid the sign of -0.0.
     digits = 2 - math.floor(math.log10(step))

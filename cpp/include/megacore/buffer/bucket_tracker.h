@@ -52,7 +52,6 @@ class BucketTracker {
   int64_t expected(int64_t param) const { return params_[checked(param)].expected; }
 
   int64_t num_params() const { return static_cast<int64_t>(params_.size()); }
-  int64_t num_buckets() const { return static_cast<int64_t>(buckets_.size()); }
 
  private:
   struct Param {

@@ -351,10 +351,9 @@ def import_hf(
     *,
     seq_length: int | None = None,
     groups: ProcessGroups | None = None,
-    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> ImportedModel:
-    """Build a model from a folder and load its weights.
+    """Build a model in float32 from a folder and load its weights.
 
     Args:
         folder: Folder with ``config.json`` and the weights: the files listed in
@@ -363,7 +362,6 @@ def import_hf(
         seq_length: Tokens per sequence. Default: the maximum of the model.
         groups: Process groups of this rank, which gets its shard of every layer; there is no
             pipeline. Default: one process.
-        dtype: Number format of the parameters.
         device: Device of the parameters.
 
     Raises:
@@ -380,7 +378,6 @@ def import_hf(
         has_embedding=True,
         has_head=True,
         groups=groups,
-        dtype=dtype,
         device=device,
         moe=moe,
         initialize=False,
