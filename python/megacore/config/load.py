@@ -142,8 +142,15 @@ def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
         table = _table(data, section)
         if not isinstance(table, dict):
             continue  # the check of the section reports it
-        place, own = where.pop(old, None), table.get(name)
-        new = moved.merge(_table(data, home).pop(old_name), own)
+        place, own = where.pop(old, ""), table.get(name)
+        new = _table(data, home).pop(old_name)
+        overrides = place.startswith("--") and not where.get(moved.to, "").startswith("--")
+        if moved.merge is not None:
+            new = moved.merge(new, own)
+        elif own is not None and not overrides:
+            new = own
+        elif moved.text:
+            new = moved.text.format(new)
         if new is None:
             table.pop(name, None)
         elif new != own:

@@ -53,12 +53,14 @@ class Moved:
     Attributes:
         to: Key of today.
         merge: Value for that key from the old setting's value and the key's own, ``None`` if it has
-            none; the result ``None`` leaves the key unset. Default: the old value, if the key has
-            none.
+            none; the result ``None`` leaves the key unset. Default: the key's own value, unless
+            the old name is on the command line and the new one in the file.
+        text: Form of the old value under the new key, without ``merge``.
     """
 
     to: str
-    merge: Callable[[Any, Any], Any] = lambda old, own: old if own is None else own
+    merge: Callable[[Any, Any], Any] | None = None
+    text: str = ""
 
 
 # Settings of 0.2.0 that left. In 0.4.0, they become entries of RENAMED.
@@ -90,7 +92,7 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
         "pipeline.split_weight_grads": Moved(
             "pipeline.overlap_moe", lambda old, own: "split" if old is True else own
         ),
-        "run.name": Moved("run.dir", lambda old, own: own or f"runs/{old}"),
+        "run.name": Moved("run.dir", text="runs/{}"),
     }
 )
 

@@ -356,7 +356,10 @@ def test_a_setting_of_the_version_before_works_under_its_old_name(tmp_path: Path
     config = load_config(path, [("graphs.warmup_steps", "7"), ("debug.loss_scale", "4")])
     assert config.debug.graph_warmup_steps == 7
     assert config.origin("debug.graph_warmup_steps") == "--graphs.warmup_steps=7"
-    assert config.debug.loss_scale == 4.0  # the name of today wins
+    assert config.debug.loss_scale == 4.0  # the name of today wins, unless it is in the file
+    new = write(tmp_path, '[run]\ndir = "a"\n[debug]\nloss_scale = 8.0\n', "new.toml")
+    flags = load_config(new, [("run.name", "x"), ("optimizer.loss_scale", "2")])
+    assert (flags.run.dir, flags.debug.loss_scale) == ("runs/x", 2.0)
     assert config.notes == (
         "old names of settings, which work until 0.4.0: --graphs.warmup_steps=7: "
         f"graphs.warmup_steps is now debug.graph_warmup_steps; {path}:4: optimizer.loss_scale is "
