@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 
 from megacore.config.base import (
     divisors,
@@ -13,6 +15,8 @@ from megacore.config.base import (
 from megacore.config.parallel import AXES
 from megacore.config.problems import ConfigErrors, count_of
 from megacore.config.resolved import ResolvedConfig
+
+_TRIED = 16  # numbers of processes below and above that are tried for a suggestion
 
 
 def _check_layout(problems: ConfigErrors, config: ResolvedConfig) -> None:
@@ -29,31 +33,54 @@ def _check_layout(problems: ConfigErrors, config: ResolvedConfig) -> None:
         f"{axis} {getattr(parallel, axis)} ({config.origin(f'parallel.{axis}')})"
         for axis in ("tp", "cp", "pp")
     )
-    fixes = [f"start {nearest_multiples(world, product)} processes"]
-    fixes += [f"use {layout}" for layout in _nearest_layouts(config, world)]
     problems.add(
         f"the layout does not fit {count_of(world, 'process')} ({problems.launcher}): {factors} = "
-        f"{product}, and {world} is not a multiple of it; nearest: {', or '.join(fixes)}"
+        f"{product}, and {world} is not a multiple of it{_nearest_layouts(problems, product)}"
     )
 
 
-def _nearest_layouts(config: ResolvedConfig, world: int) -> list[str]:
-    """Return up to two fitting values of tp and pp, fewest changes first."""
-    tp, pp, model = config.parallel.tp, config.parallel.pp, config.model
-    stages_per_rank = config.pipeline.stages_per_rank
-    fitting = [
-        (new_tp, new_pp)
-        for new_tp in divisors(world)
-        for new_pp in divisors(world // new_tp)
-        if model.num_kv_heads % new_tp == 0 and new_pp * stages_per_rank <= model.num_layers
+def _nearest_layouts(problems: ConfigErrors, product: int) -> str:
+    """Return changes that all layout rules accept: of the processes, or of tp and pp.
+
+    Args:
+        problems: The configuration.
+        product: Processes of one replica of the model.
+    """
+    world, parallel = problems.world_size, problems.config.parallel
+    fixes = [f"start {counts} processes"] if (counts := _nearest_worlds(problems, product)) else []
+    shapes = [
+        (tp, pp)
+        for tp in divisors(world // math.gcd(world, parallel.cp))
+        for pp in divisors(world // tp)
+        if world % (tp * pp * parallel.cp) == 0
     ]
 
-    def distance(layout: tuple[int, int]) -> tuple[int, float]:
-        changed = (layout[0] != tp) + (layout[1] != pp)
-        return changed, abs(layout[0] - tp) / tp + abs(layout[1] - pp) / pp
+    def distance(shape: tuple[int, int]) -> tuple[int, float]:
+        tp, pp = shape
+        changed = (tp != parallel.tp) + (pp != parallel.pp)
+        return changed, abs(tp - parallel.tp) / parallel.tp + abs(pp - parallel.pp) / parallel.pp
 
-    best = sorted(fitting, key=distance)[:2]
-    return [f"tp={new_tp} pp={new_pp}" for new_tp, new_pp in best]
+    ordered = sorted(shapes, key=distance)
+    fitting = (shape for shape in ordered if problems.accepts(world, tp=shape[0], pp=shape[1]))
+    fixes += [f"use tp={tp} pp={pp}" for tp, pp in itertools.islice(fitting, 2)]
+    if fixes:
+        return f"; nearest: {', or '.join(fixes)}"
+    return (
+        f"; start {nearest_multiples(world, product)} processes, and change what does not fit them"
+    )
+
+
+def _nearest_worlds(problems: ConfigErrors, unit: int) -> str:
+    """Return the multiples of ``unit`` around the processes that all layout rules accept."""
+    last = problems.world_size // unit  # a multiple below, if it is one
+
+    def first(counts: Iterable[int]) -> list[int]:
+        accepted = (count * unit for count in counts if problems.accepts(count * unit))
+        return list(itertools.islice(accepted, 1))
+
+    below = first(range(last, max(0, last - _TRIED), -1))
+    above = first(range(last + 1, last + 1 + _TRIED))
+    return " or ".join(map(str, below + above))
 
 
 def _check_model_fits_tp(problems: ConfigErrors, config: ResolvedConfig) -> None:
@@ -169,15 +196,17 @@ def _check_shares_of_tokens(problems: ConfigErrors, config: ResolvedConfig) -> N
 def _check_expert_layout(problems: ConfigErrors, config: ResolvedConfig) -> None:
     parallel, world = config.parallel, problems.world_size
     etp = parallel.etp
-    most = max(1, world // (etp * parallel.pp))
     product = etp * parallel.ep * parallel.pp
     if world % (parallel.tp * parallel.cp * parallel.pp) == 0 and world % product:
+        legal = [ep for ep in divisors(config.moe.num_experts) if problems.accepts(world, ep=ep)]
+        fixes = [f"ep={nearest_of(legal, parallel.ep)}"] if legal else []
+        if counts := _nearest_worlds(problems, product):
+            fixes.append(f"start {counts} processes")
         problems.add(
             f"the experts do not fit {count_of(world, 'process')} ({problems.launcher}): "
             f"{problems.shown('parallel.etp', etp)} x {problems.shown('parallel.ep')} x "
-            f"{problems.shown('parallel.pp')} = {product}, and {world} is not a multiple of it; "
-            f"nearest: ep={nearest_divisors(parallel.ep, most)}, or start "
-            f"{nearest_multiples(world, product)} processes"
+            f"{problems.shown('parallel.pp')} = {product}, and {world} is not a multiple of it"
+            + (f"; nearest: {', or '.join(fixes)}" if fixes else "; change one of them")
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +12,21 @@ from megacore.config.sections import Config
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigErrors:
-    """Violated rules of a configuration, and the format of a setting with its place."""
+    """Violated rules of a configuration, and the format of a setting with its place.
+
+    Attributes:
+        config: The configuration before derived settings are filled.
+        world_size: Number of processes.
+        launcher: The option or environment that set it.
+        accepts: Whether the layout rules hold on a number of processes with other sizes of
+            parallel axes, as in ``accepts(8, tp=2, pp=4)``.
+        found: The violated rules.
+    """
 
     config: Config
     world_size: int
     launcher: str
+    accepts: Callable[..., bool]
     found: list[str] = field(default_factory=list)
 
     def add(self, problem: str) -> None:

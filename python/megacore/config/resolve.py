@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
 from collections.abc import Callable
@@ -60,9 +61,15 @@ def resolve(
     backend = config.run.backend
     if backend is None and config.graphs.mode != "off":
         backend = default_backend(cuda)
-    problems = ConfigErrors(config=config, world_size=world_size, launcher=launcher)
     # No rule depends on the vocabulary: its rows are padded.
-    filled_in = _fill(config, world_size, vocab_size=1, backend=backend or "gloo")
+    fill = functools.partial(_fill, vocab_size=1, backend=backend or "gloo")
+    problems = ConfigErrors(
+        config=config,
+        world_size=world_size,
+        launcher=launcher,
+        accepts=functools.partial(_accepts, config, fill),
+    )
+    filled_in = fill(config, world_size)
     for check in _CHECKS:
         check(problems, filled_in)
     if problems.found:
@@ -83,6 +90,21 @@ def check_rules(config: Config, world_size: int, *, launcher: str) -> None:
         stacklevel=2,
     )
     resolve(config, world_size, vocab_size=1, cuda=False, launcher=launcher)
+
+
+def _accepts(
+    config: Config, fill: Callable[..., ResolvedConfig], world_size: int, **sizes: int
+) -> bool:
+    """Return whether the layout rules hold with other processes and sizes of parallel axes."""
+    parallel = config.parallel.model_copy(update=sizes)
+    config = config.model_copy(update={"parallel": parallel})
+    problems = ConfigErrors(
+        config=config, world_size=world_size, launcher="", accepts=lambda *_, **__: False
+    )
+    filled_in = fill(config, world_size)
+    for check in (*LAYOUT_RULES, check_pipeline):
+        check(problems, filled_in)
+    return not problems.found
 
 
 # ---- derived settings ----------------------------------------------------------------------------

@@ -3,6 +3,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megacore.config import Config, ModelConfig, check_rules, load_config, resolve
 from megacore.config.graph_rules import graph_scopes
@@ -90,21 +92,64 @@ def test_layout_message_shows_factors_origins_and_fixes() -> None:
     message = message_of(make(parallel__tp="4", parallel__pp="4"), 12)
     assert message == (
         "the layout does not fit 12 processes (--nproc): tp 4 (--parallel.tp=4) x cp 1 (default) x "
-        "pp 4 (--parallel.pp=4) = 16, and 12 is not a multiple of it; nearest: start 16 processes, "
-        "or use tp=4 pp=3, or use tp=1 pp=4"
+        "pp 4 (--parallel.pp=4) = 16, and 12 is not a multiple of it; nearest: start 16 processes"
     )
 
 
-def test_suggested_layouts_do_fit() -> None:
-    message = message_of(make(parallel__tp="3", train__global_batch_size="96"), 8)
-    for part in message.split("use ")[1:]:
-        tp, pp = (int(word.strip(",\n").split("=")[1]) for word in part.split()[:2])
-        resolve(
-            make(parallel__tp=str(tp), parallel__pp=str(pp), train__global_batch_size="96"),
+@given(
+    world=st.integers(1, 24),
+    sizes=st.fixed_dictionaries(
+        {axis: st.sampled_from([1, 2, 3, 4]) for axis in ("tp", "pp", "cp", "ep")}
+    ),
+    experts=st.sampled_from([4, 6, 8]),
+    layers=st.sampled_from([4, 6, 12]),
+    batch=st.sampled_from([48, 96, 64]),
+)
+def test_every_layout_in_a_message_is_accepted(
+    world: int, sizes: dict[str, int], experts: int, layers: int, batch: int
+) -> None:
+    settings = {f"parallel__{axis}": str(size) for axis, size in sizes.items()}
+    settings |= {
+        "moe__num_experts": str(experts),
+        "model__num_layers": str(layers),
+        "train__global_batch_size": str(batch),
+        "train__microbatch_size": "1",
+        "model__num_heads": "12",
+        "model__hidden_size": "48",
+    }
+    try:
+        resolve(make(**settings), world, vocab_size=256, cuda=False)
+    except ConfigError as error:
+        nearest = re.search(r"is not a multiple of it; nearest: (.*)", str(error))
+    else:
+        return
+    for fix in nearest[1].split(", or ") if nearest else ():
+        changed = dict(settings)
+        for axis, values in re.findall(r"(tp|pp|ep)=(\d+(?: or \d+)*)", fix):
+            changed[f"parallel__{axis}"] = values.partition(" or ")[0]
+        counts = re.match(r"start ([\d or]+) processes", fix)
+        for count in counts[1].split(" or ") if counts else [str(world)]:
+            resolve(make(**changed), int(count), vocab_size=256, cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "fixes"),
+    [
+        # tp=4 pp=3 and tp=1 pp=4 would fit 12 processes, but not the layers or the batch.
+        ({"tp": "4", "pp": "4"}, 12, "nearest: start 16 processes"),
+        (
+            {"tp": "4", "pp": "4"},
             8,
-            vocab_size=256,
-            cuda=False,
-        )
+            "nearest: start 16 processes, or use tp=2 pp=4, or use tp=4 pp=2",
+        ),
+        ({"tp": "4", "pp": "7"}, 12, "start 28 processes, and change what does not fit them"),
+    ],
+)
+def test_layouts_that_other_rules_refuse_are_not_suggested(
+    settings: dict[str, str], world: int, fixes: str
+) -> None:
+    message = message_of(make(**{f"parallel__{key}": v for key, v in settings.items()}), world)
+    assert f"is not a multiple of it; {fixes}" in message
 
 
 @pytest.mark.parametrize(
