@@ -230,10 +230,11 @@ def _prepared(
         prepare(files, partial / "tokens", options, progress=progress)
 
     folder = built_once(cache, "tokens", facts, build)
-    opened = load_tokens(str(folder / "tokens"), load_tokenizer(options.tokenizer))
+    tokenizer = load_tokenizer(options.tokenizer)
+    opened = load_tokens(str(folder / "tokens"), tokenizer)
     count = f"{opened.num_documents:,} documents"
     description = f"{source.path}, {count}, prepared in {folder}"
-    return replace(opened, name=source.path, description=description)
+    return replace(opened, name=source.path, description=description, tokenizer=tokenizer)
 
 
 def _weights(sources: Sequence[SourceConfig]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megacore.data.indexed import IndexedTokens
 from megacore.data.sample import Window
-from megacore.data.tokenizer import TokenArray
+from megacore.data.tokenizer import TokenArray, Tokenizer
 from megacore.errors import DataError
 
 
@@ -26,6 +26,7 @@ class TokenSource:
         document_starts: Position of the first token of each document, ascending from 0.
         loss_mask: Whether the loss of predicting each token counts, 1-D, uint8; ``None``: all.
         indexed: The files that the tokens are mapped from, if any.
+        tokenizer: The tokenizer of the ids; ``None`` if it is not known.
     """
 
     name: str
@@ -34,6 +35,7 @@ class TokenSource:
     document_starts: Sequence[int] = (0,)
     loss_mask: NDArray[np.uint8] | None = None
     indexed: IndexedTokens | None = None
+    tokenizer: Tokenizer | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +118,8 @@ class TokenRange:
         raise DataError(
             f"{self.source.name if name is None else name} holds token id "
             f"{int(self.source.tokens[position])} (at position {position:,}, in document "
-            f"{document:,} of {file}), but {vocab_text(vocab_size)}"
+            f"{document:,} of {file}), but "
+            f"{vocab_text(vocab_size, self.source.tokenizer)}"
         )
 
     def part(self, begin: int, end: int) -> TokenRange:
@@ -132,8 +135,19 @@ def out_of_range(tokens: TokenArray, vocab_size: int) -> int | None:
     return int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
 
 
-def vocab_text(vocab_size: int) -> str:
-    """Format the end of an error about a token outside of the vocabulary."""
+def vocab_text(vocab_size: int, tokenizer: Tokenizer | None = None) -> str:
+    """Format the end of an error about a token outside of the vocabulary.
+
+    Args:
+        vocab_size: Ids of the model.
+        tokenizer: The tokenizer that made the token, if it is known.
+    """
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        return (
+            f"ids must be below model.vocab_size = {vocab_size:,}, and the tokenizer "
+            f"{tokenizer.name} has {tokenizer.vocab_size:,}; set data.tokenizer to the tokenizer "
+            "of the model, or, for a model that is not imported, leave model.vocab_size out"
+        )
     return (
         f"the vocabulary has {vocab_size:,} ids; set data.tokenizer to the tokenizer.json these "
         f"tokens were made with, or model.vocab_size to its size"

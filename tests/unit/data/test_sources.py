@@ -161,6 +161,23 @@ def test_ids_outside_the_vocabulary_are_found_before_training(tmp_path: Path) ->
     assert load_data(config, seq_length=4, seed=0, vocab_size=400).train.num_tokens > 0
 
 
+@pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
+def test_a_tokenizer_larger_than_the_vocabulary_is_named_with_both_sizes(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text('{"text": "abc~"}\n' * 9)
+    config = DataConfig(source=str(tmp_path / name), cache=str(tmp_path / "cache"))
+    with pytest.raises(
+        DataError,
+        match=r"token id \d+ .*, but ids must be below model\.vocab_size = 99, and the tokenizer "
+        r"bytes has 256; set data\.tokenizer to the tokenizer of the model, or, for a model that "
+        r"is not imported, leave model\.vocab_size out",
+    ):
+        load_data(config, seq_length=4, seed=0, vocab_size=99)
+    # Unused ids of a tokenizer are no reason to refuse it.
+    assert load_data(config, seq_length=4, seed=0, vocab_size=128).train.num_tokens > 0
+
+
 def test_entropy_of_the_python_docs_is_the_known_value() -> None:
     tokens = load_tokens("python-docs", ByteTokenizer()).tokens
     # 3.26 nats per byte; the text differs a little between Python versions.
