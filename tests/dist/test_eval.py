@@ -59,6 +59,8 @@ def test_a_hugging_face_folder_has_the_loss_of_transformers(
     assert got["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert got["perplexity"] == pytest.approx(math.exp(expected.item()), rel=1e-4)
     assert got["step"] is None
+    # As transformers counts: without the padding of the vocabulary.
+    assert got["parameters"] == sum(param.numel() for param in theirs.parameters())
 
 
 def test_a_run_has_the_validation_losses_of_its_training(
@@ -80,6 +82,7 @@ def test_a_run_has_the_validation_losses_of_its_training(
     capsys.readouterr()
     trained = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     got = found(0, 1, tmp_path / "run", [], None)
+    assert "batch 8/8" in capsys.readouterr().err
     assert got["loss"] == trained["validation_loss"]
     losses = {name: one["loss"] for name, one in got["sets"].items()}
     assert losses == trained["validation_losses"]

@@ -17,10 +17,12 @@ class ParameterCount:
     Attributes:
         total: All parameters.
         active: Parameters used by one token: without the experts that it is not routed to.
+        padding: Parameters of rows that only pad the vocabulary.
     """
 
     total: int
     active: int
+    padding: int
 
 
 def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> ParameterCount:
@@ -29,15 +31,16 @@ def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> Param
     Example:
         >>> config = ModelConfig(hidden_size=8, num_heads=2, num_kv_heads=1, ffn_hidden_size=16,
         ...                      num_layers=3, vocab_size=10, vocab_pad_multiple=4)
-        >>> count_parameters(config).total
-        1880
+        >>> count_parameters(config).total, count_parameters(config).padding
+        (1880, 16)
         >>> count = count_parameters(config, MoEConfig(num_experts=4, ffn_hidden_size=16))
         >>> count.total, count.active
         (5432, 3128)
     """
     shape, moe = GPTShape.from_config(config), MoEConfig() if moe is None else moe
     norm = sum(param.numel for param in norm_params(config, ParallelConfig()))
-    total = (1 if shape.tie_embeddings else 2) * shape.padded_vocab * shape.hidden + norm
+    num_matrices = 1 if shape.tie_embeddings else 2
+    total = num_matrices * shape.padded_vocab * shape.hidden + norm
     total += config.num_mtp_layers * (2 * shape.hidden**2 + 3 * norm)
     idle = 0
     for index in range(config.mtp_layers.stop):
@@ -45,7 +48,8 @@ def count_parameters(config: ModelConfig, moe: MoEConfig | None = None) -> Param
             total += param.numel
             if param.expert:
                 idle += param.numel // moe.num_experts * (moe.num_experts - moe.top_k)
-    return ParameterCount(total=total, active=total - idle)
+    padding = num_matrices * (shape.padded_vocab - shape.vocab) * shape.hidden
+    return ParameterCount(total=total, active=total - idle, padding=padding)
 
 
 class LocalParam(NamedTuple):

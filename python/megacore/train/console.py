@@ -259,6 +259,53 @@ class Console:
         self._rich.print(Text(text), soft_wrap=True)
 
 
+class EvaluationConsole:
+    """Progress of an evaluation: a bar on a terminal, else about 20 lines. A context manager.
+
+    Args:
+        num_batches: Global batches of all validation sets.
+        num_tokens: Their tokens.
+        silent: Print nothing at all.
+        file: Where to print.
+    """
+
+    def __init__(self, *, num_batches: int, num_tokens: int, silent: bool, file: TextIO) -> None:
+        self._rich = RichConsole(file=file, quiet=silent, highlight=False)
+        live = self._rich.is_terminal and not self._rich.is_dumb_terminal and not silent
+        self._bar = _make_progress(self._rich) if live else None
+        self._num_batches, self._num_tokens = num_batches, num_tokens
+        self._every = max(1, num_batches // 20)
+        self._done = 0
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._rich.print(f"evaluating {self._num_tokens:,} tokens", soft_wrap=True)
+        if self._bar is not None:
+            self._bar.add_task("eval", total=self._num_batches, metrics="")
+            self._bar.start()
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def batch(self) -> None:
+        """Show one more finished batch."""
+        self._done += 1
+        spent = time.monotonic() - self._started
+        speed = self._num_tokens * self._done / self._num_batches / max(spent, 1e-9)
+        rate = f"{speed:,.0f} tok/s"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._done, metrics=rate)
+        elif self._done % self._every == 0 or self._done in (1, self._num_batches):
+            left = (self._num_batches - self._done) * spent / self._done
+            width = len(f"{self._num_batches:,}")
+            parts = [f"batch {self._done:>{width},}/{self._num_batches:,}", rate]
+            parts += [f"{duration(left)} left"] if self._done < self._num_batches else []
+            self._rich.print("  ".join(parts), soft_wrap=True)
+
+
 def short_count(number: int) -> str:
     """Format a count with three significant digits.
 

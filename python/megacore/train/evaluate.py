@@ -17,6 +17,7 @@ from megacore.errors import ConfigError
 from megacore.launch.context import RankContext
 from megacore.models.hf import sections_from_hf
 from megacore.models.hf.files import CONFIG_NAME, TensorFiles, read_config
+from megacore.train.console import EvaluationConsole
 from megacore.train.initial_weights import load_initial_weights
 from megacore.train.trainer import build_trainer
 
@@ -132,10 +133,13 @@ def evaluate(source: EvalSource, config: ResolvedConfig, context: RankContext) -
     trainer = build_trainer(config, world_size=context.world_size, device=context.device)
     load_initial_weights(trainer, source.path)
     counts = trainer.validation_samples(whole=source.whole)
-    if context.rank == 0:
-        tokens = sum(counts.values()) * config.model.seq_length
-        print(f"evaluating {tokens:,} tokens", file=sys.stderr, flush=True)
-    losses = trainer.evaluate(whole=source.whole)
+    with EvaluationConsole(
+        num_batches=sum(-(-count // config.train.global_batch_size) for count in counts.values()),
+        num_tokens=sum(counts.values()) * config.model.seq_length,
+        silent=context.rank != 0,
+        file=sys.stderr,
+    ) as console:
+        losses = trainer.evaluate(whole=source.whole, on_batch=console.batch)
     mean = trainer.mean_validation_loss(losses)
     return {
         "path": str(source.path),

@@ -164,8 +164,17 @@ class TrainStep:
         )
 
     @torch.no_grad()
-    def evaluate(self, source: BatchSource, *, num_steps: int) -> float:
-        """Compute the mean loss over ``num_steps`` global batches without dropout, on all ranks."""
+    def evaluate(
+        self,
+        source: BatchSource,
+        *,
+        num_steps: int,
+        on_batch: Callable[[], None] | None = None,
+    ) -> float:
+        """Compute the mean loss over ``num_steps`` global batches without dropout, on all ranks.
+
+        ``on_batch`` is called on each rank after its part of a batch.
+        """
         eager = self._eager
         eager.optimizer.finish_param_gather()
         for chunk in eager.chunks:
@@ -177,6 +186,8 @@ class TrainStep:
                 eager.reset_counts()
                 own = self._runner.validate(batches)
             sums += own
+            if on_batch is not None:
+                on_batch()
         for chunk in eager.chunks:
             chunk.train()
         all_reduce_(sums, eager.groups.world)

@@ -7,7 +7,7 @@ function of the configuration, so agreement needs no communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class Trainer:
         graphs: CUDA graphs of training steps; ``None`` without graphs.
         device: Device of the model.
         routing: Recorder and replay of routing decisions, both optional.
-        num_params: Parameters of the whole model.
+        num_params: Parameters of the whole model, without the padding of the vocabulary.
         calls: Recorder of the collectives and messages of this rank.
         first_bytes: Memory of this process on its device before it built anything.
     """
@@ -131,10 +131,13 @@ class Trainer:
         """Compute the learning rate of step ``step``."""
         return learning_rate(step, config=self.config.optimizer, steps=self.config.train.steps)
 
-    def evaluate(self, *, whole: bool = False) -> dict[str, float]:
+    def evaluate(
+        self, *, whole: bool = False, on_batch: Callable[[], None] | None = None
+    ) -> dict[str, float]:
         """Compute the mean loss of each validation set over ``train.eval_steps`` fixed batches.
 
         With ``whole``, every sample of a set counts once; use ``train.loss_normalization`` "token".
+        ``on_batch`` is called after each global batch.
         """
         if not self.data.validation:
             raise DataError("there is no validation data; set train.eval_interval = 0")
@@ -143,6 +146,7 @@ class Trainer:
             name: self.step.evaluate(
                 self._batches(OneEpoch(samples) if whole else samples),
                 num_steps=-(-counts[name] // batch),
+                on_batch=on_batch,
             )
             for name, samples in self.data.validation.items()
         }
@@ -336,7 +340,8 @@ def _count_params(config: ResolvedConfig, chunks: Sequence[Stage], groups: Proce
         ConfigError: On every rank, if stages of one's own disagree on names or shared parameters.
     """
     if config.model.factory is None:
-        return count_parameters(config.model, config.moe).total
+        count = count_parameters(config.model, config.moe)
+        return count.total - count.padding
     shown = f'model.factory = "{config.model.factory}"'
     mine = [info for chunk in chunks for info, _ in chunk.param_infos()]
     by_rank = all_gather_objects(mine, groups.pp)

@@ -14,6 +14,16 @@ def test_the_count_is_that_of_the_model(tied: bool, num_kv_heads: int) -> None:
     assert count_parameters(config).total == sum(p.numel() for _, p in parameters)
 
 
+@pytest.mark.parametrize(("tied", "matrices"), [(True, 1), (False, 2)])
+def test_the_padding_of_the_vocabulary_is_counted_apart(tied: bool, matrices: int) -> None:
+    sizes = {"tie_embeddings": tied, "vocab_size": 50}
+    padded, exact = (
+        count_parameters(tiny_config(**sizes, vocab_pad_multiple=unit)) for unit in (64, 1)
+    )
+    assert (padded.padding, exact.padding) == (matrices * 14 * tiny_config().hidden_size, 0)
+    assert padded.total - padded.padding == exact.total
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"qkv_bias": True}, {"output_bias": True}, {"norm": "layernorm", "num_mtp_layers": 1}],

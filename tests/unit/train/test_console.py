@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.train.console import Console, RunSummary, StartInfo, sparkline
+from megacore.train.console import Console, EvaluationConsole, RunSummary, StartInfo, sparkline
 from megacore.train.metrics import StepRecord
 
 INFO = StartInfo(
@@ -71,6 +71,32 @@ def test_a_file_gets_plain_lines_without_control_characters() -> None:
     steps = [line.split()[1] for line in text.splitlines() if line.startswith("step ")]
     assert steps == ["1/40", "10/40", "20/40", "30/40", "40/40"]
     assert "step 10/40  loss 4.5500  lr 3.00e-03  grad 0.50  12,345 tok/s  " in text
+
+
+def test_an_evaluation_prints_about_twenty_lines_to_a_file() -> None:
+    file = io.StringIO()
+    with EvaluationConsole(num_batches=400, num_tokens=51_200, silent=False, file=file) as console:
+        for _ in range(400):
+            console.batch()
+    first, *lines = file.getvalue().splitlines()
+    assert first == "evaluating 51,200 tokens"
+    assert [line.split()[1] for line in lines] == [
+        "1/400",
+        *(f"{k}/400" for k in range(20, 401, 20)),
+    ]
+    assert all(" tok/s" in line for line in lines)
+    assert [" left" in line for line in lines] == [True] * 20 + [False]
+
+
+def test_an_evaluation_is_silent_on_other_ranks_and_shows_a_bar_on_a_terminal() -> None:
+    quiet, terminal = io.StringIO(), Terminal()
+    for silent, file in ((True, quiet), (False, terminal)):
+        with EvaluationConsole(num_batches=2, num_tokens=64, silent=silent, file=file) as console:
+            console.batch()
+            console.batch()
+    assert quiet.getvalue() == ""
+    assert "2/2" in terminal.getvalue()
+    assert "batch " not in terminal.getvalue()
 
 
 def test_a_diverged_run_says_since_when() -> None:
