@@ -102,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
     _require_one_form(args)
     loaded = load_with_nproc(args, option="--world-size")
     world_size = loaded.run.nproc or default_nproc(loaded)
-    config = resolve_for_training(loaded, world_size, launcher="--world-size")
+    config = resolve_for_training(
+        loaded, world_size, launcher="--world-size", vocab_size=loaded.model.vocab_size
+    )
 
     from megacore.plan.run_plan import buffer_layouts, plan_run
 

@@ -136,20 +136,25 @@ def train_rank(config: ResolvedConfig, context: RankContext) -> int:
     return train(config, context)
 
 
-def resolve_for_training(config: Config, world_size: int, *, launcher: str) -> ResolvedConfig:
-    """Resolve ``config`` and check its layout, schedule and data in this process.
+def resolve_for_training(
+    config: Config, world_size: int, *, launcher: str, vocab_size: int | None = None
+) -> ResolvedConfig:
+    """Resolve ``config`` and check its layout, schedule and tokenizer in this process.
+
+    With ``vocab_size``, the tokenizer is not read.
 
     Raises:
         ConfigError: For an invalid setting.
         DataError: If the tokenizer cannot be read.
     """
 
-    def vocab_size() -> int:
+    def size_of_tokenizer() -> int:
         from megacore.data import load_tokenizer
 
         return load_tokenizer(config.data.tokenizer).vocab_size
 
-    resolved = resolve(config, world_size, vocab_size=vocab_size, launcher=launcher)
+    size = size_of_tokenizer if vocab_size is None else vocab_size
+    resolved = resolve(config, world_size, vocab_size=size, launcher=launcher)
 
     from megacore.plan.run_plan import check_plan
 

@@ -52,6 +52,16 @@ def test_plan_shows_layers_parameters_and_schedule(
     assert plan["num_params"] == count_parameters(resolved.model).total
 
 
+def test_plan_needs_the_tokenizer_only_for_the_size_of_the_vocabulary(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = ("--world-size=8", "--data.tokenizer=missing/tokenizer.json")
+    plan = plan_of(capsys, str(config), *missing)
+    assert plan == plan_of(capsys, str(config), "--world-size=8")
+    assert main(["plan", str(config), *missing, "--model.vocab_size=none"]) == 2
+    assert "tokenizer file missing/tokenizer.json does not exist" in capsys.readouterr().err
+
+
 def test_plan_names_the_fix_for_an_impossible_layout(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
