@@ -203,9 +203,10 @@ def _facts_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Tabl
     if pipeline.copies > 1:
         chunks = f", {pipeline.copies} copies of the model"
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     facts.add_row(
         "[bold]layout[/]",
-        f"{world_size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {plan.topology.dp} "
+        f"{ranks} = tp {parallel.tp} x pp {parallel.pp} x dp {plan.topology.dp} "
         f"(order {parallel.order})",
     )
     if config.moe.num_experts > 0:
@@ -296,6 +297,8 @@ def _shards_of_state(plan: RunPlan, config: ResolvedConfig) -> dict[str, int]:
 def _rank_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Any:
     from rich.table import Table
 
+    from megacore.plan.footprint import memory_unit
+
     unit, unit_bytes = memory_unit(max(rank.total_bytes for rank in plan.ranks))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("pp", "ranks", "layers"):
@@ -331,17 +334,6 @@ def _recompute_text(config: ResolvedConfig) -> str:
         parts = ", ".join(part for part in RECOMPUTE_MODULES if part in config.train.recomputed)
         return f";\nnot in full: without {parts}, which are recomputed"
     return ""
-
-
-def memory_unit(largest: int) -> tuple[str, int]:
-    """Return name and bytes of the largest unit in which ``largest`` is at least 1 (or KiB).
-
-    Example:
-        >>> memory_unit(3 << 20), memory_unit(1000)
-        (('MiB', 1048576), ('KiB', 1024))
-    """
-    units = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20))
-    return next((unit for unit in units if largest >= unit[1]), ("KiB", 1 << 10))
 
 
 def _layers_text(rank: RankPlan, config: ResolvedConfig) -> str:

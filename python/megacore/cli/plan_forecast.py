@@ -213,25 +213,27 @@ def bar(parts: dict[str, float], letters: dict[str, str], total: float, width: i
 
 
 def _print(args: argparse.Namespace, found: Forecast) -> None:
-    from megacore.plan.footprint import GIB
+    from megacore.plan.footprint import GIB, memory_text, memory_unit
     from megacore.plan.forecast import advise
 
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, 150)
-    console.print(_memory_table(found))
+    # By the tensors: what a device needs besides would make those of a small model 0.0 GiB.
+    unit, unit_bytes = memory_unit(found.fullest.allocated)
+    console.print(_memory_table(found, unit_bytes))
     legend = ", ".join(f"{letter} {kind}" for kind, letter in _MEMORY.items())
-    console.print(f"GiB of each rank at a pipeline position; {legend}")
+    console.print(f"{unit} of each rank at a pipeline position; {legend}")
     sign = "left" if found.margin >= 0 else "missing"
     console.print(
         f"\n[bold]{found.verdict}[/]: {found.fullest.total / GIB:.1f} of "
         f"{found.capacity / GIB:.1f} GiB of {found.device.name} on pipeline rank "
-        f"{found.fullest.pp_rank}, {abs(found.margin) / GIB:.1f} GiB {sign} "
+        f"{found.fullest.pp_rank}, {memory_text(abs(found.margin))} {sign} "
         f"(+-{found.device.interval_memory:.0%} of the tensors)"
     )
     low, high = _interval(found)
     console.print(
         f"step {_seconds(found.step.seconds)} ({_seconds(low)} to {_seconds(high)}), "
-        f"{found.tokens_per_gpu:,.0f} tokens/s per GPU, {found.flops_per_gpu / 1e12:,.0f} TFLOP/s "
+        f"{found.tokens_per_gpu:,.0f} tokens/s per GPU, {_tflops(found.flops_per_gpu)} TFLOP/s "
         f"per GPU, MFU {found.mfu:.1%} ({_CONVENTION})"
     )
     parts = found.step.parts
@@ -255,7 +257,11 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def _memory_table(found: Forecast) -> Table:
+def _tflops(flops: float) -> str:
+    return f"{flops / 1e12:,.0f}" if flops >= 10e12 else f"{flops / 1e12:.2g}"
+
+
+def _memory_table(found: Forecast, unit_bytes: int) -> Table:
     from megacore.plan.footprint import GIB
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -275,9 +281,9 @@ def _memory_table(found: Forecast) -> Table:
         table.add_row(
             str(rank.pp_rank),
             " ".join(map(str, rank.layers)),
-            *(f"{rank.parts[kind] / GIB:.1f}" for kind in shown),
-            f"{max(0.0, rank.total - sum(rank.parts[kind] for kind in shown)) / GIB:.1f}",
-            f"{rank.total / GIB:.1f}",
+            *(f"{rank.parts[kind] / unit_bytes:,.1f}" for kind in shown),
+            f"{max(0.0, rank.total - sum(rank.parts[kind] for kind in shown)) / unit_bytes:,.1f}",
+            f"{rank.total / unit_bytes:,.1f}",
             over,
         )
     if skipped > 0:

@@ -15,6 +15,28 @@ from megacore.plan.step_time import cached_schedule, stage_params
 GIB = float(1 << 30)
 
 
+def memory_unit(largest: float) -> tuple[str, int]:
+    """Return name and bytes of the largest unit in which ``largest`` is at least 1 (or KiB).
+
+    Example:
+        >>> memory_unit(3 << 20), memory_unit(1000)
+        (('MiB', 1048576), ('KiB', 1024))
+    """
+    units = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20))
+    return next((unit for unit in units if largest >= unit[1]), ("KiB", 1 << 10))
+
+
+def memory_text(num_bytes: float, *, sign: str = "") -> str:
+    """Format bytes; with the sign ``"+"``, a difference.
+
+    Example:
+        >>> memory_text(1.5 * GIB), memory_text(-(3 << 20), sign="+"), memory_text(0)
+        ('1.5 GiB', '-3.0 MiB', '0.0 KiB')
+    """
+    unit, size = memory_unit(abs(num_bytes))
+    return f"{num_bytes / size:{sign}.1f} {unit}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
     """Predicted memory of the ranks at a pipeline position, in bytes.

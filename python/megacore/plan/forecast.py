@@ -8,7 +8,7 @@ from typing import Literal
 
 from megacore.plan.cost import LayerCosts
 from megacore.plan.device import Device
-from megacore.plan.footprint import GIB, Footprint, footprints
+from megacore.plan.footprint import GIB, Footprint, footprints, memory_text
 from megacore.plan.spec import ModelSpec, RunSpec
 from megacore.plan.step_time import StepTime, stage_layers, step_time
 
@@ -126,7 +126,9 @@ class Advice:
     def text(self) -> str:
         """One sentence, as ``recompute the MLP: -18.0 GiB, +6% time``."""
         fits = "" if self.forecast.verdict == "fits" else f" ({self.forecast.verdict})"
-        return f"{self.change}: {-self.saved / GIB:+.1f} GiB, {self.slower:+.1%} time{fits}"
+        same = abs(self.saved) < 1024
+        memory = "equal memory" if same else memory_text(-self.saved, sign="+")
+        return f"{self.change}: {memory}, {self.slower:+.1%} time{fits}"
 
 
 def advise(base: Forecast, count: int = 3) -> list[Advice]:

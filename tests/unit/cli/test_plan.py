@@ -354,6 +354,17 @@ def test_a_prediction_prints_bytes_time_and_advice(
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_a_prediction_of_a_small_model_is_in_mib(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(config), "--gpus=8"]) == 0
+    out = capsys.readouterr().out
+    assert "\nMiB of each rank at a pipeline position" in out
+    weights, gradients = map(float, out.splitlines()[1].split()[4:6])
+    assert 0 < weights <= gradients
+    assert re.search(r"tried .*: (\+\d+\.\d [MK]iB|equal memory), ", out)
+
+
 EXPERTS = ("--moe.num_experts=8", "--moe.ffn_hidden_size=3584", "--imbalance=1.5")
 
 
