@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -113,31 +115,100 @@ def _times(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     return _card("Time of a step", "".join(parts))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A number of both runs.
+
+    Attributes:
+        title: Its name, HTML.
+        value: The number of a run, if it has one.
+        text: Format of the number.
+        noise: Relative difference up to which two runs count as equal; ``None`` if not known.
+    """
+
+    title: str
+    value: Callable[[RunFiles], float | None]
+    text: Callable[[float], str]
+    noise: Callable[[Sequence[RunFiles]], float] | None = None
+
+
+def _metric_row(title: str, name: str, text: Callable[[float], str], *, scale: float = 1) -> _Row:
+    """Return the row of a metric's median; its noise is half the middle range of its steps.
+
+    The range is one of logarithms, so that a speed and a time are judged alike.
+    """
+    return _Row(
+        title=title,
+        value=lambda run: _median(run, name, scale),
+        text=text,
+        noise=lambda runs: max(_half_middle_range(_values(run, name)) for run in runs),
+    )
+
+
+_ROWS = (
+    _Row(
+        title="steps",
+        value=lambda run: run.metrics[-1]["step"] if run.metrics else None,
+        text="{:,}".format,
+    ),
+    _Row(
+        title="global batch, sequences",
+        value=lambda run: _setting(run, "train", "global_batch_size"),
+        text="{:,}".format,
+    ),
+    _Row(
+        title="length of a sequence",
+        value=lambda run: _setting(run, "model", "seq_length"),
+        text="{:,}".format,
+    ),
+    _Row(
+        title=f"loss, last {TAIL} steps",
+        value=lambda run: _tail(run, "loss"),
+        text="{:.4f}".format,
+        noise=lambda runs: _noise_of_means(runs, "loss"),
+    ),
+    _Row(
+        title="validation loss",
+        value=lambda run: _last(run, "validation_loss"),
+        text="{:.4f}".format,
+    ),
+    _metric_row("tokens/s, median", "tokens_per_s", number_text),
+    _metric_row("time of a step, median, ms", "step_time_s", "{:,.1f}".format, scale=1000),
+    _metric_row("MFU, median", "mfu", "{:.1%}".format),
+    _Row(
+        title="memory of a rank, peak",
+        value=lambda run: _last(run, "memory_peak_bytes"),
+        text=size_text,
+    ),
+    _Row(title="skipped steps", value=lambda run: _last(run, "num_skipped"), text="{:,.0f}".format),
+    _Row(title="parameters", value=lambda run: run.info.num_parameters, text="{:,}".format),
+)
+_NOISE = (
+    f"Within noise: the means of the last {TAIL} losses differ by less than two standard errors, "
+    "medians of other numbers by less than half the range of the middle half of the steps of a run."
+)
+_BATCHES = (
+    "The global batches differ: at one step, the runs have trained on different numbers of tokens."
+)
+
+
 def _numbers_table(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    rows: list[tuple[str, Callable[[RunFiles], float | None], Callable[[float], str]]] = [
-        ("steps", lambda run: run.metrics[-1]["step"] if run.metrics else None, "{:,}".format),
-        (f"loss, last {TAIL} steps", lambda run: _tail(run, "loss"), "{:.4f}".format),
-        ("validation loss", lambda run: _last(run, "validation_loss"), "{:.4f}".format),
-        ("tokens/s, median", lambda run: _median(run, "tokens_per_s"), number_text),
-        ("time of a step, median, ms", lambda run: _ms(run), "{:,.1f}".format),
-        ("MFU, median", lambda run: _median(run, "mfu"), "{:.1%}".format),
-        ("memory of a rank, peak", lambda run: _last(run, "memory_peak_bytes"), size_text),
-        ("skipped steps", lambda run: _last(run, "num_skipped"), "{:,.0f}".format),
-        ("parameters", lambda run: run.info.num_parameters, "{:,}".format),
-    ]
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = []
-    for title, value_of, text_of in rows:
-        values = [value_of(run) for run in runs]
-        if any(value is not None for value in values):
-            cells = ["" if value is None else text_of(value) for value in values]
-            cells.append(_difference(values[0], values[1]))
-            body.append(
-                f"<tr><td>{title}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-            )
+    for row in _ROWS:
+        values = [row.value(run) for run in runs]
+        if all(value is None for value in values):
+            continue
+        cells = ["" if value is None else escape(row.text(value)) for value in values]
+        cells.append(_difference(row, runs, values[0], values[1]))
+        body.append(f"<tr><td>{row.title}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    hints = [_NOISE] if any("within noise" in row for row in body) else []
+    tokens = {_tokens_per_step(run) for run in runs} - {None}
+    hints += [_BATCHES] if len(tokens) > 1 else []
     return (
-        f'<table class="stages"><thead><tr><th></th>{head}<th>difference</th></tr></thead>'
+        f'<table class="stages results"><thead><tr><th></th>{head}<th>difference</th></tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table>"
+        + "".join(f'<p class="hint">{hint}</p>' for hint in hints)
     )
 
 
@@ -159,10 +230,43 @@ def _settings_table(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     )
 
 
-def _difference(first: float | None, second: float | None) -> str:
+def _difference(
+    row: _Row, runs: Sequence[RunFiles], first: float | None, second: float | None
+) -> str:
     if first is None or second is None or not first:
         return ""
-    return f"{second / first - 1:+.1%}"
+    ratio = second / first
+    small = row.noise is not None and ratio > 0 and 0 < abs(math.log(ratio)) <= row.noise(runs)
+    return f"{ratio - 1:+.1%}" + ("<small>within noise</small>" if small else "")
+
+
+def _half_middle_range(values: Sequence[float]) -> float:
+    """Return half the distance of the quartiles of the logarithms."""
+    logs = [math.log(value) for value in values if value > 0]
+    if len(logs) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(logs, n=4)
+    return (high - low) / 2
+
+
+def _noise_of_means(runs: Sequence[RunFiles], name: str) -> float:
+    """Return two standard errors of the difference of the last steps' means, over the mean."""
+    tails = [_values(run, name)[-TAIL:] for run in runs]
+    variance = sum(statistics.variance(tail) / len(tail) for tail in tails if len(tail) > 1)
+    return 2 * math.sqrt(variance) / abs(statistics.fmean(tails[0]) or 1.0)
+
+
+def _setting(run: RunFiles, section: str, key: str) -> float | None:
+    value: float | None = run.info.config.get(section, {}).get(key)
+    return value
+
+
+def _tokens_per_step(run: RunFiles) -> float | None:
+    batch, length = (
+        _setting(run, "train", "global_batch_size"),
+        _setting(run, "model", "seq_length"),
+    )
+    return None if batch is None or length is None else batch * length
 
 
 def _values(run: RunFiles, name: str) -> list[float]:
@@ -179,11 +283,6 @@ def _last(run: RunFiles, name: str) -> float | None:
     return values[-1] if values else None
 
 
-def _median(run: RunFiles, name: str) -> float | None:
+def _median(run: RunFiles, name: str, scale: float = 1) -> float | None:
     values = _values(run, name)
-    return statistics.median(values) if values else None
-
-
-def _ms(run: RunFiles) -> float | None:
-    seconds = _median(run, "step_time_s")
-    return None if seconds is None else 1000 * seconds
+    return scale * statistics.median(values) if values else None

@@ -131,10 +131,8 @@ def memory_card(run: RunFiles) -> str:
     note = f'<p class="hint">and {more} more positions</p>' if more > 0 else ""
     return (
         f'<section class="card"><h2>Memory of a rank</h2><p class="hint">{hint}</p>'
-        '<p class="hint narrow">Scroll the table sideways to see all of it.</p>'
-        f'<div class="scroll" tabindex="0"><table class="stages"><thead><tr>'
-        f"<th>Pipeline rank</th>{head}"
-        f"<th>Predicted</th><th>Measured</th></tr></thead><tbody>{body}</tbody></table></div>"
+        f'<table class="stages stacked"><thead><tr><th>Pipeline rank</th>{head}'
+        f"<th>Predicted</th><th>Measured</th></tr></thead><tbody>{body}</tbody></table>"
         f"{note}</section>"
     )
 
@@ -171,10 +169,12 @@ def size_text(num_bytes: float) -> str:
 
 
 def _memory_row(row: RankMemory, kinds: Sequence[str]) -> str:
-    cells = [size_text(row.predicted.get(kind, 0.0)) for kind in kinds]
-    measured = "" if row.measured is None else size_text(row.measured)
-    cells += [f"<b>{size_text(sum(row.predicted.values()))}</b>", f"<b>{measured}</b>"]
-    return f"<tr><td>{row.pp_rank}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    # The names again, for narrow pages, where each row is a list.
+    cells = {kind.capitalize(): size_text(row.predicted.get(kind, 0.0)) for kind in kinds}
+    cells["Predicted"] = f"<b>{size_text(sum(row.predicted.values()))}</b>"
+    cells["Measured"] = "" if row.measured is None else f"<b>{size_text(row.measured)}</b>"
+    rest = "".join(f'<td data-name="{escape(name)}">{cell}</td>' for name, cell in cells.items())
+    return f'<tr><td data-name="Pipeline rank">{row.pp_rank}</td>{rest}</tr>'
 
 
 def _ms(seconds: float) -> str:

@@ -49,7 +49,9 @@ def header(run: RunFiles) -> str:
         lines.append(escape(_prediction_text(info.prediction)))
     paragraphs = "".join(f"<p>{line}</p>" for line in lines if line)
     if info.command:
-        paragraphs += f"<p><code>{escape(info.command)}</code></p>"
+        # A word breaks only if it is longer than a line.
+        words = " ".join(f"<span>{escape(word)}</span>" for word in info.command.split())
+        paragraphs += f'<p><code class="command">{words}</code></p>'
     return f"<header><h1>{escape(info.name)}</h1>{paragraphs}</header>"
 
 

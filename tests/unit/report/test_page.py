@@ -372,6 +372,9 @@ def test_memory_text_and_hardware_are_shown(run_dir: Path) -> None:
     )
     visible = _page(run_dir, info).visible
     assert "Pipeline rank Weights Predicted Measured 0 3.0 MiB 3.0 MiB 5.0 MiB" in visible
+    html = (run_dir / "report.html").read_text()
+    assert '<td data-name="Weights">3.0 MiB</td>' in html  # for narrow pages, without the head
+    assert "<span>megacore</span> <span>train</span>" in html  # words that do not break
     assert "The <b> end & more" in visible
     assert "EPYC, 2 cores" in visible
     assert "megacore train x" in visible
@@ -398,9 +401,44 @@ def test_two_runs_are_compared(run_dir: Path, tmp_path: Path) -> None:
     assert "steps 100 50 -50.0%" in visible
     assert "loss, last 10 steps 2.0002 3.0000 +50.0%" in visible
     assert "optimizer.lr 0.002 0.5" in visible
+    assert "within noise" not in visible
     assert "optimizer.eps" not in visible
     for drawing in re.findall(r"<svg.*?</svg>", html, re.S):
         ET.fromstring(drawing)
+
+
+def _noisy(base: float, spread: float, step: int) -> float:
+    return base + spread * (step * 7 % 10 - 4.5)
+
+
+def test_differences_within_noise_and_other_batches_are_marked(tmp_path: Path) -> None:
+    folders = []
+    for number, (loss, speed) in enumerate(((2.0, 100.0), (2.004, 103.0), (2.5, 300.0))):
+        records = [
+            _record(
+                step,
+                loss=_noisy(loss, 0.01, step),
+                tokens_per_s=_noisy(speed, 2.0, step),
+                step_time_s=1 / _noisy(speed, 2.0, step),
+            )
+            for step in range(60)
+        ]
+        folders.append(_run_dir(tmp_path / str(number), records))
+        config = json.loads(json.dumps(INFO.config))
+        config["train"]["global_batch_size"] = 32 if number < 2 else 64
+        write_info(folders[-1], replace(INFO, name=f"run {number}", config=config))
+    near, far = (
+        Page(write_comparison(folders[0], other, tmp_path / "x.html").read_text()).visible
+        for other in folders[1:]
+    )
+    assert re.search(r"loss, last 10 steps [\d.]+ [\d.]+ \+0.2% within noise", near)
+    assert re.search(r"tokens/s, median \S+ \S+ \+\S+ within noise", near)
+    assert re.search(r"time of a step, median, ms \S+ \S+ -\S+ within noise", near)
+    assert "global batch, sequences 32 32 +0.0%" in near
+    assert "The global batches differ" not in near
+    assert "within noise" not in far
+    assert "global batch, sequences 32 64 +100.0%" in far
+    assert "The global batches differ" in far
 
 
 def test_a_comparison_of_a_damaged_run_is_one_sentence(run_dir: Path, tmp_path: Path) -> None:
