@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from megacore.config.base import Section, split_key
 from megacore.config.data import SourceConfig
 from megacore.config.objects import with_folder
-from megacore.config.renamed import ELSEWHERE, MOVED, RENAMED
+from megacore.config.renamed import ELSEWHERE, MOVED, RENAMED, VALUES
 from megacore.config.sections import Config, section_classes
 from megacore.config.toml_file import read_toml
 from megacore.config.words import closest_matches
@@ -461,7 +461,9 @@ def _describe(details: ErrorDetails, places: _Places) -> str:
         return f"{prefix}[{section}] must be a table of settings, but it is {value!r}"
     shown = f"{prefix}{key} = {toml_value(value)}: "
     if kind == "literal_error":
-        return shown + f"expected one of {context['expected']}" + _closest_literal(value, context)
+        answer = VALUES.get(key, {}).get(str(value).lower())
+        hint = f"; {answer}" if answer else _closest_literal(value, context)
+        return f"{shown}expected one of {context['expected']}{hint}"
     return shown + _rule(kind, context, details["msg"])
 
 

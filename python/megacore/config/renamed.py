@@ -96,6 +96,16 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
     }
 )
 
+# Values of other projects, by setting, with the sentence that answers them.
+_FP8 = 'operands of 8 bits are train.fp8 = "blockwise", beside train.dtype = "bfloat16"'
+VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "train.dtype": MappingProxyType(
+            dict.fromkeys(("fp8", "float8", "float8_e4m3fn", "e4m3", "mxfp8"), _FP8)
+        ),
+    }
+)
+
 # Names that users of Megatron-LM, torchtitan and Hugging Face know, without their section.
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {

@@ -187,12 +187,42 @@ def load_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == ByteTokenizer.name else JsonTokenizer(name)
 
 
+def _missing_text(path: Path) -> str:
+    """Describe a path without a tokenizer.json, with the tokenizer files of its folder."""
+    hint = ' (data.tokenizer is "bytes" or the path of a tokenizer.json)'
+    folder = path if path.is_dir() else path.parent
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    found = [name for name in names if _is_tokenizer_file(name)]
+    missing = f"{path} is a folder without a tokenizer.json"
+    if not path.is_dir():
+        missing = f"tokenizer file {path} does not exist"
+    if not found:
+        return (missing if path.is_dir() else missing_path("tokenizer file", path)) + hint
+    if "tokenizer.json" in found:
+        return f"{missing}; did you mean {folder / 'tokenizer.json'}?"
+    return (
+        f"{missing}; the tokenizer files in {folder.absolute()} are {', '.join(found)}, but "
+        "megacore reads a tokenizer.json; write one with "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) of transformers"
+    )
+
+
+def _is_tokenizer_file(name: str) -> bool:
+    """Return whether a file name is one that tokenizers of usual libraries have.
+
+    Example:
+        >>> [_is_tokenizer_file(name) for name in ("spiece.model", "vocab.json", "config.json")]
+        [True, True, False]
+    """
+    known = ("vocab.json", "vocab.txt", "merges.txt")
+    return "tokenizer" in name or name.endswith((".model", ".tiktoken")) or name in known
+
+
 def _open_tokenizer(path: Path) -> _LibraryTokenizer:
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     if not path.is_file():
-        hint = ' (data.tokenizer is "bytes" or the path of a tokenizer.json)'
-        raise DataError(missing_path("tokenizer file", path) + hint)
+        raise DataError(_missing_text(path))
     try:
         from tokenizers import Tokenizer as LibraryTokenizer
     except ImportError as error:

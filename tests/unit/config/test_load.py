@@ -86,6 +86,11 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
             "[zzz]\nx = 1\n",
             ":1: unknown section [zzz]; the sections are model, model.rope_scaling, model.mla",
         ),
+        (
+            '[train]\ndtype = "FP8"\n',
+            ":2: train.dtype = \"FP8\": expected one of 'float32', 'bfloat16' or 'float16'; "
+            'operands of 8 bits are train.fp8 = "blockwise", beside train.dtype = "bfloat16"',
+        ),
         ("lr = 1\n", ":1: lr stands outside any section; did you mean optimizer.lr?"),
         ("[train]\nlr = 1\n", ":2: unknown key train.lr; did you mean optimizer.lr?"),
         ("model = 3\n", ":1: [model] must be a table of settings, but it is 3"),

@@ -86,6 +86,20 @@ def test_a_missing_tokenizer_file_names_the_closest_one(tokenizer_json: Path) ->
         load_tokenizer(str(wrong))
 
 
+@pytest.mark.parametrize("asked", ["", "tokenizer.json"])
+def test_other_tokenizer_files_of_the_folder_are_listed(tmp_path: Path, asked: str) -> None:
+    for name in ("config.json", "tokenizer.model", "tokenizer_config.json", "merges.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(tmp_path / asked))
+    start = "does not exist" if asked else "is a folder without a tokenizer.json"
+    assert f"{start}; the tokenizer files in {tmp_path} are merges.txt, tokenizer.model, " in str(
+        caught.value
+    )
+    assert "tokenizer_config.json, but megacore reads a tokenizer.json" in str(caught.value)
+    assert "config.json," not in str(caught.value).replace("tokenizer_config.json,", "")
+
+
 def test_a_missing_package_names_the_line_that_installs_it(
     tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
