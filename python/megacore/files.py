@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -58,28 +61,59 @@ def read_ahead(actions: Iterable[Callable[[], _Result]]) -> Iterator[_Result]:
 
 @contextlib.contextmanager
 def filled_folder(folder: Path) -> Iterator[None]:
-    """Create a folder, or use an empty one; empty it again if an exception ends the context.
+    """Create a folder, or use an empty one; undo that if an exception or SIGTERM ends the context.
+
+    Folders above it are removed again, too, if they were missing.
 
     Raises:
         OSError: If it cannot be created or holds files.
     """
-    existed = folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise FileExistsError(0, "it holds files already", str(folder))
+    missing = list(itertools.takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise FileExistsError(0, "it holds files already", str(folder))
+        with _termination_as_exit():
+            try:
+                yield
+            except BaseException:  # an interrupt too
+                _empty(folder)
+                raise
+    except BaseException:
+        for each in missing:
+            with contextlib.suppress(OSError):  # not made, or another program has files there
+                each.rmdir()
+        raise
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """Turn SIGTERM into ``SystemExit`` in the context, unless the caller handles the signal.
+
+    Only the main thread can; elsewhere, SIGTERM ends the process as before.
+    """
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
     try:
         yield
-    except BaseException:  # an interrupt too
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        if not existed:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def probe_folder(folder: Path) -> None:

@@ -46,12 +46,14 @@ class ImportedRun:
         checkpoint: The checkpoint's folder.
         config: The settings, resolved for one process.
         num_params: Parameters of the model, without padding.
+        not_finite: A tensor of the model with a NaN or infinite value: the first that was found.
     """
 
     config_path: Path
     checkpoint: Path
     config: ResolvedConfig
     num_params: int
+    not_finite: str | None = None
 
 
 def import_checkpoint(
@@ -89,6 +91,7 @@ def import_checkpoint(
     config = resolve(Config.model_validate(settings), 1, cuda=False)
     weights.check()
     pieces = _pieces(weights)
+    reader = _Reader(weights)
     try:
         with filled_folder(out):
             if has_tokenizer:
@@ -102,7 +105,7 @@ def import_checkpoint(
                 state=TrainState(step=0, samples=0, optimizer={}),
                 config=config.model_dump(),
                 groups=ProcessGroups.single(),
-                read=lambda chunk: _blocks(weights, chunk),
+                read=reader.blocks,
             )
     except OSError as error:
         raise MegacoreError(f"cannot write to {out}: {describe_os_error(error)}") from error
@@ -111,6 +114,7 @@ def import_checkpoint(
         checkpoint=checkpoint,
         config=config,
         num_params=weights.num_params(),
+        not_finite=reader.not_finite,
     )
 
 
@@ -135,12 +139,27 @@ def _settings(
     return {section: values for section, values in settings.items() if values}
 
 
-def _blocks(weights: HFWeights, chunk: Chunk) -> Iterator[Tensor]:
-    """Yield the values of a chunk, which is a range of a flattened parameter."""
-    strides = [math.prod(chunk.full_shape[dim + 1 :]) for dim in range(len(chunk.full_shape))]
-    start = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
-    name = chunk.key.removeprefix(tensor_key(MAIN_PARAM, ""))
-    return weights.blocks(name, start, start + chunk.tensor.numel())
+class _Reader:
+    """Values of the model by chunk; finds a tensor that is not finite on the way.
+
+    Attributes:
+        not_finite: The first tensor with a NaN or infinite value.
+    """
+
+    def __init__(self, weights: HFWeights) -> None:
+        self.not_finite: str | None = None
+        self._weights = weights
+
+    def blocks(self, chunk: Chunk) -> Iterator[Tensor]:
+        """Yield the values of a chunk, which is a range of a flattened parameter."""
+        strides = [math.prod(chunk.full_shape[dim + 1 :]) for dim in range(len(chunk.full_shape))]
+        start = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
+        name = chunk.key.removeprefix(tensor_key(MAIN_PARAM, ""))
+        for block in self._weights.blocks(name, start, start + chunk.tensor.numel()):
+            # Extremes are not finite if any value is; the block is in the processor's cache.
+            if self.not_finite is None and not torch.stack(block.aminmax()).isfinite().all():
+                self.not_finite = self._weights.not_finite(name)
+            yield block
 
 
 def _pieces(weights: HFWeights) -> list[ParamPiece]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def run(args: argparse.Namespace) -> int:
         f"{done.num_params:,} parameters, {model.num_layers} layers, sequence {model.seq_length}: "
         f"{done.checkpoint}"
     )
+    if done.not_finite is not None:
+        print(
+            f"warning: {done.not_finite} has NaN or infinite values, so the model cannot train; "
+            "get the file again, or save the model again",
+            file=sys.stderr,
+        )
     if done.config.data.tokenizer == "bytes":
         print(
             "The folder has no tokenizer.json: set data.tokenizer, or train on tokens that were "

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megacore.checkpoint import StoredWeights, TrainState, save_checkpoint
@@ -247,12 +251,57 @@ def test_an_interrupted_export_or_import_leaves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(StoredWeights, "verify", interrupted)  # all tensors are written then
         with pytest.raises(KeyboardInterrupt):
-            export_checkpoint(tmp_path / "ours", tmp_path / "out")
+            export_checkpoint(tmp_path / "ours", tmp_path / "new" / "deep" / "out")
         patched.setattr("megacore.checkpoint.save.check_written", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            import_checkpoint(tmp_path / "theirs", tmp_path / "again")
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "again").exists()
+            import_checkpoint(tmp_path / "theirs", tmp_path / "new" / "again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
     import_checkpoint(tmp_path / "theirs", tmp_path / "again")
     export_checkpoint(tmp_path / "again", tmp_path / "out")
     assert tensors_of(tmp_path / "out").keys() == tensors_of(tmp_path / "theirs").keys()
+
+
+_TERMINATED = """
+import os, signal, sys, time
+from megacore.checkpoint import StoredWeights
+from megacore.cli import main
+
+def verify(self):  # all tensors are written then
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+StoredWeights.verify = verify
+sys.exit(main(["export-hf", *sys.argv[1:]]))
+"""
+
+
+def test_a_terminated_export_leaves_nothing(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    (tmp_path / "empty").mkdir()
+    for out in (tmp_path / "new" / "out", tmp_path / "empty"):
+        command = [sys.executable, "-c", _TERMINATED, str(tmp_path / "ours"), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, ""), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "ours", "theirs"]
+    assert not list((tmp_path / "empty").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", float("nan")),
+        ("model.layers.0.self_attn.k_proj.weight", float("-inf")),
+        ("model.norm.weight", float("inf")),
+    ],
+)
+def test_an_import_names_a_tensor_that_is_not_finite(
+    name: str, value: float, tmp_path: Path
+) -> None:
+    save_theirs("llama", tmp_path / "theirs")
+    assert import_checkpoint(tmp_path / "theirs", tmp_path / "ours").not_finite is None
+    [file] = (tmp_path / "theirs").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert import_checkpoint(tmp_path / "theirs", tmp_path / "again").not_finite == name

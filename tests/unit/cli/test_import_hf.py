@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megacore.checkpoint.restore import restore_model
 from megacore.cli import main
@@ -162,6 +163,22 @@ def test_mistakes_are_told_and_leave_nothing(
     assert "holds no *.safetensors file" in complaint(capsys, str(theirs), str(out))
     assert not out.exists()
     assert [path.name for path in busy.iterdir()] == ["mine.txt"]
+
+
+def test_weights_that_are_not_finite_are_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder("llama", tmp_path / "theirs", tokenizer=False)
+    [file] = (tmp_path / "theirs").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    capsys.readouterr()
+    assert main(["import-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    assert capsys.readouterr().err == (
+        "warning: model.norm.weight has NaN or infinite values, so the model cannot train; "
+        "get the file again, or save the model again\n"
+    )
 
 
 def test_a_folder_without_a_tokenizer_says_what_is_missing(

@@ -177,6 +177,13 @@ class HFWeights:
             starts = range(start, end, _BLOCK_NUMEL)
             yield from read_ahead(functools.partial(read, first) for first in starts)
 
+    def not_finite(self, name: str) -> str | None:
+        """Return the first tensor of a parameter with a NaN or infinite value, or ``None``."""
+        for theirs in self._rows[name][1]:
+            if not torch.isfinite(self._tensors[theirs]).all():
+                return theirs
+        return None
+
     @torch.no_grad()
     def read_into(self, values: Tensor, name: str, position: ShardPosition) -> None:
         """Fill a shard of a parameter; only its values are read, most of them without a copy.
