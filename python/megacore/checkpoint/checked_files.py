@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
     _StorageInfo,
 )
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -67,6 +68,13 @@ class ChecksumWriter(FileSystemWriter):
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.sums: dict[str, FileSum] = {}
         self.fs = _ChecksumFileSystem(self.sums)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the folder and identity of the checkpoint, readable by every Python.
+
+        A pickled path names a module that only Python 3.13 has, or does not have.
+        """
+        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of a plan; complete on return."""

@@ -73,6 +73,8 @@ _RECORDS = {
     # The folder that was written to, in `StorageMeta`.
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),  # of Python 3.13
+    ("pathlib._local", "WindowsPath"),
 }
 _VALUES: Mapping[tuple[str, str], type] = {
     ("torch", "Size"): tuple,
