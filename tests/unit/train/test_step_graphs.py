@@ -61,7 +61,7 @@ from tests.support.graphed_training import (
 )
 def test_graphs_change_no_bit(graphs: dict[str, Any], changes: dict[str, Any]) -> None:
     trainer, plain = make_trainer(graphs, **changes), make_trainer(**changes)
-    assert run(trainer) == run(plain)
+    assert repr(run(trainer)) == repr(run(plain))  # a skipped step may have the norm NaN
     assert trainer.optimizer.scalars() == plain.optimizer.scalars()
     assert trainer.graphs is not None
     assert trainer.graphs.includes_update is (graphs["mode"] == "full_step")
