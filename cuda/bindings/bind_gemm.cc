@@ -35,7 +35,7 @@ void define_launcher(py::module_& module, const char* name) {
          int32_t operand, int32_t result, int64_t num_rows, int64_t num_experts,
          int64_t out_features, int64_t in_features, bool accumulate, uintptr_t accumulate_mask,
          bool clear_tail, int32_t tile, bool along_columns, uintptr_t workspace,
-         size_t workspace_bytes, uintptr_t stream, uintptr_t first_row) {
+         size_t workspace_bytes, uintptr_t stream, uintptr_t first_row, int64_t expected_rows) {
         launcher({.product = product_of(product),
                   .a = device_pointer<const void>(a),
                   .b = device_pointer<const void>(b),
@@ -45,6 +45,7 @@ void define_launcher(py::module_& module, const char* name) {
                   .operand = enumerator("operand", operand, cuda::GroupedType::kFloat32),
                   .result = enumerator("result", result, cuda::GroupedType::kFloat32),
                   .num_rows = num_rows,
+                  .expected_rows = expected_rows,
                   .num_experts = num_experts,
                   .out_features = out_features,
                   .in_features = in_features,
@@ -62,7 +63,8 @@ void define_launcher(py::module_& module, const char* name) {
       py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
       py::arg("accumulate"), py::arg("accumulate_mask"), py::arg("clear_tail"), py::arg("tile"),
       py::arg("along_columns"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("stream"),
-      py::arg("first_row") = 0, py::call_guard<py::gil_scoped_release>());
+      py::arg("first_row") = 0, py::arg("expected_rows") = 0,
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -76,7 +78,7 @@ void bind_gemm(py::module_& module) {
   module.def(
       "grouped_gemm_plan",
       [](int32_t product, int64_t num_rows, int64_t num_experts, int64_t out_features,
-         int64_t in_features, int major) {
+         int64_t in_features, int major, int64_t expected_rows) {
         const cuda::GroupedPlan plan = cuda::choose_grouped_plan({.product = product_of(product),
                                                                   .num_rows = num_rows,
                                                                   .num_experts = num_experts,
@@ -84,11 +86,12 @@ void bind_gemm(py::module_& module) {
                                                                   .in_features = in_features,
                                                                   .operand_bytes = 2,
                                                                   .result_bytes = 2},
-                                                                 major);
+                                                                 expected_rows, major);
         return std::pair(static_cast<int32_t>(plan.tile), plan.along_columns);
       },
       py::kw_only(), py::arg("product"), py::arg("num_rows"), py::arg("num_experts"),
-      py::arg("out_features"), py::arg("in_features"), py::arg("major"));
+      py::arg("out_features"), py::arg("in_features"), py::arg("major"),
+      py::arg("expected_rows") = 0);
 }
 
 }  // namespace megacore::bindings

@@ -338,12 +338,16 @@ size_t grouped_gemm_workspace_bytes(int64_t num_experts) {
   return arguments_bytes(num_experts) + scratch;
 }
 
-GroupedPlan choose_grouped_plan(const moe::GroupedProblem& problem, int major) {
+GroupedPlan choose_grouped_plan(const moe::GroupedProblem& problem,
+                                int64_t expected_rows,
+                                int major) {
   if (major != 9) {
     return {GroupedTile::kWide, false};
   }
   const bool is_weight_grad = problem.product == GroupedProduct::kWeightGrad;
-  const int64_t rows = problem.num_rows / std::max(problem.num_experts, int64_t{1});
+  const int64_t rows = expected_rows > 0
+                           ? expected_rows
+                           : problem.num_rows / std::max(problem.num_experts, int64_t{1});
   const int64_t columns =
       problem.product == GroupedProduct::kForward ? problem.out_features : problem.in_features;
   const auto* rule = std::ranges::find_if(kHopperTiles, [=](const TileRule& each) {
@@ -369,7 +373,7 @@ void grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
   const Device& device = current_device();
   GroupedPlan plan = params.plan;
   if (plan.tile == GroupedTile::kAuto) {
-    plan = choose_grouped_plan(problem_of(params), device.major);
+    plan = choose_grouped_plan(problem_of(params), params.expected_rows, device.major);
   }
   if (is_weight_grad(params) && plan.tile != GroupedTile::kSquare) {
     plan.tile = GroupedTile::kWide;  // the only other one for weight gradients

@@ -59,6 +59,7 @@ def grouped_gemm(
     workspace_bytes: int,
     stream: int,
     first_row: int = 0,
+    expected_rows: int = 0,
 ) -> None: ...
 def grouped_gemm_set_up(
     *,
@@ -82,6 +83,7 @@ def grouped_gemm_set_up(
     workspace_bytes: int,
     stream: int,
     first_row: int = 0,
+    expected_rows: int = 0,
 ) -> None: ...
 def grouped_gemm_archs() -> list[str]: ...
 def grouped_gemm_workspace_bytes(*, num_experts: int) -> int: ...
@@ -93,6 +95,7 @@ def grouped_gemm_plan(
     out_features: int,
     in_features: int,
     major: int,
+    expected_rows: int = 0,
 ) -> tuple[int, bool]: ...
 
 MAX_SORTED_EXPERTS: int

@@ -76,10 +76,13 @@ class GroupedExperts(nn.Module):
         activate = _ACTIVATIONS[self.activation]
         probs, num_rows = arrived.probs, arrived.num_rows
         if clones is not None:
-            clears = num_rows is None
-            inner = clones.product(FC1, arrived.rows, arrived.m_splits, clear_padding=clears)
+            hints: dict[str, Any] = {
+                "clear_padding": num_rows is None,
+                "expected_rows": arrived.expected_rows,
+            }
+            inner = clones.product(FC1, arrived.rows, arrived.m_splits, **hints)
             active = activate(inner, probs, num_rows=num_rows)
-            return clones.product(FC2, active, arrived.m_splits, clear_padding=clears)
+            return clones.product(FC2, active, arrived.m_splits, **hints)
         inner = self._product(arrived.rows, self.fc1, arrived)
         if self.biases is None:
             return self._product(activate(inner, probs, num_rows=num_rows), self.fc2, arrived)
@@ -97,6 +100,7 @@ class GroupedExperts(nn.Module):
             arrived.m_splits,
             main_grad=None if main_grad is None else main_grad.flatten(1, -2),
             clear_padding=arrived.num_rows is None,
+            expected_rows=arrived.expected_rows,
         )
 
 

@@ -24,6 +24,8 @@ from torch.nn.functional import pad
 
 BLOCK = 128
 _FORMAT = torch.float8_e4m3fn
+# clear_padding and expected_rows of a product of groups of rows; empty without groups.
+_Hints = tuple[()] | tuple[bool, int]
 _LARGEST = torch.finfo(_FORMAT).max
 
 
@@ -38,7 +40,7 @@ def fp8_linear(x: Tensor, w_NK: Tensor, bias: Tensor | None = None) -> Tensor:
     Sync:
         None.
     """
-    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w_NK[None], None, None, True)  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w_NK[None], None, None, ())  # type: ignore[no-untyped-call]
     y = y.view(*x.shape[:-1], len(w_NK))
     return y if bias is None else y + bias
 
@@ -50,6 +52,7 @@ def fp8_grouped_gemm(
     *,
     main_grad: Tensor | None = None,
     clear_padding: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
     """Multiply consecutive groups of rows by one weight each, with 8-bit operands.
 
@@ -62,11 +65,14 @@ def fp8_grouped_gemm(
         m_splits: Rows per expert, ``(E,)``, int64, on the device of ``x_MK``.
         main_grad: Buffer to which the gradient of the weights is added, ``(E, N, K)``, float32.
         clear_padding: As in ``grouped_gemm``.
+        expected_rows: As in ``grouped_gemm``.
 
     Sync:
         None where ``grouped_gemm`` has none for the dtype of ``x_MK``.
     """
-    y: Tensor = _Product.apply(x_MK, w_ENK, m_splits, main_grad, clear_padding)  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+        x_MK, w_ENK, m_splits, main_grad, (clear_padding, expected_rows)
+    )
     return y
 
 
@@ -174,21 +180,19 @@ def _operand_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_cuda else torch.float32
 
 
-def _multiply(x: Tensor, w: Tensor, m_splits: Tensor | None, clear_padding: bool) -> Tensor:
+def _multiply(x: Tensor, w: Tensor, m_splits: Tensor | None, hints: _Hints) -> Tensor:
     if m_splits is None:
         return x @ w[0].t()
     product = torch.ops.megacore.grouped_gemm
-    result: Tensor = product(x, w, m_splits, None, True, None, clear_padding)
+    result: Tensor = product(x, w, m_splits, None, True, None, *hints)
     return result
 
 
-def _multiply_transposed(
-    grad: Tensor, w: Tensor, m_splits: Tensor | None, clear_padding: bool
-) -> Tensor:
+def _multiply_transposed(grad: Tensor, w: Tensor, m_splits: Tensor | None, hints: _Hints) -> Tensor:
     if m_splits is None:
         return grad @ w[0]
     product = torch.ops.megacore.grouped_gemm_input_grad
-    result: Tensor = product(grad, w, m_splits, clear_padding)
+    result: Tensor = product(grad, w, m_splits, *hints)
     return result
 
 
@@ -202,7 +206,7 @@ class _Product(torch.autograd.Function):
         w: Tensor,
         m_splits: Tensor | None,
         main_grad: Tensor | None,
-        clear_padding: bool,
+        hints: _Hints,
     ) -> Tensor:
         blocks, num_blocks = _blocks_of(x, m_splits)
         values = scales = None
@@ -211,8 +215,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(values, scales, blocks, w, m_splits)
         # Not saved by autograd: other backward passes write to it in the meantime.
         ctx.main_grad, ctx.num_blocks = main_grad, num_blocks
-        ctx.clear_padding = clear_padding
-        return _multiply(_rounded_rows(x), _rounded_blocks(w), m_splits, clear_padding).to(x.dtype)
+        ctx.hints = hints
+        return _multiply(_rounded_rows(x), _rounded_blocks(w), m_splits, hints).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -222,12 +226,12 @@ class _Product(torch.autograd.Function):
         # A split backward pass requests one of the two at a time.
         if ctx.needs_input_grad[0]:
             factors = _rounded_rows(grad), _rounded_blocks(w)
-            grad_x = _multiply_transposed(*factors, m_splits, ctx.clear_padding).to(grad.dtype)
+            grad_x = _multiply_transposed(*factors, m_splits, ctx.hints).to(grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_values, grad_scales = quantize_columns(grad, blocks, ctx.num_blocks)
             wide_grad = (grad_values.float() * grad_scales[blocks]).to(_operand_dtype(grad))
             wide_x = (values.float() * scales[blocks]).to(_operand_dtype(grad))
-            grad_w = _weight_grad(wide_grad, wide_x, w, m_splits, ctx.main_grad)
+            grad_w = _weight_grad(wide_grad, wide_x, w, m_splits, ctx.main_grad, ctx.hints)
         return grad_x, grad_w, None, None, None
 
 
@@ -238,12 +242,17 @@ def _blocks_of(x: Tensor, m_splits: Tensor | None) -> tuple[Tensor, int]:
 
 
 def _weight_grad(
-    grad: Tensor, x: Tensor, w: Tensor, m_splits: Tensor | None, main_grad: Tensor | None
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor | None,
+    main_grad: Tensor | None,
+    hints: _Hints,
 ) -> Tensor | None:
     """Return the gradient of the weights, or add it to ``main_grad``."""
     if m_splits is None:
         return (grad.t() @ x)[None].to(w.dtype)
     out = torch.empty_like(w, dtype=torch.float32) if main_grad is None else main_grad
     add_to = torch.ops.megacore.grouped_gemm_weight_grad_
-    add_to(grad, x, m_splits, out, main_grad is not None, None)
+    add_to(grad, x, m_splits, out, main_grad is not None, None, *hints[1:])
     return out.to(w.dtype) if main_grad is None else None

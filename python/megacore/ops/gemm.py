@@ -25,6 +25,7 @@ def grouped_gemm(
     main_grad: Tensor | None = None,
     accumulate: bool | Tensor = True,
     clear_padding: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
     """Multiply consecutive groups of rows by one weight each.
 
@@ -49,6 +50,8 @@ def grouped_gemm(
             same device decides per expert.
         clear_padding: Set padding rows to zero, in the result and in the gradient of ``x``;
             otherwise they may have any value.
+        expected_rows: Expected rows of an expert, a hint for the choice of a kernel on GPUs. 0: the
+            mean, ``M / E``, which is too high if M is a capacity.
 
     Returns:
         ``(M, N)``, dtype of ``x``.
@@ -75,7 +78,7 @@ def grouped_gemm(
     """
     _check(x, w, m_splits, main_grad)
     split = _split(accumulate, w)
-    result: Tensor = _grouped_gemm(x, w, m_splits, main_grad, *split, clear_padding)
+    result: Tensor = _grouped_gemm(x, w, m_splits, main_grad, *split, clear_padding, expected_rows)
     return result
 
 
@@ -196,11 +199,11 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    x, w, m_splits, main_grad, accumulate, accumulate_mask, clear_padding = inputs
+    x, w, m_splits, main_grad, accumulate, accumulate_mask, *hints = inputs
     ctx.save_for_backward(x, w, m_splits)
     # Not saved by autograd: other backward passes write to it in the meantime.
     ctx.main_grad, ctx.accumulate, ctx.mask = main_grad, accumulate, accumulate_mask
-    ctx.clear_padding = clear_padding
+    ctx.clear_padding, ctx.expected_rows = hints
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -208,7 +211,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad = grad.contiguous()
     grad_x = grad_w = None
     if ctx.needs_input_grad[0]:
-        grad_x = _input_grad(grad, w, m_splits, ctx.clear_padding)
+        grad_x = _input_grad(grad, w, m_splits, ctx.clear_padding, ctx.expected_rows)
     if ctx.needs_input_grad[1]:
         if ctx.main_grad is None and not w.is_cuda and _torch_has_loop(x, w):
             grad_w = torch._grouped_mm(grad.t(), x, offs=m_splits.cumsum(0, dtype=torch.int32))
@@ -217,11 +220,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             narrow = w.is_cuda or not _goes_to_float32(x, w)
             dtype = w.dtype if narrow else _wide_dtype(w.dtype)
             grad_w = torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
-            _weight_grad_(grad, x, m_splits, grad_w, False, None)
+            _weight_grad_(grad, x, m_splits, grad_w, False, None, ctx.expected_rows)
             grad_w = grad_w.to(w.dtype)
         else:
-            _weight_grad_(grad, x, m_splits, ctx.main_grad, ctx.accumulate, ctx.mask)
-    return grad_x, grad_w, *(None,) * 5
+            accumulate = ctx.accumulate, ctx.mask
+            _weight_grad_(grad, x, m_splits, ctx.main_grad, *accumulate, ctx.expected_rows)
+    return grad_x, grad_w, *(None,) * 6
 
 
 def _forward_cuda(
@@ -232,6 +236,7 @@ def _forward_cuda(
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
     clear_padding: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
     del main_grad, accumulate, accumulate_mask
     backend = choose_backend(x, *w.shape)
@@ -239,19 +244,33 @@ def _forward_cuda(
         other = gemm_torch.forward if backend == "torch" else _forward_reference
         return other(x, w, m_splits, clear_padding)
     y = x.new_empty(x.shape[0], w.shape[1])
-    launch_grouped("forward", x, w, m_splits, y, clear_tail=clear_padding)
+    launch_grouped(
+        "forward", x, w, m_splits, y, clear_tail=clear_padding, expected_rows=expected_rows
+    )
     return y
 
 
 def _input_grad_cuda(
-    grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
+    grad: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    clear_padding: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
     backend = choose_backend(grad, *w.shape)
     if backend != "native":
         other = gemm_torch.input_grad if backend == "torch" else _input_grad_reference
         return other(grad, w, m_splits, clear_padding)
     grad_x = grad.new_empty(grad.shape[0], w.shape[2])
-    launch_grouped("input_grad", grad, w, m_splits, grad_x, clear_tail=clear_padding)
+    launch_grouped(
+        "input_grad",
+        grad,
+        w,
+        m_splits,
+        grad_x,
+        clear_tail=clear_padding,
+        expected_rows=expected_rows,
+    )
     return grad_x
 
 
@@ -262,6 +281,7 @@ def _weight_grad_cuda_(
     out: Tensor,
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> None:
     # A 16-bit result is always overwritten.
     fits = out.dtype == torch.float32 or (out.dtype == x.dtype and not accumulate)
@@ -270,9 +290,15 @@ def _weight_grad_cuda_(
         other = gemm_torch.weight_grad_ if backend == "torch" else _weight_grad_reference_
         other(grad, x, m_splits, out, accumulate, accumulate_mask)
         return
-    mask = accumulate_mask if accumulate else None
     launch_grouped(
-        "weight_grad", grad, x, m_splits, out, accumulate=accumulate, accumulate_mask=mask
+        "weight_grad",
+        grad,
+        x,
+        m_splits,
+        out,
+        accumulate=accumulate,
+        accumulate_mask=accumulate_mask if accumulate else None,
+        expected_rows=expected_rows,
     )
 
 
@@ -311,11 +337,12 @@ def _forward_cpu(
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
     clear_padding: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
     if _goes_to_float32(x, w):
         wide = x.float(), w.float(), m_splits, None, accumulate, None, clear_padding
         return _forward_cpu(*wide).to(x.dtype)
-    del main_grad, accumulate, accumulate_mask
+    del main_grad, accumulate, accumulate_mask, expected_rows
     if x.dtype != torch.float32:
         return _rows_product_cpu(x, w.transpose(1, 2), m_splits, clear_padding)
     y = x.new_empty(x.shape[0], w.shape[1])
@@ -338,8 +365,15 @@ def forward_cpu_(
     )
 
 
-def input_grad_cpu(grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True) -> Tensor:
+def input_grad_cpu(
+    grad: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    clear_padding: bool = True,
+    expected_rows: int = 0,
+) -> Tensor:
     """Compute the gradient of ``x`` of :func:`grouped_gemm` on the CPU."""
+    del expected_rows
     if _goes_to_float32(grad, w):
         wide = input_grad_cpu(grad.float(), w.float(), m_splits, clear_padding)
         return wide.to(grad.dtype)
@@ -365,8 +399,10 @@ def weight_grad_cpu_(
     out: Tensor,
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> None:
     """Compute the gradient of ``w`` of :func:`grouped_gemm` on the CPU into ``out``."""
+    del expected_rows
     if out.dtype != torch.float32 or not out.is_contiguous():
         _weight_grad_reference_(grad, x, m_splits, out, accumulate, accumulate_mask)
         return
@@ -429,15 +465,20 @@ def _forward_fake(
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
     clear_padding: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
-    del m_splits, main_grad, accumulate, accumulate_mask, clear_padding
+    del m_splits, main_grad, accumulate, accumulate_mask, clear_padding, expected_rows
     return x.new_empty(x.shape[0], w.shape[1])
 
 
 def _input_grad_fake(
-    grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
+    grad: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    clear_padding: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
-    del m_splits, clear_padding
+    del m_splits, clear_padding, expected_rows
     return grad.new_empty(grad.shape[0], w.shape[2])
 
 
@@ -448,27 +489,28 @@ def _weight_grad_fake_(
     out: Tensor,
     accumulate: bool,
     accumulate_mask: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> None:
-    del grad, x, m_splits, out, accumulate, accumulate_mask
+    del grad, x, m_splits, out, accumulate, accumulate_mask, expected_rows
 
 
 _grouped_gemm = define_op(
     "grouped_gemm(Tensor x, Tensor w, Tensor m_splits, Tensor? main_grad, bool accumulate,"
-    " Tensor? accumulate_mask=None, bool clear_padding=True) -> Tensor",
+    " Tensor? accumulate_mask=None, bool clear_padding=True, SymInt expected_rows=0) -> Tensor",
     cpu=_forward_cpu,
     cuda=_forward_cuda,
     fake=_forward_fake,
 )
 _input_grad = define_op(
-    "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits, bool clear_padding=True)"
-    " -> Tensor",
+    "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits, bool clear_padding=True,"
+    " SymInt expected_rows=0) -> Tensor",
     cpu=input_grad_cpu,
     cuda=_input_grad_cuda,
     fake=_input_grad_fake,
 )
 _weight_grad_ = define_op(
     "grouped_gemm_weight_grad_(Tensor grad, Tensor x, Tensor m_splits, Tensor(a!) out,"
-    " bool accumulate, Tensor? accumulate_mask=None) -> ()",
+    " bool accumulate, Tensor? accumulate_mask=None, SymInt expected_rows=0) -> ()",
     cpu=weight_grad_cpu_,
     cuda=_weight_grad_cuda_,
     fake=_weight_grad_fake_,

@@ -99,6 +99,7 @@ def launch_grouped(
     accumulate_mask: Tensor | None = None,
     clear_tail: bool = False,
     first_row: Tensor | None = None,
+    expected_rows: int = 0,
     plan: str | None = None,
 ) -> None:
     """Launch a grouped product on the current stream, without host sync or checks of the counts.
@@ -118,6 +119,8 @@ def launch_grouped(
         accumulate_mask: Instead of ``accumulate``, one bool per expert, ``(E,)``.
         first_row: First row of the first expert, int64 scalar on the device; earlier rows
             are neither read nor written. Default: row 0.
+        expected_rows: Expected rows of an expert, from which the tiles are chosen; 0 for the mean
+            of the rows of ``a``, which is too high if these are a capacity.
         clear_tail: Zero the padding rows. Otherwise they are not written.
         plan: ``"auto"``, ``"wide"``, ``"middle"``, ``"narrow"`` or ``"square"``, or one of the
             last four followed by ``"-columns"``. Default: the variable MEGACORE_GROUPED_GEMM_PLAN.
@@ -158,6 +161,7 @@ def launch_grouped(
             workspace_bytes=workspace.numel(),
             stream=torch.cuda.current_stream().cuda_stream,
             first_row=0 if first_row is None else first_row.data_ptr(),
+            expected_rows=expected_rows,
         )
 
 

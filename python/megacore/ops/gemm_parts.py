@@ -17,7 +17,14 @@ from megacore.ops.gemm_cuda import Product, launch_grouped, takes_kernel
 from megacore.ops.library import define_op
 
 
-def part_product_(x: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
+def part_product_(
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    first_row: Tensor,
+    out: Tensor,
+    expected_rows: int = 0,
+) -> None:
     """Compute ``out[rows of e] = x[rows of e] @ w[e].T``; other rows of ``out`` are unchanged.
 
     Args:
@@ -26,6 +33,7 @@ def part_product_(x: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out
         m_splits: Rows of each group, ``(E,)``, int64.
         first_row: First row of the first group, int64 scalar.
         out: ``(M, N)``, written.
+        expected_rows: As in `grouped_gemm`.
 
     Sync:
         None where the kernels of `grouped_gemm` compute it; otherwise as in `grouped_gemm`.
@@ -36,18 +44,28 @@ def part_product_(x: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out
         >>> out.flatten().tolist()
         [0.0, 1.0, 0.0]
     """
-    _part_product_(x, w, m_splits, first_row, out)
+    _part_product_(x, w, m_splits, first_row, out, expected_rows)
 
 
 def part_input_grad_(
-    grad: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
+    grad: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    first_row: Tensor,
+    out: Tensor,
+    expected_rows: int = 0,
 ) -> None:
     """Compute ``out[rows of e] = grad[rows of e] @ w[e]``: ``(M, N)`` to ``(M, K)``."""
-    _part_input_grad_(grad, w, m_splits, first_row, out)
+    _part_input_grad_(grad, w, m_splits, first_row, out, expected_rows)
 
 
 def part_weight_grad_(
-    grad: Tensor, x: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
+    grad: Tensor,
+    x: Tensor,
+    m_splits: Tensor,
+    first_row: Tensor,
+    out: Tensor,
+    expected_rows: int = 0,
 ) -> None:
     """Compute ``out[e] = grad[rows of e].T @ x[rows of e]``, ``(E, N, K)``; zero for empty groups.
 
@@ -57,14 +75,23 @@ def part_weight_grad_(
         m_splits: Rows of each group, ``(E,)``, int64.
         first_row: First row of the first group, int64 scalar.
         out: Overwritten; float32 for 16-bit rows.
+        expected_rows: As in `grouped_gemm`.
     """
-    _part_weight_grad_(grad, x, m_splits, first_row, out)
+    _part_weight_grad_(grad, x, m_splits, first_row, out, expected_rows)
 
 
 def _rows(product: Callable[..., Tensor]) -> Callable[..., None]:
     """Return an implementation that slices rows and copies results. Sync: reads ``first_row``."""
 
-    def run(a: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
+    def run(
+        a: Tensor,
+        w: Tensor,
+        m_splits: Tensor,
+        first_row: Tensor,
+        out: Tensor,
+        expected_rows: int = 0,
+    ) -> None:
+        del expected_rows
         first = int(first_row)
         end = first + int(m_splits.sum())
         if end > first:
@@ -84,8 +111,14 @@ def _input_grad(grad: Tensor, w: Tensor, m_splits: Tensor) -> Tensor:
 
 
 def _weight_grad_sliced_(
-    grad: Tensor, x: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
+    grad: Tensor,
+    x: Tensor,
+    m_splits: Tensor,
+    first_row: Tensor,
+    out: Tensor,
+    expected_rows: int = 0,
 ) -> None:
+    del expected_rows
     first = int(first_row)
     torch.ops.megacore.grouped_gemm_weight_grad_(grad[first:], x[first:], m_splits, out, False)
 
@@ -93,43 +126,67 @@ def _weight_grad_sliced_(
 def _rows_cuda(kind: Product, product: Callable[..., Tensor]) -> Callable[..., None]:
     """Return an implementation that launches the kernel ``kind`` if it supports the tensors."""
 
-    def run(a: Tensor, w: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
+    def run(
+        a: Tensor,
+        w: Tensor,
+        m_splits: Tensor,
+        first_row: Tensor,
+        out: Tensor,
+        expected_rows: int = 0,
+    ) -> None:
         if not takes_kernel(a, *w.shape):
             return _rows(product)(a, w, m_splits, first_row, out)
-        return launch_grouped(kind, a, w, m_splits, out, first_row=first_row)
+        return launch_grouped(
+            kind, a, w, m_splits, out, first_row=first_row, expected_rows=expected_rows
+        )
 
     return run
 
 
 def _weight_grad_cuda_(
-    grad: Tensor, x: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor
+    grad: Tensor,
+    x: Tensor,
+    m_splits: Tensor,
+    first_row: Tensor,
+    out: Tensor,
+    expected_rows: int = 0,
 ) -> None:
     if not takes_kernel(x, *out.shape):
         return _weight_grad_sliced_(grad, x, m_splits, first_row, out)
-    return launch_grouped("weight_grad", grad, x, m_splits, out, first_row=first_row)
+    return launch_grouped(
+        "weight_grad",
+        grad,
+        x,
+        m_splits,
+        out,
+        first_row=first_row,
+        expected_rows=expected_rows,
+    )
 
 
-def _fake(a: Tensor, b: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor) -> None:
-    del a, b, m_splits, first_row, out
+def _fake(
+    a: Tensor, b: Tensor, m_splits: Tensor, first_row: Tensor, out: Tensor, expected_rows: int = 0
+) -> None:
+    del a, b, m_splits, first_row, out, expected_rows
 
 
 _part_product_ = define_op(
-    "grouped_gemm_part_(Tensor x, Tensor w, Tensor m_splits, Tensor first_row, Tensor(a!) out)"
-    " -> ()",
+    "grouped_gemm_part_(Tensor x, Tensor w, Tensor m_splits, Tensor first_row, Tensor(a!) out,"
+    " SymInt expected_rows=0) -> ()",
     cpu=_rows(_forward),
     cuda=_rows_cuda("forward", _forward),
     fake=_fake,
 )
 _part_input_grad_ = define_op(
     "grouped_gemm_part_input_grad_(Tensor grad, Tensor w, Tensor m_splits, Tensor first_row,"
-    " Tensor(a!) out) -> ()",
+    " Tensor(a!) out, SymInt expected_rows=0) -> ()",
     cpu=_rows(_input_grad),
     cuda=_rows_cuda("input_grad", _input_grad),
     fake=_fake,
 )
 _part_weight_grad_ = define_op(
     "grouped_gemm_part_weight_grad_(Tensor grad, Tensor x, Tensor m_splits, Tensor first_row,"
-    " Tensor(a!) out) -> ()",
+    " Tensor(a!) out, SymInt expected_rows=0) -> ()",
     cpu=_weight_grad_sliced_,
     cuda=_weight_grad_cuda_,
     fake=_fake,

@@ -148,5 +148,19 @@ TEST(GroupedSetUp, WritesWhatItsTwinDoesAndClearsTheRest) {
   check({.product = GroupedProduct::kForward, .counts = std::vector<int64_t>(4, 0)});
 }
 
+TEST(GroupedPlan, FollowsTheExpectedRowsAndNotTheCapacity) {
+  const moe::GroupedProblem problem = {.product = GroupedProduct::kForward,
+                                       .num_rows = 32 * 1024,
+                                       .num_experts = 32,
+                                       .out_features = 2048,
+                                       .in_features = 1024,
+                                       .operand_bytes = 2,
+                                       .result_bytes = 2};
+  EXPECT_EQ(choose_grouped_plan(problem, 0, 9).tile, GroupedTile::kWide);
+  EXPECT_EQ(choose_grouped_plan(problem, 1024, 9).tile, GroupedTile::kWide);
+  EXPECT_EQ(choose_grouped_plan(problem, 640, 9).tile, GroupedTile::kMiddle);
+  EXPECT_EQ(choose_grouped_plan(problem, 64, 9).tile, GroupedTile::kNarrow);
+}
+
 }  // namespace
 }  // namespace megacore::cuda

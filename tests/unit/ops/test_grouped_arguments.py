@@ -210,6 +210,14 @@ def test_groups_of_few_rows_take_narrow_tiles(
 
 
 @needs_cuda_build
+def test_expected_rows_choose_the_tile_of_rows_with_a_capacity() -> None:
+    sizes = {"num_rows": 32 * 1024, "num_experts": 32, "out_features": 2048, "in_features": 1024}
+    for expected, tile in ((0, WIDE), (640, MIDDLE), (64, NARROW)):
+        plan = cuda_kernels().grouped_gemm_plan(product=0, major=9, expected_rows=expected, **sizes)
+        assert plan[0] == tile
+
+
+@needs_cuda_build
 @pytest.mark.parametrize(("out_features", "tile"), [(128, SQUARE), (136, MIDDLE)])
 def test_results_of_few_columns_take_square_tiles(out_features: int, tile: int) -> None:
     plan = cuda_kernels().grouped_gemm_plan(

@@ -50,6 +50,8 @@ struct GroupedGemmParams {
   GroupedType operand = GroupedType::kBFloat16;
   GroupedType result = GroupedType::kBFloat16;  // `operand`, or float32 for dw
   int64_t num_rows = 0;
+  // Of an expert; chooses the tiles where num_rows is a capacity. 0: num_rows / num_experts.
+  int64_t expected_rows = 0;
   int64_t num_experts = 0;
   int64_t out_features = 0;
   int64_t in_features = 0;
@@ -71,7 +73,10 @@ std::vector<std::string> grouped_gemm_archs();
 size_t grouped_gemm_workspace_bytes(int64_t num_experts);
 
 // The plan of a product on a device of capability `major`.0: the first rule of a table that fits.
-GroupedPlan choose_grouped_plan(const moe::GroupedProblem& problem, int major);
+// `expected_rows` as in GroupedGemmParams.
+GroupedPlan choose_grouped_plan(const moe::GroupedProblem& problem,
+                                int64_t expected_rows,
+                                int major);
 
 // Runs the product on `stream`. Throws std::invalid_argument if a size, type or address does not
 // fit, std::runtime_error if the device or the build has no kernel or the launch fails.

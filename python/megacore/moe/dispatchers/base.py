@@ -102,6 +102,15 @@ class ExpertPlacement:
         """Number of experts of this rank (etp shards count as experts)."""
         return self.num_experts // self.ep_size
 
+    def expected_rows(self, num_copies: int) -> int:
+        """Compute the mean rows of an expert if each rank has ``num_copies``, rounded up.
+
+        Example:
+            >>> ExpertPlacement.of(ProcessGroups.single(), 8).expected_rows(100)
+            13
+        """
+        return -(-num_copies * self.group.size // self.num_experts)
+
     @property
     def first_local(self) -> int:
         """Global number of this rank's first expert."""
@@ -150,6 +159,8 @@ class ExpertRows:
         num_rows: Sum of ``m_splits``, int64 scalar on the device, where no later step reads the
             rows behind it: these may then have any value, also in results and gradients. ``None``
             where all rows are read.
+        expected_rows: Expected rows of an expert where the number of rows is a capacity, else 0, as
+            in `megacore.ops.gemm.grouped_gemm`.
     """
 
     rows: Tensor
@@ -157,6 +168,7 @@ class ExpertRows:
     m_splits: Tensor
     row_map: Tensor | None
     num_rows: Tensor | None = None
+    expected_rows: int = 0
 
 
 class PendingDispatch(ABC):

@@ -51,6 +51,7 @@ class _ExchangeDispatcher(Dispatcher):
             self._expert_of_rows(plan, splits),
             self.placement.num_local,
             self._num_received(plan),
+            expected_rows=self.placement.expected_rows(plan.probs.numel()),
             has_padding=plan.rows_per_member is None,
         )
 
@@ -326,11 +327,13 @@ class _PendingExchange(PendingDispatch):
         expert_of_row_M: Tensor,
         num_local: int,
         num_rows: int | None,
+        expected_rows: int,
         has_padding: bool,
     ) -> None:
         self._rows, self._probs = rows, probs
         self._expert_of_row_M, self._num_local = expert_of_row_M, num_local
         self._num_rows, self._has_padding = num_rows, has_padding
+        self._expected_rows = expected_rows if has_padding else 0
 
     def finish(self) -> ExpertRows:
         rows, probs = self._rows.finish(), self._probs.finish()
@@ -342,4 +345,5 @@ class _PendingExchange(PendingDispatch):
             m_splits=m_splits,
             row_map=row_map,
             num_rows=m_splits.sum() if self._has_padding else None,
+            expected_rows=self._expected_rows,
         )

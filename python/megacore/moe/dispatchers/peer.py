@@ -109,7 +109,8 @@ class PeerDispatcher(Dispatcher):
         )
         transfer = _Transfer(self.peers, copies, x_TH)
         rows, probs = _StartDispatch.apply(x_TH, plan.probs.float(), transfer)  # type: ignore[no-untyped-call]
-        return _PendingPush(rows, probs, transfer, m_splits)
+        expected = self.placement.expected_rows(plan.probs.numel())
+        return _PendingPush(rows, probs, transfer, m_splits, expected)
 
     def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:  # noqa: ARG002
         """Pull the results and sum them per token. See `Dispatcher`."""
@@ -172,9 +173,17 @@ class _Transfer:
 
 
 class _PendingPush(PendingDispatch):
-    def __init__(self, rows: Tensor, probs: Tensor, transfer: _Transfer, m_splits: Tensor) -> None:
+    def __init__(
+        self,
+        rows: Tensor,
+        probs: Tensor,
+        transfer: _Transfer,
+        m_splits: Tensor,
+        expected_rows: int,
+    ) -> None:
         self._rows, self._probs = rows, probs
         self._transfer, self._m_splits = transfer, m_splits
+        self._expected_rows = expected_rows
 
     def finish(self) -> ExpertRows:
         yield_turn()
@@ -185,6 +194,7 @@ class _PendingPush(PendingDispatch):
             m_splits=self._m_splits,
             row_map=None,
             num_rows=self._transfer.copies.num_arrived,
+            expected_rows=self._expected_rows,
             copies=self._transfer.copies,
         )
 

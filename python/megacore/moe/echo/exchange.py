@@ -57,11 +57,15 @@ class CloneExchange(ABC):
     Args:
         fc1: Weights of the home experts, ``(L, ..., K)``.
         fc2: Weights of the home experts, ``(L, ..., K)``.
+
+    Attributes:
+        expected_rows: Expected rows of a home expert or clone, from :meth:`product`.
     """
 
     def __init__(self, *, fc1: nn.Parameter, fc2: nn.Parameter) -> None:
         self._params = {FC1: fc1, FC2: fc2}
         self._weights: dict[int, Tensor] = {}
+        self.expected_rows = 0
         for projection, param in self._params.items():
             self._weights[projection] = _Collect.apply(param, self, projection)  # type: ignore[no-untyped-call]
 
@@ -70,13 +74,21 @@ class CloneExchange(ABC):
         self.bring((FC1, FC2))
 
     def product(
-        self, projection: int, rows: Tensor, m_splits: Tensor, *, clear_padding: bool = True
+        self,
+        projection: int,
+        rows: Tensor,
+        m_splits: Tensor,
+        *,
+        clear_padding: bool = True,
+        expected_rows: int = 0,
     ) -> Tensor:
         """Multiply rows of home experts and clones, ``(M, K)``, by their weights: ``(M, N)``.
 
         Clones are computed last, so their weights may be in flight while home experts are computed.
-        For ``clear_padding`` see :func:`megacore.ops.grouped_gemm`.
+        For ``clear_padding`` and ``expected_rows``, which is the same for all projections, see
+        :func:`megacore.ops.grouped_gemm`.
         """
+        self.expected_rows = expected_rows
         result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             rows, self._weights[projection], m_splits, self, projection, clear_padding
         )
@@ -103,11 +115,11 @@ class CloneExchange(ABC):
         main_grad = main_grad_of(self._params[projection])
         if main_grad is not None:
             total = main_grad.flatten(1, -2)
-            add_to(grad, rows, m_splits, total, True)
+            add_to(grad, rows, m_splits, total, True, None, self.expected_rows)
             self.finish_weight_grads(projection, total)
             return weight.new_zeros(()).expand(weight.shape)
         wide = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        add_to(grad, rows, m_splits, wide, False)
+        add_to(grad, rows, m_splits, wide, False, None, self.expected_rows)
         self.finish_weight_grads(projection, wide)
         return wide.to(weight.dtype)
 
@@ -202,7 +214,8 @@ class _Product(torch.autograd.Function):
         ctx.clear_padding = clear_padding
         num_local = weight.shape[0]
         product, home_splits = torch.ops.megacore.grouped_gemm, m_splits[:num_local]
-        result: Tensor = product(rows, weight, home_splits, None, True, None, clear_padding)
+        hints = clear_padding, exchange.expected_rows
+        result: Tensor = product(rows, weight, home_splits, None, True, None, *hints)
         exchange.multiply(projection, rows, m_splits, num_local, result)
         return result
 
@@ -216,7 +229,8 @@ class _Product(torch.autograd.Function):
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
             product = torch.ops.megacore.grouped_gemm_input_grad
-            grad_rows = product(grad, weight, home_splits, ctx.clear_padding)
+            hints = ctx.clear_padding, exchange.expected_rows
+            grad_rows = product(grad, weight, home_splits, *hints)
             exchange.multiply_back(projection, grad, m_splits, num_local, grad_rows)
         if ctx.needs_input_grad[1]:
             # The transfer of clone gradients overlaps with the home experts' gradients.

@@ -58,14 +58,16 @@ class MemoryClones(CloneExchange):
     ) -> None:
         """See `CloneExchange`."""
         clones = self._filled.weights(projection, self._plan)
-        part_product_(rows, clones, m_splits[num_local:], m_splits[:num_local].sum(), out)
+        first, splits = m_splits[:num_local].sum(), m_splits[num_local:]
+        part_product_(rows, clones, splits, first, out, self.expected_rows)
 
     def multiply_back(
         self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
     ) -> None:
         """See `CloneExchange`."""
         clones = self._filled.weights(projection, self._plan)
-        part_input_grad_(grad, clones, m_splits[num_local:], m_splits[:num_local].sum(), out)
+        first, splits = m_splits[:num_local].sum(), m_splits[num_local:]
+        part_input_grad_(grad, clones, splits, first, out, self.expected_rows)
 
     def start_weight_grads(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
@@ -74,7 +76,8 @@ class MemoryClones(CloneExchange):
         self._filled.join()
         grads = self._sets[0].grads(projection)
         num_local = like.shape[0]
-        part_weight_grad_(grad, rows, m_splits[num_local:], m_splits[:num_local].sum(), grads)
+        first, splits = m_splits[:num_local].sum(), m_splits[num_local:]
+        part_weight_grad_(grad, rows, splits, first, grads, self.expected_rows)
         self._sets[0].offer_grads(projection, self._plan)
         held = self._plan.slot_expert[self._sets[0].group.position]
         self._on_sent(held, 0, self._plan.num_experts, bytes_of_expert(grads))

@@ -260,7 +260,9 @@ class MessageClones(CloneExchange):
             num_home, splits = self._clone_rows(m_splits, num_local)
             clones = self._filled.weights(projection, self._routes.num_used)
             more = () if product is torch.ops.megacore.grouped_gemm_input_grad else (None, True)
-            out[num_home:] = product(rows[num_home:], clones, splits, *more)
+            out[num_home:] = product(
+                rows[num_home:], clones, splits, *more, expected_rows=self.expected_rows
+            )
 
     def start_weight_grads(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
@@ -271,7 +273,12 @@ class MessageClones(CloneExchange):
             num_home, splits = self._clone_rows(m_splits, like.shape[0])
             grads = self._slots.grads(projection, like, routes.num_used)
             torch.ops.megacore.grouped_gemm_weight_grad_(
-                grad[num_home:], rows[num_home:], splits, grads, False
+                grad[num_home:],
+                rows[num_home:],
+                splits,
+                grads,
+                False,
+                expected_rows=self.expected_rows,
             )
         dtype = torch.promote_types(like.dtype, torch.float32)
         staging = like.new_empty(len(routes.outgoing), *like.shape[1:], dtype=dtype)
