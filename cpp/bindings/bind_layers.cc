@@ -65,29 +65,33 @@ void bind_layers(py::module_& module) {
   module.def(
       "rms_norm",
       [](uintptr_t x, uintptr_t weight, float eps, uintptr_t y, uintptr_t scale, int64_t rows,
-         int64_t width, bool is_bfloat16, int num_threads) {
+         int64_t width, bool is_bfloat16, int num_threads, uintptr_t added, uintptr_t sum) {
         for_element(is_bfloat16, [&]<typename Float>(Float) {
-          layers::rms_norm(pointer<const Float>(x), pointer<const Float>(weight), eps,
+          layers::rms_norm(pointer<const Float>(x), pointer<const Float>(added),
+                           pointer<const Float>(weight), eps, pointer<Float>(sum),
                            pointer<Float>(y), pointer<float>(scale), rows, width, num_threads);
         });
       },
       py::kw_only(), py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("y"),
       py::arg("scale"), py::arg("rows"), py::arg("width"), py::arg("is_bfloat16"),
-      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("num_threads"), py::arg("added") = 0, py::arg("sum") = 0,
+      py::call_guard<py::gil_scoped_release>());
   module.def(
       "rms_norm_backward",
       [](uintptr_t grad_y, uintptr_t x, uintptr_t weight, uintptr_t scale, uintptr_t grad_x,
-         uintptr_t grad_weight, int64_t rows, int64_t width, bool is_bfloat16, int num_threads) {
+         uintptr_t grad_weight, int64_t rows, int64_t width, bool is_bfloat16, int num_threads,
+         uintptr_t grad_sum) {
         for_element(is_bfloat16, [&]<typename Float>(Float) {
-          layers::rms_norm_backward(pointer<const Float>(grad_y), pointer<const Float>(x),
-                                    pointer<const Float>(weight), pointer<const float>(scale),
-                                    pointer<Float>(grad_x), pointer<float>(grad_weight), rows,
-                                    width, num_threads);
+          layers::rms_norm_backward(pointer<const Float>(grad_y), pointer<const Float>(grad_sum),
+                                    pointer<const Float>(x), pointer<const Float>(weight),
+                                    pointer<const float>(scale), pointer<Float>(grad_x),
+                                    pointer<float>(grad_weight), rows, width, num_threads);
         });
       },
       py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("weight"), py::arg("scale"),
       py::arg("grad_x"), py::arg("grad_weight"), py::arg("rows"), py::arg("width"),
-      py::arg("is_bfloat16"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("is_bfloat16"), py::arg("num_threads"), py::arg("grad_sum") = 0,
+      py::call_guard<py::gil_scoped_release>());
   module.def(
       "split_and_rotate",
       [](uintptr_t qkv, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin,

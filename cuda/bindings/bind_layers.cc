@@ -23,10 +23,12 @@ void bind_rms_norm(py::module_& module) {
   module.def(
       "rms_norm",
       [](uintptr_t x, uintptr_t weight, float eps, uintptr_t y, uintptr_t scale, int64_t rows,
-         int64_t width, std::string_view dtype, uintptr_t stream) {
+         int64_t width, std::string_view dtype, uintptr_t stream, uintptr_t added, uintptr_t sum) {
         cuda::rms_norm({.type = float_type(dtype),
                         .x = device_pointer<const void>(x),
+                        .added = device_pointer<const void>(added),
                         .weight = device_pointer<const void>(weight),
+                        .sum = device_pointer<void>(sum),
                         .y = device_pointer<void>(y),
                         .scale = device_pointer<float>(scale),
                         .rows = rows,
@@ -36,14 +38,15 @@ void bind_rms_norm(py::module_& module) {
       },
       py::kw_only(), py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("y"),
       py::arg("scale"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("stream"),
-      no_gil());
+      py::arg("added") = 0, py::arg("sum") = 0, no_gil());
   module.def(
       "rms_norm_backward",
       [](uintptr_t grad_y, uintptr_t x, uintptr_t weight, uintptr_t scale, uintptr_t grad_x,
          uintptr_t grad_weight, uintptr_t partial_sums, int64_t rows, int64_t width,
-         std::string_view dtype, uintptr_t stream) {
+         std::string_view dtype, uintptr_t stream, uintptr_t grad_sum) {
         cuda::rms_norm_backward({.type = float_type(dtype),
                                  .grad_y = device_pointer<const void>(grad_y),
+                                 .grad_sum = device_pointer<const void>(grad_sum),
                                  .x = device_pointer<const void>(x),
                                  .weight = device_pointer<const void>(weight),
                                  .scale = device_pointer<const float>(scale),
@@ -56,7 +59,7 @@ void bind_rms_norm(py::module_& module) {
       },
       py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("weight"), py::arg("scale"),
       py::arg("grad_x"), py::arg("grad_weight"), py::arg("partial_sums"), py::arg("rows"),
-      py::arg("width"), py::arg("dtype"), py::arg("stream"), no_gil());
+      py::arg("width"), py::arg("dtype"), py::arg("stream"), py::arg("grad_sum") = 0, no_gil());
 }
 
 void bind_rotation(py::module_& module) {

@@ -31,14 +31,43 @@ __device__ __forceinline__ void load_row(const Float* row,
   }
 }
 
+// Makes the compiler widen packs again where they are used next: kept from here, twice the
+// registers would be spilled.
+template <int kPer, typename Float, int kPack>
+__device__ __forceinline__ void keep_narrow(Pack<Float, kPack> (&packs)[kPer]) {
+#pragma unroll
+  for (int n = 0; n < kPer; ++n) {
+    uint32_t words[kPackBytes / 4];
+    memcpy(words, &packs[n], kPackBytes);
+#pragma unroll
+    for (uint32_t& word : words) {
+      asm volatile("" : "+r"(word));
+    }
+    memcpy(&packs[n], words, kPackBytes);
+  }
+}
+
+template <typename Float, int kPack>
+__device__ __forceinline__ Pack<Float, kPack> sum_of(const Pack<Float, kPack>& a,
+                                                     const Pack<Float, kPack>& b) {
+  Pack<Float, kPack> sum;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    narrow(widen(a.values[i]) + widen(b.values[i]), sum.values[i]);
+  }
+  return sum;
+}
+
 template <typename Float, int kPack, int kLanes, int kPer>
-__global__ void __launch_bounds__(kRowThreads) norm_kernel(const Float* __restrict__ x,
-                                                           const Float* __restrict__ weight,
-                                                           Float* __restrict__ y,
-                                                           float* __restrict__ scales,
-                                                           int64_t rows,
-                                                           int64_t width,
-                                                           float eps) {
+__global__ void __launch_bounds__(kRowThreads, 1) norm_kernel(const Float* __restrict__ x,
+                                                              const Float* __restrict__ added,
+                                                              const Float* __restrict__ weight,
+                                                              Float* __restrict__ total,
+                                                              Float* __restrict__ y,
+                                                              float* __restrict__ scales,
+                                                              int64_t rows,
+                                                              int64_t width,
+                                                              float eps) {
   __shared__ float warp_sums[kRowThreads / kWarp];
   const Team team = team_of(kLanes);
   const int64_t vectors = width / kPack;
@@ -47,6 +76,17 @@ __global__ void __launch_bounds__(kRowThreads) norm_kernel(const Float* __restri
   for (int64_t row = team.group; row < rows; row += team.num_groups) {
     Pack<Float, kPack> packs[kPer];
     load_row<kLanes>(x + row * width, vectors, team.lane, packs);
+    if (added != nullptr) {  // the same for every thread
+      Pack<Float, kPack> more[kPer];
+      load_row<kLanes>(added + row * width, vectors, team.lane, more);
+#pragma unroll
+      for (int n = 0; n < kPer; ++n) {
+        if (team.lane + n * kLanes < vectors) {
+          packs[n] = sum_of(packs[n], more[n]);
+          store_pack(total + row * width, team.lane + n * kLanes, packs[n]);
+        }
+      }
+    }
     float sum = 0.0F;
 #pragma unroll
     for (int n = 0; n < kPer * kPack; ++n) {
@@ -73,8 +113,9 @@ __global__ void __launch_bounds__(kRowThreads) norm_kernel(const Float* __restri
 }
 
 template <typename Float, int kPack, int kLanes, int kPer>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 1)
     norm_backward_kernel(const Float* __restrict__ grad_y,
+                         const Float* __restrict__ grad_sum,
                          const Float* __restrict__ x,
                          const Float* __restrict__ weight,
                          const float* __restrict__ scales,
@@ -90,6 +131,7 @@ __global__ void __launch_bounds__(kRowThreads)
   float sums[kPer * kPack] = {};
   for (int64_t row = team.group; row < rows; row += team.num_groups) {
     const float scale = scales[row];
+    keep_narrow(weights);
     Pack<Float, kPack> grads[kPer];
     Pack<Float, kPack> packs[kPer];
     load_row<kLanes>(grad_y + row * width, vectors, team.lane, grads);
@@ -106,6 +148,9 @@ __global__ void __launch_bounds__(kRowThreads)
       continue;
     }
     radial = sum_over_row<kLanes>(radial, warp_sums) / static_cast<float>(width);
+    keep_narrow(grads);
+    keep_narrow(packs);
+    keep_narrow(weights);
 #pragma unroll
     for (int n = 0; n < kPer; ++n) {
       if (team.lane + n * kLanes < vectors) {
@@ -115,6 +160,9 @@ __global__ void __launch_bounds__(kRowThreads)
           const float unit = widen(packs[n].values[i]) * scale;
           const float grad = widen(grads[n].values[i]) * widen(weights[n].values[i]);
           narrow((grad - unit * radial) * scale, result.values[i]);
+        }
+        if (grad_sum != nullptr) {
+          result = sum_of(result, load_pack<kPack>(grad_sum + row * width, team.lane + n * kLanes));
         }
         store_pack(grad_x + row * width, team.lane + n * kLanes, result);
       }
@@ -260,21 +308,23 @@ void with_norm(FloatType type, int64_t width, bool is_short, const Body& body) {
 void rms_norm(const NormParams& params, cudaStream_t stream) {
   require_norm(params.type, params.rows, params.width);
   require_packed(params.x, "x");
+  require_packed(params.added, "added");
   require_packed(params.weight, "weight");
+  require_packed(params.sum, "sum");
   require_packed(params.y, "y");
   if (params.rows == 0) {
     return;
   }
   const NormShape shape = shape_of(params.type, params.rows, params.width);
-  with_norm(params.type, params.width, shape.is_short,
-            [&]<typename Float, int kPack, int kLanes, int kPer>() {
-              launch(
-                  "rms_norm", norm_kernel<Float, kPack, kLanes, kPer>,
-                  {.blocks = divided_up(params.rows, kRowThreads / kLanes), .threads = kRowThreads},
-                  stream, static_cast<const Float*>(params.x),
-                  static_cast<const Float*>(params.weight), static_cast<Float*>(params.y),
-                  params.scale, params.rows, params.width, params.eps);
-            });
+  with_norm(
+      params.type, params.width, shape.is_short,
+      [&]<typename Float, int kPack, int kLanes, int kPer>() {
+        launch("rms_norm", norm_kernel<Float, kPack, kLanes, kPer>,
+               {.blocks = divided_up(params.rows, kRowThreads / kLanes), .threads = kRowThreads},
+               stream, static_cast<const Float*>(params.x), static_cast<const Float*>(params.added),
+               static_cast<const Float*>(params.weight), static_cast<Float*>(params.sum),
+               static_cast<Float*>(params.y), params.scale, params.rows, params.width, params.eps);
+      });
 }
 
 int64_t norm_partial_rows(FloatType type, int64_t rows, int64_t width) {
@@ -285,6 +335,7 @@ int64_t norm_partial_rows(FloatType type, int64_t rows, int64_t width) {
 void rms_norm_backward(const NormBackwardParams& params, cudaStream_t stream) {
   require_norm(params.type, params.rows, params.width);
   require_packed(params.grad_y, "grad_y");
+  require_packed(params.grad_sum, "grad_sum");
   require_packed(params.x, "x");
   require_packed(params.weight, "weight");
   require_packed(params.grad_x, "grad_x");
@@ -296,10 +347,11 @@ void rms_norm_backward(const NormBackwardParams& params, cudaStream_t stream) {
             [&]<typename Float, int kPack, int kLanes, int kPer>() {
               launch("rms_norm_backward", norm_backward_kernel<Float, kPack, kLanes, kPer>,
                      {.blocks = shape.blocks, .threads = kRowThreads}, stream,
-                     static_cast<const Float*>(params.grad_y), static_cast<const Float*>(params.x),
-                     static_cast<const Float*>(params.weight), params.scale,
-                     static_cast<Float*>(params.grad_x), sums ? params.partial_sums : nullptr,
-                     params.rows, params.width);
+                     static_cast<const Float*>(params.grad_y),
+                     static_cast<const Float*>(params.grad_sum),
+                     static_cast<const Float*>(params.x), static_cast<const Float*>(params.weight),
+                     params.scale, static_cast<Float*>(params.grad_x),
+                     sums ? params.partial_sums : nullptr, params.rows, params.width);
               if (sums) {
                 auto* weight = static_cast<Float*>(params.grad_weight);
                 launch_column_sums<Float>("rms_norm_backward", params.partial_sums,

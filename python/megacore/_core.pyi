@@ -1055,6 +1055,8 @@ def rms_norm(
     width: int,
     is_bfloat16: bool,
     num_threads: int,
+    added: int = 0,
+    sum: int = 0,
 ) -> None: ...
 def rms_norm_backward(
     *,
@@ -1068,6 +1070,7 @@ def rms_norm_backward(
     width: int,
     is_bfloat16: bool,
     num_threads: int,
+    grad_sum: int = 0,
 ) -> None: ...
 def split_and_rotate(
     *,

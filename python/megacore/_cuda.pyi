@@ -454,6 +454,8 @@ def rms_norm(
     width: int,
     dtype: str,
     stream: int,
+    added: int = 0,
+    sum: int = 0,
 ) -> None: ...
 def rms_norm_backward(
     *,
@@ -468,6 +470,7 @@ def rms_norm_backward(
     width: int,
     dtype: str,
     stream: int,
+    grad_sum: int = 0,
 ) -> None: ...
 def split_and_rotate(
     *,

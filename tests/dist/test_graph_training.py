@@ -329,8 +329,10 @@ def plant_a_wait() -> None:
     RMSNorm.forward = wait  # type: ignore[method-assign]
 
 
-def wait(self: RMSNorm, x_SBH: Tensor) -> Tensor:
-    return x_SBH * self.weight * float(x_SBH.abs().max().item() < 1e30)
+def wait(self: RMSNorm, x_SBH: Tensor, *added: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    x_SBH = x_SBH + added[0] if added else x_SBH
+    y = x_SBH * self.weight * float(x_SBH.abs().max().item() < 1e30)
+    return (x_SBH, y) if added else y
 
 
 def plant_an_error() -> None:
@@ -346,10 +348,10 @@ def plant_an_error() -> None:
         finally:
             recording[0] = False
 
-    def fail(self: RMSNorm, x_SBH: Tensor) -> Tensor:
+    def fail(self: RMSNorm, *x: Tensor) -> Any:
         if recording[0]:
             raise TypeError("planted")
-        return forward(self, x_SBH)
+        return forward(self, *x)
 
     Recording.capture = noted  # type: ignore[method-assign]
     RMSNorm.forward = fail  # type: ignore[method-assign]

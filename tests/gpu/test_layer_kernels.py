@@ -11,6 +11,7 @@ from torch import Tensor
 from megacore.ops import has_cuda_kernels
 from megacore.ops.activations import swiglu
 from megacore.ops.dense import (
+    add_rms_norm,
     rms_norm,
     rms_norm_reference,
     split_and_rotate,
@@ -63,6 +64,25 @@ def test_norms_and_their_gradients(rows: int, width: int, dtype: torch.dtype) ->
     )
     for part, (a, b) in enumerate(zip(found, exact, strict=True)):
         assert_close(a, b, TOLERANCE[dtype] * (4 if part == 2 else 2))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("width", [128, 1032, 16384])
+def test_norms_with_the_sum_before_them_have_the_bits_of_both(
+    width: int, dtype: torch.dtype
+) -> None:
+    random = torch.Generator().manual_seed(width)
+    shapes = [(300, width), (300, width), (width,)]
+    leaves = [torch.randn(shape, generator=random).to("cuda", dtype) for shape in shapes]
+
+    def in_turn(x: Tensor, added: Tensor, weight: Tensor) -> list[Tensor]:
+        total = x + added
+        return [total, rms_norm(total, weight, 1e-5)]
+
+    with poisoned_memory():
+        found = gradients(lambda x, added, w: add_rms_norm(x, added, w, 1e-5), leaves)
+    for a, b in zip(found, gradients(in_turn, leaves), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -94,6 +94,18 @@ template <typename Float>
   }
 }
 
+// sum may be x.
+template <typename Float>
+[[gnu::always_inline]] inline void add_row(const Float* x,
+                                           const Float* added,
+                                           Float* sum,
+                                           int64_t width) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < width; ++i) {
+    narrow(widen(x[i]) + widen(added[i]), sum[i]);
+  }
+}
+
 // `direction` is -1 for the inverse rotation, which is the adjoint.
 template <typename Float>
 [[gnu::always_inline]] inline void rotate_head(const Float* __restrict__ from,
@@ -131,6 +143,10 @@ template <typename Float>
                                            float* __restrict__ total, int64_t width) {            \
     add_weight_grad_row(grad, x, scale, total, width);                                            \
   }                                                                                               \
+  MC_VECTOR_CLONES_V4 void one_sum(const Float* x, const Float* added, Float* sum,                \
+                                   int64_t width) {                                               \
+    add_row(x, added, sum, width);                                                                \
+  }                                                                                               \
   MC_VECTOR_CLONES_V4 void one_rotation(                                                          \
       const Float* __restrict__ from, Float* __restrict__ to, const float* __restrict__ cos,      \
       const float* __restrict__ sin, int64_t half, int64_t head_dim, float direction) {           \
@@ -150,23 +166,31 @@ int64_t grain(int64_t count, int64_t width, int num_threads) {
 
 template <typename Float>
 void rms_norm(const Float* x,
+              const Float* added,
               const Float* weight,
               float eps,
+              Float* sum,
               Float* y,
               float* scale,
               int64_t rows,
               int64_t width,
               int num_threads) {
-  base::parallel_for(
-      rows, grain(rows, width, num_threads), num_threads, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-          scale[row] = one_norm(x + row * width, weight, eps, y + row * width, width);
-        }
-      });
+  base::parallel_for(rows, grain(rows, width, num_threads), num_threads,
+                     [&](int64_t begin, int64_t end) {
+                       for (int64_t row = begin; row < end; ++row) {
+                         const int64_t at = row * width;
+                         if (added != nullptr) {
+                           one_sum(x + at, added + at, sum + at, width);
+                         }
+                         const Float* from = added == nullptr ? x : sum;
+                         scale[row] = one_norm(from + at, weight, eps, y + at, width);
+                       }
+                     });
 }
 
 template <typename Float>
 void rms_norm_backward(const Float* grad_y,
+                       const Float* grad_sum,
                        const Float* x,
                        const Float* weight,
                        const float* scale,
@@ -183,6 +207,9 @@ void rms_norm_backward(const Float* grad_y,
       const int64_t at = row * width;
       if (grad_x != nullptr) {
         one_norm_grad(grad_y + at, x + at, weight, scale[row], grad_x + at, width);
+        if (grad_sum != nullptr) {
+          one_sum(grad_x + at, grad_sum + at, grad_x + at, width);
+        }
       }
       if (grad_weight != nullptr) {
         one_weight_grad(grad_y + at, x + at, scale[row], sums.data() + row / kRowsOfSum * width,
@@ -241,10 +268,10 @@ void split_and_rotate(Float* qkv,
 }
 
 #define MC_INSTANTIATE(Float)                                                                    \
-  template void rms_norm<Float>(const Float*, const Float*, float, Float*, float*, int64_t,      \
-                                int64_t, int);                                                   \
-  template void rms_norm_backward<Float>(const Float*, const Float*, const Float*, const float*, \
-                                         Float*, float*, int64_t, int64_t, int);                 \
+  template void rms_norm<Float>(const Float*, const Float*, const Float*, float, Float*, Float*, \
+                                float*, int64_t, int64_t, int);                                  \
+  template void rms_norm_backward<Float>(const Float*, const Float*, const Float*, const Float*, \
+                                         const float*, Float*, float*, int64_t, int64_t, int);   \
   template void split_and_rotate<Float>(Float*, Float*, Float*, Float*, const float*,            \
                                         const float*, const HeadShape&, bool, int);
 MC_INSTANTIATE(float)

@@ -123,6 +123,8 @@ class GraphedScope(nn.Module):
 
     def _run(self, x_SBH: Tensor, batch: Microbatch) -> Results:
         layer, again = self.layer, self._again
+        if self.scopes >= {"attn", "mlp"} or self.scopes >= {"attn", "moe"}:
+            return {"x": layer.blocks(x_SBH, self._rotary, batch, again)}
         if "attn" in self.scopes:
             x_SBH = layer.attention_block(x_SBH, self._rotary, batch, again)
         if self.scopes & {"mlp", "moe"}:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from megacore.models.mappings import Region, copy_to_group, reduce_from_group
 from megacore.models.shape import GPTShape
 from megacore.moe.dispatchers import Peers, StaticBudget
 from megacore.moe.echo.message_exchange import SlotBuffers
-from megacore.ops.dense import rms_norm, wide_dtype
+from megacore.ops.dense import add_rms_norm, rms_norm, wide_dtype
 from megacore.ops.fp8 import fp8_linear
 from megacore.ops.linear import linear
 from megacore.parallel.batch import Microbatch
@@ -100,9 +101,20 @@ class RMSNorm(nn.Module):
             )
         )
 
-    def forward(self, x_SBH: Tensor) -> Tensor:
-        """Normalize ``(..., H)``; the shape is unchanged."""
-        return rms_norm(x_SBH, self.weight, self.eps)
+    @overload
+    def forward(self, x_SBH: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, x_SBH: Tensor, added_SBH: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, x_SBH: Tensor, added_SBH: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalize ``(..., H)``; the shape is unchanged.
+
+        With a second tensor, add it first and return the sum and the normalized sum.
+        """
+        if added_SBH is None:
+            return rms_norm(x_SBH, self.weight, self.eps)
+        return add_rms_norm(x_SBH, added_SBH, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from megacore.models.attention import Attention
 from megacore.models.dropout import Site
 from megacore.models.latent_attention import LatentAttention
-from megacore.models.layers import ColumnLinear, ModelContext, ResidualDropout, RowLinear, make_norm
+from megacore.models.layers import (
+    ColumnLinear,
+    ModelContext,
+    ResidualDropout,
+    RMSNorm,
+    RowLinear,
+    make_norm,
+)
 from megacore.models.moe_block import GatedExpert, MoEBlock
 from megacore.ops.activations import geglu, swiglu
 from megacore.ops.recompute import RecomputeCache, recompute
@@ -101,10 +108,29 @@ class TransformerLayer(nn.Module):
         memo = RecomputeCache() if "layer" in again else None
 
         def blocks(x_SBH: Tensor) -> Tensor:
-            x_SBH = self.attention_block(x_SBH, rotary, batch, again)
-            return self.mlp_block(x_SBH, batch, again, memo=memo)
+            return self.blocks(x_SBH, rotary, batch, again, memo=memo)
 
         return recompute(blocks, x_SBH, memo=memo) if "layer" in again else blocks(x_SBH)
+
+    def blocks(
+        self,
+        x_SBH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: Microbatch,
+        again: frozenset[str],
+        *,
+        memo: RecomputeCache | None = None,
+    ) -> Tensor:
+        """Apply both blocks, ``(S[/tp], B, H)``; for ``memo`` see `mlp_block`.
+
+        The sum between them is computed with the norm that follows, if this norm is kept.
+        """
+        mixed_SBH = self._mix(x_SBH, rotary, batch, again)
+        parts = {"moe"} if isinstance(self.mlp, MoEBlock) else {"mlp", "norm"}
+        if type(self.mlp_norm) is RMSNorm and not parts & again:
+            x_SBH, normed_SBH = self.mlp_norm(x_SBH, mixed_SBH)
+            return self.mlp_block(x_SBH, batch, again, memo=memo, normed_SBH=normed_SBH)
+        return self.mlp_block(x_SBH + mixed_SBH, batch, again, memo=memo)
 
     def attention_block(
         self,
@@ -114,6 +140,16 @@ class TransformerLayer(nn.Module):
         again: frozenset[str],
     ) -> Tensor:
         """Add attention, with its norm and dropout, to the residual stream ``(S[/tp], B, H)``."""
+        return x_SBH + self._mix(x_SBH, rotary, batch, again)
+
+    def _mix(
+        self,
+        x_SBH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: Microbatch,
+        again: frozenset[str],
+    ) -> Tensor:
+        """Compute what `attention_block` adds."""
 
         def project(x_SBH: Tensor) -> Tensor:
             return self.attention.qkv(self.attention_norm(x_SBH))  # type: ignore[no-any-return]
@@ -124,8 +160,8 @@ class TransformerLayer(nn.Module):
         qkv_SBX = recompute(project, x_SBH) if "norm" in again else project(x_SBH)
         mixed_SBH = recompute(mix, qkv_SBX) if "attention" in again else mix(qkv_SBX)
         mixed_SBH = self.attention_output_norm(mixed_SBH)
-        added_SBH: Tensor = x_SBH + self.attention_dropout(mixed_SBH, batch)
-        return added_SBH
+        dropped_SBH: Tensor = self.attention_dropout(mixed_SBH, batch)
+        return dropped_SBH
 
     def mlp_block(
         self,
@@ -134,25 +170,31 @@ class TransformerLayer(nn.Module):
         again: frozenset[str],
         *,
         memo: RecomputeCache | None = None,
+        normed_SBH: Tensor | None = None,
     ) -> Tensor:
         """Add the MLP or the experts, with norm and dropout, to the stream ``(S[/tp], B, H)``.
 
-        ``memo`` is that of a recomputed region around this block, if there is one.
+        ``memo`` is that of a recomputed region around this block, if there is one; ``normed_SBH``
+        the normalized stream, if it is known and not recomputed.
         """
         mlp = self.mlp
+
+        def norm(x_SBH: Tensor) -> Tensor:
+            return self.mlp_norm(x_SBH) if normed_SBH is None else normed_SBH
+
         if isinstance(mlp, MoEBlock):
             memo = RecomputeCache() if "moe" in again else memo
 
             def experts(x: Tensor) -> Tensor:
-                return mlp(self.mlp_norm(x), batch, memo=memo)  # type: ignore[no-any-return]
+                return mlp(norm(x), batch, memo=memo)  # type: ignore[no-any-return]
 
             inner_SBH = recompute(experts, x_SBH, memo=memo) if "moe" in again else experts(x_SBH)
         elif "mlp" in again:
-            inner_SBH = recompute(lambda x: mlp(self.mlp_norm(x)), x_SBH)
+            inner_SBH = recompute(lambda x: mlp(norm(x)), x_SBH)
         else:
 
             def widen(x_SBH: Tensor) -> Tensor:
-                return mlp.gate_up(self.mlp_norm(x_SBH))  # type: ignore[no-any-return]
+                return mlp.gate_up(norm(x_SBH))  # type: ignore[no-any-return]
 
             wide_SBF = recompute(widen, x_SBH) if "norm" in again else widen(x_SBH)
             finish = mlp.finish

@@ -48,6 +48,27 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return result
 
 
+def add_rms_norm(x: Tensor, added: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add two tensors and normalize the sum, rounded to its dtype; see `rms_norm`.
+
+    Args:
+        x: ``(..., H)``, any float dtype.
+        added: Shape and dtype of ``x``.
+        weight_H: ``(H,)``.
+        eps: Constant added to the mean square.
+
+    Returns:
+        The sum and the normalized sum, both with shape and dtype of ``x``.
+
+    Example:
+        >>> total, y = add_rms_norm(torch.ones(2), torch.tensor([2.0, 3.0]), torch.ones(2), 0.0)
+        >>> total.tolist(), y.square().sum().item()
+        ([3.0, 4.0], 2.0)
+    """
+    total, y, _ = _add_rms_norm(x, added, weight_H, eps)
+    return total, y
+
+
 def split_and_rotate(
     qkv_SBGX: Tensor, cos: Tensor, sin: Tensor, *, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,8 +116,21 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
     return (unscaled * scale).mul_(weight).to(x.dtype), scale
 
 
+def _add_rms_norm_reference(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x + added
+    return total, *rms_norm_reference(total, weight, eps)
+
+
 def _rms_norm_backward_reference(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, of_x: bool, of_weight: bool
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    of_x: bool,
+    of_weight: bool,
+    grad_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     unit, grad = wide(x) * scale, wide(grad)
     grad_x, grad_weight = x.new_empty(0), weight.new_empty(0)
@@ -106,6 +140,7 @@ def _rms_norm_backward_reference(
         grad_unit = grad * weight
         radial = (grad_unit * unit).mean(-1, keepdim=True)
         grad_x = grad_unit.addcmul_(unit, radial, value=-1).mul_(scale).to(x.dtype)
+        grad_x = grad_x if grad_sum is None else grad_x + grad_sum
     return grad_x, grad_weight
 
 
@@ -116,7 +151,21 @@ def _is_native(x: Tensor, *others: Tensor) -> bool:
 def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not _is_native(x, weight) or weight.shape != x.shape[-1:]:
         return rms_norm_reference(x, weight, eps)
-    x, weight = x.contiguous(), weight.contiguous()
+    return _native_norm(x.contiguous(), weight.contiguous(), eps)
+
+
+def _add_rms_norm_cpu(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    same = x.shape == added.shape and weight.shape == x.shape[-1:]
+    if not same or not _is_native(x, added, weight):
+        return _add_rms_norm_reference(x, added, weight, eps)
+    x, added, weight = x.contiguous(), added.contiguous(), weight.contiguous()
+    total = torch.empty_like(x)
+    return total, *_native_norm(x, weight, eps, added=added.data_ptr(), sum=total.data_ptr())
+
+
+def _native_norm(x: Tensor, weight: Tensor, eps: float, **others: int) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x)
     scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     _core.rms_norm(
@@ -129,16 +178,25 @@ def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
         width=x.shape[-1],
         is_bfloat16=x.dtype == torch.bfloat16,
         num_threads=torch.get_num_threads(),
+        **others,
     )
     return y, scale
 
 
 def _rms_norm_backward_cpu(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, of_x: bool, of_weight: bool
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    of_x: bool,
+    of_weight: bool,
+    grad_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if not _is_native(x, weight, grad) or weight.shape != x.shape[-1:]:
-        return _rms_norm_backward_reference(grad, x, weight, scale, of_x, of_weight)
+    others = [grad] if grad_sum is None else [grad, grad_sum]
+    if not _is_native(x, weight, *others) or weight.shape != x.shape[-1:]:
+        return _rms_norm_backward_reference(grad, x, weight, scale, of_x, of_weight, grad_sum)
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    grad_sum = None if grad_sum is None else grad_sum.contiguous()
     grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
     grad_weight = weight.new_empty(weight.shape if of_weight else (0,), dtype=torch.float32)
     _core.rms_norm_backward(
@@ -152,6 +210,7 @@ def _rms_norm_backward_cpu(
         width=x.shape[-1],
         is_bfloat16=x.dtype == torch.bfloat16,
         num_threads=torch.get_num_threads(),
+        grad_sum=0 if grad_sum is None else grad_sum.data_ptr(),
     )
     return grad_x, grad_weight.to(weight.dtype)
 
@@ -162,10 +221,24 @@ def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tenso
     return torch.empty_like(x, memory_format=torch.contiguous_format), scale
 
 
+def _add_rms_norm_fake(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    del added
+    y, scale = _rms_norm_fake(x, weight, eps)
+    return torch.empty_like(y), y, scale
+
+
 def _rms_norm_backward_fake(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, of_x: bool, of_weight: bool
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    of_x: bool,
+    of_weight: bool,
+    grad_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    del grad, scale
+    del grad, scale, grad_sum
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     return grad_x if of_x else x.new_empty(0), weight.new_empty(weight.shape if of_weight else (0,))
 
@@ -176,9 +249,17 @@ _rms_norm = define_op(
     cuda=kernel_or(rms_norm_reference, layer_kernels.rms_norm, layer_kernels.takes_norm),
     fake=_rms_norm_fake,
 )
+_add_rms_norm = define_op(
+    "add_rms_norm(Tensor x, Tensor added, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    cpu=_add_rms_norm_cpu,
+    cuda=kernel_or(
+        _add_rms_norm_reference, layer_kernels.add_rms_norm, layer_kernels.takes_add_norm
+    ),
+    fake=_add_rms_norm_fake,
+)
 _rms_norm_backward = define_op(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, bool of_x, "
-    "bool of_weight) -> (Tensor, Tensor)",
+    "bool of_weight, Tensor? grad_sum=None) -> (Tensor, Tensor)",
     cpu=_rms_norm_backward_cpu,
     cuda=kernel_or(
         _rms_norm_backward_reference,
@@ -208,6 +289,32 @@ def _rms_norm_grads(
 
 
 define_gradient(_rms_norm, _rms_norm_grads, _rms_norm_setup)
+
+
+def _add_rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    total, _, scale = output
+    ctx.mark_non_differentiable(scale)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(total, inputs[2], scale)
+
+
+def _add_rms_norm_grads(
+    ctx: Any, grad_sum: Tensor | None, grad: Tensor | None, _: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    of_x, of_added, of_weight = ctx.needs_input_grad[:3]
+    if grad is None:
+        return grad_sum, grad_sum, None, None
+    needs = of_x or of_added, of_weight
+    grad_x, grad_weight = _rms_norm_backward(grad, *ctx.saved_tensors, *needs, grad_sum)
+    return (
+        grad_x if of_x else None,
+        grad_x if of_added else None,
+        grad_weight if of_weight else None,
+        None,
+    )
+
+
+define_gradient(_add_rms_norm, _add_rms_norm_grads, _add_rms_norm_setup)
 
 
 # ---- rotation ------------------------------------------------------------------------------------

@@ -33,14 +33,43 @@ def takes_norm(x: Tensor, weight: Tensor, *args: Any) -> bool:
     )
 
 
-def takes_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> bool:
+def takes_add_norm(x: Tensor, added: Tensor, weight: Tensor, *args: Any) -> bool:
+    """Return whether the kernel supports a norm of ``x + added``."""
+    same = added.dtype == x.dtype and added.shape == x.shape
+    return same and takes_norm(x, weight, *args)
+
+
+def takes_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    of_x: bool,
+    of_weight: bool,
+    grad_sum: Tensor | None = None,
+) -> bool:
     """Return whether the kernel supports the gradients of a norm of ``x``."""
-    return grad.dtype == x.dtype and takes_norm(x, weight, *args)
+    del scale, of_x, of_weight
+    same = grad.dtype == x.dtype and (grad_sum is None or grad_sum.dtype == x.dtype)
+    return same and takes_norm(x, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Normalize rows; returns them and the factor of each."""
-    x, weight = _aligned(x), _aligned(weight)
+    return _norm(_aligned(x), weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add rows and normalize the sums; returns the sums, the results and the factor of each."""
+    x, added = _aligned(x), _aligned(added)
+    total = torch.empty_like(x)
+    return total, *_norm(x, weight, eps, added=added.data_ptr(), sum=total.data_ptr())
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, **others: int) -> tuple[Tensor, Tensor]:
+    weight = _aligned(weight)
     y = torch.empty_like(x)
     scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     launch(
@@ -54,15 +83,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         rows=scale.numel(),
         width=x.shape[-1],
         dtype=dtype_name(x),
+        **others,
     )
     return y, scale
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, of_x: bool, of_weight: bool
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    of_x: bool,
+    of_weight: bool,
+    grad_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients that are asked for; the others are empty."""
     grad, x, weight, scale = _aligned(grad), _aligned(x), _aligned(weight), scale.contiguous()
+    grad_sum = None if grad_sum is None else _aligned(grad_sum)
     sizes = {"rows": scale.numel(), "width": x.shape[-1], "dtype": dtype_name(x)}
     grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
     grad_weight = weight.new_empty(weight.shape if of_weight else (0,))
@@ -80,6 +117,7 @@ def rms_norm_backward(
         grad_x=pointer(grad_x if of_x else None),
         grad_weight=pointer(grad_weight if of_weight else None),
         partial_sums=pointer(partial_sums),
+        grad_sum=pointer(grad_sum),
         **sizes,
     )
     return grad_x, grad_weight

@@ -83,31 +83,41 @@ void expect_close(Array<Float>& found, Array<Float>& expected, float part) {
 constexpr int64_t kWidthOfSums = 2304;
 
 template <typename Float>
-void check_norm(int64_t rows, int64_t width) {
-  SCOPED_TRACE(testing::Message() << rows << " x " << width);
+void check_norm(int64_t rows, int64_t width, bool adds) {
+  SCOPED_TRACE(testing::Message() << rows << " x " << width << (adds ? " with a sum" : ""));
   auto x = Array<Float>::normal(rows * width, 1, 3.0F);
   auto weight = Array<Float>::normal(width, 2);
   auto grad = Array<Float>::normal(rows * width, 3);
+  auto added = Array<Float>::normal(rows * width, 4);
+  auto grad_sum = Array<Float>::normal(rows * width, 5);
+  Array<Float> sum(rows * width), expected_sum = sum;
   Array<Float> y(rows * width), expected_y = y;
   Array<float> scale(rows), expected_scale = scale;
   cuda::rms_norm({.type = kElement<Float>,
                   .x = x.data(),
+                  .added = adds ? added.data() : nullptr,
                   .weight = weight.data(),
+                  .sum = adds ? sum.data() : nullptr,
                   .y = y.data(),
                   .scale = scale.data(),
                   .rows = rows,
                   .width = width,
                   .eps = 1e-3F},
                  nullptr);
-  layers::rms_norm(x.data(), weight.data(), 1e-3F, expected_y.data(), expected_scale.data(), rows,
-                   width, 1);
+  layers::rms_norm(x.data(), adds ? added.data() : nullptr, weight.data(), 1e-3F,
+                   adds ? expected_sum.data() : nullptr, expected_y.data(), expected_scale.data(),
+                   rows, width, 1);
   expect_close(y, expected_y, kRounding<Float>);
   expect_close(scale, expected_scale, 1e-6F);
+  if (adds) {
+    expect_close(sum, expected_sum, 0.0F);
+  }
 
   Array<Float> expected_x(rows * width);
   Array<float> expected_weight(width);
-  layers::rms_norm_backward(grad.data(), x.data(), weight.data(), scale.data(), expected_x.data(),
-                            expected_weight.data(), rows, width, 1);
+  layers::rms_norm_backward(grad.data(), adds ? grad_sum.data() : nullptr, x.data(), weight.data(),
+                            scale.data(), expected_x.data(), expected_weight.data(), rows, width,
+                            1);
   for (const auto& [of_x, of_weight] : {std::pair{true, true}, {true, false}, {false, true}}) {
     if (of_weight && width > kWidthOfSums) {
       continue;
@@ -116,6 +126,7 @@ void check_norm(int64_t rows, int64_t width) {
     Array<float> sums(cuda::norm_partial_rows(kElement<Float>, rows, width) * width);
     cuda::rms_norm_backward({.type = kElement<Float>,
                              .grad_y = grad.data(),
+                             .grad_sum = adds ? grad_sum.data() : nullptr,
                              .x = x.data(),
                              .weight = weight.data(),
                              .scale = scale.data(),
@@ -138,11 +149,13 @@ void check_norm(int64_t rows, int64_t width) {
 // Rows of a warp and of a block, with one pack per thread and several, more rows than groups.
 TEST(Norm, AndItsGradientsAgreeWithTheCpu) {
   for (const auto& [rows, width] : {std::pair{21, 64}, {19, 136}, {3, 1032}, {5, 2304}}) {
-    check_norm<float>(rows, width);
-    check_norm<uint16_t>(rows, width);
+    for (const bool adds : {false, true}) {
+      check_norm<float>(rows, width, adds);
+      check_norm<uint16_t>(rows, width, adds);
+    }
   }
-  check_norm<float>(3, 8192);
-  check_norm<uint16_t>(2, 16384);
+  check_norm<float>(3, 8192, true);
+  check_norm<uint16_t>(2, 16384, true);
 }
 
 TEST(Norm, TakesNoRows) {

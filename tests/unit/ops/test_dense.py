@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from megacore.ops.dense import rms_norm, split_and_rotate
+from megacore.ops.dense import add_rms_norm, rms_norm, split_and_rotate
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 WIDTHS = st.sampled_from([1, 2, 15, 16, 17, 96, 257])
@@ -43,6 +43,36 @@ def check(function: Any, inputs: list[Tensor], dtype: torch.dtype, seed: int) ->
 def test_rms_norm_equals_float64(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     inputs = [draw(rows, 1, width, seed=seed), draw(width, seed=seed + 1)]
     check(lambda x, weight: rms_norm(x, weight, 1e-2), inputs, dtype, seed + 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 600), width=WIDTHS, dtype=DTYPES, seed=st.integers(0, 99))
+def test_a_norm_with_the_sum_before_it_has_the_bits_of_both(
+    rows: int, width: int, dtype: torch.dtype, seed: int
+) -> None:
+    x, added = (draw(rows, 1, width, seed=seed + i).to(dtype) for i in (0, 1))
+    weight = draw(width, seed=seed + 2).to(dtype)
+
+    def in_turn(x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + added
+        return total, rms_norm(total, weight, 1e-2)
+
+    found = grads_of(lambda *args: add_rms_norm(*args, 1e-2), [x, added, weight], seed)
+    for one, other in zip(found, grads_of(in_turn, [x, added, weight], seed), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_sum_with_norm_of_which_one_result_is_used_has_its_gradient(used: int) -> None:
+    x, added = draw(4, 8, seed=0).float(), draw(4, 8, seed=1).float()
+    weight, grad = draw(8, seed=2).float().requires_grad_(), draw(4, 8, seed=3).float()
+    x.requires_grad_()
+    add_rms_norm(x, added, weight, 1e-5)[used].backward(grad)
+    twin, own = x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    total = twin + added
+    (total, rms_norm(total, own, 1e-5))[used].backward(grad)
+    assert torch.equal(x.grad, twin.grad)
+    assert weight.grad is own.grad or torch.equal(weight.grad, own.grad)
 
 
 @settings(max_examples=40, deadline=None)
@@ -95,6 +125,8 @@ def test_torch_finds_no_fault_in_the_registration(dtype: torch.dtype) -> None:
     opcheck(
         torch.ops.megacore.rms_norm.default, (x.requires_grad_(), weight.requires_grad_(), 1e-5)
     )
+    added = draw(3, 2, 8, seed=4).to(dtype).requires_grad_()
+    opcheck(torch.ops.megacore.add_rms_norm.default, (x, added, weight, 1e-5))
     qkv, angles = draw(3, 2, 2, 24, seed=2).to(dtype), draw(3, 3, seed=3).float()
     arguments = (qkv.requires_grad_(), angles.cos(), angles.sin(), 6)
     opcheck(torch.ops.megacore.split_and_rotate.default, arguments)

@@ -77,8 +77,10 @@ def test_a_new_budget_is_captured_again() -> None:
         assert found == [plain.train_step(step).loss for step in range(STEPS)]
 
 
-def wait(self: RMSNorm, x_SBH: Tensor) -> Tensor:
-    return x_SBH * self.weight * float(x_SBH.abs().max().item() < 1e30)
+def wait(self: RMSNorm, x_SBH: Tensor, *added: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    x_SBH = x_SBH + added[0] if added else x_SBH
+    y = x_SBH * self.weight * float(x_SBH.abs().max().item() < 1e30)
+    return (x_SBH, y) if added else y
 
 
 @pytest.mark.parametrize("graphs", [PARTIAL, FULL])
@@ -204,13 +206,13 @@ class FailsInCapture:
             finally:
                 self._is_recording = False
 
-        def failing(norm: RMSNorm, x_SBH: Tensor) -> Tensor:
+        def failing(norm: RMSNorm, x_SBH: Tensor, *added: Tensor) -> Any:
             self._left -= self._is_recording
             if self._left == 0 and self._is_recording:
                 if not backward:
                     raise TypeError("planted")
                 x_SBH = Raising.apply(x_SBH)  # type: ignore[no-untyped-call]
-            return forward(norm, x_SBH)
+            return forward(norm, x_SBH, *added)
 
         monkeypatch.setattr(Recording, "capture", noted)
         monkeypatch.setattr(RMSNorm, "forward", failing)
@@ -248,8 +250,8 @@ def test_a_validation_that_cannot_be_captured_goes_on_without_if_asked(
 ) -> None:
     forward = RMSNorm.forward
 
-    def wait_in_validation(self: RMSNorm, x_SBH: Tensor) -> Tensor:
-        return wait(self, x_SBH) if not self.training else forward(self, x_SBH)
+    def wait_in_validation(self: RMSNorm, *x: Tensor) -> Any:
+        return wait(self, *x) if not self.training else forward(self, *x)
 
     monkeypatch.setattr(RMSNorm, "forward", wait_in_validation)
     with pytest.raises(CaptureError, match="capture of the validation failed"):

@@ -9,20 +9,25 @@
 
 namespace megacore::layers {
 
-// y = x * scale * weight with scale (rows) = 1 / sqrt(mean(x^2) + eps).
+// y = x * scale * weight with scale (rows) = 1 / sqrt(mean(x^2) + eps). With `added`, x + added,
+// rounded and written to `sum`, takes the place of x.
 template <typename Float>
 void rms_norm(const Float* x,
+              const Float* added,
               const Float* weight,
               float eps,
+              Float* sum,
               Float* y,
               float* scale,
               int64_t rows,
               int64_t width,
               int num_threads);
 
-// Either of grad_x (rows, width) and grad_weight (width), fp32, may be null.
+// Either of grad_x (rows, width) and grad_weight (width), fp32, may be null. `grad_sum`, if given,
+// is added to the rounded grad_x: another gradient of x.
 template <typename Float>
 void rms_norm_backward(const Float* grad_y,
+                       const Float* grad_sum,
                        const Float* x,
                        const Float* weight,
                        const float* scale,

@@ -21,7 +21,9 @@ inline constexpr int64_t kMaxNormPacks = 2048;
 struct NormParams {
   FloatType type = FloatType::kFloat32;  // of x, weight and y
   const void* x = nullptr;               // (rows, width)
+  const void* added = nullptr;           // (rows, width) optional; then x + added is normalized
   const void* weight = nullptr;          // (width)
+  void* sum = nullptr;                   // (rows, width) x + added, rounded; written with `added`
   void* y = nullptr;                     // (rows, width) written
   float* scale = nullptr;                // (rows) written
   int64_t rows = 0;
@@ -35,8 +37,9 @@ void rms_norm(const NormParams& params, cudaStream_t stream);
 
 struct NormBackwardParams {
   FloatType type = FloatType::kFloat32;
-  const void* grad_y = nullptr;  // (rows, width)
-  const void* x = nullptr;
+  const void* grad_y = nullptr;    // (rows, width)
+  const void* grad_sum = nullptr;  // (rows, width) optional, added to the rounded grad_x
+  const void* x = nullptr;         // or the sum that was normalized
   const void* weight = nullptr;
   const float* scale = nullptr;   // (rows) of the forward pass
   void* grad_x = nullptr;         // (rows, width) written, if given
