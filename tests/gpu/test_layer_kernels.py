@@ -10,13 +10,8 @@ from torch import Tensor
 
 from megacore.ops import has_cuda_kernels
 from megacore.ops.activations import swiglu
-from megacore.ops.dense import (
-    add_rms_norm,
-    rms_norm,
-    rms_norm_reference,
-    split_and_rotate,
-    split_and_rotate_reference,
-)
+from megacore.ops.dense import add_rms_norm, rms_norm, rms_norm_reference
+from megacore.ops.rotation import split_and_rotate, split_and_rotate_reference
 from megacore.ops.routing import has_kernel, route
 from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
 

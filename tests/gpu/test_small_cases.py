@@ -19,9 +19,10 @@ from megacore.ops import (
     top_k,
     unpermute,
 )
-from megacore.ops.dense import rms_norm, split_and_rotate
+from megacore.ops.dense import rms_norm
 from megacore.ops.gemm_cuda import Product, launch_grouped
 from megacore.ops.optim import AdamWSettings, StepRules, adamw_step_, decide_step_, sum_of_squares
+from megacore.ops.rotation import split_and_rotate
 from megacore.ops.routing import route
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from megacore.models.attention_parts import ScoreRule
 from megacore.models.context_parallel import Masks, causal_attention
 from megacore.models.layers import ColumnLinear, ModelContext, RowLinear, make_qk_norm
 from megacore.models.past import Past
-from megacore.ops.dense import split_and_rotate
+from megacore.ops.rotation import split_and_rotate
 from megacore.parallel.batch import Documents
 from megacore.parallel.params import ParamInfo
 

@@ -23,7 +23,8 @@ from megacore.models.context_parallel import Masks, attend, needs_order
 from megacore.models.layers import ColumnLinear, ModelContext, RowLinear
 from megacore.models.past import Past
 from megacore.models.rotary import magnitude
-from megacore.ops.dense import rms_norm, rotate
+from megacore.ops.dense import rms_norm
+from megacore.ops.rotation import rotate
 from megacore.parallel.batch import Documents
 from megacore.parallel.params import ParamInfo
 

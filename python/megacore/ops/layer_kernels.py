@@ -3,7 +3,8 @@
 As in :mod:`megacore.ops.token_kernels`: signatures and results of the references, no host sync,
 arguments checked by the caller.
 
-Shapes: as in :mod:`megacore.ops.dense` and :mod:`megacore.ops.routing`.
+Shapes: as in :mod:`megacore.ops.dense`, :mod:`megacore.ops.rotation` and
+:mod:`megacore.ops.routing`.
 """
 
 from __future__ import annotations

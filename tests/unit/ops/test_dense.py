@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from megacore.ops.dense import add_rms_norm, rms_norm, split_and_rotate
+from megacore.ops.dense import add_rms_norm, rms_norm
+from megacore.ops.rotation import split_and_rotate
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 WIDTHS = st.sampled_from([1, 2, 15, 16, 17, 96, 257])

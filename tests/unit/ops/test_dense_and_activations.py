@@ -9,7 +9,8 @@ from torch.nn.functional import silu
 from megacore.config import ModelConfig
 from megacore.models.rotary import RotaryTables
 from megacore.ops.activations import geglu, swiglu
-from megacore.ops.dense import rms_norm, split_and_rotate
+from megacore.ops.dense import rms_norm
+from megacore.ops.rotation import split_and_rotate
 from tests.support.models import plain_rotate
 
 

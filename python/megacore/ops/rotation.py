@@ -1,0 +1,251 @@
+"""Rotation of heads as one operation.
+
+Native for float32 and bfloat16 on CPUs and for these and float16 on GPUs; elsewhere the torch
+operations of the references. Inputs narrower than float32 are computed in float32 and rounded once
+at the end.
+
+Shapes: S sequence, B batch, G heads of keys and values, Q heads of queries per key head, D head
+dimension, R rotated elements of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacore import _core
+from megacore.ops import layer_kernels
+from megacore.ops.cuda_module import has_cuda_kernels
+from megacore.ops.dense import wide
+from megacore.ops.library import define_gradient, define_op
+
+# dtypes supported by the native kernels; others use the reference.
+_NATIVE = (torch.float32, torch.bfloat16)
+
+
+def split_and_rotate(
+    qkv_SBGX: Tensor, cos: Tensor, sin: Tensor, *, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split queries, keys and values, and rotate queries and keys by their positions.
+
+    Half-split form: element i of the first half of the R rotated elements, the first of a head, is
+    rotated with element i of their second half.
+
+    Args:
+        qkv_SBGX: ``(S, B, G, (Q + 2) * D)``: for each key head its query heads, the key, the value.
+        cos: ``(S, R/2)``, from `RotaryTables`; ``(S, B, R/2)`` if positions differ by sample.
+        sin: As ``cos``.
+        head_dim: D.
+
+    Returns:
+        Queries ``(S, B, G * Q, D)``, keys and values ``(S, B, G, D)``; contiguous.
+
+    Source:
+        Su et al., arXiv:2104.09864.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _split_and_rotate(qkv_SBGX, cos, sin, head_dim)
+    return result
+
+
+def rotate(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads ``(S, B, N, D)`` by their positions, as `split_and_rotate` does."""
+    result: Tensor = _Rotate.apply(x_SBND, cos, sin)  # type: ignore[no-untyped-call]
+    return result
+
+
+def split_and_rotate_reference(
+    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `split_and_rotate` with torch operations, on any device."""
+    heads_SBGND = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
+    sequence, batch, groups, slots, _ = heads_SBGND.shape
+    q = qkv.new_empty(sequence, batch, groups, slots - 2, head_dim)
+    k = qkv.new_empty(sequence, batch, groups, 1, head_dim)
+    rotate_into(q, heads_SBGND[..., :-2, :], cos, sin)
+    rotate_into(k, heads_SBGND[..., -2:-1, :], cos, sin)
+    v = heads_SBGND[..., -1, :].clone(memory_format=torch.contiguous_format)
+    return q.flatten(2, 3), k.squeeze(3), v
+
+
+def _backward_reference(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    sequence, batch, groups, head_dim = grad_k.shape
+    q_per_kv = grad_q.shape[2] // groups
+    grad = grad_q.new_empty(sequence, batch, groups, q_per_kv + 2, head_dim)
+    grad_q = grad_q.reshape(sequence, batch, groups, q_per_kv, head_dim)
+    # The adjoint of a rotation, times a factor, is the inverse rotation, times the factor.
+    rotate_into(grad[..., :-2, :], grad_q, cos, -sin)
+    rotate_into(grad[..., -2:-1, :], grad_k.unsqueeze(3), cos, -sin)
+    grad[..., -1, :] = grad_v
+    return grad.flatten(3)
+
+
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Write the rotated ``x`` to ``out``, both ``(S, B, G, N, D)``."""
+    num_rotated = 2 * cos.shape[-1]
+    if num_rotated < x.shape[-1]:
+        out[..., num_rotated:] = x[..., num_rotated:]
+        out, x = out[..., :num_rotated], x[..., :num_rotated]
+    if cos.dim() == 2:
+        cos, sin = cos[:, None], sin[:, None]
+    length = x.shape[0]
+    cos, sin = cos[:length, :, None, None], sin[:length, :, None, None]
+    target = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
+    x_1, x_2 = wide(x).chunk(2, dim=-1)
+    out_1, out_2 = target.chunk(2, dim=-1)
+    torch.mul(x_1, cos, out=out_1).addcmul_(x_2, sin, value=-1)
+    torch.mul(x_2, cos, out=out_2).addcmul_(x_1, sin)
+    if target is not out:
+        out.copy_(target)
+
+
+def _rotate(
+    qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, backward: bool
+) -> None:
+    sequence, batch, groups, head_dim = k.shape
+    cos, sin = cos.contiguous(), sin.contiguous()
+    _core.split_and_rotate(
+        qkv=qkv.data_ptr(),
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        num_tokens=sequence * batch,
+        batch=batch,
+        num_groups=groups,
+        q_per_kv=q.shape[2] // groups,
+        head_dim=head_dim,
+        num_rotated=2 * cos.shape[-1],
+        position_per_sample=cos.dim() == 3,
+        backward=backward,
+        is_bfloat16=qkv.dtype == torch.bfloat16,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _fits(cos: Tensor, sin: Tensor, x: Tensor) -> bool:
+    """Return whether the tables are as the native rotation of ``(S, B, ...)`` reads them."""
+    sequence, batch = x.shape[:2]
+    return (
+        cos.dtype == sin.dtype == torch.float32
+        and cos.shape == sin.shape
+        and cos.shape[0] >= sequence
+        and (cos.dim() == 2 or cos.shape[1] == batch)
+    )
+
+
+def _split_and_rotate_cpu(
+    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if qkv.dtype not in _NATIVE or not _fits(cos, sin, qkv):
+        return split_and_rotate_reference(qkv, cos, sin, head_dim)
+    qkv = qkv.contiguous()
+    q, k, v = _split_and_rotate_fake(qkv, cos, sin, head_dim)
+    _rotate(qkv, q, k, v, cos, sin, backward=False)
+    return q, k, v
+
+
+def _backward_cpu(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    if grad_q.dtype not in _NATIVE or not _fits(cos, sin, grad_k):
+        return _backward_reference(grad_q, grad_k, grad_v, cos, sin)
+    grad_q, grad_k, grad_v = (grad.contiguous() for grad in (grad_q, grad_k, grad_v))
+    grad = _backward_fake(grad_q, grad_k, grad_v, cos, sin)
+    _rotate(grad, grad_q, grad_k, grad_v, cos, sin, backward=True)
+    return grad
+
+
+def _split_and_rotate_cuda(
+    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _rotates_on_device(qkv, cos, sin, qkv, head_dim):
+        return split_and_rotate_reference(qkv, cos, sin, head_dim)
+    qkv = qkv.contiguous()
+    q, k, v = _split_and_rotate_fake(qkv, cos, sin, head_dim)
+    layer_kernels.split_and_rotate(qkv, q, k, v, cos, sin, backward=False)
+    return q, k, v
+
+
+def _backward_cuda(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    if not _rotates_on_device(grad_q, cos, sin, grad_k, grad_k.shape[-1]):
+        return _backward_reference(grad_q, grad_k, grad_v, cos, sin)
+    grad_q, grad_k, grad_v = (grad.contiguous() for grad in (grad_q, grad_k, grad_v))
+    grad = _backward_fake(grad_q, grad_k, grad_v, cos, sin)
+    layer_kernels.split_and_rotate(grad, grad_q, grad_k, grad_v, cos, sin, backward=True)
+    return grad
+
+
+def _rotates_on_device(x: Tensor, cos: Tensor, sin: Tensor, like: Tensor, head_dim: int) -> bool:
+    return has_cuda_kernels() and layer_kernels.rotates(x, head_dim) and _fits(cos, sin, like)
+
+
+def _split_and_rotate_fake(
+    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    del cos, sin
+    sequence, batch, groups, width = qkv.shape
+    q = qkv.new_empty(sequence, batch, groups * (width // head_dim - 2), head_dim)
+    k, v = (qkv.new_empty(sequence, batch, groups, head_dim) for _ in range(2))
+    return q, k, v
+
+
+def _backward_fake(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    del grad_v, cos, sin
+    sequence, batch, groups, head_dim = grad_k.shape
+    width = (grad_q.shape[2] // groups + 2) * head_dim
+    return grad_q.new_empty(sequence, batch, groups, width)
+
+
+_split_and_rotate = define_op(
+    "split_and_rotate(Tensor qkv, Tensor cos, Tensor sin, SymInt head_dim) "
+    "-> (Tensor, Tensor, Tensor)",
+    cpu=_split_and_rotate_cpu,
+    cuda=_split_and_rotate_cuda,
+    fake=_split_and_rotate_fake,
+)
+_split_and_rotate_backward = define_op(
+    "split_and_rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor cos, "
+    "Tensor sin) -> Tensor",
+    cpu=_backward_cpu,
+    cuda=_backward_cuda,
+    fake=_backward_fake,
+)
+
+
+def _rotation_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    ctx.save_for_backward(inputs[1], inputs[2])
+
+
+def _rotation_grads(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    return _split_and_rotate_backward(*grads, *ctx.saved_tensors), None, None, None
+
+
+define_gradient(_split_and_rotate, _rotation_grads, _rotation_setup)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out = x.new_empty(x.shape)
+        rotate_into(out[:, :, None], x[:, :, None], cos, sin)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        out = grad.new_empty(grad.shape)
+        rotate_into(out[:, :, None], grad[:, :, None], cos, -sin)
+        return out, None, None
