@@ -117,6 +117,46 @@ void bind_layers(py::module_& module) {
       py::arg("q_per_kv"), py::arg("head_dim"), py::arg("num_rotated"),
       py::arg("position_per_sample"), py::arg("backward"), py::arg("is_bfloat16"),
       py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "norm_and_rotate",
+      [](uintptr_t qkv, uintptr_t q_weight, uintptr_t k_weight, float eps, uintptr_t scale,
+         uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin, uintptr_t grad_qkv,
+         uintptr_t grad_q_weight, uintptr_t grad_k_weight, int64_t num_tokens, int64_t batch,
+         int64_t num_groups, int64_t q_per_kv, int64_t head_dim, int64_t num_rotated,
+         bool position_per_sample, bool backward, bool is_bfloat16, int num_threads) {
+        const layers::HeadShape shape = {.num_tokens = num_tokens,
+                                         .batch = batch,
+                                         .num_groups = num_groups,
+                                         .q_per_kv = q_per_kv,
+                                         .head_dim = head_dim,
+                                         .num_rotated = num_rotated,
+                                         .position_per_sample = position_per_sample};
+        for_element(is_bfloat16, [&]<typename Float>(Float) {
+          const layers::HeadNorms<Float> norms = {pointer<const Float>(q_weight),
+                                                  pointer<const Float>(k_weight), eps,
+                                                  pointer<float>(scale)};
+          if (backward) {
+            const layers::HeadGrads<Float> grads = {
+                pointer<const Float>(q),       pointer<const Float>(k),
+                pointer<const Float>(v),       pointer<Float>(grad_qkv),
+                pointer<float>(grad_q_weight), pointer<float>(grad_k_weight)};
+            layers::norm_and_rotate_backward(grads, pointer<const Float>(qkv), norms,
+                                             pointer<const float>(cos), pointer<const float>(sin),
+                                             shape, num_threads);
+          } else {
+            layers::norm_and_rotate(pointer<const Float>(qkv), norms, pointer<Float>(q),
+                                    pointer<Float>(k), pointer<Float>(v), pointer<const float>(cos),
+                                    pointer<const float>(sin), shape, num_threads);
+          }
+        });
+      },
+      py::kw_only(), py::arg("qkv"), py::arg("q_weight"), py::arg("k_weight"), py::arg("eps"),
+      py::arg("scale"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"), py::arg("sin"),
+      py::arg("grad_qkv"), py::arg("grad_q_weight"), py::arg("grad_k_weight"),
+      py::arg("num_tokens"), py::arg("batch"), py::arg("num_groups"), py::arg("q_per_kv"),
+      py::arg("head_dim"), py::arg("num_rotated"), py::arg("position_per_sample"),
+      py::arg("backward"), py::arg("is_bfloat16"), py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace megacore::bindings

@@ -93,6 +93,52 @@ void bind_rotation(py::module_& module) {
       no_gil());
 }
 
+void bind_normed_rotation(py::module_& module) {
+  module.attr("MAX_NORMED_HEAD_BYTES") = cuda::kMaxNormedHeadBytes;
+  module.def("norm_rotate_partial_rows", &cuda::norm_rotate_partial_rows, py::kw_only(),
+             py::arg("num_heads"));
+  module.def(
+      "norm_and_rotate",
+      [](uintptr_t qkv, uintptr_t q_weight, uintptr_t k_weight, float eps, uintptr_t scale,
+         uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin, uintptr_t grad_qkv,
+         uintptr_t grad_q_weight, uintptr_t grad_k_weight, uintptr_t partial_sums,
+         int64_t num_tokens, int64_t batch, int64_t num_groups, int64_t q_per_kv, int64_t head_dim,
+         int64_t num_rotated, bool position_per_sample, bool backward, std::string_view dtype,
+         uintptr_t stream) {
+        cuda::norm_and_rotate({.heads = {.type = float_type(dtype),
+                                         .qkv = device_pointer<void>(backward ? grad_qkv : qkv),
+                                         .q = device_pointer<void>(q),
+                                         .k = device_pointer<void>(k),
+                                         .v = device_pointer<void>(v),
+                                         .cos = device_pointer<const float>(cos),
+                                         .sin = device_pointer<const float>(sin),
+                                         .shape = {.num_tokens = num_tokens,
+                                                   .batch = batch,
+                                                   .num_groups = num_groups,
+                                                   .q_per_kv = q_per_kv,
+                                                   .head_dim = head_dim,
+                                                   .num_rotated = num_rotated,
+                                                   .position_per_sample = position_per_sample},
+                                         .backward = backward},
+                               .x = device_pointer<const void>(qkv),
+                               .q_weight = device_pointer<const void>(q_weight),
+                               .k_weight = device_pointer<const void>(k_weight),
+                               .eps = eps,
+                               .scale = device_pointer<float>(scale),
+                               .grad_q_weight = device_pointer<void>(grad_q_weight),
+                               .grad_k_weight = device_pointer<void>(grad_k_weight),
+                               .partial_sums = device_pointer<float>(partial_sums)},
+                              stream_handle(stream));
+      },
+      py::kw_only(), py::arg("qkv"), py::arg("q_weight"), py::arg("k_weight"), py::arg("eps"),
+      py::arg("scale"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"), py::arg("sin"),
+      py::arg("grad_qkv"), py::arg("grad_q_weight"), py::arg("grad_k_weight"),
+      py::arg("partial_sums"), py::arg("num_tokens"), py::arg("batch"), py::arg("num_groups"),
+      py::arg("q_per_kv"), py::arg("head_dim"), py::arg("num_rotated"),
+      py::arg("position_per_sample"), py::arg("backward"), py::arg("dtype"), py::arg("stream"),
+      no_gil());
+}
+
 // Defines a function of its own arguments, whose keywords are `names`, a rule and a stream.
 template <typename... Own, typename... Names>
 void def_with_rule(py::module_& module,
@@ -160,6 +206,7 @@ void bind_router(py::module_& module) {
 void bind_layers(py::module_& module) {
   bind_rms_norm(module);
   bind_rotation(module);
+  bind_normed_rotation(module);
   bind_router(module);
 }
 

@@ -34,17 +34,17 @@ __device__ __forceinline__ void load_row(const Float* row,
 // Makes the compiler widen packs again where they are used next: kept from here, twice the
 // registers would be spilled.
 template <int kPer, typename Float, int kPack>
-__device__ __forceinline__ void keep_narrow(Pack<Float, kPack> (&packs)[kPer]) {
+__device__ __forceinline__ void keep_narrow([[maybe_unused]] Pack<Float, kPack> (&packs)[kPer]) {
+#if defined(__CUDA_ARCH__)
 #pragma unroll
   for (int n = 0; n < kPer; ++n) {
-    uint32_t words[kPackBytes / 4];
-    memcpy(words, &packs[n], kPackBytes);
+    auto* words = reinterpret_cast<uint32_t*>(packs[n].values);
 #pragma unroll
-    for (uint32_t& word : words) {
-      asm volatile("" : "+r"(word));
+    for (int word = 0; word < kPackBytes / 4; ++word) {
+      asm volatile("" : "+r"(words[word]));
     }
-    memcpy(&packs[n], words, kPackBytes);
   }
+#endif
 }
 
 template <typename Float, int kPack>
@@ -180,72 +180,6 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   }
 }
 
-// Packs first and second of a head: rotated, where `direction` is -1 for the inverse, or copied.
-template <typename Float, int kPack>
-__device__ __forceinline__ void rotate_pair(const Float* from,
-                                            Float* to,
-                                            int64_t first,
-                                            int64_t second,
-                                            const float* cos,
-                                            const float* sin,
-                                            float direction) {
-  Pack<Float, kPack> a = load_pack<kPack>(from, first);
-  Pack<Float, kPack> b = load_pack<kPack>(from, second);
-  if (cos != nullptr) {
-    constexpr int kWide = kPack < 4 ? kPack : 4;
-#pragma unroll
-    for (int part = 0; part < kPack / kWide; ++part) {
-      const Pack<float, kWide> c = load_pack<kWide>(cos, first * (kPack / kWide) + part);
-      const Pack<float, kWide> s = load_pack<kWide>(sin, first * (kPack / kWide) + part);
-#pragma unroll
-      for (int i = 0; i < kWide; ++i) {
-        const int at = part * kWide + i;
-        const float left = widen(a.values[at]);
-        const float right = widen(b.values[at]);
-        const float turn = direction * s.values[i];
-        narrow(left * c.values[i] - right * turn, a.values[at]);
-        narrow(right * c.values[i] + left * turn, b.values[at]);
-      }
-    }
-  }
-  store_pack(to, first, a);
-  store_pack(to, second, b);
-}
-
-// A block takes a token at a time, a thread two packs of a head.
-template <typename Float, int kPack>
-__global__ void __launch_bounds__(kRowThreads) rotate_kernel(RotateParams params) {
-  const layers::HeadShape& shape = params.shape;
-  const int slots = static_cast<int>(shape.q_per_kv) + 2;
-  const int dim = static_cast<int>(shape.head_dim);
-  const int half = static_cast<int>(shape.num_rotated) / 2;
-  const int pairs = dim / (2 * kPack);
-  const int rotated = half / kPack;
-  const int work = static_cast<int>(shape.num_groups) * slots * pairs;
-  for (int64_t token = blockIdx.x; token < shape.num_tokens; token += gridDim.x) {
-    const int64_t position = shape.position_per_sample ? token : token / shape.batch;
-    for (int i = static_cast<int>(threadIdx.x); i < work; i += kRowThreads) {
-      const int pair = i % pairs;
-      const int slot = i / pairs % slots;
-      const int64_t index = token * shape.num_groups + i / pairs / slots;
-      Float* whole = static_cast<Float*>(params.qkv) + (index * slots + slot) * dim;
-      Float* part =
-          slot < shape.q_per_kv
-              ? static_cast<Float*>(params.q) + (index * shape.q_per_kv + slot) * dim
-              : static_cast<Float*>(slot == shape.q_per_kv ? params.k : params.v) + index * dim;
-      const Float* from = params.backward ? part : whole;
-      Float* to = params.backward ? whole : part;
-      if (slot <= shape.q_per_kv && pair < rotated) {
-        rotate_pair<Float, kPack>(from, to, pair, rotated + pair, params.cos + position * half,
-                                  params.sin + position * half, params.backward ? -1.0F : 1.0F);
-      } else {
-        // In a head that turns, the pairs behind the rotated ones: they start at twice `rotated`.
-        rotate_pair<Float, kPack>(from, to, 2 * pair, 2 * pair + 1, nullptr, nullptr, 1.0F);
-      }
-    }
-  }
-}
-
 // ---- launchers ----------------------------------------------------------------------------------
 
 struct NormShape {
@@ -359,29 +293,6 @@ void rms_norm_backward(const NormBackwardParams& params, cudaStream_t stream) {
                                           params.width, params.width, weight, nullptr, stream);
               }
             });
-}
-
-void split_and_rotate(const RotateParams& params, cudaStream_t stream) {
-  const layers::HeadShape& shape = params.shape;
-  MC_REQUIRE(shape.num_tokens >= 0 && shape.batch >= 1 && shape.num_groups >= 1 &&
-                 shape.q_per_kv >= 1 && shape.head_dim >= 2 && shape.head_dim % 2 == 0 &&
-                 shape.num_rotated >= 0 && shape.num_rotated % 2 == 0 &&
-                 shape.num_rotated <= shape.head_dim &&
-                 shape.num_groups * (shape.q_per_kv + 2) * shape.head_dim < int64_t{1} << 30,
-             "heads of {} elements, {} of them rotated, in {} groups of {} queries; the kernel "
-             "takes even numbers, and fewer than 2^30 elements of a token",
-             shape.head_dim, shape.num_rotated, shape.num_groups, shape.q_per_kv);
-  if (shape.num_tokens == 0) {
-    return;
-  }
-  const bool are_aligned = is_packed(params.qkv) && is_packed(params.q) && is_packed(params.k) &&
-                           is_packed(params.v) && is_packed(params.cos) && is_packed(params.sin);
-  const int64_t pack = kPackBytes / bytes_of(params.type);
-  const bool fits = shape.head_dim % (2 * pack) == 0 && shape.num_rotated % (2 * pack) == 0;
-  with_float_type(params.type, are_aligned && fits, pack, [&]<typename Float, int kPack>() {
-    launch("split_and_rotate", rotate_kernel<Float, kPack>,
-           {.blocks = shape.num_tokens, .threads = kRowThreads}, stream, params);
-  });
 }
 
 }  // namespace megacore::cuda

@@ -439,6 +439,7 @@ def peer_finish_pull(
 # Layers; see cuda/include/megacore/cuda/{dense,router}.h.
 
 MAX_NORM_BYTES: int
+MAX_NORMED_HEAD_BYTES: int
 MAX_ROUTER_EXPERTS: int
 MAX_ROUTER_CHOICES: int
 
@@ -480,6 +481,34 @@ def split_and_rotate(
     v: int,
     cos: int,
     sin: int,
+    num_tokens: int,
+    batch: int,
+    num_groups: int,
+    q_per_kv: int,
+    head_dim: int,
+    num_rotated: int,
+    position_per_sample: bool,
+    backward: bool,
+    dtype: str,
+    stream: int,
+) -> None: ...
+def norm_rotate_partial_rows(*, num_heads: int) -> int: ...
+def norm_and_rotate(
+    *,
+    qkv: int,
+    q_weight: int,
+    k_weight: int,
+    eps: float,
+    scale: int,
+    q: int,
+    k: int,
+    v: int,
+    cos: int,
+    sin: int,
+    grad_qkv: int,
+    grad_q_weight: int,
+    grad_k_weight: int,
+    partial_sums: int,
     num_tokens: int,
     batch: int,
     num_groups: int,

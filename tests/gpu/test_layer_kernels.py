@@ -11,6 +11,7 @@ from torch import Tensor
 from megacore.ops import has_cuda_kernels
 from megacore.ops.activations import swiglu
 from megacore.ops.dense import add_rms_norm, rms_norm, rms_norm_reference
+from megacore.ops.normed_rotation import norm_and_rotate
 from megacore.ops.rotation import split_and_rotate, split_and_rotate_reference
 from megacore.ops.routing import has_kernel, route
 from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
@@ -103,6 +104,32 @@ def test_rotation_and_its_gradient(
     )
     for a, b in zip(found, exact, strict=True):
         assert_close(a, b, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "num_rotated"),
+    [((2, 4), 128, 128), ((1, 1), 64, 32), ((1, 3), 96, 96), ((3, 2), 6, 4), ((1, 2), 512, 512)],
+)
+def test_rotation_behind_norms_and_its_gradients(
+    heads: tuple[int, int], head_dim: int, num_rotated: int, dtype: torch.dtype
+) -> None:
+    groups, q_per_kv = heads
+    random = torch.Generator().manual_seed(head_dim)
+    qkv = torch.randn(37, 3, groups, (q_per_kv + 2) * head_dim, generator=random).to(dtype)
+    weights = [(1 + torch.randn(head_dim, generator=random)).to(dtype) for _ in range(2)]
+    angles = torch.randn(37, num_rotated // 2, generator=random)
+    tables = angles.cos(), angles.sin()
+
+    def run(*leaves: Tensor) -> tuple[Tensor, ...]:
+        on = [table.to(leaves[0].device) for table in tables]
+        return norm_and_rotate(*leaves, *on, head_dim=head_dim, eps=1e-5)
+
+    with poisoned_memory():
+        found = gradients(run, [leaf.cuda() for leaf in (qkv, *weights)])
+    exact = gradients(run, [leaf.double() for leaf in (qkv, *weights)])
+    for a, b in zip(found, exact, strict=True):
+        assert_close(a, b, 8 * TOLERANCE[dtype])
 
 
 ROUTERS = {

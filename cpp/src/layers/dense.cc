@@ -162,6 +162,18 @@ int64_t grain(int64_t count, int64_t width, int num_threads) {
   return std::max(int64_t{1}, kGrainNumel / std::max(int64_t{1}, width));
 }
 
+// total (width) = the sum over the rows of `sums`.
+void add_sums(const std::vector<float>& sums, int64_t width, float* total) {
+  std::fill_n(total, width, 0.0F);
+  for (size_t i = 0; i < sums.size(); ++i) {
+    total[static_cast<int64_t>(i) % width] += sums[i];
+  }
+}
+
+int64_t position_of(const HeadShape& shape, int64_t token) {
+  return shape.position_per_sample ? token : token / shape.batch;
+}
+
 }  // namespace
 
 template <typename Float>
@@ -218,10 +230,7 @@ void rms_norm_backward(const Float* grad_y,
     }
   });
   if (grad_weight != nullptr) {
-    std::fill_n(grad_weight, width, 0.0F);
-    for (int64_t i = 0; i < num_sums * width; ++i) {
-      grad_weight[i % width] += sums[static_cast<size_t>(i)];
-    }
+    add_sums(sums, width, grad_weight);
   }
 }
 
@@ -239,7 +248,7 @@ void split_and_rotate(Float* qkv,
   const int64_t dim = shape.head_dim;
   const int64_t half = shape.num_rotated / 2;
   const auto run_group = [&](int64_t token, int64_t group) {
-    const int64_t position = shape.position_per_sample ? token : token / shape.batch;
+    const int64_t position = position_of(shape, token);
     const int64_t index = token * shape.num_groups + group;
     for (int64_t slot = 0; slot < slots; ++slot) {
       Float* whole = qkv + (index * slots + slot) * dim;
@@ -267,13 +276,125 @@ void split_and_rotate(Float* qkv,
                      });
 }
 
-#define MC_INSTANTIATE(Float)                                                                    \
-  template void rms_norm<Float>(const Float*, const Float*, const Float*, float, Float*, Float*, \
-                                float*, int64_t, int64_t, int);                                  \
-  template void rms_norm_backward<Float>(const Float*, const Float*, const Float*, const Float*, \
-                                         const float*, Float*, float*, int64_t, int64_t, int);   \
-  template void split_and_rotate<Float>(Float*, Float*, Float*, Float*, const float*,            \
-                                        const float*, const HeadShape&, bool, int);
+template <typename Float>
+void norm_and_rotate(const Float* qkv,
+                     const HeadNorms<Float>& norms,
+                     Float* q,
+                     Float* k,
+                     Float* v,
+                     const float* cos,
+                     const float* sin,
+                     const HeadShape& shape,
+                     int num_threads) {
+  const int64_t slots = shape.q_per_kv + 2;
+  const int64_t dim = shape.head_dim;
+  const int64_t half = shape.num_rotated / 2;
+  const auto run_group = [&](int64_t token, int64_t index, Float* normed) {
+    const int64_t at = position_of(shape, token) * half;
+    const Float* from = qkv + index * slots * dim;
+    float* scale = norms.scale + index * (slots - 1);
+    for (int64_t slot = 0; slot <= shape.q_per_kv; ++slot) {
+      const bool is_key = slot == shape.q_per_kv;
+      scale[slot] = one_norm(from + slot * dim, is_key ? norms.k_weight : norms.q_weight, norms.eps,
+                             normed, dim);
+      Float* to = is_key ? k + index * dim : q + (index * shape.q_per_kv + slot) * dim;
+      one_rotation(normed, to, cos + at, sin + at, half, dim, 1.0F);
+    }
+    std::copy_n(from + (slots - 1) * dim, dim, v + index * dim);
+  };
+  const int64_t width = shape.num_groups * slots * dim;
+  moe::parallel_for(shape.num_tokens, grain(shape.num_tokens, width, num_threads), num_threads,
+                    [&](int64_t begin, int64_t end) {
+                      std::vector<Float> normed(static_cast<size_t>(dim));
+                      for (int64_t i = begin * shape.num_groups; i < end * shape.num_groups; ++i) {
+                        run_group(i / shape.num_groups, i, normed.data());
+                      }
+                    });
+}
+
+namespace {
+
+// The gradients of queries or of keys, `per_group` heads of each group from slot `first` on.
+template <typename Float>
+void norm_and_rotate_part(const Float* grad,
+                          const Float* weight,
+                          float* grad_weight,
+                          int64_t first,
+                          int64_t per_group,
+                          Float* grad_qkv,
+                          const Float* qkv,
+                          const HeadNorms<Float>& norms,
+                          const float* cos,
+                          const float* sin,
+                          const HeadShape& shape,
+                          int num_threads) {
+  const int64_t slots = shape.q_per_kv + 2;
+  const int64_t dim = shape.head_dim;
+  const int64_t half = shape.num_rotated / 2;
+  const int64_t rows = shape.num_tokens * shape.num_groups * per_group;
+  const int64_t num_sums = (rows + kRowsOfSum - 1) / kRowsOfSum;
+  std::vector<float> sums(static_cast<size_t>(grad_weight == nullptr ? 0 : num_sums * dim));
+  const auto run_row = [&](int64_t row, Float* turned) {
+    const int64_t index = row / per_group;
+    const int64_t slot = first + row % per_group;
+    const int64_t position = position_of(shape, index / shape.num_groups) * half;
+    one_rotation(grad + row * dim, turned, cos + position, sin + position, half, dim, -1.0F);
+    const int64_t at = (index * slots + slot) * dim;
+    const float scale = norms.scale[index * (slots - 1) + slot];
+    if (grad_qkv != nullptr) {
+      one_norm_grad(turned, qkv + at, weight, scale, grad_qkv + at, dim);
+    }
+    if (grad_weight != nullptr) {
+      one_weight_grad(turned, qkv + at, scale, sums.data() + row / kRowsOfSum * dim, dim);
+    }
+  };
+  const int64_t at_once = (grain(rows, dim, num_threads) + kRowsOfSum - 1) / kRowsOfSum;
+  moe::parallel_for(num_sums, at_once, num_threads, [&](int64_t begin, int64_t end) {
+    std::vector<Float> turned(static_cast<size_t>(dim));
+    for (int64_t row = begin * kRowsOfSum; row < std::min(rows, end * kRowsOfSum); ++row) {
+      run_row(row, turned.data());
+    }
+  });
+  if (grad_weight != nullptr) {
+    add_sums(sums, dim, grad_weight);
+  }
+}
+
+}  // namespace
+
+template <typename Float>
+void norm_and_rotate_backward(const HeadGrads<Float>& grads,
+                              const Float* qkv,
+                              const HeadNorms<Float>& norms,
+                              const float* cos,
+                              const float* sin,
+                              const HeadShape& shape,
+                              int num_threads) {
+  const int64_t dim = shape.head_dim;
+  norm_and_rotate_part(grads.q, norms.q_weight, grads.q_weight, 0, shape.q_per_kv, grads.qkv, qkv,
+                       norms, cos, sin, shape, num_threads);
+  norm_and_rotate_part(grads.k, norms.k_weight, grads.k_weight, shape.q_per_kv, 1, grads.qkv, qkv,
+                       norms, cos, sin, shape, num_threads);
+  if (grads.qkv != nullptr) {
+    const int64_t slots = shape.q_per_kv + 2;
+    for (int64_t index = 0; index < shape.num_tokens * shape.num_groups; ++index) {
+      std::copy_n(grads.v + index * dim, dim, grads.qkv + (index * slots + slots - 1) * dim);
+    }
+  }
+}
+
+#define MC_INSTANTIATE(Float)                                                                      \
+  template void rms_norm<Float>(const Float*, const Float*, const Float*, float, Float*, Float*,   \
+                                float*, int64_t, int64_t, int);                                    \
+  template void rms_norm_backward<Float>(const Float*, const Float*, const Float*, const Float*,   \
+                                         const float*, Float*, float*, int64_t, int64_t, int);     \
+  template void split_and_rotate<Float>(Float*, Float*, Float*, Float*, const float*,              \
+                                        const float*, const HeadShape&, bool, int);                \
+  template void norm_and_rotate<Float>(const Float*, const HeadNorms<Float>&, Float*, Float*,      \
+                                       Float*, const float*, const float*, const HeadShape&, int); \
+  template void norm_and_rotate_backward<Float>(const HeadGrads<Float>&, const Float*,             \
+                                                const HeadNorms<Float>&, const float*,             \
+                                                const float*, const HeadShape&, int);
 MC_INSTANTIATE(float)
 MC_INSTANTIATE(uint16_t)
 

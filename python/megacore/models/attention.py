@@ -68,10 +68,10 @@ class Attention(nn.Module):
             ``(S[/tp], B, H)``.
         """
         qkv_SBGX = qkv_SBX.view(*qkv_SBX.shape[:2], self.num_local_groups, -1)
-        if self.qk_norm is not None:
-            heads = qkv_SBGX.view(*qkv_SBGX.shape[:3], -1, self.head_dim)
-            qkv_SBGX = self.qk_norm(heads).flatten(-2)
-        q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
+        if self.qk_norm is None:
+            q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
+        else:
+            q_SBND, k_SBGD, v_SBGD = self.qk_norm(qkv_SBGX, rotary)
         if self.past is not None:
             k_SBGD, v_SBGD = self.past.extend(torch.stack((k_SBGD, v_SBGD), 1)).unbind(1)
         mixed_SBND = causal_attention(

@@ -25,6 +25,8 @@ from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.ops.dense import add_rms_norm, rms_norm, wide_dtype
 from megacore.ops.fp8 import fp8_linear
 from megacore.ops.linear import linear
+from megacore.ops.normed_rotation import norm_and_rotate
+from megacore.ops.rotation import split_and_rotate
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
@@ -144,8 +146,8 @@ class LayerNorm(nn.Module):
 def make_qk_norm(name: str, context: ModelContext) -> HeadNorms | WidthNorms | None:
     """Make the norm of queries and keys of ``model.qk_norm``.
 
-    It takes and returns ``(S, B, G, Q + 2, D)``: for each of G key heads its Q query heads, the key
-    and the value, which is unchanged.
+    The modules take ``(S, B, G, (Q + 2) * D)``, for each of G key heads its Q query heads, the key
+    and the value, and return them as `split_and_rotate`, rotated by the tables ``rotary``.
     """
     if not context.config.qk_norm:
         return None
@@ -172,11 +174,12 @@ class HeadNorms(nn.Module):
         ]
         self.q_weight, self.k_weight = map(context.params.ones, infos)
 
-    def forward(self, heads: Tensor) -> Tensor:
-        """Normalize queries and keys; the shape is unchanged."""
-        q = rms_norm(heads[..., :-2, :], self.q_weight, self.eps)
-        k = rms_norm(heads[..., -2:-1, :], self.k_weight, self.eps)
-        return torch.cat((q, k, heads[..., -1:, :]), dim=-2)
+    def forward(
+        self, qkv_SBGX: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalize queries and keys, then rotate them; see `make_qk_norm`."""
+        weights, head_dim = (self.q_weight, self.k_weight), len(self.q_weight)
+        return norm_and_rotate(qkv_SBGX, *weights, *rotary, head_dim=head_dim, eps=self.eps)
 
 
 class WidthNorms(nn.Module):
@@ -189,6 +192,7 @@ class WidthNorms(nn.Module):
         super().__init__()
         shape = context.shape
         self.eps, self.group = context.config.norm_eps, context.region.group
+        self.head_dim = shape.head_dim
         self.widths = [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
         infos = [
             ParamInfo(
@@ -201,8 +205,11 @@ class WidthNorms(nn.Module):
         ]
         self.q_weight, self.k_weight = map(context.params.ones, infos)
 
-    def forward(self, heads: Tensor) -> Tensor:
-        """Normalize queries and keys; the shape is unchanged."""
+    def forward(
+        self, qkv_SBGX: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalize queries and keys, then rotate them; see `make_qk_norm`."""
+        heads = qkv_SBGX.view(*qkv_SBGX.shape[:3], -1, self.head_dim)
         parts = [part.to(wide_dtype(heads)) for part in (heads[..., :-2, :], heads[..., -2:-1, :])]
         squares = torch.stack([part.square().sum((-3, -2, -1)) for part in parts])
         # Ranks use the sum for different heads, so its gradients are summed too.
@@ -215,7 +222,8 @@ class WidthNorms(nn.Module):
                 parts, squares, self.widths, (self.q_weight, self.k_weight), strict=True
             )
         ]
-        return torch.cat((*normed, heads[..., -1:, :]), dim=-2)
+        qkv_SBGX = torch.cat((*normed, heads[..., -1:, :]), dim=-2).flatten(-2)
+        return split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
 
 
 class ColumnLinear(nn.Module):

@@ -162,7 +162,7 @@ def _rms_norm_backward_cpu(
     others = [grad] if grad_sum is None else [grad, grad_sum]
     if not _is_native(x, weight, *others) or weight.shape != x.shape[-1:]:
         return _rms_norm_backward_reference(grad, x, weight, scale, of_x, of_weight, grad_sum)
-    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    grad, x, weight, scale = (each.contiguous() for each in (grad, x, weight, scale))
     grad_sum = None if grad_sum is None else grad_sum.contiguous()
     grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
     grad_weight = weight.new_empty(weight.shape if of_weight else (0,), dtype=torch.float32)

@@ -57,20 +57,20 @@ def takes_norm_backward(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Normalize rows; returns them and the factor of each."""
-    return _norm(_aligned(x), weight, eps)
+    return _norm(aligned(x), weight, eps)
 
 
 def add_rms_norm(
     x: Tensor, added: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add rows and normalize the sums; returns the sums, the results and the factor of each."""
-    x, added = _aligned(x), _aligned(added)
+    x, added = aligned(x), aligned(added)
     total = torch.empty_like(x)
     return total, *_norm(x, weight, eps, added=added.data_ptr(), sum=total.data_ptr())
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, **others: int) -> tuple[Tensor, Tensor]:
-    weight = _aligned(weight)
+    weight = aligned(weight)
     y = torch.empty_like(x)
     scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     launch(
@@ -99,8 +99,8 @@ def rms_norm_backward(
     grad_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients that are asked for; the others are empty."""
-    grad, x, weight, scale = _aligned(grad), _aligned(x), _aligned(weight), scale.contiguous()
-    grad_sum = None if grad_sum is None else _aligned(grad_sum)
+    grad, x, weight, scale = aligned(grad), aligned(x), aligned(weight), scale.contiguous()
+    grad_sum = None if grad_sum is None else aligned(grad_sum)
     sizes = {"rows": scale.numel(), "width": x.shape[-1], "dtype": dtype_name(x)}
     grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
     grad_weight = weight.new_empty(weight.shape if of_weight else (0,))
@@ -133,7 +133,6 @@ def split_and_rotate(
     qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, backward: bool
 ) -> None:
     """Write ``q``, ``k`` and ``v`` from ``qkv``, or backwards ``qkv`` from the others."""
-    sequence, batch, groups, head_dim = k.shape
     cos, sin = cos.contiguous(), sin.contiguous()
     launch(
         "split_and_rotate",
@@ -144,14 +143,53 @@ def split_and_rotate(
         v=v.data_ptr(),
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
-        num_tokens=sequence * batch,
-        batch=batch,
-        num_groups=groups,
-        q_per_kv=q.shape[2] // groups,
-        head_dim=head_dim,
-        num_rotated=2 * cos.shape[-1],
-        position_per_sample=cos.dim() == 3,
+        **head_sizes(q, k, cos),
         backward=backward,
+        dtype=dtype_name(qkv),
+    )
+
+
+def head_sizes(q: Tensor, k: Tensor, cos: Tensor) -> dict[str, Any]:
+    """Return the sizes of heads ``(S, B, G * Q, D)`` and ``(S, B, G, D)`` as kernels name them."""
+    sequence, batch, groups, head_dim = k.shape
+    return {
+        "num_tokens": sequence * batch,
+        "batch": batch,
+        "num_groups": groups,
+        "q_per_kv": q.shape[2] // groups,
+        "head_dim": head_dim,
+        "num_rotated": 2 * cos.shape[-1],
+        "position_per_sample": cos.dim() == 3,
+    }
+
+
+def takes_normed_rotation(qkv: Tensor, cos: Tensor, head_dim: int) -> bool:
+    """Return whether the kernel normalizes and rotates heads of this dtype and these sizes."""
+    size = qkv.element_size()
+    num_bytes, limit = head_dim * size, cuda_kernels().MAX_NORMED_HEAD_BYTES
+    rotated: int = 2 * cos.shape[-1] * size
+    return (
+        dtype_name(qkv) is not None
+        and num_bytes <= limit
+        and num_bytes % (2 * _ALIGNMENT) == 0
+        and rotated % (2 * _ALIGNMENT) == 0
+    )
+
+
+def norm_and_rotate(qkv: Tensor, arguments: dict[str, Any]) -> None:
+    """Run the kernel with these addresses and sizes."""
+    partial_sums = None
+    if arguments["grad_q_weight"]:
+        heads = qkv.shape[3] // arguments["head_dim"]
+        num_partial: int = cuda_kernels().norm_rotate_partial_rows(
+            num_heads=arguments["num_tokens"] * arguments["num_groups"] * heads
+        )
+        partial_sums = qkv.new_empty(num_partial, 2 * arguments["head_dim"], dtype=torch.float32)
+    launch(
+        "norm_and_rotate",
+        qkv,
+        **arguments,
+        partial_sums=pointer(partial_sums),
         dtype=dtype_name(qkv),
     )
 
@@ -212,6 +250,7 @@ def route_backward(
     )
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, contiguous and at an address that kernels can load packs from."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()

@@ -23,7 +23,7 @@ from megacore.ops.dense import wide
 from megacore.ops.library import define_gradient, define_op
 
 # dtypes supported by the native kernels; others use the reference.
-_NATIVE = (torch.float32, torch.bfloat16)
+NATIVE = (torch.float32, torch.bfloat16)
 
 
 def split_and_rotate(
@@ -106,7 +106,6 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _rotate(
     qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, backward: bool
 ) -> None:
-    sequence, batch, groups, head_dim = k.shape
     cos, sin = cos.contiguous(), sin.contiguous()
     _core.split_and_rotate(
         qkv=qkv.data_ptr(),
@@ -115,20 +114,14 @@ def _rotate(
         v=v.data_ptr(),
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
-        num_tokens=sequence * batch,
-        batch=batch,
-        num_groups=groups,
-        q_per_kv=q.shape[2] // groups,
-        head_dim=head_dim,
-        num_rotated=2 * cos.shape[-1],
-        position_per_sample=cos.dim() == 3,
+        **layer_kernels.head_sizes(q, k, cos),
         backward=backward,
         is_bfloat16=qkv.dtype == torch.bfloat16,
         num_threads=torch.get_num_threads(),
     )
 
 
-def _fits(cos: Tensor, sin: Tensor, x: Tensor) -> bool:
+def fits(cos: Tensor, sin: Tensor, x: Tensor) -> bool:
     """Return whether the tables are as the native rotation of ``(S, B, ...)`` reads them."""
     sequence, batch = x.shape[:2]
     return (
@@ -142,7 +135,7 @@ def _fits(cos: Tensor, sin: Tensor, x: Tensor) -> bool:
 def _split_and_rotate_cpu(
     qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if qkv.dtype not in _NATIVE or not _fits(cos, sin, qkv):
+    if qkv.dtype not in NATIVE or not fits(cos, sin, qkv):
         return split_and_rotate_reference(qkv, cos, sin, head_dim)
     qkv = qkv.contiguous()
     q, k, v = _split_and_rotate_fake(qkv, cos, sin, head_dim)
@@ -153,7 +146,7 @@ def _split_and_rotate_cpu(
 def _backward_cpu(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    if grad_q.dtype not in _NATIVE or not _fits(cos, sin, grad_k):
+    if grad_q.dtype not in NATIVE or not fits(cos, sin, grad_k):
         return _backward_reference(grad_q, grad_k, grad_v, cos, sin)
     grad_q, grad_k, grad_v = (grad.contiguous() for grad in (grad_q, grad_k, grad_v))
     grad = _backward_fake(grad_q, grad_k, grad_v, cos, sin)
@@ -184,7 +177,7 @@ def _backward_cuda(
 
 
 def _rotates_on_device(x: Tensor, cos: Tensor, sin: Tensor, like: Tensor, head_dim: int) -> bool:
-    return has_cuda_kernels() and layer_kernels.rotates(x, head_dim) and _fits(cos, sin, like)
+    return has_cuda_kernels() and layer_kernels.rotates(x, head_dim) and fits(cos, sin, like)
 
 
 def _split_and_rotate_fake(

@@ -239,6 +239,101 @@ TEST(Rotation, AndItsInverseAgreeWithTheCpu) {
   }
 }
 
+template <typename Float>
+void check_normed_rotation(const Heads& h) {
+  const layers::HeadShape shape = {.num_tokens = h.sequence * h.batch,
+                                   .batch = h.batch,
+                                   .num_groups = h.groups,
+                                   .q_per_kv = h.q_per_kv,
+                                   .head_dim = h.head_dim,
+                                   .num_rotated = h.num_rotated,
+                                   .position_per_sample = h.position_per_sample};
+  const int64_t keys = shape.num_tokens * h.groups * h.head_dim;
+  const int64_t positions = h.position_per_sample ? shape.num_tokens : h.sequence;
+  auto cos = Array<float>::normal(positions * h.num_rotated / 2, 4);
+  auto sin = Array<float>::normal(positions * h.num_rotated / 2, 5);
+  auto qkv = Array<Float>::normal(keys * (h.q_per_kv + 2), 6, 3.0F);
+  auto q_weight = Array<Float>::normal(h.head_dim, 7);
+  auto k_weight = Array<Float>::normal(h.head_dim, 8);
+  Array<Float> q(keys * h.q_per_kv), k(keys), v(keys);
+  Array<float> scale(shape.num_tokens * h.groups * (h.q_per_kv + 1));
+  cuda::NormRotateParams params = {.heads = {.type = kElement<Float>,
+                                             .qkv = qkv.data(),
+                                             .q = q.data(),
+                                             .k = k.data(),
+                                             .v = v.data(),
+                                             .cos = cos.data(),
+                                             .sin = sin.data(),
+                                             .shape = shape},
+                                   .q_weight = q_weight.data(),
+                                   .k_weight = k_weight.data(),
+                                   .eps = 1e-3F,
+                                   .scale = scale.data()};
+  cuda::norm_and_rotate(params, nullptr);
+  Array<Float> expected_q(q.numel()), expected_k(keys), expected_v(keys);
+  Array<float> expected_scale(scale.numel());
+  const layers::HeadNorms<Float> norms = {q_weight.data(), k_weight.data(), 1e-3F,
+                                          expected_scale.data()};
+  layers::norm_and_rotate(qkv.data(), norms, expected_q.data(), expected_k.data(),
+                          expected_v.data(), cos.data(), sin.data(), shape, 1);
+  expect_close(q, expected_q, 2 * kRounding<Float>);
+  expect_close(k, expected_k, 2 * kRounding<Float>);
+  expect_close(v, expected_v, 0.0F);
+  expect_close(scale, expected_scale, 1e-6F);
+
+  // Now q, k and v are gradients.
+  Array<Float> expected_qkv(qkv.numel());
+  Array<float> expected_qw(h.head_dim), expected_kw(h.head_dim);
+  layers::norm_and_rotate_backward<Float>(
+      {q.data(), k.data(), v.data(), expected_qkv.data(), expected_qw.data(), expected_kw.data()},
+      qkv.data(), norms, cos.data(), sin.data(), shape, 1);
+  params.x = qkv.data();
+  params.heads.backward = true;
+  const int64_t heads = shape.num_tokens * h.groups * (h.q_per_kv + 2);
+  for (const auto& [of_qkv, of_weights] : {std::pair{true, true}, {true, false}, {false, true}}) {
+    Array<Float> grad(qkv.numel()), grad_qw(h.head_dim), grad_kw(h.head_dim);
+    Array<float> sums(cuda::norm_rotate_partial_rows(heads) * 2 * h.head_dim);
+    params.heads.qkv = of_qkv ? grad.data() : nullptr;
+    params.grad_q_weight = of_weights ? grad_qw.data() : nullptr;
+    params.grad_k_weight = of_weights ? grad_kw.data() : nullptr;
+    params.partial_sums = of_weights ? sums.data() : nullptr;
+    cuda::norm_and_rotate(params, nullptr);
+    if (of_qkv) {
+      expect_close(grad, expected_qkv, 4 * kRounding<Float>);
+    }
+    for (int64_t i = 0; of_weights && i < h.head_dim; ++i) {
+      ASSERT_NEAR(grad_qw.at(i), expected_qw.at(i),
+                  2 * kRounding<Float> * (1.0F + std::fabs(expected_qw.at(i))));
+      ASSERT_NEAR(grad_kw.at(i), expected_kw.at(i),
+                  2 * kRounding<Float> * (1.0F + std::fabs(expected_kw.at(i))));
+    }
+  }
+}
+
+// Several heads to a warp and one, all lanes and some, whole heads rotated and parts.
+TEST(NormedRotation, AndItsGradientsAgreeWithTheCpu) {
+  for (const Heads& heads :
+       {Heads{5, 2, 2, 2, 32, 32, false}, Heads{2, 3, 1, 3, 64, 32, true},
+        Heads{3, 1, 2, 1, 96, 64, false}, Heads{2, 1, 1, 2, 256, 128, false}}) {
+    SCOPED_TRACE(testing::Message() << heads.head_dim << ", rotated " << heads.num_rotated);
+    check_normed_rotation<float>(heads);
+    check_normed_rotation<uint16_t>(heads);
+  }
+}
+
+TEST(NormedRotation, RefusesHeadsThatItsLanesDoNotHold) {
+  layers::HeadShape shape = {.num_tokens = 1,
+                             .batch = 1,
+                             .num_groups = 1,
+                             .q_per_kv = 1,
+                             .head_dim = 512,
+                             .num_rotated = 512,
+                             .position_per_sample = false};
+  EXPECT_THROW(cuda::norm_and_rotate({.heads = {.shape = shape}}, nullptr), std::invalid_argument);
+  shape.head_dim = shape.num_rotated = 12;
+  EXPECT_THROW(cuda::norm_and_rotate({.heads = {.shape = shape}}, nullptr), std::invalid_argument);
+}
+
 TEST(Rotation, RefusesOddHeads) {
   const layers::HeadShape shape = {.num_tokens = 1,
                                    .batch = 1,

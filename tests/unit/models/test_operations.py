@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,13 +38,14 @@ def started(function: Callable[[], Tensor]) -> tuple[list[str], list[str]]:
     return forward.names, backward.names
 
 
-def test_a_dense_layer_starts_few_operations() -> None:
-    config = tiny_config()
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_dense_layer_starts_few_operations(qk_norm: bool) -> None:
+    config = tiny_config(qk_norm=qk_norm)
     model, batch = whole_model(config), random_batch(config)
     x = torch.randn(16, 3, 32, requires_grad=True)
     forward, backward = started(lambda: model.layers[0](x, model.rotary(16), batch))
-    assert len(forward) <= 11, forward
-    assert len(backward) <= 19, backward
+    assert len(forward) <= 10, forward
+    assert len(backward) <= 14, backward
 
 
 def test_experts_start_few_operations() -> None:

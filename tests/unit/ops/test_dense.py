@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from megacore.ops.dense import add_rms_norm, rms_norm
+from megacore.ops.normed_rotation import norm_and_rotate
 from megacore.ops.rotation import split_and_rotate
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -99,12 +100,80 @@ def test_rotation_equals_float64(
     )
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.integers(1, 3),
+    q_per_kv=st.integers(1, 3),
+    half=st.sampled_from([1, 3, 8, 32]),
+    rest=st.integers(0, 3),
+    tokens=st.integers(1, 90),
+    per_sample=st.booleans(),
+    dtype=DTYPES,
+    tables_dtype=st.sampled_from([torch.float32, torch.float64]),  # native, and in turn
+)
+def test_rotation_behind_norms_has_the_bits_of_both(
+    groups: int,
+    q_per_kv: int,
+    half: int,
+    rest: int,
+    tokens: int,
+    per_sample: bool,
+    dtype: torch.dtype,
+    tables_dtype: torch.dtype,
+) -> None:
+    head_dim = 2 * half + rest
+    inputs = [draw(tokens, 2, groups, (q_per_kv + 2) * head_dim, seed=0).to(dtype)]
+    inputs += [draw(head_dim, seed=seed).to(dtype) for seed in (1, 2)]
+    angles = draw(tokens, *((2,) if per_sample else ()), half, seed=3).to(tables_dtype)
+    tables = angles.cos(), angles.sin()
+
+    def in_turn(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
+        heads = qkv.view(*qkv.shape[:3], -1, head_dim)
+        q = rms_norm(heads[..., :-2, :], q_weight, 1e-2)
+        k = rms_norm(heads[..., -2:-1, :], k_weight, 1e-2)
+        normed = torch.cat((q, k, heads[..., -1:, :]), dim=-2).flatten(-2)
+        return split_and_rotate(normed, *tables, head_dim=head_dim)
+
+    found = grads_of(
+        lambda *leaves: norm_and_rotate(*leaves, *tables, head_dim=head_dim, eps=1e-2), inputs, 4
+    )
+    for one, other in zip(found, grads_of(in_turn, inputs, 4), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_some_gradients_of_a_rotation_behind_norms_are_those_of_all(
+    wanted: tuple[bool, bool], dtype: torch.dtype
+) -> None:
+    inputs = [draw(3, 2, 2, 24, seed=0).to(dtype), draw(6, seed=1).to(dtype)]
+    angles = draw(3, 2, seed=2).float()
+
+    def run(qkv: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        tables = angles.cos(), angles.sin()
+        return norm_and_rotate(qkv, weight, weight.detach(), *tables, head_dim=6, eps=1e-5)[::2]
+
+    both = grads_of(run, inputs, 3)[2:]
+    leaves = [x.requires_grad_(need) for x, need in zip(inputs, wanted, strict=True)]
+    results = run(*leaves)
+    grads = [draw(*y.shape, seed=3 + i).to(y.dtype) for i, y in enumerate(results)]
+    (grad,) = torch.autograd.grad(results, leaves[wanted.index(True)], grads)
+    assert torch.equal(grad.double(), both[wanted.index(True)])
+
+
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     x, weight = draw(3000, 64, seed=0).float(), draw(64, seed=1).float()
     before, found = torch.get_num_threads(), []
+    angles = draw(300, 3, seed=2).float()
+    heads = [x.view(300, 1, 10, 64), weight[:16], weight[16:32]]
+
+    def rotated(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return norm_and_rotate(*leaves, angles.cos(), angles.sin(), head_dim=16, eps=1e-5)
+
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(grads_of(lambda x, w: rms_norm(x, w, 1e-5), [x, weight], 2))
+        parts = grads_of(lambda x, w: rms_norm(x, w, 1e-5), [x, weight], 2)
+        found.append(parts + grads_of(rotated, heads, 3))
     torch.set_num_threads(before)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -131,6 +200,9 @@ def test_torch_finds_no_fault_in_the_registration(dtype: torch.dtype) -> None:
     qkv, angles = draw(3, 2, 2, 24, seed=2).to(dtype), draw(3, 3, seed=3).float()
     arguments = (qkv.requires_grad_(), angles.cos(), angles.sin(), 6)
     opcheck(torch.ops.megacore.split_and_rotate.default, arguments)
+    weights = [draw(6, seed=seed).to(dtype).requires_grad_() for seed in (5, 6)]
+    normed = (qkv, *weights, angles.cos(), angles.sin(), 6, 1e-5)
+    opcheck(torch.ops.megacore.norm_and_rotate.default, normed)
 
 
 def test_operands_of_other_shapes_are_never_read_beyond_their_end() -> None:

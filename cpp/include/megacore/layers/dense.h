@@ -60,4 +60,44 @@ void split_and_rotate(Float* qkv,
                       bool backward,
                       int num_threads);
 
+template <typename Float>
+struct HeadNorms {
+  const Float* q_weight;  // (D)
+  const Float* k_weight;
+  float eps;
+  float* scale;  // (S, B, G, Q + 1) factors of the norms, written forward and read backward
+};
+
+// split_and_rotate whose queries and keys are normalized, each head on its own, and rounded before
+// they are rotated: the bits of rms_norm and split_and_rotate in turn.
+template <typename Float>
+void norm_and_rotate(const Float* qkv,
+                     const HeadNorms<Float>& norms,
+                     Float* q,
+                     Float* k,
+                     Float* v,
+                     const float* cos,
+                     const float* sin,
+                     const HeadShape& shape,
+                     int num_threads);
+
+// Gradients of the same, of `qkv` and, in fp32, of the weights; any of them may be null.
+template <typename Float>
+struct HeadGrads {
+  const Float* q;
+  const Float* k;
+  const Float* v;
+  Float* qkv;
+  float* q_weight;
+  float* k_weight;
+};
+template <typename Float>
+void norm_and_rotate_backward(const HeadGrads<Float>& grads,
+                              const Float* qkv,
+                              const HeadNorms<Float>& norms,
+                              const float* cos,
+                              const float* sin,
+                              const HeadShape& shape,
+                              int num_threads);
+
 }  // namespace megacore::layers

@@ -68,4 +68,27 @@ struct RotateParams {
 
 void split_and_rotate(const RotateParams& params, cudaStream_t stream);
 
+// Of a head that is normalized before it is rotated; and it must be a multiple of 32 bytes, as must
+// its rotated part.
+inline constexpr int64_t kMaxNormedHeadBytes = 1024;
+
+struct NormRotateParams {
+  RotateParams heads = {};         // backwards, qkv may be null
+  const void* x = nullptr;         // qkv of the forward pass, read backwards
+  const void* q_weight = nullptr;  // (head_dim)
+  const void* k_weight = nullptr;
+  float eps = 0.0F;
+  float* scale = nullptr;  // (tokens, groups, q_per_kv + 1) written forward, read backwards
+  // Backwards, the gradients of the weights if there is a workspace for them.
+  void* grad_q_weight = nullptr;
+  void* grad_k_weight = nullptr;
+  float* partial_sums = nullptr;  // (norm_rotate_partial_rows, 2 head_dim)
+};
+
+// Rows of the workspace, for all heads of all tokens: queries, keys and values.
+int64_t norm_rotate_partial_rows(int64_t num_heads);
+
+// One launch forward, and one backwards or two with sums.
+void norm_and_rotate(const NormRotateParams& params, cudaStream_t stream);
+
 }  // namespace megacore::cuda
