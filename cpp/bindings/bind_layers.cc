@@ -2,6 +2,7 @@
 
 #include "bindings.h"
 #include "megacore/layers/dense.h"
+#include "megacore/layers/dropout.h"
 #include "megacore/moe/router.h"
 
 namespace py = pybind11;
@@ -61,6 +62,22 @@ void bind_router(py::module_& module) {
 }  // namespace
 
 void bind_layers(py::module_& module) {
+  module.def(
+      "dropout",
+      [](uintptr_t x, uintptr_t sample_ids, uintptr_t positions, int64_t key, uintptr_t y,
+         int64_t sequence, int64_t batch, int64_t width, int64_t threshold, float factor,
+         bool is_bfloat16, int num_threads) {
+        for_element(is_bfloat16, [&]<typename Float>(Float) {
+          layers::dropout(pointer<const Float>(x), pointer<const int64_t>(sample_ids),
+                          pointer<const int64_t>(positions), key,
+                          {sequence, batch, width, threshold, factor}, pointer<Float>(y),
+                          num_threads);
+        });
+      },
+      py::kw_only(), py::arg("x"), py::arg("sample_ids"), py::arg("positions"), py::arg("key"),
+      py::arg("y"), py::arg("sequence"), py::arg("batch"), py::arg("width"), py::arg("threshold"),
+      py::arg("factor"), py::arg("is_bfloat16"), py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
   bind_router(module);
   module.def(
       "rms_norm",

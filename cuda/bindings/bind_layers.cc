@@ -3,6 +3,7 @@
 
 #include "bindings.h"
 #include "megacore/cuda/dense.h"
+#include "megacore/cuda/dropout.h"
 #include "megacore/cuda/router.h"
 
 namespace py = pybind11;
@@ -139,6 +140,27 @@ void bind_normed_rotation(py::module_& module) {
       no_gil());
 }
 
+void bind_dropout(py::module_& module) {
+  module.def(
+      "dropout",
+      [](uintptr_t x, uintptr_t sample_ids, uintptr_t positions, uintptr_t key, int64_t key_value,
+         uintptr_t y, int64_t sequence, int64_t batch, int64_t width, int64_t threshold,
+         float factor, std::string_view dtype, uintptr_t stream) {
+        cuda::dropout({.type = float_type(dtype),
+                       .x = device_pointer<const void>(x),
+                       .sample_ids = device_pointer<const int64_t>(sample_ids),
+                       .positions = device_pointer<const int64_t>(positions),
+                       .key = device_pointer<const int64_t>(key),
+                       .key_value = key_value,
+                       .y = device_pointer<void>(y),
+                       .rule = {sequence, batch, width, threshold, factor}},
+                      stream_handle(stream));
+      },
+      py::kw_only(), py::arg("x"), py::arg("sample_ids"), py::arg("positions"), py::arg("key"),
+      py::arg("key_value"), py::arg("y"), py::arg("sequence"), py::arg("batch"), py::arg("width"),
+      py::arg("threshold"), py::arg("factor"), py::arg("dtype"), py::arg("stream"), no_gil());
+}
+
 // Defines a function of its own arguments, whose keywords are `names`, a rule and a stream.
 template <typename... Own, typename... Names>
 void def_with_rule(py::module_& module,
@@ -207,6 +229,7 @@ void bind_layers(py::module_& module) {
   bind_rms_norm(module);
   bind_rotation(module);
   bind_normed_rotation(module);
+  bind_dropout(module);
   bind_router(module);
 }
 

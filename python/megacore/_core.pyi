@@ -1117,6 +1117,21 @@ def norm_and_rotate(
     is_bfloat16: bool,
     num_threads: int,
 ) -> None: ...
+def dropout(
+    *,
+    x: int,
+    sample_ids: int,
+    positions: int,
+    key: int,
+    y: int,
+    sequence: int,
+    batch: int,
+    width: int,
+    threshold: int,
+    factor: float,
+    is_bfloat16: bool,
+    num_threads: int,
+) -> None: ...
 def route(
     *,
     logits: int,

@@ -520,6 +520,22 @@ def norm_and_rotate(
     dtype: str,
     stream: int,
 ) -> None: ...
+def dropout(
+    *,
+    x: int,
+    sample_ids: int,
+    positions: int,
+    key: int,
+    key_value: int,
+    y: int,
+    sequence: int,
+    batch: int,
+    width: int,
+    threshold: int,
+    factor: float,
+    dtype: str,
+    stream: int,
+) -> None: ...
 def route_partial_rows(*, num_tokens: int, num_pools: int) -> int: ...
 def route(
     *,

@@ -11,6 +11,7 @@ from torch import Tensor
 from megacore.ops import has_cuda_kernels
 from megacore.ops.activations import swiglu
 from megacore.ops.dense import add_rms_norm, rms_norm, rms_norm_reference
+from megacore.ops.dropout import counter_dropout
 from megacore.ops.normed_rotation import norm_and_rotate
 from megacore.ops.rotation import split_and_rotate, split_and_rotate_reference
 from megacore.ops.routing import has_kernel, route
@@ -130,6 +131,22 @@ def test_rotation_behind_norms_and_its_gradients(
     exact = gradients(run, [leaf.double() for leaf in (qkv, *weights)])
     for a, b in zip(found, exact, strict=True):
         assert_close(a, b, 8 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("width", [7, 1024])
+def test_dropout_has_the_bits_of_the_cpu(width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(65, 3, width).to(dtype)
+    ids, positions, key = torch.tensor([2**40, 0, 7]), torch.arange(40, 105), torch.tensor(-5)
+
+    def run(x: Tensor) -> list[Tensor]:
+        on = [each.to(x.device) for each in (ids, positions)]
+        return [counter_dropout(x, *on, key=key.to(x.device), p=0.3)]
+
+    with poisoned_memory():
+        found = gradients(run, [x.cuda()])
+    for a, b in zip(found, gradients(run, [x]), strict=True):
+        assert torch.equal(a.cpu(), b)
 
 
 ROUTERS = {

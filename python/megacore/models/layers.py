@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, layer_norm
 
 from megacore.config import DebugConfig, ModelConfig, MoEConfig
-from megacore.models.dropout import DropoutKey, Site, dropout, dropout_use, keep_mask
+from megacore.models.dropout import DropoutKey, Site, dropout_use
 from megacore.models.init import ParamFactory
 from megacore.models.mappings import Region, copy_to_group, reduce_from_group
 from megacore.models.shape import GPTShape
 from megacore.moe.dispatchers import Peers, StaticBudget
 from megacore.moe.echo.message_exchange import SlotBuffers
 from megacore.ops.dense import add_rms_norm, rms_norm, wide_dtype
+from megacore.ops.dropout import counter_dropout
 from megacore.ops.fp8 import fp8_linear
 from megacore.ops.linear import linear
 from megacore.ops.normed_rotation import norm_and_rotate
@@ -340,16 +341,11 @@ class ResidualDropout(nn.Module):
         """Apply dropout to ``(S[/tp], B, H)``; the shape is unchanged."""
         if not self.training or self.p == 0.0:
             return x_SBH
-        key: DropoutKey | Tensor
+        key: int | Tensor
         if batch.keys is None:
-            key = DropoutKey(seed=self.seed, step=batch.step, layer=self.layer, site=self.site)
+            use = DropoutKey(seed=self.seed, step=batch.step, layer=self.layer, site=self.site)
+            key = use.as_int64()
         else:
             key = batch.keys.of(self.random_uses[0])
-        keep_SBH = keep_mask(
-            key,
-            p=self.p,
-            sample_ids_B=batch.sample_ids,
-            positions_S=self.region.positions(x_SBH.shape[0], device=x_SBH.device),
-            num_features=x_SBH.shape[2],
-        )
-        return dropout(x_SBH, keep_SBH, self.p)
+        positions_S = self.region.positions(x_SBH.shape[0], device=x_SBH.device)
+        return counter_dropout(x_SBH, batch.sample_ids, positions_S, key=key, p=self.p)

@@ -13,6 +13,7 @@
 
 #include "megacore/base/low_precision.h"
 #include "megacore/cuda/dense.h"
+#include "megacore/cuda/dropout.h"
 #include "megacore/cuda/echo_counts.h"
 #include "megacore/cuda/router.h"
 #include "megacore/layers/dense.h"
@@ -343,6 +344,42 @@ TEST(Rotation, RefusesOddHeads) {
                                    .num_rotated = 2,
                                    .position_per_sample = false};
   EXPECT_THROW(cuda::split_and_rotate({.shape = shape}, nullptr), std::invalid_argument);
+}
+
+template <typename Float>
+void check_dropout(int64_t width, int64_t skew, bool key_on_device) {
+  const layers::DropoutRule rule = {
+      .sequence = 5, .batch = 3, .width = width, .threshold = -(int64_t{1} << 62), .factor = 1.3F};
+  const std::vector<int64_t> samples = {int64_t{1} << 40, 0, 7};
+  const std::vector<int64_t> positions = {0, 1, 2, 90, 91};
+  const int64_t key = -3, numel = 15 * width + skew;
+  auto x = Array<Float>::normal(numel, 1);
+  Array<Float> y(numel), expected = y;
+  cuda::dropout({.type = kElement<Float>,
+                 .x = x.data() + skew,
+                 .sample_ids = samples.data(),
+                 .positions = positions.data(),
+                 .key = key_on_device ? &key : nullptr,
+                 .key_value = key_on_device ? 0 : key,
+                 .y = y.data() + skew,
+                 .rule = rule},
+                nullptr);
+  layers::dropout(x.data() + skew, samples.data(), positions.data(), key, rule,
+                  expected.data() + skew, 1);
+  int64_t dropped = 0;
+  for (int64_t i = skew; i < numel; ++i) {
+    ASSERT_EQ(y.at(i), expected.at(i)) << i;
+    dropped += y.at(i) == 0.0F ? 1 : 0;
+  }
+  EXPECT_NEAR(static_cast<double>(dropped) / static_cast<double>(15 * width), 0.25, 0.15);
+}
+
+TEST(Dropout, HasTheBitsOfTheCpu) {
+  for (const bool key_on_device : {false, true}) {
+    check_dropout<float>(36, 0, key_on_device);
+    check_dropout<uint16_t>(136, 0, key_on_device);
+    check_dropout<uint16_t>(33, 1, key_on_device);
+  }
 }
 
 struct RouterSums {

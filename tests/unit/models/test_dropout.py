@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
 
-from megacore.models.dropout import DropoutKey, Site, dropout, keep_mask
+from megacore.models.dropout import DropoutKey, Site
+from megacore.ops.dropout import counter_dropout, keep_mask
 from tests.support.models import random_batch, tiny_config, whole_model
 
 KEY = DropoutKey(seed=1, step=2, layer=3, site=Site.MLP)
@@ -16,7 +18,7 @@ KEY = DropoutKey(seed=1, step=2, layer=3, site=Site.MLP)
 def mask(key: DropoutKey = KEY, *, p: float = 0.5, num_features: int = 64) -> Tensor:
     """64 positions, 64 samples."""
     return keep_mask(
-        key,
+        key.as_int64(),
         p=p,
         sample_ids_B=torch.arange(64),
         positions_S=torch.arange(64),
@@ -36,7 +38,7 @@ def test_the_mask_is_the_documented_function_of_its_arguments() -> None:
     golden, p = 0x9E3779B97F4A7C15, 0.3
     samples, positions = [0, 5, 2**40], [0, 1, 700]
     ours = keep_mask(
-        KEY,
+        KEY.as_int64(),
         p=p,
         sample_ids_B=torch.tensor(samples),
         positions_S=torch.tensor(positions),
@@ -94,7 +96,7 @@ def test_another_seed_step_layer_or_site_gives_an_unrelated_mask(other: DropoutK
 def test_a_sample_has_the_same_mask_in_any_microbatch_slice_and_width() -> None:
     whole = mask()
     part = keep_mask(
-        KEY,
+        KEY.as_int64(),
         p=0.5,
         sample_ids_B=torch.tensor([9, 4]),
         positions_S=torch.arange(16, 32),
@@ -103,13 +105,41 @@ def test_a_sample_has_the_same_mask_in_any_microbatch_slice_and_width() -> None:
     assert torch.equal(part, whole[16:32, [9, 4], :10])
 
 
-def test_dropout_keeps_the_expectation_and_passes_gradients_of_kept_elements() -> None:
-    x = torch.ones(64, 64, 64, requires_grad=True)
-    keep = mask(p=0.25)
-    out = dropout(x, keep, 0.25)
-    assert set(out.detach().unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
-    out.sum().backward()
-    assert torch.equal(x.grad, out)  # d(x * m)/dx = m, and x is 1
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_dropout_scales_what_the_mask_keeps_and_its_gradients(
+    dtype: torch.dtype, on_device: bool
+) -> None:
+    x = torch.randn(5, 3, 33, dtype=dtype, requires_grad=True)
+    ids, positions, key = torch.tensor([2**40, 0, 7]), torch.arange(40, 45), KEY.as_int64()
+    keep = keep_mask(key, p=0.25, sample_ids_B=ids, positions_S=positions, num_features=33)
+    factor = (keep * (1.0 / 0.75)).to(dtype)
+    y = counter_dropout(x, ids, positions, key=torch.tensor(key) if on_device else key, p=0.25)
+    assert torch.equal(y, x * factor)
+    grad = torch.randn(y.shape).to(dtype)
+    y.backward(grad)
+    assert torch.equal(x.grad, grad * factor)
+
+
+def test_dropout_is_the_same_for_any_number_of_threads_and_strides() -> None:
+    x, ids, positions = torch.randn(90, 3, 1000), torch.arange(6)[::2], torch.arange(180)[::2]
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(counter_dropout(x, ids, positions, key=3, p=0.1))
+    torch.set_num_threads(before)
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    contiguous = ids.contiguous(), positions.contiguous()
+    found.append(counter_dropout(turned, *contiguous, key=3, p=0.1))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_torch_finds_no_fault_in_the_registration_of_dropout() -> None:
+    x, ids, positions = torch.randn(2, 3, 4, requires_grad=True), torch.arange(3), torch.arange(2)
+    for key, value in ((None, 5), (torch.tensor(5), 0)):
+        arguments = (x, ids, positions, key, value, 0.5)
+        opcheck(torch.ops.megacore.counter_dropout.default, arguments)
 
 
 def test_the_model_drops_in_training_only_and_anew_in_every_step() -> None:

@@ -48,6 +48,15 @@ def test_a_dense_layer_starts_few_operations(qk_norm: bool) -> None:
     assert len(backward) <= 14, backward
 
 
+def test_dropout_starts_two_operations_at_each_of_its_places() -> None:
+    config = tiny_config(dropout=0.1)
+    model, batch = whole_model(config), random_batch(config)
+    x = torch.randn(16, 3, 32, requires_grad=True)
+    forward, backward = started(lambda: model.layers[0](x, model.rotary(16), batch))
+    assert len(forward) <= 14, forward
+    assert len(backward) <= 16, backward
+
+
 def test_experts_start_few_operations() -> None:
     config = tiny_config()
     moe = MoEConfig(

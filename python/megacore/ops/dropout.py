@@ -1,0 +1,152 @@
+"""Dropout with a counter-based mask as one operation, which draws the mask again backwards.
+
+Native for float32 and bfloat16 on CPUs and for these and float16 on GPUs; elsewhere the torch
+operations of :mod:`megacore.ops.counter_random`. All give equal bits.
+
+Shapes: S sequence (or this rank's slice of it), B batch, H features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore import _core
+from megacore.ops import token_kernels
+from megacore.ops.counter_random import token_numbers
+from megacore.ops.cuda_module import has_cuda_kernels
+from megacore.ops.library import define_gradient, define_op
+
+
+def counter_dropout(
+    x_SBH: Tensor, sample_ids_B: Tensor, positions_S: Tensor, *, key: int | Tensor, p: float
+) -> Tensor:
+    """Zero elements with probability ``p`` and scale the others by ``1 / (1 - p)``.
+
+    An element is kept if its number, a signed 64-bit integer, is at least ``p * 2**64 - 2**63``.
+
+    Args:
+        x_SBH: Any float dtype.
+        sample_ids_B: Global sample ids, int64.
+        positions_S: Positions in the whole sequence, int64.
+        key: Key of the use, see `megacore.ops.counter_random.token_numbers`; a tensor is read on
+            its device, also in the backward pass.
+        p: In ``[0, 1)``.
+
+    Example:
+        >>> x, ids, positions = torch.ones(100, 1, 100), torch.tensor([7]), torch.arange(100)
+        >>> y = counter_dropout(x, ids, positions, key=5, p=0.5)
+        >>> sorted(y.unique().tolist()), abs(y.mean().item() - 1.0) < 0.05
+        ([0.0, 2.0], True)
+    """
+    keys = (key, 0) if isinstance(key, Tensor) else (None, key)
+    result: Tensor = _dropout(x_SBH, sample_ids_B, positions_S, *keys, p)
+    return result
+
+
+def keep_mask(
+    key: int | Tensor, *, p: float, sample_ids_B: Tensor, positions_S: Tensor, num_features: int
+) -> Tensor:
+    """Compute the mask of `counter_dropout`, ``(S, B, H)`` bool, with torch operations."""
+    numbers = token_numbers(
+        key, sample_ids_B=sample_ids_B, positions_S=positions_S, num_features=num_features
+    )
+    return numbers >= _threshold(p)
+
+
+def _threshold(p: float) -> int:
+    return round(p * 2**64) - 2**63
+
+
+def _reference(
+    x: Tensor, sample_ids: Tensor, positions: Tensor, key: Tensor | None, value: int, p: float
+) -> Tensor:
+    keep = keep_mask(
+        value if key is None else key,
+        p=p,
+        sample_ids_B=sample_ids,
+        positions_S=positions,
+        num_features=x.shape[2],
+    )
+    return x * (keep * (1.0 / (1.0 - p))).to(x.dtype)
+
+
+def _arguments(
+    x: Tensor, y: Tensor, sample_ids: Tensor, positions: Tensor, p: float
+) -> dict[str, Any]:
+    sequence, batch, width = x.shape
+    return {
+        "x": x.data_ptr(),
+        "sample_ids": sample_ids.data_ptr(),
+        "positions": positions.data_ptr(),
+        "y": y.data_ptr(),
+        "sequence": sequence,
+        "batch": batch,
+        "width": width,
+        "threshold": _threshold(p),
+        "factor": 1.0 / (1.0 - p),
+    }
+
+
+def _cpu(
+    x: Tensor, sample_ids: Tensor, positions: Tensor, key: Tensor | None, value: int, p: float
+) -> Tensor:
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return _reference(x, sample_ids, positions, key, value, p)
+    x, y = x.contiguous(), _fake(x)
+    ids, positions = sample_ids.contiguous(), positions.contiguous()
+    _core.dropout(
+        **_arguments(x, y, ids, positions, p),
+        key=value if key is None else int(key),
+        is_bfloat16=x.dtype == torch.bfloat16,
+        num_threads=torch.get_num_threads(),
+    )
+    return y
+
+
+def _cuda(
+    x: Tensor, sample_ids: Tensor, positions: Tensor, key: Tensor | None, value: int, p: float
+) -> Tensor:
+    if not has_cuda_kernels() or token_kernels.dtype_name(x) is None:
+        return _reference(x, sample_ids, positions, key, value, p)
+    x, y = x.contiguous(), _fake(x)
+    ids, positions = sample_ids.contiguous(), positions.contiguous()
+    token_kernels.launch(
+        "dropout",
+        x,
+        **_arguments(x, y, ids, positions, p),
+        key=token_kernels.pointer(key),
+        key_value=value,
+        dtype=token_kernels.dtype_name(x),
+    )
+    return y
+
+
+def _fake(x: Tensor, *others: Any) -> Tensor:
+    del others
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_dropout = define_op(
+    "counter_dropout(Tensor x, Tensor sample_ids, Tensor positions, Tensor? key, int value, "
+    "float p) -> Tensor",
+    cpu=_cpu,
+    cuda=_cuda,
+    fake=_fake,
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs[1:4])
+    ctx.numbers = inputs[4:]
+
+
+def _grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    # The derivative is the operation itself, with the same mask.
+    return _dropout(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 5
+
+
+define_gradient(_dropout, _grads, _setup)
