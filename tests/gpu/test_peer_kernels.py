@@ -249,6 +249,29 @@ def test_a_member_that_does_not_come_is_named_and_the_results_are_nan() -> None:
     assert x.isnan().all()
 
 
+def test_a_graph_uses_the_memory_of_pushed_tokens_again() -> None:
+    team = Team(1, 4)
+    maps = team.maps(random_ids(1, 512, 2, 4, 0), 1024)
+    peers, x = team.peers[0], torch.randn(512, 1024, device="cuda")
+
+    def pushes(count: int) -> None:
+        for _ in range(count):
+            ticket = peers.start_push(x + 1.0, None, maps[0])
+            peers.finish_push(ticket, x.new_empty(1024, 1024), None, maps[0])
+
+    pushes(1)
+    pools = []
+    for count in (1, 8):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            pushes(count)
+        pools.append(torch.cuda.memory_reserved() - before)
+        del graph
+    assert pools[1] == pools[0]
+
+
 def test_another_capacity_is_an_error_and_nothing_is_sent() -> None:
     team = Team(2, 4)
     ids = random_ids(2, 8, 2, 4, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -60,8 +62,6 @@ def test_a_push_has_a_stream_of_its_own_until_it_is_finished(
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: running[-1])
-    recorded: list[Tensor] = []
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, _: recorded.append(self))
     for name in ("start_push", "finish_push"):
         monkeypatch.setattr(symmetric_peers.peer_exchange, name, note(name))
     x, probs = torch.zeros(3, 4), torch.zeros(3, 1)
@@ -72,8 +72,14 @@ def test_a_push_has_a_stream_of_its_own_until_it_is_finished(
         num_arrived=torch.tensor(0),
     )
     for _ in range(2):
-        ticket = peers.start_push(x, probs, copies)
+        pushed = x.clone()
+        held = weakref.ref(pushed)
+        ticket = peers.start_push(pushed, probs, copies)
+        del pushed
+        gc.collect()
+        assert held() is not None  # its memory is not used again before the push has read it
         peers.finish_push(ticket, torch.zeros(8, 4), None, copies)
+        assert held() is None  # nor later, so a graph's pool has it for what follows
     expected = [
         "side waits for main",
         "start_push on side",
@@ -81,8 +87,14 @@ def test_a_push_has_a_stream_of_its_own_until_it_is_finished(
         "finish_push on main",
     ]
     assert log == expected * 2
-    # Their memory is not used again before the push has read it.
-    assert all(any(each is kept for kept in recorded) for each in (x, probs, copies.rows))
+    log.clear()
+    pushed = x.clone()
+    held = weakref.ref(pushed)
+    peers.start_push(pushed, probs, copies)
+    del pushed
+    peers.forget_exchanges()
+    assert log == [*expected[:2], "main waits for side"]
+    assert held() is None
 
 
 def test_memory_that_no_graph_captured_is_freed_when_a_larger_one_replaces_it(

@@ -64,6 +64,9 @@ class DevicePeers(Peers):
         # The last one is in use; captured graphs still use others, which were too small.
         self._memories: list[_DeviceMemory] = []
         self._side: torch.cuda.Stream | None = None
+        # Tensors that pushes read, kept until the current stream waits for the side stream. With
+        # record_stream, a graph's pool could not use their memory again before the capture ends.
+        self._read: dict[PendingTransfer, tuple[Tensor | None, ...]] = {}
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
@@ -95,17 +98,15 @@ class DevicePeers(Peers):
                 copies.num_choices,
                 copies.capacity,
             )
-        for read in (x_TH, probs_Tk, copies.rows):
-            if read is not None:
-                read.record_stream(side)
+        self._read[ticket] = x_TH, probs_Tk, copies.rows
         return ticket
 
     def finish_push(
         self, ticket: PendingTransfer, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
     ) -> None:
         """Copy the received rows, after this rank's push. See `Peers`."""
-        assert self._side is not None
-        torch.cuda.current_stream(self.device).wait_stream(self._side)
+        self._join()
+        del self._read[ticket]
         peer_exchange.finish_push(
             rows_CH, probs_C, copies.num_arrived, *self._members(_memory_of(ticket)), ticket.slot
         )
@@ -143,6 +144,8 @@ class DevicePeers(Peers):
 
     def forget_exchanges(self) -> None:
         """Free all slots of all memories. See `Peers`."""
+        self._join()
+        self._read.clear()
         for memory in self._memories:
             memory.slots.free_all()
 
@@ -159,6 +162,10 @@ class DevicePeers(Peers):
             self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         return self._side
+
+    def _join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     def _ticket(self, capacity: int, rows: Tensor) -> tuple[_DeviceMemory, PendingTransfer]:
         memory = self._reserve(0, capacity, rows.shape[1] * rows.element_size())
