@@ -4,8 +4,8 @@
 
 #include "megacore/base/check.h"
 #include "megacore/base/low_precision.h"
+#include "megacore/base/parallel_for.h"
 #include "megacore/base/vector_clones.h"
-#include "megacore/moe/parallel_for.h"
 
 namespace megacore::layers {
 namespace {
@@ -49,7 +49,7 @@ void dropout(const Float* x,
   MC_REQUIRE(rule.sequence >= 0 && rule.batch >= 0 && rule.width >= 0,
              "sizes must be at least 0, got {} x {} x {}", rule.sequence, rule.batch, rule.width);
   const int64_t grain = std::max(int64_t{1}, kGrainOfDropout / std::max(int64_t{1}, rule.width));
-  moe::parallel_for(
+  base::parallel_for(
       rule.sequence * rule.batch, grain, num_threads, [&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {
           const uint64_t start =
