@@ -303,13 +303,13 @@ void norm_and_rotate(const Float* qkv,
     std::copy_n(from + (slots - 1) * dim, dim, v + index * dim);
   };
   const int64_t width = shape.num_groups * slots * dim;
-  moe::parallel_for(shape.num_tokens, grain(shape.num_tokens, width, num_threads), num_threads,
-                    [&](int64_t begin, int64_t end) {
-                      std::vector<Float> normed(static_cast<size_t>(dim));
-                      for (int64_t i = begin * shape.num_groups; i < end * shape.num_groups; ++i) {
-                        run_group(i / shape.num_groups, i, normed.data());
-                      }
-                    });
+  base::parallel_for(shape.num_tokens, grain(shape.num_tokens, width, num_threads), num_threads,
+                     [&](int64_t begin, int64_t end) {
+                       std::vector<Float> normed(static_cast<size_t>(dim));
+                       for (int64_t i = begin * shape.num_groups; i < end * shape.num_groups; ++i) {
+                         run_group(i / shape.num_groups, i, normed.data());
+                       }
+                     });
 }
 
 namespace {
@@ -349,7 +349,7 @@ void norm_and_rotate_part(const Float* grad,
     }
   };
   const int64_t at_once = (grain(rows, dim, num_threads) + kRowsOfSum - 1) / kRowsOfSum;
-  moe::parallel_for(num_sums, at_once, num_threads, [&](int64_t begin, int64_t end) {
+  base::parallel_for(num_sums, at_once, num_threads, [&](int64_t begin, int64_t end) {
     std::vector<Float> turned(static_cast<size_t>(dim));
     for (int64_t row = begin * kRowsOfSum; row < std::min(rows, end * kRowsOfSum); ++row) {
       run_row(row, turned.data());
