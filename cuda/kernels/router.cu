@@ -250,7 +250,9 @@ __global__ void __launch_bounds__(kRowThreads) route_backward_kernel(RouteBackwa
     Experts<kPerLane> grad_totals;
     Experts<kPerLane> grad;
     load(params.logits + t * experts, experts, lane, logits, kNoLogit);
-    load(params.grad_totals + t % rule.num_pools * experts, experts, lane, grad_totals, 0.0F);
+    // None are as good as zeros; the count is the same for all lanes.
+    const int64_t num_totals = params.grad_totals == nullptr ? 0 : experts;
+    load(params.grad_totals + t % rule.num_pools * num_totals, num_totals, lane, grad_totals, 0.0F);
     score(rule.is_sigmoid, logits, scores);
     choose_basis(rule, logits, scores, basis);
     const bool is_chosen = lane < choices;

@@ -126,8 +126,12 @@ void grad_of_scores(const RouterRule& rule,
                     const float* weights,
                     float divisor,
                     float* grad) {
-  std::copy_n(grad_totals, rule.num_experts, grad);
-  if (rule.is_sigmoid) {
+  if (grad_totals == nullptr) {
+    std::fill_n(grad, rule.num_experts, 0.0F);
+  } else {
+    std::copy_n(grad_totals, rule.num_experts, grad);
+  }
+  if (rule.is_sigmoid && grad_totals != nullptr) {
     const float sum = sum_of(scores, rule.num_experts) + kTiny;
     const float radial = dot_of(grad_totals, scores, rule.num_experts) / sum;
     for (int64_t e = 0; e < rule.num_experts; ++e) {
@@ -219,8 +223,10 @@ void route_backward(const float* grad_probs,
   const auto run = [&](int64_t begin, int64_t end) {
     Floats scratch = floats(2 * experts + rule.top_k);
     for (int64_t t = begin; t < end; ++t) {
-      backward_row(rule, grad_probs + t * rule.top_k, grad_totals + t % rule.num_pools * experts,
-                   logits + t * experts, ids + t * rule.top_k, grad_logits + t * experts, scratch);
+      const float* of_totals =
+          grad_totals == nullptr ? nullptr : grad_totals + t % rule.num_pools * experts;
+      backward_row(rule, grad_probs + t * rule.top_k, of_totals, logits + t * experts,
+                   ids + t * rule.top_k, grad_logits + t * experts, scratch);
     }
   };
   base::parallel_for(rule.num_tokens, tokens_of_thread(rule), num_threads, run);

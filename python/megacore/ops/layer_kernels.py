@@ -231,7 +231,7 @@ def route(
 
 def route_backward(
     grad_probs: Tensor,
-    grad_totals: Tensor,
+    grad_totals: Tensor | None,
     logits: Tensor,
     ids: Tensor,
     grad_logits: Tensor,
@@ -242,7 +242,7 @@ def route_backward(
         "route_backward",
         logits,
         grad_probs=grad_probs.data_ptr(),
-        grad_totals=grad_totals.data_ptr(),
+        grad_totals=pointer(grad_totals),
         logits=logits.data_ptr(),
         ids=ids.data_ptr(),
         grad_logits=grad_logits.data_ptr(),

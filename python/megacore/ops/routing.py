@@ -93,12 +93,14 @@ def route_reference(
 
 
 def _backward_reference(
-    grad_probs: Tensor, grad_totals: Tensor, logits: Tensor, ids: Tensor, *rule: Any
+    grad_probs: Tensor, grad_totals: Tensor | None, logits: Tensor, ids: Tensor, *rule: Any
 ) -> Tensor:
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         probs, _, _, totals = route_reference(leaf, None, ids, ids.shape[1], *rule)
-        (grad,) = torch.autograd.grad((probs, totals), leaf, (grad_probs, grad_totals))
+        results = (probs,) if grad_totals is None else (probs, totals)
+        grads = (grad_probs,) if grad_totals is None else (grad_probs, grad_totals)
+        (grad,) = torch.autograd.grad(results, leaf, grads)
     return grad
 
 
@@ -166,28 +168,30 @@ def _route_cuda(
 
 
 def _backward_cuda(
-    grad_probs: Tensor, grad_totals: Tensor, logits: Tensor, ids: Tensor, *rule: Any
+    grad_probs: Tensor, grad_totals: Tensor | None, logits: Tensor, ids: Tensor, *rule: Any
 ) -> Tensor:
     if not has_kernel(logits, ids.shape[1], rule[0]):
         return _backward_reference(grad_probs, grad_totals, logits, ids, *rule)
     logits = logits.contiguous()
     grad = torch.empty_like(logits)
-    grads = grad_probs.contiguous(), grad_totals.contiguous()
+    grad_totals = None if grad_totals is None else grad_totals.contiguous()
+    grads = grad_probs.contiguous(), grad_totals
     layer_kernels.route_backward(*grads, logits, ids, grad, _rule(logits, ids.shape[1], *rule))
     return grad
 
 
 def _backward_cpu(
-    grad_probs: Tensor, grad_totals: Tensor, logits: Tensor, ids: Tensor, *rule: Any
+    grad_probs: Tensor, grad_totals: Tensor | None, logits: Tensor, ids: Tensor, *rule: Any
 ) -> Tensor:
     if logits.dtype != torch.float32:
         return _backward_reference(grad_probs, grad_totals, logits, ids, *rule)
-    grad_probs, grad_totals = grad_probs.contiguous(), grad_totals.contiguous()
+    grad_probs = grad_probs.contiguous()
+    grad_totals = None if grad_totals is None else grad_totals.contiguous()
     logits = logits.contiguous()
     grad = torch.empty_like(logits)
     _core.route_backward(
         grad_probs=grad_probs.data_ptr(),
-        grad_totals=grad_totals.data_ptr(),
+        grad_totals=0 if grad_totals is None else grad_totals.data_ptr(),
         logits=logits.data_ptr(),
         ids=ids.data_ptr(),
         grad_logits=grad.data_ptr(),
@@ -208,7 +212,7 @@ def _route_fake(
 
 
 def _backward_fake(
-    grad_probs: Tensor, grad_totals: Tensor, logits: Tensor, ids: Tensor, *rule: Any
+    grad_probs: Tensor, grad_totals: Tensor | None, logits: Tensor, ids: Tensor, *rule: Any
 ) -> Tensor:
     del grad_probs, grad_totals, ids, rule
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -223,7 +227,7 @@ _route = define_op(
     fake=_route_fake,
 )
 _route_backward = define_op(
-    "route_backward(Tensor grad_probs, Tensor grad_totals, Tensor logits, Tensor ids, "
+    "route_backward(Tensor grad_probs, Tensor? grad_totals, Tensor logits, Tensor ids, "
     f"{_RULE}) -> Tensor",
     cpu=_backward_cpu,
     cuda=_backward_cuda,
@@ -234,14 +238,18 @@ _route_backward = define_op(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, _, _, _, *rule = inputs
     ctx.mark_non_differentiable(output[1], output[2])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, output[1])
     ctx.rule = rule
 
 
 def _grads(
-    ctx: Any, grad_probs: Tensor, _ids: Any, _counts: Any, grad_totals: Tensor
+    ctx: Any, grad_probs: Tensor | None, _ids: Any, _counts: Any, grad_totals: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    grad = _route_backward(grad_probs, grad_totals, *ctx.saved_tensors, *ctx.rule)
+    logits, ids = ctx.saved_tensors
+    if grad_probs is None:
+        grad_probs = logits.new_zeros(ids.shape)
+    grad = _route_backward(grad_probs, grad_totals, logits, ids, *ctx.rule)
     return grad, *(None,) * 8
 
 

@@ -430,6 +430,16 @@ void check_router(const moe::RouterRule& rule, bool has_bias, bool keeps_ids) {
   moe::route_backward(grad_probs.data(), grad_totals.data(), logits.data(), expected.ids.data(),
                       expected_grad.data(), rule, 1);
   expect_close(grad, expected_grad, 1e-5F);
+
+  cuda::route_backward({.grad_probs = grad_probs.data(),
+                        .logits = logits.data(),
+                        .ids = expected.ids.data(),
+                        .grad_logits = grad.data(),
+                        .rule = rule},
+                       nullptr);
+  moe::route_backward(grad_probs.data(), nullptr, logits.data(), expected.ids.data(),
+                      expected_grad.data(), rule, 1);
+  expect_close(grad, expected_grad, 1e-5F);
 }
 
 TEST(Router, AndItsGradientAgreeWithTheCpu) {

@@ -93,3 +93,23 @@ def test_torch_finds_no_fault_in_the_registration() -> None:
     logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     arguments = (logits, None, None, 2, 3, True, False, True, 1.0)
     opcheck(torch.ops.megacore.route.default, arguments)
+
+
+@settings(max_examples=20, deadline=None)
+@given(rule=RULES, dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_a_result_without_gradient_is_one_with_a_gradient_of_zero(
+    rule: dict[str, Any], dtype: torch.dtype
+) -> None:
+    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+    def grad_of(results: tuple[int, ...], grads: list[Tensor | None]) -> Tensor:
+        leaf = logits.clone().requires_grad_()
+        found = route(leaf, None, None, top_k=3, num_pools=2, **rule)
+        torch.autograd.backward([found[i] for i in results], grads)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    probs, totals = torch.randn(6, 3, dtype=dtype), torch.randn(2, 8, dtype=dtype)
+    both = (0, 3)
+    assert torch.equal(grad_of((0,), [probs]), grad_of(both, [probs, torch.zeros_like(totals)]))
+    assert torch.equal(grad_of((3,), [totals]), grad_of(both, [torch.zeros_like(probs), totals]))

@@ -36,7 +36,7 @@ void route(const float* logits,
            const Routed& routed,
            int num_threads);
 
-// grad_logits (T, E) from the gradients of `probs` and of `totals`.
+// grad_logits (T, E) from the gradients of `probs` and of `totals`, which may be null.
 void route_backward(const float* grad_probs,
                     const float* grad_totals,
                     const float* logits,

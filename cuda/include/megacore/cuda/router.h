@@ -36,7 +36,7 @@ void route(const RouteParams& params, cudaStream_t stream);
 
 struct RouteBackwardParams {
   const float* grad_probs = nullptr;   // (T, K)
-  const float* grad_totals = nullptr;  // (P, E)
+  const float* grad_totals = nullptr;  // (P, E) optional
   const float* logits = nullptr;
   const int64_t* ids = nullptr;  // (T, K)
   float* grad_logits = nullptr;  // (T, E) written
