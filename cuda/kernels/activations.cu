@@ -54,14 +54,15 @@ __device__ __forceinline__ Gradients gradients(float grad, float gate, float up,
   }
 }
 
+// The launch bound of 1: a block more per processor is not worth a spill.
 template <Activation kKind, typename Float, int kPack>
-__global__ void __launch_bounds__(kRowThreads) activate_kernel(const Float* __restrict__ x,
-                                                               const float* __restrict__ probs,
-                                                               Float* __restrict__ y,
-                                                               const int64_t* num_rows,
-                                                               int64_t rows,
-                                                               int64_t width,
-                                                               int lanes) {
+__global__ void __launch_bounds__(kRowThreads, 1) activate_kernel(const Float* __restrict__ x,
+                                                                  const float* __restrict__ probs,
+                                                                  Float* __restrict__ y,
+                                                                  const int64_t* num_rows,
+                                                                  int64_t rows,
+                                                                  int64_t width,
+                                                                  int lanes) {
   const Team team = team_of(lanes);
   const int64_t vectors = width / kPack;
   rows = rows_in_use(num_rows, rows);

@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kRowThreads)
   tell_all(peers, kSet, true, epoch);
 }
 
-__global__ void __launch_bounds__(kRowThreads) map_kernel(moe::PeerRouting routing, int64_t* map) {
+__global__ void __launch_bounds__(kRowThreads, 1)
+    map_kernel(moe::PeerRouting routing, int64_t* map) {
   const int64_t token = int64_t{blockIdx.x} * kRowThreads + threadIdx.x;
   if (token < routing.num_tokens) {
     moe::map_token(routing, token, map);

@@ -81,8 +81,9 @@ __global__ void __launch_bounds__(kRowThreads)
   wait_for_all(peers, slot, wait.is_taken, epoch, wait.fault);
 }
 
+// The launch bound of 1: a block more per processor is not worth a spill.
 template <typename Float, int kPack>
-__global__ void __launch_bounds__(kRowThreads) start_push_kernel(
+__global__ void __launch_bounds__(kRowThreads, 1) start_push_kernel(
     PeerView peers, int64_t slot, PeerTensor tokens, PeerCopies copies, int lanes) {
   const uint32_t epoch = epoch_of(peers, slot);
   if (wait_for_all(peers, slot, true, epoch - 1, PeerFault::kStillReads)) {
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(kRowThreads) finish_push_kernel(PeerView peers
 }
 
 template <typename Float, int kPack>
-__global__ void __launch_bounds__(kRowThreads) start_pull_kernel(
+__global__ void __launch_bounds__(kRowThreads, 1) start_pull_kernel(
     PeerView peers, int64_t slot, PeerTensor from, const int64_t* num_arrived, int64_t capacity) {
   const uint32_t epoch = epoch_of(peers, slot);
   if (wait_for_all(peers, slot, true, epoch - 1, PeerFault::kStillReads)) {
