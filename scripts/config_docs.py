@@ -96,10 +96,9 @@ def _values(info: FieldInfo) -> str:
     ]
     if words or bool in options:
         words = ["true", "false"] * (bool in options) + words
-        number = [option for option in options if float in get_args(option)]
-        words += [
-            f"number{_bound(rule)}" for option in number for rule in get_args(option)[1].metadata
-        ]
+        for kind, name in ((int, "integer"), (float, "number")):
+            numbers = [get_args(option)[1] for option in options if kind in get_args(option)]
+            words += [f"{name}{_bound(rule)}" for each in numbers for rule in each.metadata]
         return ("list of " if is_list else "") + ", ".join(words)
     kind = next(option for option in (*options, info.annotation) if isinstance(option, type))
     names = {str: "text", int: "integer", float: "number", bool: "true, false"}

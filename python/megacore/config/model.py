@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from megacore.config.base import (
     Section,
     check_pattern,
-    check_switch,
     divisors,
     letter_of_layer,
     nearest_divisors,
@@ -154,11 +153,6 @@ class ModelConfig(Section):
     @classmethod
     def _check_pattern(cls, pattern: str) -> str:
         return check_pattern(pattern, "wf")
-
-    @field_validator("qk_norm", mode="before")
-    @classmethod
-    def _check_qk_norm(cls, value: Any) -> Any:
-        return check_switch(value, "full")
 
     @field_validator("options")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -249,21 +249,6 @@ class MoEConfig(Section):
     @classmethod
     def _check_pattern(cls, pattern: str) -> str:
         return check_pattern(pattern, "de")
-
-    @field_validator("static_budget", mode="before")
-    @classmethod
-    def _check_static_budget(cls, value: Any) -> Any:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value != "capacity" and not (is_number and 0 < value < float("inf")):
-            raise ValueError("must be a number above 0, or capacity")
-        return value
-
-    @field_validator("expert_bias", mode="before")
-    @classmethod
-    def _check_expert_bias(cls, value: Any) -> Any:
-        if not isinstance(value, bool | int | float) or not 0 <= value < float("inf"):
-            raise ValueError("must be true, false or a number of at least 0")
-        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from megacore.config.base import Section
 
@@ -77,14 +77,6 @@ class OptimizerConfig(Section):
     def grads_like_params(self) -> bool:
         """True if gradients have the number format of the parameters."""
         return self.grad_dtype != "float32"
-
-    @field_validator("num_instances", mode="before")
-    @classmethod
-    def _check_instances(cls, value: Any) -> Any:
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if value != "all" and not is_count:
-            raise ValueError("must be at least 1, or all")
-        return value
 
     @model_validator(mode="after")
     def _check_min_lr(self) -> Self:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from megacore._core import ScheduleInfo, schedule_catalog
-from megacore.config.base import Section, check_switch
+from megacore.config.base import Section
 
 # Schedules that are searched for, with the placement of their stages.
 SEARCHED: Mapping[str, Literal["loop", "v"]] = MappingProxyType({"auto": "loop", "auto_v": "v"})
@@ -76,11 +76,6 @@ class PipelineConfig(Section):
         "`t` layer, `m` layer for multi-token prediction, `L` output layer and loss, `|` next "
         "stage, `x*3`, `( )`; as in `Et|(tt|)*2tL`. Default: layers are distributed evenly.",
     )
-
-    @field_validator("overlap_moe", mode="before")
-    @classmethod
-    def _check_overlap_moe(cls, value: Any) -> Any:
-        return check_switch(value, "split")
 
     @property
     def schedule_info(self) -> ScheduleInfo | None:
