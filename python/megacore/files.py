@@ -103,6 +103,7 @@ def _termination_as_exit() -> Iterator[None]:
     """
 
     def leave(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning
         raise SystemExit(128 + number)
 
     is_main = threading.current_thread() is threading.main_thread()

@@ -17,25 +17,25 @@ namespace {
 using Parallel = void (*)(void (*)(void*), void*, unsigned num_threads, unsigned flags);
 
 #ifdef __linux__
-int is_openmp(dl_phdr_info* library, size_t /*size*/, void* found) {
+// Looks for the function in a loaded library; nonzero ends the search.
+int look_in(dl_phdr_info* library, size_t /*size*/, void* found) {
   const std::string_view path = library->dlpi_name;
   const std::string_view name = path.substr(path.rfind('/') + 1);
   if (!name.starts_with("libgomp") && !name.starts_with("libiomp5") &&
       !name.starts_with("libomp")) {
     return 0;
   }
-  *static_cast<const char**>(found) = library->dlpi_name;
-  return 1;
+  // Torch loads it for itself only, so its symbols are not visible to other libraries.
+  void* handle = dlopen(library->dlpi_name, RTLD_LAZY | RTLD_NOLOAD);
+  void* function = handle == nullptr ? nullptr : dlsym(handle, "GOMP_parallel");
+  *static_cast<Parallel*>(found) = reinterpret_cast<Parallel>(function);
+  return function == nullptr ? 0 : 1;
 }
 
 Parallel find_parallel() {
-  const char* path = nullptr;
-  if (dl_iterate_phdr(is_openmp, static_cast<void*>(&path)) == 0) {
-    return nullptr;
-  }
-  // Torch loads it for itself only, so its symbols are not visible to other libraries.
-  void* library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
-  return library == nullptr ? nullptr : reinterpret_cast<Parallel>(dlsym(library, "GOMP_parallel"));
+  Parallel found = nullptr;
+  dl_iterate_phdr(look_in, static_cast<void*>(&found));
+  return found;
 }
 #else
 Parallel find_parallel() { return nullptr; }

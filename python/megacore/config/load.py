@@ -144,10 +144,11 @@ def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
             continue  # the check of the section reports it
         place, own = where.pop(old, ""), table.get(name)
         new = _table(data, home).pop(old_name)
-        overrides = place.startswith("--") and not where.get(moved.to, "").startswith("--")
-        if moved.merge is not None:
+        if where.get(moved.to, "").startswith("--"):  # the command line overrides the file
+            new = own
+        elif moved.merge is not None:
             new = moved.merge(new, own)
-        elif own is not None and not overrides:
+        elif own is not None:
             new = own
         elif moved.text:
             new = moved.text.format(new)
@@ -247,12 +248,23 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], li
 
 def _next_value(key: str, rest: list[str]) -> str:
     annotation = _annotation(key)
-    is_plain = annotation is bool and bool(rest) and rest[0] not in _BOOLS
-    if rest and not rest[0].startswith("--") and not is_plain:
+    is_switch = annotation is bool or bool in typing.get_args(annotation)
+    if rest and not rest[0].startswith("--") and (not is_switch or _fits(annotation, rest[0])):
         return rest.pop(0)
-    if annotation is bool or bool in typing.get_args(annotation) or key in MOVED:
+    if is_switch:
         return "true"
     raise ConfigError(f"--{key} needs a value, as in --{key}=VALUE")
+
+
+def _fits(annotation: Any, text: str) -> bool:
+    """Return whether a word after a switch is its value, and not the next argument."""
+    if annotation is bool:
+        return text in _BOOLS
+    try:
+        TypeAdapter[Any](annotation).validate_python(text)
+    except ValidationError:
+        return False
+    return True
 
 
 def config_to_toml(config: Config) -> str:
@@ -355,11 +367,11 @@ def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text:
             table[name] = _toml_or_text(text)
             where[key] = flag
         return None
-    if not name or section not in section_classes():
+    if not name or section not in section_classes() or key in MOVED:
         return f"{flag}: {_unknown_key(section, name)}"
     table = _table(data, section)
     if isinstance(table, dict):
-        table[name] = _typed(key, text) if key not in MOVED else _typed(MOVED[key].to, text)
+        table[name] = _typed(key, text)
         where[key] = flag
     return None
 
@@ -529,8 +541,8 @@ def _unknown_key(section: str, name: str) -> str:
     """Return the message for an unknown section or key."""
     classes = section_classes()
     key = f"{section}.{name}"
-    if key in RENAMED:
-        return f"unknown key {key}; it is now {RENAMED[key]}"
+    if key in RENAMED or key in MOVED:
+        return f"unknown key {key}; it is now {RENAMED.get(key) or MOVED[key].to}"
     if name in ELSEWHERE:
         return f"unknown key {key}; did you mean {ELSEWHERE[name]}?"
     if section not in classes:

@@ -48,13 +48,15 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Moved:
-    """New place of a setting that left in the latest minor version, where it works as before.
+    """New place of a setting that left in the latest minor version.
+
+    In files and checkpoints, the old name works as before; on the command line, its message names
+    the new one.
 
     Attributes:
         to: Key of today.
         merge: Value for that key from the old setting's value and the key's own, ``None`` if it has
-            none; the result ``None`` leaves the key unset. Default: the key's own value, unless
-            the old name is on the command line and the new one in the file.
+            none; the result ``None`` leaves the key unset. Default: the key's own value.
         text: Form of the old value under the new key, without ``merge``.
     """
 
@@ -75,7 +77,7 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
             "model.qk_norm", lambda old, own: "full" if own and old == "all" else own
         ),
         "moe.expert_bias_rate": Moved(
-            "moe.expert_bias", lambda old, own: old if own is True else own
+            "moe.expert_bias", lambda old, own: old if own is True and old != 1e-3 else own
         ),
         "moe.pad_to_capacity": Moved(
             "moe.static_budget", lambda old, own: "capacity" if old in (True, "true") else own

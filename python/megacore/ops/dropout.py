@@ -17,7 +17,7 @@ from megacore import _core
 from megacore.ops import token_kernels
 from megacore.ops.counter_random import token_numbers
 from megacore.ops.cuda_module import has_cuda_kernels
-from megacore.ops.library import define_gradient, define_op
+from megacore.ops.library import define_gradient, define_op, describe
 
 
 def counter_dropout(
@@ -35,12 +35,23 @@ def counter_dropout(
             its device, also in the backward pass.
         p: In ``[0, 1)``.
 
+    Raises:
+        ValueError: For ids or positions of another shape, dtype or device.
+
     Example:
         >>> x, ids, positions = torch.ones(100, 1, 100), torch.tensor([7]), torch.arange(100)
         >>> y = counter_dropout(x, ids, positions, key=5, p=0.5)
         >>> sorted(y.unique().tolist()), abs(y.mean().item() - 1.0) < 0.05
         ([0.0, 2.0], True)
     """
+    shapes = x_SBH.shape[1:2], x_SBH.shape[:1]
+    for name, of, shape in zip(
+        ("sample_ids_B", "positions_S"), (sample_ids_B, positions_S), shapes, strict=True
+    ):
+        if of.dtype != torch.int64 or of.shape != shape or of.device != x_SBH.device:
+            raise ValueError(
+                f"{name} must be {tuple(shape)} int64 on {x_SBH.device}, got {describe(of)}"
+            )
     keys = (key, 0) if isinstance(key, Tensor) else (None, key)
     result: Tensor = _dropout(x_SBH, sample_ids_B, positions_S, *keys, p)
     return result

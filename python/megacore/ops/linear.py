@@ -32,10 +32,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Sync:
         None.
+
+    Derivatives of ours are first ones in reverse mode only.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    if not _is_ours(rows, weight):
+    if not _is_ours(x, weight) or _is_observed():
         return nn.functional.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
     y = gemm.grouped_gemm(rows, weight[None], _one_group(rows))
     y = y.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
@@ -69,8 +71,17 @@ def _is_ours(rows: Tensor, weight: Tensor) -> bool:
         rows.dtype == weight.dtype == torch.float32
         and rows.is_cpu
         and weight.is_contiguous()
-        and rows.shape[0] * weight.numel() >= _LEAST_MACS
+        and rows.shape[:-1].numel() * weight.numel() >= _LEAST_MACS
         and is_ours_faster()
+    )
+
+
+def _is_observed() -> bool:
+    """Return whether torch's own product is needed: to compile, transform or cast it."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._are_functorch_transforms_active()
     )
 
 

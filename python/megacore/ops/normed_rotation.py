@@ -134,7 +134,8 @@ def _backward(
     grads, weights, needs = (grad_q, grad_k, grad_v), (q_weight, k_weight), (of_qkv, of_weights)
     if not _is_native(qkv, weights, cos, sin, len(q_weight)):
         return _backward_in_turn(grads, qkv, weights, scale, cos, sin, needs)
-    grad_qkv = torch.empty_like(qkv) if of_qkv else None
+    contiguous = torch.contiguous_format  # the kernel ignores the strides of a transposed input
+    grad_qkv = torch.empty_like(qkv, memory_format=contiguous) if of_qkv else None
     # On CPUs the sums over heads are float32.
     sums = scale if qkv.is_cpu else q_weight
     of_each = [sums.new_empty(len(q_weight)) if of_weights else None for _ in weights]

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -362,23 +365,49 @@ def test_a_setting_of_an_earlier_version_names_its_place_now(tmp_path: Path) -> 
         RunConfig(trace_step=3)  # type: ignore[call-arg]
 
 
-def test_a_setting_of_the_version_before_works_under_its_old_name(tmp_path: Path) -> None:
+def test_a_setting_of_the_version_before_works_in_files_under_its_old_name(tmp_path: Path) -> None:
     path = write(tmp_path, "[graphs]\nwarmup_steps = 5\n[optimizer]\nloss_scale = 8.0\n")
-    config = load_config(path, [("graphs.warmup_steps", "7"), ("debug.loss_scale", "4")])
-    assert config.debug.graph_warmup_steps == 7
-    assert config.origin("debug.graph_warmup_steps") == "--graphs.warmup_steps=7"
-    assert config.debug.loss_scale == 4.0  # the name of today wins, unless it is in the file
-    new = write(tmp_path, '[run]\ndir = "a"\n[debug]\nloss_scale = 8.0\n', "new.toml")
-    flags = load_config(new, [("run.name", "x"), ("optimizer.loss_scale", "2")])
-    assert (flags.run.dir, flags.debug.loss_scale) == ("runs/x", 2.0)
+    config = load_config(path, [("debug.loss_scale", "4")])
+    assert config.debug.graph_warmup_steps == 5
+    assert config.origin("debug.graph_warmup_steps") == f"{path}:2"
+    assert config.debug.loss_scale == 4.0  # the name of today wins
     assert config.notes == (
-        "old names of settings, which work until 0.4.0: --graphs.warmup_steps=7: "
-        f"graphs.warmup_steps is now debug.graph_warmup_steps; {path}:4: optimizer.loss_scale is "
-        "now debug.loss_scale",
+        f"old names of settings, which work until 0.4.0: {path}:2: graphs.warmup_steps is now "
+        f"debug.graph_warmup_steps; {path}:4: optimizer.loss_scale is now debug.loss_scale",
     )
     copy = pickle.loads(pickle.dumps(resolve(config, 1, vocab_size=256, cuda=False)))
     assert copy.notes == config.notes
     assert load_config(None).notes == ()
+
+
+def test_an_old_name_on_the_command_line_is_answered_with_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"--run.name=x: unknown key run.name; it is now run.dir"):
+        load_config(None, [("run.name", "x")])
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ('[graphs]\non_change = "error"\n', "graphs.on_failure", "recapture"),
+        ("[optimizer]\ndistributed = false\n", "optimizer.num_instances", 1),
+        ("[pipeline]\nsplit_weight_grads = true\n", "pipeline.overlap_moe", False),
+        ("[moe]\npad_to_capacity = true\n", "moe.static_budget", 3.0),
+    ],
+)
+def test_the_command_line_overrides_an_old_name_in_the_file(
+    tmp_path: Path, text: str, key: str, value: object
+) -> None:
+    section, name = key.split(".")
+    config = load_config(write(tmp_path, text), [(key, str(value).lower())])
+    assert getattr(getattr(config, section), name) == value
+
+
+@pytest.mark.parametrize(
+    "switch", ["model.qk_norm", "pipeline.overlap_moe", "moe.expert_bias", "data.document_mask"]
+)
+def test_a_word_after_a_switch_is_its_value_only_if_it_can_be(switch: str) -> None:
+    pairs, others = split_overrides([f"--{switch}", "run.toml"])
+    assert (pairs, others) == ([(switch, "true")], ["run.toml"])
 
 
 @pytest.mark.parametrize(
@@ -395,6 +424,7 @@ def test_a_setting_of_the_version_before_works_under_its_old_name(tmp_path: Path
         ("moe.expert_bias_rate=0.5 moe.expert_bias=true", "moe.expert_bias=0.5"),
         ("moe.expert_bias_rate=0.5 moe.expert_bias=false", ""),
         ("moe.expert_bias_rate=0.5", ""),
+        ("moe.expert_bias_rate=0.001 moe.expert_bias=true", "moe.expert_bias=true"),
         ("moe.expert_bias_rate=0 moe.expert_bias", "moe.expert_bias=0"),
         (
             "pipeline.split_weight_grads=true pipeline.overlap_moe=true",
@@ -417,11 +447,15 @@ def test_a_setting_of_the_version_before_works_under_its_old_name(tmp_path: Path
         ("run.name=x run.dir=/runs/y", "run.dir=/runs/y"),
     ],
 )
-def test_two_settings_of_the_version_before_become_one(old: str, new: str) -> None:
-    before, now = (
-        load_config(None, split_overrides([f"--{each}" for each in text.split()])[0])
-        for text in (old, new)
-    )
+def test_two_settings_of_the_version_before_become_one(tmp_path: Path, old: str, new: str) -> None:
+    values: dict[str, dict[str, object]] = {}
+    for key, _, text in (each.partition("=") for each in old.split()):
+        section, name = key.split(".")
+        value = json.loads(text or "true") if re.fullmatch(r"|true|false|[\d.]+", text) else text
+        values.setdefault(section, {})[name] = value
+    before = load_config(write(tmp_path, tomli_w.dumps(values)))
+    flags = split_overrides([f"--{each}" for each in new.split()])[0]
+    now = load_config(None, flags)
     assert repr(before) == repr(now)  # 0.0 and False are equal
     assert (repr(before) == repr(Config())) is (not new)
 

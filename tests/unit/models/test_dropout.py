@@ -121,6 +121,21 @@ def test_dropout_scales_what_the_mask_keeps_and_its_gradients(
     assert torch.equal(x.grad, grad * factor)
 
 
+@pytest.mark.parametrize(
+    ("ids", "positions", "name"),
+    [
+        (torch.arange(3, dtype=torch.int32), torch.arange(5), "sample_ids_B must be .3,. int64"),
+        (torch.arange(2), torch.arange(5), "sample_ids_B must be .3,. int64 on cpu, got .2,."),
+        (torch.arange(3), torch.arange(4), "positions_S must be .5,. int64 on cpu, got .4,."),
+    ],
+)
+def test_ids_that_do_not_fit_the_rows_are_refused(
+    ids: Tensor, positions: Tensor, name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        counter_dropout(torch.ones(5, 3, 4), ids, positions, key=1, p=0.5)
+
+
 def test_dropout_is_the_same_for_any_number_of_threads_and_strides() -> None:
     x, ids, positions = torch.randn(90, 3, 1000), torch.arange(6)[::2], torch.arange(180)[::2]
     before, found = torch.get_num_threads(), []

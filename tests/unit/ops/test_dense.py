@@ -161,6 +161,27 @@ def test_some_gradients_of_a_rotation_behind_norms_are_those_of_all(
     assert torch.equal(grad.double(), both[wanted.index(True)])
 
 
+def test_gradients_of_a_rotation_behind_norms_do_not_depend_on_strides() -> None:
+    whole, weight, angles = (
+        draw(3, 6, 2, 24, seed=0).float(),
+        draw(6, seed=1).float(),
+        draw(6, 3, seed=2),
+    )
+
+    def run(qkv: Tensor) -> tuple[Tensor, ...]:
+        tables = angles.float().cos(), angles.float().sin()
+        return norm_and_rotate(qkv, weight, weight, *tables, head_dim=6, eps=1e-5)
+
+    turned = grads_of(lambda x: run(x.transpose(0, 1)), [whole], 3)
+    leaf = whole.transpose(0, 1).requires_grad_()
+    found = run(leaf)
+    grads = [draw(*y.shape, seed=3 + i).to(y.dtype) for i, y in enumerate(found)]
+    (grad,) = torch.autograd.grad(found, leaf, grads)
+    expected = grads_of(run, [whole.transpose(0, 1).contiguous()], 3)
+    assert torch.equal(grad.double(), expected[-1])
+    assert torch.equal(turned[-1], expected[-1].transpose(0, 1))
+
+
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     x, weight = draw(3000, 64, seed=0).float(), draw(64, seed=1).float()
     before, found = torch.get_num_threads(), []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,3 +83,21 @@ def test_rows_do_not_depend_on_the_other_rows_of_our_product(
     monkeypatch.setattr(module, "is_ours_faster", lambda: True)
     x, weight = random(300, 256), random(192, 256)
     assert torch.equal(linear(x, weight)[:100], linear(x[:100], weight))
+
+
+def test_compiled_transformed_and_cast_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_ours_faster", lambda: True)
+    x, weight = random(256, 128), random(64, 128)
+    compiled = torch.compile(linear, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, weight), nn.functional.linear(x, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.func imports torch.jit's
+        _, tangent = torch.func.jvp(lambda rows: linear(rows, weight), (x,), (x,))
+    torch.testing.assert_close(tangent, x @ weight.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_empty_inputs_have_empty_or_zero_results() -> None:
+    assert linear(torch.ones(0, 3, 5), torch.ones(4, 5)).shape == (0, 3, 4)
+    assert torch.equal(linear(torch.ones(2, 0), torch.ones(4, 0)), torch.zeros(2, 4))
