@@ -1,9 +1,9 @@
 """Matrix products of linear layers: on CPUs by the faster of torch's and ours.
 
-torch multiplies with MKL, which uses half of the vector width on processors that are not Intel's:
-with AVX-512, products of float32 take half of its time by ours (``benchmarks/bench_moe.py``). The
-choice depends on the processor, the dtype and the shape only, so all ranks of a run make the same
-one, and every run on such a processor.
+torch multiplies with MKL, which uses half of the vector width on processors that are not Intel's.
+With AVX-512, products of float32 by ours take half of its time on Zen 5 and about the same on
+Zen 4, whose units are half as wide (``benchmarks/results/moe_cpu.txt``). The choice depends on the
+processor, the dtype and the shape only, so all ranks of a run make the same one.
 
 Shapes: M rows, N output features, K input features.
 """
