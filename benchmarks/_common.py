@@ -33,7 +33,7 @@ def processor() -> str:
 
 
 def facts(*packages: str) -> dict[str, Any]:
-    """What a reader needs to judge the numbers: machine, load, date, versions, command."""
+    """Return machine, load, date, versions and command, by which a reader judges the numbers."""
     return {
         "cpu": processor(),
         "cores": os.cpu_count(),
@@ -41,7 +41,7 @@ def facts(*packages: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "python": platform.python_version(),
         **{package: version(package) for package in ("megacore", *packages)},
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.argv]).replace(f"{Path(__file__).parents[1]}/", ""),
     }
 
 

@@ -14,6 +14,7 @@ import functools
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from megacore import _core
 from megacore.ops import gemm
@@ -33,9 +34,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Sync:
         None.
 
-    Derivatives of ours are first ones in reverse mode only.
+    Ours has no second derivative.
     """
-    if not _is_ours(x, weight) or _is_observed():
+    if _is_observed() or not _is_ours(x, weight):
         return nn.functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     y = gemm.grouped_gemm(rows, weight[None], _one_group(rows))
@@ -81,6 +82,7 @@ def _is_observed() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch.is_autocast_enabled("cpu")
+        or forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
     )
 

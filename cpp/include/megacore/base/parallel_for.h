@@ -15,8 +15,8 @@ namespace megacore::base {
 // REQUIRES: num_threads >= 1, `work` does not throw and is correct for any number of calls.
 void run_team(int num_threads, void (*work)(void*), void* data);
 
-// Calls run(begin, end) for blocks of `grain` that cover [0, count). Waking threads costs some 5
-// us: `grain` should be worth at least that. Blocks go to whoever is free.
+// Calls run(begin, end) for blocks of `grain` that cover [0, count). Waking threads costs
+// microseconds: `grain` should be worth more than that. A thread that is free takes the next block.
 // REQUIRES: grain >= 1, num_threads >= 1, `run` does not throw.
 template <typename Run>
 void parallel_for(int64_t count, int64_t grain, int num_threads, const Run& run) {

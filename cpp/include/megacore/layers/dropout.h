@@ -17,7 +17,7 @@ MC_HOST_DEVICE uint64_t mixed(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// Where the numbers of a token start.
+// First number of a token.
 MC_HOST_DEVICE uint64_t start_of_token(int64_t key, int64_t sample, int64_t position) {
   const uint64_t of_sample =
       mixed(static_cast<uint64_t>(sample) * kGolden + static_cast<uint64_t>(key));
