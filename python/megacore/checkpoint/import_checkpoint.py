@@ -156,8 +156,11 @@ class _Reader:
         start = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
         name = chunk.key.removeprefix(tensor_key(MAIN_PARAM, ""))
         for block in self._weights.blocks(name, start, start + chunk.tensor.numel()):
-            # Extremes are not finite if any value is; the block is in the processor's cache.
-            if self.not_finite is None and not torch.stack(block.aminmax()).isfinite().all():
+            # The sum is not finite if a value is not, or if it overflows, as those of float16
+            # would often do; `not_finite` looks at the values. No other pass over a block, which is
+            # in the processor's cache, is as fast.
+            wide = torch.float32 if block.dtype == torch.float16 else None
+            if self.not_finite is None and not block.sum(dtype=wide).isfinite():
                 self.not_finite = self._weights.not_finite(name)
             yield block
 
