@@ -64,7 +64,7 @@ WORKS = (
     ),
     Work(
         name="ZeRO-1 step between hosts (gloo)",
-        names=("megacore-gloo", "megacore-gloo-overlap", "ddp"),
+        names=("megacore-gloo", "megacore-gloo-overlap", "megacore-gloo-overlap-plain", "ddp"),
         ranks=2,
     ),
 )
@@ -202,10 +202,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             lines += [
                 "",
                 f"{work}; ranks {row['ranks']}, foreign {row['foreign']} cores",
-                f"{'':24}{'cpu ms':>8}{'quartiles':>18}{'ratio':>7}"
+                f"{'':28}{'cpu ms':>8}{'quartiles':>18}{'ratio':>7}"
                 f"{'wall ms':>9}{'quartiles':>18}{'ratio':>7}",
             ]
-        text = f"{row['name']:24}"
+        text = f"{row['name']:28}"
         for key, width in (("cpu_ms", 8), ("wall_ms", 9)):
             low, median, high = row[key]
             ratio = median / base[key][1]
