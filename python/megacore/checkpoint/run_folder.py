@@ -27,7 +27,7 @@ from megacore.checkpoint.tokenizer_files import (
     with_tokenizer_beside,
 )
 from megacore.config import ResolvedConfig
-from megacore.config.load import translate_moved
+from megacore.config.renamed import translate_moved
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import describe_os_error
 from megacore.parallel.process_groups import ProcessGroups

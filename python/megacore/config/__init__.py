@@ -21,8 +21,7 @@ from megacore.config.load import (
     split_overrides,
     with_folder_of_file,
 )
-from megacore.config.mla import MLAConfig
-from megacore.config.model import ModelConfig
+from megacore.config.model import MLAConfig, ModelConfig, RopeScalingConfig
 from megacore.config.moe import EchoConfig, MoEConfig
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.parallel import ParallelConfig
@@ -33,7 +32,6 @@ from megacore.config.resolved import (
     ResolvedModelConfig,
     ResolvedMoEConfig,
 )
-from megacore.config.rope import RopeScalingConfig
 from megacore.config.run import RunConfig
 from megacore.config.sections import Config, section_classes
 from megacore.config.train import TrainSectionConfig

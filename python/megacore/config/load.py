@@ -20,7 +20,15 @@ from pydantic_core import ErrorDetails
 from megacore.config.base import Section, split_key
 from megacore.config.data import SourceConfig
 from megacore.config.objects import with_folder
-from megacore.config.renamed import ELSEWHERE, MOVED, RENAMED, VALUES
+from megacore.config.renamed import (
+    ELSEWHERE,
+    MOVED,
+    RENAMED,
+    VALUES,
+    has_key,
+    table_of,
+    translate_moved,
+)
 from megacore.config.sections import Config, section_classes
 from megacore.config.toml_file import read_toml
 from megacore.config.words import closest_matches
@@ -105,7 +113,7 @@ def config_from_values(
         3
     """
     data, where = copy.deepcopy(dict(values)), dict[str, str]()
-    if old := [key for key in RENAMED if _has_key(data, key)]:
+    if old := [key for key in RENAMED if has_key(data, key)]:
         raise ConfigError(
             f"{source} was written by another version of megacore: {len(old)} of its settings, "
             f"such as {old[0]}, have moved since; use the version that wrote it"
@@ -115,59 +123,6 @@ def config_from_values(
     places = _Places(where=where, file=source)
     config = _validate(data, places, [problem for problem in problems if problem is not None])
     return config.with_origins(where)
-
-
-def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
-    """Give the values of settings that have moved to their new keys, in place.
-
-    Args:
-        data: Values by section and key.
-        where: Places of values by full key.
-
-    Returns:
-        Each such setting with its place and new key.
-
-    Example:
-        >>> values = {"graphs": {"warmup_steps": 5}}
-        >>> translate_moved(values, {})
-        ['graphs.warmup_steps is now debug.graph_warmup_steps']
-        >>> values
-        {'graphs': {}, 'debug': {'graph_warmup_steps': 5}}
-    """
-    found = []
-    for old, moved in MOVED.items():
-        if not _has_key(data, old):
-            continue
-        (home, old_name), (section, name) = split_key(old), split_key(moved.to)
-        table = _table(data, section)
-        if not isinstance(table, dict):
-            continue  # the check of the section reports it
-        place, own = where.pop(old, ""), table.get(name)
-        new = _table(data, home).pop(old_name)
-        if where.get(moved.to, "").startswith("--"):  # the command line overrides the file
-            new = own
-        elif moved.merge is not None:
-            new = moved.merge(new, own)
-        elif own is not None:
-            new = own
-        elif moved.text:
-            new = moved.text.format(new)
-        if new is None:
-            table.pop(name, None)
-        elif new != own:
-            table[name] = new
-            where |= {moved.to: place} if place else {}
-        prefix = f"{place}: " if place else ""
-        found.append(f"{prefix}{old} is now {moved.to}")
-    return found
-
-
-def _has_key(values: Mapping[str, Any], key: str) -> bool:
-    *sections, name = key.split(".")
-    found: Any = values
-    for section in sections:
-        found = found.get(section) if isinstance(found, Mapping) else None
-    return isinstance(found, Mapping) and name in found
 
 
 def _with_folders(config: Config, folder: Path) -> Config:
@@ -290,7 +245,7 @@ def config_to_toml(config: Config) -> str:
     parts = []
     values = config.model_dump(exclude_none=True)
     for section, cls in section_classes().items():
-        table = _table(values, section)
+        table = table_of(values, section)
         lines = [
             _saved_line(config, f"{section}.{key}", table[key])
             if key in table
@@ -299,16 +254,6 @@ def config_to_toml(config: Config) -> str:
         ]
         parts.append("\n".join([f"[{section}]", *lines]) + "\n")
     return "\n".join(parts)
-
-
-def _table(data: dict[str, Any], section: str) -> Any:
-    """Return the table of a section in ``data``; create missing tables."""
-    table: Any = data
-    for name in section.split("."):
-        if not isinstance(table, dict):
-            return table
-        table = table.setdefault(name, {})
-    return table
 
 
 def _saved_line(config: Config, key: str, value: Any) -> str:
@@ -362,14 +307,14 @@ def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text:
     flag = f"--{key}={text}"
     section, name = split_key(key)
     if typing.get_origin(_annotation(section)) is dict:
-        table = _table(data, section)
+        table = table_of(data, section)
         if isinstance(table, dict):
             table[name] = _toml_or_text(text)
             where[key] = flag
         return None
     if not name or section not in section_classes() or key in MOVED:
         return f"{flag}: {_unknown_key(section, name)}"
-    table = _table(data, section)
+    table = table_of(data, section)
     if isinstance(table, dict):
         table[name] = _typed(key, text)
         where[key] = flag

@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from megacore.config.base import Section, check_pattern, letter_of_layer
-from megacore.config.router import check_router
 
 
 class EchoConfig(Section):
@@ -253,12 +252,7 @@ class MoEConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_experts > 0:
-            check_router(
-                num_experts=self.num_experts,
-                top_k=self.top_k,
-                num_groups=self.num_groups,
-                groups_top_k=self.groups_top_k,
-            )
+            self._check_choices()
         is_padded = self.pads_to_capacity
         if is_padded and (self.capacity_factor is None or self.dispatcher != "static"):
             raise ValueError(
@@ -289,3 +283,29 @@ class MoEConfig(Section):
             name = "shared_gate" if self.shared_gate else "overlap_shared"
             raise ValueError(f"{name} needs a shared expert; set shared_ffn_hidden_size above 0")
         return self
+
+    def _check_choices(self) -> None:
+        num_experts, num_groups = self.num_experts, self.num_groups
+        if self.top_k > num_experts:
+            raise ValueError(
+                f"top_k = {self.top_k}: with num_experts = {num_experts} it must lie in "
+                f"[1, {num_experts}]"
+            )
+        if num_experts % num_groups != 0:
+            legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+            raise ValueError(
+                f"num_groups = {num_groups} does not divide num_experts = {num_experts}; use one "
+                f"of {legal}"
+            )
+        if self.groups_top_k > num_groups:
+            raise ValueError(
+                f"groups_top_k = {self.groups_top_k}: with num_groups = {num_groups} it must lie "
+                f"in [1, {num_groups}]"
+            )
+        group_size = num_experts // num_groups
+        if self.top_k > self.groups_top_k * group_size:
+            raise ValueError(
+                f"top_k = {self.top_k}, but {self.groups_top_k} groups of {group_size} experts "
+                f"offer {self.groups_top_k * group_size}; groups_top_k must be at least "
+                f"{-(-self.top_k // group_size)}"
+            )

@@ -1,4 +1,4 @@
-"""Settings of earlier versions and of other projects, for messages."""
+"""Settings of earlier versions and of other projects: their places today."""
 
 from __future__ import annotations
 
@@ -150,3 +150,68 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "train_iters": "train.steps",
     }
 )
+
+
+def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
+    """Give the values of settings that have moved to their new keys, in place.
+
+    Args:
+        data: Values by section and key.
+        where: Places of values by full key.
+
+    Returns:
+        Each such setting with its place and new key.
+
+    Example:
+        >>> values = {"graphs": {"warmup_steps": 5}}
+        >>> translate_moved(values, {})
+        ['graphs.warmup_steps is now debug.graph_warmup_steps']
+        >>> values
+        {'graphs': {}, 'debug': {'graph_warmup_steps': 5}}
+    """
+    found = []
+    for old, moved in MOVED.items():
+        if not has_key(data, old):
+            continue
+        home, _, old_name = old.rpartition(".")
+        section, _, name = moved.to.rpartition(".")
+        table = table_of(data, section)
+        if not isinstance(table, dict):
+            continue  # the check of the section reports it
+        place, own = where.pop(old, ""), table.get(name)
+        new = table_of(data, home).pop(old_name)
+        if where.get(moved.to, "").startswith("--"):  # the command line overrides the file
+            new = own
+        elif moved.merge is not None:
+            new = moved.merge(new, own)
+        elif own is not None:
+            new = own
+        elif moved.text:
+            new = moved.text.format(new)
+        if new is None:
+            table.pop(name, None)
+        elif new != own:
+            table[name] = new
+            where |= {moved.to: place} if place else {}
+        prefix = f"{place}: " if place else ""
+        found.append(f"{prefix}{old} is now {moved.to}")
+    return found
+
+
+def has_key(values: Mapping[str, Any], key: str) -> bool:
+    """Return whether nested tables have a value for a full key such as ``moe.echo.planner``."""
+    *sections, name = key.split(".")
+    found: Any = values
+    for section in sections:
+        found = found.get(section) if isinstance(found, Mapping) else None
+    return isinstance(found, Mapping) and name in found
+
+
+def table_of(data: dict[str, Any], section: str) -> Any:
+    """Return the table of a section in ``data``; create missing tables."""
+    table: Any = data
+    for name in section.split("."):
+        if not isinstance(table, dict):
+            return table
+        table = table.setdefault(name, {})
+    return table
