@@ -33,7 +33,7 @@ from megacore.parallel.collectives import (
     broadcast_,
     reduce_scatter,
 )
-from megacore.parallel.exchange import RowSplits, all_to_all
+from megacore.parallel.row_exchange import RowSplits, all_to_all
 
 WAYS = ("shared memory", "megacore on gloo", "torch on gloo")
 Call = Callable[[], object]

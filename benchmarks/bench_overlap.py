@@ -39,10 +39,10 @@ WAYS: dict[str, dict[str, Any]] = {
 @contextmanager
 def slow_exchanges(latency_s: float, waits: list[float]) -> Iterator[None]:
     """Give exchanges a latency, and add up in ``waits[0]`` how long was waited for them."""
-    from megacore.parallel import exchange
+    from megacore.parallel import row_exchange
     from megacore.parallel.async_collectives import PendingCollective
 
-    start, wait = exchange.all_to_all_async, PendingCollective.wait
+    start, wait = row_exchange.all_to_all_async, PendingCollective.wait
     due: dict[PendingCollective, float] = {}
 
     def slow_start(*args: Any) -> Any:
@@ -58,11 +58,11 @@ def slow_exchanges(latency_s: float, waits: list[float]) -> Iterator[None]:
             time.sleep(max(0.0, arrival - time.perf_counter()))
             waits[0] += time.perf_counter() - begin
 
-    exchange.all_to_all_async, PendingCollective.wait = slow_start, slow_wait  # type: ignore[method-assign]
+    row_exchange.all_to_all_async, PendingCollective.wait = slow_start, slow_wait  # type: ignore[method-assign]
     try:
         yield
     finally:
-        exchange.all_to_all_async, PendingCollective.wait = start, wait  # type: ignore[method-assign]
+        row_exchange.all_to_all_async, PendingCollective.wait = start, wait  # type: ignore[method-assign]
 
 
 def steps_on_rank(

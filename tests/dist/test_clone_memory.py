@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
-from megacore.moe.echo.exchange import FC1, FC2
 from megacore.moe.echo.memory import HostCloneMemory, make_clone_memory
 from megacore.parallel import Topology
 from megacore.parallel.process_groups import ProcessGroups

@@ -16,8 +16,8 @@ from megacore.models.context_parallel import Masks, causal_attention
 from megacore.ops.split_backward import backward_input
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.batch import Documents
-from megacore.parallel.exchange import all_to_all_async
 from megacore.parallel.process_groups import Group
+from megacore.parallel.row_exchange import all_to_all_async
 from megacore.parallel.sequence import context_positions
 from tests.support.distributed import run_ranks
 

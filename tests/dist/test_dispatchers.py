@@ -22,7 +22,7 @@ from megacore.moe.dispatchers import (
 from megacore.ops.activations import swiglu
 from megacore.ops.gemm import grouped_gemm
 from megacore.parallel import ProcessGroups, Topology
-from megacore.parallel.exchange import RowSplits, exchange_rows
+from megacore.parallel.row_exchange import RowSplits, exchange_rows
 from tests.support.distributed import run_ranks
 
 HIDDEN, FFN = 6, 8

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.moe.echo.exchange import CloneExchange, set_of_turn
-from megacore.moe.echo.memory_exchange import MemoryClones
-from megacore.moe.echo.message_exchange import MessageClones, SlotBuffers
+from megacore.moe.echo.clones import CloneExchange, set_of_turn
+from megacore.moe.echo.memory_clones import MemoryClones
+from megacore.moe.echo.message_clones import MessageClones, SlotBuffers
 from megacore.parallel.turns import InterleavedPair, running_place
 from megacore.plan.echo_plan import plan_echo
 from megacore.train.trainer import Trainer

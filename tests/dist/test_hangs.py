@@ -32,7 +32,7 @@ from megacore.parallel.collectives import (
     isend,
     reduce_scatter,
 )
-from megacore.parallel.exchange import RowSplits, all_to_all
+from megacore.parallel.row_exchange import RowSplits, all_to_all
 from tests.support.campaigns import representatives
 from tests.support.jobs import Job, start_function
 

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore._core import Action, ActionKind
-from megacore.parallel import exchange
+from megacore.parallel import row_exchange
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.pipeline.execution import Step
-from megacore.plan.from_config import train_schedule
+from megacore.plan.layout import train_schedule
 from megacore.train.trainer import Trainer, build_trainer
 from tests.dist.test_moe_invariance import EP2, PP2, make_config
 from tests.support.campaigns import representatives
@@ -124,7 +124,7 @@ class Log:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entries: list[tuple[str, str, Any]] = []
         numbers: dict[int, int] = {}
-        handle, start, wait = Step._handle, exchange.all_to_all_async, PendingCollective.wait
+        handle, start, wait = Step._handle, row_exchange.all_to_all_async, PendingCollective.wait
 
         def logged_handle(step: Step, handlers: Any, action: Action) -> None:
             token = ACTION.set(action)
@@ -147,7 +147,7 @@ class Log:
             wait(pending)
 
         monkeypatch.setattr(Step, "_handle", logged_handle)
-        monkeypatch.setattr(exchange, "all_to_all_async", logged_start)
+        monkeypatch.setattr(row_exchange, "all_to_all_async", logged_start)
         monkeypatch.setattr(PendingCollective, "wait", logged_wait)
 
     def beside(self) -> list[tuple[str, set[tuple[str, str]]]]:

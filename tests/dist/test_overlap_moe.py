@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacore.moe.dispatchers import HostPeers
-from megacore.parallel import exchange
+from megacore.parallel import row_exchange
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.train.trainer import build_trainer
 from tests.dist.test_moe_invariance import EP2, PP2, make_config
@@ -39,7 +39,7 @@ class Log:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_exchanges = 0
         self.entries: list[tuple[str, int]] = []
-        start, wait = exchange.all_to_all_async, PendingCollective.wait
+        start, wait = row_exchange.all_to_all_async, PendingCollective.wait
         numbers: dict[int, int] = {}
 
         def logged_start(*args: Any) -> tuple[torch.Tensor, PendingCollective]:
@@ -55,7 +55,7 @@ class Log:
                 self.entries.append(("wait", number))
             wait(pending)
 
-        monkeypatch.setattr(exchange, "all_to_all_async", logged_start)
+        monkeypatch.setattr(row_exchange, "all_to_all_async", logged_start)
         monkeypatch.setattr(PendingCollective, "wait", logged_wait)
         for way in ("push", "pull"):
             self._watch_peers(monkeypatch, way)

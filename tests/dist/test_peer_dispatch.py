@@ -28,7 +28,7 @@ from megacore.moe.dispatchers import (
     static_receive_rows,
 )
 from megacore.parallel import ProcessGroups, Topology
-from megacore.parallel.exchange import RowSplits
+from megacore.parallel.row_exchange import RowSplits
 from tests.dist.test_dispatchers import (
     CASES,
     LAYOUTS,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megacore.errors import PeerLostError
 from megacore.moe.dispatchers import symmetric_peers
+from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
-from megacore.moe.echo.exchange import FC1, FC2
 from megacore.moe.echo.memory import DeviceCloneMemory
 from megacore.ops import has_cuda_kernels
 from megacore.parallel.process_groups import Group

@@ -27,11 +27,11 @@ from megacore.moe.dispatchers import (
     make_peers,
     static_receive_rows,
 )
+from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import plan_offload_on_device
-from megacore.moe.echo.exchange import FC1, FC2
 from megacore.moe.echo.memory import make_clone_memory
 from megacore.parallel import ProcessGroups, Topology
-from megacore.parallel.exchange import RowSplits
+from megacore.parallel.row_exchange import RowSplits
 from tests.dist.test_dispatchers import Choice
 from tests.support.gpu import capture
 

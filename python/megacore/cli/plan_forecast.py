@@ -131,8 +131,8 @@ def resolve_for_plan(config: Config, gpus: int) -> ResolvedConfig:
 
 
 def _forecast(base: Config, gpus: int, device: Device, imbalance: float) -> Forecast:
-    from megacore.plan.config_spec import model_spec, run_spec, state_bytes
     from megacore.plan.forecast import forecast
+    from megacore.plan.spec_from_config import model_spec, run_spec, state_bytes
 
     config = resolve_for_plan(base, gpus)
     try:
@@ -355,8 +355,8 @@ def _search(
     args: argparse.Namespace, base: Config, counts: list[int], device: Device, imbalance: float
 ) -> int:
     """Search for the best layouts on each number of devices, and print or write them."""
-    from megacore.plan.config_spec import model_spec, run_spec, with_settings, without_layout
     from megacore.plan.search import search
+    from megacore.plan.spec_from_config import model_spec, run_spec, with_settings, without_layout
 
     top = _positive(args, "top", int) or 10
     if args.write and len(counts) > 1:
@@ -393,7 +393,7 @@ def _legal(
     base: Config, found: Sequence[Forecast], gpus: int, count: int
 ) -> list[tuple[dict[str, dict[str, Any]], Forecast]]:
     """Return the best layouts that training accepts, predicted again with exact state bytes."""
-    from megacore.plan.config_spec import settings_of, with_settings
+    from megacore.plan.spec_from_config import settings_of, with_settings
 
     legal: list[tuple[dict[str, dict[str, Any]], Forecast]] = []
     for each in found:

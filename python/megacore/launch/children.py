@@ -22,8 +22,8 @@ from megacore.errors import ConfigError
 from megacore.launch.call_records import note_status, ring_name, save_rings, saved_folder
 from megacore.launch.context import LaunchOptions, RankContext, rank_device
 from megacore.launch.environment import num_restarts
+from megacore.launch.exit_messages import complain, leave, print_outcome, stopped_too
 from megacore.launch.failure import Failure, record_failure
-from megacore.launch.messages import complain, leave, print_outcome, stopped_too
 from megacore.launch.peers import describe_exit
 from megacore.launch.stopping import STOP_SIGNALS, StopRequest
 from megacore.launch.store import LocalStoreAddress

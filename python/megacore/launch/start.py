@@ -26,7 +26,7 @@ from megacore.launch.call_records import remove_rings
 from megacore.launch.children import Ranks
 from megacore.launch.context import LaunchOptions, RankContext, context_from_environment
 from megacore.launch.environment import external_launcher
-from megacore.launch.messages import complain, leave, print_outcome
+from megacore.launch.exit_messages import complain, leave, print_outcome
 from megacore.launch.stopping import STOP_SIGNALS
 from megacore.launch.store import local_store
 from megacore.launch.worker import (

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from megacore.models.mappings import all_gather_sequence
 from megacore.parallel.collectives import all_gather, reduce_scatter
-from megacore.parallel.exchange import RowSplits, all_to_all
 from megacore.parallel.process_groups import Group
+from megacore.parallel.row_exchange import RowSplits, all_to_all
 from megacore.parallel.sequence import context_slices
 
 _Way = Callable[[Tensor, Group], Tensor]

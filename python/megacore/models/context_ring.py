@@ -38,8 +38,8 @@ from megacore.models.attention_parts import (
 from megacore.ops.dense import wide_dtype
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.batch import Documents
-from megacore.parallel.exchange import RowSplits, all_to_all_async
 from megacore.parallel.process_groups import Group
+from megacore.parallel.row_exchange import RowSplits, all_to_all_async
 from megacore.parallel.sequence import context_slices
 
 

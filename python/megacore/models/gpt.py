@@ -18,7 +18,7 @@ from megacore.models.dropout import Site
 from megacore.models.head_loss import head_cross_entropy
 from megacore.models.layers import ModelContext, ResidualDropout, VocabEmbedding, make_norm
 from megacore.models.loss import Loss, LossContext, token_loss
-from megacore.models.predictions import NO_LABEL, MultiTokenPrediction, ahead
+from megacore.models.multi_token import NO_LABEL, MultiTokenPrediction, ahead
 from megacore.models.rotary import RotaryTables
 from megacore.models.shape import GPTShape, block_columns
 from megacore.models.stage import ContextOptions, Stage, make_context

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from megacore.moe.dispatchers import ExpertRows
-from megacore.moe.echo.exchange import FC1, FC2, CloneExchange
+from megacore.moe.echo.clones import FC1, FC2, CloneExchange
 from megacore.ops.activations import clamped_swiglu, gelu, swiglu
 from megacore.ops.fp8 import fp8_grouped_gemm
 from megacore.ops.gemm import grouped_gemm, main_grad_of

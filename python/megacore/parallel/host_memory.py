@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megacore._core import HostComm, HostDtype, HostReduction, HostWindow
-from megacore.parallel.host_exchange import NUM_EXCHANGES, HostExchange
+from megacore.parallel.host_all_to_all import NUM_EXCHANGES, HostExchange
 
 DEFAULT_SLOT_BYTES = 1 << 20
 MEMINFO = Path("/proc/meminfo")

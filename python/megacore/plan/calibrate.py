@@ -28,9 +28,9 @@ from megacore.ops.linear import linear
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather, barrier
-from megacore.plan.config_spec import model_spec, run_spec
 from megacore.plan.cost import LayerCosts
 from megacore.plan.device import Device
+from megacore.plan.spec_from_config import model_spec, run_spec
 
 Report = Callable[[str], None]
 _SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megacore.config import ResolvedConfig
 from megacore.parallel import Topology
-from megacore.plan.config_spec import model_spec
+from megacore.plan.spec_from_config import model_spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megacore.config import ResolvedConfig
-from megacore.plan.config_spec import model_spec, run_spec, state_bytes
 from megacore.plan.cost import LayerCosts
 from megacore.plan.device import Device, load_device
 from megacore.plan.footprint import footprints
 from megacore.plan.forecast import forecast
+from megacore.plan.spec_from_config import model_spec, run_spec, state_bytes
 from megacore.plan.step_time import stage_layers
 
 _ANY_DEVICE = "h100"

@@ -18,8 +18,8 @@ from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
 from megacore.pipeline import ActionKind, Program
 from megacore.plan.device import load_device
-from megacore.plan.from_config import make_topology, train_recompute, train_schedule
 from megacore.plan.graph_memory import GraphBytes, predict_graphs
+from megacore.plan.layout import make_topology, train_recompute, train_schedule
 from megacore.plan.routing import check_routing
 
 

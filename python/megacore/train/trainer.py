@@ -39,7 +39,7 @@ from megacore.pipeline import (
     receives_for,
 )
 from megacore.pipeline.phases import PhaseClock
-from megacore.plan.from_config import (
+from megacore.plan.layout import (
     activation_spec,
     activation_specs,
     embedding_ranks,

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from megacore.config import ResolvedConfig
-from megacore.plan.config_spec import model_spec, run_spec
 from megacore.plan.device import load_device, match_device
-from megacore.plan.from_config import train_recompute
+from megacore.plan.layout import train_recompute
+from megacore.plan.spec_from_config import model_spec, run_spec
 from megacore.train.memory import memory_bytes
 from megacore.train.step import StepMetrics
 from megacore.train.trainer import Trainer

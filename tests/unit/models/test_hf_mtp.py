@@ -13,7 +13,7 @@ from torch import Tensor
 from megacore.errors import MegacoreError
 from megacore.models.hf import HFTensors, config_to_hf, import_hf
 from megacore.models.hf.files import TensorFiles
-from megacore.models.predictions import ahead
+from megacore.models.multi_token import ahead
 from megacore.parallel.batch import Microbatch
 from tests.support.hf_models import make_theirs
 

@@ -15,9 +15,9 @@ from megacore.config import Config, resolve
 from megacore.models import context_parallel
 from megacore.models.gpt import GPTChunk
 from megacore.parallel import ProcessGroups
-from megacore.plan.config_spec import model_spec
 from megacore.plan.device import load_device
 from megacore.plan.spec import ModelSpec
+from megacore.plan.spec_from_config import model_spec
 from tests.support.models import random_batch
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megacore.config import Config, EchoConfig, layers_of_stages, resolve, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.pipeline import Costs, build_schedule
-from megacore.plan.config_spec import model_spec, run_spec, settings_of, state_bytes
 from megacore.plan.cost import LayerCosts, link
 from megacore.plan.device import FOLDER, known_devices, load_device
 from megacore.plan.footprint import GIB, footprints, layer_bytes, rank_stages, slot_bytes
@@ -21,6 +20,7 @@ from megacore.plan.forecast import advise, forecast
 from megacore.plan.run_plan import plan_run
 from megacore.plan.search import fastest_by_memory, search
 from megacore.plan.spec import ModelSpec, RunSpec
+from megacore.plan.spec_from_config import model_spec, run_spec, settings_of, state_bytes
 from megacore.plan.step_time import stage_layers, step_time, time_on_cores
 
 # Llama-3 70B with 12 layers, as measured on 8 B200 by SimuMax v1.2.

@@ -11,9 +11,9 @@ import pytest
 from megacore.cli import main
 from megacore.cli.plan_forecast import resolve_for_plan
 from megacore.config import load_config
-from megacore.plan.config_spec import model_spec, run_spec
 from megacore.plan.device import load_device
 from megacore.plan.search import search
+from megacore.plan.spec_from_config import model_spec, run_spec
 
 FOLDER = Path(__file__).parents[3] / "examples" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))

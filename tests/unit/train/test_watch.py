@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.plan.config_spec import model_spec
 from megacore.plan.device import load_device
+from megacore.plan.spec_from_config import model_spec
 from megacore.train.step import NUM_REPORTS
 from megacore.train.trainer import Trainer, build_trainer
 from megacore.train.watch import INTERVAL, RunWatch, peak_flops

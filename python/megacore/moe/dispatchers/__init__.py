@@ -11,6 +11,12 @@ A rank that has all experts uses ``LocalDispatcher`` for the first two.
 
 from __future__ import annotations
 
+from megacore.moe.dispatchers.all_to_all import (
+    AllToAllDispatcher,
+    StaticBudget,
+    StaticDispatcher,
+    static_receive_rows,
+)
 from megacore.moe.dispatchers.allgather import AllGatherDispatcher
 from megacore.moe.dispatchers.base import (
     Dispatcher,
@@ -21,12 +27,6 @@ from megacore.moe.dispatchers.base import (
     Routing,
 )
 from megacore.moe.dispatchers.capacity import Capacity
-from megacore.moe.dispatchers.exchange import (
-    AllToAllDispatcher,
-    StaticBudget,
-    StaticDispatcher,
-    static_receive_rows,
-)
 from megacore.moe.dispatchers.local import LocalDispatcher
 from megacore.moe.dispatchers.make import make_dispatcher, make_peers
 from megacore.moe.dispatchers.peer import PeerDispatcher

@@ -19,8 +19,8 @@ from megacore.moe.dispatchers.base import (
 )
 from megacore.ops.permutation import permute, permute_probs, sort_by_expert, unpermute
 from megacore.parallel.collectives import all_gather
-from megacore.parallel.exchange import RowSplits, gather_rows, reduce_scatter_rows
 from megacore.parallel.process_groups import Group
+from megacore.parallel.row_exchange import RowSplits, gather_rows, reduce_scatter_rows
 
 
 class AllGatherDispatcher(Dispatcher):

@@ -21,8 +21,8 @@ from torch import Tensor
 from megacore.moe.dispatchers.capacity import Capacity
 from megacore.ops.permutation import unpermute
 from megacore.parallel.collectives import all_gather
-from megacore.parallel.exchange import RowSplits
 from megacore.parallel.process_groups import Group, ProcessGroups
+from megacore.parallel.row_exchange import RowSplits
 
 
 class Routing(Protocol):

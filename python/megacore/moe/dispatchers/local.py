@@ -14,7 +14,7 @@ from megacore.moe.dispatchers.base import (
     Routing,
 )
 from megacore.ops.permutation import permute, permute_probs, sort_by_expert
-from megacore.parallel.exchange import RowSplits
+from megacore.parallel.row_exchange import RowSplits
 
 
 class LocalDispatcher(Dispatcher):

@@ -9,15 +9,15 @@ import torch
 
 from megacore.config import MoEConfig
 from megacore.errors import ConfigError
-from megacore.moe.dispatchers.allgather import AllGatherDispatcher
-from megacore.moe.dispatchers.base import Dispatcher, ExpertPlacement
-from megacore.moe.dispatchers.capacity import Capacity
-from megacore.moe.dispatchers.exchange import (
+from megacore.moe.dispatchers.all_to_all import (
     AllToAllDispatcher,
     StaticBudget,
     StaticDispatcher,
     static_receive_rows,
 )
+from megacore.moe.dispatchers.allgather import AllGatherDispatcher
+from megacore.moe.dispatchers.base import Dispatcher, ExpertPlacement
+from megacore.moe.dispatchers.capacity import Capacity
 from megacore.moe.dispatchers.local import LocalDispatcher
 from megacore.moe.dispatchers.peer import PeerDispatcher
 from megacore.moe.dispatchers.peers import HostPeers, Peers, no_peers

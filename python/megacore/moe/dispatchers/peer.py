@@ -27,7 +27,7 @@ from megacore.moe.dispatchers.peers import CopyMap, Peers, PendingTransfer
 from megacore.ops.library import describe
 from megacore.ops.peer_exchange import map_copies
 from megacore.ops.permutation import sort_by_expert
-from megacore.parallel.exchange import RowSplits
+from megacore.parallel.row_exchange import RowSplits
 from megacore.parallel.turns import yield_turn
 
 

@@ -28,10 +28,10 @@ from megacore.moe.dispatchers import (
     StaticBudget,
 )
 from megacore.moe.dispatchers.base import constant
+from megacore.moe.echo.clones import CloneExchange
 from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
-from megacore.moe.echo.exchange import CloneExchange
-from megacore.moe.echo.memory_exchange import MemoryClones
-from megacore.moe.echo.message_exchange import CloneRoutes, MessageClones, SlotBuffers
+from megacore.moe.echo.memory_clones import MemoryClones
+from megacore.moe.echo.message_clones import CloneRoutes, MessageClones, SlotBuffers
 from megacore.moe.echo.reroute import SourceRow, reroute
 from megacore.moe.experts import GroupedExperts
 from megacore.ops.echo_counts import BYTES_SENT, count_held_, count_plan_

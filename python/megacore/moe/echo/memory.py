@@ -27,8 +27,8 @@ from megacore._core import (
 )
 from megacore._core import CloneExchange as NativeExchange
 from megacore.errors import PeerLostError
+from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan
-from megacore.moe.echo.exchange import FC1, FC2
 from megacore.ops import cuda_kernels, has_cuda_kernels
 from megacore.parallel.host_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group

@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.collectives import barrier
-from megacore.parallel.exchange import RowSplits, all_to_all_async, exchange_rows
-from megacore.parallel.host_exchange import NUM_EXCHANGES
+from megacore.parallel.host_all_to_all import NUM_EXCHANGES
+from megacore.parallel.row_exchange import RowSplits, all_to_all_async, exchange_rows
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacore.moe.echo.exchange import CloneExchange, set_of_turn
+from megacore.moe.echo.clones import CloneExchange, set_of_turn
 from megacore.moe.echo.memory import CloneMemory, make_clone_memory
 from megacore.moe.echo.plan import OffloadPlan
 from megacore.parallel.process_groups import Group

@@ -25,7 +25,7 @@ from megacore.moe.dispatchers.base import (
 )
 from megacore.moe.dispatchers.capacity import Capacity, place_in_expert, rows_at
 from megacore.ops.permutation import permute, permute_probs, sort_by_expert, unpermute
-from megacore.parallel.exchange import PendingRows, RowSplits, exchange_rows, start_exchange
+from megacore.parallel.row_exchange import PendingRows, RowSplits, exchange_rows, start_exchange
 
 _PLAN_FIELDS = (
     "probs",

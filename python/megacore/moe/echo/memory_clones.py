@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from megacore.moe.echo.clones import FC1, CloneExchange, set_of_turn
 from megacore.moe.echo.device_plan import DevicePlan
-from megacore.moe.echo.exchange import FC1, CloneExchange, set_of_turn
 from megacore.moe.echo.memory import CloneMemory, bytes_of_expert
 from megacore.ops.gemm_parts import part_input_grad_, part_product_, part_weight_grad_
 

@@ -7,7 +7,7 @@ gradient of the home expert, in the order of (rank, slot). Autograd reports the 
 only after that.
 
 The transports are :mod:`megacore.moe.echo.memory` and
-:mod:`megacore.moe.echo.message_exchange`; this module contains the autograd functions.
+:mod:`megacore.moe.echo.message_clones`; this module contains the autograd functions.
 
 Shapes: M rows of this rank's experts, L home experts, k slots, N output features, K input features.
 """
