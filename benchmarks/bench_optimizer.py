@@ -101,8 +101,7 @@ def with_megacore(model: nn.Sequential, *, overlap: bool, host_memory: bool) -> 
         beta2=ADAMW["betas"][1],
         weight_decay=ADAMW["weight_decay"],
         clip_grad=0.0,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
+        overlap="all" if overlap else "none",
     )
     params = [
         (ParamInfo(name=name, full_shape=tuple(param.shape), tp_dim=None), param)

@@ -75,7 +75,7 @@ class Loop:
             )
             for name, param in self.chunk.named_parameters()
         ]
-        config = OptimizerConfig(overlap_grad_reduce=True, overlap_param_gather=True)
+        config = OptimizerConfig(overlap="all")
         buffers = make_buffers(params, groups=groups, optimizer=config)
         self.optimizer = DistributedOptimizer(
             buffers, groups=groups, config=config, modules=[self.chunk]

@@ -36,8 +36,10 @@ eval_interval = 0
 source = "{folder}/text.txt"
 
 [run]
-backend = "gloo"
 plain = true
+
+[debug]
+backend = "gloo"
 """
 # Starts two tasks with the variables that srun sets, passes no signal on, and returns the largest
 # exit code.

@@ -50,8 +50,7 @@ PP2 = {"pipeline.schedule": "dualpipe", "parallel.pp": 2}
 PP4 = {"pipeline.schedule": "dualpipe", "parallel.pp": 4}
 EP2 = {"parallel.ep": 2}
 OVERLAPS = {
-    "optimizer.overlap_grad_reduce": True,
-    "optimizer.overlap_param_gather": True,
+    "optimizer.overlap": "all",
     "debug.bucket_numel": 3000,
 }
 GRAPHS = {"debug.graph_warmup_steps": 1}

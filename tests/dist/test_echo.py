@@ -147,7 +147,7 @@ def assert_balanced(name: str, found: list[Trained], limit: float) -> None:
 
 EP2, EP4 = {"parallel.ep": 2, **ECHO}, {"parallel.ep": 4, **ECHO}
 PP2 = {"parallel.pp": 2, "train.microbatch_size": 1, **EP2}
-OVERLAP = {"optimizer.overlap_grad_reduce": True, "optimizer.overlap_param_gather": True}
+OVERLAP = {"optimizer.overlap": "all"}
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "ep2": EP2,

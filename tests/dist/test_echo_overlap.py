@@ -34,7 +34,7 @@ INTERLEAVED = {
     **PP2,
     "pipeline.schedule": "interleaved_1f1b",
     "pipeline.num_chunks": 2,
-    "optimizer.overlap_grad_reduce": True,
+    "optimizer.overlap": "grads",
 }
 PEERS = {"moe.dispatcher": "static", "debug.static_transport": "peer"}
 MESSAGES = {"moe.dispatcher": "static", "debug.static_transport": "collective"}

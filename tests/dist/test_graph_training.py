@@ -60,8 +60,7 @@ BASE: dict[str, dict[str, Any]] = {
     "optimizer": {
         "lr": 2e-3,
         "warmup_steps": 5,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
+        "overlap": "all",
     },
     # Two buckets on every rank: a graph of a whole step starts the first where it needs it.
     "debug": {"bucket_numel": 1000},

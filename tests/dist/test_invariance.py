@@ -125,8 +125,7 @@ LAYOUTS = {
         {
             "parallel.pp": 2,
             "pipeline.schedule": "zb_v",
-            "optimizer.overlap_grad_reduce": True,
-            "optimizer.overlap_param_gather": True,
+            "optimizer.overlap": "all",
             "debug.bucket_numel": 5000,
         },
     ),

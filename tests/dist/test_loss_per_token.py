@@ -58,7 +58,7 @@ def test_every_layout_takes_the_mean_over_all_tokens() -> None:
     )
     layouts: list[dict[str, Any]] = [
         {"parallel.pp": 2, "pipeline.schedule": "zb_v"},
-        {"parallel.tp": 2, "parallel.cp": 2, "optimizer.overlap_grad_reduce": True},
+        {"parallel.tp": 2, "parallel.cp": 2, "optimizer.overlap": "grads"},
     ]
     for layout in layouts:
         results = run_ranks(4, train, 4, {**PER_TOKEN, **layout}, timeout_s=120)

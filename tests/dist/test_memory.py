@@ -57,8 +57,7 @@ def grown(_rank: int, world_size: int, dtype: str, grads: Literal["float32", "pa
         layer.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=getattr(torch, dtype)))
     config = OptimizerConfig(
         grad_dtype=grads,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
+        overlap="all",
     )
     params = [
         (ParamInfo(name=name, full_shape=(WIDTH, WIDTH), tp_dim=None), param)

@@ -44,7 +44,7 @@ OF_FOUR: dict[str, dict[str, Any]] = {
         **INTERLEAVED,
         "moe.dispatcher": "static",
         "debug.static_transport": "collective",
-        "optimizer.overlap_grad_reduce": True,
+        "optimizer.overlap": "grads",
     },
     "peers": {
         **INTERLEAVED,
@@ -55,7 +55,7 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "recomputed": {
         **INTERLEAVED,
         "train.recompute": "full",
-        "optimizer.overlap_grad_reduce": True,
+        "optimizer.overlap": "grads",
     },
     "one chunk": {**PP2, **MOE, "pipeline.schedule": "1f1b", "train.global_batch_size": 12},
 }

@@ -158,7 +158,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep2, gradients reduced early": (
         "softmax",
         2,
-        {**EP2, "optimizer.overlap_grad_reduce": True, "optimizer.overlap_param_gather": True},
+        {**EP2, "optimizer.overlap": "all"},
     ),
     "dp4 ep2": ("softmax", 4, EP2),
     "dp4 ep4": ("softmax", 4, {"parallel.ep": 4}),

@@ -54,7 +54,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp2 tp2, weight gradients apart": (
         "untied",
         4,
-        {**PP2, **TP2, "pipeline.schedule": "zb_h1", "optimizer.overlap_grad_reduce": True},
+        {**PP2, **TP2, "pipeline.schedule": "zb_h1", "optimizer.overlap": "grads"},
     ),
     "pp4, a stage of their own": ("untied", 4, {**PP4, "pipeline.layout": "Et|ttt|mm|L"}),
     "pp2, a V": (

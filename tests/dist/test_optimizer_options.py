@@ -23,7 +23,7 @@ from tests.support.distributed import run_ranks
 pytestmark = pytest.mark.dist
 
 SMALL = {"debug.bucket_numel": 2000}
-OVERLAP = {"optimizer.overlap_grad_reduce": True, "optimizer.overlap_param_gather": True}
+OVERLAP = {"optimizer.overlap": "all"}
 
 
 def train(

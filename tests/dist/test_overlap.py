@@ -21,7 +21,7 @@ from tests.support.distributed import RankFailed, run_ranks
 pytestmark = pytest.mark.dist
 
 STEPS = 4
-OVERLAP = {"optimizer.overlap_grad_reduce": True, "optimizer.overlap_param_gather": True}
+OVERLAP = {"optimizer.overlap": "all"}
 SMALL_BUCKETS = {"debug.bucket_numel": 2000}
 
 INTERLEAVED = {
@@ -83,10 +83,10 @@ def test_overlap_changes_no_bit(layout: str) -> None:
         assert early >= (STEPS - 1) * 2, "no bucket was reduced during the backward pass"
 
 
-@pytest.mark.parametrize("key", OVERLAP)
-def test_each_overlap_alone_changes_no_bit(key: str) -> None:
+@pytest.mark.parametrize("part", ["grads", "params"])
+def test_each_overlap_alone_changes_no_bit(part: str) -> None:
     plain = run_ranks(2, train, 2, {}, timeout_s=120)
-    overlapped = run_ranks(2, train, 2, {key: True}, timeout_s=120)
+    overlapped = run_ranks(2, train, 2, {"optimizer.overlap": part}, timeout_s=120)
     assert [numbers for numbers, _ in overlapped] == [numbers for numbers, _ in plain]
 
 
@@ -132,7 +132,7 @@ def one_step(model: nn.Module, optimizer: DistributedOptimizer, *, is_last: bool
 
 def stale(_rank: int) -> None:
     model = TwoLayers()
-    optimizer = make_optimizer(model, 2, overlap_param_gather=True)
+    optimizer = make_optimizer(model, 2, overlap="params")
     one_step(model, optimizer)
     model.goes_around = True
     one_step(model, optimizer, is_last=False)
@@ -145,7 +145,7 @@ def test_a_forward_with_stale_weights_is_an_error_that_names_the_parameter() -> 
 
 def completed(_rank: int) -> bool:
     model = TwoLayers()
-    optimizer = make_optimizer(model, 2, overlap_param_gather=True)
+    optimizer = make_optimizer(model, 2, overlap="params")
     one_step(model, optimizer)
     model.goes_around = True
     optimizer.finish_param_gather()
@@ -159,7 +159,7 @@ def test_weights_may_be_read_in_any_way_once_all_are_gathered() -> None:
 
 def late(_rank: int) -> None:
     model = TwoLayers()
-    optimizer = make_optimizer(model, 2, overlap_grad_reduce=True)
+    optimizer = make_optimizer(model, 2, overlap="grads")
     one_step(model, optimizer)
     optimizer.zero_grads()
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_a_gradient_after_its_bucket_was_reduced_is_an_error_that_names_the_para
 def uneven(rank: int) -> tuple[list[str], list[list[float]]]:
     """Rank 1 never uses the second layer in later steps: collectives must still match."""
     model = TwoLayers()
-    optimizer = make_optimizer(model, 2, overlap_grad_reduce=True, clip_grad=0.0)
+    optimizer = make_optimizer(model, 2, overlap="grads", clip_grad=0.0)
     one_step(model, optimizer)
     optimizer.zero_grads()
     x = torch.full((2, 8), 1.0 + rank)
@@ -195,9 +195,7 @@ def test_a_rank_without_some_gradients_names_them_and_keeps_the_order_of_collect
 def repeated(rank: int, host_memory: bool) -> list[list[float]]:
     """A step is begun anew when rank 1 has started the reduction of fewer buckets than rank 0."""
     model = TwoLayers()
-    optimizer = make_optimizer(
-        model, 2, host_memory=host_memory, overlap_grad_reduce=True, clip_grad=0.0
-    )
+    optimizer = make_optimizer(model, 2, host_memory=host_memory, overlap="grads", clip_grad=0.0)
     one_step(model, optimizer)
     for is_repeated in (True, False):
         x = torch.full((2, 8), 1.0 + rank)
@@ -219,7 +217,7 @@ def test_a_parameter_outside_the_model_is_refused() -> None:
     model, other = TwoLayers(), nn.Linear(2, 2, bias=False)
     info = ParamInfo(name="lonely", full_shape=(2, 2), tp_dim=None)
     groups = ProcessGroups.single()
-    config = OptimizerConfig(overlap_param_gather=True)
+    config = OptimizerConfig(overlap="params")
     buffers = make_buffers([(info, other.weight)], groups=groups, optimizer=config)
     with pytest.raises(ValueError, match="lonely belongs to no module"):
         DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])

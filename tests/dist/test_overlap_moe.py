@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "alltoall": {"moe.overlap_shared": True},
     "static": {"moe.dispatcher": "static", "debug.static_transport": "collective"},
     "peers": {"moe.dispatcher": "static", "debug.static_transport": "peer"},
-    "recomputed": {"train.recompute": "full", "optimizer.overlap_grad_reduce": True},
+    "recomputed": {"train.recompute": "full", "optimizer.overlap": "grads"},
 }
 
 

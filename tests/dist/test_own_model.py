@@ -32,8 +32,7 @@ LAYOUTS = {
         4,
         {
             "parallel.pp": "1",
-            "optimizer.overlap_grad_reduce": "true",
-            "optimizer.overlap_param_gather": "true",
+            "optimizer.overlap": "all",
         },
     ),
     "overlapped experts": (

@@ -49,8 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "parallel.ep": 2,
             "moe.dispatcher": "allgather",
-            "optimizer.overlap_grad_reduce": True,
-            "optimizer.overlap_param_gather": True,
+            "optimizer.overlap": "all",
         },
     ),
     "pp2, a V": (2, {"parallel.pp": 2, "pipeline.schedule": "zb_v"}),

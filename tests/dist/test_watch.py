@@ -26,7 +26,7 @@ pytestmark = pytest.mark.dist
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
-    "dp2 gather overlapped": (2, {"optimizer.overlap_param_gather": True}),
+    "dp2 gather overlapped": (2, {"optimizer.overlap": "params"}),
     "tp2 pp2, tied": (4, {"parallel.tp": 2, "parallel.pp": 2}),
     "dp2, one rank slow": (2, {}),
 }

@@ -108,8 +108,7 @@ def train(rank: int, world_size: int, seeds: list[int]) -> list[tuple[list[float
         model = Model([param for _, param in params])
         config = OptimizerConfig(
             clip_grad=case.clip_grad,
-            overlap_grad_reduce=case.overlap,
-            overlap_param_gather=case.overlap,
+            overlap="all" if case.overlap else "none",
         )
         optimizer = DistributedOptimizer(
             [buffer],

@@ -29,7 +29,7 @@ EXPERTS = {
     "jitter": 0.01,
 }
 STATIC = {**EXPERTS, "dispatcher": "static", "static_budget": 8.0}
-OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAPS = {"overlap": "all"}
 WITH_STEP = {"mode": "full_step"}
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "dense": {},

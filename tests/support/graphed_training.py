@@ -15,7 +15,7 @@ STATIC = {**EXPERTS, "dispatcher": "static", "static_budget": 4.0}
 PARTIAL: dict[str, Any] = {"mode": "partial"}
 FULL: dict[str, Any] = {"mode": "full"}
 WITH_STEP: dict[str, Any] = {"mode": "full_step"}
-OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAPS = {"overlap": "all"}
 
 
 def make_trainer(graphs: dict[str, Any] | None = None, **changes: Any) -> Trainer:

@@ -27,8 +27,7 @@ def main(rank: int, world_size: int, folder: Path, *, overlap: bool, shared: boo
         world_size,
         {
             "debug.bucket_numel": 4000,
-            "optimizer.overlap_grad_reduce": overlap,
-            "optimizer.overlap_param_gather": overlap,
+            "optimizer.overlap": "all" if overlap else "none",
             "debug.host_memory": shared,
         },
     )

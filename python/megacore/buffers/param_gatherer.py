@@ -151,7 +151,7 @@ class ParamGatherer:
                 f"module that owns it was last called with the weights of update {called}, and "
                 f"update {self._generation} has happened since; call the owning module itself "
                 "(only then are its weights waited for), or set "
-                "optimizer.overlap_param_gather = false"
+                "optimizer.overlap = grads"
             )
 
     def _hook(self, modules: Sequence[nn.Module], params: dict[int, int]) -> None:
@@ -169,7 +169,7 @@ class ParamGatherer:
                 raise ValueError(
                     f"{name} belongs to no module of the model, so nothing tells when its weights "
                     "are needed; give the optimizer all modules, or set "
-                    "optimizer.overlap_param_gather = false"
+                    "optimizer.overlap = grads"
                 )
 
 

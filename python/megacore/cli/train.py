@@ -119,10 +119,10 @@ def check_backend(config: Config) -> None:
     """Check that there are GPUs if the backend needs them."""
     import torch
 
-    if config.run.backend == "nccl" and not torch.cuda.is_available():
+    if config.debug.backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError(
-            f"run.backend = nccl ({config.origin('run.backend')}) needs GPUs, but torch sees none "
-            "on this machine; use --run.backend=gloo"
+            f"debug.backend = nccl ({config.origin('debug.backend')}) needs GPUs, but torch sees "
+            "none on this machine; use --debug.backend=gloo"
         )
 
 
@@ -166,7 +166,7 @@ def default_nproc(config: Config) -> int:
     """Return the default process count: one per GPU, else the fewest that the layout allows."""
     import torch
 
-    if config.run.backend != "gloo" and torch.cuda.is_available():
+    if config.debug.backend != "gloo" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return fewest_ranks(config)
 
@@ -215,7 +215,7 @@ def launch_options(config: ResolvedConfig, *, threads: int | None, debug: bool) 
     from megacore.launch.start import LaunchOptions
 
     return LaunchOptions(
-        backend=config.run.backend,
+        backend=config.debug.backend,
         timeout_s=config.run.timeout_s,
         peer_timeout_s=config.debug.peer_timeout_s,
         error_dir=Path(config.run.dir),

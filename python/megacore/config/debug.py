@@ -52,6 +52,11 @@ class DebugConfig(Section):
         default=True,
         description="Compute router logits in float32, regardless of `train.dtype`.",
     )
+    drop_by: Literal["probs", "position"] = Field(
+        default="probs",
+        description="Copies that are kept under `capacity_factor`: those of the highest weight, "
+        "or the first ones.",
+    )
     static_transport: Literal["auto", "collective", "peer"] = Field(
         default="auto",
         description='Transport of rows with `moe.dispatcher = "static"`: equal-split all-to-alls '
@@ -68,6 +73,12 @@ class DebugConfig(Section):
         default=3,
         ge=1,
         description="Steps without graphs, after a start or a resume, before the capture.",
+    )
+    max_skipped_steps: int = Field(
+        default=20,
+        ge=0,
+        description="Steps in a row whose update is skipped because of a non-finite gradient, "
+        "after which the run ends with exit code 1; 0 for no limit.",
     )
     loss_scale: float = Field(
         default=65536.0,
@@ -98,6 +109,10 @@ class DebugConfig(Section):
         default=False,
         description="Send a header before each message between stages, and stop with both names "
         "if a message is not the expected one. Slower.",
+    )
+    backend: Literal["gloo", "nccl"] | None = Field(
+        default=None,
+        description="Communication library. Default: `nccl` with a GPU, else `gloo`.",
     )
     host_memory: bool = Field(
         default=True,

@@ -131,11 +131,6 @@ class MoEConfig(Section):
         description="Each rank sends an expert at most its fair share of copies times this; the "
         "rest is dropped and counted. Default: no limit.",
     )
-    drop_by: Literal["probs", "position"] = Field(
-        default="probs",
-        description="Copies that are kept under `capacity_factor`: those of the highest weight, "
-        "or the first ones.",
-    )
     score_function: Literal["softmax", "softmax_after_top_k", "sigmoid"] = Field(
         default="softmax",
         description="Function that maps router logits to scores; `softmax_after_top_k` takes the "

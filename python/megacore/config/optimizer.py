@@ -54,14 +54,22 @@ class OptimizerConfig(Section):
     moments_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number format of AdamW's moments."
     )
-    overlap_grad_reduce: bool = Field(
-        default=False,
-        description="Reduce the gradients of a bucket during the backward pass.",
+    overlap: Literal["none", "grads", "params", "all"] = Field(
+        default="none",
+        description="Communication that overlaps with compute: the reduction of a bucket's "
+        "gradients with the backward pass (`grads`), the gather of updated parameters with the "
+        "next forward pass (`params`), or both (`all`).",
     )
-    overlap_param_gather: bool = Field(
-        default=False,
-        description="Gather updated parameters during the next forward pass.",
-    )
+
+    @property
+    def overlaps_grads(self) -> bool:
+        """Return whether gradients are reduced during the backward pass."""
+        return self.overlap in ("grads", "all")
+
+    @property
+    def overlaps_params(self) -> bool:
+        """Return whether parameters are gathered during the forward pass."""
+        return self.overlap in ("params", "all")
 
     @property
     def distributed(self) -> bool:

@@ -65,6 +65,13 @@ class Moved:
     text: str = ""
 
 
+def _overlap(old: Any, own: Any, part: str) -> Any:
+    """Return ``optimizer.overlap`` with the part that an old switch turns on."""
+    if old not in (True, "true"):
+        return own
+    return part if own in (None, "none", part) else "all"
+
+
 # Settings of 0.2.0 that left. In 0.4.0, they become entries of RENAMED.
 MOVED: Mapping[str, Moved] = MappingProxyType(
     {
@@ -82,19 +89,28 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
         "moe.pad_to_capacity": Moved(
             "moe.static_budget", lambda old, own: "capacity" if old in (True, "true") else own
         ),
+        "moe.drop_by": Moved("debug.drop_by"),
         "optimizer.distributed": Moved(
             "optimizer.num_instances", lambda old, own: "all" if old in (False, "false") else own
         ),
         "optimizer.bucket_numel": Moved("debug.bucket_numel"),
         "optimizer.loss_scale": Moved("debug.loss_scale"),
         "optimizer.loss_scale_interval": Moved("debug.loss_scale_interval"),
+        "optimizer.overlap_grad_reduce": Moved(
+            "optimizer.overlap", lambda old, own: _overlap(old, own, "grads")
+        ),
+        "optimizer.overlap_param_gather": Moved(
+            "optimizer.overlap", lambda old, own: _overlap(old, own, "params")
+        ),
         "pipeline.placement": Moved(
             "pipeline.schedule", lambda old, own: "auto_v" if own == "auto" and old == "v" else own
         ),
         "pipeline.split_weight_grads": Moved(
             "pipeline.overlap_moe", lambda old, own: "split" if old is True else own
         ),
+        "run.backend": Moved("debug.backend"),
         "run.name": Moved("run.dir", text="runs/{}"),
+        "train.max_skipped_steps": Moved("debug.max_skipped_steps"),
     }
 )
 

@@ -56,15 +56,15 @@ class ResolvedCheckpointConfig(CheckpointConfig):
 
 
 class ResolvedRunConfig(RunConfig):
-    """``[run]`` with its processes and backend."""
+    """``[run]`` with its number of processes."""
 
     nproc: int
-    backend: Literal["gloo", "nccl"]
 
 
 class ResolvedDebugConfig(DebugConfig):
-    """``[debug]`` with the traced step."""
+    """``[debug]`` with the communication library and the traced step."""
 
+    backend: Literal["gloo", "nccl"]
     trace_step: int
 
 

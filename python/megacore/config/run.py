@@ -24,10 +24,6 @@ class RunConfig(Section):
         description="Number of processes (as `--nproc`). Default: one per GPU; without GPUs the "
         "fewest that the layout allows.",
     )
-    backend: Literal["gloo", "nccl"] | None = Field(
-        default=None,
-        description="Communication library. Default: `nccl` with a GPU, else `gloo`.",
-    )
     timeout_s: float = Field(
         default=300.0,
         gt=0.0,

@@ -66,12 +66,6 @@ class TrainSectionConfig(Section):
         "all activations; only the others are recomputed.",
     )
     seed: int = Field(default=1234, ge=0, description="Seed of weights, data order and dropout.")
-    max_skipped_steps: int = Field(
-        default=20,
-        ge=0,
-        description="Steps in a row whose update is skipped because of a non-finite gradient, "
-        "after which the run ends with exit code 1; 0 for no limit.",
-    )
     on_spike: Literal["ignore", "warn", "skip", "stop"] = Field(
         default="warn",
         description="Reaction to a loss far above those of the last 100 steps: none; a note; no "

@@ -203,7 +203,7 @@ def _echo(context: ModelContext) -> Echo | None:
         moe.echo,
         ep=groups.ep,
         slots=context.slots,
-        capacity=Capacity.of(moe),
+        capacity=Capacity.of(moe, context.debug),
         budget=budget,
         reaches_memory=reaches_memory,
         device=device,
@@ -217,7 +217,9 @@ def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
             moe, echo.places, budget=budget, peers=peers, receive_rows=echo.receive_rows
         )
     placement = ExpertPlacement.of(context.groups, moe.num_experts)
-    return make_dispatcher(moe, placement, budget=budget, peers=peers, capacity=Capacity.of(moe))
+    return make_dispatcher(
+        moe, placement, budget=budget, peers=peers, capacity=Capacity.of(moe, context.debug)
+    )
 
 
 def _experts(name: str, context: ModelContext) -> GroupedExperts:

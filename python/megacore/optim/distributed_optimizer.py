@@ -115,18 +115,18 @@ class DistributedOptimizer:
         config: AdamW hyperparameters, ``clip_grad`` and the two overlaps. (``num_instances`` is
             for ``make_buffers``.)
         debug: For ``loss_scale`` and ``loss_scale_interval``. Default: its defaults.
-        modules: The model of this rank; needed with ``overlap_param_gather`` only.
+        modules: The model of this rank; needed if ``overlap`` includes the parameters.
         param_groups: Learning rate factor and weight decay of parameters by name; equal on every
             rank.
         clock: Measures the phases of :meth:`step`.
 
     Attributes:
-        gathers_at_once: With ``overlap_param_gather``: start the gather of updated parameters at
-            the end of a step, instead of in the next calls of their modules.
+        gathers_at_once: If ``overlap`` includes the parameters: start their gather at the end of a
+            step, instead of in the next calls of their modules.
 
     Raises:
         ValueError: If there is no buffer, a pattern of ``param_groups`` matches no parameter of any
-            rank, or ``modules`` lacks a parameter under ``overlap_param_gather``.
+            rank, or ``modules`` lacks a parameter whose gather overlaps.
 
     Example:
         >>> from megacore.buffers import make_buffers
@@ -177,10 +177,10 @@ class DistributedOptimizer:
         self._state[StateAt.LOSS_SCALE] = self._debug.loss_scale if self._scales_loss else 1.0
         self._grad_ranges = grad_ranges(self.buffers, groups)
         self._reducer: GradReducer | None = None
-        if config.overlap_grad_reduce:
+        if config.overlaps_grads:
             self._reducer = GradReducer(self.buffers, waits=lambda info: needs_sum(info, groups))
         self._gatherer: ParamGatherer | None = None
-        if config.overlap_param_gather:
+        if config.overlaps_params:
             self._gatherer = ParamGatherer(self.buffers, modules)
         self._is_reduced = False
         self.gathers_at_once = True
@@ -242,7 +242,7 @@ class DistributedOptimizer:
             buffer.zero_grads()
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Announce a backward pass; needed with ``overlap_grad_reduce`` only.
+        """Announce a backward pass; needed if ``overlap`` includes the gradients.
 
         Args:
             is_last: Whether it is the last one of its model chunk in this step: gradients that it
@@ -257,7 +257,7 @@ class DistributedOptimizer:
         """Make the weights of all parameters current on every rank. Collective.
 
         Needed before weights are read other than by calls of the modules that own them. A no-op
-        without ``overlap_param_gather``.
+        if ``overlap`` does not include the parameters.
         """
         if self._gatherer is not None:
             self._gatherer.finish()

@@ -57,7 +57,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
     parallel, pipeline, train = config.parallel, config.pipeline, config.train
     optimizer, moe = config.optimizer, config.moe
     overlap = {
-        "dp": optimizer.overlap_grad_reduce,
+        "dp": optimizer.overlaps_grads,
         "pp": bool(pipeline.overlap_p2p),
         "ep": bool(pipeline.overlap_moe),
     }
@@ -217,8 +217,7 @@ def settings_of(spec: RunSpec, stages: Sequence[int], mtp: int = 0) -> dict[str,
         },
         "train": {"microbatch_size": spec.microbatch, **recompute},
         "optimizer": {
-            "overlap_grad_reduce": "dp" in spec.overlap,
-            "overlap_param_gather": "dp" in spec.overlap,
+            "overlap": "all" if "dp" in spec.overlap else "none",
             "num_instances": 1 if spec.zero else "all",
         },
     }  # fmt: skip

@@ -75,7 +75,7 @@ class RunControl:
     @property
     def will_give_up(self) -> bool:
         """True if one more skipped update ends the run."""
-        limit = self._config.train.max_skipped_steps
+        limit = self._config.debug.max_skipped_steps
         return 0 < limit <= self._num_skipped_in_row + 1
 
     def votes(self) -> tuple[float, ...]:
@@ -106,11 +106,11 @@ class RunControl:
         is_spike = math.isfinite(loss) and loss > self.loss_limit
         by_rule = is_spike and self._config.train.on_spike == "skip"
         self._num_skipped_in_row = self._num_skipped_in_row + 1 if skipped and not by_rule else 0
-        limit = self._config.train.max_skipped_steps
+        limit = self._config.debug.max_skipped_steps
         if 0 < limit <= self._num_skipped_in_row:
             raise DivergedError(
                 f"step {step + 1:,}: the updates of {self._num_skipped_in_row} steps in a row were "
-                f"skipped because of a non-finite gradient (train.max_skipped_steps); earlier "
+                f"skipped because of a non-finite gradient (debug.max_skipped_steps); earlier "
                 f"checkpoints are kept"
             )
         notes = self._judge_loss(step, loss)

@@ -330,7 +330,7 @@ microbatch_size = 1
 global_batch_size = 64
 recompute = "selective"
 [optimizer]
-overlap_grad_reduce = true
+overlap = "grads"
 """
 
 

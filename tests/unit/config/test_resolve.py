@@ -34,7 +34,7 @@ def test_every_derived_setting_is_filled() -> None:
     assert config.optimizer.decay_steps == 100
     assert config.run.dir == "runs/x"
     assert config.checkpoint.dir == "runs/x/checkpoints"
-    assert (config.run.nproc, config.run.backend, config.debug.trace_step) == (4, "gloo", 50)
+    assert (config.run.nproc, config.debug.backend, config.debug.trace_step) == (4, "gloo", 50)
 
 
 @pytest.mark.parametrize(("hidden", "ffn"), [(64, 192), (96, 256), (128, 384), (256, 704)])
@@ -49,12 +49,12 @@ def test_set_values_are_kept() -> None:
         optimizer__min_lr="0",
         run__dir="d",
         checkpoint__dir="c",
-        run__backend="gloo",
+        debug__backend="gloo",
         optimizer__schedule="wsd",
     )
     config = resolve(config, 1, vocab_size=256, cuda=True)
     assert (config.model.vocab_size, config.optimizer.min_lr) == (100, 0.0)
-    assert (config.run.dir, config.checkpoint.dir, config.run.backend) == ("d", "c", "gloo")
+    assert (config.run.dir, config.checkpoint.dir, config.debug.backend) == ("d", "c", "gloo")
     assert config.optimizer.decay_steps == 20
 
 
@@ -84,8 +84,8 @@ def test_the_old_check_of_rules_works_and_names_its_successor() -> None:
 
 
 def test_backend_follows_the_gpu() -> None:
-    assert resolve(make(), 1, vocab_size=256, cuda=True).run.backend == "nccl"
-    assert resolve(make(), 1, vocab_size=256, cuda=False).run.backend == "gloo"
+    assert resolve(make(), 1, vocab_size=256, cuda=True).debug.backend == "nccl"
+    assert resolve(make(), 1, vocab_size=256, cuda=False).debug.backend == "gloo"
 
 
 def test_layout_message_shows_factors_origins_and_fixes() -> None:

@@ -316,7 +316,7 @@ def test_scalars_that_cannot_be_are_refused() -> None:
         optimizer.load_scalars({"num_skipped": -1})
 
 
-@pytest.mark.parametrize("fields", [{}, {"overlap_grad_reduce": True}])
+@pytest.mark.parametrize("fields", [{}, {"overlap": "grads"}])
 def test_the_newest_of_several_optimizers_of_a_model_trains_it(fields: dict[str, float]) -> None:
     model, oracle = make_model(), make_model()
     first, _ = make_optimizer(model, **fields)
@@ -349,7 +349,7 @@ def test_a_parameter_that_leaves_its_buffer_is_missed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fields", [{}, {"overlap_param_gather": True}])
+@pytest.mark.parametrize("fields", [{}, {"overlap": "params"}])
 def test_weights_written_into_the_model_are_taken_over_when_told(
     dtype: torch.dtype, fields: dict[str, float]
 ) -> None:

@@ -178,7 +178,7 @@ def test_a_slot_reused_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_skipped_hook_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    overlap = {"overlap_param_gather": True}
+    overlap = {"overlap": "params"}
     assert run(make_trainer(PARTIAL, optimizer=overlap)) == run(make_trainer(optimizer=overlap))
     monkeypatch.setattr(CapturedLayer, "run_hooks", nothing)
     with pytest.raises(StaleWeightsError):

@@ -45,7 +45,6 @@ _TRAINING_ONLY = frozenset(
         "moe.static_budget",
         "moe.over_budget",
         "moe.capacity_factor",
-        "moe.drop_by",
         "moe.aux_loss_coef",
         "moe.aux_loss_type",
         "moe.z_loss_coef",
