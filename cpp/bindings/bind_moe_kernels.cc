@@ -6,6 +6,7 @@
 #include "bindings.h"
 #include "megacore/moe/activations.h"
 #include "megacore/moe/echo_counts.h"
+#include "megacore/moe/fp8.h"
 #include "megacore/moe/grouped_gemm.h"
 #include "megacore/moe/permutation.h"
 #include "megacore/moe/reroute.h"
@@ -187,6 +188,49 @@ void bind_rows(py::module_& module) {
       });
 }
 
+void bind_fp8(py::module_& module) {
+  module.def(
+      "quantize_rows",
+      [](uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t num_rows, int64_t rows,
+         int64_t width, bool is_bfloat16, int num_threads) {
+        for_dtype(is_bfloat16, [&](auto element) {
+          moe::quantize_rows(pointer<const decltype(element)>(x), pointer<uint8_t>(values),
+                             pointer<float>(scales), pointer<const int64_t>(num_rows), rows, width,
+                             num_threads);
+        });
+      },
+      py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("num_rows"),
+      py::arg("rows"), py::arg("width"), py::arg("is_bfloat16"), py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "quantize_columns",
+      [](uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t m_splits, int64_t rows,
+         int64_t num_experts, int64_t width, bool transposed, bool is_bfloat16, int num_threads) {
+        for_dtype(is_bfloat16, [&](auto element) {
+          moe::quantize_columns(
+              pointer<const decltype(element)>(x), pointer<uint8_t>(values), pointer<float>(scales),
+              moe::ExpertRows{pointer<const int64_t>(m_splits), rows, num_experts, width},
+              transposed, num_threads);
+        });
+      },
+      py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("m_splits"),
+      py::arg("rows"), py::arg("num_experts"), py::arg("width"), py::arg("transposed"),
+      py::arg("is_bfloat16"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "quantize_blocks",
+      [](uintptr_t x, uintptr_t values, uintptr_t scales, int64_t num_experts, int64_t height,
+         int64_t width, bool transposed, bool is_bfloat16, int num_threads) {
+        for_dtype(is_bfloat16, [&](auto element) {
+          moe::quantize_blocks(pointer<const decltype(element)>(x), pointer<uint8_t>(values),
+                               pointer<float>(scales), num_experts, height, width, transposed,
+                               num_threads);
+        });
+      },
+      py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("num_experts"),
+      py::arg("height"), py::arg("width"), py::arg("transposed"), py::arg("is_bfloat16"),
+      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+}
+
 void bind_activations(py::module_& module) {
   using moe::Activation;
   using moe::ActivationShape;
@@ -236,6 +280,7 @@ void bind_moe_kernels(py::module_& module) {
   bind_reroute(module);
   bind_rows(module);
   bind_activations(module);
+  bind_fp8(module);
 }
 
 }  // namespace megacore::bindings

@@ -35,14 +35,17 @@ void define_launcher(py::module_& module, const char* name) {
          int32_t operand, int32_t result, int64_t num_rows, int64_t num_experts,
          int64_t out_features, int64_t in_features, bool accumulate, uintptr_t accumulate_mask,
          bool clear_tail, int32_t tile, bool along_columns, uintptr_t workspace,
-         size_t workspace_bytes, uintptr_t stream, uintptr_t first_row, int64_t expected_rows) {
+         size_t workspace_bytes, uintptr_t stream, uintptr_t first_row, int64_t expected_rows,
+         uintptr_t a_scale, uintptr_t b_scale) {
         launcher({.product = product_of(product),
                   .a = device_pointer<const void>(a),
                   .b = device_pointer<const void>(b),
+                  .a_scale = device_pointer<const float>(a_scale),
+                  .b_scale = device_pointer<const float>(b_scale),
                   .m_splits = device_pointer<const int64_t>(m_splits),
                   .first_row = device_pointer<const int64_t>(first_row),
                   .d = device_pointer<void>(d),
-                  .operand = enumerator("operand", operand, cuda::GroupedType::kFloat32),
+                  .operand = enumerator("operand", operand, cuda::GroupedType::kFloat8),
                   .result = enumerator("result", result, cuda::GroupedType::kFloat32),
                   .num_rows = num_rows,
                   .expected_rows = expected_rows,
@@ -63,8 +66,8 @@ void define_launcher(py::module_& module, const char* name) {
       py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
       py::arg("accumulate"), py::arg("accumulate_mask"), py::arg("clear_tail"), py::arg("tile"),
       py::arg("along_columns"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("stream"),
-      py::arg("first_row") = 0, py::arg("expected_rows") = 0,
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("first_row") = 0, py::arg("expected_rows") = 0, py::arg("a_scale") = 0,
+      py::arg("b_scale") = 0, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

@@ -37,6 +37,7 @@ inline cuda::FloatType float_type(std::string_view dtype) {
 }
 
 void bind_clones(pybind11::module_& module);
+void bind_fp8(pybind11::module_& module);
 void bind_gemm(pybind11::module_& module);
 void bind_layers(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);

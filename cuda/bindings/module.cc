@@ -38,6 +38,7 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("runtime_version", &runtime_version);
   module.def("compiled_archs", &compiled_archs);
   megacore::bindings::bind_clones(module);
+  megacore::bindings::bind_fp8(module);
   megacore::bindings::bind_gemm(module);
   megacore::bindings::bind_layers(module);
   megacore::bindings::bind_optim(module);

@@ -54,7 +54,7 @@ __device__ void find_rows(const SetUp& set_up, AllRows& rows) {
   for (int i = 0; i < kPerThread; ++i) {
     const int expert = first + i;
     counts[i] = expert < num_experts
-                    ? moe::usable_count(set_up.m_splits[expert], set_up.problem.num_rows)
+                    ? moe::usable_count_of(set_up.m_splits, expert, set_up.problem.num_rows)
                     : 0;
     own += counts[i];
   }
@@ -139,7 +139,9 @@ __global__ void __launch_bounds__(kThreads) set_up_kernel(SetUp set_up) {
   }
 }
 
-int64_t bytes_of(GroupedType type) { return type == GroupedType::kFloat32 ? 4 : 2; }
+int64_t bytes_of(GroupedType type) {
+  return type == GroupedType::kFloat8 ? 1 : (type == GroupedType::kFloat32 ? 4 : 2);
+}
 
 bool is_weight_grad(const GroupedGemmParams& params) {
   return params.product == GroupedProduct::kWeightGrad;
@@ -160,11 +162,11 @@ moe::GroupedProblem problem_of(const GroupedGemmParams& params) {
 
 constexpr int64_t kRowLimit = int64_t{1} << 31;
 
-void require_features(const char* name, int64_t value) {
-  MC_REQUIRE(value >= 8 && value % 8 == 0 && value < kRowLimit,
-             "{} is {}; a grouped product needs a multiple of 8, so that rows are aligned to 16 "
+void require_features(const char* name, int64_t value, int64_t unit) {
+  MC_REQUIRE(value >= unit && value % unit == 0 && value < kRowLimit,
+             "{} is {}; a grouped product needs a multiple of {}, so that rows are aligned to 16 "
              "bytes; the nearest is {}",
-             name, value, std::max<int64_t>(8, (value + 4) / 8 * 8));
+             name, value, unit, std::max<int64_t>(unit, (value + unit / 2) / unit * unit));
 }
 
 void require_aligned(const char* name, const void* pointer, uintptr_t bytes) {
@@ -174,9 +176,26 @@ void require_aligned(const char* name, const void* pointer, uintptr_t bytes) {
              name, address, bytes);
 }
 
+void require_scaled(const GroupedGemmParams& params) {
+  const bool is_weight = is_weight_grad(params);
+  MC_REQUIRE(is_weight || params.product == GroupedProduct::kForward,
+             "the input gradient of 8-bit factors is a forward product with transposed weights");
+  MC_REQUIRE(params.result == (is_weight ? GroupedType::kFloat32 : GroupedType::kBFloat16),
+             "the result of 8-bit factors must be bfloat16, or float32 for a weight gradient");
+  MC_REQUIRE(is_weight || (!params.accumulate && params.accumulate_mask == nullptr),
+             "only a weight gradient in float32 can be added to what is there");
+  MC_REQUIRE(params.first_row == nullptr, "8-bit factors must begin with the first row");
+  require_aligned("the scales of the first factor", params.a_scale, alignof(float));
+  require_aligned("the scales of the second factor", params.b_scale, alignof(float));
+}
+
 void require_types(const GroupedGemmParams& params) {
+  if (params.operand == GroupedType::kFloat8) {
+    require_scaled(params);
+    return;
+  }
   MC_REQUIRE(params.operand != GroupedType::kFloat32,
-             "the factors are float32; grouped products take bfloat16 and float16");
+             "the factors are float32; grouped products take bfloat16, float16 and 8-bit floats");
   const bool is_wide = is_weight_grad(params) && params.result == GroupedType::kFloat32;
   MC_REQUIRE(params.result == params.operand || is_wide,
              "the result must have the type of the factors; only a weight gradient may be float32");
@@ -190,10 +209,13 @@ void require_valid(const GroupedGemmParams& params) {
              moe::kMaxGroupedExperts);
   MC_REQUIRE(params.num_rows >= 0 && params.num_rows < kRowLimit,
              "num_rows must be at least 0 and below 2^31, got {}", params.num_rows);
-  require_features("out_features", params.out_features);
-  require_features("in_features", params.in_features);
+  const int64_t unit = params.operand == GroupedType::kFloat8 ? 16 : 8;
+  require_features("out_features", params.out_features, unit);
+  require_features("in_features", params.in_features, unit);
   require_types(params);
-  require_aligned("m_splits", params.m_splits, alignof(int64_t));
+  if (params.m_splits != nullptr || params.num_experts != 1) {
+    require_aligned("m_splits", params.m_splits, alignof(int64_t));
+  }
   require_aligned("the workspace", params.workspace, moe::kGroupedAlignment);
   if (params.num_rows > 0) {
     require_aligned("the first factor", params.a, 16);
@@ -294,6 +316,18 @@ GroupedUnit unit_for([[maybe_unused]] GroupedTile tile, const Device& device) {
   report_missing(device);
 }
 
+GroupedUnit unit_for_scaled(const Device& device) {
+#if defined(MEGACORE_GROUPED_GEMM_SM90)
+  if (device.major == 9 && device.minor == 0) {
+    return grouped_unit_sm90_fp8();
+  }
+#endif
+  throw std::runtime_error(base::format_text(
+      "no grouped product of 8-bit factors for a device of compute capability {}.{}: only "
+      "capability 9.0 has one, in builds with CUTLASS",
+      device.major, device.minor));
+}
+
 size_t arguments_bytes(int64_t num_experts) {
   return static_cast<size_t>(moe::grouped_arguments_bytes(num_experts));
 }
@@ -302,7 +336,8 @@ void launch_set_up(const GroupedGemmParams& params, const Device& device, cudaSt
   SetUp set_up{};
   set_up.problem = problem_of(params);
   set_up.bases = {reinterpret_cast<uint64_t>(params.a), reinterpret_cast<uint64_t>(params.b),
-                  reinterpret_cast<uint64_t>(params.d)};
+                  reinterpret_cast<uint64_t>(params.d), reinterpret_cast<uint64_t>(params.a_scale),
+                  reinterpret_cast<uint64_t>(params.b_scale)};
   set_up.arguments = moe::grouped_arguments_at(params.workspace, params.num_experts);
   set_up.m_splits = params.m_splits;
   set_up.first_row = params.first_row;
@@ -334,6 +369,9 @@ size_t grouped_gemm_workspace_bytes(int64_t num_experts) {
   for (const GroupedTile tile :
        {GroupedTile::kWide, GroupedTile::kMiddle, GroupedTile::kNarrow, GroupedTile::kSquare}) {
     scratch = std::max(scratch, unit_for(tile, device).scratch_bytes(device.num_processors));
+  }
+  if (device.major == 9) {
+    scratch = std::max(scratch, unit_for_scaled(device).scratch_bytes(device.num_processors));
   }
   return arguments_bytes(num_experts) + scratch;
 }
@@ -378,7 +416,8 @@ void grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
   if (is_weight_grad(params) && plan.tile != GroupedTile::kSquare) {
     plan.tile = GroupedTile::kWide;  // the only other one for weight gradients
   }
-  const GroupedUnit unit = unit_for(plan.tile, device);
+  const GroupedUnit unit = params.operand == GroupedType::kFloat8 ? unit_for_scaled(device)
+                                                                  : unit_for(plan.tile, device);
   const size_t needed =
       arguments_bytes(params.num_experts) + unit.scratch_bytes(device.num_processors);
   MC_REQUIRE(params.workspace_bytes >= needed, "the workspace has {} bytes; this product needs {}",

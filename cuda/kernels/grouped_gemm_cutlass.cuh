@@ -11,6 +11,7 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
+#include "cutlass/detail/blockwise_scale_layout.hpp"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/epilogue/thread/linear_combination.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
@@ -27,25 +28,45 @@ using Shape3 = cute::Shape<int, int, int>;
 using GroupShapes = cutlass::gemm::GroupProblemShape<Shape3>;
 static_assert(sizeof(Shape3) == 12, "shapes are written as three 32-bit numbers");
 
+using Float8 = cutlass::float_e4m3_t;
+
 // Row-major matrices throughout; a transposed factor is a column-major one to CUTLASS. Operands of
 // the weight gradient have their rows as depth, so that its strides, not its alignment, depend on
 // the counts.
-template <moe::GroupedProduct>
+template <moe::GroupedProduct, class Operand>
 struct Layouts;
+template <class Operand>
+struct Layouts<moe::GroupedProduct::kForward, Operand> {
+  using A = cutlass::layout::RowMajor*;
+  using B = cutlass::layout::ColumnMajor*;
+};
+template <class Operand>
+struct Layouts<moe::GroupedProduct::kInputGrad, Operand> {
+  using A = cutlass::layout::RowMajor*;
+  using B = cutlass::layout::RowMajor*;
+};
+template <class Operand>
+struct Layouts<moe::GroupedProduct::kWeightGrad, Operand> {
+  using A = cutlass::layout::ColumnMajor*;
+  using B = cutlass::layout::RowMajor*;
+};
+
+// Factors of 8 bits are consecutive along the depth, as the instructions want them, and so are the
+// scales of a row or block of weights. In the weight gradient both factors have the scales of one
+// block of rows one behind the other.
 template <>
-struct Layouts<moe::GroupedProduct::kForward> {
-  using A = cutlass::layout::RowMajor;
-  using B = cutlass::layout::ColumnMajor;
+struct Layouts<moe::GroupedProduct::kForward, Float8> {
+  using Scales = cutlass::detail::
+      Sm90BlockwiseScaleConfig<1, 128, 128, cute::GMMA::Major::K, cute::GMMA::Major::K>;
+  using A = cute::tuple<cutlass::layout::RowMajor*, decltype(Scales::deduce_layoutSFA())*>;
+  using B = cute::tuple<cutlass::layout::ColumnMajor*, decltype(Scales::deduce_layoutSFB())*>;
 };
 template <>
-struct Layouts<moe::GroupedProduct::kInputGrad> {
-  using A = cutlass::layout::RowMajor;
-  using B = cutlass::layout::RowMajor;
-};
-template <>
-struct Layouts<moe::GroupedProduct::kWeightGrad> {
-  using A = cutlass::layout::ColumnMajor;
-  using B = cutlass::layout::RowMajor;
+struct Layouts<moe::GroupedProduct::kWeightGrad, Float8> {
+  using Scales = cutlass::detail::
+      Sm90BlockwiseScaleConfig<1, 1, 128, cute::GMMA::Major::MN, cute::GMMA::Major::MN>;
+  using A = cute::tuple<cutlass::layout::RowMajor*, decltype(Scales::deduce_layoutSFA())*>;
+  using B = cute::tuple<cutlass::layout::ColumnMajor*, decltype(Scales::deduce_layoutSFB())*>;
 };
 
 // One kernel. Family names the architecture, tile, cluster and schedules. A float32 result reads
@@ -77,10 +98,10 @@ struct GroupedKernel {
       typename Family::Arch,
       cutlass::arch::OpClassTensorOp,
       Operand,
-      typename Layouts<product>::A*,
+      typename Layouts<product, Operand>::A,
       kOperandAlignment,
       Operand,
-      typename Layouts<product>::B*,
+      typename Layouts<product, Operand>::B,
       kOperandAlignment,
       float,
       typename Family::Tile,
@@ -105,6 +126,11 @@ struct GroupedKernel {
     to.mainloop.dA = reinterpret_cast<StrideA*>(from.a_stride);
     to.mainloop.ptr_B = reinterpret_cast<const Operand**>(from.b);
     to.mainloop.dB = reinterpret_cast<StrideB*>(from.b_stride);
+    if constexpr (std::is_same_v<Operand, Float8>) {
+      // The layouts of the scales are left out: the kernel derives them from the shape of a group.
+      to.mainloop.ptr_SFA = reinterpret_cast<const float**>(from.a_scale);
+      to.mainloop.ptr_SFB = reinterpret_cast<const float**>(from.b_scale);
+    }
     to.epilogue.thread.alpha = 1.0F;
     to.epilogue.thread.beta = 0.0F;
     if constexpr (kReadsResult) {

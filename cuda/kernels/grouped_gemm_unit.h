@@ -38,6 +38,7 @@ GroupedUnit grouped_unit_sm90_wide();
 GroupedUnit grouped_unit_sm90_middle();
 GroupedUnit grouped_unit_sm90_narrow();
 GroupedUnit grouped_unit_sm90_square();
+GroupedUnit grouped_unit_sm90_fp8();
 #endif
 #if defined(MEGACORE_GROUPED_GEMM_SM100)
 GroupedUnit grouped_unit_sm100_wide();

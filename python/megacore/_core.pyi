@@ -752,6 +752,8 @@ def fill_grouped_arguments(
     d: int,
     arguments: int,
     first_row: int = 0,
+    a_scale: int = 0,
+    b_scale: int = 0,
 ) -> None: ...
 
 # Tensors are addresses; see cpp/include/megacore/moe/{grouped_gemm,permutation,activations}.h.
@@ -923,6 +925,42 @@ class Activation(IntEnum):
     SWIGLU = 0
     GELU = 1
 
+def quantize_rows(
+    *,
+    x: int,
+    values: int,
+    scales: int,
+    num_rows: int,
+    rows: int,
+    width: int,
+    is_bfloat16: bool,
+    num_threads: int,
+) -> None: ...
+def quantize_columns(
+    *,
+    x: int,
+    values: int,
+    scales: int,
+    m_splits: int,
+    rows: int,
+    num_experts: int,
+    width: int,
+    transposed: bool,
+    is_bfloat16: bool,
+    num_threads: int,
+) -> None: ...
+def quantize_blocks(
+    *,
+    x: int,
+    values: int,
+    scales: int,
+    num_experts: int,
+    height: int,
+    width: int,
+    transposed: bool,
+    is_bfloat16: bool,
+    num_threads: int,
+) -> None: ...
 def activate(
     *,
     kind: Activation,

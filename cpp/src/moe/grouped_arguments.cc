@@ -16,10 +16,11 @@ void fill_grouped_arguments(const GroupedProblem& problem,
   const int64_t num_experts = problem.num_experts;
   MC_REQUIRE(num_experts >= 1 && num_experts <= kMaxGroupedExperts,
              "num_experts is {}; one launch takes 1 to {}", num_experts, kMaxGroupedExperts);
+  MC_REQUIRE(m_splits != nullptr || num_experts == 1, "{} experts need m_splits", num_experts);
   std::vector<GroupRows> rows;
   int64_t end = rows_before(first_row, problem.num_rows);
   for (int64_t expert = 0; expert < num_experts; ++expert) {
-    const int64_t count = usable_count(m_splits[expert], problem.num_rows);
+    const int64_t count = usable_count_of(m_splits, expert, problem.num_rows);
     end += count;
     rows.push_back(rows_of_group(end, count, problem.num_rows));
   }

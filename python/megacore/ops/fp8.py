@@ -3,9 +3,12 @@
 Activations and gradients have one scale per 128 consecutive elements along the summed dimension,
 weights one per 128 x 128 elements. All three products of a layer take such operands: the output,
 the gradient of the input, and the gradient of the weight, which sums over rows and so has
-activations and gradients scaled along rows. The products are emulated on every device: values are
-rounded to 8 bits and scaled back, then multiplied, in float32 on CPUs and in the dtype of the
-activations on GPUs. The layer keeps its input in 8 bits for the backward pass.
+activations and gradients scaled along rows. The layer keeps its input in 8 bits for the backward
+pass.
+
+GPUs of compute capability 9.0 multiply 8-bit operands, see `takes_fp8_kernels` for the conditions.
+Elsewhere the products are emulated: values are scaled back, then multiplied, in float32 on CPUs and
+in the dtype of the activations on GPUs.
 
 Shapes: M rows, N output features, K input features, E experts; G blocks of rows.
 
@@ -20,13 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
-BLOCK = 128
-_FORMAT = torch.float8_e4m3fn
-# clear_padding and expected_rows of a product of groups of rows; empty without groups.
-_Hints = tuple[()] | tuple[bool, int]
-_LARGEST = torch.finfo(_FORMAT).max
+from megacore.ops.gemm_cuda import launch_grouped, takes_fp8_kernels
+from megacore.ops.library import define_op
+from megacore.ops.quantize import (
+    BLOCK,
+    quantize_blocks,
+    quantize_columns,
+    quantize_rows,
+    row_blocks,
+)
+
+# clear_padding and expected_rows of a product of groups of rows.
+_Hints = tuple[bool, int]
 
 
 def fp8_linear(x: Tensor, w_NK: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,7 +49,7 @@ def fp8_linear(x: Tensor, w_NK: Tensor, bias: Tensor | None = None) -> Tensor:
     Sync:
         None.
     """
-    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w_NK[None], None, None, ())  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w_NK[None], None, None, (False, 0))  # type: ignore[no-untyped-call]
     y = y.view(*x.shape[:-1], len(w_NK))
     return y if bias is None else y + bias
 
@@ -68,132 +77,13 @@ def fp8_grouped_gemm(
         expected_rows: As in ``grouped_gemm``.
 
     Sync:
-        None where ``grouped_gemm`` has none for the dtype of ``x_MK``.
+        None where there are kernels, and where ``grouped_gemm`` has none for the dtype of
+        ``x_MK``.
     """
     y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
         x_MK, w_ENK, m_splits, main_grad, (clear_padding, expected_rows)
     )
     return y
-
-
-def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to 8 bits with one scale per row and 128 columns.
-
-    Args:
-        x_MK: ``(M, K)``, any float dtype.
-
-    Returns:
-        Values ``(M, K)`` float8_e4m3fn and scales ``(M, ceil(K / 128))`` float32; a value times its
-        scale approximates the element. A block with a NaN or an infinity becomes NaN.
-
-    Example:
-        >>> values, scales = quantize_rows(torch.tensor([[1.0, -448.0, 3.3]]))
-        >>> values.float().tolist(), scales.tolist()
-        ([[1.0, -448.0, 3.25]], [[1.0]])
-    """
-    num_rows, width = x_MK.shape
-    padded = pad(x_MK.float(), (0, -width % BLOCK))
-    blocks = padded.view(num_rows, padded.shape[1] // BLOCK, BLOCK)
-    scales = _scales(blocks.abs().amax(-1))
-    values = (blocks / scales[..., None]).view(padded.shape)[:, :width]
-    return values.to(_FORMAT), scales
-
-
-def quantize_blocks(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to 8 bits with one scale per 128 x 128 elements of each matrix.
-
-    Args:
-        w_ENK: ``(E, N, K)``, any float dtype.
-
-    Returns:
-        Values ``(E, N, K)`` float8_e4m3fn and scales ``(E, ceil(N / 128), ceil(K / 128))`` float32,
-        as `quantize_rows`.
-    """
-    num, height, width = w_ENK.shape
-    padded = pad(w_ENK.float(), (0, -width % BLOCK, 0, -height % BLOCK))
-    tall, wide = padded.shape[1:]
-    blocks = padded.view(num, tall // BLOCK, BLOCK, wide // BLOCK, BLOCK)
-    scales = _scales(blocks.abs().amax((2, 4)))
-    values = (blocks / scales[:, :, None, :, None]).view(num, tall, wide)
-    return values[:, :height, :width].to(_FORMAT), scales
-
-
-def quantize_columns(x_MK: Tensor, blocks_M: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Round to 8 bits with one scale per column and block of rows.
-
-    Args:
-        x_MK: ``(M, K)``, any float dtype.
-        blocks_M: Block of each row, from `row_blocks`.
-        num_blocks: G.
-
-    Returns:
-        Values ``(M, K)`` float8_e4m3fn and scales ``(G, K)`` float32, as `quantize_rows`.
-    """
-    x_MK = x_MK.float()
-    largest = x_MK.new_zeros(num_blocks, x_MK.shape[1])
-    index = blocks_M[:, None].expand_as(x_MK)
-    scales = _scales(largest.scatter_reduce_(0, index, x_MK.abs(), "amax"))
-    return (x_MK / scales[blocks_M]).to(_FORMAT), scales
-
-
-def row_blocks(m_splits: Tensor, num_rows: int) -> tuple[Tensor, int]:
-    """Return the block of each row, and the number of blocks at most.
-
-    Blocks are 128 consecutive rows of one expert, the last of each expert fewer; rows of no expert
-    share a block.
-
-    Example:
-        >>> blocks, num_blocks = row_blocks(torch.tensor([130, 1]), 132)
-        >>> blocks[[0, 127, 128, 130, 131]].tolist(), num_blocks
-        ([0, 0, 1, 2, 3], 4)
-    """
-    ends = m_splits.cumsum(0)
-    blocks_of = (m_splits + BLOCK - 1) // BLOCK
-    first = torch.cat((blocks_of.new_zeros(1), blocks_of.cumsum(0)))
-    starts = torch.cat((ends.new_zeros(1), ends))
-    rows = torch.arange(num_rows, device=m_splits.device)
-    expert = torch.searchsorted(ends, rows, right=True)
-    inside = (rows - starts[expert]) // BLOCK
-    # Without a host sync the number of padding rows is unknown, so they cannot have blocks of 128.
-    inside = inside * (expert < len(m_splits))
-    return first[expert] + inside, num_rows // BLOCK + len(m_splits) + 1
-
-
-def _scales(largest: Tensor) -> Tensor:
-    """Return scales that map the largest magnitudes to the largest 8-bit value; never 0."""
-    return (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def _rounded_rows(x: Tensor) -> Tensor:
-    values, scales = quantize_rows(x)
-    wide = scales.repeat_interleave(BLOCK, dim=1)[:, : x.shape[1]]
-    return (values.float() * wide).to(_operand_dtype(x))
-
-
-def _rounded_blocks(w: Tensor) -> Tensor:
-    values, scales = quantize_blocks(w)
-    wide = scales.repeat_interleave(BLOCK, dim=1).repeat_interleave(BLOCK, dim=2)
-    return (values.float() * wide[:, : w.shape[1], : w.shape[2]]).to(_operand_dtype(w))
-
-
-def _operand_dtype(x: Tensor) -> torch.dtype:
-    return x.dtype if x.is_cuda else torch.float32
-
-
-def _multiply(x: Tensor, w: Tensor, m_splits: Tensor | None, hints: _Hints) -> Tensor:
-    if m_splits is None:
-        return x @ w[0].t()
-    product = torch.ops.megacore.grouped_gemm
-    result: Tensor = product(x, w, m_splits, None, True, None, *hints)
-    return result
-
-
-def _multiply_transposed(grad: Tensor, w: Tensor, m_splits: Tensor | None, hints: _Hints) -> Tensor:
-    if m_splits is None:
-        return grad @ w[0]
-    product = torch.ops.megacore.grouped_gemm_input_grad
-    result: Tensor = product(grad, w, m_splits, *hints)
-    return result
 
 
 class _Product(torch.autograd.Function):
@@ -208,51 +98,183 @@ class _Product(torch.autograd.Function):
         main_grad: Tensor | None,
         hints: _Hints,
     ) -> Tensor:
-        blocks, num_blocks = _blocks_of(x, m_splits)
         values = scales = None
         if ctx.needs_input_grad[1]:
-            values, scales = quantize_columns(x, blocks, num_blocks)
-        ctx.save_for_backward(values, scales, blocks, w, m_splits)
+            values, scales = _quantize_columns(x, w, m_splits)
+        ctx.save_for_backward(values, scales, w, m_splits)
         # Not saved by autograd: other backward passes write to it in the meantime.
-        ctx.main_grad, ctx.num_blocks = main_grad, num_blocks
-        ctx.hints = hints
-        return _multiply(_rounded_rows(x), _rounded_blocks(w), m_splits, hints).to(x.dtype)
+        ctx.main_grad, ctx.hints = main_grad, hints
+        rows = quantize_rows(x, _rows_in_use(m_splits))
+        y: Tensor = _product(*rows, *quantize_blocks(w), m_splits, x.dtype, *hints)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        values, scales, blocks, w, m_splits = ctx.saved_tensors
+        values, scales, w, m_splits = ctx.saved_tensors
         grad_x = grad_w = None
         # A split backward pass requests one of the two at a time.
         if ctx.needs_input_grad[0]:
-            factors = _rounded_rows(grad), _rounded_blocks(w)
-            grad_x = _multiply_transposed(*factors, m_splits, ctx.hints).to(grad.dtype)
+            rows = quantize_rows(grad, _rows_in_use(m_splits))
+            weights = quantize_blocks(w, transposed=True)
+            grad_x = _product(*rows, *weights, m_splits, grad.dtype, *ctx.hints)
         if ctx.needs_input_grad[1]:
-            grad_values, grad_scales = quantize_columns(grad, blocks, ctx.num_blocks)
-            wide_grad = (grad_values.float() * grad_scales[blocks]).to(_operand_dtype(grad))
-            wide_x = (values.float() * scales[blocks]).to(_operand_dtype(grad))
-            grad_w = _weight_grad(wide_grad, wide_x, w, m_splits, ctx.main_grad, ctx.hints)
+            columns = _quantize_columns(grad, w, m_splits)
+            factors = *columns, values, scales, m_splits, len(grad), grad.dtype
+            adds = ctx.main_grad is not None
+            out = ctx.main_grad if adds else torch.empty_like(w, dtype=torch.float32)
+            _weight_grad_(*factors, out, adds, ctx.hints[1])
+            grad_w = None if adds else out.to(w.dtype)
         return grad_x, grad_w, None, None, None
 
 
-def _blocks_of(x: Tensor, m_splits: Tensor | None) -> tuple[Tensor, int]:
-    if m_splits is not None:
-        return row_blocks(m_splits, len(x))
-    return torch.arange(len(x), device=x.device) // BLOCK, -(-len(x) // BLOCK)
+def _rows_in_use(m_splits: Tensor | None) -> Tensor | None:
+    return None if m_splits is None else m_splits.sum()
 
 
-def _weight_grad(
-    grad: Tensor,
-    x: Tensor,
-    w: Tensor,
+def _quantize_columns(x: Tensor, w: Tensor, m_splits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Round for the gradient of the weights, in the layout of the kernels where they run."""
+    return quantize_columns(x, m_splits, transposed=takes_fp8_kernels(x, *w.shape))
+
+
+def _product_reference(
+    values: Tensor,
+    scales: Tensor,
+    w_values: Tensor,
+    w_scales: Tensor,
     m_splits: Tensor | None,
-    main_grad: Tensor | None,
-    hints: _Hints,
-) -> Tensor | None:
-    """Return the gradient of the weights, or add it to ``main_grad``."""
+    dtype: torch.dtype,
+    clear_padding: bool,
+    expected_rows: int,
+) -> Tensor:
+    """Multiply rows by the transpose of weights, all scaled back."""
+    wide = _wide_dtype(values, dtype)
+    per_column = scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+    x = (values.float() * per_column).to(wide)
+    _, height, width = w_values.shape
+    per_element = w_scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    w = (w_values.float() * per_element[:, :height, :width]).to(wide)
     if m_splits is None:
-        return (grad.t() @ x)[None].to(w.dtype)
-    out = torch.empty_like(w, dtype=torch.float32) if main_grad is None else main_grad
+        return (x @ w[0].t()).to(dtype)
+    grouped = torch.ops.megacore.grouped_gemm
+    y: Tensor = grouped(x, w, m_splits, None, True, None, clear_padding, expected_rows)
+    return y.to(dtype)
+
+
+def _product_cuda(
+    values: Tensor,
+    scales: Tensor,
+    w_values: Tensor,
+    w_scales: Tensor,
+    m_splits: Tensor | None,
+    dtype: torch.dtype,
+    clear_padding: bool,
+    expected_rows: int,
+) -> Tensor:
+    y = values.new_empty(len(values), w_values.shape[1], dtype=dtype)
+    if not takes_fp8_kernels(y, *w_values.shape):
+        factors = values, scales, w_values, w_scales, m_splits
+        return _product_reference(*factors, dtype, clear_padding, expected_rows)
+    launch_grouped(
+        "forward",
+        values,
+        w_values,
+        m_splits,
+        y,
+        scales=(scales, w_scales),
+        clear_tail=clear_padding,
+        expected_rows=expected_rows,
+    )
+    return y
+
+
+def _product_fake(
+    values: Tensor, scales: Tensor, w_values: Tensor, w_scales: Tensor, *others: Any
+) -> Tensor:
+    del scales, w_scales
+    return values.new_empty(len(values), w_values.shape[1], dtype=others[1])
+
+
+def _weight_grad_reference_(
+    grad: Tensor,
+    grad_scales: Tensor,
+    x: Tensor,
+    x_scales: Tensor,
+    m_splits: Tensor | None,
+    num_rows: int,
+    dtype: torch.dtype,
+    out: Tensor,
+    accumulate: bool,
+    expected_rows: int,
+) -> None:
+    """Write or add the product of gradients and activations, both scaled back, along rows."""
+    wide = _wide_dtype(grad, dtype)
+    if m_splits is None:
+        blocks = torch.arange(num_rows, device=grad.device) // BLOCK
+    else:
+        blocks, num_blocks = row_blocks(m_splits, num_rows)
+        blocks = blocks.clamp_max(num_blocks - 1)  # rows of nobody, which no product reads
+    grad, x = (
+        (values.float() * scales[blocks]).to(wide)
+        for values, scales in ((grad, grad_scales), (x, x_scales))
+    )
+    if m_splits is None:
+        product = (grad.t() @ x)[None]
+        out.copy_(out + product if accumulate else product)
+        return
     add_to = torch.ops.megacore.grouped_gemm_weight_grad_
-    add_to(grad, x, m_splits, out, main_grad is not None, None, *hints[1:])
-    return out.to(w.dtype) if main_grad is None else None
+    add_to(grad, x, m_splits, out, accumulate, None, expected_rows)
+
+
+def _weight_grad_cuda_(
+    grad: Tensor,
+    grad_scales: Tensor,
+    x: Tensor,
+    x_scales: Tensor,
+    m_splits: Tensor | None,
+    num_rows: int,
+    dtype: torch.dtype,
+    out: Tensor,
+    accumulate: bool,
+    expected_rows: int,
+) -> None:
+    if grad.dim() == 2:  # not in the layout of the kernels
+        factors = grad, grad_scales, x, x_scales, m_splits
+        _weight_grad_reference_(*factors, num_rows, dtype, out, accumulate, expected_rows)
+        return
+    launch_grouped(
+        "weight_grad",
+        grad,
+        x,
+        m_splits,
+        out,
+        scales=(grad_scales, x_scales),
+        num_rows=num_rows,
+        accumulate=accumulate,
+        expected_rows=expected_rows,
+    )
+
+
+def _weight_grad_fake_(*args: Any) -> None:
+    del args
+
+
+def _wide_dtype(values: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if values.is_cuda else torch.float32
+
+
+_product = define_op(
+    "fp8_product(Tensor values, Tensor scales, Tensor w_values, Tensor w_scales, Tensor? m_splits,"
+    " ScalarType dtype, bool clear_padding, SymInt expected_rows) -> Tensor",
+    cpu=_product_reference,
+    cuda=_product_cuda,
+    fake=_product_fake,
+)
+_weight_grad_ = define_op(
+    "fp8_weight_grad_(Tensor grad, Tensor grad_scales, Tensor x, Tensor x_scales, Tensor? m_splits,"
+    " SymInt num_rows, ScalarType dtype, Tensor(a!) out, bool accumulate, SymInt expected_rows)"
+    " -> ()",
+    cpu=_weight_grad_reference_,
+    cuda=_weight_grad_cuda_,
+    fake=_weight_grad_fake_,
+)

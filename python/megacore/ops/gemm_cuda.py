@@ -17,7 +17,7 @@ Product = Literal["forward", "input_grad", "weight_grad"]
 
 # Values of the enumerators in cuda/include/megacore/cuda/grouped_gemm.h.
 _PRODUCTS: dict[Product, int] = {"forward": 0, "input_grad": 1, "weight_grad": 2}
-_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _TILES = {"auto": 0, "wide": 1, "middle": 2, "narrow": 3, "square": 4}
 # Overrides the choice of tiles, for measurements: see the argument plan of launch_grouped.
 PLAN_VARIABLE = "MEGACORE_GROUPED_GEMM_PLAN"
@@ -66,6 +66,23 @@ def takes_kernel(x: Tensor, num_experts: int, out_features: int, in_features: in
     return choose_backend(x, num_experts, out_features, in_features) == "native"
 
 
+def takes_fp8_kernels(x: Tensor, num_experts: int, out_features: int, in_features: int) -> bool:
+    """Return whether our kernels run products of 8-bit operands for activations like ``x``.
+
+    They exist for compute capability 9.0 and builds with CUTLASS, for bf16 activations and features
+    that are multiples of 16, unless the variable MEGACORE_GROUPED_GEMM is ``torch``.
+    """
+    return (
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and out_features % 16 == 0
+        and in_features % 16 == 0
+        and os.environ.get(BACKEND_VARIABLE) != "torch"
+        and grouped_obstacle(x.device, num_experts, out_features, in_features) is None
+    )
+
+
 @functools.cache
 def grouped_obstacle(
     device: torch.device, num_experts: int, out_features: int, in_features: int
@@ -92,9 +109,11 @@ def launch_grouped(
     product: Product,
     a: Tensor,
     b: Tensor,
-    m_splits: Tensor,
+    m_splits: Tensor | None,
     out: Tensor,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    num_rows: int | None = None,
     accumulate: bool = False,
     accumulate_mask: Tensor | None = None,
     clear_tail: bool = False,
@@ -112,9 +131,14 @@ def launch_grouped(
             same without ``.T``; ``"weight_grad"``: ``out[e] = a[rows of e].T @ b[rows of e]``.
         a: ``(M, K)`` in the forward product, else the gradient ``(M, N)``; bf16 or fp16.
         b: The weights ``(E, N, K)``, or in the weight gradient ``x`` ``(M, K)``; dtype of ``a``.
-        m_splits: Rows per expert, ``(E,)``, int64, on the device.
+        m_splits: Rows per expert, ``(E,)``, int64, on the device. ``None``: one expert with all
+            rows.
         out: ``(M, N)``, ``(M, K)`` or ``(E, N, K)``, contiguous, written. dtype of ``a``; a weight
             gradient may be float32.
+        scales: Scales of ``a`` and ``b``, for 8-bit operands from `megacore.ops.quantize`: rows and
+            blocks in the forward product, into bf16, or transposed columns in the weight gradient,
+            into float32. The input gradient is a forward product with transposed weights.
+        num_rows: M. Default: the length of ``a``, which transposed columns do not have.
         accumulate: Add to ``out`` (float32 weight gradients only).
         accumulate_mask: Instead of ``accumulate``, one bool per expert, ``(E,)``.
         first_row: First row of the first expert, int64 scalar on the device; earlier rows
@@ -133,7 +157,9 @@ def launch_grouped(
     num_experts, out_features, in_features = weight.shape
     if accumulate_mask is not None:
         accumulate_mask = accumulate_mask.contiguous()
-    a, b, m_splits = _aligned(a), _aligned(b), m_splits.contiguous()
+    a, b = _aligned(a), _aligned(b)
+    m_splits = None if m_splits is None else m_splits.contiguous()
+    a_scale, b_scale = scales or (None, None)
     tile, along_columns = _plan(plan)
     with torch.cuda.device(out.device):
         # From torch's allocator, which reuses this memory in stream order only.
@@ -144,11 +170,11 @@ def launch_grouped(
             product=_PRODUCTS[product],
             a=a.data_ptr(),
             b=b.data_ptr(),
-            m_splits=m_splits.data_ptr(),
+            m_splits=0 if m_splits is None else m_splits.data_ptr(),
             d=out.data_ptr(),
             operand=_TYPES[a.dtype],
             result=_TYPES[out.dtype],
-            num_rows=a.shape[0],
+            num_rows=a.shape[0] if num_rows is None else num_rows,
             num_experts=num_experts,
             out_features=out_features,
             in_features=in_features,
@@ -162,6 +188,8 @@ def launch_grouped(
             stream=torch.cuda.current_stream().cuda_stream,
             first_row=0 if first_row is None else first_row.data_ptr(),
             expected_rows=expected_rows,
+            a_scale=0 if a_scale is None else a_scale.data_ptr(),
+            b_scale=0 if b_scale is None else b_scale.data_ptr(),
         )
 
 

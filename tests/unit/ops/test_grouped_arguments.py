@@ -46,8 +46,10 @@ def filled(problem: Problem) -> Arguments:
         d=problem.d,
         arguments=memory.data_ptr() + offset,
         first_row=0 if first_row is None else first_row.data_ptr(),
+        a_scale=problem.a_scale,
+        b_scale=problem.b_scale,
     )
-    return read_arguments(memory[offset : offset + num_bytes], len(counts))
+    return read_arguments(memory[offset : offset + num_bytes], len(counts), problem.operand_bytes)
 
 
 def random_problem(rng: random.Random) -> Problem:
@@ -65,13 +67,14 @@ def random_problem(rng: random.Random) -> Problem:
     if kind == "wrong":
         counts[rng.randrange(num_experts)] = rng.choice([-1, -(10**12), 2**62])
         num_rows = rng.randrange(2000)
+    operand_bytes = rng.choice([1, 2])
     return Problem(
-        product=rng.randrange(3),
+        product=rng.randrange(3) if operand_bytes == 2 else rng.choice([0, 2]),
         m_splits=counts,
         num_rows=num_rows,
         out_features=8 * rng.randrange(1, 1000),
         in_features=8 * rng.randrange(1, 1000),
-        operand_bytes=2,
+        operand_bytes=operand_bytes,
         result_bytes=rng.choice([2, 4]),
         accumulate=rng.random() < 0.5,
         mask=[rng.random() < 0.5 for _ in counts] if rng.random() < 0.3 else None,
@@ -79,6 +82,8 @@ def random_problem(rng: random.Random) -> Problem:
         b=rng.randrange(1 << 40) * 16,
         d=rng.randrange(1 << 40) * 16,
         first_row=rng.choice([None, None, 0, 3, 1000, -1, 2**62]),
+        a_scale=rng.randrange(1 << 40) * 4,
+        b_scale=rng.randrange(1 << 40) * 4,
     )
 
 

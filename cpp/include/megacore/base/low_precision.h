@@ -1,4 +1,5 @@
-// Bits of bfloat16 and float16: exact conversion to fp32, and rounding from it to nearest even.
+// Bits of bfloat16, float16 and 8-bit floats: exact conversion of the first two to fp32, and
+// rounding from it to nearest even.
 //
 //   float_of_bfloat16(bfloat16_bits(1.0F)) == 1.0F
 //
@@ -63,6 +64,21 @@ MC_HOST_DEVICE uint16_t float16_bits(float value) {
   const uint32_t special = magnitude > 0x7f800000U ? 0x7e00U : 0x7c00U;
   const uint32_t large = magnitude >= 0x477ff000U ? special : normal;
   return static_cast<uint16_t>(sign | (magnitude < 0x38800000U ? small : large));
+}
+
+// Nearest 8-bit float with 4 bits of exponent and 3 of mantissa (e4m3fn), as its bits; beyond 448
+// it is 448. Every NaN becomes 0x7f.
+MC_HOST_DEVICE uint8_t float8_bits(float value) {
+  const uint32_t bits = bits_of_float(value);
+  const uint32_t magnitude = bits & 0x7fffffffU;
+  const uint32_t sign = (bits >> 24) & 0x80U;
+  // Next to 2^14 neighbours are 2^-9 apart, as the subnormal numbers are: adding 2^14 rounds.
+  const uint32_t small = bits_of_float(float_of_bits(magnitude) + 0x1p14F) - bits_of_float(0x1p14F);
+  const uint32_t rounded = magnitude + 0x7ffffU + ((magnitude >> 20) & 1U);
+  const uint32_t normal = (rounded - (120U << 23)) >> 20;
+  const uint32_t large = magnitude >= 0x43e00000U ? 0x7eU : normal;
+  const uint32_t finite = sign | (magnitude < 0x3c800000U ? small : large);
+  return static_cast<uint8_t>(magnitude > 0x7f800000U ? 0x7fU : finite);
 }
 
 }  // namespace megacore::base

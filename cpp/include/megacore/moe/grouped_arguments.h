@@ -4,6 +4,10 @@
 //                        input grad    dx[rows of e] = dy[rows of e] w[e]        (m, K, N)
 //                        weight grad   dw[e]        (+)= dy[rows of e]^T x[rows of e]   (N, K, m)
 //
+// Factors of 8 bits (operand_bytes is 1) have a scale per block of kScaleBlock elements of the
+// depth; see moe/fp8.h for how they and their scales lie in memory. They have no product of the
+// second kind: with weights transposed, the input gradient is a forward product.
+//
 // The counts are on the device, so a kernel of one block does this work; it shares every formula
 // with fill_grouped_arguments, its CPU version. Counts that do not fit the rows are truncated: no
 // count makes a product read or write outside of its matrices.
@@ -33,9 +37,11 @@ struct GroupedProblem {
 
 // Start addresses of the two factors and the result; the CPU version does not access them.
 struct GroupedBases {
-  uint64_t a;  // x or dy
-  uint64_t b;  // w, or x in the weight gradient
-  uint64_t d;  // y, dx or dw
+  uint64_t a;            // x or dy
+  uint64_t b;            // w, or x in the weight gradient
+  uint64_t d;            // y, dx or dw
+  uint64_t a_scale = 0;  // of factors of 8 bits
+  uint64_t b_scale = 0;
 };
 
 // Arrays with one entry per group, in the processing order of the product.
@@ -47,6 +53,8 @@ struct GroupedArguments {
   int64_t* a_stride;  // (E) elements between two rows of memory
   int64_t* b_stride;  // (E)
   int64_t* d_stride;  // (E)
+  uint64_t* a_scale;  // (E) addresses, of factors of 8 bits
+  uint64_t* b_scale;  // (E)
   float* beta;        // (E) factor of what lies in d already: 0 or 1
 };
 
@@ -60,7 +68,7 @@ MC_HOST_DEVICE int64_t grouped_array_bytes(int64_t num_experts, int64_t entry_by
 
 // Bytes of all arrays of GroupedArguments together.
 MC_HOST_DEVICE int64_t grouped_arguments_bytes(int64_t num_experts) {
-  return grouped_array_bytes(num_experts, 12) + 6 * grouped_array_bytes(num_experts, 8) +
+  return grouped_array_bytes(num_experts, 12) + 8 * grouped_array_bytes(num_experts, 8) +
          grouped_array_bytes(num_experts, 4);
 }
 
@@ -77,13 +85,20 @@ MC_HOST_DEVICE GroupedArguments grouped_arguments_at(void* memory, int64_t num_e
   arguments.a_stride = reinterpret_cast<int64_t*>(next + 3 * wide);
   arguments.b_stride = reinterpret_cast<int64_t*>(next + 4 * wide);
   arguments.d_stride = reinterpret_cast<int64_t*>(next + 5 * wide);
-  arguments.beta = reinterpret_cast<float*>(next + 6 * wide);
+  arguments.a_scale = reinterpret_cast<uint64_t*>(next + 6 * wide);
+  arguments.b_scale = reinterpret_cast<uint64_t*>(next + 7 * wide);
+  arguments.beta = reinterpret_cast<float*>(next + 8 * wide);
   return arguments;
 }
 
 // A count clamped to [0, num_rows], so that sums of counts cannot overflow.
 MC_HOST_DEVICE int64_t usable_count(int64_t count, int64_t num_rows) {
   return count < 0 ? 0 : (count > num_rows ? num_rows : count);
+}
+
+// The count of an expert; without counts there is one expert.
+MC_HOST_DEVICE int64_t usable_count_of(const int64_t* m_splits, int64_t expert, int64_t num_rows) {
+  return m_splits == nullptr ? num_rows : usable_count(m_splits[expert], num_rows);
 }
 
 // Rows before those of the first expert; 0 if the pointer is null.
@@ -101,6 +116,24 @@ MC_HOST_DEVICE GroupRows rows_of_group(int64_t end, int64_t count, int64_t num_r
   const int64_t start = end - count;
   const int64_t first = start < num_rows ? start : num_rows;
   return {first, (end < num_rows ? end : num_rows) - first};
+}
+
+// Elements with one scale, along the depth of a product of 8-bit factors.
+inline constexpr int64_t kScaleBlock = 128;
+
+MC_HOST_DEVICE int64_t scale_blocks(int64_t count) {
+  return (count + kScaleBlock - 1) / kScaleBlock;
+}
+
+// The first block of rows of an expert, whose rows begin at `start`: no two experts share a block,
+// and the blocks of an expert follow from nothing but the rows before it. Some are not used.
+MC_HOST_DEVICE int64_t first_block_of(int64_t start, int64_t expert) {
+  return start / kScaleBlock + expert;
+}
+
+// How many blocks there may be.
+MC_HOST_DEVICE int64_t row_blocks(int64_t num_rows, int64_t num_experts) {
+  return num_rows / kScaleBlock + num_experts;
 }
 
 // Whether group `one` precedes group `other`: the weight gradient processes the longest groups
@@ -142,6 +175,19 @@ MC_HOST_DEVICE void write_group(const GroupedArguments& arguments,
     a = rows.start * n, b = rows.start * k, d = weight;
     a_stride = n, b_stride = k, d_stride = k;
   }
+  if (problem.operand_bytes == 1) {
+    int64_t a_scale = rows.start * scale_blocks(k);
+    int64_t b_scale = expert * scale_blocks(n) * scale_blocks(k);
+    if (problem.product == GroupedProduct::kWeightGrad) {
+      const int64_t first = first_block_of(rows.start, expert);
+      const int64_t depth = scale_blocks(rows.count) * kScaleBlock;
+      shape[2] = a_stride = b_stride = depth;
+      a = first * kScaleBlock * n, b = first * kScaleBlock * k;
+      a_scale = first * n, b_scale = first * k;
+    }
+    arguments.a_scale[place] = bases.a_scale + static_cast<uint64_t>(a_scale) * sizeof(float);
+    arguments.b_scale[place] = bases.b_scale + static_cast<uint64_t>(b_scale) * sizeof(float);
+  }
   for (int i = 0; i < 3; ++i) {
     arguments.shapes[3 * place + i] = static_cast<int32_t>(shape[i]);
   }
@@ -156,7 +202,7 @@ MC_HOST_DEVICE void write_group(const GroupedArguments& arguments,
 
 // Fills `arguments` from the counts, as the set-up kernel does.
 //
-// m_splits          (E) rows per expert
+// m_splits          (E) rows per expert; null for one expert with all rows
 // first_row         optional: where the rows of the first expert begin
 // accumulate_mask   (E) optional: which experts add to their result; without it, `accumulate` of
 // all

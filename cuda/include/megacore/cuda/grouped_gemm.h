@@ -1,5 +1,6 @@
-// Grouped matrix products in bf16 and fp16 on sm_90 and sm_100: every expert multiplies its own
-// rows by its own weight. The counts of rows stay on the device.
+// Grouped matrix products in bf16 and fp16 on sm_90 and sm_100, and of 8-bit floats with scales on
+// sm_90: every expert multiplies its own rows by its own weight. The counts of rows stay on the
+// device.
 //
 // A call is two kernels: a small one works out the arguments of each group from the counts (see
 // moe/grouped_arguments.h) and clears what no product writes; a persistent CUTLASS kernel computes
@@ -19,7 +20,9 @@
 
 namespace megacore::cuda {
 
-enum class GroupedType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+// kFloat8 is e4m3 with a scale per block, see moe/fp8.h. Its products are kForward, with scales of
+// rows and blocks, into bf16, and kWeightGrad, with transposed columns, into float32.
+enum class GroupedType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8 = 3 };
 
 // Families of tiles, rows x columns of the result. Each exists on sm_90; sm_100 has kWide only,
 // with 256 x 256, and takes it whatever is asked for. Weight gradients take kSquare or kWide.
@@ -40,9 +43,12 @@ struct GroupedPlan {
 
 struct GroupedGemmParams {
   moe::GroupedProduct product = moe::GroupedProduct::kForward;
-  const void* a = nullptr;            // x (M, K), or dy (M, N) in both gradients
-  const void* b = nullptr;            // w (E, N, K), or x (M, K) in the weight gradient
-  const int64_t* m_splits = nullptr;  // (E) rows per expert, read on the device
+  const void* a = nullptr;         // x (M, K), or dy (M, N) in both gradients
+  const void* b = nullptr;         // w (E, N, K), or x (M, K) in the weight gradient
+  const float* a_scale = nullptr;  // of factors of 8 bits
+  const float* b_scale = nullptr;
+  // (E) rows per expert, read on the device; without it one expert has all rows.
+  const int64_t* m_splits = nullptr;
   // Where the rows of the first expert begin, read on the device; without it the first row. What
   // comes before is neither read nor written.
   const int64_t* first_row = nullptr;
@@ -60,7 +66,7 @@ struct GroupedGemmParams {
   const uint8_t* accumulate_mask = nullptr;  // (E), on the device, optional
   // Set the rows of nobody to zero (forward and input gradient); otherwise they are not written.
   bool clear_tail = false;
-  GroupedPlan plan = {};      // kAuto: as choose_grouped_plan says
+  GroupedPlan plan = {};  // kAuto: as choose_grouped_plan says; factors of 8 bits have no choice
   void* workspace = nullptr;  // aligned to 256 bytes, used by no other call that may run meanwhile
   size_t workspace_bytes = 0;
 };

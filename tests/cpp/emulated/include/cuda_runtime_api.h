@@ -172,6 +172,8 @@ inline unsigned __reduce_min_sync(unsigned, unsigned value) {
       value, [](const auto& values) { return *std::min_element(values.begin(), values.end()); });
 }
 
+using std::max;
+using std::min;
 inline int __ffs(int value) { return __builtin_ffs(value); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline float __fdividef(float a, float b) { return a / b; }
