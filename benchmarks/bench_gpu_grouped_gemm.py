@@ -7,6 +7,9 @@ cache; they take turns, and the median round counts. Ours reads the counts on th
 rows of nobody, and its time holds the set-up kernel. torch and Triton get running sums of the
 counts, the loop gets the counts themselves on the host, both for free. The weight gradient is added
 to float32 memory: torch's result is added in a second step, the loop's and Triton's directly.
+
+Where there are products of 8-bit operands, their rows follow: with operands that are rounded
+already, and with rounding of both, as training has it, each next to ours in bf16.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from torch import Tensor
 
 from _common import facts, header, options, row
 from megacore.ops import cuda_kernels, has_cuda_kernels
-from megacore.ops.gemm_cuda import Product, launch_grouped
+from megacore.ops.gemm_cuda import Product, launch_grouped, takes_fp8_kernels
+from megacore.ops.quantize import quantize_blocks, quantize_columns, quantize_rows
 
 try:
     import _triton_grouped
@@ -106,6 +110,38 @@ def ours(data: Data, product: Product, plan: str = "auto") -> Callable[[], Tenso
         return out
 
     return run
+
+
+def in_fp8(data: Data, product: Product) -> tuple[Callable[[], Tensor], Callable[[], Any]]:
+    """Return the product of operands that are rounded already, and the rounding of both."""
+    out = data.result(product)
+    adds = product == "weight_grad"
+
+    def rounded() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        if adds:
+            columns = (quantize_columns(each, data.splits, transposed=True) for each in factors)
+            return next(columns), next(columns)
+        weights = quantize_blocks(data.w, transposed=product == "input_grad")
+        return quantize_rows(factors[0]), weights
+
+    factors = data.factors(product)
+    (a, a_scale), (b, b_scale) = rounded()
+
+    def run() -> Tensor:
+        launch_grouped(
+            "weight_grad" if adds else "forward",
+            a,
+            b,
+            data.splits,
+            out,
+            scales=(a_scale, b_scale),
+            num_rows=len(data.x),
+            accumulate=adds,
+            clear_tail=not adds,
+        )
+        return out
+
+    return run, rounded
 
 
 def with_torch(data: Data, product: Product) -> Callable[[], Tensor]:
@@ -259,7 +295,7 @@ class Report:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.results: dict[str, Any] = {"products": [], "plans": []}
+        self.results: dict[str, Any] = {"products": [], "plans": [], "fp8": []}
 
     def say(self, line: str) -> None:
         """Print a line and keep it."""
@@ -296,6 +332,30 @@ def compare(report: Report, data: Data, about: dict[str, Any], dense: float, rou
         found = {**about, "product": product, "us": times, "tflops": rate, "missing": missing}
         report.results["products"].append(found)
         row("products", **found)
+
+
+def compare_fp8(report: Report, data: Data, about: dict[str, Any], rounds: int) -> None:
+    rows, k = data.x.shape
+    flops = 2 * rows * k * data.dy.shape[1]
+    for product in PRODUCTS:
+        run, rounded = in_fp8(data, product)
+        expected = fresh(ours(data, product), data)
+        error = float((fresh(run, data) - expected).norm() / expected.norm())
+        times = measure({"bf16": ours(data, product), "fp8": run, "rounding": rounded}, rounds)
+        total = times["fp8"] + times["rounding"]
+        report.say(
+            f"{about['rows']:>7} {about['experts']:>4} {about['kind']:<11} {product:<12}"
+            f"fp8 {times['fp8']:.1f} us, {flops / times['fp8'] / 1e6:.0f} TFLOP/s; rounding "
+            f"{times['rounding']:.1f} us; bf16 / both {times['bf16'] / total:.2f}x"
+            + ("" if error < 6e-2 else f"  WRONG RESULT: differs by {error:.1e}")
+        )
+        found = {**about, "product": product, "us": times, "error": error}
+        report.results["fp8"].append(found)
+        row("fp8", **found)
+
+
+def has_fp8(data: Data) -> bool:
+    return takes_fp8_kernels(data.x, *data.w.shape)
 
 
 def compare_plans(report: Report, data: Data, about: dict[str, Any], rounds: int) -> None:
@@ -338,6 +398,8 @@ def run_anchor(args: argparse.Namespace, report: Report, dense: float, begin: fl
         try:  # about 65 GB at 2048 rows
             data = Data("balanced", num_experts, rows, n, k)
             compare(report, data, about, dense, args.rounds)
+            if has_fp8(data):
+                compare_fp8(report, data, about, args.rounds)
             compare_plans(report, data, about, args.rounds)
         except torch.OutOfMemoryError:
             report.say(f"out of memory with {per_expert} rows per expert")
@@ -389,6 +451,8 @@ def run_all(args: argparse.Namespace, report: Report) -> None:
             data = Data(kind, num_experts, rows, n, k)
             if compares:
                 compare(report, data, about, dense, args.rounds)
+                if kind == "balanced" and has_fp8(data):
+                    compare_fp8(report, data, about, args.rounds)
             elif kind != "half empty":
                 compare_plans(report, data, about, args.rounds)
             if args.out is not None:  # what is known so far

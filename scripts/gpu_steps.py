@@ -31,7 +31,10 @@ ORDER = (
     ("tests", ("test_small_cases",)),
     (
         "tests",
-        ("test_grouped_gemm", "test_token_kernels", "test_layer_kernels", "test_plan_kernel"),
+        (
+            *("test_grouped_gemm", "test_fp8", "test_token_kernels", "test_layer_kernels"),
+            "test_plan_kernel",
+        ),
     ),
     ("benchmarks", ("bench_gpu_grouped_gemm",)),
     ("benchmarks", ("bench_gpu_tokens",)),

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "megacore/cuda/grouped_gemm.h"
@@ -16,7 +17,7 @@ namespace {
 
 using moe::GroupedProduct;
 
-constexpr int64_t kOut = 24, kIn = 40;
+constexpr int64_t kOut = 16, kIn = 48;
 constexpr int64_t kTail = 5;  // rows of nobody
 constexpr uint8_t kPoison = 0xEE;
 
@@ -61,6 +62,8 @@ struct Case {
   int64_t first_row = 0;
   bool accumulate = false;
   std::vector<uint8_t> mask = {};
+  bool is_scaled = false;  // factors of 8 bits
+  bool without_counts = false;
 };
 
 GroupedGemmParams params_of(const Case& c, Memory& result, Memory& workspace) {
@@ -68,10 +71,15 @@ GroupedGemmParams params_of(const Case& c, Memory& result, Memory& workspace) {
   GroupedGemmParams params;
   params.product = c.product;
   params.a = params.b = reinterpret_cast<const void*>(uintptr_t{1} << 20);  // never followed
-  params.m_splits = c.counts.data();
+  if (c.is_scaled) {
+    params.operand = GroupedType::kFloat8;
+    params.a_scale = reinterpret_cast<const float*>(uintptr_t{1} << 21);
+    params.b_scale = reinterpret_cast<const float*>(uintptr_t{1} << 22);
+  }
+  params.m_splits = c.without_counts ? nullptr : c.counts.data();
   params.d = result.data();
   params.result = is_weight ? GroupedType::kFloat32 : GroupedType::kBFloat16;
-  params.num_rows = c.first_row + sum_of(c.counts) + kTail;
+  params.num_rows = c.first_row + sum_of(c.counts) + (c.without_counts ? 0 : kTail);
   params.num_experts = static_cast<int64_t>(c.counts.size());
   params.out_features = kOut;
   params.in_features = kIn;
@@ -105,7 +113,7 @@ std::vector<uint8_t> cleared(const Case& c, size_t num_bytes) {
 void check(const Case& c) {
   const auto num_experts = static_cast<int64_t>(c.counts.size());
   const bool is_weight = c.product == GroupedProduct::kWeightGrad;
-  const int64_t rows = c.first_row + sum_of(c.counts) + kTail;
+  const int64_t rows = c.first_row + sum_of(c.counts) + (c.without_counts ? 0 : kTail);
   const int64_t columns = c.product == GroupedProduct::kForward ? kOut : kIn;
   Memory result(is_weight ? num_experts * 4 * kOut * kIn : rows * 2 * columns);
   Memory found(moe::grouped_arguments_bytes(num_experts));
@@ -118,11 +126,12 @@ void check(const Case& c) {
        .num_experts = num_experts,
        .out_features = kOut,
        .in_features = kIn,
-       .operand_bytes = 2,
+       .operand_bytes = c.is_scaled ? 1 : 2,
        .result_bytes = is_weight ? 4 : 2},
-      c.counts.data(), params.first_row, params.accumulate_mask, c.accumulate,
+      params.m_splits, params.first_row, params.accumulate_mask, c.accumulate,
       {reinterpret_cast<uint64_t>(params.a), reinterpret_cast<uint64_t>(params.b),
-       reinterpret_cast<uint64_t>(params.d)},
+       reinterpret_cast<uint64_t>(params.d), reinterpret_cast<uint64_t>(params.a_scale),
+       reinterpret_cast<uint64_t>(params.b_scale)},
       moe::grouped_arguments_at(expected.data(), num_experts));
   EXPECT_EQ(found.bytes(), expected.bytes());
   EXPECT_EQ(result.bytes(), cleared(c, result.bytes().size()));
@@ -146,6 +155,35 @@ TEST(GroupedSetUp, WritesWhatItsTwinDoesAndClearsTheRest) {
   }
   check({.product = GroupedProduct::kForward, .counts = std::vector<int64_t>(1024, 1)});
   check({.product = GroupedProduct::kForward, .counts = std::vector<int64_t>(4, 0)});
+}
+
+TEST(GroupedSetUp, FindsTheScalesOfFactorsOf8Bits) {
+  std::vector<int64_t> counts = random_counts(300, 2);
+  counts[3] = 300;
+  for (const auto product : {GroupedProduct::kForward, GroupedProduct::kWeightGrad}) {
+    check({.product = product, .counts = counts, .is_scaled = true});
+    check({.product = product, .counts = {200}, .is_scaled = true, .without_counts = true});
+  }
+}
+
+TEST(GroupedSetUp, RefusesProductsThatFactorsOf8BitsDoNotHave) {
+  const Case c = {.product = GroupedProduct::kForward, .counts = {3, 4}, .is_scaled = true};
+  Memory result(12 * 2 * kOut), workspace(moe::grouped_arguments_bytes(2));
+  const GroupedGemmParams right = params_of(c, result, workspace);
+  grouped_gemm_set_up(right, nullptr);
+  const int64_t first_row = 0;
+  const auto refuses = [&](auto&& change) {
+    GroupedGemmParams wrong = right;
+    change(wrong);
+    EXPECT_THROW(grouped_gemm_set_up(wrong, nullptr), std::invalid_argument);
+  };
+  refuses([](GroupedGemmParams& p) { p.product = GroupedProduct::kInputGrad; });
+  refuses([](GroupedGemmParams& p) { p.result = GroupedType::kFloat32; });
+  refuses([](GroupedGemmParams& p) { p.accumulate = true; });
+  refuses([&](GroupedGemmParams& p) { p.first_row = &first_row; });
+  refuses([](GroupedGemmParams& p) { p.b_scale = nullptr; });
+  refuses([](GroupedGemmParams& p) { p.in_features = 40; });
+  refuses([](GroupedGemmParams& p) { p.m_splits = nullptr; });
 }
 
 TEST(GroupedPlan, FollowsTheExpectedRowsAndNotTheCapacity) {
