@@ -20,8 +20,10 @@ from megacore.ops import (
     unpermute,
 )
 from megacore.ops.dense import rms_norm
+from megacore.ops.fp8 import fp8_grouped_gemm
 from megacore.ops.gemm_cuda import Product, launch_grouped
 from megacore.ops.optim import AdamWSettings, StepRules, adamw_step_, decide_step_, sum_of_squares
+from megacore.ops.quantize import quantize_blocks, quantize_columns, quantize_rows
 from megacore.ops.rotation import split_and_rotate
 from megacore.ops.routing import route
 
@@ -157,3 +159,31 @@ def test_small_grouped_products(plan: str, dtype: torch.dtype) -> None:
     narrow = torch.full((num_experts, n, k), torch.nan, dtype=dtype, device="cuda")
     launch_grouped("weight_grad", dy, x, splits, narrow)
     assert narrow[:, -1, -1].tolist() == COUNTS
+
+
+@pytest.mark.parametrize("width", [40, 131, 1032])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_small_rounding(dtype: torch.dtype, width: int) -> None:
+    splits = torch.tensor(COUNTS, device="cuda")
+    x = torch.ones(sum(COUNTS) + 3, width, dtype=dtype, device="cuda")
+    rows = quantize_rows(x, splits.sum())
+    assert bool((rows[0][: sum(COUNTS)].float() == 448).all())
+    for turned in (False, True):
+        blocks = quantize_blocks(x[None], transposed=turned)
+        assert bool((blocks[0].float() == 448).all())
+        columns = quantize_columns(x, splits, transposed=turned)
+        assert bool((columns[0].flatten()[: width * COUNTS[0]].float() == 448).any())
+
+
+def test_small_grouped_products_of_8_bits() -> None:
+    num_experts, n, k = len(COUNTS), 80, 48
+    splits = torch.tensor(COUNTS, device="cuda")
+    x = torch.ones(sum(COUNTS) + 3, k, device="cuda").bfloat16().requires_grad_()
+    w = torch.ones(num_experts, n, k, device="cuda").bfloat16().requires_grad_()
+    main_grad = torch.ones(num_experts, n, k, device="cuda")
+    y = fp8_grouped_gemm(x, w, splits, main_grad=main_grad)
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert y[:, 0].tolist() == [k] * sum(COUNTS) + [0] * 3
+    assert x.grad[:, 0].tolist() == [n] * sum(COUNTS) + [0] * 3
+    torch.testing.assert_close(main_grad[:, -1, -1], splits + 1.0)

@@ -47,8 +47,9 @@ class TrainSectionConfig(Section):
         default="off",
         description="Operands of the products in linear layers and experts: those of `dtype`, or "
         "8-bit floats with a scale per 128 elements of activations and per 128 x 128 of weights. "
-        "Emulated: it shows the effect on the loss and keeps inputs of layers in 8 bits, but is "
-        "slower than `dtype` alone.",
+        "Inputs of layers are kept in 8 bits. GPUs of compute capability 9.0 have kernels for "
+        "`bfloat16` (not run yet); elsewhere the products are emulated, which shows the effect on "
+        "the loss and is slower than `dtype` alone.",
     )
     recompute: str = Field(
         default="none",
