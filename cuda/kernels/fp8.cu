@@ -334,7 +334,7 @@ __device__ __forceinline__ void find_scales(const TileOf& tile,
     largest[warp][tile.column + n] = own;
   }
   __syncthreads();
-  // A warp has as many columns as lanes at least: others were not written by this warp.
+  // Where a row takes two warps, every second one holds this thread's columns.
   constexpr int kWarpsOfRow = kSame > kWarp ? kSame / kWarp : 1;
   const int first = kWarpsOfRow == 1 ? 0 : warp % kWarpsOfRow;
 #pragma unroll

@@ -162,6 +162,20 @@ def test_blocks_of_rows_never_hold_two_experts() -> None:
     assert (blocks[-42:] == num_blocks).all()
 
 
+def test_fake_products_have_the_shapes_of_the_real_ones() -> None:
+    splits = torch.tensor([130, 4])
+    x, w, grad = torch.randn(140, 16), torch.randn(2, 24, 16), torch.randn(140, 24)
+    factors = *quantize_rows(x), *quantize_blocks(w)
+    columns = *quantize_columns(grad, splits), *quantize_columns(x, splits)
+    checks = "test_faketensor"  # the check of schemas has no product of 8-bit floats
+    for dtype in (torch.float32, torch.bfloat16):
+        args = *factors, splits, dtype, True, 0
+        torch.library.opcheck(torch.ops.megacore.fp8_product.default, args, test_utils=checks)
+        out = torch.zeros(2, 24, 16)
+        args = *columns, splits, 140, dtype, out, True, 0
+        torch.library.opcheck(torch.ops.megacore.fp8_weight_grad_.default, args, test_utils=checks)
+
+
 def test_inputs_are_kept_in_8_bits() -> None:
     kept: list[Tensor] = []
     x, w = torch.randn(256, 512, requires_grad=True), torch.randn(8, 512, requires_grad=True)
