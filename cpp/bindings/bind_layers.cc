@@ -24,37 +24,49 @@ void bind_router(py::module_& module) {
   module.def(
       "route",
       [](uintptr_t logits, uintptr_t bias, bool keeps_ids, uintptr_t probs, uintptr_t ids,
-         uintptr_t counts, uintptr_t totals, int64_t num_tokens, int64_t num_experts, int64_t top_k,
-         int64_t num_pools, bool is_sigmoid, bool softmax_after_top_k, bool normalize,
-         float scaling, int num_threads) {
+         uintptr_t stats, uintptr_t losses, uintptr_t seen, float aux_scale, float z_scale,
+         int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_pools, bool is_sigmoid,
+         bool softmax_after_top_k, bool normalize, float scaling, int num_threads) {
         moe::route(pointer<const float>(logits), pointer<const float>(bias), keeps_ids,
                    {num_tokens, num_experts, top_k, num_pools, is_sigmoid, softmax_after_top_k,
                     normalize, scaling},
-                   {pointer<float>(probs), pointer<int64_t>(ids), pointer<float>(counts),
-                    pointer<float>(totals)},
+                   {.probs = pointer<float>(probs),
+                    .ids = pointer<int64_t>(ids),
+                    .sums = {.stats = pointer<float>(stats),
+                             .losses = pointer<float>(losses),
+                             .seen = pointer<int64_t>(seen),
+                             .scales = {.aux = aux_scale, .z = z_scale}}},
                    num_threads);
       },
       py::kw_only(), py::arg("logits"), py::arg("bias"), py::arg("keeps_ids"), py::arg("probs"),
-      py::arg("ids"), py::arg("counts"), py::arg("totals"), py::arg("num_tokens"),
-      py::arg("num_experts"), py::arg("top_k"), py::arg("num_pools"), py::arg("is_sigmoid"),
-      py::arg("softmax_after_top_k"), py::arg("normalize"), py::arg("scaling"),
-      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("ids"), py::arg("stats"), py::arg("losses"), py::arg("seen"), py::arg("aux_scale"),
+      py::arg("z_scale"), py::arg("num_tokens"), py::arg("num_experts"), py::arg("top_k"),
+      py::arg("num_pools"), py::arg("is_sigmoid"), py::arg("softmax_after_top_k"),
+      py::arg("normalize"), py::arg("scaling"), py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
   module.def(
       "route_backward",
-      [](uintptr_t grad_probs, uintptr_t grad_totals, uintptr_t logits, uintptr_t ids,
-         uintptr_t grad_logits, int64_t num_tokens, int64_t num_experts, int64_t top_k,
-         int64_t num_pools, bool is_sigmoid, bool softmax_after_top_k, bool normalize,
-         float scaling, int num_threads) {
-        moe::route_backward(pointer<const float>(grad_probs), pointer<const float>(grad_totals),
+      [](uintptr_t grad_probs, uintptr_t counts, uintptr_t aux_factors, int64_t num_aux_factors,
+         uintptr_t z_factors, int64_t num_z_factors, float aux_scale, float z_scale,
+         uintptr_t logits, uintptr_t ids, uintptr_t grad_logits, int64_t num_tokens,
+         int64_t num_experts, int64_t top_k, int64_t num_pools, bool is_sigmoid,
+         bool softmax_after_top_k, bool normalize, float scaling, int num_threads) {
+        moe::route_backward({.probs = pointer<const float>(grad_probs),
+                             .counts = pointer<const float>(counts),
+                             .aux = {pointer<const float>(aux_factors), num_aux_factors},
+                             .z = {pointer<const float>(z_factors), num_z_factors},
+                             .scales = {.aux = aux_scale, .z = z_scale}},
                             pointer<const float>(logits), pointer<const int64_t>(ids),
                             pointer<float>(grad_logits),
                             {num_tokens, num_experts, top_k, num_pools, is_sigmoid,
                              softmax_after_top_k, normalize, scaling},
                             num_threads);
       },
-      py::kw_only(), py::arg("grad_probs"), py::arg("grad_totals"), py::arg("logits"),
-      py::arg("ids"), py::arg("grad_logits"), py::arg("num_tokens"), py::arg("num_experts"),
-      py::arg("top_k"), py::arg("num_pools"), py::arg("is_sigmoid"), py::arg("softmax_after_top_k"),
+      py::kw_only(), py::arg("grad_probs"), py::arg("counts"), py::arg("aux_factors"),
+      py::arg("num_aux_factors"), py::arg("z_factors"), py::arg("num_z_factors"),
+      py::arg("aux_scale"), py::arg("z_scale"), py::arg("logits"), py::arg("ids"),
+      py::arg("grad_logits"), py::arg("num_tokens"), py::arg("num_experts"), py::arg("top_k"),
+      py::arg("num_pools"), py::arg("is_sigmoid"), py::arg("softmax_after_top_k"),
       py::arg("normalize"), py::arg("scaling"), py::arg("num_threads"),
       py::call_guard<py::gil_scoped_release>());
 }

@@ -185,42 +185,55 @@ void bind_router(py::module_& module) {
   module.attr("MAX_ROUTER_EXPERTS") = cuda::kMaxRouterExperts;
   module.attr("MAX_ROUTER_CHOICES") = cuda::kMaxRouterChoices;
   module.def(
-      "route_partial_rows",
-      [](int64_t num_tokens, int64_t num_pools) {
+      "route_workspace_numel",
+      [](int64_t num_tokens, int64_t num_experts, int64_t num_pools) {
         moe::RouterRule rule{};
         rule.num_tokens = num_tokens;
+        rule.num_experts = num_experts;
         rule.num_pools = num_pools;
-        return cuda::route_partial_rows(rule);
+        return cuda::route_workspace_numel(rule);
       },
-      py::kw_only(), py::arg("num_tokens"), py::arg("num_pools"));
+      py::kw_only(), py::arg("num_tokens"), py::arg("num_experts"), py::arg("num_pools"));
   def_with_rule(
       module, "route",
       +[](const moe::RouterRule& rule, cudaStream_t stream, uintptr_t logits, uintptr_t bias,
-          bool keeps_ids, uintptr_t probs, uintptr_t ids, uintptr_t counts, uintptr_t totals,
-          uintptr_t partial_sums) {
+          bool keeps_ids, uintptr_t probs, uintptr_t ids, uintptr_t stats, uintptr_t losses,
+          uintptr_t seen, float aux_scale, float z_scale, uintptr_t workspace) {
         cuda::route({.logits = device_pointer<const float>(logits),
                      .bias = device_pointer<const float>(bias),
                      .keeps_ids = keeps_ids,
                      .rule = rule,
-                     .routed = {device_pointer<float>(probs), device_pointer<int64_t>(ids),
-                                device_pointer<float>(counts), device_pointer<float>(totals)},
-                     .partial_sums = device_pointer<float>(partial_sums)},
+                     .routed = {.probs = device_pointer<float>(probs),
+                                .ids = device_pointer<int64_t>(ids),
+                                .sums = {.stats = device_pointer<float>(stats),
+                                         .losses = device_pointer<float>(losses),
+                                         .seen = device_pointer<int64_t>(seen),
+                                         .scales = {.aux = aux_scale, .z = z_scale}}},
+                     .workspace = device_pointer<float>(workspace)},
                     stream);
       },
-      "logits", "bias", "keeps_ids", "probs", "ids", "counts", "totals", "partial_sums");
+      "logits", "bias", "keeps_ids", "probs", "ids", "stats", "losses", "seen", "aux_scale",
+      "z_scale", "workspace");
   def_with_rule(
       module, "route_backward",
-      +[](const moe::RouterRule& rule, cudaStream_t stream, uintptr_t grad_probs,
-          uintptr_t grad_totals, uintptr_t logits, uintptr_t ids, uintptr_t grad_logits) {
-        cuda::route_backward({.grad_probs = device_pointer<const float>(grad_probs),
-                              .grad_totals = device_pointer<const float>(grad_totals),
-                              .logits = device_pointer<const float>(logits),
-                              .ids = device_pointer<const int64_t>(ids),
-                              .grad_logits = device_pointer<float>(grad_logits),
-                              .rule = rule},
-                             stream);
+      +[](const moe::RouterRule& rule, cudaStream_t stream, uintptr_t grad_probs, uintptr_t counts,
+          uintptr_t aux_factors, int64_t num_aux_factors, uintptr_t z_factors,
+          int64_t num_z_factors, float aux_scale, float z_scale, uintptr_t logits, uintptr_t ids,
+          uintptr_t grad_logits) {
+        cuda::route_backward(
+            {.grads = {.probs = device_pointer<const float>(grad_probs),
+                       .counts = device_pointer<const float>(counts),
+                       .aux = {device_pointer<const float>(aux_factors), num_aux_factors},
+                       .z = {device_pointer<const float>(z_factors), num_z_factors},
+                       .scales = {.aux = aux_scale, .z = z_scale}},
+             .logits = device_pointer<const float>(logits),
+             .ids = device_pointer<const int64_t>(ids),
+             .grad_logits = device_pointer<float>(grad_logits),
+             .rule = rule},
+            stream);
       },
-      "grad_probs", "grad_totals", "logits", "ids", "grad_logits");
+      "grad_probs", "counts", "aux_factors", "num_aux_factors", "z_factors", "num_z_factors",
+      "aux_scale", "z_scale", "logits", "ids", "grad_logits");
 }
 
 }  // namespace

@@ -1,13 +1,13 @@
 // One warp per token; a lane has every 32nd expert. Sums over tokens are kept in registers by each
-// warp, for tokens of one pool, and added up by a second kernel.
+// warp, for tokens of one pool, and added up by a second kernel, whose last block has the losses.
 
 #include <cmath>
 
 #include "choose.cuh"
-#include "column_sums.cuh"
 #include "launch.h"
 #include "megacore/base/check.h"
 #include "megacore/cuda/router.h"
+#include "row_io.cuh"
 
 namespace megacore::cuda {
 namespace {
@@ -102,6 +102,22 @@ __device__ __forceinline__ void score(bool is_sigmoid,
   }
 }
 
+template <int kPerLane>
+__device__ __forceinline__ float log_sum_exp(const Experts<kPerLane>& logits) {
+  float highest = logits[0];
+#pragma unroll
+  for (int i = 1; i < kPerLane; ++i) {
+    highest = fmaxf(highest, logits[i]);
+  }
+  highest = warp_max(highest);
+  float sum = 0.0F;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    sum += expf(logits[i] - highest);
+  }
+  return highest + logf(warp_sum(sum));
+}
+
 // What ranks the experts, and what the weights of the chosen are made of.
 template <int kPerLane>
 __device__ __forceinline__ void choose_basis(const moe::RouterRule& rule,
@@ -136,6 +152,151 @@ __device__ __forceinline__ Choice weigh(const moe::RouterRule& rule,
   return {id, weight / divisor, divisor};
 }
 
+// The workspace: how many blocks of the second kernel are done; their parts of the losses; and, for
+// each block and pool of the first, counts and totals of all experts and the sum of the z-loss.
+struct Workspace {
+  uint32_t* done;
+  float* losses;  // (P, chunks + 1): of each chunk of experts, and of the z-loss
+  float* sums;    // (blocks of a pool, P, 2 E + 1)
+};
+
+__host__ __device__ int64_t chunks_of(const moe::RouterRule& rule) {
+  return (rule.num_experts + kWarp - 1) / kWarp;
+}
+
+__device__ __forceinline__ Workspace workspace_of(const RouteParams& params) {
+  float* const losses = params.workspace + 1;
+  return {reinterpret_cast<uint32_t*>(params.workspace), losses,
+          losses + params.rule.num_pools * (chunks_of(params.rule) + 1)};
+}
+
+__device__ __forceinline__ float* sums_of_block(const RouteParams& params, int64_t block) {
+  const moe::RouterRule& rule = params.rule;
+  return workspace_of(params).sums +
+         (block * rule.num_pools + blockIdx.y) * (2 * rule.num_experts + 1);
+}
+
+// Adds up what the warps of a block have, in their order.
+template <int kPerLane>
+__device__ __forceinline__ void write_sums(const RouteParams& params,
+                                           const Experts<kPerLane>& counts,
+                                           const Experts<kPerLane>& totals,
+                                           float squares) {
+  constexpr int kExperts = kPerLane * kWarp;
+  __shared__ float sums[2 * kExperts + 1];
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int warp = 0; warp < kWarpsOfBlock; ++warp) {
+    if (static_cast<int>(threadIdx.x) / kWarp == warp) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int expert = i * kWarp + lane;
+        sums[expert] = warp == 0 ? counts[i] : sums[expert] + counts[i];
+        float& total = sums[kExperts + expert];
+        total = warp == 0 ? totals[i] : total + totals[i];
+      }
+      if (lane == 0) {
+        sums[2 * kExperts] = warp == 0 ? squares : sums[2 * kExperts] + squares;
+      }
+    }
+    __syncthreads();
+  }
+  const int64_t experts = params.rule.num_experts;
+  float* const mine = sums_of_block(params, blockIdx.x);
+  for (int expert = static_cast<int>(threadIdx.x); expert < experts; expert += kRowThreads) {
+    mine[expert] = sums[expert];
+    mine[experts + expert] = sums[kExperts + expert];
+  }
+  if (threadIdx.x == 0) {
+    mine[2 * experts] = sums[2 * kExperts];
+    if (blockIdx.x == 0 && blockIdx.y == 0) {
+      *workspace_of(params).done = 0;
+    }
+  }
+}
+
+// All threads of a block call it; true, for all, in the last block to get there. That block sees
+// what the others have written.
+__device__ __forceinline__ bool is_last_block(uint32_t* done) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(done, 1U) == gridDim.x * gridDim.y - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return is_last;
+}
+
+// A block adds up a chunk of the experts of a pool; the last one adds up the losses.
+__global__ void __launch_bounds__(kRowThreads) sums_kernel(RouteParams params, int64_t num_blocks) {
+  constexpr int kGroups = kRowThreads / kWarp;
+  __shared__ float counts[kGroups][kWarp];
+  __shared__ float totals[kGroups][kWarp];
+  const moe::RouterRule& rule = params.rule;
+  const moe::RouterSums& sums = params.routed.sums;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int group = static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t experts = rule.num_experts;
+  const int64_t expert = int64_t{blockIdx.x} * kWarp + lane;
+  const int64_t parts = int64_t{gridDim.x} + 1;
+  float count = 0.0F;
+  float total = 0.0F;
+#pragma unroll 4
+  for (int64_t block = group; block < num_blocks; block += kGroups) {
+    const float* from = sums_of_block(params, block);
+    count += expert < experts ? from[expert] : 0.0F;
+    total += expert < experts ? from[experts + expert] : 0.0F;
+  }
+  counts[group][lane] = count;
+  totals[group][lane] = total;
+  __syncthreads();
+  float* const losses = workspace_of(params).losses;
+  if (group == 0) {
+    for (int other = 1; other < kGroups; ++other) {
+      count += counts[other][lane];
+      total += totals[other][lane];
+    }
+    if (expert < experts) {
+      float* const stats = sums.stats + int64_t{blockIdx.y} * experts + expert;
+      stats[0] = count;
+      stats[rule.num_pools * experts] = total;
+      if (sums.seen != nullptr) {
+        atomicAdd(reinterpret_cast<unsigned long long*>(sums.seen) + expert,
+                  static_cast<unsigned long long>(count));
+      }
+    }
+    const float product = warp_sum(count * total);
+    float squares = 0.0F;
+    for (int64_t block = lane; blockIdx.x == 0 && block < num_blocks; block += kWarp) {
+      squares += sums_of_block(params, block)[2 * experts];
+    }
+    squares = warp_sum(squares);
+    if (lane == 0) {
+      float* const mine = losses + int64_t{blockIdx.y} * parts;
+      mine[blockIdx.x] = product;
+      if (blockIdx.x == 0) {
+        mine[parts - 1] = squares;
+      }
+    }
+  }
+  if (is_last_block(workspace_of(params).done) && group == 0) {
+    float aux = 0.0F;
+    float z = 0.0F;
+    for (int64_t i = lane; i < rule.num_pools * parts; i += kWarp) {
+      const float part = *const_cast<const volatile float*>(losses + i);
+      aux += i % parts == parts - 1 ? 0.0F : part;
+      z += i % parts == parts - 1 ? part : 0.0F;
+    }
+    aux = warp_sum(aux);
+    z = warp_sum(z);
+    if (lane == 0) {
+      sums.losses[0] = aux * sums.scales.aux;
+      sums.losses[1] = z * sums.scales.z;
+    }
+  }
+}
+
 template <int kPerLane>
 __global__ void __launch_bounds__(kRowThreads) route_kernel(RouteParams params) {
   const moe::RouterRule& rule = params.rule;
@@ -146,12 +307,19 @@ __global__ void __launch_bounds__(kRowThreads) route_kernel(RouteParams params) 
   const int choices = static_cast<int>(rule.top_k);
   Experts<kPerLane> counts = {};
   Experts<kPerLane> totals = {};
+  float squares = 0.0F;
+  const bool has_sums = params.routed.sums.losses != nullptr;
+  const bool has_z = has_sums && params.routed.sums.scales.z != 0.0F;
   for (int64_t t = warp * rule.num_pools + pool; t < rule.num_tokens;
        t += gridDim.x * kWarpsOfBlock * rule.num_pools) {
     Experts<kPerLane> logits;
     Experts<kPerLane> scores;
     Experts<kPerLane> basis;
     load(params.logits + t * experts, experts, lane, logits, kNoLogit);
+    if (has_z) {
+      const float log = log_sum_exp(logits);
+      squares += log * log;
+    }
     score(rule.is_sigmoid, logits, scores);
     choose_basis(rule, logits, scores, basis);
     unsigned id = 0;
@@ -191,14 +359,8 @@ __global__ void __launch_bounds__(kRowThreads) route_kernel(RouteParams params) 
       totals[i] += scores[i] / sum;
     }
   }
-  float* mine = params.partial_sums + warp * 2 * rule.num_pools * experts + pool * experts;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int expert = i * kWarp + lane;
-    if (expert < experts) {
-      mine[expert] = counts[i];
-      mine[rule.num_pools * experts + expert] = totals[i];
-    }
+  if (has_sums) {
+    write_sums(params, counts, totals, squares);
   }
 }
 
@@ -239,6 +401,7 @@ __device__ __forceinline__ void grad_of_scores(const moe::RouterRule& rule,
 template <int kPerLane>
 __global__ void __launch_bounds__(kRowThreads) route_backward_kernel(RouteBackwardParams params) {
   const moe::RouterRule& rule = params.rule;
+  const moe::RouterGrads& grads = params.grads;
   const Team team = team_of(kWarp);
   const int lane = team.lane;
   const int64_t experts = rule.num_experts;
@@ -250,14 +413,25 @@ __global__ void __launch_bounds__(kRowThreads) route_backward_kernel(RouteBackwa
     Experts<kPerLane> grad_totals;
     Experts<kPerLane> grad;
     load(params.logits + t * experts, experts, lane, logits, kNoLogit);
-    // None are as good as zeros; the count is the same for all lanes.
-    const int64_t num_totals = params.grad_totals == nullptr ? 0 : experts;
-    load(params.grad_totals + t % rule.num_pools * num_totals, num_totals, lane, grad_totals, 0.0F);
+    // None are as good as zeros; the number is the same for all lanes.
+    const int64_t num_counts = grads.aux.values == nullptr ? 0 : experts;
+    load(grads.counts + t % rule.num_pools * num_counts, num_counts, lane, grad_totals, 0.0F);
+    const float aux_slope = num_counts == 0 ? 0.0F : grads.aux_slope(t, rule.num_pools);
+    float log = 0.0F;
+    float z_slope = 0.0F;
+    if (grads.z.values != nullptr) {
+      log = log_sum_exp(logits);
+      z_slope = grads.z_slope(t, log);
+    }
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      grad_totals[i] *= aux_slope;
+    }
     score(rule.is_sigmoid, logits, scores);
     choose_basis(rule, logits, scores, basis);
     const bool is_chosen = lane < choices;
     const unsigned id = is_chosen ? static_cast<unsigned>(params.ids[t * choices + lane]) : 0;
-    const float grad_prob = is_chosen ? params.grad_probs[t * choices + lane] : 0.0F;
+    const float grad_prob = is_chosen ? grads.probs[t * choices + lane] : 0.0F;
     float value = 0.0F;
     for (int j = 0; j < choices; ++j) {
       const unsigned chosen = __shfl_sync(kAllLanes, id, j);
@@ -282,6 +456,12 @@ __global__ void __launch_bounds__(kRowThreads) route_backward_kernel(RouteBackwa
         for (int i = 0; i < kPerLane; ++i) {
           grad[i] += static_cast<unsigned>(i * kWarp + lane) == chosen ? part : 0.0F;
         }
+      }
+    }
+    if (grads.z.values != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        grad[i] += z_slope * expf(logits[i] - log);
       }
     }
 #pragma unroll
@@ -328,14 +508,20 @@ void with_experts(int64_t num_experts, const Body& body) {
 
 }  // namespace
 
-int64_t route_partial_rows(const moe::RouterRule& rule) {
-  return blocks_of_pool(rule) * kWarpsOfBlock;
+int64_t route_workspace_numel(const moe::RouterRule& rule) {
+  return 1 +
+         rule.num_pools * (chunks_of(rule) + 1 + blocks_of_pool(rule) * (2 * rule.num_experts + 1));
 }
 
 void route(const RouteParams& params, cudaStream_t stream) {
   const moe::RouterRule& rule = params.rule;
   require_rule(rule);
+  const bool has_sums = params.routed.sums.losses != nullptr;
   if (rule.num_pools == 0) {
+    if (has_sums) {
+      check(cudaMemsetAsync(params.routed.sums.losses, 0, 2 * sizeof(float), stream),
+            "clearing the losses of route");
+    }
     return;
   }
   with_experts(rule.num_experts, [&]<int kPerLane>() {
@@ -343,9 +529,11 @@ void route(const RouteParams& params, cudaStream_t stream) {
            {.blocks = blocks_of_pool(rule), .threads = kRowThreads, .block_rows = rule.num_pools},
            stream, params);
   });
-  const int64_t numel = rule.num_pools * rule.num_experts;
-  launch_column_sums<float>("route", params.partial_sums, route_partial_rows(rule), 2 * numel,
-                            numel, params.routed.counts, params.routed.totals, stream);
+  if (has_sums) {
+    launch("route", sums_kernel,
+           {.blocks = chunks_of(rule), .threads = kRowThreads, .block_rows = rule.num_pools},
+           stream, params, blocks_of_pool(rule));
+  }
 }
 
 void route_backward(const RouteBackwardParams& params, cudaStream_t stream) {

@@ -578,7 +578,7 @@ def dropout(
     dtype: str,
     stream: int,
 ) -> None: ...
-def route_partial_rows(*, num_tokens: int, num_pools: int) -> int: ...
+def route_workspace_numel(*, num_tokens: int, num_experts: int, num_pools: int) -> int: ...
 def route(
     *,
     logits: int,
@@ -586,9 +586,12 @@ def route(
     keeps_ids: bool,
     probs: int,
     ids: int,
-    counts: int,
-    totals: int,
-    partial_sums: int,
+    stats: int,
+    losses: int,
+    seen: int,
+    aux_scale: float,
+    z_scale: float,
+    workspace: int,
     num_tokens: int,
     num_experts: int,
     top_k: int,
@@ -602,7 +605,13 @@ def route(
 def route_backward(
     *,
     grad_probs: int,
-    grad_totals: int,
+    counts: int,
+    aux_factors: int,
+    num_aux_factors: int,
+    z_factors: int,
+    num_z_factors: int,
+    aux_scale: float,
+    z_scale: float,
     logits: int,
     ids: int,
     grad_logits: int,

@@ -37,7 +37,7 @@ def forward_operations(_rank: int, changes: dict[str, Any]) -> list[str]:
     return names[-1]
 
 
-@pytest.mark.parametrize(("changes", "most"), [({}, 30), (ECHO, 40)], ids=["plain", "clones"])
+@pytest.mark.parametrize(("changes", "most"), [({}, 16), (ECHO, 25)], ids=["plain", "clones"])
 def test_a_static_layer_over_peers_starts_few_operations(
     changes: dict[str, Any], most: int
 ) -> None:

@@ -14,7 +14,7 @@ from megacore.ops.dense import add_rms_norm, rms_norm, rms_norm_reference
 from megacore.ops.dropout import counter_dropout
 from megacore.ops.normed_rotation import norm_and_rotate
 from megacore.ops.rotation import split_and_rotate, split_and_rotate_reference
-from megacore.ops.routing import has_kernel, route
+from megacore.ops.routing import RouterLosses, has_kernel, route
 from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
 
 pytestmark = [
@@ -170,22 +170,32 @@ def test_routers_and_their_gradients(
     bias = 0.1 * torch.randn(experts, generator=random)
     rule = {"top_k": k, "num_pools": pools, "scaling": 2.5, **ROUTERS[kind]}
     assert has_kernel(logits.cuda(), k, pools)
-    on_host = route(logits, bias, None, **rule)
+    scales = {"aux_scale": 0.5, "z_scale": 0.25, "aux_slope": 2.0, "z_slope": 0.125}
+    seen = [torch.ones(experts, dtype=torch.int64, device=device) for device in ("cpu", "cuda")]
+    on_host = route(logits, bias, None, losses=RouterLosses(**scales), seen=seen[0], **rule)
     with poisoned_memory():
         on_device = route(logits.cuda(), bias.cuda(), None, **rule)
-        again = route(logits.cuda(), None, on_host[1].cuda(), **rule)
+        again = route(
+            logits.cuda(),
+            None,
+            on_host[1].cuda(),
+            losses=RouterLosses(**scales),
+            seen=seen[1],
+            **rule,
+        )
     # Where two scores differ in the last bit only, each may choose another expert.
     same = (on_device[1].cpu() == on_host[1]).all(1)
     assert same.float().mean() > 0.99 or tokens == 0
     assert torch.equal(again[1].cpu(), on_host[1])
-    assert torch.equal(again[2].cpu(), on_host[2])
-    assert_close(again[0], on_host[0], 1e-5)
-    assert_close(again[3], on_host[3], 1e-5)
-    chosen = on_host[1]
+    assert torch.equal(again[2][0].cpu(), on_host[2][0])
+    assert torch.equal(seen[1].cpu(), seen[0])
+    for index in (0, 2, 3):
+        assert_close(again[index], on_host[index], 1e-5)
+    chosen, factors = on_host[1], torch.rand(pools, generator=random)
 
     def run(x: Tensor) -> list[Tensor]:
-        probs, _, _, totals = route(x, None, chosen.to(x.device), **rule)
-        return [probs, totals]
+        losses = RouterLosses(aux_factor=factors.to(x.device), z_factor=0.5, **scales)
+        return [route(x, None, chosen.to(x.device), losses=losses, **rule).probs]
 
     for a, b in zip(gradients(run, [logits.cuda()]), gradients(run, [logits]), strict=True):
         assert_close(a, b, 2e-5)
@@ -209,7 +219,8 @@ def test_a_captured_layer_follows_changing_inputs() -> None:
         normed = rms_norm(x, weight, 1e-5)
         heads = split_and_rotate(normed.view(64, 2, 1, 512), *tables, head_dim=128)
         logits = normed.flatten(0, 1)[:, :64].float()
-        return (*heads, *route(logits, None, None, top_k=4, num_pools=1, scaling=1.0,
+        losses = RouterLosses(aux_scale=0.5, z_scale=0.25)
+        return (*heads, *route(logits, top_k=4, num_pools=1, scaling=1.0, losses=losses,
                                **ROUTERS["softmax"]))  # fmt: skip
 
     graph, outputs = capture(run)

@@ -1,6 +1,7 @@
 #include "megacore/moe/router.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "megacore/base/check.h"
@@ -53,9 +54,19 @@ void divide(float* x, float divisor, int64_t count) {
   }
 }
 
-void softmax_row(const float* logits, float* out, int64_t count) {
-  exponentials(logits, *std::max_element(logits, logits + count), out, count);
-  divide(out, sum_of(out, count), count);
+struct Partition {
+  float highest;
+  float sum;  // of the exponentials of the differences to the highest
+
+  float log() const { return highest + std::log(sum); }
+};
+
+Partition softmax_row(const float* logits, float* out, int64_t count) {
+  const float highest = *std::max_element(logits, logits + count);
+  exponentials(logits, highest, out, count);
+  const float sum = sum_of(out, count);
+  divide(out, sum, count);
+  return {highest, sum};
 }
 
 void score_row(const RouterRule& rule, const float* logits, float* scores) {
@@ -102,38 +113,68 @@ using Floats = std::vector<float>;
 
 Floats floats(int64_t count) { return Floats(static_cast<size_t>(count)); }
 
-void add_to_pools(const RouterRule& rule, const Floats& scores, const Routed& routed) {
+// Sums over tokens, from `scores` (T, E) and the log of each token's partition function, which the
+// z-loss needs.
+void add_up(const RouterRule& rule,
+            const Floats& scores,
+            const Floats& log_sum_exps,
+            const Routed& routed) {
   const int64_t experts = rule.num_experts;
-  std::fill_n(routed.counts, rule.num_pools * experts, 0.0F);
-  std::fill_n(routed.totals, rule.num_pools * experts, 0.0F);
+  const RouterSums& sums = routed.sums;
+  float* const counts = sums.stats;
+  float* const totals = sums.stats + rule.num_pools * experts;
+  std::fill_n(sums.stats, 2 * rule.num_pools * experts, 0.0F);
   for (int64_t t = 0; t < rule.num_tokens; ++t) {
     const int64_t pool = t % rule.num_pools * experts;
     for (int64_t e = 0; e < experts; ++e) {
-      routed.totals[pool + e] += scores[static_cast<size_t>(t * experts + e)];
+      totals[pool + e] += scores[static_cast<size_t>(t * experts + e)];
     }
     for (int64_t j = 0; j < rule.top_k; ++j) {
-      routed.counts[pool + routed.ids[t * rule.top_k + j]] += 1.0F;
+      const int64_t expert = routed.ids[t * rule.top_k + j];
+      counts[pool + expert] += 1.0F;
+      if (sums.seen != nullptr) {
+        ++sums.seen[expert];
+      }
     }
+  }
+  double aux = 0.0;
+  for (int64_t i = 0; i < rule.num_pools * experts; ++i) {
+    aux += static_cast<double>(counts[i]) * static_cast<double>(totals[i]);
+  }
+  double squares = 0.0;
+  for (const float log : log_sum_exps) {
+    squares += static_cast<double>(log) * static_cast<double>(log);
+  }
+  sums.losses[0] = static_cast<float>(aux * static_cast<double>(sums.scales.aux));
+  sums.losses[1] = static_cast<float>(squares * static_cast<double>(sums.scales.z));
+}
+
+// Gradients of the sums of scores in the pool of a token.
+void grad_of_totals(const RouterRule& rule, const RouterGrads& grads, int64_t token, float* grad) {
+  if (grads.aux.values == nullptr) {
+    std::fill_n(grad, rule.num_experts, 0.0F);
+    return;
+  }
+  const float slope = grads.aux_slope(token, rule.num_pools);
+  const float* const counts = grads.counts + token % rule.num_pools * rule.num_experts;
+  for (int64_t e = 0; e < rule.num_experts; ++e) {
+    grad[e] = slope * counts[e];
   }
 }
 
-// grad_scores (E) from the gradients of the weights and of the sums of scores.
+// Turns `grad` (E) from the gradients of the sums of scores, with those of the weights, into those
+// of the scores.
 void grad_of_scores(const RouterRule& rule,
                     const float* grad_probs,
-                    const float* grad_totals,
+                    bool has_totals,
                     const float* scores,
                     const int64_t* ids,
                     const float* weights,
                     float divisor,
                     float* grad) {
-  if (grad_totals == nullptr) {
-    std::fill_n(grad, rule.num_experts, 0.0F);
-  } else {
-    std::copy_n(grad_totals, rule.num_experts, grad);
-  }
-  if (rule.is_sigmoid && grad_totals != nullptr) {
+  if (rule.is_sigmoid && has_totals) {
     const float sum = sum_of(scores, rule.num_experts) + kTiny;
-    const float radial = dot_of(grad_totals, scores, rule.num_experts) / sum;
+    const float radial = dot_of(grad, scores, rule.num_experts) / sum;
     for (int64_t e = 0; e < rule.num_experts; ++e) {
       grad[e] = (grad[e] - radial) / sum;
     }
@@ -147,19 +188,36 @@ void grad_of_scores(const RouterRule& rule,
   }
 }
 
+// Adds the gradient of the z-loss. `scratch` has room for all experts.
+void add_grad_of_z(const RouterRule& rule,
+                   const RouterGrads& grads,
+                   int64_t token,
+                   const float* logits,
+                   float* grad_logits,
+                   float* scratch) {
+  const Partition partition = softmax_row(logits, scratch, rule.num_experts);
+  const float slope = grads.z_slope(token, partition.log());
+  for (int64_t e = 0; e < rule.num_experts; ++e) {
+    grad_logits[e] += slope * scratch[e];
+  }
+}
+
 void backward_row(const RouterRule& rule,
-                  const float* grad_probs,
-                  const float* grad_totals,
+                  const RouterGrads& grads,
+                  int64_t token,
                   const float* logits,
                   const int64_t* ids,
                   float* grad_logits,
                   Floats& scratch) {
+  const float* const grad_probs = grads.probs + token * rule.top_k;
+  const bool has_totals = grads.aux.values != nullptr;
   float* scores = scratch.data();
   float* grad = scores + rule.num_experts;
   float* weights = grad + rule.num_experts;
   score_row(rule, logits, scores);
   const float divisor = weigh_row(rule, logits, scores, ids, weights);
-  grad_of_scores(rule, grad_probs, grad_totals, scores, ids, weights, divisor, grad);
+  grad_of_totals(rule, grads, token, grad);
+  grad_of_scores(rule, grad_probs, has_totals, scores, ids, weights, divisor, grad);
   const float radial = rule.is_sigmoid ? 0.0F : dot_of(grad, scores, rule.num_experts);
   for (int64_t e = 0; e < rule.num_experts; ++e) {
     const float slope = rule.is_sigmoid ? 1.0F - scores[e] : 1.0F;
@@ -170,6 +228,9 @@ void backward_row(const RouterRule& rule,
     for (int64_t j = 0; j < rule.top_k; ++j) {
       grad_logits[ids[j]] += rule.scaling * weights[j] * (grad_probs[j] - mean);
     }
+  }
+  if (grads.z.values != nullptr) {
+    add_grad_of_z(rule, grads, token, logits, grad_logits, grad);
   }
 }
 
@@ -183,7 +244,10 @@ void route(const float* logits,
            int num_threads) {
   check_rule(rule, num_threads);
   const int64_t experts = rule.num_experts;
+  const bool has_sums = routed.sums.losses != nullptr;
+  const bool has_z = has_sums && routed.sums.scales.z != 0.0F;
   Floats scores = floats(rule.num_tokens * experts);
+  Floats log_sum_exps = floats(has_z ? rule.num_tokens : 0);
   const auto run = [&](int64_t begin, int64_t end) {
     Floats ranked = floats(experts);
     for (int64_t t = begin; t < end; ++t) {
@@ -202,17 +266,22 @@ void route(const float* logits,
       for (int64_t j = 0; j < rule.top_k; ++j) {
         probs[j] *= rule.scaling;
       }
-      if (rule.is_sigmoid) {
+      if (has_sums && rule.is_sigmoid) {
         divide(mine, sum_of(mine, experts) + kTiny, experts);
+      }
+      if (has_z) {
+        log_sum_exps[static_cast<size_t>(t)] =
+            softmax_row(logits + t * experts, ranked.data(), experts).log();
       }
     }
   };
   base::parallel_for(rule.num_tokens, tokens_of_thread(rule), num_threads, run);
-  add_to_pools(rule, scores, routed);
+  if (has_sums) {
+    add_up(rule, scores, log_sum_exps, routed);
+  }
 }
 
-void route_backward(const float* grad_probs,
-                    const float* grad_totals,
+void route_backward(const RouterGrads& grads,
                     const float* logits,
                     const int64_t* ids,
                     float* grad_logits,
@@ -223,10 +292,8 @@ void route_backward(const float* grad_probs,
   const auto run = [&](int64_t begin, int64_t end) {
     Floats scratch = floats(2 * experts + rule.top_k);
     for (int64_t t = begin; t < end; ++t) {
-      const float* of_totals =
-          grad_totals == nullptr ? nullptr : grad_totals + t % rule.num_pools * experts;
-      backward_row(rule, grad_probs + t * rule.top_k, of_totals, logits + t * experts,
-                   ids + t * rule.top_k, grad_logits + t * experts, scratch);
+      backward_row(rule, grads, t, logits + t * experts, ids + t * rule.top_k,
+                   grad_logits + t * experts, scratch);
     }
   };
   base::parallel_for(rule.num_tokens, tokens_of_thread(rule), num_threads, run);

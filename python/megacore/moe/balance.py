@@ -40,6 +40,14 @@ class RouterGroups:
     dp_cp: Group = field(default_factory=Group.solo)
     holders: Group | None = None
 
+    def of_pool(self, kind: Literal["sequence", "batch"]) -> Group:
+        """Return the group that holds other parts of a pool, apart from `sequence_parallel`."""
+        return self.cp if kind == "sequence" else self.dp_cp
+
+    def splits_pools(self, kind: Literal["sequence", "batch"]) -> bool:
+        """Return whether other ranks hold tokens of this rank's pools."""
+        return max(self.sequence_parallel.size, self.of_pool(kind).size) > 1
+
 
 def load_balancing_loss(
     scores_SBE: Tensor,
@@ -84,67 +92,73 @@ def load_balancing_loss(
         >>> value.item()
         1.5
     """
-    _, batch, num_experts = scores_SBE.shape
+    length, batch, num_experts = scores_SBE.shape
     pools = batch if kind == "sequence" else 1
     count_PE = _count_choices(expert_ids_SBK, pools, num_experts).to(scores_SBE.dtype)
     total_PE = scores_SBE.sum(0)
     if kind == "batch":
         total_PE = total_PE.sum(0, keepdim=True)
-    return balance_of_pools(
-        count_PE,
-        total_PE,
-        num_choices=expert_ids_SBK.numel() // max(1, pools),
+    scale, slope = scales_of_pools(
+        num_pools=pools,
+        num_tokens=length * batch // max(1, pools),
+        num_experts=num_experts,
         top_k=expert_ids_SBK.shape[-1],
         kind=kind,
         groups=groups,
-        memo=memo,
     )
-
-
-def balance_of_pools(
-    count_PE: Tensor,
-    total_PE: Tensor,
-    *,
-    num_choices: int,
-    top_k: int,
-    kind: Literal["sequence", "batch"],
-    groups: RouterGroups,
-    memo: RecomputeCache | None = None,
-    coef: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Compute `load_balancing_loss` times a coefficient from the sums over this rank's tokens.
-
-    Args:
-        count_PE: Choices of each expert by pool, float.
-        total_PE: Sums of scores by pool.
-        num_choices: Choices of a pool on this rank.
-        top_k: Choices per token.
-        kind: The pool.
-        groups: As in `load_balancing_loss`.
-        memo: As in `load_balancing_loss`.
-        coef: The coefficient.
-    """
-    pools, num_experts = count_PE.shape
-    own_tokens = max(1, num_choices // top_k * groups.sequence_parallel.size)
-    pool_group = groups.cp if kind == "sequence" else groups.dp_cp
-    if pools > 0 and groups.sequence_parallel.size == pool_group.size == 1:
-        # Fewer operations than the general case, of which it is the one without other ranks.
-        factor = coef * num_experts / (own_tokens * own_tokens * top_k)
-        own_P = (count_PE * total_PE).sum(1) * factor
-        return own_P, own_P.detach().mean()
 
     def over_ranks() -> Tensor:
         stats = torch.stack([count_PE, total_PE.detach()])
-        all_reduce_(stats, groups.sequence_parallel)
-        all_reduce_(stats, pool_group)
+        reduce_stats(stats, kind=kind, groups=groups)
         return stats
 
-    stats = over_ranks() if memo is None else memo.once(over_ranks)
-    pool_tokens = own_tokens * pool_group.size
-    share_PE = stats[0] / (pool_tokens * top_k)
-    own_P = num_experts * (share_PE * total_PE).sum(1) / own_tokens
-    value = num_experts * (share_PE * stats[1]).sum() / (max(1, pools) * pool_tokens)
-    return own_P * coef, value * coef
+    count_PE, all_totals_PE = over_ranks() if memo is None else memo.once(over_ranks)
+    return (count_PE * total_PE).sum(1) * slope, (count_PE * all_totals_PE).sum() * scale
+
+
+def scales_of_pools(
+    *,
+    num_pools: int,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    kind: Literal["sequence", "batch"],
+    groups: RouterGroups,
+    coef: float = 1.0,
+) -> tuple[float, float]:
+    """Compute the factors between sums over a pool's tokens and `load_balancing_loss`.
+
+    Args:
+        num_pools: Pools of this rank.
+        num_tokens: Tokens of a pool on this rank.
+        num_experts: Experts.
+        top_k: Choices per token.
+        kind: The pool.
+        groups: Groups that hold the other tokens of the pool.
+        coef: Coefficient of the loss.
+
+    Returns:
+        The factor of the sum over pools and experts of choices times scores, both summed over
+        ranks, to the mean loss of the pools; and that of the choices, summed over ranks, times the
+        scores of this rank, to a pool's loss with this rank's part of the gradient.
+    """
+    own_tokens = max(1, num_tokens * groups.sequence_parallel.size)
+    pool_tokens = own_tokens * groups.of_pool(kind).size
+    slope = coef * num_experts / (own_tokens * pool_tokens * top_k)
+    scale = coef * num_experts / (pool_tokens * pool_tokens * top_k)
+    return scale / max(1, num_pools), slope
+
+
+def reduce_stats(
+    stats: Tensor, *, kind: Literal["sequence", "batch"], groups: RouterGroups
+) -> None:
+    """Sum the statistics of pools over the ranks that hold their tokens, in place.
+
+    Sync:
+        One all-reduce over each group of more than one rank.
+    """
+    all_reduce_(stats, groups.sequence_parallel)
+    all_reduce_(stats, groups.of_pool(kind))
 
 
 def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]:

@@ -17,15 +17,16 @@ from megacore.config import MoEConfig
 from megacore.config.base import require_section
 from megacore.moe.balance import (
     RouterGroups,
-    balance_of_pools,
     inject_gradient,
     load_balancing_loss,
+    reduce_stats,
+    scales_of_pools,
     z_loss,
 )
 from megacore.ops import top_k
 from megacore.ops.counter_random import StepKeys, key_of, token_numbers, uniform
 from megacore.ops.recompute import RecomputeCache
-from megacore.ops.routing import TINY, has_kernel, route
+from megacore.ops.routing import TINY, RouterLosses, has_kernel, route
 from megacore.parallel.collectives import all_reduce_
 
 _T = TypeVar("_T")
@@ -243,38 +244,69 @@ class TopKRouter(nn.Module):
         loss_factor: float | Tensor,
         memo: RecomputeCache | None,
     ) -> RoutingResult:
-        """Route by one operation, for `forward`."""
+        """Route by one operation, which has the losses too, for `forward`."""
         config = self.config
-        probs, ids, count_PE, total_PE = route(
+        losses = None
+        if self.training and max(config.aux_loss_coef, config.z_loss_coef) > 0.0:
+            losses = self._losses(logits_SBE, num_pools, loss_factor, memo)
+        is_replay = memo is not None and memo.is_replay
+        routed = route(
             logits_SBE.flatten(0, 1),
             self.expert_bias,
-            memo.once(_unknown) if memo and memo.is_replay else None,
+            memo.once(_unknown) if memo and is_replay else None,
             top_k=config.top_k,
             num_pools=num_pools,
             is_sigmoid=config.score_function == "sigmoid",
             softmax_after_top_k=config.softmax_after_top_k,
             normalize=config.normalize,
             scaling=config.scaling_factor,
+            losses=losses,
+            seen=self.tokens_seen if self.training and not is_replay else None,
         )
-        if memo and not memo.is_replay:
-            memo.once(lambda: ids)
+        if memo and not is_replay:
+            memo.once(lambda: routed.ids)
         aux_value = z_value = None
-        if self.training:
-            self._count(ids, memo)
-            if config.aux_loss_coef > 0.0:
-                own, aux_value = balance_of_pools(
-                    count_PE,
-                    total_PE,
-                    num_choices=ids.numel() // max(1, len(count_PE)),
-                    top_k=config.top_k,
-                    kind=config.aux_loss_type,
-                    groups=self.groups,
-                    memo=memo,
-                    coef=config.aux_loss_coef,
-                )
-                probs = inject_gradient(probs, own, self._pool_factor(loss_factor, memo))
-            probs, z_value = self._with_z_loss(probs, logits_SBE, loss_factor)
-        return RoutingResult(probs=probs, expert_ids=ids, aux_loss=aux_value, z_loss=z_value)
+        if losses is not None and config.aux_loss_coef > 0.0:
+            aux_value = routed.losses[0]
+            if self.groups.splits_pools(config.aux_loss_type):
+                stats = _once(memo, lambda: self._reduced(routed.stats))
+                losses.counts = stats[0]
+                aux_value = (stats[0] * stats[1]).sum() * losses.aux_scale
+        if losses is not None and config.z_loss_coef > 0.0:
+            z_value = routed.losses[1]
+        return RoutingResult(
+            probs=routed.probs, expert_ids=routed.ids, aux_loss=aux_value, z_loss=z_value
+        )
+
+    def _losses(
+        self,
+        logits_SBE: Tensor,
+        num_pools: int,
+        loss_factor: float | Tensor,
+        memo: RecomputeCache | None,
+    ) -> RouterLosses:
+        config, losses = self.config, RouterLosses()
+        length, batch, num_experts = logits_SBE.shape
+        if config.aux_loss_coef > 0.0:
+            losses.aux_factor = self._pool_factor(loss_factor, memo)
+            losses.aux_scale, losses.aux_slope = scales_of_pools(
+                num_pools=num_pools,
+                num_tokens=length * batch // max(1, num_pools),
+                num_experts=num_experts,
+                top_k=config.top_k,
+                kind=config.aux_loss_type,
+                groups=self.groups,
+                coef=config.aux_loss_coef,
+            )
+        if config.z_loss_coef > 0.0:
+            losses.z_factor = loss_factor
+            losses.z_scale = config.z_loss_coef / max(1, length * batch)
+            losses.z_slope = losses.z_scale / self.groups.sequence_parallel.size
+        return losses
+
+    def _reduced(self, stats: Tensor) -> Tensor:
+        reduce_stats(stats, kind=self.config.aux_loss_type, groups=self.groups)
+        return stats
 
     def _count(self, expert_ids: Tensor, memo: RecomputeCache | None) -> None:
         if self.tokens_seen is not None and not (memo and memo.is_replay):

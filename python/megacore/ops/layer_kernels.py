@@ -201,53 +201,13 @@ def takes_route(num_experts: int, top_k: int, num_pools: int) -> bool:
     return num_experts <= limits[0] and top_k <= limits[1] and num_pools < 65536
 
 
-def route(
-    logits: Tensor,
-    bias: Tensor | None,
-    keeps_ids: bool,
-    results: tuple[Tensor, Tensor, Tensor, Tensor],
-    rule: dict[str, Any],
-) -> None:
-    """Write weights, choices, counts and totals."""
-    probs, ids, counts, totals = results
-    num_partial: int = cuda_kernels().route_partial_rows(
-        num_tokens=rule["num_tokens"], num_pools=rule["num_pools"]
+def launch_route(name: str, logits: Tensor, **arguments: Any) -> None:
+    """Launch the kernels of a router, with their workspace."""
+    numel: int = cuda_kernels().route_workspace_numel(
+        **{size: arguments[size] for size in ("num_tokens", "num_experts", "num_pools")}
     )
-    partial_sums = logits.new_empty(num_partial, 2 * counts.numel())
-    launch(
-        "route",
-        logits,
-        logits=logits.data_ptr(),
-        bias=pointer(bias),
-        keeps_ids=keeps_ids,
-        probs=probs.data_ptr(),
-        ids=ids.data_ptr(),
-        counts=counts.data_ptr(),
-        totals=totals.data_ptr(),
-        partial_sums=partial_sums.data_ptr(),
-        **rule,
-    )
-
-
-def route_backward(
-    grad_probs: Tensor,
-    grad_totals: Tensor | None,
-    logits: Tensor,
-    ids: Tensor,
-    grad_logits: Tensor,
-    rule: dict[str, Any],
-) -> None:
-    """Write the gradient of the logits."""
-    launch(
-        "route_backward",
-        logits,
-        grad_probs=grad_probs.data_ptr(),
-        grad_totals=pointer(grad_totals),
-        logits=logits.data_ptr(),
-        ids=ids.data_ptr(),
-        grad_logits=grad_logits.data_ptr(),
-        **rule,
-    )
+    workspace = logits.new_empty(numel if arguments["losses"] else 0)
+    launch(name, logits, **arguments, workspace=workspace.data_ptr())
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A router from its logits to the weights of the chosen experts, as one operation.
+"""A router from its logits to the weights of the chosen experts and its losses, as one operation.
 
 Native for float32 on CPUs and GPUs; elsewhere the torch operations of the reference.
 
@@ -8,25 +8,76 @@ token t is in pool ``t mod P``.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megacore import _core
 from megacore.ops import layer_kernels
 from megacore.ops.cuda_module import has_cuda_kernels
-from megacore.ops.library import define_gradient, define_op
+from megacore.ops.library import define_op
+from megacore.ops.token_kernels import launch, pointer
 from megacore.ops.topk import top_k
 
 # As in DeepSeek-V3; far below any sum of softmax scores.
 TINY = 1e-20
 
 
+@dataclass(kw_only=True, eq=False)
+class RouterLosses:
+    """Losses of a router, and where the backward pass starts from.
+
+    The load-balancing loss is the sum of choices times scores over pools and experts, and the
+    z-loss the sum of ``logsumexp(logits)**2`` over tokens, each times a scale. Their gradients are
+    injected into that of the weights.
+
+    Attributes:
+        aux_scale: Scale of the load-balancing loss.
+        z_scale: Scale of the z-loss.
+        aux_slope: As ``aux_scale``, for the gradient of a pool: the mean over pools is injected.
+        z_slope: As ``z_scale``, for the gradient.
+        aux_factor: Factor on the gradient of the load-balancing loss: one number, or a tensor with
+            one or P. A tensor is read in the backward pass.
+        z_factor: The same for the z-loss: one number, or n; token t has that of ``t mod n``.
+        counts: Choices of each expert in the gradient of the load-balancing loss, ``(P, E)``
+            float32. :func:`route` sets those of this rank; where a pool spans ranks, the caller
+            replaces them by the sums before the backward pass.
+    """
+
+    aux_scale: float = 0.0
+    z_scale: float = 0.0
+    aux_slope: float = 0.0
+    z_slope: float = 0.0
+    aux_factor: float | Tensor = 1.0
+    z_factor: float | Tensor = 1.0
+    counts: Tensor | None = None
+
+
+class Routed(NamedTuple):
+    """Results of a router.
+
+    Attributes:
+        probs: Weights, ``(T, k)``.
+        ids: Choices, ``(T, k)`` int64, best first.
+        stats: Choices of each expert, and sums of scores, normalized to a sum of 1 for each token,
+            ``(2, P, E)``; without losses ``(0, P, E)``.
+        losses: Load-balancing loss and z-loss of this rank's tokens, ``(2,)``, without gradient;
+            without losses ``(0,)``.
+    """
+
+    probs: Tensor
+    ids: Tensor
+    stats: Tensor
+    losses: Tensor
+
+
 def route(
     logits: Tensor,
-    bias: Tensor | None,
-    chosen: Tensor | None,
+    bias: Tensor | None = None,
+    chosen: Tensor | None = None,
     *,
     top_k: int,
     num_pools: int,
@@ -34,8 +85,10 @@ def route(
     softmax_after_top_k: bool,
     normalize: bool,
     scaling: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Score the experts, choose the best and weigh them.
+    losses: RouterLosses | None = None,
+    seen: Tensor | None = None,
+) -> Routed:
+    """Score the experts, choose the best, weigh them and compute the losses.
 
     Args:
         logits: ``(T, E)``, float32.
@@ -47,33 +100,39 @@ def route(
         softmax_after_top_k: Weights are the softmax of the chosen logits, which also rank experts.
         normalize: Divide weights by their sum.
         scaling: Factor on the weights.
-
-    Returns:
-        Weights ``(T, k)``; choices ``(T, k)``, int64, best first; choices of each expert ``(P, E)``
-        and sums of scores, normalized to a sum of 1 for each token, ``(P, E)``.
+        losses: Losses to compute; ``None`` for none.
+        seen: ``(E,)`` int64, changed: the choices of each expert are added.
 
     Example:
-        >>> probs, ids, counts, totals = route(
-        ...     torch.tensor([[0.0, 9.0], [9.0, 0.0]]), None, None, top_k=1, num_pools=1,
-        ...     is_sigmoid=False, softmax_after_top_k=False, normalize=True, scaling=1.0)
-        >>> ids.tolist(), probs.tolist(), counts.tolist(), totals.tolist()
-        ([[1], [0]], [[1.0], [1.0]], [[1.0, 1.0]], [[1.0, 1.0]])
+        >>> probs, ids, stats, losses = route(
+        ...     torch.tensor([[0.0, 9.0], [9.0, 0.0]]), top_k=1, num_pools=1, is_sigmoid=False,
+        ...     softmax_after_top_k=False, normalize=True, scaling=1.0,
+        ...     losses=RouterLosses(aux_scale=0.5))
+        >>> ids.tolist(), probs.tolist(), stats.tolist(), losses.tolist()
+        ([[1], [0]], [[1.0], [1.0]], [[[1.0, 1.0]], [[1.0, 1.0]]], [1.0, 0.0])
     """
-    rule = top_k, num_pools, is_sigmoid, softmax_after_top_k, normalize, scaling
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _route(logits, bias, chosen, *rule)
-    return result
+    rule = num_pools, is_sigmoid, softmax_after_top_k, normalize, scaling
+    if torch.is_grad_enabled() and logits.requires_grad:
+        results = _Route.apply(logits, bias, chosen, seen, top_k, rule, losses)  # type: ignore[no-untyped-call]
+    else:
+        results = _forward(logits, bias, chosen, seen, top_k, rule, losses)
+    return Routed(*results)
 
 
 def route_reference(
     logits: Tensor,
     bias: Tensor | None,
     chosen: Tensor | None,
+    seen: Tensor | None,
     k: int,
     num_pools: int,
     is_sigmoid: bool,
     after: bool,
     normalize: bool,
     scaling: float,
+    has_sums: bool,
+    aux_scale: float,
+    z_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute :func:`route` with torch operations and their autograd, on any device."""
     scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
@@ -84,23 +143,43 @@ def route_reference(
     else:
         probs = scores.gather(1, ids)
         probs = probs / (probs.sum(-1, keepdim=True) + TINY) if normalize else probs
-    share = scores / (scores.sum(-1, keepdim=True) + TINY) if is_sigmoid else scores
     num_experts = logits.shape[1]
+    if not has_sums:
+        none = logits.new_empty(0, num_pools, num_experts)
+        return probs * scaling, ids, none, logits.new_empty(0)
+    share = scores / (scores.sum(-1, keepdim=True) + TINY) if is_sigmoid else scores
     totals = share.view(-1, num_pools, num_experts).sum(0)
     flat = ids.view(-1, num_pools, k).transpose(0, 1).reshape(num_pools, -1)
     counts = torch.zeros_like(totals).scatter_add(1, flat, torch.ones_like(flat, dtype=probs.dtype))
-    return probs * scaling, ids, counts, totals
+    if seen is not None:
+        seen += counts.sum(0).long()
+    squares = torch.logsumexp(logits, dim=-1).square().sum()
+    losses = torch.stack(((counts * totals).sum() * aux_scale, squares * z_scale))
+    return probs * scaling, ids, torch.stack((counts, totals)), losses
 
 
 def _backward_reference(
-    grad_probs: Tensor, grad_totals: Tensor | None, logits: Tensor, ids: Tensor, *rule: Any
+    grad_probs: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    counts: Tensor | None,
+    aux_factor: Tensor | None,
+    z_factor: Tensor | None,
+    num_pools: int,
+    *rest: Any,
 ) -> Tensor:
+    *rule, aux_scale, z_scale = rest
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        probs, _, _, totals = route_reference(leaf, None, ids, ids.shape[1], *rule)
-        results = (probs,) if grad_totals is None else (probs, totals)
-        grads = (grad_probs,) if grad_totals is None else (grad_probs, grad_totals)
-        (grad,) = torch.autograd.grad(results, leaf, grads)
+        rule = [None, ids, None, ids.shape[1], num_pools, *rule, True, 0.0, 0.0]
+        probs, _, (_, totals), _ = route_reference(leaf, *rule)
+        total = (probs * grad_probs).sum()
+        if counts is not None and aux_factor is not None:
+            total = total + (counts * totals).sum(1).mul(aux_factor).mean() * aux_scale
+        if z_factor is not None:
+            squares = torch.logsumexp(leaf, dim=-1).square().view(-1, z_factor.numel())
+            total = total + (squares * z_factor).sum() * z_scale
+        (grad,) = torch.autograd.grad(total, leaf)
     return grad
 
 
@@ -120,28 +199,74 @@ def _rule(
     }
 
 
-def _route_cpu(
-    logits: Tensor, bias: Tensor | None, chosen: Tensor | None, *rule: Any
+def _on_host(name: str, like: Tensor, **arguments: Any) -> None:
+    del like
+    getattr(_core, name)(**arguments, num_threads=torch.get_num_threads())
+
+
+def _run_route(
+    run: Any,
+    logits: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+    seen: Tensor | None,
+    *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if logits.dtype != torch.float32:
-        return route_reference(logits, bias, chosen, *rule)
+    *rule, has_sums, aux_scale, z_scale = args
     logits = logits.contiguous()
     bias = None if bias is None else bias.float().contiguous()
-    probs, ids, counts, totals = _route_fake(logits, bias, chosen, *rule)
+    probs, ids, stats, losses = _route_fake(logits, bias, chosen, seen, *args)
     if chosen is not None:
         ids.copy_(chosen)
-    _core.route(
+    run(
+        "route",
+        logits,
         logits=logits.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
+        bias=pointer(bias),
         keeps_ids=chosen is not None,
         probs=probs.data_ptr(),
         ids=ids.data_ptr(),
-        counts=counts.data_ptr(),
-        totals=totals.data_ptr(),
-        num_threads=torch.get_num_threads(),
+        stats=stats.data_ptr(),
+        losses=losses.data_ptr() if has_sums else 0,
+        seen=pointer(seen),
+        aux_scale=aux_scale,
+        z_scale=z_scale,
         **_rule(logits, *rule),
     )
-    return probs, ids, counts, totals
+    return probs, ids, stats, losses
+
+
+def _run_backward(
+    run: Any,
+    grad_probs: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    counts: Tensor | None,
+    aux_factor: Tensor | None,
+    z_factor: Tensor | None,
+    *args: Any,
+) -> Tensor:
+    *rule, aux_scale, z_scale = args
+    grad_probs, logits = grad_probs.contiguous(), logits.contiguous()
+    counts = None if counts is None else counts.contiguous()
+    grad = torch.empty_like(logits)
+    run(
+        "route_backward",
+        logits,
+        grad_probs=grad_probs.data_ptr(),
+        counts=pointer(counts),
+        aux_factors=pointer(aux_factor),
+        num_aux_factors=1 if aux_factor is None else aux_factor.numel(),
+        z_factors=pointer(z_factor),
+        num_z_factors=1 if z_factor is None else z_factor.numel(),
+        aux_scale=aux_scale,
+        z_scale=z_scale,
+        logits=logits.data_ptr(),
+        ids=ids.data_ptr(),
+        grad_logits=grad.data_ptr(),
+        **_rule(logits, ids.shape[1], *rule),
+    )
+    return grad
 
 
 def has_kernel(logits: Tensor, top_k: int, num_pools: int) -> bool:
@@ -153,104 +278,127 @@ def has_kernel(logits: Tensor, top_k: int, num_pools: int) -> bool:
     return has_cuda_kernels() and layer_kernels.takes_route(logits.shape[1], top_k, num_pools)
 
 
-def _route_cuda(
-    logits: Tensor, bias: Tensor | None, chosen: Tensor | None, *rule: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not has_kernel(logits, *rule[:2]):
-        return route_reference(logits, bias, chosen, *rule)
-    logits = logits.contiguous()
-    bias = None if bias is None else bias.float().contiguous()
-    results = _route_fake(logits, bias, chosen, *rule)
-    if chosen is not None:
-        results[1].copy_(chosen)
-    layer_kernels.route(logits, bias, chosen is not None, results, _rule(logits, *rule))
-    return results
-
-
-def _backward_cuda(
-    grad_probs: Tensor, grad_totals: Tensor | None, logits: Tensor, ids: Tensor, *rule: Any
-) -> Tensor:
-    if not has_kernel(logits, ids.shape[1], rule[0]):
-        return _backward_reference(grad_probs, grad_totals, logits, ids, *rule)
-    logits = logits.contiguous()
-    grad = torch.empty_like(logits)
-    grad_totals = None if grad_totals is None else grad_totals.contiguous()
-    grads = grad_probs.contiguous(), grad_totals
-    layer_kernels.route_backward(*grads, logits, ids, grad, _rule(logits, ids.shape[1], *rule))
-    return grad
-
-
-def _backward_cpu(
-    grad_probs: Tensor, grad_totals: Tensor | None, logits: Tensor, ids: Tensor, *rule: Any
-) -> Tensor:
+def _route_cpu(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if logits.dtype != torch.float32:
-        return _backward_reference(grad_probs, grad_totals, logits, ids, *rule)
-    grad_probs = grad_probs.contiguous()
-    grad_totals = None if grad_totals is None else grad_totals.contiguous()
-    logits = logits.contiguous()
-    grad = torch.empty_like(logits)
-    _core.route_backward(
-        grad_probs=grad_probs.data_ptr(),
-        grad_totals=0 if grad_totals is None else grad_totals.data_ptr(),
-        logits=logits.data_ptr(),
-        ids=ids.data_ptr(),
-        grad_logits=grad.data_ptr(),
-        num_threads=torch.get_num_threads(),
-        **_rule(logits, ids.shape[1], *rule),
-    )
-    return grad
+        return route_reference(logits, *args)
+    return _run_route(_on_host, logits, *args)
+
+
+def _route_cuda(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not has_kernel(logits, *args[3:5]):
+        return route_reference(logits, *args)
+    return _run_route(layer_kernels.launch_route, logits, *args)
+
+
+def _backward_cpu(grad_probs: Tensor, logits: Tensor, *args: Any) -> Tensor:
+    if logits.dtype != torch.float32:
+        return _backward_reference(grad_probs, logits, *args)
+    return _run_backward(_on_host, grad_probs, logits, *args)
+
+
+def _backward_cuda(grad_probs: Tensor, logits: Tensor, ids: Tensor, *args: Any) -> Tensor:
+    if not has_kernel(logits, ids.shape[1], args[3]):
+        return _backward_reference(grad_probs, logits, ids, *args)
+    return _run_backward(launch, grad_probs, logits, ids, *args)
 
 
 def _route_fake(
-    logits: Tensor, bias: Tensor | None, chosen: Tensor | None, k: int, num_pools: int, *rest: Any
+    logits: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+    seen: Tensor | None,
+    k: int,
+    num_pools: int,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del bias, chosen, rest
+    del bias, chosen, seen
+    has_sums = rest[-3]
     num_tokens, num_experts = logits.shape
-    counts, totals = (logits.new_empty(num_pools, num_experts) for _ in range(2))
+    stats = logits.new_empty(2 if has_sums else 0, num_pools, num_experts)
     ids = logits.new_empty(num_tokens, k, dtype=torch.int64)
-    return logits.new_empty(num_tokens, k), ids, counts, totals
+    return logits.new_empty(num_tokens, k), ids, stats, logits.new_empty(2 if has_sums else 0)
 
 
-def _backward_fake(
-    grad_probs: Tensor, grad_totals: Tensor | None, logits: Tensor, ids: Tensor, *rule: Any
-) -> Tensor:
-    del grad_probs, grad_totals, ids, rule
+def _backward_fake(grad_probs: Tensor, logits: Tensor, *args: Any) -> Tensor:
+    del grad_probs, args
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 _RULE = "SymInt num_pools, bool is_sigmoid, bool softmax_after_top_k, bool normalize, float scaling"
 _route = define_op(
-    f"route(Tensor logits, Tensor? bias, Tensor? chosen, SymInt k, {_RULE}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "route(Tensor logits, Tensor? bias, Tensor? chosen, Tensor(a!)? seen, SymInt k, "
+    f"{_RULE}, bool has_sums, float aux_scale, float z_scale) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_route_cpu,
     cuda=_route_cuda,
     fake=_route_fake,
 )
 _route_backward = define_op(
-    "route_backward(Tensor grad_probs, Tensor? grad_totals, Tensor logits, Tensor ids, "
-    f"{_RULE}) -> Tensor",
+    "route_backward(Tensor grad_probs, Tensor logits, Tensor ids, Tensor? counts, "
+    f"Tensor? aux_factor, Tensor? z_factor, {_RULE}, float aux_scale, float z_scale) -> Tensor",
     cpu=_backward_cpu,
     cuda=_backward_cuda,
     fake=_backward_fake,
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, _, _, _, *rule = inputs
-    ctx.mark_non_differentiable(output[1], output[2])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, output[1])
-    ctx.rule = rule
+def _forward(
+    logits: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+    seen: Tensor | None,
+    k: int,
+    rule: tuple[Any, ...],
+    losses: RouterLosses | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scales = (0.0, 0.0) if losses is None else (losses.aux_scale, losses.z_scale)
+    has_sums = losses is not None or seen is not None
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _route(
+        logits, bias, chosen, seen, k, *rule, has_sums, *scales
+    )
+    if losses is not None:
+        losses.counts = results[2][0]
+    return results
 
 
-def _grads(
-    ctx: Any, grad_probs: Tensor | None, _ids: Any, _counts: Any, grad_totals: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    logits, ids = ctx.saved_tensors
-    if grad_probs is None:
-        grad_probs = logits.new_zeros(ids.shape)
-    grad = _route_backward(grad_probs, grad_totals, logits, ids, *ctx.rule)
-    return grad, *(None,) * 8
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        results = _forward(logits, *args)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, results[1])
+        ctx.rule, ctx.losses = args[-2:]
+        return results
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_probs: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        logits, ids = ctx.saved_tensors
+        if grad_probs is None:
+            return (None,) * 7
+        losses = RouterLosses() if ctx.losses is None else ctx.losses
+        aux_factor = z_factor = None
+        if losses.aux_slope != 0.0:
+            aux_factor = _factors(losses.aux_factor, logits)
+        if losses.z_slope != 0.0:
+            is_same = aux_factor is not None and losses.z_factor is losses.aux_factor
+            z_factor = aux_factor if is_same else _factors(losses.z_factor, logits)
+        grad = _route_backward(
+            grad_probs,
+            logits,
+            ids,
+            None if aux_factor is None else losses.counts,
+            aux_factor,
+            z_factor,
+            *ctx.rule,
+            losses.aux_slope,
+            losses.z_slope,
+        )
+        return grad, *(None,) * 6
 
 
-define_gradient(_route, _grads, _setup)
+def _factors(factor: float | Tensor, like: Tensor) -> Tensor:
+    if isinstance(factor, Tensor):
+        return factor.to(like.device, like.dtype).contiguous()
+    # Not as_tensor: it copies a host number to the device, which is a host sync.
+    return torch.full((), factor, dtype=like.dtype, device=like.device)

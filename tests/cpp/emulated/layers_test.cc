@@ -382,23 +382,58 @@ TEST(Dropout, HasTheBitsOfTheCpu) {
   }
 }
 
-struct RouterSums {
-  Array<float> probs, counts, totals;
-  std::vector<int64_t> ids;
-  explicit RouterSums(const moe::RouterRule& rule)
+struct RouterResults {
+  Array<float> probs, stats, losses;
+  std::vector<int64_t> ids, seen;
+  explicit RouterResults(const moe::RouterRule& rule)
       : probs(rule.num_tokens * rule.top_k),
-        counts(rule.num_pools * rule.num_experts),
-        totals(rule.num_pools * rule.num_experts),
-        ids(static_cast<size_t>(rule.num_tokens * rule.top_k), -1) {}
-  moe::Routed pointers() { return {probs.data(), ids.data(), counts.data(), totals.data()}; }
+        stats(2 * rule.num_pools * rule.num_experts),
+        losses(2),
+        ids(static_cast<size_t>(rule.num_tokens * rule.top_k), -1),
+        seen(static_cast<size_t>(rule.num_experts), 7) {}
+  moe::Routed pointers(bool has_z) {
+    return {.probs = probs.data(),
+            .ids = ids.data(),
+            .sums = {.stats = stats.data(),
+                     .losses = losses.data(),
+                     .seen = seen.data(),
+                     .scales = {.aux = 0.5F, .z = has_z ? 0.25F : 0.0F}}};
+  }
 };
+
+void check_router_gradient(const moe::RouterRule& rule,
+                           Array<float>& logits,
+                           const std::vector<int64_t>& ids) {
+  auto grad_probs = Array<float>::normal(rule.num_tokens * rule.top_k, 13);
+  auto counts = Array<float>::normal(rule.num_pools * rule.num_experts, 14);
+  auto factors = Array<float>::normal(rule.num_pools + 2, 15);
+  Array<float> grad(logits.numel()), expected = grad;
+  const moe::LossFactors one = {factors.data(), 1};
+  const moe::LossFactors of_pools = {factors.data(), rule.num_pools};
+  for (const auto& [aux, z] : {std::pair{moe::LossFactors{}, moe::LossFactors{}},
+                               std::pair{of_pools, moe::LossFactors{}}, std::pair{one, of_pools}}) {
+    const moe::RouterGrads grads = {.probs = grad_probs.data(),
+                                    .counts = aux.values == nullptr ? nullptr : counts.data(),
+                                    .aux = aux,
+                                    .z = z,
+                                    .scales = {.aux = 0.5F, .z = 0.25F}};
+    cuda::route_backward({.grads = grads,
+                          .logits = logits.data(),
+                          .ids = ids.data(),
+                          .grad_logits = grad.data(),
+                          .rule = rule},
+                         nullptr);
+    moe::route_backward(grads, logits.data(), ids.data(), expected.data(), rule, 1);
+    expect_close(grad, expected, 1e-5F);
+  }
+}
 
 void check_router(const moe::RouterRule& rule, bool has_bias, bool keeps_ids) {
   auto logits = Array<float>::normal(rule.num_tokens * rule.num_experts, 11, 2.0F);
   auto bias = Array<float>::normal(rule.num_experts, 12, 0.1F);
   const float* added = has_bias ? bias.data() : nullptr;
-  RouterSums found(rule), expected(rule);
-  Array<float> partial(cuda::route_partial_rows(rule) * 2 * rule.num_pools * rule.num_experts);
+  RouterResults found(rule), expected(rule);
+  Array<float> workspace(cuda::route_workspace_numel(rule));
   if (keeps_ids) {  // any choices, also twice the same
     for (size_t i = 0; i < found.ids.size(); ++i) {
       found.ids[i] = expected.ids[i] = static_cast<int64_t>(i * 7) % rule.num_experts;
@@ -408,38 +443,48 @@ void check_router(const moe::RouterRule& rule, bool has_bias, bool keeps_ids) {
                .bias = added,
                .keeps_ids = keeps_ids,
                .rule = rule,
-               .routed = found.pointers(),
-               .partial_sums = partial.data()},
+               .routed = found.pointers(has_bias || keeps_ids),
+               .workspace = workspace.data()},
               nullptr);
-  moe::route(logits.data(), added, keeps_ids, rule, expected.pointers(), 1);
+  moe::route(logits.data(), added, keeps_ids, rule, expected.pointers(has_bias || keeps_ids), 1);
+  EXPECT_EQ(found.ids, expected.ids);
+  EXPECT_EQ(found.seen, expected.seen);
+  expect_close(found.probs, expected.probs, 1e-5F);
+  expect_close(found.stats, expected.stats, 1e-5F);
+  expect_close(found.losses, expected.losses, 1e-5F);
+  check_router_gradient(rule, logits, expected.ids);
+}
+
+TEST(Router, WithoutSumsNeedsNoWorkspace) {
+  const moe::RouterRule rule = {.num_tokens = 9,
+                                .num_experts = 40,
+                                .top_k = 3,
+                                .num_pools = 1,
+                                .is_sigmoid = false,
+                                .softmax_after_top_k = false,
+                                .normalize = true,
+                                .scaling = 1.0F};
+  auto logits = Array<float>::normal(rule.num_tokens * rule.num_experts, 11, 2.0F);
+  RouterResults found(rule), expected(rule);
+  cuda::route({.logits = logits.data(),
+               .rule = rule,
+               .routed = {.probs = found.probs.data(), .ids = found.ids.data()}},
+              nullptr);
+  moe::route(logits.data(), nullptr, false, rule,
+             {.probs = expected.probs.data(), .ids = expected.ids.data()}, 1);
   EXPECT_EQ(found.ids, expected.ids);
   expect_close(found.probs, expected.probs, 1e-5F);
-  expect_close(found.counts, expected.counts, 0.0F);
-  expect_close(found.totals, expected.totals, 1e-5F);
+}
 
-  auto grad_probs = Array<float>::normal(rule.num_tokens * rule.top_k, 13);
-  auto grad_totals = Array<float>::normal(rule.num_pools * rule.num_experts, 14);
-  Array<float> grad(logits.numel()), expected_grad = grad;
-  cuda::route_backward({.grad_probs = grad_probs.data(),
-                        .grad_totals = grad_totals.data(),
-                        .logits = logits.data(),
-                        .ids = expected.ids.data(),
-                        .grad_logits = grad.data(),
-                        .rule = rule},
-                       nullptr);
-  moe::route_backward(grad_probs.data(), grad_totals.data(), logits.data(), expected.ids.data(),
-                      expected_grad.data(), rule, 1);
-  expect_close(grad, expected_grad, 1e-5F);
-
-  cuda::route_backward({.grad_probs = grad_probs.data(),
-                        .logits = logits.data(),
-                        .ids = expected.ids.data(),
-                        .grad_logits = grad.data(),
-                        .rule = rule},
-                       nullptr);
-  moe::route_backward(grad_probs.data(), nullptr, logits.data(), expected.ids.data(),
-                      expected_grad.data(), rule, 1);
-  expect_close(grad, expected_grad, 1e-5F);
+TEST(Router, HasLossesOfZeroWithoutPools) {
+  moe::RouterRule rule = {};
+  rule.num_experts = 4;
+  rule.top_k = 2;
+  RouterResults found(rule), expected(rule);
+  cuda::route({.rule = rule, .routed = found.pointers(true)}, nullptr);
+  moe::route(nullptr, nullptr, false, rule, expected.pointers(true), 1);
+  expect_close(found.losses, expected.losses, 0.0F);
+  EXPECT_EQ(found.losses.at(1), 0.0F);
 }
 
 TEST(Router, AndItsGradientAgreeWithTheCpu) {

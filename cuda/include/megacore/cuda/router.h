@@ -1,5 +1,5 @@
-// A router from its logits to weights, choices and the sums of its load-balancing loss, and back:
-// the CUDA twin of megacore/moe/router.h.
+// A router from its logits to weights, choices and losses, and back: the CUDA twin of
+// megacore/moe/router.h.
 //
 // Neither allocates nor waits. Arithmetic is fp32; it agrees with the CPU to a few parts in 10^7,
 // and so do choices but where two experts are as close. Sums have an order that depends on the
@@ -24,19 +24,18 @@ struct RouteParams {
   bool keeps_ids = false;
   moe::RouterRule rule = {};
   moe::Routed routed = {};
-  float* partial_sums = nullptr;  // (route_partial_rows, 2 P E) workspace
+  float* workspace = nullptr;  // (route_workspace_numel) overwritten; not needed without sums
 };
 
-// Rows of the workspace of `route`.
-int64_t route_partial_rows(const moe::RouterRule& rule);
+// Elements of the workspace of `route`, from the numbers of tokens, experts and pools.
+int64_t route_workspace_numel(const moe::RouterRule& rule);
 
-// Two kernels: one for the tokens, one for the sums. Throws std::invalid_argument where a size is
-// out of range, std::runtime_error if a launch fails.
+// One kernel for the tokens, and one for the sums and losses where there are any. Throws
+// std::invalid_argument where a size is out of range, std::runtime_error if a launch fails.
 void route(const RouteParams& params, cudaStream_t stream);
 
 struct RouteBackwardParams {
-  const float* grad_probs = nullptr;   // (T, K)
-  const float* grad_totals = nullptr;  // (P, E) optional
+  moe::RouterGrads grads = {};
   const float* logits = nullptr;
   const int64_t* ids = nullptr;  // (T, K)
   float* grad_logits = nullptr;  // (T, E) written

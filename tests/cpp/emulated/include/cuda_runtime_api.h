@@ -135,6 +135,11 @@ unsigned mask_of(const std::array<T, 32>& values, Is is) {
 }  // namespace emulated
 
 inline void __syncthreads() { emulated::block->all.arrive_and_wait(); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+template <typename T>
+T atomicAdd(T* at, T value) {
+  return std::atomic_ref<T>(*at).fetch_add(value);
+}
 inline void __syncwarp() { emulated::warp().lanes.arrive_and_wait(); }
 
 template <typename T>

@@ -13,10 +13,6 @@ inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_
 inline void __nanosleep(unsigned) { std::this_thread::yield(); }
 
 template <typename T>
-T atomicAdd(T* at, T value) {
-  return std::atomic_ref<T>(*at).fetch_add(value);
-}
-template <typename T>
 T atomicCAS(T* at, T expected, T value) {
   std::atomic_ref<T>(*at).compare_exchange_strong(expected, value);
   return expected;
