@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <tuple>
+#include <vector>
 
 #include "bindings.h"
 #include "megacore/moe/peer_exchange.h"
@@ -69,23 +70,31 @@ void bind_peers_values(py::module_& module) {
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
 void bind_counts(py::class_<PeerExchange>& exchange) {
-  exchange
-      .def(
-          "send_counts",
-          [](PeerExchange& self, uintptr_t counts, const PeerShape& shape) {
-            self.send_counts(pointer<const int64_t>(counts), shape);
-          },
-          py::kw_only(), py::arg("counts"), py::arg("shape"), no_gil())
-      .def(
-          "plan",
-          [](PeerExchange& self, const PeerShape& shape, uintptr_t shift, uintptr_t kept,
-             uintptr_t arriving) {
-            self.plan(shape, {.shift = pointer<int64_t>(shift),
-                              .kept = pointer<int64_t>(kept),
-                              .arriving = pointer<int64_t>(arriving)});
-          },
-          py::kw_only(), py::arg("shape"), py::arg("shift"), py::arg("kept"), py::arg("arriving"),
-          no_gil());
+  exchange.def(
+      "plan_copies",
+      [](PeerExchange& self, const PeerShape& shape, uintptr_t experts, uintptr_t members,
+         int64_t num_tokens, int64_t num_choices, int64_t repeats, uintptr_t row_map,
+         uintptr_t kept, uintptr_t m_splits, uintptr_t totals) {
+        std::vector<int64_t> shift(static_cast<size_t>(shape.num_experts));
+        self.plan_copies(shape,
+                         {.experts = pointer<const int64_t>(experts),
+                          .members = pointer<const int64_t>(members),
+                          .num_tokens = num_tokens,
+                          .num_choices = num_choices,
+                          .num_experts = shape.num_experts,
+                          .num_parts = shape.num_parts,
+                          .repeats = repeats,
+                          .capacity = shape.capacity},
+                         {.num_copies = num_tokens * num_choices,
+                          .shift = shift.data(),
+                          .kept = pointer<int64_t>(kept),
+                          .m_splits = pointer<int64_t>(m_splits),
+                          .totals = pointer<int64_t>(totals)},
+                         pointer<int64_t>(row_map));
+      },
+      py::kw_only(), py::arg("shape"), py::arg("experts"), py::arg("members"),
+      py::arg("num_tokens"), py::arg("num_choices"), py::arg("repeats"), py::arg("row_map"),
+      py::arg("kept"), py::arg("m_splits"), py::arg("totals"), no_gil());
 }
 
 // Defines a method on a slot and rows; the keywords of what else it takes are `names`.
@@ -121,29 +130,6 @@ void bind_tokens_side(py::class_<PeerExchange>& exchange, const char* name) {
       "row_map", "num_tokens", "num_choices", "repeats", "capacity");
 }
 
-void bind_map(py::module_& module) {
-  module.def(
-      "map_copies",
-      [](uintptr_t experts, uintptr_t sorted, uintptr_t shift, uintptr_t members,
-         int64_t num_tokens, int64_t num_choices, int64_t num_experts, int64_t num_parts,
-         int64_t repeats, int64_t capacity, uintptr_t row_map) {
-        moe::map_copies({.experts = pointer<const int64_t>(experts),
-                         .sorted = pointer<const int64_t>(sorted),
-                         .shift = pointer<const int64_t>(shift),
-                         .members = pointer<const int64_t>(members),
-                         .num_tokens = num_tokens,
-                         .num_choices = num_choices,
-                         .num_experts = num_experts,
-                         .num_parts = num_parts,
-                         .repeats = repeats,
-                         .capacity = capacity},
-                        pointer<int64_t>(row_map));
-      },
-      py::kw_only(), py::arg("experts"), py::arg("sorted"), py::arg("shift"), py::arg("members"),
-      py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_experts"), py::arg("num_parts"),
-      py::arg("repeats"), py::arg("capacity"), py::arg("row_map"), no_gil());
-}
-
 void bind_exchange(py::module_& module) {
   py::class_<PeerExchange> exchange(module, "PeerExchange");
   exchange.def(py::init<parallel::HostWindow&, const PeerLayout&>(), py::arg("window"),
@@ -168,7 +154,6 @@ void bind_exchange(py::module_& module) {
 
 void bind_peers(py::module_& module) {
   bind_peers_values(module);
-  bind_map(module);
   bind_exchange(module);
 }
 

@@ -88,32 +88,48 @@ void define(py::module_& module,
 void bind_counts(py::module_& module) {
   define(
       module, "peer_send_counts",
-      +[](const PeerView& peers, cudaStream_t stream, const Sizes& shape, uintptr_t counts) {
-        cuda::peer_send_counts(peers, shape_of(peers, shape), device_pointer<const int64_t>(counts),
+      +[](const PeerView& peers, cudaStream_t stream, const Sizes& shape, uintptr_t experts,
+          int64_t num_tokens, int64_t num_choices, uintptr_t workspace) {
+        cuda::peer_send_counts(peers, shape_of(peers, shape),
+                               {.experts = device_pointer<const int64_t>(experts),
+                                .num_tokens = num_tokens,
+                                .num_choices = num_choices,
+                                .workspace = device_pointer<int32_t>(workspace)},
                                stream);
+      },
+      "shape", "experts", "num_tokens", "num_choices", "workspace");
+  define(
+      module, "peer_send_sums",
+      +[](const PeerView& peers, cudaStream_t stream, const Sizes& shape, uintptr_t counts) {
+        cuda::peer_send_sums(peers, shape_of(peers, shape), device_pointer<const int64_t>(counts),
+                             stream);
       },
       "shape", "counts");
   define(
       module, "peer_plan",
-      +[](const PeerView& peers, cudaStream_t stream, const Sizes& shape, uintptr_t shift,
-          uintptr_t kept, uintptr_t arriving) {
+      +[](const PeerView& peers, cudaStream_t stream, const Sizes& shape, int64_t num_copies,
+          uintptr_t shift, uintptr_t kept, uintptr_t m_splits, uintptr_t totals) {
         cuda::peer_plan(peers, shape_of(peers, shape),
-                        {.shift = device_pointer<int64_t>(shift),
+                        {.num_copies = num_copies,
+                         .shift = device_pointer<int64_t>(shift),
                          .kept = device_pointer<int64_t>(kept),
-                         .arriving = device_pointer<int64_t>(arriving)},
+                         .m_splits = device_pointer<int64_t>(m_splits),
+                         .totals = device_pointer<int64_t>(totals)},
                         stream);
       },
-      "shape", "shift", "kept", "arriving");
+      "shape", "num_copies", "shift", "kept", "m_splits", "totals");
 }
 
 void bind_map(py::module_& module) {
+  module.def("peer_sort_numel", &cuda::peer_sort_numel, py::kw_only(), py::arg("num_tokens"),
+             py::arg("num_choices"), py::arg("num_experts"));
   module.def(
       "peer_map_copies",
-      [](uintptr_t experts, uintptr_t sorted, uintptr_t shift, uintptr_t members,
-         int64_t num_tokens, int64_t num_choices, int64_t num_experts, int64_t num_parts,
-         int64_t repeats, int64_t capacity, uintptr_t row_map, uintptr_t stream) {
+      [](uintptr_t experts, int64_t num_tokens, int64_t num_choices, uintptr_t sorted,
+         uintptr_t workspace, uintptr_t shift, uintptr_t members, int64_t num_experts,
+         int64_t num_parts, int64_t repeats, int64_t capacity, uintptr_t row_map,
+         uintptr_t stream) {
         cuda::peer_map_copies({.experts = device_pointer<const int64_t>(experts),
-                               .sorted = device_pointer<const int64_t>(sorted),
                                .shift = device_pointer<const int64_t>(shift),
                                .members = device_pointer<const int64_t>(members),
                                .num_tokens = num_tokens,
@@ -122,12 +138,13 @@ void bind_map(py::module_& module) {
                                .num_parts = num_parts,
                                .repeats = repeats,
                                .capacity = capacity},
+                              device_pointer<int64_t>(sorted), device_pointer<int32_t>(workspace),
                               device_pointer<int64_t>(row_map), stream_handle(stream));
       },
-      py::kw_only(), py::arg("experts"), py::arg("sorted"), py::arg("shift"), py::arg("members"),
-      py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_experts"), py::arg("num_parts"),
-      py::arg("repeats"), py::arg("capacity"), py::arg("row_map"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("experts"), py::arg("num_tokens"), py::arg("num_choices"),
+      py::arg("sorted"), py::arg("workspace"), py::arg("shift"), py::arg("members"),
+      py::arg("num_experts"), py::arg("num_parts"), py::arg("repeats"), py::arg("capacity"),
+      py::arg("row_map"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 // The way of rows that belong to this member's tokens: what they are, then where their copies lie.

@@ -64,12 +64,11 @@ __device__ __forceinline__ bool wait_for_all(
   return __syncthreads_and(have_come && !has_failed(peers)) != 0;
 }
 
-// All threads of all blocks call it when they are done. The last block tells all members, also
-// after a failure, so that they blame nobody but who did not come.
-__device__ __forceinline__ void tell_all(const PeerView& peers,
-                                         int64_t set,
-                                         bool is_taken,
-                                         uint32_t epoch) {
+// All threads of all blocks call it when they are done; true, for all, in the last block.
+__device__ __forceinline__ bool is_last_block(const PeerView& peers,
+                                              int64_t set,
+                                              bool is_taken,
+                                              uint32_t epoch) {
   __shared__ bool is_last;
   __threadfence_system();
   __syncthreads();
@@ -85,12 +84,29 @@ __device__ __forceinline__ void tell_all(const PeerView& peers,
     __threadfence_system();
   }
   __syncthreads();
-  if (is_last) {
-    const int64_t members = peers.layout.num_members;
-    for (int64_t member = threadIdx.x; member < members; member += kRowThreads) {
-      store_release(
-          flags_of(peers, member) + moe::peer_flag(members, set, is_taken, peers.position), epoch);
-    }
+  return is_last;
+}
+
+// Threads of one block call it, after a fence of the system.
+__device__ __forceinline__ void raise_flags(const PeerView& peers,
+                                            int64_t set,
+                                            bool is_taken,
+                                            uint32_t epoch) {
+  const int64_t members = peers.layout.num_members;
+  for (int64_t member = threadIdx.x; member < members; member += kRowThreads) {
+    store_release(flags_of(peers, member) + moe::peer_flag(members, set, is_taken, peers.position),
+                  epoch);
+  }
+}
+
+// All threads of all blocks call it when they are done. The last block tells all members, also
+// after a failure, so that they blame nobody but who did not come.
+__device__ __forceinline__ void tell_all(const PeerView& peers,
+                                         int64_t set,
+                                         bool is_taken,
+                                         uint32_t epoch) {
+  if (is_last_block(peers, set, is_taken, epoch)) {
+    raise_flags(peers, set, is_taken, epoch);
   }
 }
 

@@ -180,25 +180,22 @@ class PeerShape:
         capacity: int,
     ) -> None: ...
 
-def map_copies(
-    *,
-    experts: int,
-    sorted: int,
-    shift: int,
-    members: int,
-    num_tokens: int,
-    num_choices: int,
-    num_experts: int,
-    num_parts: int,
-    repeats: int,
-    capacity: int,
-    row_map: int,
-) -> None: ...
-
 class PeerExchange:
     def __init__(self, window: HostWindow, layout: PeerLayout) -> None: ...
-    def send_counts(self, *, counts: int, shape: PeerShape) -> None: ...
-    def plan(self, *, shape: PeerShape, shift: int, kept: int, arriving: int) -> None: ...
+    def plan_copies(
+        self,
+        *,
+        shape: PeerShape,
+        experts: int,
+        members: int,
+        num_tokens: int,
+        num_choices: int,
+        repeats: int,
+        row_map: int,
+        kept: int,
+        m_splits: int,
+        totals: int,
+    ) -> None: ...
     def start_push(
         self,
         *,

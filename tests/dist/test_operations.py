@@ -1,6 +1,7 @@
 """Operations that experts over several ranks start, and what grouped products are told.
 
-The exchanges themselves are not counted.
+The exchanges and their plans are native calls of the CPU and not counted; on GPUs a plan is three
+kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def forward_operations(_rank: int, changes: dict[str, Any]) -> list[str]:
     return names[-1]
 
 
-@pytest.mark.parametrize(("changes", "most"), [({}, 16), (ECHO, 25)], ids=["plain", "clones"])
+@pytest.mark.parametrize(("changes", "most"), [({}, 7), (ECHO, 15)], ids=["plain", "clones"])
 def test_a_static_layer_over_peers_starts_few_operations(
     changes: dict[str, Any], most: int
 ) -> None:

@@ -64,9 +64,14 @@ def peer_dispatcher(
 def same_bits(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     keys = ("output", "x", "probs", "w1", "w2")
     different = [key for key in keys if not torch.equal(a[key], b[key])]
-    for field in ("tokens_per_expert", "arriving", "num_dropped", "num_over_budget"):
-        if not torch.equal(getattr(a["plan"], field), getattr(b["plan"], field)):
+    plans = a["plan"], b["plan"]
+    for field in ("tokens_per_expert", "num_dropped"):
+        if not torch.equal(*(getattr(plan, field) for plan in plans)):
             different.append(field)
+    if not torch.equal(*(plan.arriving.sum(0) for plan in plans)):
+        different.append("arriving")
+    if any(plan.num_over_budget is not None and bool(plan.num_over_budget) for plan in plans):
+        different.append("num_over_budget")
     return different
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megacore.errors import PeerLostError
 from megacore.moe.dispatchers import ExpertPlacement
-from megacore.moe.dispatchers.peers import CopyMap, PeerCounts
+from megacore.moe.dispatchers.peers import CopyMap, PeerPlan
 from megacore.moe.dispatchers.symmetric_peers import DevicePeers
 from megacore.ops import has_cuda_kernels, peer_exchange, permute, sort_by_expert, unpermute
 from megacore.ops.permutation import permute_probs
@@ -72,39 +72,32 @@ class Team:
             for p, group in enumerate(groups)
         ]
 
-    def counts(self, ids: list[Tensor], capacity: int) -> list[PeerCounts]:
+    def plans(self, ids: list[Tensor], capacity: int) -> list[PeerPlan]:
         """Kernels of all members in the order in which they would meet: sends before plans."""
         sent = []
         for peers, placement, each in zip(self.peers, self.placements, ids, strict=True):
-            _, counts_E = sort_by_expert(each, placement.num_experts)
             memory = peers._reserve(placement.num_experts, capacity, 0)
             shape = [placement.num_experts, placement.ep_size, placement.ep_position, capacity]
             members = peers._members(memory)
-            peer_exchange.send_counts(counts_E, *members, shape)
-            sent.append((members, shape))
-        plans = [peer_exchange.plan(*members, shape) for members, shape in sent]
-        return [PeerCounts(shift=s, kept=k, arriving=a) for s, k, a in plans]
+            sent.append((members, shape, peer_exchange.send_counts(each, *members, shape)))
+        plans = []
+        for each, (members, shape, sorting) in zip(ids, sent, strict=True):
+            shift, kept, m_splits, totals = peer_exchange.plan(*members, shape, each.numel())
+            rows = peer_exchange.map_copies(each, sorting, shift, self._owners, capacity)
+            plans.append(PeerPlan(rows=rows, kept=kept, m_splits=m_splits, totals=totals))
+        return plans
 
     def maps(self, ids: list[Tensor], capacity: int) -> list[CopyMap]:
         """Where the copies of each member's tokens lie."""
-        maps = []
-        for placement, each, counts in zip(
-            self.placements, ids, self.counts(ids, capacity), strict=True
-        ):
-            sorted_Tk, _ = sort_by_expert(each, placement.num_experts)
-            arguments = each, sorted_Tk, counts.shift, self._owners
-            rows = peer_exchange.map_copies(*arguments, capacity)
-            on_host = peer_exchange.map_copies(*(x.cpu() for x in arguments), capacity)
-            assert rows.tolist() == on_host.tolist()
-            maps.append(
-                CopyMap(
-                    rows=rows,
-                    num_choices=each.shape[1],
-                    capacity=capacity,
-                    num_arrived=counts.arriving.sum(),
-                )
+        return [
+            CopyMap(
+                rows=plan.rows,
+                num_choices=each.shape[1],
+                capacity=capacity,
+                num_arrived=plan.totals[0],
             )
-        return maps
+            for each, plan in zip(ids, self.plans(ids, capacity), strict=True)
+        ]
 
     def push(
         self, tokens: list[Tensor], probs: list[Tensor] | None, maps: list[CopyMap]
@@ -272,20 +265,49 @@ def test_a_graph_uses_the_memory_of_pushed_tokens_again() -> None:
     assert pools[1] == pools[0]
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "num_tokens", "top_k"), [(8, 3001, 6), (512, 700, 8), (640, 90, 4)]
+)
+def test_plans_of_many_tokens_and_of_more_experts_than_a_kernel_sorts(
+    num_experts: int, num_tokens: int, top_k: int
+) -> None:
+    team = Team(2, num_experts)
+    ids = random_ids(2, num_tokens, top_k, num_experts, 1)
+    capacity = 3 * num_tokens * top_k // 2
+    with poisoned_memory():
+        plans = team.plans(ids, capacity)
+    sent = [sort_by_expert(each, num_experts)[1] for each in ids]
+    for p, (plan, each) in enumerate(zip(plans, ids, strict=True)):
+        arrived, dropped, over = plan.totals.tolist()
+        assert arrived == int(plan.m_splits.sum()) <= capacity
+        assert arrived == sum(int(other.kept.view(2, -1)[p].sum()) for other in plans)
+        assert dropped == each.numel() - int(plan.kept.sum())
+        assert over == int(sent[p].sum()) - int(plan.kept.sum())
+        assert int((plan.rows != -1).sum()) == int(plan.kept.sum())
+    # Each row of each member has one copy, and rows are in the order of experts.
+    rows = torch.cat([plan.rows.flatten() for plan in plans])
+    rows = torch.where(rows < -1, -2 - rows, rows)
+    experts = torch.cat([each.flatten() for each in ids])
+    kept = rows >= 0
+    order = rows[kept].argsort()
+    assert rows[kept].unique().numel() == int(kept.sum())
+    assert (experts[kept][order].diff() >= 0).all()
+
+
 def test_another_capacity_is_an_error_and_nothing_is_sent() -> None:
     team = Team(2, 4)
     ids = random_ids(2, 8, 2, 4, 0)
     for p, capacity in enumerate((64, 32)):
         peers, placement = team.peers[p], team.placements[p]
         memory = peers._reserve(4, 64, 64)
-        _, counts_E = sort_by_expert(ids[p], 4)
         shape = [4, 2, placement.ep_position, capacity]
-        peer_exchange.send_counts(counts_E, *peers._members(memory), shape)
+        peer_exchange.send_counts(ids[p], *peers._members(memory), shape)
     members = team.peers[0]._members(team.peers[0]._reserve(4, 64, 64))
-    shift, kept, arriving = peer_exchange.plan(*members, [4, 2, 0, 64])
+    shift, kept, m_splits, totals = peer_exchange.plan(*members, [4, 2, 0, 64], 16)
     assert (shift >= 64).all()
     assert torch.equal(kept, sort_by_expert(ids[0], 4)[1]), "no copy is blamed on a full buffer"
-    assert not arriving.any()
+    assert not m_splits.any()
+    assert totals.tolist() == [0, 16 - int(kept.sum()), 0]
     with pytest.raises(PeerLostError, match="rank 1 keeps another number of rows"):
         team.peers[0].check()
 
@@ -306,4 +328,4 @@ def test_torch_knows_the_operations() -> None:
 def test_tensors_on_the_cpu_are_refused() -> None:
     addresses = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="for CUDA tensors"):
-        peer_exchange.plan(addresses, addresses, 0, [4, 4, 4], 1.0, [4, 1, 0, 4])
+        peer_exchange.plan(addresses, addresses, 0, [4, 4, 4], 1.0, [4, 1, 0, 4], 8)

@@ -6,6 +6,7 @@
 
 #include "megacore/base/check.h"
 #include "megacore/base/low_precision.h"
+#include "megacore/moe/permutation.h"
 
 namespace megacore::moe {
 namespace {
@@ -161,6 +162,22 @@ void PeerExchange::check_map(const PeerMap& map) const {
   }
 }
 
+void PeerExchange::plan_copies(const PeerShape& shape,
+                               const PeerRouting& routing,
+                               const PeerPlan& plan,
+                               int64_t* map) {
+  const int64_t numel = routing.num_tokens * routing.num_choices;
+  std::vector<int64_t> sorted(static_cast<size_t>(numel));
+  std::vector<int64_t> counts(static_cast<size_t>(shape.num_experts));
+  sort_by_expert(routing.experts, numel, shape.num_experts, sorted.data(), counts.data());
+  send_counts(counts.data(), shape);
+  this->plan(shape, plan);
+  PeerRouting planned = routing;
+  planned.sorted = sorted.data();
+  planned.shift = plan.shift;
+  map_copies(planned, map);
+}
+
 void PeerExchange::send_counts(const int64_t* counts, const PeerShape& shape) {
   MC_REQUIRE(shape.num_experts <= layout_.max_experts && shape.num_members == window_.size() &&
                  shape.num_parts >= 1 && shape.num_experts % shape.num_parts == 0,
@@ -182,14 +199,16 @@ void PeerExchange::plan(const PeerShape& shape, const PeerPlan& plan) {
   const int64_t* const mine = all + shape.position * shape.message_numel();
   const int64_t other = member_of_other_capacity(all, shape);
   const int64_t capacity = other < 0 ? 0 : all[other * shape.message_numel() + shape.num_experts];
+  PlannedRows rows;
   int64_t first_of_expert = 0;
   int64_t first_sorted = 0;
   for (int64_t expert = 0; expert < shape.num_experts; ++expert) {
     first_of_expert = expert % shape.num_local() == 0 ? 0 : first_of_expert;
-    plan_expert(all, shape, expert, first_of_expert, first_sorted, plan);
+    rows.add(plan_expert(all, shape, expert, first_of_expert, first_sorted, plan));
     first_of_expert += copies_before(all, shape, expert, shape.num_members);
     first_sorted += mine[expert];
   }
+  write_totals(rows, plan);
   window_.take(kMessageFlags);
   MC_REQUIRE(other < 0,
              "rank {} keeps {} rows for its experts, but rank {} {}; all need equally many tokens "

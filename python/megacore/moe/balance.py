@@ -40,13 +40,15 @@ class RouterGroups:
     dp_cp: Group = field(default_factory=Group.solo)
     holders: Group | None = None
 
-    def of_pool(self, kind: Literal["sequence", "batch"]) -> Group:
-        """Return the group that holds other parts of a pool, apart from `sequence_parallel`."""
-        return self.cp if kind == "sequence" else self.dp_cp
 
-    def splits_pools(self, kind: Literal["sequence", "batch"]) -> bool:
-        """Return whether other ranks hold tokens of this rank's pools."""
-        return max(self.sequence_parallel.size, self.of_pool(kind).size) > 1
+def group_of_pool(groups: RouterGroups, kind: Literal["sequence", "batch"]) -> Group:
+    """Return the group that holds other parts of a pool, apart from ``sequence_parallel``."""
+    return groups.cp if kind == "sequence" else groups.dp_cp
+
+
+def spans_ranks(groups: RouterGroups, kind: Literal["sequence", "batch"]) -> bool:
+    """Return whether other ranks hold tokens of this rank's pools."""
+    return max(groups.sequence_parallel.size, group_of_pool(groups, kind).size) > 1
 
 
 def load_balancing_loss(
@@ -143,7 +145,7 @@ def scales_of_pools(
         scores of this rank, to a pool's loss with this rank's part of the gradient.
     """
     own_tokens = max(1, num_tokens * groups.sequence_parallel.size)
-    pool_tokens = own_tokens * groups.of_pool(kind).size
+    pool_tokens = own_tokens * group_of_pool(groups, kind).size
     slope = coef * num_experts / (own_tokens * pool_tokens * top_k)
     scale = coef * num_experts / (pool_tokens * pool_tokens * top_k)
     return scale / max(1, num_pools), slope
@@ -158,7 +160,7 @@ def reduce_stats(
         One all-reduce over each group of more than one rank.
     """
     all_reduce_(stats, groups.sequence_parallel)
-    all_reduce_(stats, groups.of_pool(kind))
+    all_reduce_(stats, group_of_pool(groups, kind))
 
 
 def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]:

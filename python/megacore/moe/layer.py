@@ -206,15 +206,19 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def _count(self, plan: DispatchPlan, routing: RoutingResult) -> None:
-        found = plan.tokens_per_expert, plan.num_dropped, plan.num_over_budget
-        torch._foreach_add_([self.tokens_per_expert, self.num_dropped, self.num_over_budget], found)
-        losses = [
-            (self.losses[index], loss)
-            for index, loss in enumerate((routing.aux_loss, routing.z_loss))
-            if loss is not None
-        ]
-        if losses:
-            torch._foreach_add_(*zip(*losses, strict=True))
+        _add(
+            (self.tokens_per_expert, plan.tokens_per_expert),
+            (self.num_dropped, plan.num_dropped),
+            (self.num_over_budget, plan.num_over_budget),
+        )
+        _add((self.losses[0], routing.aux_loss), (self.losses[1], routing.z_loss))
+
+
+def _add(*pairs: tuple[Tensor, Tensor | None]) -> None:
+    """Add to the sums the numbers that there are, by one operation."""
+    found = [(total, number) for total, number in pairs if number is not None]
+    if found:
+        torch._foreach_add_(*zip(*found, strict=True))
 
 
 def _without_gradient(plan: DispatchPlan) -> DispatchPlan:

@@ -21,6 +21,7 @@ from megacore.moe.balance import (
     load_balancing_loss,
     reduce_stats,
     scales_of_pools,
+    spans_ranks,
     z_loss,
 )
 from megacore.ops import top_k
@@ -268,7 +269,7 @@ class TopKRouter(nn.Module):
         aux_value = z_value = None
         if losses is not None and config.aux_loss_coef > 0.0:
             aux_value = routed.losses[0]
-            if self.groups.splits_pools(config.aux_loss_type):
+            if spans_ranks(self.groups, config.aux_loss_type):
                 stats = _once(memo, lambda: self._reduced(routed.stats))
                 losses.counts = stats[0]
                 aux_value = (stats[0] * stats[1]).sum() * losses.aux_scale

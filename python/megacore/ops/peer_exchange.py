@@ -10,6 +10,12 @@ After their tensors, all operations take the description of the members: ``memor
 of all members' memory ``(G,)`` int64; ``state``, this member's counters; its ``position``;
 ``layout``, the maximum number of experts, of rows, and of bytes per row; and ``timeout_s``, the
 timeout for a member.
+
+Three operations plan an exchange. ``send_counts`` sorts the choices of this member's tokens, ``(T,
+k)`` int64, as far as their counts, sends these, and returns what is known of the order; ``plan``
+waits for the counts of all and returns the shift, ``(E,)``, and the other results of
+:class:`megacore.moe.dispatchers.peers.PeerPlan`; ``map_copies`` finishes the sort and returns the
+map, from ``members``, the members of each part of the experts ``(P, r)`` int64.
 """
 
 from __future__ import annotations
@@ -20,113 +26,110 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore import _core
 from megacore.ops.cuda_module import cuda_kernels
 from megacore.ops.library import define_op
-
-
-def map_copies(
-    experts_Tk: Tensor, sorted_Tk: Tensor, shift_E: Tensor, members: Tensor, capacity: int
-) -> Tensor:
-    """Build the map of where the copies of tokens go, by one kernel.
-
-    Args:
-        experts_Tk: Expert of each copy, ``(T, k)`` int64; a number out of range for a copy that is
-            not sent.
-        sorted_Tk: Row of each copy among the copies sorted by expert, ``(T, k)`` int64.
-        shift_E: From :func:`plan`, ``(E,)`` int64.
-        members: Members that hold each part of the experts, ``(P, r)`` int64.
-        capacity: Rows of a member's buffer.
-
-    Returns:
-        ``(T, k * r)``, int64: -1 for a copy that is not sent; ``a``, its row's address ``member *
-        capacity + row``, for a copy that travels; ``-2 - a`` for a copy whose row is that of an
-        earlier copy of the token on the same member.
-
-    Example:
-        >>> ids, rows = torch.tensor([[0, 1, 2]]), torch.tensor([[0, 1, 2]])
-        >>> shift, members = torch.tensor([0, 0, -2, -2]), torch.tensor([[0], [1]])
-        >>> map_copies(ids, rows, shift, members, 10).tolist()
-        [[0, -3, 10]]
-    """
-    result: Tensor = _map_copies(experts_Tk, sorted_Tk, shift_E, members, capacity)
-    return result
-
+from megacore.ops.permutation import sort_by_expert
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MEMBERS = "Tensor memory, Tensor(a!) state, int position, int[] layout, float timeout_s"
 
 
-def _map(launch: Any) -> Any:
-    def run(experts: Tensor, sorted_Tk: Tensor, shift: Tensor, *args: Any) -> Tensor:
-        members, capacity = args
-        row_map = _map_fake(experts, sorted_Tk, shift, members, capacity)
-        tensors = {"experts": experts, "sorted": sorted_Tk, "shift": shift, "members": members}
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        launch(
-            experts.device,
-            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-            num_tokens=experts.shape[0],
-            num_choices=experts.shape[1],
-            num_experts=shift.shape[0],
+def _send_counts(experts: Tensor, *args: Any) -> Tensor:
+    *members, shape = args
+    experts, sorting = experts.contiguous(), _sorting_fake(experts, *args)
+    if _sorts(shape[0]):
+        choices: dict[str, Any] = _choices(experts)
+        address = sorting.data_ptr()
+        _launch("peer_send_counts", *members, shape=list(shape), workspace=address, **choices)
+        return sorting
+    sorted_Tk, counts = sort_by_expert(experts, shape[0])
+    _launch("peer_send_sums", *members, shape=list(shape), counts=counts.data_ptr())
+    return sorted_Tk
+
+
+def _map_copies(
+    experts: Tensor, sorting: Tensor, shift: Tensor, members: Tensor, capacity: int
+) -> Tensor:
+    experts, members = experts.contiguous(), members.contiguous()
+    num_experts, repeats = shift.shape[0], members.shape[1]
+    row_map = experts.new_empty(experts.shape[0], experts.shape[1] * repeats)
+    is_sorted = not _sorts(num_experts)
+    sorted_Tk = sorting if is_sorted else torch.empty_like(experts)
+    with torch.cuda.device(experts.device):
+        cuda_kernels().peer_map_copies(
+            **_choices(experts),
+            sorted=sorted_Tk.data_ptr(),
+            workspace=0 if is_sorted else sorting.data_ptr(),
+            shift=shift.data_ptr(),
+            members=members.data_ptr(),
+            num_experts=num_experts,
             num_parts=members.shape[0],
-            repeats=members.shape[1],
+            repeats=repeats,
             capacity=capacity,
             row_map=row_map.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
         )
-        return row_map
+    return row_map
 
-    return run
+
+def _choices(experts: Tensor) -> dict[str, int]:
+    num_tokens, num_choices = experts.shape
+    address = experts.data_ptr()
+    return {"experts": address, "num_tokens": num_tokens, "num_choices": num_choices}
+
+
+def _sorts(num_experts: int) -> bool:
+    """Return whether the kernels that exchange counts and map copies sort for this many experts."""
+    limit: int = cuda_kernels().MAX_SORTED_EXPERTS
+    return num_experts <= limit
+
+
+def _sorting_fake(experts: Tensor, *args: Any) -> Tensor:
+    num_experts = args[-1][0]
+    if not _sorts(num_experts):
+        return torch.empty_like(experts)
+    num_tokens, num_choices = experts.shape
+    numel = cuda_kernels().peer_sort_numel(
+        num_tokens=num_tokens, num_choices=num_choices, num_experts=num_experts
+    )
+    return experts.new_empty(numel, dtype=torch.int32)
 
 
 def _map_fake(
-    experts: Tensor, sorted_Tk: Tensor, shift: Tensor, members: Tensor, capacity: int
+    experts: Tensor, sorting: Tensor, shift: Tensor, members: Tensor, capacity: int
 ) -> Tensor:
-    del sorted_Tk, shift, capacity
+    del sorting, shift, capacity
     return experts.new_empty(experts.shape[0], experts.shape[1] * members.shape[1])
 
 
-def _map_on_host(device: torch.device, **arguments: int) -> None:
-    del device
-    _core.map_copies(**arguments)
-
-
-def _map_on_device(device: torch.device, **arguments: int) -> None:
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream().cuda_stream
-        cuda_kernels().peer_map_copies(**arguments, stream=stream)
-
-
-def _send_counts(counts: Tensor, *args: Any) -> None:
-    *members, shape = args
-    _launch("peer_send_counts", *members, shape=list(shape), counts=counts.data_ptr())
-
-
-def _plan(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *members, shape = args
-    shift, kept, arriving = _plan_results(memory, shape)
+def _plan(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *members, shape, num_copies = args
+    shift, kept, m_splits, totals = _plan_results(memory, shape)
     _launch(
         "peer_plan",
         memory,
         *members,
         shape=list(shape),
+        num_copies=num_copies,
         shift=shift.data_ptr(),
         kept=kept.data_ptr(),
-        arriving=arriving.data_ptr(),
+        m_splits=m_splits.data_ptr(),
+        totals=totals.data_ptr(),
     )
-    return shift, kept, arriving
+    return shift, kept, m_splits, totals
 
 
-def _plan_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _plan_results(memory, args[-1])
+def _plan_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _plan_results(memory, args[-2])
 
 
-def _plan_results(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _plan_results(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_experts, num_parts = shape[:2]
     return (
         memory.new_empty(num_experts),
         memory.new_empty(num_experts),
-        memory.new_empty(memory.shape[0], num_experts // num_parts),
+        memory.new_empty(num_experts // num_parts),
+        memory.new_empty(3),
     )
 
 
@@ -214,17 +217,22 @@ def _define(schema: str, run: Any, fake: Any = _nothing) -> Any:
     return define_op(schema, cpu=_needs_cuda, cuda=run, fake=fake)
 
 
-_map_copies = define_op(
-    "peer_map_copies(Tensor experts, Tensor sorted, Tensor shift, Tensor members, int capacity)"
-    " -> Tensor",
-    cpu=_map(_map_on_host),
-    cuda=_map(_map_on_device),
-    fake=_map_fake,
-)
 send_counts = _define(
-    f"peer_send_counts(Tensor counts, {_MEMBERS}, int[] shape) -> ()", _send_counts
+    f"peer_send_counts(Tensor experts, {_MEMBERS}, int[] shape) -> Tensor",
+    _send_counts,
+    _sorting_fake,
 )
-plan = _define(f"peer_plan({_MEMBERS}, int[] shape) -> (Tensor, Tensor, Tensor)", _plan, _plan_fake)
+plan = _define(
+    f"peer_plan({_MEMBERS}, int[] shape, int num_copies) -> (Tensor, Tensor, Tensor, Tensor)",
+    _plan,
+    _plan_fake,
+)
+map_copies = _define(
+    "peer_map_copies(Tensor experts, Tensor sorting, Tensor shift, Tensor members, int capacity)"
+    " -> Tensor",
+    _map_copies,
+    _map_fake,
+)
 start_push = _define(
     f"peer_start_push(Tensor rows, Tensor? probs, Tensor row_map, {_MEMBERS}, int slot, "
     "int num_choices, int capacity) -> ()",

@@ -371,7 +371,7 @@ class _Route(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_probs: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         logits, ids = ctx.saved_tensors
         if grad_probs is None:

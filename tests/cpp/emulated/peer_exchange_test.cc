@@ -4,17 +4,21 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <set>
 #include <stdexcept>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "megacore/base/low_precision.h"
 #include "megacore/moe/peer_exchange.h"
+#include "megacore/moe/permutation.h"
 #include "megacore/parallel/epochs.h"
 
 namespace megacore {
@@ -39,7 +43,8 @@ struct Member {
   std::vector<Float> tokens, rows, sums;
   std::vector<float> probs, row_probs, prob_sums;
   std::vector<int64_t> experts, counts, row_map;
-  std::vector<int64_t> shift, kept, arriving;
+  std::vector<int64_t> shift, kept, m_splits, totals;
+  std::vector<int32_t> workspace;
   int64_t num_arrived = 0;
 };
 
@@ -112,7 +117,10 @@ std::vector<Member<Float>> random_members(int64_t width, int64_t capacity, std::
     }
     member.shift.assign(kPeerExperts, -99);
     member.kept.assign(kPeerExperts, -99);
-    member.arriving.assign(kMembers * kPeerExperts / kMembers, -99);
+    member.m_splits.assign(kPeerExperts / kMembers, -99);
+    member.totals.assign(3, -99);
+    member.workspace.assign(
+        static_cast<size_t>(cuda::peer_sort_numel(kTokens, kChoices, kPeerExperts)), -99);
     member.rows.assign(static_cast<size_t>(capacity * width), stored_as(kPoison, Float{}));
     member.sums.assign(member.tokens.size(), stored_as(kPoison, Float{}));
     member.row_probs.assign(static_cast<size_t>(capacity), kPoison);
@@ -121,48 +129,67 @@ std::vector<Member<Float>> random_members(int64_t width, int64_t capacity, std::
   return members;
 }
 
-// Exchanges counts and writes the row maps.
 template <typename Float>
-void plan(Group& group, std::vector<Member<Float>>& members) {
-  for (int64_t p = 0; p < kMembers; ++p) {
-    const Member<Float>& member = members[static_cast<size_t>(p)];
-    cuda::peer_send_counts(group.view(p), group.shape(p), member.counts.data(), nullptr);
-  }
+cuda::PeerChoices choices_of(Member<Float>& member) {
+  return {.experts = member.experts.data(),
+          .num_tokens = kTokens,
+          .num_choices = kChoices,
+          .workspace = member.workspace.data()};
+}
+
+template <typename Float>
+moe::PeerPlan plan_of(Member<Float>& member) {
+  return {.num_copies = kTokens * kChoices,
+          .shift = member.shift.data(),
+          .kept = member.kept.data(),
+          .m_splits = member.m_splits.data(),
+          .totals = member.totals.data()};
+}
+
+// Exchanges counts and writes the row maps. With `sorts`, the kernels sort the choices.
+template <typename Float>
+void plan(Group& group, std::vector<Member<Float>>& members, bool sorts = true) {
   for (int64_t p = 0; p < kMembers; ++p) {
     Member<Float>& member = members[static_cast<size_t>(p)];
-    cuda::peer_plan(group.view(p), group.shape(p),
-                    {.shift = member.shift.data(),
-                     .kept = member.kept.data(),
-                     .arriving = member.arriving.data()},
-                    nullptr);
-    member.num_arrived = 0;
-    for (const int64_t count : member.arriving) {
-      member.num_arrived += count;
+    if (sorts) {
+      cuda::peer_send_counts(group.view(p), group.shape(p), choices_of(member), nullptr);
+    } else {
+      cuda::peer_send_sums(group.view(p), group.shape(p), member.counts.data(), nullptr);
     }
-    std::vector<int64_t> next(kPeerExperts, 0);
-    for (size_t e = 1; e < kPeerExperts; ++e) {
-      next[e] = next[e - 1] + member.counts[e - 1];
-    }
-    std::vector<int64_t> sorted;
-    for (const int64_t expert : member.experts) {
-      sorted.push_back(expert < 0 ? -1 : next[static_cast<size_t>(expert)]++);
-    }
-    const std::vector<int64_t> owners = {0, 1, 2};
-    const moe::PeerRouting routing = {.experts = member.experts.data(),
-                                      .sorted = sorted.data(),
-                                      .shift = member.shift.data(),
-                                      .members = owners.data(),
-                                      .num_tokens = kTokens,
-                                      .num_choices = kChoices,
-                                      .num_experts = kPeerExperts,
-                                      .num_parts = kMembers,
-                                      .repeats = 1,
-                                      .capacity = group.capacity()};
-    member.row_map.assign(member.experts.size(), -99);
-    cuda::peer_map_copies(routing, member.row_map.data(), nullptr);
+  }
+  const std::vector<int64_t> owners = {0, 1, 2};
+  for (int64_t p = 0; p < kMembers; ++p) {
+    Member<Float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_plan(group.view(p), group.shape(p), plan_of(member), nullptr);
+    const auto sum = [](const std::vector<int64_t>& values) {
+      return std::accumulate(values.begin(), values.end(), int64_t{0});
+    };
+    const int64_t kept = sum(member.kept);
+    EXPECT_EQ(member.totals, (std::vector<int64_t>{sum(member.m_splits), kTokens * kChoices - kept,
+                                                   sum(member.counts) - kept}));
+    member.num_arrived = member.totals[0];
+    std::vector<int64_t> sorted(member.experts.size()), counts(kPeerExperts);
+    moe::sort_by_expert(member.experts.data(), std::ssize(sorted), kPeerExperts, sorted.data(),
+                        counts.data());
+    moe::PeerRouting routing = {.experts = member.experts.data(),
+                                .sorted = sorted.data(),
+                                .shift = member.shift.data(),
+                                .members = owners.data(),
+                                .num_tokens = kTokens,
+                                .num_choices = kChoices,
+                                .num_experts = kPeerExperts,
+                                .num_parts = kMembers,
+                                .repeats = 1,
+                                .capacity = group.capacity()};
     std::vector<int64_t> expected(member.experts.size(), -99);
     moe::map_copies(routing, expected.data());
+    member.row_map.assign(member.experts.size(), -99);
+    std::vector<int64_t> order = sorts ? std::vector<int64_t>(sorted.size(), -99) : sorted;
+    routing.sorted = nullptr;
+    cuda::peer_map_copies(routing, order.data(), sorts ? member.workspace.data() : nullptr,
+                          member.row_map.data(), nullptr);
     ASSERT_EQ(member.row_map, expected);
+    ASSERT_EQ(order, sorted);
   }
 }
 
@@ -295,13 +322,70 @@ void run_rounds(int64_t width) {
     Group group(capacity, width * static_cast<int64_t>(sizeof(Float)));
     for (int round = 0; round < 2; ++round) {  // over the same memory, with no reset
       std::vector<Member<Float>> members = random_members<Float>(width, capacity, random);
-      plan(group, members);
+      plan(group, members, round == 0);
       push_and_pull(group, members, width);
       check(members, capacity, width);
     }
     for (int64_t p = 0; p < kMembers; ++p) {
       EXPECT_EQ(group.failure(p).fault, parallel::PeerFault::kNone);
     }
+  }
+}
+
+// Tokens of several tiles, with as many choices as do not divide a tile: against the CPU.
+TEST(PeerKernels, SortAndMapTokensOfSeveralTiles) {
+  for (const auto& [tokens, choices, experts] : {std::tuple{500, 6, 9}, std::tuple{1300, 1, 512},
+                                                 std::tuple{0, 2, 3}, std::tuple{7, 0, 3}}) {
+    SCOPED_TRACE(testing::Message() << tokens << " tokens, " << choices << " choices");
+    std::mt19937 random(3);
+    std::uniform_int_distribution<int64_t> any(-1, experts - 1);
+    std::vector<int64_t> chosen(static_cast<size_t>(tokens * choices));
+    std::generate(chosen.begin(), chosen.end(), [&] { return any(random); });
+    std::vector<int64_t> sorted(chosen.size()), counts(static_cast<size_t>(experts));
+    moe::sort_by_expert(chosen.data(), std::ssize(chosen), experts, sorted.data(), counts.data());
+    const moe::PeerLayout layout = {
+        .num_members = 1, .max_experts = experts, .max_capacity = 900, .max_row_bytes = 16};
+    const int64_t bytes = moe::peer_flags_bytes(1) + layout.bytes();
+    std::vector<int64_t> memory(static_cast<size_t>(bytes / 8 + 1));
+    std::byte* address = reinterpret_cast<std::byte*>(memory.data());
+    cuda::PeerState state = {};
+    const cuda::PeerView view = {
+        .memory = &address, .state = &state, .layout = layout, .timeout_ns = 1000000000};
+    const moe::PeerShape shape = {.num_experts = experts, .capacity = 900};
+    std::vector<int32_t> workspace(
+        static_cast<size_t>(cuda::peer_sort_numel(tokens, choices, experts)), -99);
+    cuda::peer_send_counts(view, shape,
+                           {.experts = chosen.data(),
+                            .num_tokens = tokens,
+                            .num_choices = choices,
+                            .workspace = workspace.data()},
+                           nullptr);
+    std::vector<int64_t> shift(counts.size()), kept(counts.size()), m_splits(counts.size());
+    std::vector<int64_t> totals(3);
+    cuda::peer_plan(view, shape,
+                    {.num_copies = tokens * choices,
+                     .shift = shift.data(),
+                     .kept = kept.data(),
+                     .m_splits = m_splits.data(),
+                     .totals = totals.data()},
+                    nullptr);
+    EXPECT_EQ(m_splits, kept);
+    EXPECT_EQ(totals[2], std::max<int64_t>(
+                             0, std::accumulate(counts.begin(), counts.end(), int64_t{0}) - 900));
+    const std::vector<int64_t> owner = {0};
+    moe::PeerRouting routing = {.experts = chosen.data(),
+                                .sorted = sorted.data(),
+                                .shift = shift.data(),
+                                .members = owner.data(),
+                                .num_tokens = tokens,
+                                .num_choices = choices,
+                                .num_experts = experts,
+                                .capacity = 900};
+    std::vector<int64_t> expected(chosen.size(), -99), map = expected, order = expected;
+    moe::map_copies(routing, expected.data());
+    cuda::peer_map_copies(routing, order.data(), workspace.data(), map.data(), nullptr);
+    EXPECT_EQ(order, sorted);
+    EXPECT_EQ(map, expected);
   }
 }
 
@@ -336,15 +420,14 @@ TEST(PeerKernels, GiveUpOnAMemberThatDoesNotComeAndNameIt) {
   }
   // Exchanges that follow end at once, without a row and without a copy blamed on a full buffer.
   Member<float>& first = members[0];
-  cuda::peer_send_counts(group.view(0), group.shape(0), first.counts.data(), nullptr);
-  cuda::peer_plan(
-      group.view(0), group.shape(0),
-      {.shift = first.shift.data(), .kept = first.kept.data(), .arriving = first.arriving.data()},
-      nullptr);
+  cuda::peer_send_counts(group.view(0), group.shape(0), choices_of(first), nullptr);
+  cuda::peer_plan(group.view(0), group.shape(0), plan_of(first), nullptr);
   EXPECT_EQ(group.failure(0).fault, parallel::PeerFault::kNoRows);
   EXPECT_EQ(first.kept, first.counts);
   EXPECT_EQ(first.shift, std::vector<int64_t>(kPeerExperts, 20));
-  EXPECT_EQ(first.arriving, std::vector<int64_t>(kPeerExperts, 0));
+  EXPECT_EQ(first.m_splits, std::vector<int64_t>(kPeerExperts / kMembers, 0));
+  EXPECT_EQ(first.totals[0], 0);
+  EXPECT_EQ(first.totals[2], 0);
 }
 
 TEST(PeerKernels, RefuseAnotherCapacity) {
@@ -354,14 +437,11 @@ TEST(PeerKernels, RefuseAnotherCapacity) {
   for (int64_t p = 0; p < kMembers; ++p) {
     moe::PeerShape shape = group.shape(p);
     shape.capacity -= p == 1 ? 1 : 0;
-    const Member<float>& member = members[static_cast<size_t>(p)];
-    cuda::peer_send_counts(group.view(p), shape, member.counts.data(), nullptr);
+    cuda::peer_send_counts(group.view(p), shape, choices_of(members[static_cast<size_t>(p)]),
+                           nullptr);
   }
   Member<float>& first = members[0];
-  cuda::peer_plan(
-      group.view(0), group.shape(0),
-      {.shift = first.shift.data(), .kept = first.kept.data(), .arriving = first.arriving.data()},
-      nullptr);
+  cuda::peer_plan(group.view(0), group.shape(0), plan_of(first), nullptr);
   EXPECT_EQ(group.failure(0).fault, parallel::PeerFault::kOtherCapacity);
   EXPECT_EQ(group.failure(0).member, 1);
 }

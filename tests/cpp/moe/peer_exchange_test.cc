@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "megacore/moe/permutation.h"
 #include "megacore/parallel/epochs.h"
 
 namespace megacore::moe {
@@ -64,15 +66,20 @@ std::vector<std::vector<int64_t>> rows_by_list(const Group& group, const Counts&
 struct Plan {
   std::vector<int64_t> shift;
   std::vector<int64_t> kept;
-  std::vector<int64_t> arriving;
+  std::vector<int64_t> m_splits;
+  std::vector<int64_t> totals;
 
   explicit Plan(const Group& group)
       : shift(static_cast<size_t>(group.num_experts), -7),
         kept(static_cast<size_t>(group.num_experts), -7),
-        arriving(static_cast<size_t>(group.num_members * group.num_experts / group.num_parts), -7) {
-  }
-  PeerPlan pointers() {
-    return {.shift = shift.data(), .kept = kept.data(), .arriving = arriving.data()};
+        m_splits(static_cast<size_t>(group.num_experts / group.num_parts), -7),
+        totals(3, -7) {}
+  PeerPlan pointers(int64_t num_copies = 0) {
+    return {.num_copies = num_copies,
+            .shift = shift.data(),
+            .kept = kept.data(),
+            .m_splits = m_splits.data(),
+            .totals = totals.data()};
   }
 };
 
@@ -166,8 +173,9 @@ TEST(PeerExchange, PlansAreThoseOfAListOfAllCopies) {
           const std::vector<std::vector<int64_t>> rows = rows_by_list(group, counts);
           Plan plan(group);
           peers.send_counts(counts[position].data(), group.shape(me));
-          peers.plan(group.shape(me), plan.pointers());
+          peers.plan(group.shape(me), plan.pointers(1000));
           int64_t sorted = 0;
+          int64_t num_kept = 0;
           for (int64_t expert = 0; expert < group.num_experts; ++expert) {
             int64_t kept = 0;
             for (int64_t i = 0; i < counts[position][static_cast<size_t>(expert)]; ++i, ++sorted) {
@@ -177,13 +185,16 @@ TEST(PeerExchange, PlansAreThoseOfAListOfAllCopies) {
               kept += expected >= 0 ? 1 : 0;
             }
             EXPECT_EQ(plan.kept[static_cast<size_t>(expert)], kept);
+            num_kept += kept;
           }
           int64_t arrived = 0;
-          for (const int64_t count : plan.arriving) {
+          for (const int64_t count : plan.m_splits) {
             EXPECT_GE(count, 0);
             arrived += count;
           }
           EXPECT_LE(arrived, capacity);
+          EXPECT_EQ(plan.totals,
+                    (std::vector<int64_t>{arrived, 1000 - num_kept, sorted - num_kept}));
         }
       });
       EXPECT_EQ(errors, std::vector<std::string>(errors.size()));
@@ -234,10 +245,7 @@ TEST(PeerExchange, HundredsOfRoundsNeedNoReset) {
           dawdle();
           peers.send_counts(counts[position].data(), group.shape(me));
           peers.plan(group.shape(me), plan.pointers());
-          int64_t arrived = 0;
-          for (const int64_t count : plan.arriving) {
-            arrived += count;
-          }
+          const int64_t arrived = plan.totals[0];
           const PeerMap where = {.rows = map.data(),
                                  .num_tokens = num_copies,
                                  .num_choices = 1,
@@ -331,6 +339,46 @@ TEST(PeerExchange, EpochsMayWrapAround) {
   EXPECT_FALSE(parallel::has_reached(4, 5));
   EXPECT_TRUE(parallel::has_reached(1, 0xffffffffU));
   EXPECT_FALSE(parallel::has_reached(0xffffffffU, 1));
+}
+
+TEST(PeerExchange, ChoicesArePlannedInOneCallAsInFour) {
+  const Group group = {.num_members = 4, .num_experts = 6, .num_parts = 2, .capacity = 25};
+  constexpr int64_t kTokens = 9;
+  constexpr int64_t kChoices = 3;
+  const auto errors = run_members(layout_of(group, 4), [&](PeerExchange& peers, int64_t me) {
+    std::mt19937 random(static_cast<unsigned>(me));
+    std::uniform_int_distribution<int64_t> any(-1, group.num_experts - 1);
+    std::vector<int64_t> chosen(kTokens * kChoices);
+    std::generate(chosen.begin(), chosen.end(), [&] { return any(random); });
+    const std::vector<int64_t> owners = {0, 2, 1, 3};
+    PeerRouting routing = {.experts = chosen.data(),
+                           .members = owners.data(),
+                           .num_tokens = kTokens,
+                           .num_choices = kChoices,
+                           .num_experts = group.num_experts,
+                           .num_parts = group.num_parts,
+                           .repeats = 2,
+                           .capacity = group.capacity};
+    Plan plan(group), expected(group);
+    std::vector<int64_t> map(2 * chosen.size(), -7), expected_map = map;
+    peers.plan_copies(group.shape(me), routing, plan.pointers(std::ssize(chosen)), map.data());
+
+    std::vector<int64_t> sorted(chosen.size());
+    std::vector<int64_t> counts(static_cast<size_t>(group.num_experts));
+    sort_by_expert(chosen.data(), std::ssize(chosen), group.num_experts, sorted.data(),
+                   counts.data());
+    peers.send_counts(counts.data(), group.shape(me));
+    peers.plan(group.shape(me), expected.pointers(std::ssize(chosen)));
+    routing.sorted = sorted.data();
+    routing.shift = expected.shift.data();
+    map_copies(routing, expected_map.data());
+    EXPECT_EQ(map, expected_map);
+    EXPECT_EQ(plan.kept, expected.kept);
+    EXPECT_EQ(plan.m_splits, expected.m_splits);
+    EXPECT_EQ(plan.totals, expected.totals);
+    EXPECT_GT(plan.totals[1], 0);
+  });
+  EXPECT_EQ(errors, std::vector<std::string>(errors.size()));
 }
 
 TEST(PeerExchange, AnotherCapacityIsRefusedByAllWhoSeeIt) {

@@ -2,8 +2,7 @@
 // kernels in cuda/kernels/peer_rows.cu. For the layout of rows, see peer_rows.h.
 //
 //   PeerExchange peers(window, layout);             // all members; see HostComm::make_window
-//   peers.send_counts(counts, shape);
-//   peers.plan(shape, plan);                        // waits for the counts of all
+//   peers.plan_copies(shape, routing, plan, map);   // exchanges the counts of all
 //   peers.start_push(0, tokens, map);               // writes each copy where its expert is
 //   const int64_t n = peers.finish_push(0, rows, 100);   // waits until all have; copies them out
 //   peers.start_pull(0, results, n);                // shows results to all
@@ -59,6 +58,13 @@ class PeerExchange {
 
   // REQUIRES: the window has kWindowParts parts and layout.bytes() bytes, and outlives this.
   PeerExchange(parallel::HostWindow& window, const PeerLayout& layout);
+
+  // Sorts the copies by expert, exchanges their numbers, and writes the plan and the entries of all
+  // copies. `sorted` and `shift` of the routing are not read.
+  void plan_copies(const PeerShape& shape,
+                   const PeerRouting& routing,
+                   const PeerPlan& plan,
+                   int64_t* map);
 
   // Sends the number of copies for each expert to all members.
   void send_counts(const int64_t* counts, const PeerShape& shape);

@@ -68,21 +68,45 @@ MC_HOST_DEVICE int64_t member_of_other_capacity(const int64_t* messages, const P
 
 // Plan of a member's rows.
 struct PeerPlan {
+  int64_t num_copies = 0;  // of this member's tokens, with those for no expert
   // (num_experts) what to add to a row sorted by expert to get its row in the buffer of a peer.
   int64_t* shift = nullptr;
   int64_t* kept = nullptr;      // (num_experts) rows of this member that have room
-  int64_t* arriving = nullptr;  // (num_members, num_local) rows that arrive here
+  int64_t* m_splits = nullptr;  // (num_local) rows that arrive here
+  // (3) rows that arrive here; copies of this member that are not sent; those for lack of room
+  int64_t* totals = nullptr;
 };
+
+// Numbers of rows or copies of one expert, or of several.
+struct PlannedRows {
+  int64_t wanted = 0;    // copies of this member
+  int64_t kept = 0;      // of them those that have room
+  int64_t arriving = 0;  // rows that arrive here
+
+  MC_HOST_DEVICE void add(const PlannedRows& other) {
+    wanted += other.wanted;
+    kept += other.kept;
+    arriving += other.arriving;
+  }
+};
+
+// Writes the totals, from those of all experts.
+MC_HOST_DEVICE void write_totals(const PlannedRows& all, const PeerPlan& plan) {
+  plan.totals[0] = all.arriving;
+  plan.totals[1] = plan.num_copies - all.kept;
+  plan.totals[2] = all.wanted - all.kept;
+}
 
 // One expert's part of the plan. `first_of_expert` is the first row of its part's buffer,
 // `first_sorted` that of this member's rows sorted by expert.
-MC_HOST_DEVICE void plan_expert(const int64_t* messages,
-                                const PeerShape& shape,
-                                int64_t expert,
-                                int64_t first_of_expert,
-                                int64_t first_sorted,
-                                const PeerPlan& plan) {
-  const bool is_mine = expert / shape.num_local() == shape.part;
+MC_HOST_DEVICE PlannedRows plan_expert(const int64_t* messages,
+                                       const PeerShape& shape,
+                                       int64_t expert,
+                                       int64_t first_of_expert,
+                                       int64_t first_sorted,
+                                       const PeerPlan& plan) {
+  PlannedRows rows;
+  int64_t arriving = 0;
   int64_t first = first_of_expert;
   for (int64_t member = 0; member < shape.num_members; ++member) {
     const int64_t count = messages[member * shape.message_numel() + expert];
@@ -90,12 +114,17 @@ MC_HOST_DEVICE void plan_expert(const int64_t* messages,
     if (member == shape.position) {
       plan.shift[expert] = first - first_sorted;
       plan.kept[expert] = kept;
+      rows.wanted = count;
+      rows.kept = kept;
     }
-    if (is_mine) {
-      plan.arriving[member * shape.num_local() + expert % shape.num_local()] = kept;
-    }
+    arriving += kept;
     first += count;
   }
+  if (expert / shape.num_local() == shape.part) {
+    plan.m_splits[expert % shape.num_local()] = arriving;
+    rows.arriving = arriving;
+  }
+  return rows;
 }
 
 // ---- map of copies ------------------------------------------------------------------------------

@@ -57,18 +57,41 @@ struct PeerTensor {
   FloatType type = FloatType::kFloat32;
 };
 
+// Experts chosen by this member's tokens, and the workspace of their sort. Without a workspace the
+// caller sorts; with one there may be kMaxSortedExperts experts.
+struct PeerChoices {
+  const int64_t* experts = nullptr;  // (num_tokens, num_choices); outside of the experts: not sent
+  int64_t num_tokens = 0;
+  int64_t num_choices = 0;
+  int32_t* workspace = nullptr;  // (peer_sort_numel)
+};
+
+int64_t peer_sort_numel(int64_t num_tokens, int64_t num_choices, int64_t num_experts);
+
 // All throw std::invalid_argument where something does not fit the layout, std::runtime_error if a
 // launch fails.
+//
+// Counts the choices, leaves the counts of tiles in the workspace, and sends those of all.
 void peer_send_counts(const PeerView& peers,
                       const moe::PeerShape& shape,
-                      const int64_t* counts,
+                      const PeerChoices& choices,
                       cudaStream_t stream);
+// Sends counts (num_experts).
+void peer_send_sums(const PeerView& peers,
+                    const moe::PeerShape& shape,
+                    const int64_t* counts,
+                    cudaStream_t stream);
 void peer_plan(const PeerView& peers,
                const moe::PeerShape& shape,
                const moe::PeerPlan& plan,
                cudaStream_t stream);
-// Writes the entries of all copies, (num_tokens, num_choices, repeats).
-void peer_map_copies(const moe::PeerRouting& routing, int64_t* map, cudaStream_t stream);
+// Writes the entries of all copies, (num_tokens, num_choices, repeats). With the workspace of
+// `peer_send_counts` it sorts, and overwrites `sorted`; without, `sorted` has the order.
+void peer_map_copies(const moe::PeerRouting& routing,
+                     int64_t* sorted,
+                     int32_t* workspace,
+                     int64_t* map,
+                     cudaStream_t stream);
 void peer_start_push(const PeerView& peers,
                      int64_t slot,
                      const PeerTensor& tokens,

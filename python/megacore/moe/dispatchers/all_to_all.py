@@ -33,7 +33,6 @@ _PLAN_FIELDS = (
     "tokens_per_expert",
     "arriving",
     "num_dropped",
-    "num_over_budget",
 )
 
 
@@ -110,7 +109,6 @@ class AllToAllDispatcher(_ExchangeDispatcher):
             arriving=arriving_GL,
             rows_per_member=torch.stack((sent_G, arriving_GL.sum(1))),
             num_dropped=num_dropped,
-            num_over_budget=torch.zeros_like(num_dropped),
         )
 
     def read_splits(self, plan: DispatchPlan) -> RowSplits:
@@ -189,7 +187,7 @@ class StaticDispatcher(_ExchangeDispatcher):
             buffers.
     """
 
-    captured_fields = _PLAN_FIELDS
+    captured_fields = (*_PLAN_FIELDS, "num_over_budget")
 
     def __init__(
         self,

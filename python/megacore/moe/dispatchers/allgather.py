@@ -42,7 +42,6 @@ class AllGatherDispatcher(Dispatcher):
         "arriving",
         "rows_per_member",
         "num_dropped",
-        "num_over_budget",
     )
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
@@ -65,7 +64,6 @@ class AllGatherDispatcher(Dispatcher):
             arriving=arriving_L[None],
             rows_per_member=arriving_L.sum(),
             num_dropped=num_dropped,
-            num_over_budget=torch.zeros_like(num_dropped),
         )
 
     def read_splits(self, plan: DispatchPlan) -> RowSplits:

@@ -130,11 +130,14 @@ class DispatchPlan:
             copies that are not sent. Where etp ranks share an expert, each gets a copy.
         tokens_per_expert: Copies of this rank's tokens for each expert, without dropped copies,
             ``(E,)`` int64.
-        arriving: Copies that each member of the group sends to each local expert, ``(G, L)`` int64.
+        arriving: Copies that each member of the group sends to each local expert, ``(G, L)`` int64;
+            their sums over members, ``(1, L)``, where rows arrive sorted by expert.
         rows_per_member: Sizes that the host must read: rows sent to and received from each member,
             ``(2, G)`` int64, or a single number of rows; ``None`` where sizes are fixed.
-        num_dropped: Dropped copies of this rank's tokens, int64 scalar.
-        num_over_budget: Copies dropped because a static buffer was full, int64 scalar.
+        num_dropped: Dropped copies of this rank's tokens, int64 scalar; ``None`` where none can be.
+        num_over_budget: Copies dropped because a static buffer was full, int64 scalar; ``None``
+            where none can be.
+        num_arrived: Rows that arrive, int64 scalar, for dispatchers that need it.
     """
 
     probs: Tensor
@@ -142,8 +145,9 @@ class DispatchPlan:
     tokens_per_expert: Tensor
     arriving: Tensor
     rows_per_member: Tensor | None
-    num_dropped: Tensor
-    num_over_budget: Tensor
+    num_dropped: Tensor | None = None
+    num_over_budget: Tensor | None = None
+    num_arrived: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megacore.moe.dispatchers.base import (
@@ -30,13 +29,11 @@ class LocalDispatcher(Dispatcher):
         "tokens_per_expert",
         "arriving",
         "num_dropped",
-        "num_over_budget",
     )
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
         """Sort copies by expert. See `Dispatcher`."""
         num_experts, ids_Tk = self.placement.num_experts, routing.expert_ids
-        none = ids_Tk.new_zeros(())
         if self.capacity is not None:
             ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=num_experts)
         row_map, counts_E = sort_by_expert(ids_Tk, num_experts)
@@ -46,8 +43,7 @@ class LocalDispatcher(Dispatcher):
             tokens_per_expert=counts_E,
             arriving=counts_E[None],
             rows_per_member=None,
-            num_dropped=none if self.capacity is None else (ids_Tk < 0).sum(),
-            num_over_budget=torch.zeros_like(none),
+            num_dropped=None if self.capacity is None else (ids_Tk < 0).sum(),
         )
 
     def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002

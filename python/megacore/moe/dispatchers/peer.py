@@ -20,13 +20,10 @@ from megacore.moe.dispatchers.base import (
     ExpertRows,
     PendingDispatch,
     Routing,
-    constant,
 )
 from megacore.moe.dispatchers.capacity import Capacity
 from megacore.moe.dispatchers.peers import CopyMap, Peers, PendingTransfer
 from megacore.ops.library import describe
-from megacore.ops.peer_exchange import map_copies
-from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.row_exchange import RowSplits
 from megacore.parallel.turns import yield_turn
 
@@ -59,6 +56,7 @@ class PeerDispatcher(Dispatcher):
         "arriving",
         "num_dropped",
         "num_over_budget",
+        "num_arrived",
     )
 
     def __init__(
@@ -76,21 +74,20 @@ class PeerDispatcher(Dispatcher):
     def preprocess(self, routing: Routing) -> DispatchPlan:
         """Exchange counts and assign a destination row to each copy. See `Dispatcher`."""
         placement, ids_Tk = self.placement, routing.expert_ids
-        num_wanted, num_rows = ids_Tk.numel(), self._receive_rows(*ids_Tk.shape)
+        num_rows = self._receive_rows(*ids_Tk.shape)
         if self.capacity is not None:
             ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
-        sorted_Tk, counts_E = sort_by_expert(ids_Tk, placement.num_experts)
-        counts = self.peers.exchange_counts(counts_E, placement, num_rows)
-        members = constant(placement.members, ids_Tk.device)
-        num_sent = counts.kept.sum()
+        copies = self.peers.plan_copies(ids_Tk, placement, num_rows)
+        num_arrived, num_dropped, num_over_budget = copies.totals
         return DispatchPlan(
             probs=routing.probs,
-            row_map=map_copies(ids_Tk, sorted_Tk, counts.shift, members, num_rows),
-            tokens_per_expert=counts.kept,
-            arriving=counts.arriving,
+            row_map=copies.rows,
+            tokens_per_expert=copies.kept,
+            arriving=copies.m_splits[None],
             rows_per_member=None,
-            num_dropped=num_wanted - num_sent,
-            num_over_budget=counts_E.sum() - num_sent,
+            num_dropped=num_dropped,
+            num_over_budget=num_over_budget,
+            num_arrived=num_arrived,
         )
 
     def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
@@ -100,12 +97,13 @@ class PeerDispatcher(Dispatcher):
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:  # noqa: ARG002
         """Push tokens and weights. See `Dispatcher`."""
         _check_rows("tokens", x_TH, plan.probs.shape[0], "what was routed")
-        m_splits = plan.arriving.sum(0)
+        assert plan.num_arrived is not None
+        m_splits = plan.arriving[0]
         copies = CopyMap(
             rows=plan.row_map.contiguous(),
             num_choices=plan.probs.shape[1],
             capacity=self._receive_rows(*plan.probs.shape),
-            num_arrived=m_splits.sum(),
+            num_arrived=plan.num_arrived,
         )
         transfer = _Transfer(self.peers, copies, x_TH)
         rows, probs = _StartDispatch.apply(x_TH, plan.probs.float(), transfer)  # type: ignore[no-untyped-call]

@@ -15,7 +15,6 @@ import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -28,25 +27,27 @@ from megacore._core import (
     PeerShape,
 )
 from megacore.errors import ConfigError, MegacoreError
-from megacore.moe.dispatchers.base import ExpertPlacement
+from megacore.moe.dispatchers.base import ExpertPlacement, constant
 from megacore.parallel.host_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PeerCounts:
+class PeerPlan:
     """Row assignment of a member, computed from the counts of all members.
 
     Attributes:
-        shift: Offset from the row of a copy, sorted by expert, to its row in the buffer of the
-            ranks of its expert, ``(E,)`` int64. Rows from ``C`` on do not exist.
+        rows: Where this rank's copies go, as in `CopyMap`.
         kept: Copies of this rank that have a row, ``(E,)`` int64.
-        arriving: Rows received from each member for each local expert, ``(G, L)`` int64.
+        m_splits: Rows received for each local expert, ``(L,)`` int64.
+        totals: Rows received; copies of this rank that are not sent; of them those for lack of
+            room, ``(3,)`` int64.
     """
 
-    shift: Tensor
+    rows: Tensor
     kept: Tensor
-    arriving: Tensor
+    m_splits: Tensor
+    totals: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,8 +55,10 @@ class CopyMap:
     """Locations of the copies of this rank's tokens.
 
     Attributes:
-        rows: Entries of :func:`megacore.ops.peer_exchange.map_copies`, ``(T, k * r)`` int64: ``r``
-            members share an expert, and each gets a copy.
+        rows: ``(T, k * r)`` int64, where ``r`` members share an expert, and each gets a copy: -1
+            for a copy that is not sent; ``a``, its row's address ``member * C + row``, for a copy
+            that travels; ``-2 - a`` for a copy whose row is that of an earlier copy of the token on
+            the same member.
         num_choices: k.
         capacity: C.
         num_arrived: Rows that this member receives, int64 scalar.
@@ -91,10 +94,14 @@ class Peers(ABC):
         self._row_bytes = row_bytes
 
     @abstractmethod
-    def exchange_counts(
-        self, counts_E: Tensor, placement: ExpertPlacement, capacity: int
-    ) -> PeerCounts:
-        """Exchange the copies per expert with all members, and assign rows."""
+    def plan_copies(self, ids_Tk: Tensor, placement: ExpertPlacement, capacity: int) -> PeerPlan:
+        """Exchange the copies per expert with all members, and assign rows.
+
+        Args:
+            ids_Tk: Expert of each copy, ``(T, k)`` int64; -1 for a copy that is not sent.
+            placement: Placement of the experts.
+            capacity: C.
+        """
 
     @abstractmethod
     def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> PendingTransfer:
@@ -221,9 +228,7 @@ class HostPeers(Peers):
         self._host = group.host
         self._memory: _HostMemory | None = None
 
-    def exchange_counts(
-        self, counts_E: Tensor, placement: ExpertPlacement, capacity: int
-    ) -> PeerCounts:
+    def plan_copies(self, ids_Tk: Tensor, placement: ExpertPlacement, capacity: int) -> PeerPlan:
         """Exchange counts through shared memory; waits for all members. See `Peers`.
 
         Raises:
@@ -240,17 +245,27 @@ class HostPeers(Peers):
             part=placement.ep_position,
             capacity=capacity,
         )
-        counts_E = counts_E.contiguous()
-        shift, kept = torch.empty_like(counts_E), torch.empty_like(counts_E)
-        arriving = counts_E.new_empty(self.group.size, num_local)
-        exchange.send_counts(counts=counts_E.data_ptr(), shape=shape)
-        exchange.plan(
-            shape=shape,
-            shift=shift.data_ptr(),
-            kept=kept.data_ptr(),
-            arriving=arriving.data_ptr(),
+        ids_Tk, members = ids_Tk.contiguous(), constant(placement.members, ids_Tk.device)
+        num_tokens, num_choices = ids_Tk.shape
+        plan = PeerPlan(
+            rows=ids_Tk.new_empty(num_tokens, num_choices * members.shape[1]),
+            kept=ids_Tk.new_empty(num_experts),
+            m_splits=ids_Tk.new_empty(num_local),
+            totals=ids_Tk.new_empty(3),
         )
-        return PeerCounts(shift=shift, kept=kept, arriving=arriving)
+        exchange.plan_copies(
+            shape=shape,
+            experts=ids_Tk.data_ptr(),
+            members=members.data_ptr(),
+            num_tokens=num_tokens,
+            num_choices=num_choices,
+            repeats=members.shape[1],
+            row_map=plan.rows.data_ptr(),
+            kept=plan.kept.data_ptr(),
+            m_splits=plan.m_splits.data_ptr(),
+            totals=plan.totals.data_ptr(),
+        )
+        return plan
 
     def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> PendingTransfer:
         """Write each copy to its row in the peers' buffers. See `Peers`."""

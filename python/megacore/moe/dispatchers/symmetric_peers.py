@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megacore._core import PeerFault, PeerLayout, peer_failure, peer_flags_bytes
 from megacore.errors import MegacoreError, PeerLostError
-from megacore.moe.dispatchers.base import ExpertPlacement
-from megacore.moe.dispatchers.peers import CopyMap, PeerCounts, Peers, PendingTransfer, Slots
+from megacore.moe.dispatchers.base import ExpertPlacement, constant
+from megacore.moe.dispatchers.peers import CopyMap, PeerPlan, Peers, PendingTransfer, Slots
 from megacore.ops import cuda_kernels, has_cuda_kernels, peer_exchange
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
@@ -72,15 +72,17 @@ class DevicePeers(Peers):
     def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
         """Allocate zeroed memory on all members; returns addresses ``(G,)`` and the owner."""
 
-    def exchange_counts(
-        self, counts_E: Tensor, placement: ExpertPlacement, capacity: int
-    ) -> PeerCounts:
-        """Exchange counts and assign rows by two kernels. See `Peers`."""
+    def plan_copies(self, ids_Tk: Tensor, placement: ExpertPlacement, capacity: int) -> PeerPlan:
+        """Exchange counts and assign rows by three kernels. See `Peers`."""
         memory = self._reserve(placement.num_experts, capacity, self._row_bytes)
         shape = [placement.num_experts, placement.ep_size, placement.ep_position, capacity]
-        peer_exchange.send_counts(counts_E.contiguous(), *self._members(memory), shape)
-        shift, kept, arriving = peer_exchange.plan(*self._members(memory), shape)
-        return PeerCounts(shift=shift, kept=kept, arriving=arriving)
+        sorting = peer_exchange.send_counts(ids_Tk, *self._members(memory), shape)
+        shift, kept, m_splits, totals = peer_exchange.plan(
+            *self._members(memory), shape, ids_Tk.numel()
+        )
+        members = constant(placement.members, ids_Tk.device)
+        rows = peer_exchange.map_copies(ids_Tk, sorting, shift, members, capacity)
+        return PeerPlan(rows=rows, kept=kept, m_splits=m_splits, totals=totals)
 
     def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> PendingTransfer:
         """Write each copy to its row in the peers' buffers, on a separate stream. See `Peers`."""

@@ -219,7 +219,8 @@ class Echo:
         )
         if kept.expert_ids is not wanted:
             no_room = (wanted >= 0).sum() - (kept.expert_ids >= 0).sum()
-            values["num_over_budget"] = plan.num_over_budget + no_room
+            earlier = plan.num_over_budget
+            values["num_over_budget"] = no_room if earlier is None else earlier + no_room
         return EchoPlan(**values, offload=offload)
 
     def clones(self, experts: GroupedExperts, plan: EchoPlan) -> CloneExchange:

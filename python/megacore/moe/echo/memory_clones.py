@@ -40,6 +40,7 @@ class MemoryClones(CloneExchange):
         self._sets, self._plan = sets, plan
         self._filled = sets[0]  # the set that has the clones, from `bring` on
         self._on_sent = on_sent
+        self._first: Tensor | None = None
 
     def bring(self, order: tuple[int, ...]) -> None:
         """Fill the slots unconditionally, regardless of their last user. See `CloneExchange`."""
@@ -58,7 +59,7 @@ class MemoryClones(CloneExchange):
     ) -> None:
         """See `CloneExchange`."""
         clones = self._filled.weights(projection, self._plan)
-        first, splits = m_splits[:num_local].sum(), m_splits[num_local:]
+        first, splits = self._split(m_splits, num_local)
         part_product_(rows, clones, splits, first, out, self.expected_rows)
 
     def multiply_back(
@@ -66,7 +67,7 @@ class MemoryClones(CloneExchange):
     ) -> None:
         """See `CloneExchange`."""
         clones = self._filled.weights(projection, self._plan)
-        first, splits = m_splits[:num_local].sum(), m_splits[num_local:]
+        first, splits = self._split(m_splits, num_local)
         part_input_grad_(grad, clones, splits, first, out, self.expected_rows)
 
     def start_weight_grads(
@@ -76,11 +77,17 @@ class MemoryClones(CloneExchange):
         self._filled.join()
         grads = self._sets[0].grads(projection)
         num_local = like.shape[0]
-        first, splits = m_splits[:num_local].sum(), m_splits[num_local:]
+        first, splits = self._split(m_splits, num_local)
         part_weight_grad_(grad, rows, splits, first, grads, self.expected_rows)
         self._sets[0].offer_grads(projection, self._plan)
         held = self._plan.slot_expert[self._sets[0].group.position]
         self._on_sent(held, 0, self._plan.num_experts, bytes_of_expert(grads))
+
+    def _split(self, m_splits: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
+        """Return the first row of clones, and the rows of each; the same for all products."""
+        if self._first is None:
+            self._first = m_splits[:num_local].sum()
+        return self._first, m_splits[num_local:]
 
     def finish_weight_grads(self, projection: int, total: Tensor) -> None:
         """Pull now, because peers cannot reuse their buffers before. See `CloneExchange`."""
