@@ -108,14 +108,18 @@ def load_balancing_loss(
         kind=kind,
         groups=groups,
     )
+    if pools > 0 and not spans_ranks(groups, kind):
+        # Fewer operations than the general case, of which it is the one without other ranks.
+        own_P = (count_PE * total_PE).sum(1) * slope
+        return own_P, own_P.detach().mean()
 
     def over_ranks() -> Tensor:
         stats = torch.stack([count_PE, total_PE.detach()])
         reduce_stats(stats, kind=kind, groups=groups)
         return stats
 
-    count_PE, all_totals_PE = over_ranks() if memo is None else memo.once(over_ranks)
-    return (count_PE * total_PE).sum(1) * slope, (count_PE * all_totals_PE).sum() * scale
+    counts_PE, totals_PE = over_ranks() if memo is None else memo.once(over_ranks)
+    return (counts_PE * total_PE).sum(1) * slope, (counts_PE * totals_PE).sum() * scale
 
 
 def scales_of_pools(
