@@ -52,9 +52,9 @@ Run = Callable[[], Any]
 class OneMember(DevicePeers):
     """A group of one: its own memory stands for that of all, so links between GPUs play no part."""
 
-    def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, Tensor, object]:
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        return torch.tensor([memory.data_ptr()], device=self.device), memory
+        return torch.tensor([memory.data_ptr()], device=self.device), memory, None
 
 
 # Tokens, choices, features, experts, inner width: the shapes of two published models.
@@ -168,20 +168,29 @@ def peer_kernels(shape: tuple[int, ...]) -> dict[str, tuple[Run, Run, int]]:
     def push() -> None:
         peers.finish_push(peers.start_push(tokens, None, copies), rows, None, copies)
 
-    def pull() -> None:
-        peers.finish_pull(peers.start_pull(rows, None, copies), tokens, None, copies)
+    def pull(in_place: bool) -> None:
+        reserved = peers.reserve_pull(copies, rows)
+        published = reserved.rows if in_place else rows
+        peers.start_pull(reserved, published, None, tokens, None)
+        peers.finish_pull(reserved)
 
     return {
-        # Written to the buffer and copied out of it; or copied to it and read there.
+        # Written to the buffer and copied out of it; or copied to it, if a product has not written
+        # them there, and read there.
         "peer push": (
             push,
             lambda: permute_reference(tokens, row_map, num_rows),
             moved_tokens + 3 * moved_rows,
         ),
         "peer pull": (
-            pull,
+            lambda: pull(in_place=False),
             lambda: unpermute_reference(rows, row_map),
             moved_tokens + 3 * moved_rows,
+        ),
+        "peer pull in place": (
+            lambda: pull(in_place=True),
+            lambda: unpermute_reference(rows, row_map),
+            moved_tokens + moved_rows,
         ),
     }
 

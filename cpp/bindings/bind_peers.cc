@@ -47,7 +47,8 @@ void bind_peers_values(py::module_& module) {
       .def_readonly("max_experts", &PeerLayout::max_experts)
       .def_readonly("max_capacity", &PeerLayout::max_capacity)
       .def_readonly("max_row_bytes", &PeerLayout::max_row_bytes)
-      .def_property_readonly("bytes", &PeerLayout::bytes);
+      .def_property_readonly("bytes", &PeerLayout::bytes)
+      .def("rows_offset", &PeerLayout::rows_offset, py::arg("slot"));
   py::class_<PeerShape>(module, "PeerShape")
       .def(py::init([](int64_t num_members, int64_t position, int64_t num_experts,
                        int64_t num_parts, int64_t part, int64_t capacity) {
@@ -141,6 +142,12 @@ void bind_exchange(py::module_& module) {
       +[](PeerExchange& self, int64_t slot, const PeerRows& rows, int64_t num_arrived,
           int64_t capacity) { self.finish_push(slot, rows, num_arrived, capacity); },
       "num_arrived", "capacity");
+  exchange.def(
+      "reserve_pull",
+      [](PeerExchange& self, int64_t slot) {
+        return reinterpret_cast<uintptr_t>(self.reserve_pull(slot));
+      },
+      py::kw_only(), py::arg("slot"), no_gil());
   def_on_rows(
       exchange, "start_pull", "rows",
       +[](PeerExchange& self, int64_t slot, const PeerRows& rows, int64_t num_rows) {

@@ -181,6 +181,12 @@ void bind_peers(py::module_& module) {
   bind_map(module);
   bind_tokens_side<&cuda::peer_start_push>(module, "peer_start_push");
   bind_experts_side<&cuda::peer_finish_push>(module, "peer_finish_push");
+  define(
+      module, "peer_reserve_pull",
+      +[](const PeerView& peers, cudaStream_t stream, int64_t slot) {
+        cuda::peer_reserve_pull(peers, slot, stream);
+      },
+      "slot");
   bind_experts_side<&cuda::peer_start_pull>(module, "peer_start_pull");
   bind_tokens_side<&cuda::peer_finish_pull>(module, "peer_finish_pull");
 }

@@ -178,11 +178,12 @@ __global__ void __launch_bounds__(kRowThreads, 1) start_pull_kernel(
     PeerView peers, int64_t slot, PeerTensor from, const int64_t* num_arrived, int64_t capacity) {
   const uint32_t epoch = epoch_of(peers, slot);
   if (wait_for_all(peers, slot, true, epoch - 1, PeerFault::kStillReads)) {
-    const int64_t vectors = from.width / kPack;
     const int64_t num_rows = used_rows(num_arrived, capacity);
-    auto* to = reinterpret_cast<Pack<Float, kPack>*>(rows_of<Float>(peers, slot, peers.position));
-    copy_words(to, packs_at<Float, kPack>(static_cast<const Float*>(from.rows)),
-               num_rows * vectors);
+    if (from.rows != nullptr) {  // else they are in the slot already
+      auto* to = reinterpret_cast<Pack<Float, kPack>*>(rows_of<Float>(peers, slot, peers.position));
+      copy_words(to, packs_at<Float, kPack>(static_cast<const Float*>(from.rows)),
+                 num_rows * (from.width / kPack));
+    }
     if (from.probs != nullptr) {
       copy_words(probs_of(peers, slot, peers.position), from.probs, num_rows);
     }
@@ -258,13 +259,17 @@ __global__ void __launch_bounds__(kRowThreads) finish_pull_kernel(
 
 // ---- launchers ----------------------------------------------------------------------------------
 
+void require_slot(int64_t slot) {
+  MC_REQUIRE(slot >= 0 && slot < moe::kPeerSlots, "slot is {}; there are {}", slot,
+             moe::kPeerSlots);
+}
+
 void require_rows(const PeerView& peers, int64_t slot, const PeerTensor& rows, int64_t capacity) {
   require_view(peers);
+  require_slot(slot);
   MC_REQUIRE(peers.layout.num_members * capacity < int64_t{1} << 32,
              "{} rows of {} members are more than 32 bits count", capacity,
              peers.layout.num_members);
-  MC_REQUIRE(slot >= 0 && slot < moe::kPeerSlots, "slot is {}; there are {}", slot,
-             moe::kPeerSlots);
   MC_REQUIRE(capacity >= 0 && capacity <= peers.layout.max_capacity && rows.width >= 0 &&
                  rows.width * bytes_of(rows.type) <= peers.layout.max_row_bytes,
              "{} rows of {} bytes do not fit memory for {} rows of {} bytes", capacity,
@@ -336,6 +341,12 @@ void peer_finish_push(const PeerView& peers,
   });
 }
 
+void peer_reserve_pull(const PeerView& peers, int64_t slot, cudaStream_t stream) {
+  require_view(peers);
+  require_slot(slot);
+  launch_wait(peers, slot, kUntilTaken, stream);
+}
+
 void peer_start_pull(const PeerView& peers,
                      int64_t slot,
                      const PeerTensor& rows,
@@ -343,12 +354,13 @@ void peer_start_pull(const PeerView& peers,
                      int64_t capacity,
                      cudaStream_t stream) {
   require_rows(peers, slot, rows, capacity);
-  launch_wait(peers, slot, kUntilTaken, stream);
   with_rows(rows, [&]<typename Float, int kPack>(int) {
-    // As many blocks as packs take, each thread with all its loads in flight.
-    const int64_t turns = divided_up(capacity * (rows.width / kPack), kLoadsInFlight);
-    launch("peer_start_pull", start_pull_kernel<Float, kPack>, blocks_for(turns, 1), stream, peers,
-           slot, rows, num_arrived, capacity);
+    // As many blocks as packs take, each thread with all its loads in flight; one for a flag alone.
+    const int64_t row_packs = rows.rows == nullptr ? 0 : rows.width / kPack;
+    const int64_t packs = capacity * (row_packs + (rows.probs == nullptr ? 0 : 1));
+    launch("peer_start_pull", start_pull_kernel<Float, kPack>,
+           blocks_for(divided_up(packs, kLoadsInFlight), 1, kLinkBlocks), stream, peers, slot, rows,
+           num_arrived, capacity);
   });
 }
 

@@ -462,6 +462,17 @@ def peer_finish_push(
     capacity: int,
     stream: int,
 ) -> None: ...
+def peer_reserve_pull(
+    *,
+    memory: int,
+    state: int,
+    num_members: int,
+    position: int,
+    layout: list[int],
+    timeout_s: float,
+    slot: int,
+    stream: int,
+) -> None: ...
 def peer_start_pull(
     *,
     memory: int,

@@ -101,8 +101,11 @@ def forward_backward(
     plan = dispatcher.preprocess(Choice(probs, choice.expert_ids))
     splits = dispatcher.read_splits(plan)
     arrived = dispatcher.dispatch(x, plan, splits).finish()
-    inner = swiglu(grouped_gemm(arrived.rows, w1.flatten(1, 2), arrived.m_splits), arrived.probs)
-    rows = dispatcher.combine(grouped_gemm(inner, w2, arrived.m_splits), arrived, splits)
+    sent = arrived.sent_next
+    grad_out, out = (None, None) if sent is None else (sent.input_grads, sent.results)
+    wide = grouped_gemm(arrived.rows, w1.flatten(1, 2), arrived.m_splits, grad_out=grad_out)
+    rows = grouped_gemm(swiglu(wide, arrived.probs), w2, arrived.m_splits, out=out)
+    rows = dispatcher.combine(rows, arrived, splits)
     output = dispatcher.postprocess(rows, plan)
     (output * direction(output)).sum().backward()
     return {

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megacore.moe.dispatchers import HostPeers
+from megacore.moe.dispatchers.peers import PendingPull
 from megacore.parallel import row_exchange
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.train.trainer import build_trainer
@@ -29,6 +30,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "alltoall": {"moe.overlap_shared": True},
     "static": {"moe.dispatcher": "static", "debug.static_transport": "collective"},
     "peers": {"moe.dispatcher": "static", "debug.static_transport": "peer"},
+    "peers, recomputed": {
+        **{"moe.dispatcher": "static", "debug.static_transport": "peer"},
+        **{"train.recompute": "full", "moe.overlap_shared": True},
+    },
     "recomputed": {"train.recompute": "full", "optimizer.overlap": "grads"},
 }
 
@@ -59,14 +64,23 @@ class Log:
         monkeypatch.setattr(PendingCollective, "wait", logged_wait)
         for way in ("push", "pull"):
             self._watch_peers(monkeypatch, way)
+        # Of each pull, whether a product wrote its rows to the slot.
+        self.pulls_in_place: list[bool] = []
+        holds = PendingPull.holds
+
+        def logged_holds(pull: PendingPull, rows: torch.Tensor) -> bool:
+            self.pulls_in_place.append(holds(pull, rows))
+            return self.pulls_in_place[-1]
+
+        monkeypatch.setattr(PendingPull, "holds", logged_holds)
 
     def _watch_peers(self, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
         start, finish = getattr(HostPeers, f"start_{way}"), getattr(HostPeers, f"finish_{way}")
         numbers: dict[int, int] = {}
 
-        def logged_start(*args: Any) -> Any:
-            ticket = start(*args)
-            numbers[id(ticket)] = self.num_exchanges
+        def logged_start(peers: HostPeers, *args: Any) -> Any:
+            ticket = start(peers, *args)
+            numbers[id(args[0] if way == "pull" else ticket)] = self.num_exchanges
             self.entries.append(("start", self.num_exchanges))
             self.num_exchanges += 1
             return ticket
@@ -95,6 +109,8 @@ def train_both(_rank: int, variant: str) -> list[Any]:
         weights = [piece.tensors["main_param"].clone() for piece in trainer.pieces()]
         numbers = [(step.loss, step.grad_norm, step.experts) for step in metrics]
         found.append((numbers, weights, log.num_exchanges, log.num_with_work_in_between()))
+        assert log.pulls_in_place == [True] * len(log.pulls_in_place)
+        assert bool(log.pulls_in_place) == variant.startswith("peers")
     return found
 
 

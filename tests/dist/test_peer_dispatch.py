@@ -22,6 +22,7 @@ from megacore.moe.dispatchers import (
     ExpertPlacement,
     HostPeers,
     PeerDispatcher,
+    PendingDispatch,
     StaticBudget,
     StaticDispatcher,
     make_peers,
@@ -209,6 +210,32 @@ def back_to_back(rank: int, num_rounds: int) -> list[str]:
 
 def test_hundreds_of_layers_follow_each_other_without_a_reset() -> None:
     assert run_ranks(4, back_to_back, 150, timeout_s=120) == [[], [], [], []]
+
+
+def abandoned(rank: int) -> list[bool]:
+    """Rows of pushes after a pull for which a slow rank writes rows, and which does not start."""
+    groups = ProcessGroups.create(Topology(world_size=2, ep=2))
+    dispatcher = peer_dispatcher(ExpertPlacement.of(groups, 4))
+    choice = make_choice("random", rank, num_tokens=8, num_experts=4, top_k=2)
+    x, plan = tokens_of(rank, 8), dispatcher.preprocess(choice)
+
+    def push() -> PendingDispatch:
+        return dispatcher.dispatch(x, plan, RowSplits())
+
+    expected = push().finish()
+    assert expected.sent_next is not None
+    rows = expected.sent_next.results()
+    if rank == 0:
+        time.sleep(0.3)
+    rows.fill_(7.0)
+    num_rows = int(expected.m_splits.sum())
+    pushes = [push(), push()]  # one of them to the slot of the pull
+    found = [pending.finish().rows[:num_rows] for pending in pushes]
+    return [torch.equal(rows, expected.rows[:num_rows]) for rows in found]
+
+
+def test_nobody_pushes_over_the_rows_of_a_pull_that_does_not_start() -> None:
+    assert run_ranks(2, abandoned) == [[True, True], [True, True]]
 
 
 # A rank that has returned waits for the others; what is kept here has not left its group then.

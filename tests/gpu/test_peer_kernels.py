@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from megacore.errors import PeerLostError
 from megacore.moe.dispatchers import ExpertPlacement
-from megacore.moe.dispatchers.peers import CopyMap, PeerPlan
+from megacore.moe.dispatchers.peers import CopyMap, PeerPlan, PendingPull
 from megacore.moe.dispatchers.symmetric_peers import DevicePeers
 from megacore.ops import has_cuda_kernels, peer_exchange, permute, sort_by_expert, unpermute
 from megacore.ops.permutation import permute_probs
@@ -24,14 +26,27 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class OneGpu(DevicePeers):
-    """A member whose peers are on the same device: memory is handed out by ``memory``."""
+    """A member whose peers are on the same device: memory is handed out by ``memory``.
+
+    The sums of a pull are queued when it is finished: streams of one device may share a queue, in
+    which the wait of one member would come before the rows of another.
+    """
 
     def __init__(self, group: Group, memory: Memory, timeout_s: float) -> None:
         super().__init__(group, torch.device("cuda"), timeout_s=timeout_s)
         self._source = memory
+        self._later: list[tuple[Any, ...]] = []
 
-    def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
-        return self._source.of(num_bytes)
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, Tensor, object]:
+        addresses, buffers = self._source.of(num_bytes)
+        return addresses, buffers[self.group.position], buffers
+
+    def _sum(self, *arguments: Any) -> None:
+        self._later.append(arguments)
+
+    def finish_pull(self, pull: PendingPull) -> None:
+        super()._sum(*self._later.pop(0))
+        super().finish_pull(pull)
 
 
 class Memory:
@@ -41,7 +56,7 @@ class Memory:
         self._num_members = num_members
         self._made: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
-    def of(self, num_bytes: int) -> tuple[Tensor, object]:
+    def of(self, num_bytes: int) -> tuple[Tensor, list[Tensor]]:
         if num_bytes not in self._made:
             buffers = [
                 torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
@@ -50,6 +65,15 @@ class Memory:
             addresses = [buffer.data_ptr() for buffer in buffers]
             self._made[num_bytes] = torch.tensor(addresses, device="cuda"), buffers
         return self._made[num_bytes]
+
+
+class WithSums(OneGpu):
+    """The only member of a group, which queues sums at once."""
+
+    def __init__(self, member: OneGpu) -> None:
+        super().__init__(member.group, member._source, member._timeout_s)
+
+    _sum, finish_pull = DevicePeers._sum, DevicePeers.finish_pull
 
 
 class Team:
@@ -115,18 +139,24 @@ class Team:
         return results
 
     def pull(
-        self, rows: list[Tensor], probs: list[Tensor], maps: list[CopyMap]
+        self,
+        rows: list[Tensor],
+        probs: list[Tensor],
+        maps: list[CopyMap],
+        *,
+        in_place: bool = False,
     ) -> list[tuple[Tensor, Tensor]]:
-        tickets = [
-            peers.start_pull(each, weights, copies)
-            for peers, each, weights, copies in zip(self.peers, rows, probs, maps, strict=True)
-        ]
-        results = []
-        for peers, ticket, each, copies in zip(self.peers, tickets, rows, maps, strict=True):
+        pulls, results = [], []
+        for peers, each, weights, copies in zip(self.peers, rows, probs, maps, strict=True):
+            pull = peers.reserve_pull(copies, each)
             x = each.new_empty(copies.rows.shape[0], each.shape[1])
             x_probs = each.new_empty(copies.rows.shape[0], copies.num_choices, dtype=torch.float32)
-            peers.finish_pull(ticket, x, x_probs, copies)
+            published = pull.rows.copy_(each) if in_place else each
+            peers.start_pull(pull, published, weights, x, x_probs)
+            pulls.append(pull)
             results.append((x, x_probs))
+        for peers, pull in zip(self.peers, pulls, strict=True):
+            peers.finish_pull(pull)
         return results
 
 
@@ -174,7 +204,8 @@ def test_rows_go_where_one_rank_would_put_them_and_come_back(
             tokens = [torch.randn(33, width, device="cuda").to(dtype) for _ in ids]
             probs = [torch.rand(33, 3, device="cuda") for _ in ids]
             pushed = team.push(tokens, probs, maps)
-            pulled = team.pull([rows for rows, _ in pushed], [p for _, p in pushed], maps)
+            results = [rows for rows, _ in pushed], [p for _, p in pushed], maps
+            pulled, in_place = team.pull(*results), team.pull(*results, in_place=True)
         expected = by_concatenation(tokens, maps, capacity)
         repeats = num_members // num_parts
         joined = torch.cat([addresses(copies) for copies in maps])
@@ -189,6 +220,8 @@ def test_rows_go_where_one_rank_would_put_them_and_come_back(
             torch.testing.assert_close(pulled[p][0], sums, rtol=1e-6, atol=1e-6)
             kept = (maps[p].rows.view(33, 3, repeats) != -1).sum(-1)
             torch.testing.assert_close(pulled[p][1], probs[p] * kept)
+            assert torch.equal(pulled[p][0], in_place[p][0])
+            assert torch.equal(pulled[p][1], in_place[p][1])
     for peers in team.peers:
         peers.check()
 
@@ -235,31 +268,37 @@ def test_a_member_that_does_not_come_is_named_and_the_results_are_nan() -> None:
         here.check()
     assert rows[: int(maps[0].num_arrived)].isnan().all()
     # What follows ends at once, and says the same.
-    ticket = here.start_pull(rows, None, maps[0])
-    here.finish_pull(ticket, x, None, maps[0])
+    pull = here.reserve_pull(maps[0], rows)
+    here.start_pull(pull, rows, None, x, None)
+    here.finish_pull(pull)
     with pytest.raises(PeerLostError, match="rank 1 did not send its rows"):
         here.check()
     assert x.isnan().all()
 
 
-def test_a_graph_uses_the_memory_of_pushed_tokens_again() -> None:
+def test_a_graph_uses_the_memory_of_rows_in_flight_again() -> None:
     team = Team(1, 4)
-    maps = team.maps(random_ids(1, 512, 2, 4, 0), 1024)
-    peers, x = team.peers[0], torch.randn(512, 1024, device="cuda")
+    copies = team.maps(random_ids(1, 512, 2, 4, 0), 1024)[0]
+    x = torch.randn(512, 1024, device="cuda")
+    peers = WithSums(team.peers[0])
 
-    def pushes(count: int) -> None:
+    def exchanges(count: int) -> None:
         for _ in range(count):
-            ticket = peers.start_push(x + 1.0, None, maps[0])
-            peers.finish_push(ticket, x.new_empty(1024, 1024), None, maps[0])
+            ticket = peers.start_push(x + 1.0, None, copies)
+            rows = x.new_empty(1024, 1024)
+            peers.finish_push(ticket, rows, None, copies)
+            pull = peers.reserve_pull(copies, rows)
+            peers.start_pull(pull, rows + 1.0, None, torch.empty_like(x), None)
+            peers.finish_pull(pull)
 
-    pushes(1)
+    exchanges(1)
     pools = []
     for count in (1, 8):
         torch.cuda.synchronize()
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            pushes(count)
+            exchanges(count)
         pools.append(torch.cuda.memory_reserved() - before)
         del graph
     assert pools[1] == pools[0]
@@ -294,6 +333,33 @@ def test_plans_of_many_tokens_and_of_more_experts_than_a_kernel_sorts(
     assert (experts[kept][order].diff() >= 0).all()
 
 
+def test_a_pull_is_summed_beside_what_is_computed_meanwhile() -> None:
+    team = Team(1, 4)
+    copies = team.maps(random_ids(1, 512, 2, 4, 0), 1024)[0]
+    peers = WithSums(team.peers[0])
+    rows = torch.randn(1024, 256, device="cuda")
+    expected = unpermute(rows, addresses(copies))
+
+    def run() -> tuple[Tensor, Tensor]:
+        sums = rows.new_empty(512, 256)
+        pull = peers.reserve_pull(copies, rows)
+        pull.rows.copy_(rows)
+        peers.start_pull(pull, pull.rows, None, sums, None)
+        other = rows @ rows.T
+        peers.finish_pull(pull)
+        return sums + 0.0, other
+
+    for _ in range(3):
+        sums, other = run()
+        torch.testing.assert_close(sums, expected, rtol=1e-6, atol=1e-6)
+    graph, (sums, captured) = capture(run)
+    for _ in range(20):
+        graph.replay()
+    torch.testing.assert_close(sums, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(captured, other)
+    peers.check()
+
+
 def test_another_capacity_is_an_error_and_nothing_is_sent() -> None:
     team = Team(2, 4)
     ids = random_ids(2, 8, 2, 4, 0)
@@ -322,6 +388,10 @@ def test_torch_knows_the_operations() -> None:
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(
         peer_exchange.start_push, (x, None, maps[0].rows, *members, 0, 2, 16), test_utils=checks
+    )
+    rows, num_arrived = x.new_empty(16, 16), maps[0].num_arrived
+    torch.library.opcheck(
+        peer_exchange.start_pull, (rows, None, num_arrived, *members, 1, True), test_utils=checks
     )
 
 

@@ -142,8 +142,12 @@ float* PeerExchange::probs(int64_t slot, int64_t member) const {
                                   layout_.probs_offset(slot));
 }
 
-void PeerExchange::check_slot(int64_t slot, const PeerRows& rows, int64_t num_rows) const {
+void PeerExchange::check_slot(int64_t slot) {
   MC_REQUIRE(slot >= 0 && slot < kPeerSlots, "slot is {}; there are {}", slot, kPeerSlots);
+}
+
+void PeerExchange::check_rows(int64_t slot, const PeerRows& rows, int64_t num_rows) const {
+  check_slot(slot);
   MC_REQUIRE(rows.width >= 0 && num_rows >= 0 && num_rows <= layout_.max_capacity &&
                  rows.row_bytes() <= layout_.max_row_bytes,
              "{} rows of {} bytes do not fit buffers of {} rows of {} bytes", num_rows,
@@ -218,7 +222,7 @@ void PeerExchange::plan(const PeerShape& shape, const PeerPlan& plan) {
 }
 
 void PeerExchange::start_push(int64_t slot, const PeerRows& tokens, const PeerMap& map) {
-  check_slot(slot, tokens, map.capacity);
+  check_rows(slot, tokens, map.capacity);
   check_map(map);
   window_.wait_until_taken(slot);
   const int64_t bytes = tokens.row_bytes();
@@ -245,7 +249,7 @@ void PeerExchange::finish_push(int64_t slot,
                                const PeerRows& to,
                                int64_t num_arrived,
                                int64_t capacity) {
-  check_slot(slot, to, capacity);
+  check_rows(slot, to, capacity);
   MC_REQUIRE(num_arrived >= 0 && num_arrived <= capacity, "{} rows arrive in a buffer of {}",
              num_arrived, capacity);
   window_.wait_until_offered(slot);
@@ -261,11 +265,19 @@ void PeerExchange::finish_push(int64_t slot,
   window_.take(slot);
 }
 
-void PeerExchange::start_pull(int64_t slot, const PeerRows& from, int64_t num_rows) {
-  check_slot(slot, from, num_rows);
+std::byte* PeerExchange::reserve_pull(int64_t slot) {
+  check_slot(slot);
   window_.wait_until_taken(slot);
+  return rows(slot, window_.position());
+}
+
+void PeerExchange::start_pull(int64_t slot, const PeerRows& from, int64_t num_rows) {
+  check_rows(slot, from, num_rows);
+  std::byte* const to = reserve_pull(slot);
   const int64_t me = window_.position();
-  copy_bytes(rows(slot, me), from.rows, num_rows * from.row_bytes());
+  if (from.rows != nullptr) {
+    copy_bytes(to, from.rows, num_rows * from.row_bytes());
+  }
   if (from.probs != nullptr) {
     copy_bytes(probs(slot, me), from.probs, num_rows * static_cast<int64_t>(sizeof(float)));
   }
@@ -273,7 +285,7 @@ void PeerExchange::start_pull(int64_t slot, const PeerRows& from, int64_t num_ro
 }
 
 void PeerExchange::finish_pull(int64_t slot, const PeerRows& tokens, const PeerMap& map) {
-  check_slot(slot, tokens, map.capacity);
+  check_rows(slot, tokens, map.capacity);
   check_map(map);
   window_.wait_until_offered(slot);
   const int64_t bytes = tokens.row_bytes();

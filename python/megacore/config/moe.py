@@ -107,7 +107,8 @@ class MoEConfig(Section):
     )
     overlap_shared: bool = Field(
         default=False,
-        description="Overlap the shared expert with the dispatch of tokens.",
+        description="Overlap the shared expert with the exchanges of tokens: its first matrix "
+        "product with the dispatch, the second with the combine.",
     )
     dispatcher: Literal["allgather", "alltoall", "static"] = Field(
         default="alltoall",

@@ -5,6 +5,7 @@ Shapes: S sequence, B batch, H hidden, E experts, F inner width of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -25,7 +26,7 @@ from megacore.moe.dispatchers import (
 )
 from megacore.moe.echo.layer import Echo, ReceiveBudget
 from megacore.moe.experts import ExpertBiases, GroupedExperts
-from megacore.moe.layer import MoELayer
+from megacore.moe.layer import InTwoParts, MoELayer
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.linear import linear
 from megacore.ops.recompute import RecomputeCache
@@ -142,8 +143,13 @@ class GatedExpert(nn.Module):
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Compute ``(S[/tp], B, H)`` to the same shape."""
-        output: Tensor = self.mlp(x_SBH) * torch.sigmoid(linear(x_SBH, self.gate))
-        return output
+        return self.start(x_SBH)()
+
+    def start(self, x_SBH: Tensor) -> Callable[[], Tensor]:
+        """Compute the expert's first part; see `InTwoParts`."""
+        assert isinstance(self.mlp, InTwoParts)
+        finish = self.mlp.start(x_SBH)
+        return lambda: finish() * torch.sigmoid(linear(x_SBH, self.gate))
 
 
 def _router_bias(name: str, context: ModelContext) -> nn.Parameter | None:

@@ -8,6 +8,7 @@ Shapes: S sequence, B batch, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -56,7 +57,12 @@ class MLP(nn.Module):
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP: ``(S[/tp], B, H)`` to the same shape."""
-        return self.finish(self.gate_up(x_SBH))
+        return self.start(x_SBH)()
+
+    def start(self, x_SBH: Tensor) -> Callable[[], Tensor]:
+        """Apply ``gate_up``; the result computes the rest and returns the output."""
+        wide_SBF = self.gate_up(x_SBH)
+        return lambda: self.finish(wide_SBF)
 
     def finish(self, x_SBF: Tensor) -> Tensor:
         """Apply the activation and ``down`` to the output of ``gate_up``."""

@@ -75,24 +75,30 @@ class GroupedExperts(nn.Module):
         """
         activate = _ACTIVATIONS[self.activation]
         probs, num_rows = arrived.probs, arrived.num_rows
+        sent = arrived.sent_next if self.product is grouped_gemm else None
+        grads_there: dict[str, Any] = {} if sent is None else {"grad_out": sent.input_grads}
+        results_there: dict[str, Any] = {} if sent is None else {"out": sent.results}
         if clones is not None:
             hints: dict[str, Any] = {
                 "clear_padding": num_rows is None,
                 "expected_rows": arrived.expected_rows,
             }
-            inner = clones.product(FC1, arrived.rows, arrived.m_splits, **hints)
+            inner = clones.product(FC1, arrived.rows, arrived.m_splits, **hints, **grads_there)
             active = activate(inner, probs, num_rows=num_rows)
-            return clones.product(FC2, active, arrived.m_splits, **hints)
-        inner = self._product(arrived.rows, self.fc1, arrived)
+            return clones.product(FC2, active, arrived.m_splits, **hints, **results_there)
+        inner = self._product(arrived.rows, self.fc1, arrived, **grads_there)
         if self.biases is None:
-            return self._product(activate(inner, probs, num_rows=num_rows), self.fc2, arrived)
+            active = activate(inner, probs, num_rows=num_rows)
+            return self._product(active, self.fc2, arrived, **results_there)
         fc1_bias, fc2_bias = self.biases(arrived.m_splits, len(arrived.rows))
         inner = inner + fc1_bias.to(inner.dtype)
         outer = self._product(activate(inner, probs, num_rows=num_rows), self.fc2, arrived)
         result: Tensor = outer + (fc2_bias * probs[:, None]).to(outer.dtype)
         return result
 
-    def _product(self, rows: Tensor, weight: nn.Parameter, arrived: ExpertRows) -> Tensor:
+    def _product(
+        self, rows: Tensor, weight: nn.Parameter, arrived: ExpertRows, **places: Any
+    ) -> Tensor:
         main_grad = main_grad_of(weight)
         return self.product(
             rows,
@@ -101,6 +107,7 @@ class GroupedExperts(nn.Module):
             main_grad=None if main_grad is None else main_grad.flatten(1, -2),
             clear_padding=arrived.num_rows is None,
             expected_rows=arrived.expected_rows,
+            **places,
         )
 
 

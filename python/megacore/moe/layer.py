@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,14 @@ from megacore.ops.recompute import RecomputeCache
 from megacore.parallel.params import use_params
 
 Mapping = Callable[[Tensor], Tensor]
+
+
+@runtime_checkable
+class InTwoParts(Protocol):
+    """Module that can be computed in two parts, with the same bits as by a call."""
+
+    def start(self, x_SBH: Tensor) -> Callable[[], Tensor]:
+        """Compute the first part; the result computes the second and returns the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +61,9 @@ class MoELayer(nn.Module):
         dispatcher: Exchanges tokens between ranks.
         experts: The experts of this rank.
         shared: The shared expert, with the input and output shapes of the layer. ``None`` for none.
-        overlap_shared: Compute the shared expert while the dispatch is in flight.
+        overlap_shared: Compute the first part of the shared expert while the dispatch is in flight,
+            and the second during the combine; all of it during the dispatch if it is not
+            `InTwoParts`.
         scatter_tokens: Maps the layer's input to the tokens that this rank routes, ``(S', B, H)``.
             Default: all tokens.
         gather_tokens: Maps the results of these tokens to the layer's output.
@@ -169,17 +180,27 @@ class MoELayer(nn.Module):
         read_splits = self.dispatcher.read_splits
         splits = read_splits(plan) if memo is None else memo.once(lambda: read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
-        # Overlaps with the exchange in flight.
-        shared_SBH = self.shared(x_SBH) if self.shared and self.overlap_shared else None
+        # Both parts overlap with an exchange in flight, and so do their gradients.
+        finish_shared = self._start_shared(x_SBH) if self.overlap_shared else None
         arrived = pending.finish()
-        rows = self.dispatcher.combine(self.experts(arrived, clones), arrived, splits)
-        routed_SBH = self.dispatcher.postprocess(rows, plan).view_as(tokens_SBH)
+        combining = self.dispatcher.start_combine(self.experts(arrived, clones), arrived, splits)
+        shared_SBH = None if finish_shared is None else finish_shared()
+        routed_SBH = self.dispatcher.postprocess(combining.finish(), plan).view_as(tokens_SBH)
         if clones is not None:
             routed_SBH = clones.watch(routed_SBH)
         if self.shared is not None and shared_SBH is None:
             shared_SBH = self.shared(x_SBH)
         output_SBH = routed_SBH if self._gather_tokens is None else self._gather_tokens(routed_SBH)
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH
+
+    def _start_shared(self, x_SBH: Tensor) -> Callable[[], Tensor] | None:
+        """Compute the shared expert's first part, or all of it; return how to get its output."""
+        if self.shared is None:
+            return None
+        if isinstance(self.shared, InTwoParts):
+            return self.shared.start(x_SBH)
+        output: Tensor = self.shared(x_SBH)
+        return lambda: output
 
     def counts(self) -> MoECounts:
         """Return the counters since :meth:`reset_counts`, as live tensors."""

@@ -6,10 +6,12 @@ Shapes: M rows of all experts, E experts, N output features, K input features.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megacore import _core
 from megacore.ops import gemm_torch
@@ -26,6 +28,8 @@ def grouped_gemm(
     accumulate: bool | Tensor = True,
     clear_padding: bool = True,
     expected_rows: int = 0,
+    out: Callable[[], Tensor] | None = None,
+    grad_out: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Multiply consecutive groups of rows by one weight each.
 
@@ -52,6 +56,10 @@ def grouped_gemm(
             otherwise they may have any value.
         expected_rows: Expected rows of an expert, a hint for the choice of a kernel on GPUs. 0: the
             mean, ``M / E``, which is too high if M is a capacity.
+        out: Returns memory for the result, ``(M, N)`` contiguous; called right before it is
+            written, and not at all where a kernel cannot write there. Nothing may write to it
+            afterwards. ``None`` for new memory.
+        grad_out: The same for the gradient of ``x``, ``(M, K)``.
 
     Returns:
         ``(M, N)``, dtype of ``x``.
@@ -78,7 +86,11 @@ def grouped_gemm(
     """
     _check(x, w, m_splits, main_grad)
     split = _split(accumulate, w)
-    result: Tensor = _grouped_gemm(x, w, m_splits, main_grad, *split, clear_padding, expected_rows)
+    inputs = x, w, m_splits, main_grad, *split, clear_padding, expected_rows
+    if out is None and grad_out is None:
+        result: Tensor = _grouped_gemm(*inputs)
+    else:
+        result = _Placed.apply(*inputs, out, grad_out)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -204,6 +216,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # Not saved by autograd: other backward passes write to it in the meantime.
     ctx.main_grad, ctx.accumulate, ctx.mask = main_grad, accumulate, accumulate_mask
     ctx.clear_padding, ctx.expected_rows = hints
+    ctx.grad_out = None
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -211,7 +224,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad = grad.contiguous()
     grad_x = grad_w = None
     if ctx.needs_input_grad[0]:
-        grad_x = _input_grad(grad, w, m_splits, ctx.clear_padding, ctx.expected_rows)
+        hints = ctx.clear_padding, ctx.expected_rows
+        grad_x = input_grad_into(ctx.grad_out, grad, w, m_splits, *hints)
     if ctx.needs_input_grad[1]:
         if ctx.main_grad is None and not w.is_cuda and _torch_has_loop(x, w):
             grad_w = torch._grouped_mm(grad.t(), x, offs=m_splits.cumsum(0, dtype=torch.int32))
@@ -226,6 +240,66 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             accumulate = ctx.accumulate, ctx.mask
             _weight_grad_(grad, x, m_splits, ctx.main_grad, *accumulate, ctx.expected_rows)
     return grad_x, grad_w, *(None,) * 6
+
+
+class _Placed(torch.autograd.Function):
+    """`grouped_gemm` that writes its result, and the gradient of ``x``, where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *inputs, out, grad_out = args
+        _setup(ctx, tuple(inputs), inputs[0])
+        ctx.grad_out = grad_out
+        x, w, m_splits, *_, clear_padding, expected_rows = inputs
+        return product_into(out, x, w, m_splits, clear_padding, expected_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, grad), None, None
+
+
+def product_into(
+    out: Callable[[], Tensor] | None,
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    clear_padding: bool,
+    expected_rows: int,
+) -> Tensor:
+    """Compute `grouped_gemm` without gradients; for ``out`` see there."""
+    if out is None or not _writes_anywhere(x, w):
+        return _grouped_gemm(  # type: ignore[no-any-return]
+            x, w, m_splits, None, True, None, clear_padding, expected_rows
+        )
+    y = out()
+    _grouped_gemm_(y, x, w, m_splits, clear_padding, expected_rows)
+    return y
+
+
+def input_grad_into(
+    out: Callable[[], Tensor] | None,
+    grad: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    clear_padding: bool,
+    expected_rows: int,
+) -> Tensor:
+    """Compute the gradient of ``x`` of `grouped_gemm`; for ``out`` see ``grad_out`` there."""
+    if out is None or not _writes_anywhere(grad, w):
+        return _input_grad(  # type: ignore[no-any-return]
+            grad, w, m_splits, clear_padding, expected_rows
+        )
+    grad_x = out()
+    _input_grad_(grad_x, grad, w, m_splits, clear_padding, expected_rows)
+    return grad_x
+
+
+def _writes_anywhere(rows: Tensor, w: Tensor) -> bool:
+    """Return whether the kernel of a product, forward or for the gradient, is our own."""
+    if rows.is_cuda:
+        return choose_backend(rows, *w.shape) == "native"
+    return rows.dtype == torch.float32
 
 
 def _forward_cuda(
@@ -244,10 +318,16 @@ def _forward_cuda(
         other = gemm_torch.forward if backend == "torch" else _forward_reference
         return other(x, w, m_splits, clear_padding)
     y = x.new_empty(x.shape[0], w.shape[1])
+    _forward_cuda_(y, x, w, m_splits, clear_padding, expected_rows)
+    return y
+
+
+def _forward_cuda_(
+    y: Tensor, x: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool, expected_rows: int
+) -> None:
     launch_grouped(
         "forward", x, w, m_splits, y, clear_tail=clear_padding, expected_rows=expected_rows
     )
-    return y
 
 
 def _input_grad_cuda(
@@ -262,6 +342,18 @@ def _input_grad_cuda(
         other = gemm_torch.input_grad if backend == "torch" else _input_grad_reference
         return other(grad, w, m_splits, clear_padding)
     grad_x = grad.new_empty(grad.shape[0], w.shape[2])
+    _input_grad_cuda_(grad_x, grad, w, m_splits, clear_padding, expected_rows)
+    return grad_x
+
+
+def _input_grad_cuda_(
+    grad_x: Tensor,
+    grad: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    clear_padding: bool,
+    expected_rows: int,
+) -> None:
     launch_grouped(
         "input_grad",
         grad,
@@ -271,7 +363,6 @@ def _input_grad_cuda(
         clear_tail=clear_padding,
         expected_rows=expected_rows,
     )
-    return grad_x
 
 
 def _weight_grad_cuda_(
@@ -351,9 +442,15 @@ def _forward_cpu(
 
 
 def forward_cpu_(
-    y: Tensor, x: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
+    y: Tensor,
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    clear_padding: bool = True,
+    expected_rows: int = 0,
 ) -> None:
     """Compute :func:`grouped_gemm` of float32 tensors on the CPU into contiguous ``y``."""
+    del expected_rows
     x, w, m_splits = x.contiguous(), w.contiguous(), m_splits.contiguous()
     _core.grouped_gemm(
         x=x.data_ptr(),
@@ -379,8 +476,21 @@ def input_grad_cpu(
         return wide.to(grad.dtype)
     if grad.dtype != torch.float32:
         return _rows_product_cpu(grad, w, m_splits, clear_padding)
-    grad, w, m_splits = grad.contiguous(), w.contiguous(), m_splits.contiguous()
     grad_x = grad.new_empty(grad.shape[0], w.shape[2])
+    _input_grad_cpu_(grad_x, grad, w, m_splits, clear_padding)
+    return grad_x
+
+
+def _input_grad_cpu_(
+    grad_x: Tensor,
+    grad: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    clear_padding: bool = True,
+    expected_rows: int = 0,
+) -> None:
+    del expected_rows
+    grad, w, m_splits = grad.contiguous(), w.contiguous(), m_splits.contiguous()
     _core.grouped_gemm_input_grad(
         grad_y=grad.data_ptr(),
         w=w.data_ptr(),
@@ -389,7 +499,6 @@ def input_grad_cpu(
         clear_padding=clear_padding,
         **_sizes(grad.shape[0], w),
     )
-    return grad_x
 
 
 def weight_grad_cpu_(
@@ -482,6 +591,10 @@ def _input_grad_fake(
     return grad.new_empty(grad.shape[0], w.shape[2])
 
 
+def _write_fake_(*args: Any) -> None:
+    del args
+
+
 def _weight_grad_fake_(
     grad: Tensor,
     x: Tensor,
@@ -500,6 +613,20 @@ _grouped_gemm = define_op(
     cpu=_forward_cpu,
     cuda=_forward_cuda,
     fake=_forward_fake,
+)
+_grouped_gemm_ = define_op(
+    "grouped_gemm_(Tensor(a!) y, Tensor x, Tensor w, Tensor m_splits, bool clear_padding,"
+    " SymInt expected_rows) -> ()",
+    cpu=forward_cpu_,
+    cuda=_forward_cuda_,
+    fake=_write_fake_,
+)
+_input_grad_ = define_op(
+    "grouped_gemm_input_grad_(Tensor(a!) grad_x, Tensor grad, Tensor w, Tensor m_splits,"
+    " bool clear_padding, SymInt expected_rows) -> ()",
+    cpu=_input_grad_cpu_,
+    cuda=_input_grad_cuda_,
+    fake=_write_fake_,
 )
 _input_grad = define_op(
     "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits, bool clear_padding=True,"

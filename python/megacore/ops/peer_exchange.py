@@ -150,19 +150,33 @@ def _tokens_side(name: str) -> Any:
     return run
 
 
-def _experts_side(name: str) -> Any:
-    def run(rows: Tensor, probs: Tensor | None, num_arrived: Tensor, *args: Any) -> None:
-        *members, slot = args
-        _launch(
-            name,
-            *members,
-            slot=slot,
-            **_rows(rows, probs),
-            num_arrived=num_arrived.data_ptr(),
-            capacity=rows.shape[0],
-        )
+def _finish_push(rows: Tensor, probs: Tensor | None, num_arrived: Tensor, *args: Any) -> None:
+    *members, slot = args
+    _launch(
+        "peer_finish_push",
+        *members,
+        slot=slot,
+        **_rows(rows, probs),
+        num_arrived=num_arrived.data_ptr(),
+        capacity=rows.shape[0],
+    )
 
-    return run
+
+def _reserve_pull(memory: Tensor, *args: Any) -> None:
+    *members, slot = args
+    _launch("peer_reserve_pull", memory, *members, slot=slot)
+
+
+def _start_pull(rows: Tensor, probs: Tensor | None, num_arrived: Tensor, *args: Any) -> None:
+    *members, slot, are_there = args
+    _launch(
+        "peer_start_pull",
+        *members,
+        slot=slot,
+        **{**_rows(rows, probs), **({"rows": 0} if are_there else {})},
+        num_arrived=num_arrived.data_ptr(),
+        capacity=rows.shape[0],
+    )
 
 
 def _rows(rows: Tensor, probs: Tensor | None) -> dict[str, Any]:
@@ -241,11 +255,13 @@ start_push = _define(
 finish_push = _define(
     f"peer_finish_push(Tensor(b!) rows, Tensor(c!)? probs, Tensor num_arrived, {_MEMBERS}, "
     "int slot) -> ()",
-    _experts_side("peer_finish_push"),
+    _finish_push,
 )
+reserve_pull = _define(f"peer_reserve_pull({_MEMBERS}, int slot) -> ()", _reserve_pull)
 start_pull = _define(
-    f"peer_start_pull(Tensor rows, Tensor? probs, Tensor num_arrived, {_MEMBERS}, int slot) -> ()",
-    _experts_side("peer_start_pull"),
+    f"peer_start_pull(Tensor rows, Tensor? probs, Tensor num_arrived, {_MEMBERS}, int slot, "
+    "bool are_there) -> ()",
+    _start_pull,
 )
 finish_pull = _define(
     f"peer_finish_pull(Tensor(b!) rows, Tensor(c!)? probs, Tensor row_map, {_MEMBERS}, int slot, "

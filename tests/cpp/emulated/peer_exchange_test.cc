@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -88,6 +89,11 @@ class Group {
         static_cast<int64_t>(states_[static_cast<size_t>(position)].failure));
   }
   int64_t capacity() const { return capacity_; }
+  // Where a member's rows lie in a slot.
+  std::byte* rows(int64_t position, int64_t slot) const {
+    return addresses_[static_cast<size_t>(position)] + moe::peer_flags_bytes(kMembers) +
+           layout_.rows_offset(slot);
+  }
 
  private:
   int64_t capacity_;
@@ -242,6 +248,20 @@ cuda::PeerCopies copies(const Member<Float>& member, int64_t capacity) {
           .capacity = capacity};
 }
 
+// Member 1 writes its rows to the slot itself, as a product does; the others have them copied.
+template <typename Float>
+void publish(Group& group, Member<Float>& member, int64_t position, int64_t slot, int64_t width) {
+  cuda::PeerTensor rows = tensor(member.rows, member.row_probs, width);
+  cuda::peer_reserve_pull(group.view(position), slot, nullptr);
+  if (position == 1) {
+    std::memcpy(group.rows(position, slot), rows.rows,
+                static_cast<size_t>(member.num_arrived * width) * sizeof(Float));
+    rows.rows = nullptr;
+  }
+  cuda::peer_start_pull(group.view(position), slot, rows, &member.num_arrived, group.capacity(),
+                        nullptr);
+}
+
 template <typename Float>
 void push_and_pull(Group& group, std::vector<Member<Float>>& members, int64_t width) {
   for (int64_t p = 0; p < kMembers; ++p) {
@@ -255,9 +275,7 @@ void push_and_pull(Group& group, std::vector<Member<Float>>& members, int64_t wi
                            &member.num_arrived, group.capacity(), nullptr);
   }
   for (int64_t p = 0; p < kMembers; ++p) {
-    Member<Float>& member = members[static_cast<size_t>(p)];
-    cuda::peer_start_pull(group.view(p), 1, tensor(member.rows, member.row_probs, width),
-                          &member.num_arrived, group.capacity(), nullptr);
+    publish(group, members[static_cast<size_t>(p)], p, 1, width);
   }
   for (int64_t p = 0; p < kMembers; ++p) {
     Member<Float>& member = members[static_cast<size_t>(p)];
@@ -430,6 +448,78 @@ TEST(PeerKernels, GiveUpOnAMemberThatDoesNotComeAndNameIt) {
   EXPECT_EQ(first.totals[2], 0);
 }
 
+// Two microbatches in turns: the rows of one are pulled while those of the other are pushed.
+TEST(PeerKernels, PullInOneSlotWhileTheOtherIsPushedTo) {
+  std::mt19937 random(7);
+  Group group(20, 32);
+  std::vector<Member<float>> first = random_members<float>(8, 20, random);
+  std::vector<Member<float>> second = random_members<float>(8, 20, random);
+  const auto start_push = [&](std::vector<Member<float>>& members, int64_t p, int64_t slot) {
+    Member<float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_start_push(group.view(p), slot, tensor(member.tokens, member.probs, 8),
+                          copies(member, 20), nullptr);
+  };
+  const auto finish_push = [&](std::vector<Member<float>>& members, int64_t p, int64_t slot) {
+    Member<float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_finish_push(group.view(p), slot, tensor(member.rows, member.row_probs, 8),
+                           &member.num_arrived, 20, nullptr);
+  };
+  const auto finish_pull = [&](std::vector<Member<float>>& members, int64_t p, int64_t slot) {
+    Member<float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_finish_pull(group.view(p), slot, tensor(member.sums, member.prob_sums, 8),
+                           copies(member, 20), nullptr);
+  };
+  plan(group, first);
+  plan(group, second);
+  for (int64_t p = 0; p < kMembers; ++p) {
+    start_push(first, p, 0);
+  }
+  for (int64_t p = 0; p < kMembers; ++p) {
+    finish_push(first, p, 0);
+  }
+  for (int64_t p = 0; p < kMembers; ++p) {
+    publish(group, first[static_cast<size_t>(p)], p, 1, 8);
+    start_push(second, p, 0);
+  }
+  for (int64_t p = kMembers - 1; p >= 0; --p) {
+    finish_pull(first, p, 1);
+    finish_push(second, p, 0);
+  }
+  for (int64_t p = 0; p < kMembers; ++p) {
+    publish(group, second[static_cast<size_t>(p)], p, 1, 8);
+  }
+  for (int64_t p = 0; p < kMembers; ++p) {
+    finish_pull(second, p, 1);
+  }
+  check(first, 20, 8);
+  check(second, 20, 8);
+}
+
+TEST(PeerKernels, ReserveNoSlotThatAMemberStillReads) {
+  std::mt19937 random(7);
+  Group group(20, 16, 0.05);
+  std::vector<Member<float>> members = random_members<float>(4, 20, random);
+  plan(group, members);
+  for (int64_t p = 0; p < kMembers; ++p) {
+    members[static_cast<size_t>(p)].num_arrived = 0;
+    publish(group, members[static_cast<size_t>(p)], p, 0, 4);
+  }
+  const auto finish = [&](int64_t p) {
+    Member<float>& member = members[static_cast<size_t>(p)];
+    cuda::peer_finish_pull(group.view(p), 0, tensor(member.sums, member.prob_sums, 4),
+                           copies(member, 20), nullptr);
+  };
+  for (const int64_t p : {0, 1}) {  // not member 2
+    finish(p);
+  }
+  cuda::peer_reserve_pull(group.view(0), 0, nullptr);
+  EXPECT_EQ(group.failure(0).fault, parallel::PeerFault::kStillReads);
+  EXPECT_EQ(group.failure(0).member, 2);
+  finish(2);
+  cuda::peer_reserve_pull(group.view(1), 0, nullptr);
+  EXPECT_EQ(group.failure(1).fault, parallel::PeerFault::kNone);
+}
+
 TEST(PeerKernels, RefuseAnotherCapacity) {
   std::mt19937 random(7);
   Group group(20, 16);
@@ -455,6 +545,7 @@ TEST(PeerKernels, RefuseWhatDoesNotFitTheMemory) {
   const cuda::PeerTensor fits = {.rows = row.data(), .width = 4};
   EXPECT_THROW(cuda::peer_start_push(group.view(0), 2, fits, {.capacity = 20}, nullptr),
                std::invalid_argument);
+  EXPECT_THROW(cuda::peer_reserve_pull(group.view(0), 2, nullptr), std::invalid_argument);
   EXPECT_THROW(cuda::peer_start_push(group.view(0), 0, fits, {.capacity = 21}, nullptr),
                std::invalid_argument);
 }

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,11 @@ import torch
 from megacore.config import ModelConfig, MoEConfig
 from megacore.models.generate import Sampling, generate
 from megacore.models.gpt import GPTChunk
+from megacore.models.moe_block import MoEBlock
 from megacore.models.size import count_parameters
+from megacore.models.transformer import MLP
+from megacore.moe.dispatchers import ExpertRows
+from megacore.moe.dispatchers.local import LocalDispatcher
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ShardPosition, shard
 from megacore.parallel.process_groups import Group
@@ -91,16 +96,77 @@ def test_all_dispatchers_compute_the_same(dispatcher: Any) -> None:
         torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-8)
 
 
-def test_overlap_with_the_shared_expert_changes_no_bit() -> None:
+@pytest.mark.parametrize("gate", [False, True])
+def test_overlap_with_the_shared_expert_changes_no_bit(gate: bool) -> None:
     config = tiny_config()
     batch = random_batch(config)
-    outputs = [
-        whole_model(config, moe=tiny_moe(shared_ffn_hidden_size=16, overlap_shared=overlap))(
-            None, batch
+    moe = tiny_moe(shared_ffn_hidden_size=16, shared_gate=gate)
+    results = []
+    for overlap in (False, True):
+        model = whole_model(config, moe=moe.model_copy(update={"overlap_shared": overlap}))
+        loss = model(None, batch)
+        loss.backward()
+        results.append((loss, [weight.grad for _, weight in model.param_infos()]))
+    assert torch.equal(results[0][0], results[1][0])
+    for first, second in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-8)
+
+
+class Noted(torch.autograd.Function):
+    """Identity that notes its name in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, names: tuple[str, str], log: list[str]) -> torch.Tensor:
+        ctx.name, ctx.log = names[1], log
+        log.append(names[0])
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.log.append(ctx.name)
+        return grad, None, None
+
+
+def test_a_part_of_the_shared_expert_runs_during_each_exchange_of_both_passes() -> None:
+    log: list[str] = []
+
+    def noted(x: torch.Tensor, forward: str, backward: str) -> torch.Tensor:
+        result: torch.Tensor = Noted.apply(x, (forward, backward), log)  # type: ignore[no-untyped-call]
+        return result
+
+    class Slow(LocalDispatcher):
+        def dispatch(self, x_TH: torch.Tensor, *args: Any) -> Any:
+            pending = super().dispatch(noted(x_TH, "dispatch", "dispatched back"), *args)
+            return SimpleNamespace(finish=lambda: self.arrive(pending.finish()))
+
+        def arrive(self, rows: ExpertRows) -> ExpertRows:
+            return replace(rows, rows=noted(rows.rows, "arrived", "dispatch back"))
+
+        def start_combine(self, rows: torch.Tensor, *args: Any) -> Any:
+            rows = noted(rows, "combine", "combined back")
+            pending = super().start_combine(rows, *args)
+            return SimpleNamespace(
+                finish=lambda: noted(pending.finish(), "combined", "combine back")
+            )
+
+    config = tiny_config()
+    model = whole_model(config, moe=tiny_moe(shared_ffn_hidden_size=16, overlap_shared=True))
+    (block, *_) = [module for module in model.modules() if isinstance(module, MoEBlock)]
+    layer = block.moe
+    layer.dispatcher = Slow(layer.dispatcher.placement)
+    assert isinstance(layer.shared, MLP)
+    for name, part in (("first", layer.shared.gate_up), ("second", layer.shared.down)):
+        part.register_forward_hook(
+            lambda _module, _args, y, name=name: noted(y, name, f"{name} back")
         )
-        for overlap in (False, True)
+    x_SBH = torch.randn(4, 2, config.hidden_size, requires_grad=True)
+    layer(x_SBH).sum().backward()
+    assert log == [
+        *("dispatch", "first", "arrived"),
+        *("combine", "second", "combined"),
+        *("combine back", "second back", "combined back"),
+        *("dispatch back", "first back", "dispatched back"),
     ]
-    assert torch.equal(outputs[0], outputs[1])
 
 
 def test_counts_are_those_of_all_forward_passes_until_reset() -> None:

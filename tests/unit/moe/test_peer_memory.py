@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore._core import PEER_SLOTS
 from megacore.moe.dispatchers import symmetric_peers
 from megacore.moe.dispatchers.peers import CopyMap
 from megacore.moe.dispatchers.symmetric_peers import DevicePeers
@@ -21,8 +22,8 @@ from megacore.parallel.process_groups import Group
 class OnHost(DevicePeers):
     """One member whose memory is that of the host."""
 
-    def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
-        return torch.zeros(1, dtype=torch.int64), num_bytes
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, Tensor, object]:
+        return torch.zeros(1, dtype=torch.int64), torch.zeros(num_bytes, dtype=torch.uint8), None
 
 
 @pytest.fixture
@@ -42,10 +43,22 @@ class Queue:
     def wait_stream(self, other: Queue) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
+    def wait_event(self, event: Done) -> None:
+        self.log.append(f"{self.name} waits for {event.after}")
 
-def test_a_push_has_a_stream_of_its_own_until_it_is_finished(
-    peers: OnHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+class Done:
+    """An event that knows what was queued last before it."""
+
+    after = ""
+
+    def record(self, queue: Queue) -> None:
+        self.after = queue.log[-1]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is queued where, in order, of everything that is queued from now on."""
     log: list[str] = []
     main, side = Queue("main", log), Queue("side", log)
     running = [main]
@@ -60,41 +73,115 @@ def test_a_push_has_a_stream_of_its_own_until_it_is_finished(
         return lambda *_: log.append(f"{name} on {running[-1].name}")
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "Event", Done)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: running[-1])
-    for name in ("start_push", "finish_push"):
+    for name in ("start_push", "finish_push", "reserve_pull", "start_pull", "finish_pull"):
         monkeypatch.setattr(symmetric_peers.peer_exchange, name, note(name))
+    return log
+
+
+COPIES = CopyMap(
+    rows=torch.zeros(3, 1, dtype=torch.int64),
+    num_choices=1,
+    capacity=8,
+    num_arrived=torch.tensor(0),
+)
+
+
+def test_a_push_has_a_stream_of_its_own_until_it_is_finished(peers: OnHost, log: list[str]) -> None:
     x, probs = torch.zeros(3, 4), torch.zeros(3, 1)
-    copies = CopyMap(
-        rows=torch.zeros(3, 1, dtype=torch.int64),
-        num_choices=1,
-        capacity=8,
-        num_arrived=torch.tensor(0),
-    )
     for _ in range(2):
         pushed = x.clone()
         held = weakref.ref(pushed)
-        ticket = peers.start_push(pushed, probs, copies)
+        ticket = peers.start_push(pushed, probs, COPIES)
         del pushed
         gc.collect()
         assert held() is not None  # its memory is not used again before the push has read it
-        peers.finish_push(ticket, torch.zeros(8, 4), None, copies)
+        peers.finish_push(ticket, torch.zeros(8, 4), None, COPIES)
         assert held() is None  # nor later, so a graph's pool has it for what follows
     expected = [
         "side waits for main",
         "start_push on side",
-        "main waits for side",
+        "main waits for start_push on side",
         "finish_push on main",
     ]
     assert log == expected * 2
     log.clear()
     pushed = x.clone()
     held = weakref.ref(pushed)
-    peers.start_push(pushed, probs, copies)
+    peers.start_push(pushed, probs, COPIES)
     del pushed
     peers.forget_exchanges()
     assert log == [*expected[:2], "main waits for side"]
     assert held() is None
+
+
+def test_a_pull_sums_on_that_stream_too_and_keeps_what_it_reads_and_writes(
+    peers: OnHost, log: list[str]
+) -> None:
+    rows, sums = torch.zeros(8, 4), torch.zeros(3, 4)
+    held = [weakref.ref(rows), weakref.ref(sums)]
+    pull = peers.reserve_pull(COPIES, rows)
+    peers.start_pull(pull, rows, None, sums, None)
+    del rows, sums
+    gc.collect()
+    assert None not in [tensor() for tensor in held]
+    peers.finish_pull(pull)
+    assert [tensor() for tensor in held] == [None, None]
+    assert log == [
+        "reserve_pull on main",  # a product that writes to the slot comes behind it
+        "side waits for main",
+        "start_pull on side",
+        "finish_pull on side",
+        "main waits for finish_pull on side",
+    ]
+
+
+def test_an_exchange_is_awaited_without_those_that_started_after_it(
+    peers: OnHost, log: list[str]
+) -> None:
+    x, rows = torch.zeros(3, 4), torch.zeros(8, 4)
+    push = peers.start_push(x, None, COPIES)
+    pull = peers.reserve_pull(COPIES, rows)
+    peers.start_pull(pull, rows, None, x, None)
+    log.clear()
+    peers.finish_push(push, rows, None, COPIES)
+    assert log == ["main waits for start_push on side", "finish_push on main"]
+
+
+def test_a_reserved_slot_is_the_place_for_rows_of_a_pull_in_this_members_memory(
+    peers: OnHost, log: list[str]
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        like = torch.zeros(8, 4, dtype=dtype)
+        first = peers.reserve_pull(COPIES, like)
+        peers.start_pull(first, like, None, torch.zeros(3, 4), None)
+        second = peers.reserve_pull(COPIES, like)
+        own = peers._memories[-1].own
+        begin, end = own.data_ptr(), own.data_ptr() + own.numel()
+        for pull in (first, second):
+            assert (pull.rows.shape, pull.rows.dtype) == ((8, 4), dtype)
+            assert begin <= pull.rows.data_ptr() <= end - pull.rows.nbytes
+            assert pull.holds(pull.rows)
+            assert not pull.holds(pull.rows.clone())
+            assert not pull.rows._is_view()
+        assert abs(first.rows.data_ptr() - second.rows.data_ptr()) >= first.rows.nbytes
+        peers.forget_exchanges()
+    assert log
+
+
+def test_a_slot_whose_pull_never_starts_is_free_for_the_next_exchange(
+    peers: OnHost, log: list[str]
+) -> None:
+    rows = torch.zeros(8, 4)
+    for _ in range(2 * PEER_SLOTS):
+        peers.reserve_pull(COPIES, rows)
+    assert log[1:].count("reserve_pull on main") == log.count("finish_pull on side")
+    for _ in range(PEER_SLOTS):  # the first of these in the reserved slot
+        peers.start_push(torch.zeros(3, 4), None, COPIES)
+    with pytest.raises(RuntimeError, match="exchanges of rows are under way"):
+        peers.reserve_pull(COPIES, rows)
 
 
 def test_memory_that_no_graph_captured_is_freed_when_a_larger_one_replaces_it(

@@ -146,6 +146,52 @@ def test_any_sizes_equal_the_reference(
         assert_near(found, expected, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_and_input_gradients_go_where_the_caller_wants_them(dtype: torch.dtype) -> None:
+    m_splits = [3, 0, 5]
+    x, w, grad = make(m_splits, 2, 6, 4, dtype)
+    expected = run(grouped_gemm, x, w, grad, m_splits)
+    given: list[Tensor] = []
+
+    def place(width: int) -> Tensor:
+        given.append(torch.full((10, width), torch.nan, dtype=dtype))
+        return given[-1]
+
+    places = {"out": lambda: place(6), "grad_out": lambda: place(4)}
+    found = run(grouped_gemm, x, w, grad, m_splits, **places)
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+    # Not where torch multiplies, which takes memory of its own.
+    is_ours = dtype == torch.float32
+    assert [tensor.shape[1] for tensor in given] == ([6, 4] if is_ours else [])
+    if is_ours:
+        assert found[0].data_ptr() == given[0].data_ptr()
+        assert torch.equal(given[1], expected[1])
+
+
+def test_memory_for_an_input_gradient_is_asked_for_where_one_is_computed() -> None:
+    m_splits = [3, 5]
+    x, w, grad = make(m_splits, 0, 6, 4, torch.float32)
+    w.requires_grad_()
+    asked: list[int] = []
+
+    def place() -> Tensor:
+        asked.append(0)
+        return torch.empty(8, 4)
+
+    hidden = x.clone().requires_grad_()
+    for rows, times in ((x, 0), (hidden, 1)):
+        grouped_gemm(rows, w, torch.tensor(m_splits), grad_out=place).backward(grad)
+        assert len(asked) == times
+    y = grouped_gemm(hidden, w, torch.tensor(m_splits), grad_out=place)
+    _, weights = backward_input(get_gradient_edge(y), grad, hidden)
+    assert len(asked) == 2
+    weights.run()
+    assert len(asked) == 2
+
+
 def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     x, w, grad = make([200, 3, 0, 90], 5, 300, 200, torch.float32)
     before = torch.get_num_threads()

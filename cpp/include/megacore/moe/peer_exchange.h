@@ -5,6 +5,7 @@
 //   peers.plan_copies(shape, routing, plan, map);   // exchanges the counts of all
 //   peers.start_push(0, tokens, map);               // writes each copy where its expert is
 //   const int64_t n = peers.finish_push(0, rows, 100);   // waits until all have; copies them out
+//   peers.reserve_pull(0);                          // waits; results may now go to the slot
 //   peers.start_pull(0, results, n);                // shows results to all
 //   peers.finish_pull(0, sums, map);                // waits; adds up the results of each token
 //
@@ -80,7 +81,11 @@ class PeerExchange {
   // The others are not written.
   void finish_push(int64_t slot, const PeerRows& to, int64_t num_arrived, int64_t capacity);
 
-  // Publishes the first `num_rows` rows to all members.
+  // Waits until the slot is free; returns where this member's rows of a pull lie in it. They may
+  // be written there, for a start_pull without rows.
+  std::byte* reserve_pull(int64_t slot);
+
+  // Publishes the first `num_rows` rows to all members. Null rows are in the slot already.
   void start_pull(int64_t slot, const PeerRows& from, int64_t num_rows);
 
   // Waits for the rows of all and writes, for each token, the sum of its rows in the map, in order
@@ -92,7 +97,8 @@ class PeerExchange {
   float* probs(int64_t slot, int64_t member) const;
   uint32_t* sources(int64_t slot, int64_t member) const;
   int64_t* messages(int64_t member) const;
-  void check_slot(int64_t slot, const PeerRows& rows, int64_t num_rows) const;
+  static void check_slot(int64_t slot);
+  void check_rows(int64_t slot, const PeerRows& rows, int64_t num_rows) const;
   void check_map(const PeerMap& map) const;
 
   parallel::HostWindow& window_;

@@ -104,6 +104,10 @@ void peer_finish_push(const PeerView& peers,
                       const int64_t* num_arrived,
                       int64_t capacity,
                       cudaStream_t stream);
+// Waits until all have read the slot. Then rows of a pull may be written to this member's memory of
+// the slot, moe::PeerLayout::rows_offset, and peer_start_pull needs none.
+void peer_reserve_pull(const PeerView& peers, int64_t slot, cudaStream_t stream);
+// Must follow peer_reserve_pull.
 void peer_start_pull(const PeerView& peers,
                      int64_t slot,
                      const PeerTensor& rows,

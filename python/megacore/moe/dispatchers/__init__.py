@@ -23,6 +23,7 @@ from megacore.moe.dispatchers.base import (
     DispatchPlan,
     ExpertPlacement,
     ExpertRows,
+    PendingCombine,
     PendingDispatch,
     Routing,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "LocalDispatcher",
     "PeerDispatcher",
     "Peers",
+    "PendingCombine",
     "PendingDispatch",
     "Routing",
     "StaticBudget",

@@ -17,6 +17,7 @@ from megacore.moe.dispatchers.base import (
     DispatchPlan,
     ExpertPlacement,
     ExpertRows,
+    PendingCombine,
     PendingDispatch,
     Routing,
     constant,
@@ -25,7 +26,7 @@ from megacore.moe.dispatchers.base import (
 )
 from megacore.moe.dispatchers.capacity import Capacity, place_in_expert, rows_at
 from megacore.ops.permutation import permute, permute_probs, sort_by_expert, unpermute
-from megacore.parallel.row_exchange import PendingRows, RowSplits, exchange_rows, start_exchange
+from megacore.parallel.row_exchange import PendingRows, RowSplits, start_exchange
 
 _PLAN_FIELDS = (
     "probs",
@@ -54,11 +55,11 @@ class _ExchangeDispatcher(Dispatcher):
             has_padding=plan.rows_per_member is None,
         )
 
-    def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:
-        """Return the results by the reverse all-to-all. See `Dispatcher`."""
+    def start_combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> PendingCombine:
+        """Start the reverse all-to-all. See `Dispatcher`."""
         if arrived.row_map is not None:
             rows = unpermute(rows, arrived.row_map)
-        return exchange_rows(rows, self.placement.group, splits.reversed())
+        return _PendingResults(start_exchange(rows, self.placement.group, splits.reversed()))
 
     def _num_received(self, plan: DispatchPlan) -> int | None:  # noqa: ARG002
         """Fixed number of expert input rows; ``None`` for the number of received rows."""
@@ -315,6 +316,14 @@ def _per_member(values_P: Tensor, placement: ExpertPlacement) -> Tensor:
         for member in members:
             part_of[member] = part
     return values_P[constant(tuple(part_of), values_P.device)]
+
+
+class _PendingResults(PendingCombine):
+    def __init__(self, rows: PendingRows) -> None:
+        self._rows = rows
+
+    def finish(self) -> Tensor:
+        return self._rows.finish()
 
 
 class _PendingExchange(PendingDispatch):

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from megacore.moe.dispatchers.base import (
     Arrived,
+    Combined,
     Dispatcher,
     DispatchPlan,
     ExpertRows,
+    PendingCombine,
     PendingDispatch,
     Routing,
     require_equal_tokens,
@@ -80,9 +82,14 @@ class AllGatherDispatcher(Dispatcher):
         probs = permute_probs(gather_rows(plan.probs, group), plan.row_map, num_rows)
         return Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
 
-    def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:  # noqa: ARG002
+    def start_combine(
+        self,
+        rows: Tensor,
+        arrived: ExpertRows,  # noqa: ARG002
+        splits: RowSplits,  # noqa: ARG002
+    ) -> PendingCombine:
         """Return ``rows`` unchanged: ``postprocess`` communicates. See `Dispatcher`."""
-        return rows
+        return Combined(rows)
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Sum the results of each token over all ranks. See `Dispatcher`."""

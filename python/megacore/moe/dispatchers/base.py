@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, Protocol
@@ -151,6 +152,23 @@ class DispatchPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SentNext:
+    """Memory for rows that are sent as soon as they are computed, which saves a copy.
+
+    Each function is called at most once per pass, by what computes the rows, right before it writes
+    them. The rows that a product reads cannot be there, because the gradient of its weight needs
+    them until the backward pass, and memory for rows in flight is reused before.
+
+    Attributes:
+        results: Returns memory for the results of the experts, ``(M, H)``.
+        input_grads: Returns memory for the gradient of ``ExpertRows.rows``, ``(M, H)``.
+    """
+
+    results: Callable[[], Tensor]
+    input_grads: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertRows:
     """Input rows of the local experts, sorted by expert.
 
@@ -165,6 +183,8 @@ class ExpertRows:
             where all rows are read.
         expected_rows: Expected rows of an expert where the number of rows is a capacity, else 0, as
             in `megacore.ops.gemm.grouped_gemm`.
+        sent_next: Memory for the results and the gradient of ``rows``; ``None`` for memory of the
+            products' own.
     """
 
     rows: Tensor
@@ -173,6 +193,7 @@ class ExpertRows:
     row_map: Tensor | None
     num_rows: Tensor | None = None
     expected_rows: int = 0
+    sent_next: SentNext | None = None
 
 
 class PendingDispatch(ABC):
@@ -194,12 +215,31 @@ class Arrived(PendingDispatch):
         return self._rows
 
 
+class PendingCombine(ABC):
+    """Combine in flight."""
+
+    @abstractmethod
+    def finish(self) -> Tensor:
+        """Wait for the results, indexed by ``plan.row_map``; must be called exactly once."""
+
+
+class Combined(PendingCombine):
+    """Combine whose results are here already."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def finish(self) -> Tensor:
+        """Return the results."""
+        return self._rows
+
+
 class Dispatcher(ABC):
     """Exchange of tokens and results between ranks and the ranks of their experts.
 
-    A forward pass calls ``preprocess``, ``read_splits``, ``dispatch``, the experts, ``combine`` and
-    ``postprocess``. A dispatcher is stateless: the inputs of later calls are returned by earlier
-    calls.
+    A forward pass calls ``preprocess``, ``read_splits``, ``dispatch``, the experts, ``combine`` (or
+    ``start_combine``) and ``postprocess``. A dispatcher is stateless: the inputs of later calls are
+    returned by earlier calls.
 
     Args:
         placement: Placement of the experts.
@@ -243,17 +283,22 @@ class Dispatcher(ABC):
         """
 
     @abstractmethod
-    def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:
-        """Send the experts' results back.
+    def start_combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> PendingCombine:
+        """Start sending the experts' results back.
 
         Args:
             rows: Results, in the order of ``arrived.rows``.
             arrived: Result of the dispatch.
             splits: From ``read_splits``.
+        """
+
+    def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:
+        """Send the experts' results back, and wait for those of this rank's tokens.
 
         Returns:
             Rows, indexed by ``plan.row_map``.
         """
+        return self.start_combine(rows, arrived, splits).finish()
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Sum the results of each token.

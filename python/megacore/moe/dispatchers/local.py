@@ -6,9 +6,11 @@ from torch import Tensor
 
 from megacore.moe.dispatchers.base import (
     Arrived,
+    Combined,
     Dispatcher,
     DispatchPlan,
     ExpertRows,
+    PendingCombine,
     PendingDispatch,
     Routing,
 )
@@ -57,6 +59,11 @@ class LocalDispatcher(Dispatcher):
         probs = permute_probs(plan.probs, plan.row_map, num_rows)
         return Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
 
-    def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:  # noqa: ARG002
+    def start_combine(
+        self,
+        rows: Tensor,
+        arrived: ExpertRows,  # noqa: ARG002
+        splits: RowSplits,  # noqa: ARG002
+    ) -> PendingCombine:
         """Return ``rows`` unchanged. See `Dispatcher`."""
-        return rows
+        return Combined(rows)

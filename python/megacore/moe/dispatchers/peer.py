@@ -18,11 +18,13 @@ from megacore.moe.dispatchers.base import (
     DispatchPlan,
     ExpertPlacement,
     ExpertRows,
+    PendingCombine,
     PendingDispatch,
     Routing,
+    SentNext,
 )
 from megacore.moe.dispatchers.capacity import Capacity
-from megacore.moe.dispatchers.peers import CopyMap, Peers, PendingTransfer
+from megacore.moe.dispatchers.peers import CopyMap, Peers, PendingPull, PendingTransfer
 from megacore.ops.library import describe
 from megacore.parallel.row_exchange import RowSplits
 from megacore.parallel.turns import yield_turn
@@ -110,15 +112,18 @@ class PeerDispatcher(Dispatcher):
         expected = self.placement.expected_rows(plan.probs.numel())
         return _PendingPush(rows, probs, transfer, m_splits, expected)
 
-    def combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> Tensor:  # noqa: ARG002
-        """Pull the results and sum them per token. See `Dispatcher`."""
+    def start_combine(
+        self,
+        rows: Tensor,
+        arrived: ExpertRows,
+        splits: RowSplits,  # noqa: ARG002
+    ) -> PendingCombine:
+        """Start to pull the results and to sum them per token. See `Dispatcher`."""
         assert isinstance(arrived, PeerExpertRows)
-        _check_rows("results", rows, arrived.copies.capacity, "the rows that arrived")
-        transfer = _Transfer(self.peers, arrived.copies, rows)
+        transfer = arrived.results
+        _check_rows("results", rows, transfer.copies.capacity, "the rows that arrived")
         pulled = _StartCombine.apply(rows, transfer)  # type: ignore[no-untyped-call]
-        yield_turn()
-        tokens: Tensor = _FinishCombine.apply(pulled, transfer)  # type: ignore[no-untyped-call]
-        return tokens
+        return _PendingSums(pulled, transfer)
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:  # noqa: ARG002
         """Return ``rows`` unchanged: the pull has already summed. See `Dispatcher`."""
@@ -130,10 +135,10 @@ class PeerExpertRows(ExpertRows):
     """Expert rows that were pushed by peers.
 
     Attributes:
-        copies: Locations of the results of this rank's own tokens.
+        results: Exchange of their results.
     """
 
-    copies: CopyMap
+    results: _Transfer
 
 
 def _check_rows(name: str, rows: Tensor, num_rows: int, whose: str) -> None:
@@ -145,29 +150,61 @@ def _check_rows(name: str, rows: Tensor, num_rows: int, whose: str) -> None:
 
 
 class _Transfer:
-    """State shared by the start and finish functions of one exchange."""
+    """A push and a pull, each other's gradient: state of the functions that start and finish them.
+
+    Args:
+        peers: Peer memory.
+        copies: Locations of the copies of this rank's tokens.
+        like: A tensor with the width and dtype of the rows.
+    """
 
     def __init__(self, peers: Peers, copies: CopyMap, like: Tensor) -> None:
         self.peers = peers
         self.copies = copies
         self._like = like.detach()[:0]
-        self._tickets: dict[str, PendingTransfer] = {}
+        self._push: PendingTransfer | None = None
+        self._pull: PendingPull | None = None
+        self._sums: tuple[Tensor, Tensor | None] | None = None
 
-    def started(self, way: str, ticket: PendingTransfer) -> None:
-        """Store the ticket of the ``"forward"`` or ``"backward"`` pass."""
-        self._tickets[way] = ticket
+    def reserve_rows(self) -> Tensor:
+        """Reserve the slot of the pull; return its memory for the rows, which may be written.
 
-    def ticket(self, way: str) -> PendingTransfer:
-        """Remove and return the stored ticket."""
-        return self._tickets.pop(way)
+        Whatever computes the rows calls it right before. If it is not called, or if the rows that
+        the pull gets are others, they are copied to the slot.
+        """
+        self._pull = self.peers.reserve_pull(self.copies, self._like)
+        return self._pull.rows
 
-    def tokens(self) -> Tensor:
-        """Allocate an uninitialized tensor for this rank's tokens."""
-        return self._like.new_empty(self.copies.rows.shape[0], self._like.shape[1])
+    def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None) -> None:
+        """Start the push."""
+        self._push = self.peers.start_push(x_TH, probs_Tk, self.copies)
 
-    def rows(self) -> Tensor:
-        """Allocate an uninitialized tensor for the rows of this rank's experts."""
-        return self._like.new_empty(self.copies.capacity, self._like.shape[1])
+    def finish_push(self, rows_CH: Tensor, probs_C: Tensor | None) -> None:
+        """Wait for the rows, and write them."""
+        push, self._push = self._push, None
+        assert push is not None
+        self.peers.finish_push(push, rows_CH, probs_C, self.copies)
+
+    def start_pull(self, rows_CH: Tensor, probs_C: Tensor | None) -> Tensor:
+        """Start the pull; return the sums of rows, not yet written."""
+        if self._pull is None:
+            self._pull = self.peers.reserve_pull(self.copies, rows_CH)
+        num_tokens = self.copies.rows.shape[0]
+        x_TH, probs_Tk = rows_CH.new_empty(num_tokens, rows_CH.shape[1]), None
+        if probs_C is not None:
+            probs_Tk = probs_C.new_empty(num_tokens, self.copies.num_choices)
+        self.peers.start_pull(self._pull, rows_CH, probs_C, x_TH, probs_Tk)
+        self._sums = x_TH, probs_Tk
+        return x_TH
+
+    def finish_pull(self) -> tuple[Tensor, Tensor | None]:
+        """Wait for the sums of rows and of their numbers, and return them."""
+        pull, sums = self._pull, self._sums
+        self._pull = self._sums = None
+        assert pull is not None
+        assert sums is not None
+        self.peers.finish_pull(pull)
+        return sums
 
 
 class _PendingPush(PendingDispatch):
@@ -185,16 +222,29 @@ class _PendingPush(PendingDispatch):
 
     def finish(self) -> ExpertRows:
         yield_turn()
-        rows, probs = _FinishDispatch.apply(self._rows, self._probs, self._transfer)  # type: ignore[no-untyped-call]
+        transfer = self._transfer
+        rows, probs = _FinishDispatch.apply(self._rows, self._probs, transfer)  # type: ignore[no-untyped-call]
+        results = _Transfer(transfer.peers, transfer.copies, rows)
         return PeerExpertRows(
             rows=rows,
             probs=probs,
             m_splits=self._m_splits,
             row_map=None,
-            num_rows=self._transfer.copies.num_arrived,
+            num_rows=transfer.copies.num_arrived,
             expected_rows=self._expected_rows,
-            copies=self._transfer.copies,
+            results=results,
+            sent_next=SentNext(results=results.reserve_rows, input_grads=transfer.reserve_rows),
         )
+
+
+class _PendingSums(PendingCombine):
+    def __init__(self, tokens: Tensor, transfer: _Transfer) -> None:
+        self._tokens, self._transfer = tokens, transfer
+
+    def finish(self) -> Tensor:
+        yield_turn()
+        tokens: Tensor = _FinishCombine.apply(self._tokens, self._transfer)  # type: ignore[no-untyped-call]
+        return tokens
 
 
 class _StartDispatch(torch.autograd.Function):
@@ -203,16 +253,14 @@ class _StartDispatch(torch.autograd.Function):
         ctx: Any, x_TH: Tensor, probs_Tk: Tensor, transfer: _Transfer
     ) -> tuple[Tensor, Tensor]:
         ctx.transfer = transfer
-        transfer.started("forward", transfer.peers.start_push(x_TH, probs_Tk, transfer.copies))
-        return transfer.rows(), probs_Tk.new_empty(transfer.copies.capacity)
+        transfer.start_push(x_TH, probs_Tk)
+        capacity = transfer.copies.capacity
+        return x_TH.new_empty(capacity, x_TH.shape[1]), probs_Tk.new_empty(capacity)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        transfer = ctx.transfer
-        x_TH = transfer.tokens()
-        probs_Tk = grads[1].new_empty(x_TH.shape[0], transfer.copies.num_choices)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ARG004
         yield_turn()
-        transfer.peers.finish_pull(transfer.ticket("backward"), x_TH, probs_Tk, transfer.copies)
+        x_TH, probs_Tk = ctx.transfer.finish_pull()
         return x_TH, probs_Tk, None
 
 
@@ -222,15 +270,12 @@ class _FinishDispatch(torch.autograd.Function):
         ctx: Any, rows_CH: Tensor, probs_C: Tensor, transfer: _Transfer
     ) -> tuple[Tensor, Tensor]:
         ctx.transfer = transfer
-        transfer.peers.finish_push(transfer.ticket("forward"), rows_CH, probs_C, transfer.copies)
+        transfer.finish_push(rows_CH, probs_C)
         return rows_CH.view_as(rows_CH), probs_C.view_as(probs_C)
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_probs: Tensor) -> tuple[Tensor, Tensor, None]:
-        transfer = ctx.transfer
-        transfer.started(
-            "backward", transfer.peers.start_pull(grad_rows, grad_probs, transfer.copies)
-        )
+        ctx.transfer.start_pull(grad_rows, grad_probs)
         # Placeholders for autograd: _StartDispatch receives the gradients through peer memory.
         return grad_rows, grad_probs, None
 
@@ -239,15 +284,13 @@ class _StartCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_CH: Tensor, transfer: _Transfer) -> Tensor:
         ctx.transfer = transfer
-        transfer.started("forward", transfer.peers.start_pull(rows_CH, None, transfer.copies))
-        return transfer.tokens()
+        return transfer.start_pull(rows_CH, None)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        transfer = ctx.transfer
-        rows_CH = transfer.rows()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rows_CH = grad.new_empty(ctx.transfer.copies.capacity, grad.shape[1])
         yield_turn()
-        transfer.peers.finish_push(transfer.ticket("backward"), rows_CH, None, transfer.copies)
+        ctx.transfer.finish_push(rows_CH, None)
         return rows_CH, None
 
 
@@ -255,11 +298,10 @@ class _FinishCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, transfer: _Transfer) -> Tensor:
         ctx.transfer = transfer
-        transfer.peers.finish_pull(transfer.ticket("forward"), x_TH, None, transfer.copies)
+        transfer.finish_pull()
         return x_TH.view_as(x_TH)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        transfer = ctx.transfer
-        transfer.started("backward", transfer.peers.start_push(grad, None, transfer.copies))
+        ctx.transfer.start_push(grad, None)
         return grad, None

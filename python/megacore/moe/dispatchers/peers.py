@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -30,6 +31,7 @@ from megacore.errors import ConfigError, MegacoreError
 from megacore.moe.dispatchers.base import ExpertPlacement, constant
 from megacore.parallel.host_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
+from megacore.parallel.turns import running_place
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,6 +94,8 @@ class Peers(ABC):
     def __init__(self, group: Group, *, row_bytes: int = 0) -> None:
         self.group = group
         self._row_bytes = row_bytes
+        # Pulls that are reserved and not started, by the place of their microbatch.
+        self._reserved: dict[int, PendingPull] = {}
 
     @abstractmethod
     def plan_copies(self, ids_Tk: Tensor, placement: ExpertPlacement, capacity: int) -> PeerPlan:
@@ -114,16 +118,57 @@ class Peers(ABC):
         """Wait for pushed rows and copy them to ``rows_CH``; the others are not written."""
 
     @abstractmethod
-    def start_pull(
-        self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
-    ) -> PendingTransfer:
-        """Publish rows, and a number per row, for all members to pull."""
+    def reserve_pull(self, copies: CopyMap, like: Tensor) -> PendingPull:
+        """Reserve a slot, and wait until all members have read its previous rows.
+
+        Args:
+            copies: Locations of the copies of this rank's tokens.
+            like: A tensor with the width and dtype of the rows.
+        """
 
     @abstractmethod
-    def finish_pull(
-        self, ticket: PendingTransfer, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
+    def start_pull(
+        self,
+        pull: PendingPull,
+        rows_CH: Tensor,
+        probs_C: Tensor | None,
+        x_TH: Tensor,
+        probs_Tk: Tensor | None,
     ) -> None:
-        """Wait for published rows and sum each token's rows into ``x_TH``, in order of choices."""
+        """Publish rows, and a number per row, and start pulling those of this rank's tokens.
+
+        Args:
+            pull: From `reserve_pull`.
+            rows_CH: Results of this rank's experts. If they are ``pull.rows``, nothing is copied.
+            probs_C: Number per row, float32.
+            x_TH: Receives the sum of each token's rows, in order of choices, by `finish_pull`.
+            probs_Tk: Receives the number of each copy.
+        """
+
+    @abstractmethod
+    def finish_pull(self, pull: PendingPull) -> None:
+        """Wait for the sums of `start_pull`."""
+
+    def _keep_reserved(self, pull: PendingPull) -> PendingPull:
+        self._reserved[running_place()] = pull
+        return pull
+
+    def _starts_reserved(self, pull: PendingPull) -> None:
+        reserved = self._reserved.pop(running_place(), None)
+        assert reserved is pull, "nothing is exchanged between a reservation and its start"
+
+    def _abandon_reserved(self) -> None:
+        """Free the slot of a pull that nobody started, before the microbatch's next exchange.
+
+        The second run of a recomputed function ends after its last saved tensor, which may be
+        between a product that writes to a slot and the pull. A pull of nothing then keeps others
+        from writing to the slot before this rank's product has.
+        """
+        pull = self._reserved.get(running_place())
+        if pull is not None:
+            pull.copies = replace(pull.copies, rows=pull.copies.rows[:0])
+            self.start_pull(pull, pull.rows, None, pull.rows[:0], None)
+            self.finish_pull(pull)
 
     @abstractmethod
     def forget_exchanges(self) -> None:
@@ -204,11 +249,45 @@ class PendingTransfer:
         self._slots.free(self.slot)
 
 
+class PendingPull(PendingTransfer):
+    """Pull for which a slot is reserved.
+
+    Args:
+        memory: As of `PendingTransfer`.
+        slots: The slots of that memory.
+        copies: Locations of the copies of this rank's tokens.
+
+    Attributes:
+        copies: As given.
+        rows: This rank's rows in the slot, ``(C, H)``: memory that others read once the pull has
+            started. What computes the rows may write them there.
+    """
+
+    rows: Tensor
+
+    def __init__(self, memory: object, slots: Slots, copies: CopyMap) -> None:
+        super().__init__(memory, slots)
+        self.copies = copies
+
+    def holds(self, rows_CH: Tensor) -> bool:
+        """Return whether these rows are in the slot."""
+        return rows_CH.data_ptr() == self.rows.data_ptr()
+
+
 class _HostMemory:
     def __init__(self, exchange: PeerExchange, layout: PeerLayout) -> None:
         self.exchange = exchange
         self.layout = layout
         self.slots = Slots()
+
+    def rows_at(self, address: int, num_rows: int, like: Tensor) -> Tensor:
+        """Make a tensor of rows that are in this memory, and keep the memory while it is used."""
+        numel = num_rows * like.shape[1]
+        if numel == 0:
+            return like.new_empty(num_rows, like.shape[1])
+        memory = (ctypes.c_uint8 * (numel * like.element_size())).from_address(address)
+        memory.owner = self.exchange  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=like.dtype).view(num_rows, -1)
 
 
 class HostPeers(Peers):
@@ -227,6 +306,8 @@ class HostPeers(Peers):
             raise ConfigError(no_peers(group.describe()))
         self._host = group.host
         self._memory: _HostMemory | None = None
+        # Tensors that pulls in flight write.
+        self._sums: dict[PendingPull, tuple[Tensor, Tensor | None]] = {}
 
     def plan_copies(self, ids_Tk: Tensor, placement: ExpertPlacement, capacity: int) -> PeerPlan:
         """Exchange counts through shared memory; waits for all members. See `Peers`.
@@ -269,8 +350,9 @@ class HostPeers(Peers):
 
     def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> PendingTransfer:
         """Write each copy to its row in the peers' buffers. See `Peers`."""
+        self._abandon_reserved()
         x_TH, probs_Tk = x_TH.contiguous(), _contiguous(probs_Tk)
-        memory = self._reserve(0, copies.capacity, _row_bytes(x_TH))
+        memory = self._reserve(0, copies.capacity, row_bytes_of(x_TH))
         ticket = PendingTransfer(memory, memory.slots)
         memory.exchange.start_push(
             slot=ticket.slot,
@@ -297,39 +379,53 @@ class HostPeers(Peers):
         )
         _finish(ticket, rows_CH, probs_C)
 
+    def reserve_pull(self, copies: CopyMap, like: Tensor) -> PendingPull:
+        """Wait for a slot of shared memory. See `Peers`."""
+        self._abandon_reserved()
+        memory = self._reserve(0, copies.capacity, row_bytes_of(like))
+        pull = PendingPull(memory, memory.slots, copies)
+        address = memory.exchange.reserve_pull(slot=pull.slot)
+        pull.rows = memory.rows_at(address, copies.capacity, like)
+        return self._keep_reserved(pull)
+
     def start_pull(
-        self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
-    ) -> PendingTransfer:
-        """Copy rows into shared memory. See `Peers`."""
+        self,
+        pull: PendingPull,
+        rows_CH: Tensor,
+        probs_C: Tensor | None,
+        x_TH: Tensor,
+        probs_Tk: Tensor | None,
+    ) -> None:
+        """Publish rows in shared memory. See `Peers`."""
+        self._starts_reserved(pull)
         rows_CH, probs_C = rows_CH.contiguous(), _contiguous(probs_C)
-        memory = self._reserve(0, copies.capacity, _row_bytes(rows_CH))
-        ticket = PendingTransfer(memory, memory.slots)
-        memory.exchange.start_pull(
-            slot=ticket.slot,
-            rows=rows_CH.data_ptr(),
+        _exchange_of(pull).start_pull(
+            slot=pull.slot,
+            rows=0 if pull.holds(rows_CH) else rows_CH.data_ptr(),
             probs=_pointer(probs_C),
             width=rows_CH.shape[1],
             dtype=_dtype(rows_CH),
-            num_rows=_number(copies.num_arrived),
+            num_rows=_number(pull.copies.num_arrived),
         )
-        return ticket
+        self._sums[pull] = x_TH, probs_Tk
 
-    def finish_pull(
-        self, ticket: PendingTransfer, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
-    ) -> None:
+    def finish_pull(self, pull: PendingPull) -> None:
         """Sum rows directly from shared memory. See `Peers`."""
-        _exchange_of(ticket).finish_pull(
-            slot=ticket.slot,
+        x_TH, probs_Tk = self._sums.pop(pull)
+        _exchange_of(pull).finish_pull(
+            slot=pull.slot,
             tokens=x_TH.data_ptr(),
             probs=_pointer(probs_Tk),
             width=x_TH.shape[1],
             dtype=_dtype(x_TH),
-            **_map(copies),
+            **_map(pull.copies),
         )
-        _finish(ticket, x_TH, probs_Tk)
+        _finish(pull, x_TH, probs_Tk)
 
     def forget_exchanges(self) -> None:
         """Free all slots. See `Peers`."""
+        self._reserved.clear()
+        self._sums.clear()
         if self._memory is not None:
             self._memory.slots.free_all()
 
@@ -395,7 +491,8 @@ def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _row_bytes(rows: Tensor) -> int:
+def row_bytes_of(rows: Tensor) -> int:
+    """Return the size of a row of a matrix."""
     return rows.shape[1] * rows.element_size()
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import socket
 import zlib
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,10 +18,20 @@ from torch import Tensor
 from megacore._core import PeerFault, PeerLayout, peer_failure, peer_flags_bytes
 from megacore.errors import MegacoreError, PeerLostError
 from megacore.moe.dispatchers.base import ExpertPlacement, constant
-from megacore.moe.dispatchers.peers import CopyMap, PeerPlan, Peers, PendingTransfer, Slots
+from megacore.moe.dispatchers.peers import (
+    CopyMap,
+    PeerPlan,
+    Peers,
+    PendingPull,
+    PendingTransfer,
+    Slots,
+    row_bytes_of,
+)
 from megacore.ops import cuda_kernels, has_cuda_kernels, peer_exchange
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
+
+_Tensors: TypeAlias = tuple[Tensor | None, ...]
 
 
 class _DeviceMemory:
@@ -27,26 +39,40 @@ class _DeviceMemory:
 
     Args:
         addresses: Address of each member's memory, ``(G,)`` int64.
-        owner: Object that keeps the memory alive.
+        own: This member's memory, uint8.
+        owner: Object that keeps the memory of the others alive.
         layout: Layout of the memory.
     """
 
-    def __init__(self, addresses: Tensor, owner: object, layout: PeerLayout) -> None:
+    def __init__(self, addresses: Tensor, own: Tensor, owner: object, layout: PeerLayout) -> None:
         self.addresses = addresses
+        self.own = own
         self.owner = owner
         self.layout = layout
         self.state = addresses.new_zeros(cuda_kernels().PEER_STATE_NUMEL)
         self.slots = Slots()
         self.is_captured = False
 
+    def rows_at(self, slot: int, num_rows: int, like: Tensor) -> Tensor:
+        """Make a tensor of this member's rows in a slot.
+
+        It is no view: products are saved for backward passes by the number of their writes, and
+        views of one tensor share theirs.
+        """
+        first = peer_flags_bytes(self.layout.num_members) + self.layout.rows_offset(slot)
+        offset = (self.own.storage_offset() + first) // like.element_size()
+        storage = self.own.untyped_storage()
+        shape = num_rows, like.shape[1]
+        return like.new_empty(0).set_(storage, offset, shape, (shape[1], 1))
+
 
 class DevicePeers(Peers):
     """Peer memory of GPUs that can access each other's memory.
 
     There is no host sync. A kernel waits for a peer for at most ``timeout_s``; after a timeout all
-    following results are NaN, so the optimizer skips them, and :meth:`check` raises. Pushes run on
-    a stream of their own, with few enough blocks that what is computed until they are finished has
-    most of the GPU.
+    following results are NaN, so the optimizer skips them, and :meth:`check` raises. What moves
+    rows between GPUs runs on a stream of its own, with few enough blocks that what is computed
+    until it is finished has most of the GPU.
 
     Args:
         group: The members.
@@ -64,13 +90,14 @@ class DevicePeers(Peers):
         # The last one is in use; captured graphs still use others, which were too small.
         self._memories: list[_DeviceMemory] = []
         self._side: torch.cuda.Stream | None = None
-        # Tensors that pushes read, kept until the current stream waits for the side stream. With
+        # The end of an exchange on the side stream, and the tensors that it reads and writes, kept
+        # until the current stream, in which they were allocated, waits for this end. With
         # record_stream, a graph's pool could not use their memory again before the capture ends.
-        self._read: dict[PendingTransfer, tuple[Tensor | None, ...]] = {}
+        self._in_flight: dict[PendingTransfer, tuple[torch.cuda.Event, _Tensors]] = {}
 
     @abstractmethod
-    def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
-        """Allocate zeroed memory on all members; returns addresses ``(G,)`` and the owner."""
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, Tensor, object]:
+        """Allocate zeroed memory on all members: addresses ``(G,)``, the own part, its owner."""
 
     def plan_copies(self, ids_Tk: Tensor, placement: ExpertPlacement, capacity: int) -> PeerPlan:
         """Exchange counts and assign rows by three kernels. See `Peers`."""
@@ -86,11 +113,12 @@ class DevicePeers(Peers):
 
     def start_push(self, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap) -> PendingTransfer:
         """Write each copy to its row in the peers' buffers, on a separate stream. See `Peers`."""
+        self._abandon_reserved()
         x_TH = x_TH.contiguous()
         probs_Tk = None if probs_Tk is None else probs_Tk.contiguous()
-        memory, ticket = self._ticket(copies.capacity, x_TH)
-        side = self._fork()
-        with torch.cuda.stream(side):
+        memory = self._reserve(0, copies.capacity, row_bytes_of(x_TH))
+        ticket = PendingTransfer(memory, memory.slots)
+        with self._aside(ticket, x_TH, probs_Tk, copies.rows):
             peer_exchange.start_push(
                 x_TH,
                 probs_Tk,
@@ -100,54 +128,67 @@ class DevicePeers(Peers):
                 copies.num_choices,
                 copies.capacity,
             )
-        self._read[ticket] = x_TH, probs_Tk, copies.rows
         return ticket
 
     def finish_push(
         self, ticket: PendingTransfer, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
     ) -> None:
         """Copy the received rows, after this rank's push. See `Peers`."""
-        self._join()
-        del self._read[ticket]
+        self._join(ticket)
         peer_exchange.finish_push(
             rows_CH, probs_C, copies.num_arrived, *self._members(_memory_of(ticket)), ticket.slot
         )
         ticket.finish()
 
-    def start_pull(
-        self, rows_CH: Tensor, probs_C: Tensor | None, copies: CopyMap
-    ) -> PendingTransfer:
-        """Copy rows into peer memory. See `Peers`."""
-        rows_CH = rows_CH.contiguous()
-        memory, ticket = self._ticket(copies.capacity, rows_CH)
-        peer_exchange.start_pull(
-            rows_CH,
-            None if probs_C is None else probs_C.contiguous(),
-            copies.num_arrived,
-            *self._members(memory),
-            ticket.slot,
-        )
-        return ticket
+    def reserve_pull(self, copies: CopyMap, like: Tensor) -> PendingPull:
+        """Make the current stream wait for a slot of peer memory. See `Peers`."""
+        self._abandon_reserved()
+        memory = self._reserve(0, copies.capacity, row_bytes_of(like))
+        pull = PendingPull(memory, memory.slots, copies)
+        peer_exchange.reserve_pull(*self._members(memory), pull.slot)
+        pull.rows = memory.rows_at(pull.slot, copies.capacity, like)
+        return self._keep_reserved(pull)
 
-    def finish_pull(
-        self, ticket: PendingTransfer, x_TH: Tensor, probs_Tk: Tensor | None, copies: CopyMap
+    def start_pull(
+        self,
+        pull: PendingPull,
+        rows_CH: Tensor,
+        probs_C: Tensor | None,
+        x_TH: Tensor,
+        probs_Tk: Tensor | None,
     ) -> None:
-        """Sum rows directly from peer memory. See `Peers`."""
+        """Publish rows and sum those of the peers, on a separate stream. See `Peers`."""
+        self._starts_reserved(pull)
+        rows_CH = rows_CH.contiguous()
+        probs_C = None if probs_C is None else probs_C.contiguous()
+        published = rows_CH, probs_C, pull.copies.num_arrived
+        with self._aside(pull, *published, x_TH, probs_Tk, pull.copies.rows):
+            members = self._members(_memory_of(pull))
+            peer_exchange.start_pull(*published, *members, pull.slot, pull.holds(rows_CH))
+            self._sum(pull, x_TH, probs_Tk)
+
+    def _sum(self, pull: PendingPull, x_TH: Tensor, probs_Tk: Tensor | None) -> None:
         peer_exchange.finish_pull(
             x_TH,
             probs_Tk,
-            copies.rows,
-            *self._members(_memory_of(ticket)),
-            ticket.slot,
-            copies.num_choices,
-            copies.capacity,
+            pull.copies.rows,
+            *self._members(_memory_of(pull)),
+            pull.slot,
+            pull.copies.num_choices,
+            pull.copies.capacity,
         )
-        ticket.finish()
+
+    def finish_pull(self, pull: PendingPull) -> None:
+        """Make the current stream wait for the sums. See `Peers`."""
+        self._join(pull)
+        pull.finish()
 
     def forget_exchanges(self) -> None:
         """Free all slots of all memories. See `Peers`."""
-        self._join()
-        self._read.clear()
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+        self._in_flight.clear()
+        self._reserved.clear()
         for memory in self._memories:
             memory.slots.free_all()
 
@@ -158,20 +199,21 @@ class DevicePeers(Peers):
             if word:
                 raise PeerLostError(failure_text(word, self.group, self._timeout_s))
 
-    def _fork(self) -> torch.cuda.Stream:
-        """Return the stream of pushes, which then waits for what the current one has queued."""
+    @contextmanager
+    def _aside(self, ticket: PendingTransfer, *tensors: Tensor | None) -> Iterator[None]:
+        """Queue what moves rows on the side stream, behind what the current one has queued."""
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream(self.device))
-        return self._side
+        self._in_flight[ticket] = torch.cuda.Event(), tensors  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._side):
+            yield
+            self._in_flight[ticket][0].record(self._side)
 
-    def _join(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
-
-    def _ticket(self, capacity: int, rows: Tensor) -> tuple[_DeviceMemory, PendingTransfer]:
-        memory = self._reserve(0, capacity, rows.shape[1] * rows.element_size())
-        return memory, PendingTransfer(memory, memory.slots)
+    def _join(self, ticket: PendingTransfer) -> None:
+        """Make the current stream wait for one exchange, not for those queued behind it."""
+        done, _ = self._in_flight.pop(ticket)
+        torch.cuda.current_stream(self.device).wait_event(done)
 
     def _members(self, memory: _DeviceMemory) -> tuple[Any, ...]:
         layout = memory.layout
@@ -200,13 +242,13 @@ class DevicePeers(Peers):
             max_capacity=max(capacity, had[1]),
             max_row_bytes=max(row_bytes, had[2]),
         )
-        addresses, owner = self._allocate(peer_flags_bytes(self.group.size) + layout.bytes)
+        allocated = self._allocate(peer_flags_bytes(self.group.size) + layout.bytes)
         # All members have finished their kernels when the allocation returns.
         self.check()
         self._memories = [
             memory for memory in self._memories if memory.is_captured or memory.slots.any_taken
         ]
-        self._memories.append(_DeviceMemory(addresses, owner, layout))
+        self._memories.append(_DeviceMemory(*allocated, layout))
         return self._memories[-1]
 
 
@@ -224,7 +266,7 @@ class SymmetricPeers(DevicePeers):
             group, device, timeout_s=kernel_timeout_s(group, device), row_bytes=row_bytes
         )
 
-    def _allocate(self, num_bytes: int) -> tuple[Tensor, object]:
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, Tensor, object]:
         try:
             return symmetric_memory(self.group, self.device, num_bytes)
         except (RuntimeError, ImportError) as error:
@@ -234,8 +276,10 @@ class SymmetricPeers(DevicePeers):
             ) from error
 
 
-def symmetric_memory(group: Group, device: torch.device, num_bytes: int) -> tuple[Tensor, object]:
-    """Allocate zeroed symmetric memory on all members: its addresses ``(G,)`` and its owner.
+def symmetric_memory(
+    group: Group, device: torch.device, num_bytes: int
+) -> tuple[Tensor, Tensor, object]:
+    """Allocate zeroed symmetric memory on all members: addresses ``(G,)``, the own part, owner.
 
     Sync:
         Waits for the device and for all members.
@@ -252,7 +296,7 @@ def symmetric_memory(group: Group, device: torch.device, num_bytes: int) -> tupl
     # Several tensors may share one allocation.
     offset = getattr(handle, "offset", 0)
     addresses = [address + offset for address in handle.buffer_ptrs]
-    return torch.tensor(addresses, dtype=torch.int64, device=device), (buffer, handle)
+    return torch.tensor(addresses, dtype=torch.int64, device=device), buffer, handle
 
 
 def reason_against(group: Group, device: torch.device) -> str:

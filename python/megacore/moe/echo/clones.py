@@ -15,18 +15,20 @@ Shapes: M rows of this rank's experts, L home experts, k slots, N output feature
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from megacore.ops.gemm import main_grad_of
+from megacore.ops.gemm import input_grad_into, main_grad_of, product_into
 from megacore.parallel.turns import running_place
 
 FC1, FC2 = 0, 1
 
 _Set = TypeVar("_Set")
+# Returns memory for the rows of a product.
+Place: TypeAlias = Callable[[], Tensor] | None
 
 
 def set_of_turn(sets: Sequence[_Set]) -> _Set:
@@ -81,16 +83,19 @@ class CloneExchange(ABC):
         *,
         clear_padding: bool = True,
         expected_rows: int = 0,
+        out: Place = None,
+        grad_out: Place = None,
     ) -> Tensor:
         """Multiply rows of home experts and clones, ``(M, K)``, by their weights: ``(M, N)``.
 
         Clones are computed last, so their weights may be in flight while home experts are computed.
-        For ``clear_padding`` and ``expected_rows``, which is the same for all projections, see
-        :func:`megacore.ops.grouped_gemm`.
+        For the hints, of which ``expected_rows`` is the same for all projections, and the places of
+        the result and the gradient see :func:`megacore.ops.grouped_gemm`.
         """
         self.expected_rows = expected_rows
+        weight, places = self._weights[projection], (out, grad_out)
         result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            rows, self._weights[projection], m_splits, self, projection, clear_padding
+            rows, weight, m_splits, self, projection, clear_padding, places
         )
         return result
 
@@ -208,14 +213,15 @@ class _Product(torch.autograd.Function):
         exchange: CloneExchange,
         projection: int,
         clear_padding: bool,
+        places: tuple[Place, Place],
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, m_splits)
         ctx.exchange, ctx.projection = exchange, projection
         ctx.clear_padding = clear_padding
+        out, ctx.grad_out = places
         num_local = weight.shape[0]
-        product, home_splits = torch.ops.megacore.grouped_gemm, m_splits[:num_local]
         hints = clear_padding, exchange.expected_rows
-        result: Tensor = product(rows, weight, home_splits, None, True, None, *hints)
+        result = product_into(out, rows, weight, m_splits[:num_local], *hints)
         exchange.multiply(projection, rows, m_splits, num_local, result)
         return result
 
@@ -228,15 +234,14 @@ class _Product(torch.autograd.Function):
         home_splits = m_splits[:num_local]
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            product = torch.ops.megacore.grouped_gemm_input_grad
             hints = ctx.clear_padding, exchange.expected_rows
-            grad_rows = product(grad, weight, home_splits, *hints)
+            grad_rows = input_grad_into(ctx.grad_out, grad, weight, home_splits, *hints)
             exchange.multiply_back(projection, grad, m_splits, num_local, grad_rows)
         if ctx.needs_input_grad[1]:
             # The transfer of clone gradients overlaps with the home experts' gradients.
             exchange.start_weight_grads(projection, grad, rows, m_splits, weight)
             grad_weight = exchange.home_weight_grad(projection, grad, rows, home_splits, weight)
-        return grad_rows, grad_weight, *(None,) * 4
+        return grad_rows, grad_weight, *(None,) * 5
 
 
 class _Watch(torch.autograd.Function):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import math
 from abc import ABC, abstractmethod
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -242,9 +241,7 @@ class DeviceCloneMemory(CloneMemory):
 
         self._timeout_s = kernel_timeout_s(group, fc1.device)
         num_bytes = self.layout.bytes(group.size)
-        self._addresses, owner = symmetric_memory(group, fc1.device, num_bytes)
-        self._owner = owner
-        buffer = cast(tuple[Tensor, object], owner)[0]
+        self._addresses, buffer, self._owner = symmetric_memory(group, fc1.device, num_bytes)
         self._failure: Tensor = self._addresses.new_zeros(1) if beside is None else beside._failure
         self._side = torch.cuda.Stream(fc1.device)  # type: ignore[no-untyped-call]
         self._is_pushing = False

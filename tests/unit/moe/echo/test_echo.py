@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from megacore.cli import main
 from megacore.config import EchoConfig, load_config
@@ -294,8 +293,8 @@ def test_gradients_under_way_survive_a_layer_without_clones(
 def test_kernels_of_both_sets_of_slots_tell_failures_in_one_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def memory_of(_group: Group, _device: torch.device, num_bytes: int) -> tuple[Tensor, Any]:
-        return torch.zeros(2, dtype=torch.int64), (torch.empty(num_bytes, dtype=torch.uint8), None)
+    def memory_of(_group: Group, _device: torch.device, num_bytes: int) -> tuple[Any, ...]:
+        return torch.zeros(2, dtype=torch.int64), torch.empty(num_bytes, dtype=torch.uint8), None
 
     # Weights of the second set that did not come must spoil the gradients, which are in the first.
     launched: list[dict[str, Any]] = []
