@@ -110,8 +110,8 @@ class GradReducer:
             raise RuntimeError(
                 f"{self._infos[param].name} receives a gradient after its bucket was reduced: it "
                 f"has had {self._tracker.count(param)} in this step, as in steps before; call "
-                "zero_grads() before a new step, or set optimizer.overlap = params if "
-                "the model changes from step to step"
+                "zero_grads() before a new step, or leave the gradients out of optimizer.overlap "
+                "if the model changes from step to step"
             )
         if self._counting:
             for bucket in self._tracker.mark(param):

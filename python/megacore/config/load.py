@@ -25,6 +25,7 @@ from megacore.config.renamed import (
     MOVED,
     RENAMED,
     VALUES,
+    Moved,
     has_key,
     table_of,
     translate_moved,
@@ -38,7 +39,7 @@ Overrides = Sequence[tuple[str, str]]
 
 FOLDER_OF_FILE = "{here}"  # at the start of a path in a TOML file
 
-_BOOLS = ("true", "false", "1", "0", "yes", "no", "on", "off")
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def load_config(
@@ -206,7 +207,7 @@ def _next_value(key: str, rest: list[str]) -> str:
     is_switch = annotation is bool or bool in typing.get_args(annotation)
     if rest and not rest[0].startswith("--") and (not is_switch or _fits(annotation, rest[0])):
         return rest.pop(0)
-    if is_switch:
+    if is_switch or key in MOVED:
         return "true"
     raise ConfigError(f"--{key} needs a value, as in --{key}=VALUE")
 
@@ -214,7 +215,7 @@ def _next_value(key: str, rest: list[str]) -> str:
 def _fits(annotation: Any, text: str) -> bool:
     """Return whether a word after a switch is its value, and not the next argument."""
     if annotation is bool:
-        return text in _BOOLS
+        return text in _ON + _OFF
     try:
         TypeAdapter[Any](annotation).validate_python(text)
     except ValidationError:
@@ -312,13 +313,21 @@ def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text:
             table[name] = _toml_or_text(text)
             where[key] = flag
         return None
-    if not name or section not in section_classes() or key in MOVED:
+    if not name or section not in section_classes():
         return f"{flag}: {_unknown_key(section, name)}"
     table = table_of(data, section)
     if isinstance(table, dict):
-        table[name] = _typed(key, text)
+        table[name] = _moved_value(MOVED[key], text) if key in MOVED else _typed(key, text)
         where[key] = flag
     return None
+
+
+def _moved_value(moved: Moved, text: str) -> Any:
+    """Return the value of a setting that has moved; one that was merged has no type any more."""
+    if moved.merge is None:
+        return _typed(moved.to, text)
+    is_on, is_off = (text.lower() in words for words in (_ON[1:], _OFF[1:]))  # 1 is a number, too
+    return is_on if is_on or is_off else _toml_or_text(text)
 
 
 def _typed(key: str, text: str) -> Any:
@@ -486,8 +495,8 @@ def _unknown_key(section: str, name: str) -> str:
     """Return the message for an unknown section or key."""
     classes = section_classes()
     key = f"{section}.{name}"
-    if key in RENAMED or key in MOVED:
-        return f"unknown key {key}; it is now {RENAMED.get(key) or MOVED[key].to}"
+    if key in RENAMED:
+        return f"unknown key {key}; it is now {RENAMED[key]}"
     if name in ELSEWHERE:
         return f"unknown key {key}; did you mean {ELSEWHERE[name]}?"
     if section not in classes:

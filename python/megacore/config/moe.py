@@ -54,8 +54,9 @@ class EchoConfig(Section):
     def guaranteed_factor(self, experts_per_rank: int) -> float | None:
         """Compute the bound of max load over mean load for any routing; ``None`` if unknown.
 
-        With fewer slots than experts per rank it is the load that no planner can prevent; the
-        balanced planner is within one percent of it on the loads that need it.
+        It is the load at which the balanced planner stops (``tolerance``, ``min_imbalance``), but
+        at least the one that no planner can prevent with fewer slots than experts per rank. The
+        planner is within one percent of the latter on the loads that need it.
 
         Example:
             >>> EchoConfig(num_spare_slots=4).guaranteed_factor(4)
@@ -67,7 +68,7 @@ class EchoConfig(Section):
             return None
         share = min(1.0, self.num_spare_slots / experts_per_rank)
         worst = (1.0 + share) ** 2 / (4.0 * share)
-        return max(1.0 + self.tolerance if share == 1.0 else worst, self.min_imbalance)
+        return max(worst, 1.0 + self.tolerance, self.min_imbalance)
 
 
 class MoEConfig(Section):

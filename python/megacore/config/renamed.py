@@ -50,8 +50,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 class Moved:
     """New place of a setting that left in the latest minor version.
 
-    In files and checkpoints, the old name works as before; on the command line, its message names
-    the new one.
+    The old name works as before, in files, in checkpoints and on the command line.
 
     Attributes:
         to: Key of today.
@@ -196,11 +195,13 @@ def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
             continue  # the check of the section reports it
         place, own = where.pop(old, ""), table.get(name)
         new = table_of(data, home).pop(old_name)
-        if where.get(moved.to, "").startswith("--"):  # the command line overrides the file
+        # The command line overrides the file; else the new name wins.
+        is_flag, has_flag = place.startswith("--"), where.get(moved.to, "").startswith("--")
+        if has_flag and not is_flag:
             new = own
         elif moved.merge is not None:
             new = moved.merge(new, own)
-        elif own is not None:
+        elif own is not None and (has_flag or not is_flag):
             new = own
         elif moved.text:
             new = moved.text.format(new)

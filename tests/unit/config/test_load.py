@@ -380,9 +380,40 @@ def test_a_setting_of_the_version_before_works_in_files_under_its_old_name(tmp_p
     assert load_config(None).notes == ()
 
 
-def test_an_old_name_on_the_command_line_is_answered_with_the_new_one() -> None:
-    with pytest.raises(ConfigError, match=r"--run.name=x: unknown key run.name; it is now run.dir"):
-        load_config(None, [("run.name", "x")])
+@pytest.mark.parametrize(
+    ("arguments", "new"),
+    [
+        ("--run.name=x", "run.dir=runs/x"),
+        ("--run.dir=/y --run.name=x", "run.dir=/y"),
+        ("--run.backend=gloo", "debug.backend=gloo"),
+        ("--optimizer.loss_scale=8", "debug.loss_scale=8"),
+        (
+            "--optimizer.overlap_grad_reduce --optimizer.overlap_param_gather",
+            "optimizer.overlap=all",
+        ),
+        ("--optimizer.distributed no", "optimizer.num_instances=all"),
+        ("--graphs.mode=partial --graphs.scopes=attn", "graphs.mode=attn"),
+        ("--moe.expert_bias --moe.expert_bias_rate=0.5", "moe.expert_bias=0.5"),
+    ],
+)
+def test_an_old_name_works_on_the_command_line(arguments: str, new: str) -> None:
+    config = load_config(None, split_overrides(arguments.split())[0])
+    assert repr(config) == repr(load_config(None, split_overrides([f"--{new}"])[0]))
+    old = arguments.split()[-1 if "=" in arguments.split()[-1] else 0]
+    assert f"{old.split('=')[0].strip('-')} is now {new.split('=')[0]}" in config.notes[0]
+
+
+def test_an_old_name_on_the_command_line_overrides_the_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, '[run]\ndir = "/y"\n[debug]\nbackend = "nccl"\n[pipeline]\nschedule = "auto"\n'
+    )
+    old = [("run.name", "x"), ("run.backend", "gloo"), ("pipeline.placement", "v")]
+    config = load_config(path, old)
+    assert (config.run.dir, config.debug.backend) == ("runs/x", "gloo")
+    assert config.pipeline.schedule == "auto_v"
+    assert config.origin("debug.backend") == "--run.backend=gloo"
+    with pytest.raises(ConfigError, match=r"--run.backend=mpi: debug.backend = .mpi."):
+        load_config(path, [("run.backend", "mpi")])
 
 
 @pytest.mark.parametrize(
