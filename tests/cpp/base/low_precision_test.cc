@@ -55,7 +55,7 @@ TEST(LowPrecision, EveryValueSurvivesTheWayToFloatAndBack) {
 
 // Halfway points between neighbours go to the even one, everything else to the nearer one.
 template <typename Round, typename Widen>
-void expect_nearest(uint16_t low, Round round, Widen widen) {
+void expect_nearest(uint16_t low, Round round, Widen widen, int sign = 0x8000) {
   const auto high = static_cast<uint16_t>(low + 1);
   const double middle = (double{widen(low)} + double{widen(high)}) / 2;
   const auto at_middle = static_cast<float>(middle);
@@ -63,7 +63,7 @@ void expect_nearest(uint16_t low, Round round, Widen widen) {
   ASSERT_EQ(round(at_middle), low % 2 == 0 ? low : high) << low;
   ASSERT_EQ(round(std::nextafter(at_middle, 0.0F)), low) << low;
   ASSERT_EQ(round(std::nextafter(at_middle, kInfinity)), high) << low;
-  ASSERT_EQ(round(-at_middle), (low % 2 == 0 ? low : high) | 0x8000) << low;
+  ASSERT_EQ(round(-at_middle), (low % 2 == 0 ? low : high) | sign) << low;
 }
 
 TEST(LowPrecision, RoundsToTheNearestAndTiesToEven) {
@@ -73,6 +73,29 @@ TEST(LowPrecision, RoundsToTheNearestAndTiesToEven) {
   for (uint32_t low = 0x0080; low < 0x7f7fU; ++low) {
     expect_nearest(static_cast<uint16_t>(low), bfloat16_bits, float_of_bfloat16);
   }
+}
+
+// Sign, 4 bits of exponent, 3 of mantissa.
+float float8_by_definition(uint16_t bits) {
+  const int exponent = bits >> 3;
+  const int mantissa = bits & 7;
+  return static_cast<float>(exponent == 0 ? std::ldexp(mantissa, -9)
+                                          : std::ldexp(mantissa + 8, exponent - 10));
+}
+
+TEST(LowPrecision, EightBitsAreTheNearestUpTo448) {
+  for (uint16_t bits = 0; bits <= 0x7e; ++bits) {
+    ASSERT_EQ(float8_bits(float8_by_definition(bits)), bits);
+    ASSERT_EQ(float8_bits(-float8_by_definition(bits)), bits | 0x80);
+    if (bits < 0x7e) {
+      expect_nearest(bits, float8_bits, float8_by_definition, 0x80);
+    }
+  }
+  EXPECT_EQ(float8_bits(1e-40F), 0);
+  EXPECT_EQ(float8_bits(449.0F), 0x7e);
+  EXPECT_EQ(float8_bits(-kInfinity), 0xfe);
+  EXPECT_EQ(float8_bits(std::numeric_limits<float>::quiet_NaN()), 0x7f);
+  EXPECT_EQ(float8_bits(-std::numeric_limits<float>::quiet_NaN()), 0x7f);
 }
 
 TEST(LowPrecision, TooLargeBecomesInfinity) {
