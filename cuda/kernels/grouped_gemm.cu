@@ -185,7 +185,9 @@ void require_scaled(const GroupedGemmParams& params) {
   MC_REQUIRE(is_weight || (!params.accumulate && params.accumulate_mask == nullptr),
              "only a weight gradient in float32 can be added to what is there");
   MC_REQUIRE(params.first_row == nullptr, "8-bit factors must begin with the first row");
-  require_aligned("the scales of the first factor", params.a_scale, alignof(float));
+  if (params.num_rows > 0) {
+    require_aligned("the scales of the first factor", params.a_scale, alignof(float));
+  }
   require_aligned("the scales of the second factor", params.b_scale, alignof(float));
 }
 

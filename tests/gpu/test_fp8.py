@@ -122,6 +122,15 @@ def test_products_are_near_emulated_ones(
 
 
 @pytest.mark.usefixtures("_needs_kernels")
+def test_no_rows_give_no_gradient() -> None:
+    x = torch.randn(0, 32, device="cuda").bfloat16().requires_grad_()
+    w = torch.randn(48, 32, device="cuda").bfloat16().requires_grad_()
+    fp8_linear(x, w).sum().backward()
+    assert w.grad is not None
+    assert not w.grad.any()
+
+
+@pytest.mark.usefixtures("_needs_kernels")
 def test_a_graph_replays_with_other_counts() -> None:
     x = torch.randn(512, 256, device="cuda").bfloat16()
     w = torch.randn(4, 128, 256, device="cuda").bfloat16()

@@ -184,6 +184,10 @@ TEST(GroupedSetUp, RefusesProductsThatFactorsOf8BitsDoNotHave) {
   refuses([](GroupedGemmParams& p) { p.b_scale = nullptr; });
   refuses([](GroupedGemmParams& p) { p.in_features = 40; });
   refuses([](GroupedGemmParams& p) { p.m_splits = nullptr; });
+  GroupedGemmParams empty = right;
+  empty.num_rows = 0;
+  empty.a_scale = nullptr;
+  grouped_gemm_set_up(empty, nullptr);  // memory without elements has no address
 }
 
 TEST(GroupedPlan, FollowsTheExpectedRowsAndNotTheCapacity) {
