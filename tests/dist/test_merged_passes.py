@@ -37,7 +37,7 @@ INTERLEAVED = {
 }
 # Five microbatches where not said otherwise: two ranks of each of two pipelines.
 OF_FOUR: dict[str, dict[str, Any]] = {
-    "shared experts": {**INTERLEAVED, "moe.overlap_shared": True},
+    "shared experts": INTERLEAVED,
     "few microbatches": {**INTERLEAVED, "train.global_batch_size": 6},
     "groups of three": {**INTERLEAVED, "pipeline.group_size": 3, "train.global_batch_size": 12},
     "static": {

@@ -126,7 +126,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe.groups_top_k": 2,
         "moe.jitter": 0.05,
         "moe.shared_gate": True,
-        "moe.overlap_shared": True,
         "moe.activation": "gelu",
         "moe.layer_pattern": "d(de)",
         "moe.aux_loss_coef": 0.0,
@@ -155,10 +154,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp2": ("softmax", 2, PP2),
     "cp2 ep2": ("softmax", 2, {"parallel.cp": 2, **EP2}),
     "cp2 ring ep2": ("softmax", 2, {"parallel.cp": 2, "parallel.cp_comm": "ring", **EP2}),
-    "ep2, gradients reduced early": (
-        "softmax",
+    "ep2, gradients reduced early": ("softmax", 2, {**EP2, "optimizer.overlap": "all"}),
+    "ep2, a shared gate gathered late": (
+        "sigmoid",
         2,
-        {**EP2, "optimizer.overlap": "all"},
+        {**EP2, "optimizer.overlap": "all", "debug.bucket_numel": 100},
     ),
     "dp4 ep2": ("softmax", 4, EP2),
     "dp4 ep4": ("softmax", 4, {"parallel.ep": 4}),

@@ -27,12 +27,12 @@ DUALPIPE = {
     "model.dropout": 0.1,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "alltoall": {"moe.overlap_shared": True},
+    "alltoall": {},
     "static": {"moe.dispatcher": "static", "debug.static_transport": "collective"},
     "peers": {"moe.dispatcher": "static", "debug.static_transport": "peer"},
     "peers, recomputed": {
         **{"moe.dispatcher": "static", "debug.static_transport": "peer"},
-        **{"train.recompute": "full", "moe.overlap_shared": True},
+        **{"train.recompute": "full"},
     },
     "recomputed": {"train.recompute": "full", "optimizer.overlap": "grads"},
 }

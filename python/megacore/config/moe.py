@@ -106,11 +106,6 @@ class MoEConfig(Section):
         default=False,
         description="Multiply the shared expert's output by a learnt sigmoid gate per token.",
     )
-    overlap_shared: bool = Field(
-        default=False,
-        description="Overlap the shared expert with the exchanges of tokens: its first matrix "
-        "product with the dispatch, the second with the combine.",
-    )
     dispatcher: Literal["allgather", "alltoall", "static"] = Field(
         default="alltoall",
         description="Transport of tokens to experts: all-gather; all-to-all of each copy to its "
@@ -276,9 +271,10 @@ class MoEConfig(Section):
                 'echo.domain_size is for echo.planner = "balanced"; leave domain_size out, or '
                 "change planner"
             )
-        if self.shared_ffn_hidden_size == 0 and (self.shared_gate or self.overlap_shared):
-            name = "shared_gate" if self.shared_gate else "overlap_shared"
-            raise ValueError(f"{name} needs a shared expert; set shared_ffn_hidden_size above 0")
+        if self.shared_ffn_hidden_size == 0 and self.shared_gate:
+            raise ValueError(
+                "shared_gate needs a shared expert; set shared_ffn_hidden_size above 0"
+            )
         return self
 
     def _check_choices(self) -> None:

@@ -26,7 +26,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "moe.record_routing": "debug.record_routing",
         "moe.replay_routing": "debug.replay_routing",
         "moe.router_fp32": "debug.router_fp32",
-        "moe.shared_overlap": "moe.overlap_shared",
+        "moe.shared_overlap": "always on, with moe.shared_ffn_hidden_size",
         "moe.softmax_after_top_k": 'moe.score_function = "softmax_after_top_k"',
         "moe.static_transport": "debug.static_transport",
         "optimizer.average_in_collective": "debug.average_in_collective",
@@ -57,11 +57,13 @@ class Moved:
         merge: Value for that key from the old setting's value and the key's own, ``None`` if it has
             none; the result ``None`` leaves the key unset. Default: the key's own value.
         text: Form of the old value under the new key, without ``merge``.
+        note: Sentence about the old setting, in place of its new name.
     """
 
     to: str
     merge: Callable[[Any, Any], Any] | None = None
     text: str = ""
+    note: str = ""
 
 
 def _overlap(old: Any, own: Any, part: str) -> Any:
@@ -84,6 +86,9 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
         ),
         "moe.expert_bias_rate": Moved(
             "moe.expert_bias", lambda old, own: old if own is True and old != 1e-3 else own
+        ),
+        "moe.overlap_shared": Moved(
+            "moe.shared_ffn_hidden_size", lambda _, own: own, note="is always on"
         ),
         "moe.pad_to_capacity": Moved(
             "moe.static_budget", lambda old, own: "capacity" if old in (True, "true") else own
@@ -211,7 +216,7 @@ def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
             table[name] = new
             where |= {moved.to: place} if place else {}
         prefix = f"{place}: " if place else ""
-        found.append(f"{prefix}{old} is now {moved.to}")
+        found.append(f"{prefix}{old} {moved.note or f'is now {moved.to}'}")
     return found
 
 

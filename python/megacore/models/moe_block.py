@@ -31,7 +31,7 @@ from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.linear import linear
 from megacore.ops.recompute import RecomputeCache
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.params import ParamInfo, use_params
 from megacore.parallel.process_groups import ProcessGroups
 
 
@@ -85,7 +85,6 @@ class MoEBlock(nn.Module):
             echo=echo,
             experts=_experts(f"{name}.experts", context),
             shared=shared,
-            overlap_shared=moe.overlap_shared,
             scatter_tokens=None if is_split else self._scatter_tokens,
             gather_tokens=None if is_split else self._gather_tokens,
         )
@@ -149,7 +148,12 @@ class GatedExpert(nn.Module):
         """Compute the expert's first part; see `InTwoParts`."""
         assert isinstance(self.mlp, InTwoParts)
         finish = self.mlp.start(x_SBH)
-        return lambda: finish() * torch.sigmoid(linear(x_SBH, self.gate))
+
+        def gated() -> Tensor:
+            use_params(self)
+            return finish() * torch.sigmoid(linear(x_SBH, self.gate))
+
+        return gated
 
 
 def _router_bias(name: str, context: ModelContext) -> nn.Parameter | None:

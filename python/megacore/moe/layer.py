@@ -61,9 +61,8 @@ class MoELayer(nn.Module):
         dispatcher: Exchanges tokens between ranks.
         experts: The experts of this rank.
         shared: The shared expert, with the input and output shapes of the layer. ``None`` for none.
-        overlap_shared: Compute the first part of the shared expert while the dispatch is in flight,
-            and the second during the combine; all of it during the dispatch if it is not
-            `InTwoParts`.
+            It is computed during the exchanges: its first part during the dispatch, the second
+            during the combine; all of it during the dispatch if it is not `InTwoParts`.
         scatter_tokens: Maps the layer's input to the tokens that this rank routes, ``(S', B, H)``.
             Default: all tokens.
         gather_tokens: Maps the results of these tokens to the layer's output.
@@ -82,7 +81,6 @@ class MoELayer(nn.Module):
         dispatcher: Dispatcher,
         experts: GroupedExperts,
         shared: nn.Module | None = None,
-        overlap_shared: bool = False,
         scatter_tokens: Mapping | None = None,
         gather_tokens: Mapping | None = None,
         echo: Echo | None = None,
@@ -92,7 +90,6 @@ class MoELayer(nn.Module):
         self.dispatcher = dispatcher
         self.experts = experts
         self.shared = shared
-        self.overlap_shared = overlap_shared
         self._scatter_tokens = scatter_tokens
         self._gather_tokens = gather_tokens
         self.echo = echo
@@ -181,15 +178,13 @@ class MoELayer(nn.Module):
         splits = read_splits(plan) if memo is None else memo.once(lambda: read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
         # Both parts overlap with an exchange in flight, and so do their gradients.
-        finish_shared = self._start_shared(x_SBH) if self.overlap_shared else None
+        finish_shared = self._start_shared(x_SBH)
         arrived = pending.finish()
         combining = self.dispatcher.start_combine(self.experts(arrived, clones), arrived, splits)
         shared_SBH = None if finish_shared is None else finish_shared()
         routed_SBH = self.dispatcher.postprocess(combining.finish(), plan).view_as(tokens_SBH)
         if clones is not None:
             routed_SBH = clones.watch(routed_SBH)
-        if self.shared is not None and shared_SBH is None:
-            shared_SBH = self.shared(x_SBH)
         output_SBH = routed_SBH if self._gather_tokens is None else self._gather_tokens(routed_SBH)
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH
 

@@ -96,22 +96,6 @@ def test_all_dispatchers_compute_the_same(dispatcher: Any) -> None:
         torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("gate", [False, True])
-def test_overlap_with_the_shared_expert_changes_no_bit(gate: bool) -> None:
-    config = tiny_config()
-    batch = random_batch(config)
-    moe = tiny_moe(shared_ffn_hidden_size=16, shared_gate=gate)
-    results = []
-    for overlap in (False, True):
-        model = whole_model(config, moe=moe.model_copy(update={"overlap_shared": overlap}))
-        loss = model(None, batch)
-        loss.backward()
-        results.append((loss, [weight.grad for _, weight in model.param_infos()]))
-    assert torch.equal(results[0][0], results[1][0])
-    for first, second in zip(results[0][1], results[1][1], strict=True):
-        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-8)
-
-
 class Noted(torch.autograd.Function):
     """Identity that notes its name in both passes."""
 
@@ -150,7 +134,7 @@ def test_a_part_of_the_shared_expert_runs_during_each_exchange_of_both_passes() 
             )
 
     config = tiny_config()
-    model = whole_model(config, moe=tiny_moe(shared_ffn_hidden_size=16, overlap_shared=True))
+    model = whole_model(config, moe=tiny_moe(shared_ffn_hidden_size=16))
     (block, *_) = [module for module in model.modules() if isinstance(module, MoEBlock)]
     layer = block.moe
     layer.dispatcher = Slow(layer.dispatcher.placement)

@@ -40,7 +40,6 @@ _TRAINING_ONLY = frozenset(
         "model.init_std",
         "model.mtp_loss_coef",
         "moe.layer_pattern",  # compared as the layers with experts
-        "moe.overlap_shared",
         "moe.dispatcher",
         "moe.static_budget",
         "moe.over_budget",
