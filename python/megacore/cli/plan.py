@@ -84,7 +84,7 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--search", action="store_true", help="find the best layouts")
     group.add_argument("--top", metavar="N", help="layouts to list (default: 10)")
     group.add_argument("--write", metavar="FILE", help="write the configuration of the best layout")
-    group.add_argument("--tokens", metavar="N", help="tokens to train (default: train.steps)")
+    group.add_argument("--tokens", metavar="N", help="show the time that N tokens take")
     group.add_argument("--hours", metavar="H", help="show the tokens that H hours train")
     group.add_argument("--price", metavar="P", help="price of a device and hour, for the cost")
 

@@ -3,7 +3,8 @@
 The section ``[x]`` is defined in ``megacore.config.x``. Every field has a default, a range and a
 description of one sentence or more; ``docs/configuration.md`` is generated from them. Rules within
 one section are checked there; rules between sections, or with the number of processes, are in
-``megacore.config.resolve``. A default of ``None`` means "derived" and is filled by ``resolve``.
+``megacore.config.resolve``. A default of ``None`` means "not set"; ``resolve`` fills those of
+``megacore.config.resolved``.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """True if any gradient was not finite, so that no rank changed anything."""
+        """True if no rank changed anything: a gradient was not finite, or there was a veto."""
         return bool(self._numbers[1])
 
     @property

@@ -148,7 +148,7 @@ class Step:
             ActionKind.RECV_FORWARD: self._receive,
             ActionKind.RECV_BACKWARD: self._receive,
             # The stage recomputes layer by layer in its backward pass, so that the activations of
-            # only one layer exist at a time. It is set up in the forward pass (`Program.dropped`).
+            # only one layer exist at a time. The forward pass sets it up.
             ActionKind.RECOMPUTE: lambda _: None,
         }
         machine = self._track.machine

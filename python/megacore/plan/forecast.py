@@ -188,8 +188,10 @@ def _changes(spec: RunSpec) -> list[tuple[str, RunSpec]]:
     if spec.zero == 0 and spec.dp * spec.cp > 1:
         changes.append(("shard the optimizer state (ZeRO-1)", replace(spec, zero=1)))
     if "dp" not in spec.overlap and spec.dp > 1:
-        overlap = spec.overlap | {"dp"}
-        changes.append(("overlap the gradient reduction", replace(spec, overlap=overlap)))
+        overlap = spec.overlap - {"grads", "params"} | {"dp"}
+        changes.append(
+            ("overlap gradient reduction and parameter gather", replace(spec, overlap=overlap))
+        )
     if spec.tp > 1 and not spec.sequence_parallel:
         changes.append(("sequence parallelism", replace(spec, sequence_parallel=True)))
     if spec.grad_bytes == 4 and spec.param_bytes == 2:

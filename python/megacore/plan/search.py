@@ -135,9 +135,10 @@ def _layer_setups(
             ):
                 if base.global_batch % microbatch:
                     continue
-                overlaps = [base.overlap | {"dp"}]
+                given = base.overlap - {"grads", "params"}
+                overlaps = [given | {"dp"}]
                 if ep > 1 and not parts & {"moe", "layer"}:
-                    overlaps.append(base.overlap | {"dp", "ep"})
+                    overlaps.append(given | {"dp", "ep"})
                 for overlap in overlaps:
                     spec = replace(
                         base,

@@ -187,7 +187,8 @@ class RunSpec:
             attention, norm, activation, mlp, moe, mla_up_proj.
         recompute_keep: Microbatches in flight per chunk that keep all activations.
         offload_layers: Layers whose activations are moved to the host.
-        overlap: Communication that overlaps with compute: of dp, tp, pp, ep, cp.
+        overlap: Communication that overlaps with compute: of dp, tp, pp, ep, cp; of dp also the
+            part of the gradients (``grads``) or of the parameters (``params``) alone.
         dispatcher: Transport of tokens to experts: alltoall, deepep, hybridep, allgather.
         imbalance: Load of the busiest expert rank over the mean; 1 if routing is balanced, about
             1.4 for a router that starts from scratch. Clones lower it, see `load`.

@@ -57,7 +57,8 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
     parallel, pipeline, train = config.parallel, config.pipeline, config.train
     optimizer, moe = config.optimizer, config.moe
     overlap = {
-        "dp": optimizer.overlaps_grads,
+        "dp": optimizer.overlap == "all",
+        optimizer.overlap: optimizer.overlap in ("grads", "params"),
         "pp": bool(pipeline.overlap_p2p),
         "ep": bool(pipeline.overlap_moe),
     }
@@ -217,7 +218,10 @@ def settings_of(spec: RunSpec, stages: Sequence[int], mtp: int = 0) -> dict[str,
         },
         "train": {"microbatch_size": spec.microbatch, **recompute},
         "optimizer": {
-            "overlap": "all" if "dp" in spec.overlap else "none",
+            "overlap": next(
+                (part for part in ("grads", "params") if part in spec.overlap),
+                "all" if "dp" in spec.overlap else "none",
+            ),
             "num_instances": 1 if spec.zero else "all",
         },
     }  # fmt: skip

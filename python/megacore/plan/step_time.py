@@ -249,16 +249,18 @@ def per_step(
         gather = sum(group.ring(size * spec.param_bytes) for size, group in groups)
         if spec.zero == 0:
             gather = scatter  # an all-reduce scatters and gathers gradients
-        if "dp" in spec.overlap:
-            hidden = (
-                (scatter - backward, gather - forward) if spec.zero else (scatter * 2 - backward, 0)
+        hides_grads = not spec.overlap.isdisjoint({"dp", "grads"})
+        hides_params = not spec.overlap.isdisjoint({"dp", "params"}) if spec.zero else hides_grads
+        behind_grads, behind_params = backward, forward
+        if spec.zero == 0:  # all of the all-reduce, during the backward pass
+            behind_grads, behind_params = backward - gather, gather
+        exposed = sum(
+            max(device.exposed_dp * each, each - behind) if is_hidden else each
+            for each, behind, is_hidden in (
+                (scatter, behind_grads, hides_grads),
+                (gather, behind_params, hides_params),
             )
-            exposed = sum(
-                max(device.exposed_dp * each, rest)
-                for each, rest in zip((scatter, gather), hidden, strict=True)
-            )
-        else:
-            exposed = scatter + gather
+        )
     shards = 1 if spec.zero == 0 else spec.dp * spec.cp // spec.instances
     expert_shards = 1 if spec.zero == 0 else max(1, spec.edp // spec.instances)
     owned = dense / shards + experts / expert_shards

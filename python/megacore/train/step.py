@@ -45,7 +45,8 @@ class StepMetrics:
     Attributes:
         loss: Mean loss over the global batch, nats per token.
         grad_norm: Norm of the averaged gradient before clipping.
-        skipped: Whether a non-finite gradient made every rank skip the update.
+        skipped: Whether no rank changed anything: a gradient was not finite, or the update was
+            vetoed, for example because of a loss spike.
         num_skipped: Steps skipped so far because of a non-finite gradient.
         step_time_s: Wall time of the step on this rank, seconds.
         experts: Loads, drops and losses of MoE layers; ``None`` for a dense model.

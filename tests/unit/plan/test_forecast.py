@@ -193,7 +193,7 @@ layouts = st.builds(
     global_batch=st.sampled_from([256, 512]),
     schedule=st.sampled_from(["1f1b", "zb_h1", "gpipe"]),
     precision=st.sampled_from(["bf16", "fp8"]),
-    overlap=st.sets(st.sampled_from(["dp", "tp", "pp", "ep"])).map(frozenset),
+    overlap=st.sets(st.sampled_from(["grads", "params", "dp", "tp", "pp", "ep"])).map(frozenset),
     dispatcher=st.sampled_from(["alltoall", "deepep", "allgather"]),
 )
 
@@ -221,6 +221,20 @@ def test_parts_add_up_and_choices_move_results_the_right_way(
         skewed = forecast(model, replace(spec, imbalance=1.5), device)
         assert skewed.step.seconds >= base.step.seconds
         assert skewed.fullest.total >= base.fullest.total
+
+
+def test_each_overlap_of_data_parallelism_hides_its_part() -> None:
+    device = load_device("h100")
+    base = RunSpec(gpus=64, global_batch=64)
+
+    def exposed(*overlap: str) -> float:
+        return forecast(LLAMA_12, replace(base, overlap=frozenset(overlap)), device).step.parts[
+            "dp"
+        ]
+
+    assert exposed("dp") < min(exposed("grads"), exposed("params"))
+    saved = 2 * exposed() - exposed("grads") - exposed("params")
+    assert exposed() - exposed("dp") == pytest.approx(saved)
 
 
 def test_clones_cost_memory_and_traffic_and_bound_the_load() -> None:

@@ -165,6 +165,17 @@ def test_the_guarantee_is_what_the_planner_reaches_on_the_worst_loads() -> None:
     assert EchoConfig(num_spare_slots=2, planner="echo").guaranteed_factor(4) is None
 
 
+@pytest.mark.parametrize(("num_local", "num_slots"), [(8, 7), (32, 31), (4, 4)])
+def test_a_receive_buffer_takes_what_the_planner_stops_at(num_local: int, num_slots: int) -> None:
+    factor = EchoConfig(num_spare_slots=num_slots).guaranteed_factor(num_local)
+    rng = np.random.default_rng(1)
+    for _ in range(10):
+        shares = rng.dirichlet(np.full(8 * num_local, 0.5), 8)
+        plan = plan_offload((shares * 20_000).astype(np.int64), num_spare_slots=num_slots)
+        assert factor is not None
+        assert plan.imbalance_after <= factor
+
+
 def test_routes_of_all_ranks_fit_each_other() -> None:
     counts = np.random.default_rng(3).integers(0, 100, (4, 8)) * np.array([9, 1, 1, 1, 5, 1, 1, 1])
     plan = plan_offload(counts, num_spare_slots=3, tolerance=0.0)
