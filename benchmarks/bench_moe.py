@@ -326,7 +326,8 @@ def bench_layers(arguments: argparse.Namespace, dtype: torch.dtype) -> None:
                 "grouped": run(grouped, theirs_x),
                 "ours": run(ours, ours_x),
             },
-            arguments.rounds,
+            # Small layers take less than a millisecond: a median of few rounds does not repeat.
+            max(arguments.rounds, 400_000 // (size.tokens * size.hidden)),
         )
         print(
             f"  {size.family:8s}  {size.tokens:6d}  {size.hidden:6d}  {size.width:5d}"

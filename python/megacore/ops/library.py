@@ -59,7 +59,9 @@ class Operation:
         # Not torch's own setup_context, for which it would inspect the signature in each call.
         parts = {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}
         function: Any = type("Direct", (torch.autograd.Function,), parts)
-        self._differentiable = function.apply
+        # Past Function.apply, whose work for torch.func takes as long as a small operation:
+        # `_is_unobserved` rules that out.
+        self._differentiable = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def _is_unobserved(first: torch.Tensor) -> bool:
