@@ -72,7 +72,8 @@ void bind_program_class(py::module_& module) {
       .def_property_readonly("overlaps", marked_steps(&ProgramStep::starts_pair))
       .def_property_readonly("dropped", marked_steps(&ProgramStep::drops_activations))
       .def("forward_only", py::overload_cast<const Program&>(&forward_only), NoGil(),
-           "This rank's program of `Schedule.forward_only`, with receives ahead as here, for evaluation.")
+           "This rank's program of `Schedule.forward_only`, with receives ahead as here, for "
+           "evaluation.")
       .def(
           "to_text", [](const Program& program) { return to_text(program); }, NoGil(),
           "The actions, separated by blanks.")

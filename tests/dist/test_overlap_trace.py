@@ -105,8 +105,9 @@ def check_gathers(trace: Trace, during: list[float]) -> None:
 @pytest.mark.campaign
 def test_without_overlap_nothing_is_issued_during_the_passes(tmp_path: Path) -> None:
     for trace in trace_step(tmp_path, "off", "gloo"):
-        assert trace.reduces == trace.gathers == []
-        assert all(start > trace.grads[-1] for start in trace.transfers)
+        assert len(trace.reduces) == len(trace.gathers) >= 4
+        issued = trace.reduces + trace.gathers + trace.transfers
+        assert all(start > trace.grads[-1] for start in issued)
 
 
 @pytest.mark.campaign
