@@ -62,7 +62,8 @@ class MoELayer(nn.Module):
         experts: The experts of this rank.
         shared: The shared expert, with the input and output shapes of the layer. ``None`` for none.
             It is computed during the exchanges: its first part during the dispatch, the second
-            during the combine; all of it during the dispatch if it is not `InTwoParts`.
+            during the combine; all of it during the dispatch if it is not `InTwoParts` or the layer
+            is recomputed.
         scatter_tokens: Maps the layer's input to the tokens that this rank routes, ``(S', B, H)``.
             Default: all tokens.
         gather_tokens: Maps the results of these tokens to the layer's output.
@@ -178,7 +179,9 @@ class MoELayer(nn.Module):
         splits = read_splits(plan) if memo is None else memo.once(lambda: read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
         # Both parts overlap with an exchange in flight, and so do their gradients.
-        finish_shared = self._start_shared(x_SBH)
+        # A recomputed layer gets all of it now: its gradient recomputes the layer, which in the midst
+        # of the combine's exchange would need a third slot of peer memory.
+        finish_shared = self._start_shared(x_SBH, in_two=memo is None)
         arrived = pending.finish()
         combining = self.dispatcher.start_combine(self.experts(arrived, clones), arrived, splits)
         shared_SBH = None if finish_shared is None else finish_shared()
@@ -188,11 +191,11 @@ class MoELayer(nn.Module):
         output_SBH = routed_SBH if self._gather_tokens is None else self._gather_tokens(routed_SBH)
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH
 
-    def _start_shared(self, x_SBH: Tensor) -> Callable[[], Tensor] | None:
+    def _start_shared(self, x_SBH: Tensor, *, in_two: bool) -> Callable[[], Tensor] | None:
         """Compute the shared expert's first part, or all of it; return how to get its output."""
         if self.shared is None:
             return None
-        if isinstance(self.shared, InTwoParts):
+        if in_two and isinstance(self.shared, InTwoParts):
             return self.shared.start(x_SBH)
         output: Tensor = self.shared(x_SBH)
         return lambda: output
