@@ -179,8 +179,8 @@ class MoELayer(nn.Module):
         splits = read_splits(plan) if memo is None else memo.once(lambda: read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
         # Both parts overlap with an exchange in flight, and so do their gradients.
-        # A recomputed layer gets all of it now: its gradient recomputes the layer, which in the midst
-        # of the combine's exchange would need a third slot of peer memory.
+        # A recomputed layer computes all of it now: the gradient of the second part would run the
+        # layer again amid the exchange of the combine, which takes a third slot of peer memory.
         finish_shared = self._start_shared(x_SBH, in_two=memo is None)
         arrived = pending.finish()
         combining = self.dispatcher.start_combine(self.experts(arrived, clones), arrived, splits)
