@@ -155,6 +155,14 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cp2 ep2": ("softmax", 2, {"parallel.cp": 2, **EP2}),
     "cp2 ring ep2": ("softmax", 2, {"parallel.cp": 2, "parallel.cp_comm": "ring", **EP2}),
     "ep2, gradients reduced early": ("softmax", 2, {**EP2, "optimizer.overlap": "all"}),
+    "ep2 static, recomputed in graphs": (
+        "sigmoid",
+        2,
+        {
+            **{**EP2, **STATIC, "debug.static_transport": "peer", "train.recompute": "full"},
+            **{"graphs.mode": "attn,mlp,moe", "debug.graph_backend": "emulated"},
+        },
+    ),
     "ep2, a shared gate gathered late": (
         "sigmoid",
         2,

@@ -25,7 +25,6 @@ from megacore.config.renamed import (
     MOVED,
     RENAMED,
     VALUES,
-    Moved,
     has_key,
     table_of,
     translate_moved,
@@ -207,7 +206,7 @@ def _next_value(key: str, rest: list[str]) -> str:
     is_switch = annotation is bool or bool in typing.get_args(annotation)
     if rest and not rest[0].startswith("--") and (not is_switch or _fits(annotation, rest[0])):
         return rest.pop(0)
-    if is_switch or key in MOVED:
+    if is_switch:
         return "true"
     raise ConfigError(f"--{key} needs a value, as in --{key}=VALUE")
 
@@ -317,24 +316,18 @@ def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text:
         return f"{flag}: {_unknown_key(section, name)}"
     table = table_of(data, section)
     if isinstance(table, dict):
-        table[name] = _moved_value(MOVED[key], text) if key in MOVED else _typed(key, text)
+        table[name] = _typed(key, text)
         where[key] = flag
+        if key in MOVED and MOVED[key].is_switch and not isinstance(table[name], bool):
+            return f"{flag}: {key} must be true or false, got {text}"
     return None
-
-
-def _moved_value(moved: Moved, text: str) -> Any:
-    """Return the value of a setting that has moved; one that was merged has no type any more."""
-    if moved.merge is None:
-        return _typed(moved.to, text)
-    is_on, is_off = (text.lower() in words for words in (_ON[1:], _OFF[1:]))  # 1 is a number, too
-    return is_on if is_on or is_off else _toml_or_text(text)
 
 
 def _typed(key: str, text: str) -> Any:
     """Return ``text`` converted to the type of field ``key``, or unchanged if invalid."""
     annotation = _annotation(key)
-    if annotation is None:
-        return text
+    if annotation is None:  # of a setting that was merged into another one
+        return _toml_or_text(text) if key in MOVED else text
     if text.lower() in ("none", "null") and NoneType in typing.get_args(annotation):
         return None
     if typing.get_origin(annotation) is list:
@@ -356,6 +349,10 @@ def _toml_or_text(text: str) -> Any:
 
 
 def _annotation(key: str) -> Any:
+    if key in MOVED and MOVED[key].is_switch:
+        return bool
+    if key in MOVED and MOVED[key].merge is None:
+        key = MOVED[key].to
     section, name = split_key(key)
     fields = section_classes().get(section, Section).by_key()
     return fields[name].annotation if name in fields else None

@@ -58,12 +58,14 @@ class Moved:
             none; the result ``None`` leaves the key unset. Default: the key's own value.
         text: Form of the old value under the new key, without ``merge``.
         note: Sentence about the old setting, in place of its new name.
+        is_switch: Whether the old setting was true or false.
     """
 
     to: str
     merge: Callable[[Any, Any], Any] | None = None
     text: str = ""
     note: str = ""
+    is_switch: bool = False
 
 
 def _overlap(old: Any, own: Any, part: str) -> Any:
@@ -88,29 +90,35 @@ MOVED: Mapping[str, Moved] = MappingProxyType(
             "moe.expert_bias", lambda old, own: old if own is True and old != 1e-3 else own
         ),
         "moe.overlap_shared": Moved(
-            "moe.shared_ffn_hidden_size", lambda _, own: own, note="is always on"
+            "moe.shared_ffn_hidden_size", lambda _, own: own, note="is always on", is_switch=True
         ),
         "moe.pad_to_capacity": Moved(
-            "moe.static_budget", lambda old, own: "capacity" if old in (True, "true") else own
+            "moe.static_budget",
+            lambda old, own: "capacity" if old in (True, "true") else own,
+            is_switch=True,
         ),
         "moe.drop_by": Moved("debug.drop_by"),
         "optimizer.distributed": Moved(
-            "optimizer.num_instances", lambda old, own: "all" if old in (False, "false") else own
+            "optimizer.num_instances",
+            lambda old, own: "all" if old in (False, "false") else own,
+            is_switch=True,
         ),
         "optimizer.bucket_numel": Moved("debug.bucket_numel"),
         "optimizer.loss_scale": Moved("debug.loss_scale"),
         "optimizer.loss_scale_interval": Moved("debug.loss_scale_interval"),
         "optimizer.overlap_grad_reduce": Moved(
-            "optimizer.overlap", lambda old, own: _overlap(old, own, "grads")
+            "optimizer.overlap", lambda old, own: _overlap(old, own, "grads"), is_switch=True
         ),
         "optimizer.overlap_param_gather": Moved(
-            "optimizer.overlap", lambda old, own: _overlap(old, own, "params")
+            "optimizer.overlap", lambda old, own: _overlap(old, own, "params"), is_switch=True
         ),
         "pipeline.placement": Moved(
             "pipeline.schedule", lambda old, own: "auto_v" if own == "auto" and old == "v" else own
         ),
         "pipeline.split_weight_grads": Moved(
-            "pipeline.overlap_moe", lambda old, own: "split" if old is True else own
+            "pipeline.overlap_moe",
+            lambda old, own: "split" if old in (True, "true") else own,
+            is_switch=True,
         ),
         "run.backend": Moved("debug.backend"),
         "run.name": Moved("run.dir", text="runs/{}"),

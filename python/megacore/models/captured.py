@@ -21,7 +21,7 @@ from megacore.models.transformer import TransformerLayer
 from megacore.moe.dispatchers import DispatchPlan
 from megacore.moe.router import RoutingResult
 from megacore.ops.counter_random import StepKeys
-from megacore.ops.recompute import recompute
+from megacore.ops.recompute import RecomputeCache, recompute
 from megacore.parallel.batch import Microbatch
 
 Call = Callable[..., Any]
@@ -98,7 +98,8 @@ class GraphedScope(nn.Module):
             keys=self._keys,
         )
         if "layer" in self._again:
-            return {"x": recompute(lambda x: self._run(x, batch)["x"], x_SBH)}
+            memo = RecomputeCache()  # so that the second run of a router counts nothing again
+            return {"x": recompute(lambda x: self._run(x, batch, memo)["x"], x_SBH, memo=memo)}
         return self._run(x_SBH, batch)
 
     def run(
@@ -121,14 +122,14 @@ class GraphedScope(nn.Module):
             return layer.mlp_block(found["x"], batch, again)
         return self._finish_experts(found, found.get("x", x_SBH), batch)
 
-    def _run(self, x_SBH: Tensor, batch: Microbatch) -> Results:
+    def _run(self, x_SBH: Tensor, batch: Microbatch, memo: RecomputeCache | None = None) -> Results:
         layer, again = self.layer, self._again
         if self.scopes >= {"attn", "mlp"} or self.scopes >= {"attn", "moe"}:
-            return {"x": layer.blocks(x_SBH, self._rotary, batch, again)}
+            return {"x": layer.blocks(x_SBH, self._rotary, batch, again, memo=memo)}
         if "attn" in self.scopes:
             x_SBH = layer.attention_block(x_SBH, self._rotary, batch, again)
         if self.scopes & {"mlp", "moe"}:
-            x_SBH = layer.mlp_block(x_SBH, batch, again)
+            x_SBH = layer.mlp_block(x_SBH, batch, again, memo=memo)
         if "moe_router" not in self.scopes:
             return {"x": x_SBH}
         block = _moe_block(layer)

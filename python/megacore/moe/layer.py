@@ -17,7 +17,7 @@ from megacore.moe.echo.layer import Echo, EchoPlan
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.library import in_inference
-from megacore.ops.recompute import RecomputeCache
+from megacore.ops.recompute import RecomputeCache, is_recomputed
 from megacore.parallel.params import use_params
 
 Mapping = Callable[[Tensor], Tensor]
@@ -181,7 +181,7 @@ class MoELayer(nn.Module):
         # Both parts overlap with an exchange in flight, and so do their gradients.
         # A recomputed layer computes all of it now: the gradient of the second part would run the
         # layer again amid the exchange of the combine, which takes a third slot of peer memory.
-        finish_shared = self._start_shared(x_SBH, in_two=memo is None)
+        finish_shared = self._start_shared(x_SBH, in_two=not is_recomputed())
         arrived = pending.finish()
         combining = self.dispatcher.start_combine(self.experts(arrived, clones), arrived, splits)
         shared_SBH = None if finish_shared is None else finish_shared()

@@ -12,7 +12,9 @@ is not recomputed, as its gradient does not need its result.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -88,8 +90,31 @@ def recompute(
     if not torch.is_grad_enabled():
         return function(x)
     region = _Region(function, x, memo)
-    with saved_tensors_hooks(region.pack, _unpack):
+    with _marked(), saved_tensors_hooks(region.pack, _unpack):
         return function(x)
+
+
+_IS_RECOMPUTED: ContextVar[bool] = ContextVar("is_recomputed", default=False)
+
+
+def is_recomputed() -> bool:
+    """Return whether the caller runs inside of :func:`recompute`, in the first or second run.
+
+    Example:
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> recompute(lambda x: x * is_recomputed(), x).item(), is_recomputed()
+        (1.0, False)
+    """
+    return _IS_RECOMPUTED.get()
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    token = _IS_RECOMPUTED.set(True)
+    try:
+        yield
+    finally:
+        _IS_RECOMPUTED.reset(token)
 
 
 class _Kept:
@@ -145,7 +170,7 @@ class _Region:
 
         x = self._x.detach().requires_grad_(self._needs_grad)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(fill, _unpack):
+            with _marked(), torch.enable_grad(), saved_tensors_hooks(fill, _unpack):
                 self._function(x)
         except _Done:
             return

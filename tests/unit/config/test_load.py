@@ -392,6 +392,7 @@ def test_a_setting_of_the_version_before_works_in_files_under_its_old_name(tmp_p
             "optimizer.overlap=all",
         ),
         ("--optimizer.distributed no", "optimizer.num_instances=all"),
+        ("--pipeline.overlap_moe --pipeline.split_weight_grads=1", "pipeline.overlap_moe=split"),
         ("--graphs.mode=partial --graphs.scopes=attn", "graphs.mode=attn"),
         ("--moe.expert_bias --moe.expert_bias_rate=0.5", "moe.expert_bias=0.5"),
     ],
@@ -401,6 +402,14 @@ def test_an_old_name_works_on_the_command_line(arguments: str, new: str) -> None
     assert repr(config) == repr(load_config(None, split_overrides([f"--{new}"])[0]))
     old = arguments.split()[-1 if "=" in arguments.split()[-1] else 0]
     assert f"{old.split('=')[0].strip('-')} is now {new.split('=')[0]}" in config.notes[0]
+
+
+@pytest.mark.parametrize("old", ["optimizer.overlap_grad_reduce", "moe.overlap_shared"])
+def test_an_old_switch_takes_no_argument_that_is_not_its_own(old: str) -> None:
+    assert split_overrides([f"--{old}", "run.toml"]) == ([(old, "true")], ["run.toml"])
+    assert split_overrides([f"--{old}", "no"]) == ([(old, "no")], [])
+    with pytest.raises(ConfigError, match=f"--{old}=maybe: {old} must be true or false, got maybe"):
+        load_config(None, [(old, "maybe")])
 
 
 def test_an_old_name_on_the_command_line_overrides_the_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megacore.config import ModelConfig, MoEConfig
 from megacore.models.generate import Sampling, generate
@@ -15,6 +16,7 @@ from megacore.models.size import count_parameters
 from megacore.models.transformer import MLP
 from megacore.moe.dispatchers import ExpertRows
 from megacore.moe.dispatchers.local import LocalDispatcher
+from megacore.ops.recompute import recompute
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ShardPosition, shard
 from megacore.parallel.process_groups import Group
@@ -94,6 +96,30 @@ def test_all_dispatchers_compute_the_same(dispatcher: Any) -> None:
     assert losses[0][0] == losses[1][0]
     for first, second in zip(losses[0][1], losses[1][1], strict=True):
         torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-8)
+
+
+def test_a_recomputed_layer_computes_its_shared_expert_in_one_part() -> None:
+    calls = []
+
+    class Shared(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append("whole")
+            return x * x
+
+        def start(self, x: torch.Tensor) -> Any:
+            calls.append("parts")
+            return lambda: x * x
+
+    config = tiny_config()
+    model = whole_model(config, moe=tiny_moe(shared_ffn_hidden_size=16))
+    (layer, *_) = [module.moe for module in model.modules() if isinstance(module, MoEBlock)]
+    layer.shared = Shared()
+    x = torch.randn(3, 2, config.hidden_size, requires_grad=True)
+    layer(x).sum().backward()
+    assert calls == ["parts"]
+    calls.clear()
+    recompute(layer, x).sum().backward()
+    assert calls == ["whole", "whole"]
 
 
 class Noted(torch.autograd.Function):

@@ -68,6 +68,19 @@ def test_graphs_change_no_bit(graphs: dict[str, Any], changes: dict[str, Any]) -
     assert any(note.startswith("captured") for note in trainer.graphs.take_notes())
 
 
+def test_layers_that_are_recomputed_in_graphs_count_once() -> None:
+    changes: dict[str, Any] = {
+        "moe": {**STATIC, "z_loss_coef": 0.1},
+        "train": {"recompute": "full"},
+    }
+    trainers = [make_trainer({"mode": "attn,moe"}, **changes), make_trainer(**changes)]
+    for step in range(3):
+        graphed, plain = (trainer.train_step(step).experts for trainer in trainers)
+        assert graphed is not None
+        assert plain is not None
+        assert (graphed.load, graphed.z_loss) == (plain.load, plain.z_loss)
+
+
 def test_predicted_bytes_are_the_measured_ones() -> None:
     whole = {"mode": "attn,moe"}
     for moe, graphs in (({}, PARTIAL), (EXPERTS, PARTIAL), (STATIC, PARTIAL), (STATIC, whole)):
