@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops import gemm
+from megacore.ops import gemm, gemm_cpu
+from megacore.ops.dense import wide_dtype
 
 
 def grouped_gemm_reference(
@@ -38,20 +39,22 @@ class _Reference(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, w, m_splits)
         ctx.main_grad, ctx.accumulate, ctx.mask = main_grad, accumulate, accumulate_mask
-        return gemm._forward_reference(x, w, m_splits)
+        return gemm_cpu.forward_reference(x, w, m_splits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w, m_splits = ctx.saved_tensors
-        grad_x = gemm._input_grad_reference(grad, w, m_splits) if ctx.needs_input_grad[0] else None
+        grad_x = (
+            gemm_cpu.input_grad_reference(grad, w, m_splits) if ctx.needs_input_grad[0] else None
+        )
         grad_w = None
         if ctx.needs_input_grad[1]:
             if ctx.main_grad is None:
-                grad_w = torch.zeros_like(w, dtype=gemm._wide_dtype(w.dtype))
-                gemm._weight_grad_reference_(grad, x, m_splits, grad_w, True)
+                grad_w = torch.zeros_like(w, dtype=wide_dtype(w))
+                gemm_cpu.weight_grad_reference_(grad, x, m_splits, grad_w, True)
                 grad_w = grad_w.to(w.dtype)
             else:
-                gemm._weight_grad_reference_(
+                gemm_cpu.weight_grad_reference_(
                     grad, x, m_splits, ctx.main_grad, ctx.accumulate, ctx.mask
                 )
         return grad_x, grad_w, None, None, None, None

@@ -148,7 +148,7 @@ def _product_reference(
     expected_rows: int,
 ) -> Tensor:
     """Multiply rows by the transpose of weights, all scaled back."""
-    wide = _wide_dtype(values, dtype)
+    wide = _product_dtype(values, dtype)
     per_column = scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
     x = (values.float() * per_column).to(wide)
     _, height, width = w_values.shape
@@ -208,12 +208,12 @@ def _weight_grad_reference_(
     expected_rows: int,
 ) -> None:
     """Write or add the product of gradients and activations, both scaled back, along rows."""
-    wide = _wide_dtype(grad, dtype)
+    wide = _product_dtype(grad, dtype)
     if m_splits is None:
         blocks = torch.arange(num_rows, device=grad.device) // BLOCK
     else:
         blocks, num_blocks = row_blocks(m_splits, num_rows)
-        blocks = blocks.clamp_max(num_blocks - 1)  # rows of nobody, which no product reads
+        blocks = blocks.clamp_max(num_blocks - 1)  # rows of no expert, which no product reads
     grad, x = (
         (values.float() * scales[blocks]).to(wide)
         for values, scales in ((grad, grad_scales), (x, x_scales))
@@ -259,7 +259,7 @@ def _weight_grad_fake_(*args: Any) -> None:
     del args
 
 
-def _wide_dtype(values: Tensor, dtype: torch.dtype) -> torch.dtype:
+def _product_dtype(values: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if values.is_cuda else torch.float32
 
 

@@ -5,7 +5,6 @@ Shapes: M rows of all experts, E experts, N output features, K input features.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacore import _core
-from megacore.ops import gemm_torch
+from megacore.ops import gemm_cpu, gemm_torch
+from megacore.ops.dense import wide_dtype
 from megacore.ops.gemm_cuda import choose_backend, launch_grouped
 from megacore.ops.library import define_gradient, define_op, describe
 
@@ -143,72 +142,6 @@ def _split(accumulate: bool | Tensor, w: Tensor) -> tuple[bool, Tensor | None]:
     return True, mask
 
 
-def _groups(m_splits: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
-    """Return ``(expert, first row, end)`` of every expert that has rows."""
-    counts = m_splits.tolist()
-    if any(count < 0 for count in counts) or sum(counts) > num_rows:
-        raise ValueError(
-            f"m_splits {counts} do not fit {num_rows} rows; every entry must be >= 0 and their sum "
-            f"at most {num_rows}"
-        )
-    groups, start = [], 0
-    for expert, count in enumerate(counts):
-        if count:
-            groups.append((expert, start, start + count))
-        start += count
-    return groups
-
-
-def _forward_reference(
-    x: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
-) -> Tensor:
-    y = x.new_empty(x.shape[0], w.shape[1])
-    used = 0
-    for expert, start, used in _groups(m_splits, x.shape[0]):
-        torch.mm(x[start:used], w[expert].t(), out=y[start:used])
-    if clear_padding:
-        y[used:] = 0
-    return y
-
-
-def _input_grad_reference(
-    grad: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool = True
-) -> Tensor:
-    grad_x = grad.new_empty(grad.shape[0], w.shape[2])
-    used = 0
-    for expert, start, used in _groups(m_splits, grad.shape[0]):
-        torch.mm(grad[start:used], w[expert], out=grad_x[start:used])
-    if clear_padding:
-        grad_x[used:] = 0
-    return grad_x
-
-
-def _weight_grad_reference_(
-    grad: Tensor,
-    x: Tensor,
-    m_splits: Tensor,
-    out: Tensor,
-    accumulate: bool,
-    accumulate_mask: Tensor | None = None,
-) -> None:
-    groups = _groups(m_splits, x.shape[0])
-    if not accumulate:
-        for expert in set(range(out.shape[0])) - {expert for expert, _, _ in groups}:
-            out[expert].zero_()
-    elif accumulate_mask is not None:
-        out.masked_fill_(~accumulate_mask[:, None, None], 0.0)
-    for expert, start, end in groups:
-        left, right = grad[start:end].to(out.dtype).t(), x[start:end].to(out.dtype)
-        if accumulate:
-            out[expert].addmm_(left, right)
-        else:
-            torch.mm(left, right, out=out[expert])
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     x, w, m_splits, main_grad, accumulate, accumulate_mask, *hints = inputs
@@ -227,12 +160,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hints = ctx.clear_padding, ctx.expected_rows
         grad_x = input_grad_into(ctx.grad_out, grad, w, m_splits, *hints)
     if ctx.needs_input_grad[1]:
-        if ctx.main_grad is None and not w.is_cuda and _torch_has_loop(x, w):
+        if ctx.main_grad is None and not w.is_cuda and gemm_cpu.torch_has_loop(x, w):
             grad_w = torch._grouped_mm(grad.t(), x, offs=m_splits.cumsum(0, dtype=torch.int32))
         elif ctx.main_grad is None:
             # GPUs, and CPUs with such instructions, sum in float32 whatever the output dtype.
-            narrow = w.is_cuda or not _goes_to_float32(x, w)
-            dtype = w.dtype if narrow else _wide_dtype(w.dtype)
+            narrow = w.is_cuda or not gemm_cpu.goes_to_float32(x, w)
+            dtype = w.dtype if narrow else wide_dtype(w)
             grad_w = torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
             _weight_grad_(grad, x, m_splits, grad_w, False, None, ctx.expected_rows)
             grad_w = grad_w.to(w.dtype)
@@ -243,7 +176,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _Placed(torch.autograd.Function):
-    """`grouped_gemm` that writes its result, and the gradient of ``x``, where it is told to."""
+    """`grouped_gemm` that writes its result, and the gradient of ``x``, into given memory."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -315,7 +248,7 @@ def _forward_cuda(
     del main_grad, accumulate, accumulate_mask
     backend = choose_backend(x, *w.shape)
     if backend != "native":
-        other = gemm_torch.forward if backend == "torch" else _forward_reference
+        other = gemm_torch.forward if backend == "torch" else gemm_cpu.forward_reference
         return other(x, w, m_splits, clear_padding)
     y = x.new_empty(x.shape[0], w.shape[1])
     _forward_cuda_(y, x, w, m_splits, clear_padding, expected_rows)
@@ -339,7 +272,7 @@ def _input_grad_cuda(
 ) -> Tensor:
     backend = choose_backend(grad, *w.shape)
     if backend != "native":
-        other = gemm_torch.input_grad if backend == "torch" else _input_grad_reference
+        other = gemm_torch.input_grad if backend == "torch" else gemm_cpu.input_grad_reference
         return other(grad, w, m_splits, clear_padding)
     grad_x = grad.new_empty(grad.shape[0], w.shape[2])
     _input_grad_cuda_(grad_x, grad, w, m_splits, clear_padding, expected_rows)
@@ -378,7 +311,7 @@ def _weight_grad_cuda_(
     fits = out.dtype == torch.float32 or (out.dtype == x.dtype and not accumulate)
     backend = choose_backend(x, *out.shape) if fits and out.is_contiguous() else "reference"
     if backend != "native":
-        other = gemm_torch.weight_grad_ if backend == "torch" else _weight_grad_reference_
+        other = gemm_torch.weight_grad_ if backend == "torch" else gemm_cpu.weight_grad_reference_
         other(grad, x, m_splits, out, accumulate, accumulate_mask)
         return
     launch_grouped(
@@ -391,179 +324,6 @@ def _weight_grad_cuda_(
         accumulate_mask=accumulate_mask if accumulate else None,
         expected_rows=expected_rows,
     )
-
-
-# The choice on the CPU follows benchmarks/results/moe_cpu*.txt: float32 uses the native kernels at
-# every group size. Products of two bfloat16 use torch where the CPU has instructions for them;
-# elsewhere torch takes 5 to 80 times as long as in float32, so the operands are cast to float32. A
-# weight gradient in float32 is a float32 product in all cases.
-def _goes_to_float32(rows: Tensor, w: Tensor) -> bool:
-    """Return whether a product of 16-bit factors is faster as one of float32 on the CPU.
-
-    A call of torch for one expert takes about 20 us, the cast of a weight 0.3 ns per element, and
-    an operation in float32 0.01 ns more.
-    """
-    if rows.dtype.itemsize != 2:
-        return False
-    num_experts, out_features, in_features = w.shape
-    size = out_features * in_features * (30 * num_experts + rows.shape[0])
-    return size < 2_000_000 * num_experts or not _has_fast_products(rows.dtype)
-
-
-@functools.cache
-def _has_fast_products(dtype: torch.dtype) -> bool:
-    """Return whether the CPU has instructions for products of a 16-bit dtype."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-
-
-def _forward_cpu(
-    x: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    main_grad: Tensor | None,
-    accumulate: bool,
-    accumulate_mask: Tensor | None = None,
-    clear_padding: bool = True,
-    expected_rows: int = 0,
-) -> Tensor:
-    if _goes_to_float32(x, w):
-        wide = x.float(), w.float(), m_splits, None, accumulate, None, clear_padding
-        return _forward_cpu(*wide).to(x.dtype)
-    del main_grad, accumulate, accumulate_mask, expected_rows
-    if x.dtype != torch.float32:
-        return _rows_product_cpu(x, w.transpose(1, 2), m_splits, clear_padding)
-    y = x.new_empty(x.shape[0], w.shape[1])
-    forward_cpu_(y, x, w, m_splits, clear_padding)
-    return y
-
-
-def forward_cpu_(
-    y: Tensor,
-    x: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    clear_padding: bool = True,
-    expected_rows: int = 0,
-) -> None:
-    """Compute :func:`grouped_gemm` of float32 tensors on the CPU into contiguous ``y``."""
-    del expected_rows
-    x, w, m_splits = x.contiguous(), w.contiguous(), m_splits.contiguous()
-    _core.grouped_gemm(
-        x=x.data_ptr(),
-        w=w.data_ptr(),
-        m_splits=m_splits.data_ptr(),
-        y=y.data_ptr(),
-        clear_padding=clear_padding,
-        **_sizes(x.shape[0], w),
-    )
-
-
-def input_grad_cpu(
-    grad: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    clear_padding: bool = True,
-    expected_rows: int = 0,
-) -> Tensor:
-    """Compute the gradient of ``x`` of :func:`grouped_gemm` on the CPU."""
-    del expected_rows
-    if _goes_to_float32(grad, w):
-        wide = input_grad_cpu(grad.float(), w.float(), m_splits, clear_padding)
-        return wide.to(grad.dtype)
-    if grad.dtype != torch.float32:
-        return _rows_product_cpu(grad, w, m_splits, clear_padding)
-    grad_x = grad.new_empty(grad.shape[0], w.shape[2])
-    _input_grad_cpu_(grad_x, grad, w, m_splits, clear_padding)
-    return grad_x
-
-
-def _input_grad_cpu_(
-    grad_x: Tensor,
-    grad: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    clear_padding: bool = True,
-    expected_rows: int = 0,
-) -> None:
-    del expected_rows
-    grad, w, m_splits = grad.contiguous(), w.contiguous(), m_splits.contiguous()
-    _core.grouped_gemm_input_grad(
-        grad_y=grad.data_ptr(),
-        w=w.data_ptr(),
-        m_splits=m_splits.data_ptr(),
-        grad_x=grad_x.data_ptr(),
-        clear_padding=clear_padding,
-        **_sizes(grad.shape[0], w),
-    )
-
-
-def weight_grad_cpu_(
-    grad: Tensor,
-    x: Tensor,
-    m_splits: Tensor,
-    out: Tensor,
-    accumulate: bool,
-    accumulate_mask: Tensor | None = None,
-    expected_rows: int = 0,
-) -> None:
-    """Compute the gradient of ``w`` of :func:`grouped_gemm` on the CPU into ``out``."""
-    del expected_rows
-    if out.dtype != torch.float32 or not out.is_contiguous():
-        _weight_grad_reference_(grad, x, m_splits, out, accumulate, accumulate_mask)
-        return
-    if accumulate and accumulate_mask is not None:
-        out.masked_fill_(~accumulate_mask[:, None, None], 0.0)
-    grad, x = grad.float().contiguous(), x.float().contiguous()
-    m_splits = m_splits.contiguous()
-    _core.grouped_gemm_weight_grad(
-        grad_y=grad.data_ptr(),
-        x=x.data_ptr(),
-        m_splits=m_splits.data_ptr(),
-        grad_w=out.data_ptr(),
-        accumulate=accumulate,
-        **_sizes(x.shape[0], out),
-    )
-
-
-def _torch_has_loop(rows: Tensor, w: Tensor) -> bool:
-    """Return whether torch computes the products of all experts on the CPU in one call."""
-    return not _goes_to_float32(rows, w) and gemm_torch.has_grouped_mm(rows, *w.shape)
-
-
-def _rows_product_cpu(
-    rows: Tensor, weights: Tensor, m_splits: Tensor, clear_padding: bool
-) -> Tensor:
-    """Multiply each expert's rows by its matrix ``(E, K, N)`` with ``torch.mm`` for each.
-
-    torch has the loop over experts in C++, which saves time where experts are small; the products
-    are those of a loop in Python, to the bit.
-    """
-    groups = _groups(m_splits, rows.shape[0])
-    if _torch_has_loop(rows, weights):
-        ends = m_splits.cumsum(0, dtype=torch.int32)
-        product = torch._grouped_mm(rows.contiguous(), weights, offs=ends)
-    else:
-        product = rows.new_empty(rows.shape[0], weights.shape[2])
-        for expert, start, end in groups:
-            torch.mm(rows[start:end], weights[expert], out=product[start:end])
-    if clear_padding:
-        product[groups[-1][-1] if groups else 0 :] = 0
-    return product
-
-
-def _sizes(num_rows: int, w: Tensor) -> dict[str, int]:
-    num_experts, out_features, in_features = w.shape
-    return {
-        "num_rows": num_rows,
-        "num_experts": num_experts,
-        "out_features": out_features,
-        "in_features": in_features,
-        "num_threads": torch.get_num_threads(),
-    }
 
 
 def _forward_fake(
@@ -610,35 +370,35 @@ def _weight_grad_fake_(
 _grouped_gemm = define_op(
     "grouped_gemm(Tensor x, Tensor w, Tensor m_splits, Tensor? main_grad, bool accumulate,"
     " Tensor? accumulate_mask=None, bool clear_padding=True, SymInt expected_rows=0) -> Tensor",
-    cpu=_forward_cpu,
+    cpu=gemm_cpu.forward_cpu,
     cuda=_forward_cuda,
     fake=_forward_fake,
 )
 _grouped_gemm_ = define_op(
     "grouped_gemm_(Tensor(a!) y, Tensor x, Tensor w, Tensor m_splits, bool clear_padding,"
     " SymInt expected_rows) -> ()",
-    cpu=forward_cpu_,
+    cpu=gemm_cpu.forward_cpu_,
     cuda=_forward_cuda_,
     fake=_write_fake_,
 )
 _input_grad_ = define_op(
     "grouped_gemm_input_grad_(Tensor(a!) grad_x, Tensor grad, Tensor w, Tensor m_splits,"
     " bool clear_padding, SymInt expected_rows) -> ()",
-    cpu=_input_grad_cpu_,
+    cpu=gemm_cpu.input_grad_cpu_,
     cuda=_input_grad_cuda_,
     fake=_write_fake_,
 )
 _input_grad = define_op(
     "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits, bool clear_padding=True,"
     " SymInt expected_rows=0) -> Tensor",
-    cpu=input_grad_cpu,
+    cpu=gemm_cpu.input_grad_cpu,
     cuda=_input_grad_cuda,
     fake=_input_grad_fake,
 )
 _weight_grad_ = define_op(
     "grouped_gemm_weight_grad_(Tensor grad, Tensor x, Tensor m_splits, Tensor(a!) out,"
     " bool accumulate, Tensor? accumulate_mask=None, SymInt expected_rows=0) -> ()",
-    cpu=weight_grad_cpu_,
+    cpu=gemm_cpu.weight_grad_cpu_,
     cuda=_weight_grad_cuda_,
     fake=_weight_grad_fake_,
 )

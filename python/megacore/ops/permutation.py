@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megacore import _core
 from megacore.ops import token_kernels
+from megacore.ops.dense import wide_dtype
 from megacore.ops.library import define_gradient, define_op, describe
 from megacore.ops.token_kernels import kernel_or, takes_experts, takes_float
 
@@ -124,7 +125,7 @@ def permute_reference(
     """Compute :func:`permute` with torch operations, on any device."""
     copies = tokens[:, None, :].expand(-1, row_map.shape[1], -1)
     if weights is not None:
-        copies = (copies.to(_wide_dtype(tokens.dtype)) * weights[..., None]).to(tokens.dtype)
+        copies = (copies.to(wide_dtype(tokens)) * weights[..., None]).to(tokens.dtype)
     index = torch.where(row_map < 0, num_rows, row_map).flatten()
     out = tokens.new_zeros(num_rows + 1, tokens.shape[1])
     return out.index_copy(0, index, copies.reshape(-1, tokens.shape[1]))[:num_rows].clone()
@@ -132,7 +133,7 @@ def permute_reference(
 
 def unpermute_reference(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
     """Compute :func:`unpermute` with torch operations, on any device."""
-    wide = _wide_dtype(rows.dtype)
+    wide = wide_dtype(rows)
     total = rows.new_zeros(row_map.shape[0], rows.shape[1], dtype=wide)
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     index = torch.where(row_map < 0, rows.shape[0], row_map)
@@ -144,14 +145,10 @@ def unpermute_reference(rows: Tensor, row_map: Tensor, weights: Tensor | None = 
 
 def _row_dots_reference(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
     """Compute ``dots[t, j] = tokens[t] . rows[row_map[t, j]]``, zero for missing copies."""
-    wide = _wide_dtype(rows.dtype)
+    wide = wide_dtype(rows)
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     index = torch.where(row_map < 0, rows.shape[0], row_map)
     return torch.einsum("th,tkh->tk", tokens.to(wide), padded[index].to(wide))
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _check_choices(name: str, choices: Tensor) -> None:
@@ -261,7 +258,7 @@ def _unpermute_fake(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Te
 
 def _row_dots_fake(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
     del tokens
-    return rows.new_empty(row_map.shape, dtype=_wide_dtype(rows.dtype))
+    return rows.new_empty(row_map.shape, dtype=wide_dtype(rows))
 
 
 _sort_by_expert = define_op(

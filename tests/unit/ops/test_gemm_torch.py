@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.ops import gemm, gemm_cuda, gemm_torch
+from megacore.ops import gemm, gemm_cpu, gemm_cuda, gemm_torch
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch, "_grouped_mm"), reason="this torch has no _grouped_mm"
@@ -28,8 +28,8 @@ def test_products_are_those_of_the_reference(counts: list[int]) -> None:
     splits = torch.tensor(counts)
     assert gemm_torch.has_grouped_mm(x, *w.shape)
     for found, expected in (
-        (gemm_torch.forward(x, w, splits), gemm._forward_reference(x, w, splits)),
-        (gemm_torch.input_grad(grad, w, splits), gemm._input_grad_reference(grad, w, splits)),
+        (gemm_torch.forward(x, w, splits), gemm_cpu.forward_reference(x, w, splits)),
+        (gemm_torch.input_grad(grad, w, splits), gemm_cpu.input_grad_reference(grad, w, splits)),
     ):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
         assert not found[sum(counts) :].any()  # padding
@@ -38,13 +38,13 @@ def test_products_are_those_of_the_reference(counts: list[int]) -> None:
         found, expected = torch.full((2, 4, N, K), 0.5)
         arguments = accumulate, accumulate_mask
         gemm_torch.weight_grad_(grad, x, splits, found, *arguments)
-        gemm._weight_grad_reference_(grad, x, splits, expected, *arguments)
+        gemm_cpu.weight_grad_reference_(grad, x, splits, expected, *arguments)
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
 
 
 def test_counts_that_do_not_fit_are_truncated_and_no_rows_are_fine() -> None:
     x, w, _ = factors()
-    expected = gemm._forward_reference(x, w, torch.tensor([7, 0, 5, 0]))
+    expected = gemm_cpu.forward_reference(x, w, torch.tensor([7, 0, 5, 0]))
     found = gemm_torch.forward(x, w, torch.tensor([7, -3, 90, 4]))
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     x, w, grad = factors(0)
@@ -87,13 +87,13 @@ def test_ops_use_the_chosen_backend(monkeypatch: pytest.MonkeyPatch, backend: st
     x, w, grad = factors()
     splits = torch.tensor(COUNTS[0])
     y = gemm._forward_cuda(x, w, splits, None, True)
-    torch.testing.assert_close(y, gemm._forward_reference(x, w, splits), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(y, gemm_cpu.forward_reference(x, w, splits), rtol=2e-2, atol=2e-2)
     grad_x = gemm._input_grad_cuda(grad, w, splits)
-    expected = gemm._input_grad_reference(grad, w, splits)
+    expected = gemm_cpu.input_grad_reference(grad, w, splits)
     torch.testing.assert_close(grad_x, expected, rtol=2e-2, atol=2e-2)
     found, expected = torch.zeros(2, 4, N, K)
     gemm._weight_grad_cuda_(grad, x, splits, found, True)
-    gemm._weight_grad_reference_(grad, x, splits, expected, True)
+    gemm_cpu.weight_grad_reference_(grad, x, splits, expected, True)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.library import opcheck
 
 from megacore.buffers import ParamGradBuffer
-from megacore.ops import gemm, grouped_gemm, main_grad_of
+from megacore.ops import gemm_cpu, grouped_gemm, main_grad_of
 from megacore.ops.split_backward import backward_input
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import Group
@@ -95,7 +95,7 @@ def test_forward_and_gradients_equal_a_loop_over_tokens(
 def test_processors_with_and_without_instructions_for_it_round_16_bits_once(
     monkeypatch: pytest.MonkeyPatch, goes: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(gemm, "_goes_to_float32", lambda x, _: goes and x.dtype.itemsize == 2)
+    monkeypatch.setattr(gemm_cpu, "goes_to_float32", lambda x, _: goes and x.dtype.itemsize == 2)
     m_splits = [40, 0, 9]
     x, w, grad = make(m_splits, 2, 24, 33, dtype)
     found = run(grouped_gemm, x, w, grad, m_splits)
@@ -115,10 +115,10 @@ def test_processors_with_and_without_instructions_for_it_round_16_bits_once(
 def test_only_small_products_of_16_bits_are_computed_in_float32(
     monkeypatch: pytest.MonkeyPatch, rows: int, width: int, goes: bool
 ) -> None:
-    monkeypatch.setattr(gemm, "_has_fast_products", lambda _: True)
+    monkeypatch.setattr(gemm_cpu, "_has_fast_products", lambda _: True)
     x, w = torch.empty(rows, width).bfloat16(), torch.empty(2, width, width).bfloat16()
-    assert gemm._goes_to_float32(x, w) == goes
-    assert not gemm._goes_to_float32(x.float(), w.float())
+    assert gemm_cpu.goes_to_float32(x, w) == goes
+    assert not gemm_cpu.goes_to_float32(x.float(), w.float())
 
 
 @settings(max_examples=60, deadline=None)
@@ -222,7 +222,7 @@ def test_small_16_bit_products_are_those_of_float32_rounded_once(dtype: torch.dt
 def test_large_16_bit_products_are_those_of_a_loop_to_the_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gemm, "_goes_to_float32", lambda *_: False)
+    monkeypatch.setattr(gemm_cpu, "goes_to_float32", lambda *_: False)
     m_splits = [300, 0, 0, 120]
     x, w, grad = make(m_splits, 5, 256, 384, torch.bfloat16)
     y, grad_x, grad_w = run(grouped_gemm, x, w, grad, m_splits)

@@ -29,6 +29,7 @@ from megacore._core import (
 )
 from megacore.errors import ConfigError, MegacoreError
 from megacore.moe.dispatchers.base import ExpertPlacement, constant
+from megacore.ops.token_kernels import pointer
 from megacore.parallel.host_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
 from megacore.parallel.turns import running_place
@@ -158,7 +159,7 @@ class Peers(ABC):
         assert reserved is pull, "nothing is exchanged between a reservation and its start"
 
     def _abandon_reserved(self) -> None:
-        """Free the slot of a pull that nobody started, before the microbatch's next exchange.
+        """Free the slot of a pull that was not started, before the microbatch's next exchange.
 
         The second run of a recomputed function ends after its last saved tensor, which may be
         between a product that writes to a slot and the pull. A pull of nothing then keeps others
@@ -260,7 +261,7 @@ class PendingPull(PendingTransfer):
     Attributes:
         copies: As given.
         rows: This rank's rows in the slot, ``(C, H)``: memory that others read once the pull has
-            started. What computes the rows may write them there.
+            started. The product that computes the rows may write them there.
     """
 
     rows: Tensor
@@ -357,7 +358,7 @@ class HostPeers(Peers):
         memory.exchange.start_push(
             slot=ticket.slot,
             tokens=x_TH.data_ptr(),
-            probs=_pointer(probs_Tk),
+            probs=pointer(probs_Tk),
             width=x_TH.shape[1],
             dtype=_dtype(x_TH),
             **_map(copies),
@@ -371,7 +372,7 @@ class HostPeers(Peers):
         _exchange_of(ticket).finish_push(
             slot=ticket.slot,
             rows=rows_CH.data_ptr(),
-            probs=_pointer(probs_C),
+            probs=pointer(probs_C),
             width=rows_CH.shape[1],
             dtype=_dtype(rows_CH),
             num_arrived=_number(copies.num_arrived),
@@ -402,7 +403,7 @@ class HostPeers(Peers):
         _exchange_of(pull).start_pull(
             slot=pull.slot,
             rows=0 if pull.holds(rows_CH) else rows_CH.data_ptr(),
-            probs=_pointer(probs_C),
+            probs=pointer(probs_C),
             width=rows_CH.shape[1],
             dtype=_dtype(rows_CH),
             num_rows=_number(pull.copies.num_arrived),
@@ -415,7 +416,7 @@ class HostPeers(Peers):
         _exchange_of(pull).finish_pull(
             slot=pull.slot,
             tokens=x_TH.data_ptr(),
-            probs=_pointer(probs_Tk),
+            probs=pointer(probs_Tk),
             width=x_TH.shape[1],
             dtype=_dtype(x_TH),
             **_map(pull.copies),
@@ -485,10 +486,6 @@ def _number(value: Tensor) -> int:
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def row_bytes_of(rows: Tensor) -> int:
