@@ -68,7 +68,7 @@ class MegacoreLinear(nn.Linear):
     """A linear layer by megacore's matrix product, which is faster on some CPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply; there is no bias."""
+        """Multiply by the weight, without bias."""
         return linear(x, self.weight)
 
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ void raise(unsigned& largest, const Pack<Float, kPack
   }
 }
 
-// What a scale divides by. The quotient rounds to the byte that IEEE's rounds to, but needs no
+// Division by a scale. The quotient rounds to the byte that IEEE's rounds to, but needs no
 // subroutine for numbers at the ends of the range: once the exponent of the scale is taken out,
 // there are none but quotients that become zero.
 class Divisor {

@@ -99,8 +99,8 @@ __device__ __forceinline__ void raise_flags(const PeerView& peers,
   }
 }
 
-// All threads of all blocks call it when they are done. The last block tells all members, also
-// after a failure, so that they blame nobody but who did not come.
+// All threads of all blocks call it when they are done. The last block notifies all members, also
+// after a failure, so that they report the member that did not arrive.
 __device__ __forceinline__ void tell_all(const PeerView& peers,
                                          int64_t set,
                                          bool is_taken,

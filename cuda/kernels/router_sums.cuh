@@ -38,7 +38,7 @@ __device__ __forceinline__ float* sums_of_block(const RouteParams& params, int64
          (block * rule.num_pools + blockIdx.y) * (2 * rule.num_experts + 1);
 }
 
-// Adds up what the warps of a block have, in their order.
+// Adds up the sums of the warps of a block, in their order.
 template <int kPerLane>
 __device__ __forceinline__ void write_sums(const RouteParams& params,
                                            const Experts<kPerLane>& counts,

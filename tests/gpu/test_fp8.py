@@ -24,7 +24,7 @@ from tests.support.quantize import assert_same, awkward
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TAIL = 37  # rows of nobody
+TAIL = 37  # rows of no expert
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,7 +107,7 @@ def test_products_are_near_emulated_ones(
     x[sum(counts) :] = torch.nan  # never read
     grad[sum(counts) :] = torch.nan
     main_grads = [None if splits is None else torch.ones_like(w.float()) for _ in range(2)]
-    _product(x, w, splits, grad, None)  # finds out what is asked only once
+    _product(x, w, splits, grad, None)  # fills the caches of device facts
     with synchronising_is_an_error():
         found = _product(x, w, splits, grad, main_grads[0])
     monkeypatch.setenv(BACKEND_VARIABLE, "torch")

@@ -178,9 +178,9 @@ class MoELayer(nn.Module):
         read_splits = self.dispatcher.read_splits
         splits = read_splits(plan) if memo is None else memo.once(lambda: read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
-        # Both parts overlap with an exchange in flight, and so do their gradients.
-        # A recomputed layer computes all of it now: the gradient of the second part would run the
-        # layer again amid the exchange of the combine, which takes a third slot of peer memory.
+        # Both parts and their gradients overlap with an exchange in flight. A recomputed layer
+        # computes all of it now: the gradient of the second part would run the layer again during
+        # the exchange of the combine, for which peer memory has no third slot.
         finish_shared = self._start_shared(x_SBH, in_two=not is_recomputed())
         arrived = pending.finish()
         combining = self.dispatcher.start_combine(self.experts(arrived, clones), arrived, splits)
@@ -192,7 +192,7 @@ class MoELayer(nn.Module):
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH
 
     def _start_shared(self, x_SBH: Tensor, *, in_two: bool) -> Callable[[], Tensor] | None:
-        """Compute the shared expert's first part, or all of it; return how to get its output."""
+        """Compute the first part of the shared expert, or all; the result returns its output."""
         if self.shared is None:
             return None
         if in_two and isinstance(self.shared, InTwoParts):
@@ -234,7 +234,7 @@ class MoELayer(nn.Module):
 
 
 def _add(*pairs: tuple[Tensor, Tensor | None]) -> None:
-    """Add to the sums the numbers that there are, by one operation."""
+    """Add each number that is not ``None`` to its sum, by one operation."""
     found = [(total, number) for total, number in pairs if number is not None]
     if found:
         torch._foreach_add_(*zip(*found, strict=True))

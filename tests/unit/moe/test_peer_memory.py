@@ -48,7 +48,7 @@ class Queue:
 
 
 class Done:
-    """An event that knows what was queued last before it."""
+    """Event with the last work queued before it."""
 
     after = ""
 
@@ -58,7 +58,7 @@ class Done:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is queued where, in order, of everything that is queued from now on."""
+    """Log of the work queued from now on, with its stream, in order."""
     log: list[str] = []
     main, side = Queue("main", log), Queue("side", log)
     running = [main]

@@ -42,7 +42,7 @@ void quantize_rows(const Float* x,
 // Rows of experts, one after the other.
 struct ExpertRows {
   const int64_t* m_splits;  // (E) rows per expert; null for one expert with all rows
-  int64_t rows;             // of all experts and of nobody
+  int64_t rows;             // of all experts and of none
   int64_t num_experts;
   int64_t width;
 };
@@ -50,7 +50,7 @@ struct ExpertRows {
 // Blocks of 128 elements of a column, all of one expert; the last of an expert has fewer. Block
 // i of an expert is block first_block_of(its first row, expert) + i of row_blocks(rows, E).
 //
-// x        (rows, width); rows of nobody are neither read nor written
+// x        (rows, width); rows of no expert are neither read nor written
 // values   (rows, width) written; transposed: for each expert (width, 128 times its blocks), zero
 //          beyond its rows, from element 128 width times its first block
 // scales   (row_blocks(rows, E), width); those of blocks in use are written

@@ -5,7 +5,7 @@
 //                        weight grad   dw[e]        (+)= dy[rows of e]^T x[rows of e]   (N, K, m)
 //
 // Factors of 8 bits (operand_bytes is 1) have a scale per block of kScaleBlock elements of the
-// depth; see moe/fp8.h for how they and their scales lie in memory. They have no product of the
+// depth; see moe/fp8.h for their layout and that of their scales. They have no product of the
 // second kind: with weights transposed, the input gradient is a forward product.
 //
 // The counts are on the device, so a kernel of one block does this work; it shares every formula

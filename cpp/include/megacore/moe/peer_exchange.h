@@ -81,8 +81,8 @@ class PeerExchange {
   // The others are not written.
   void finish_push(int64_t slot, const PeerRows& to, int64_t num_arrived, int64_t capacity);
 
-  // Waits until the slot is free; returns where this member's rows of a pull lie in it. They may
-  // be written there, for a start_pull without rows.
+  // Waits until the slot is free; returns the address of this member's rows of a pull in it. They
+  // may be written there, for a start_pull without rows.
   std::byte* reserve_pull(int64_t slot);
 
   // Publishes the first `num_rows` rows to all members. Null rows are in the slot already.

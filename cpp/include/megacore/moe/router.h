@@ -45,8 +45,8 @@ struct Routed {
   RouterSums sums = {};
 };
 
-// What the backward pass of a loss starts from: a factor for all tokens, or (n) those of the tokens
-// t mod n. None if null.
+// Gradient of a loss, from which the backward pass starts: a factor for all tokens, or (n) those of
+// the tokens t mod n. None if null.
 struct LossFactors {
   const float* values = nullptr;
   int64_t count = 1;

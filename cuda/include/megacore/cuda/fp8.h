@@ -1,5 +1,5 @@
-// Rounding to 8-bit floats with a scale per block: the CUDA twins of megacore/moe/fp8.h, which says
-// what the results are and how they lie in memory.
+// Rounding to 8-bit floats with a scale per block: the CUDA twins of megacore/moe/fp8.h, which
+// specifies the results and their layout.
 //
 // A launcher enqueues one kernel on the given stream and returns: it neither allocates nor waits.
 // The bits are those of the CPU, but for the sign of a NaN. Every element is read once.

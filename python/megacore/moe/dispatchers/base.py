@@ -155,9 +155,9 @@ class DispatchPlan:
 class SentNext:
     """Memory for rows that are sent as soon as they are computed, which saves a copy.
 
-    Each function is called at most once per pass, by what computes the rows, right before it writes
-    them. The rows that a product reads cannot be there, because the gradient of its weight needs
-    them until the backward pass, and memory for rows in flight is reused before.
+    Each function is called at most once per pass, right before the rows are written. The rows that
+    a product reads cannot be there: the gradient of its weight needs them until the backward pass,
+    and memory for rows in flight is reused before.
 
     Attributes:
         results: Returns memory for the results of the experts, ``(M, H)``.
@@ -224,7 +224,7 @@ class PendingCombine(ABC):
 
 
 class Combined(PendingCombine):
-    """Combine whose results are here already."""
+    """Combine without an exchange in flight."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows

@@ -169,8 +169,8 @@ class _Transfer:
     def reserve_rows(self) -> Tensor:
         """Reserve the slot of the pull; return its memory for the rows, which may be written.
 
-        Whatever computes the rows calls it right before. If it is not called, or if the rows that
-        the pull gets are others, they are copied to the slot.
+        To be called right before the rows are computed. Without a call, or if the pull gets other
+        rows, they are copied to the slot.
         """
         self._pull = self.peers.reserve_pull(self.copies, self._like)
         return self._pull.rows

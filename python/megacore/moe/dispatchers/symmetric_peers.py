@@ -56,8 +56,8 @@ class _DeviceMemory:
     def rows_at(self, slot: int, num_rows: int, like: Tensor) -> Tensor:
         """Make a tensor of this member's rows in a slot.
 
-        It is no view: products are saved for backward passes by the number of their writes, and
-        views of one tensor share theirs.
+        It is a tensor of its own, not a view: autograd detects writes to saved tensors by a version
+        counter, which views of one tensor share.
         """
         first = peer_flags_bytes(self.layout.num_members) + self.layout.rows_offset(slot)
         offset = (self.own.storage_offset() + first) // like.element_size()
@@ -70,9 +70,9 @@ class DevicePeers(Peers):
     """Peer memory of GPUs that can access each other's memory.
 
     There is no host sync. A kernel waits for a peer for at most ``timeout_s``; after a timeout all
-    following results are NaN, so the optimizer skips them, and :meth:`check` raises. What moves
-    rows between GPUs runs on a stream of its own, with few enough blocks that what is computed
-    until it is finished has most of the GPU.
+    following results are NaN, so the optimizer skips them, and :meth:`check` raises. Transfers
+    of rows run on a stream of their own, with few enough blocks that other kernels have most of the
+    GPU meanwhile.
 
     Args:
         group: The members.
@@ -201,7 +201,7 @@ class DevicePeers(Peers):
 
     @contextmanager
     def _aside(self, ticket: PendingTransfer, *tensors: Tensor | None) -> Iterator[None]:
-        """Queue what moves rows on the side stream, behind what the current one has queued."""
+        """Run on the side stream, after the work queued on the current stream; keep ``tensors``."""
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream(self.device))
