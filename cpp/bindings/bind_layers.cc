@@ -1,4 +1,5 @@
 #include <cstdint>
+#include <string_view>
 
 #include "bindings.h"
 #include "megacore/layers/dense.h"
@@ -9,16 +10,6 @@ namespace py = pybind11;
 
 namespace megacore::bindings {
 namespace {
-
-// `is_bfloat16` says what the elements are: bfloat16, or else float32.
-template <typename Run>
-void for_element(bool is_bfloat16, const Run& run) {
-  if (is_bfloat16) {
-    run(uint16_t{});
-  } else {
-    run(float{});
-  }
-}
 
 void bind_router(py::module_& module) {
   module.def(
@@ -76,41 +67,41 @@ void bind_router(py::module_& module) {
 void bind_layers(py::module_& module) {
   module.def(
       "dropout",
-      [](uintptr_t x, uintptr_t sample_ids, uintptr_t positions, int64_t key, uintptr_t y,
-         int64_t sequence, int64_t batch, int64_t width, int64_t threshold, float factor,
-         bool is_bfloat16, int num_threads) {
-        for_element(is_bfloat16, [&]<typename Float>(Float) {
+      [](uintptr_t x, uintptr_t sample_ids, uintptr_t positions, uintptr_t key, int64_t key_value,
+         uintptr_t y, int64_t sequence, int64_t batch, int64_t width, int64_t threshold,
+         float factor, std::string_view dtype, int num_threads) {
+        for_dtype(dtype, [&]<typename Float>(Float) {
           layers::dropout(pointer<const Float>(x), pointer<const int64_t>(sample_ids),
-                          pointer<const int64_t>(positions), key,
+                          pointer<const int64_t>(positions),
+                          key == 0 ? key_value : *pointer<const int64_t>(key),
                           {sequence, batch, width, threshold, factor}, pointer<Float>(y),
                           num_threads);
         });
       },
       py::kw_only(), py::arg("x"), py::arg("sample_ids"), py::arg("positions"), py::arg("key"),
-      py::arg("y"), py::arg("sequence"), py::arg("batch"), py::arg("width"), py::arg("threshold"),
-      py::arg("factor"), py::arg("is_bfloat16"), py::arg("num_threads"),
+      py::arg("key_value"), py::arg("y"), py::arg("sequence"), py::arg("batch"), py::arg("width"),
+      py::arg("threshold"), py::arg("factor"), py::arg("dtype"), py::arg("num_threads"),
       py::call_guard<py::gil_scoped_release>());
   bind_router(module);
   module.def(
       "rms_norm",
       [](uintptr_t x, uintptr_t weight, float eps, uintptr_t y, uintptr_t scale, int64_t rows,
-         int64_t width, bool is_bfloat16, int num_threads, uintptr_t added, uintptr_t sum) {
-        for_element(is_bfloat16, [&]<typename Float>(Float) {
+         int64_t width, std::string_view dtype, int num_threads, uintptr_t added, uintptr_t sum) {
+        for_dtype(dtype, [&]<typename Float>(Float) {
           layers::rms_norm(pointer<const Float>(x), pointer<const Float>(added),
                            pointer<const Float>(weight), eps, pointer<Float>(sum),
                            pointer<Float>(y), pointer<float>(scale), rows, width, num_threads);
         });
       },
       py::kw_only(), py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("y"),
-      py::arg("scale"), py::arg("rows"), py::arg("width"), py::arg("is_bfloat16"),
-      py::arg("num_threads"), py::arg("added") = 0, py::arg("sum") = 0,
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("scale"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("num_threads"),
+      py::arg("added") = 0, py::arg("sum") = 0, py::call_guard<py::gil_scoped_release>());
   module.def(
       "rms_norm_backward",
       [](uintptr_t grad_y, uintptr_t x, uintptr_t weight, uintptr_t scale, uintptr_t grad_x,
-         uintptr_t grad_weight, int64_t rows, int64_t width, bool is_bfloat16, int num_threads,
-         uintptr_t grad_sum) {
-        for_element(is_bfloat16, [&]<typename Float>(Float) {
+         uintptr_t grad_weight, int64_t rows, int64_t width, std::string_view dtype,
+         int num_threads, uintptr_t grad_sum) {
+        for_dtype(dtype, [&]<typename Float>(Float) {
           layers::rms_norm_backward(pointer<const Float>(grad_y), pointer<const Float>(grad_sum),
                                     pointer<const Float>(x), pointer<const Float>(weight),
                                     pointer<const float>(scale), pointer<Float>(grad_x),
@@ -119,15 +110,15 @@ void bind_layers(py::module_& module) {
       },
       py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("weight"), py::arg("scale"),
       py::arg("grad_x"), py::arg("grad_weight"), py::arg("rows"), py::arg("width"),
-      py::arg("is_bfloat16"), py::arg("num_threads"), py::arg("grad_sum") = 0,
+      py::arg("dtype"), py::arg("num_threads"), py::arg("grad_sum") = 0,
       py::call_guard<py::gil_scoped_release>());
   module.def(
       "split_and_rotate",
       [](uintptr_t qkv, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin,
          int64_t num_tokens, int64_t batch, int64_t num_groups, int64_t q_per_kv, int64_t head_dim,
-         int64_t num_rotated, bool position_per_sample, bool backward, bool is_bfloat16,
+         int64_t num_rotated, bool position_per_sample, bool backward, std::string_view dtype,
          int num_threads) {
-        for_element(is_bfloat16, [&]<typename Float>(Float) {
+        for_dtype(dtype, [&]<typename Float>(Float) {
           layers::split_and_rotate(pointer<Float>(qkv), pointer<Float>(q), pointer<Float>(k),
                                    pointer<Float>(v), pointer<const float>(cos),
                                    pointer<const float>(sin),
@@ -144,15 +135,15 @@ void bind_layers(py::module_& module) {
       py::kw_only(), py::arg("qkv"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"),
       py::arg("sin"), py::arg("num_tokens"), py::arg("batch"), py::arg("num_groups"),
       py::arg("q_per_kv"), py::arg("head_dim"), py::arg("num_rotated"),
-      py::arg("position_per_sample"), py::arg("backward"), py::arg("is_bfloat16"),
-      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("position_per_sample"), py::arg("backward"), py::arg("dtype"), py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
   module.def(
       "norm_and_rotate",
       [](uintptr_t qkv, uintptr_t q_weight, uintptr_t k_weight, float eps, uintptr_t scale,
          uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin, uintptr_t grad_qkv,
          uintptr_t grad_q_weight, uintptr_t grad_k_weight, int64_t num_tokens, int64_t batch,
          int64_t num_groups, int64_t q_per_kv, int64_t head_dim, int64_t num_rotated,
-         bool position_per_sample, bool backward, bool is_bfloat16, int num_threads) {
+         bool position_per_sample, bool backward, std::string_view dtype, int num_threads) {
         const layers::HeadShape shape = {.num_tokens = num_tokens,
                                          .batch = batch,
                                          .num_groups = num_groups,
@@ -160,7 +151,7 @@ void bind_layers(py::module_& module) {
                                          .head_dim = head_dim,
                                          .num_rotated = num_rotated,
                                          .position_per_sample = position_per_sample};
-        for_element(is_bfloat16, [&]<typename Float>(Float) {
+        for_dtype(dtype, [&]<typename Float>(Float) {
           const layers::HeadNorms<Float> norms = {pointer<const Float>(q_weight),
                                                   pointer<const Float>(k_weight), eps,
                                                   pointer<float>(scale)};
@@ -184,7 +175,7 @@ void bind_layers(py::module_& module) {
       py::arg("grad_qkv"), py::arg("grad_q_weight"), py::arg("grad_k_weight"),
       py::arg("num_tokens"), py::arg("batch"), py::arg("num_groups"), py::arg("q_per_kv"),
       py::arg("head_dim"), py::arg("num_rotated"), py::arg("position_per_sample"),
-      py::arg("backward"), py::arg("is_bfloat16"), py::arg("num_threads"),
+      py::arg("backward"), py::arg("dtype"), py::arg("num_threads"),
       py::call_guard<py::gil_scoped_release>());
 }
 

@@ -1,7 +1,6 @@
-#include <pybind11/native_enum.h>
-
 #include <array>
 #include <cstdint>
+#include <string_view>
 
 #include "bindings.h"
 #include "megacore/moe/activations.h"
@@ -113,7 +112,7 @@ void bind_echo_counts(py::module_& module) {
 
 void bind_reroute(py::module_& module) {
   module.def(
-      "reroute_copies",
+      "reroute",
       [](uintptr_t expert_of, int64_t numel, int64_t num_ranks, int64_t num_experts,
          int64_t num_spare_slots, uintptr_t total, uintptr_t first, uintptr_t slot_expert,
          uintptr_t tokens, uintptr_t place_of) {
@@ -133,16 +132,6 @@ void bind_reroute(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
 }
 
-// `is_bfloat16` says what the elements of tokens and rows are: bfloat16, or else float32.
-template <typename Run>
-void for_dtype(bool is_bfloat16, const Run& run) {
-  if (is_bfloat16) {
-    run(uint16_t{});
-  } else {
-    run(float{});
-  }
-}
-
 // Defines an operation on three arrays, whose keywords are `arrays`, and a row map.
 template <typename Run>
 void def_row_operation(py::module_& module,
@@ -153,15 +142,15 @@ void def_row_operation(py::module_& module,
       name,
       [run](uintptr_t first, uintptr_t second, uintptr_t third, uintptr_t row_map,
             int64_t num_tokens, int64_t num_choices, int64_t num_rows, int64_t width,
-            bool is_bfloat16, int num_threads) {
+            std::string_view dtype, int num_threads) {
         const moe::RowMap map{pointer<const int64_t>(row_map), num_tokens, num_choices, num_rows};
-        for_dtype(is_bfloat16, [&](auto element) {
+        for_dtype(dtype, [&](auto element) {
           run(element, first, second, third, map, width, num_threads);
         });
       },
       py::kw_only(), py::arg(arrays[0]), py::arg(arrays[1]), py::arg(arrays[2]), py::arg("row_map"),
       py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_rows"), py::arg("width"),
-      py::arg("is_bfloat16"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("dtype"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_rows(py::module_& module) {
@@ -192,21 +181,22 @@ void bind_fp8(py::module_& module) {
   module.def(
       "quantize_rows",
       [](uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t num_rows, int64_t rows,
-         int64_t width, bool is_bfloat16, int num_threads) {
-        for_dtype(is_bfloat16, [&](auto element) {
+         int64_t width, std::string_view dtype, int num_threads) {
+        for_dtype(dtype, [&](auto element) {
           moe::quantize_rows(pointer<const decltype(element)>(x), pointer<uint8_t>(values),
                              pointer<float>(scales), pointer<const int64_t>(num_rows), rows, width,
                              num_threads);
         });
       },
       py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("num_rows"),
-      py::arg("rows"), py::arg("width"), py::arg("is_bfloat16"), py::arg("num_threads"),
+      py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("num_threads"),
       py::call_guard<py::gil_scoped_release>());
   module.def(
       "quantize_columns",
       [](uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t m_splits, int64_t rows,
-         int64_t num_experts, int64_t width, bool transposed, bool is_bfloat16, int num_threads) {
-        for_dtype(is_bfloat16, [&](auto element) {
+         int64_t num_experts, int64_t width, bool transposed, std::string_view dtype,
+         int num_threads) {
+        for_dtype(dtype, [&](auto element) {
           moe::quantize_columns(
               pointer<const decltype(element)>(x), pointer<uint8_t>(values), pointer<float>(scales),
               moe::ExpertRows{pointer<const int64_t>(m_splits), rows, num_experts, width},
@@ -215,60 +205,53 @@ void bind_fp8(py::module_& module) {
       },
       py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("m_splits"),
       py::arg("rows"), py::arg("num_experts"), py::arg("width"), py::arg("transposed"),
-      py::arg("is_bfloat16"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("dtype"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "quantize_blocks",
       [](uintptr_t x, uintptr_t values, uintptr_t scales, int64_t num_experts, int64_t height,
-         int64_t width, bool transposed, bool is_bfloat16, int num_threads) {
-        for_dtype(is_bfloat16, [&](auto element) {
+         int64_t width, bool transposed, std::string_view dtype, int num_threads) {
+        for_dtype(dtype, [&](auto element) {
           moe::quantize_blocks(pointer<const decltype(element)>(x), pointer<uint8_t>(values),
                                pointer<float>(scales), num_experts, height, width, transposed,
                                num_threads);
         });
       },
       py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("num_experts"),
-      py::arg("height"), py::arg("width"), py::arg("transposed"), py::arg("is_bfloat16"),
+      py::arg("height"), py::arg("width"), py::arg("transposed"), py::arg("dtype"),
       py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
 }
 
-void bind_activations(py::module_& module) {
-  using moe::Activation;
-  using moe::ActivationShape;
-  py::native_enum<Activation>(module, "Activation", "enum.IntEnum")
-      .value("SWIGLU", Activation::kSwiglu)
-      .value("GELU", Activation::kGelu)
-      .finalize();
+template <moe::Activation kKind>
+void bind_activation(py::module_& module, const char* forward, const char* backward) {
   module.def(
-      "activate",
-      [](Activation kind, uintptr_t x, uintptr_t probs, uintptr_t y, uintptr_t num_rows,
-         int64_t rows, int64_t width, bool is_bfloat16, int num_threads) {
-        for_dtype(is_bfloat16, [&](auto element) {
+      forward,
+      [](uintptr_t x, uintptr_t probs, uintptr_t y, uintptr_t num_rows, int64_t rows, int64_t width,
+         std::string_view dtype, int num_threads) {
+        for_dtype(dtype, [&](auto element) {
           using Float = decltype(element);
           moe::activate(
-              kind, pointer<const Float>(x), pointer<const float>(probs), pointer<Float>(y),
-              ActivationShape{rows, width, pointer<const int64_t>(num_rows)}, num_threads);
+              kKind, pointer<const Float>(x), pointer<const float>(probs), pointer<Float>(y),
+              moe::ActivationShape{rows, width, pointer<const int64_t>(num_rows)}, num_threads);
         });
       },
-      py::kw_only(), py::arg("kind"), py::arg("x"), py::arg("probs"), py::arg("y"),
-      py::arg("num_rows"), py::arg("rows"), py::arg("width"), py::arg("is_bfloat16"),
-      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("x"), py::arg("probs"), py::arg("y"), py::arg("num_rows"),
+      py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>());
   module.def(
-      "activate_backward",
-      [](Activation kind, uintptr_t grad_y, uintptr_t x, uintptr_t probs, uintptr_t grad_x,
-         uintptr_t grad_probs, uintptr_t num_rows, int64_t rows, int64_t width, bool is_bfloat16,
-         int num_threads) {
-        for_dtype(is_bfloat16, [&](auto element) {
+      backward,
+      [](uintptr_t grad_y, uintptr_t x, uintptr_t probs, uintptr_t grad_x, uintptr_t grad_probs,
+         uintptr_t num_rows, int64_t rows, int64_t width, std::string_view dtype, int num_threads) {
+        for_dtype(dtype, [&](auto element) {
           using Float = decltype(element);
           moe::activate_backward(
-              kind, pointer<const Float>(grad_y), pointer<const Float>(x),
+              kKind, pointer<const Float>(grad_y), pointer<const Float>(x),
               pointer<const float>(probs), pointer<Float>(grad_x), pointer<float>(grad_probs),
-              ActivationShape{rows, width, pointer<const int64_t>(num_rows)}, num_threads);
+              moe::ActivationShape{rows, width, pointer<const int64_t>(num_rows)}, num_threads);
         });
       },
-      py::kw_only(), py::arg("kind"), py::arg("grad_y"), py::arg("x"), py::arg("probs"),
-      py::arg("grad_x"), py::arg("grad_probs"), py::arg("num_rows"), py::arg("rows"),
-      py::arg("width"), py::arg("is_bfloat16"), py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("probs"), py::arg("grad_x"),
+      py::arg("grad_probs"), py::arg("num_rows"), py::arg("rows"), py::arg("width"),
+      py::arg("dtype"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -279,7 +262,8 @@ void bind_moe_kernels(py::module_& module) {
   bind_echo_counts(module);
   bind_reroute(module);
   bind_rows(module);
-  bind_activations(module);
+  bind_activation<moe::Activation::kSwiglu>(module, "swiglu", "swiglu_backward");
+  bind_activation<moe::Activation::kGelu>(module, "gelu", "gelu_backward");
   bind_fp8(module);
 }
 

@@ -5,6 +5,9 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <string_view>
+
+#include "megacore/base/check.h"
 
 namespace megacore::bindings {
 
@@ -12,6 +15,17 @@ namespace megacore::bindings {
 template <typename T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
+}
+
+// Calls `run` with an element of the type that torch names so; bfloat16 is an unsigned integer.
+template <typename Run>
+void for_dtype(std::string_view dtype, const Run& run) {
+  if (dtype == "float32") {
+    run(float{});
+    return;
+  }
+  MC_REQUIRE(dtype == "bfloat16", "dtype must be float32 or bfloat16 on CPUs, got \"{}\"", dtype);
+  run(uint16_t{});
 }
 
 void bind_parallel(pybind11::module_& module);

@@ -864,7 +864,7 @@ def count_held(
     end: int,
     num_bytes: int,
 ) -> None: ...
-def reroute_copies(
+def reroute(
     *,
     expert_of: int,
     numel: int,
@@ -890,7 +890,7 @@ def permute(
     num_choices: int,
     num_rows: int,
     width: int,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
 def unpermute(
@@ -903,7 +903,7 @@ def unpermute(
     num_choices: int,
     num_rows: int,
     width: int,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
 def row_dots(
@@ -916,14 +916,9 @@ def row_dots(
     num_choices: int,
     num_rows: int,
     width: int,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
-
-class Activation(IntEnum):
-    SWIGLU = 0
-    GELU = 1
-
 def quantize_rows(
     *,
     x: int,
@@ -932,7 +927,7 @@ def quantize_rows(
     num_rows: int,
     rows: int,
     width: int,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
 def quantize_columns(
@@ -945,7 +940,7 @@ def quantize_columns(
     num_experts: int,
     width: int,
     transposed: bool,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
 def quantize_blocks(
@@ -957,24 +952,22 @@ def quantize_blocks(
     height: int,
     width: int,
     transposed: bool,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
-def activate(
+def swiglu(
     *,
-    kind: Activation,
     x: int,
     probs: int,
     y: int,
     num_rows: int,
     rows: int,
     width: int,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
-def activate_backward(
+def swiglu_backward(
     *,
-    kind: Activation,
     grad_y: int,
     x: int,
     probs: int,
@@ -983,7 +976,31 @@ def activate_backward(
     num_rows: int,
     rows: int,
     width: int,
-    is_bfloat16: bool,
+    dtype: str,
+    num_threads: int,
+) -> None: ...
+def gelu(
+    *,
+    x: int,
+    probs: int,
+    y: int,
+    num_rows: int,
+    rows: int,
+    width: int,
+    dtype: str,
+    num_threads: int,
+) -> None: ...
+def gelu_backward(
+    *,
+    grad_y: int,
+    x: int,
+    probs: int,
+    grad_x: int,
+    grad_probs: int,
+    num_rows: int,
+    rows: int,
+    width: int,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
 
@@ -1090,7 +1107,7 @@ def rms_norm(
     scale: int,
     rows: int,
     width: int,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
     added: int = 0,
     sum: int = 0,
@@ -1105,7 +1122,7 @@ def rms_norm_backward(
     grad_weight: int,
     rows: int,
     width: int,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
     grad_sum: int = 0,
 ) -> None: ...
@@ -1125,7 +1142,7 @@ def split_and_rotate(
     num_rotated: int,
     position_per_sample: bool,
     backward: bool,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
 def norm_and_rotate(
@@ -1151,7 +1168,7 @@ def norm_and_rotate(
     num_rotated: int,
     position_per_sample: bool,
     backward: bool,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
 def dropout(
@@ -1160,13 +1177,14 @@ def dropout(
     sample_ids: int,
     positions: int,
     key: int,
+    key_value: int,
     y: int,
     sequence: int,
     batch: int,
     width: int,
     threshold: int,
     factor: float,
-    is_bfloat16: bool,
+    dtype: str,
     num_threads: int,
 ) -> None: ...
 def route(

@@ -6,16 +6,15 @@ Shapes: M rows, F inner width of an MLP or expert.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore import _core
-from megacore.ops import token_kernels
 from megacore.ops.dense import wide, wide_dtype
-from megacore.ops.library import define_gradient, define_op, describe
-from megacore.ops.token_kernels import kernel_or, takes_float
+from megacore.ops.library import DTYPES, define_gradient, define_op, describe, native
 
 
 def swiglu(x: Tensor, probs: Tensor | None = None, *, num_rows: Tensor | None = None) -> Tensor:
@@ -193,47 +192,45 @@ def _check(x: Tensor, probs: Tensor | None, *, factor: int) -> None:
 
 
 _CLAMP, _SLOPE = 7.0, 1.702
-# dtypes supported by the native kernels; others use the reference.
-_NATIVE = (torch.float32, torch.bfloat16)
 
 
 def _activate(
-    kind: _core.Activation,
+    factor: int,
+    kernel: Callable[..., None],
     x: Tensor,
     probs: Tensor | None,
-    num_rows: Tensor | None,
-    width: int,
+    num_rows: Tensor | None = None,
 ) -> Tensor:
+    """Run a kernel whose input is ``factor`` times as wide as its result."""
     x = x.contiguous()
     probs = None if probs is None else probs.float().contiguous()
-    y = x.new_empty(x.shape[0], width)
-    _core.activate(
-        kind=kind,
+    rows, width = x.shape[0], x.shape[1] // factor
+    y = x.new_empty(rows, width)
+    kernel(
         x=x.data_ptr(),
         probs=0 if probs is None else probs.data_ptr(),
         y=y.data_ptr(),
         num_rows=0 if num_rows is None else num_rows.data_ptr(),
-        rows=x.shape[0],
+        rows=rows,
         width=width,
-        is_bfloat16=x.dtype == torch.bfloat16,
+        dtype=DTYPES[x.dtype],
         num_threads=torch.get_num_threads(),
     )
     return y
 
 
 def _activate_backward(
-    kind: _core.Activation,
+    kernel: Callable[..., None],
     grad: Tensor,
     x: Tensor,
     probs: Tensor | None,
-    num_rows: Tensor | None,
+    num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
     row_probs = None if probs is None else probs.float().contiguous()
     grad_x = torch.empty_like(x)
     grad_probs = grad.new_empty(0 if row_probs is None else row_probs.shape[0], dtype=torch.float32)
-    _core.activate_backward(
-        kind=kind,
+    kernel(
         grad_y=grad.data_ptr(),
         x=x.data_ptr(),
         probs=0 if row_probs is None else row_probs.data_ptr(),
@@ -242,38 +239,10 @@ def _activate_backward(
         num_rows=0 if num_rows is None else num_rows.data_ptr(),
         rows=grad.shape[0],
         width=grad.shape[1],
-        is_bfloat16=x.dtype == torch.bfloat16,
+        dtype=DTYPES[x.dtype],
         num_threads=torch.get_num_threads(),
     )
     return grad_x, grad_probs if probs is None else grad_probs.to(probs.dtype)
-
-
-def _swiglu_cpu(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
-    if x.dtype not in _NATIVE:
-        return swiglu_reference(x, probs)
-    return _activate(_core.Activation.SWIGLU, x, probs, num_rows, x.shape[1] // 2)
-
-
-def _gelu_cpu(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
-    if x.dtype not in _NATIVE:
-        return gelu_reference(x, probs)
-    return _activate(_core.Activation.GELU, x, probs, num_rows, x.shape[1])
-
-
-def _swiglu_backward_cpu(
-    grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    if x.dtype not in _NATIVE:
-        return _swiglu_backward_reference(grad, x, probs)
-    return _activate_backward(_core.Activation.SWIGLU, grad, x, probs, num_rows)
-
-
-def _gelu_backward_cpu(
-    grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    if x.dtype not in _NATIVE:
-        return _gelu_backward_reference(grad, x, probs)
-    return _activate_backward(_core.Activation.GELU, grad, x, probs, num_rows)
 
 
 def _backward_fake(
@@ -299,28 +268,24 @@ def _gelu_fake(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) 
 
 _swiglu = define_op(
     "swiglu(Tensor x, Tensor? probs, Tensor? num_rows=None) -> Tensor",
-    cpu=_swiglu_cpu,
-    cuda=kernel_or(swiglu_reference, token_kernels.swiglu, takes_float),
+    **native("swiglu", partial(_activate, 2), swiglu_reference),
     fake=_swiglu_fake,
 )
 _swiglu_backward = define_op(
     "swiglu_backward(Tensor grad, Tensor x, Tensor? probs, Tensor? num_rows=None)"
     " -> (Tensor, Tensor)",
-    cpu=_swiglu_backward_cpu,
-    cuda=kernel_or(_swiglu_backward_reference, token_kernels.swiglu_backward, takes_float),
+    **native("swiglu_backward", _activate_backward, _swiglu_backward_reference),
     fake=_backward_fake,
 )
 _gelu = define_op(
     "gelu(Tensor x, Tensor? probs, Tensor? num_rows=None) -> Tensor",
-    cpu=_gelu_cpu,
-    cuda=kernel_or(gelu_reference, token_kernels.gelu, takes_float),
+    **native("gelu", partial(_activate, 1), gelu_reference),
     fake=_gelu_fake,
 )
 _gelu_backward = define_op(
     "gelu_backward(Tensor grad, Tensor x, Tensor? probs, Tensor? num_rows=None)"
     " -> (Tensor, Tensor)",
-    cpu=_gelu_backward_cpu,
-    cuda=kernel_or(_gelu_backward_reference, token_kernels.gelu_backward, takes_float),
+    **native("gelu_backward", _activate_backward, _gelu_backward_reference),
     fake=_backward_fake,
 )
 

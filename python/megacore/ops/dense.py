@@ -9,18 +9,23 @@ Shapes: M rows, H width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore import _core
-from megacore.ops import layer_kernels
-from megacore.ops.library import define_gradient, define_op
-from megacore.ops.token_kernels import kernel_or
+from megacore.ops.cuda_module import cuda_kernels
+from megacore.ops.library import (
+    ALIGNMENT,
+    DTYPES,
+    aligned,
+    define_gradient,
+    define_op,
+    native,
+)
 
-# dtypes supported by the native kernels; others use the reference.
-_NATIVE = (torch.float32, torch.bfloat16)
+Kernel = Callable[..., None]
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -111,31 +116,60 @@ def _rms_norm_backward_reference(
     return grad_x, grad_weight
 
 
-def _is_native(x: Tensor, *others: Tensor) -> bool:
-    return x.dtype in _NATIVE and all(other.dtype == x.dtype for other in others)
+def _fits(x: Tensor, weight: Tensor, *args: Any) -> bool:
+    del args
+    return weight.dtype == x.dtype and weight.shape == x.shape[-1:]
 
 
-def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not _is_native(x, weight) or weight.shape != x.shape[-1:]:
-        return rms_norm_reference(x, weight, eps)
-    return _native_norm(x.contiguous(), weight.contiguous(), eps)
+def _sum_fits(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> bool:
+    del eps
+    same = added.dtype == x.dtype and added.shape == x.shape
+    return same and weight.dtype == x.dtype and weight.shape == x.shape[-1:]
 
 
-def _add_rms_norm_cpu(
-    x: Tensor, added: Tensor, weight: Tensor, eps: float
+def _backward_fits(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    of_x: bool,
+    of_weight: bool,
+    grad_sum: Tensor | None = None,
+) -> bool:
+    del scale, of_x, of_weight
+    same = grad.dtype == x.dtype and (grad_sum is None or grad_sum.dtype == x.dtype)
+    return same and _fits(x, weight)
+
+
+def _cuda_fits(x: Tensor, *args: Any) -> bool:
+    """Return whether the GPU's kernel supports the width; that of a gradient is that of ``x``."""
+    del args
+    limit: int = cuda_kernels().MAX_NORM_BYTES
+    num_bytes = x.shape[-1] * x.element_size()
+    return 0 < num_bytes <= limit and num_bytes % ALIGNMENT == 0
+
+
+def _run_norm(kernel: Kernel, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = x.contiguous() if x.is_cpu else aligned(x)
+    return _normalize(kernel, x, weight, eps)
+
+
+def _run_sum(
+    kernel: Kernel, x: Tensor, added: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    same = x.shape == added.shape and weight.shape == x.shape[-1:]
-    if not same or not _is_native(x, added, weight):
-        return _add_rms_norm_reference(x, added, weight, eps)
-    x, added, weight = x.contiguous(), added.contiguous(), weight.contiguous()
+    x, added = (x.contiguous(), added.contiguous()) if x.is_cpu else (aligned(x), aligned(added))
     total = torch.empty_like(x)
-    return total, *_native_norm(x, weight, eps, added=added.data_ptr(), sum=total.data_ptr())
+    places = {"added": added.data_ptr(), "sum": total.data_ptr()}
+    return total, *_normalize(kernel, x, weight, eps, **places)
 
 
-def _native_norm(x: Tensor, weight: Tensor, eps: float, **others: int) -> tuple[Tensor, Tensor]:
+def _normalize(
+    kernel: Kernel, x: Tensor, weight: Tensor, eps: float, **places: int
+) -> tuple[Tensor, Tensor]:
+    weight = weight.contiguous() if x.is_cpu else aligned(weight)
     y = torch.empty_like(x)
     scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    _core.rms_norm(
+    kernel(
         x=x.data_ptr(),
         weight=weight.data_ptr(),
         eps=eps,
@@ -143,14 +177,15 @@ def _native_norm(x: Tensor, weight: Tensor, eps: float, **others: int) -> tuple[
         scale=scale.data_ptr(),
         rows=scale.numel(),
         width=x.shape[-1],
-        is_bfloat16=x.dtype == torch.bfloat16,
+        dtype=DTYPES[x.dtype],
         num_threads=torch.get_num_threads(),
-        **others,
+        **places,
     )
     return y, scale
 
 
-def _rms_norm_backward_cpu(
+def _run_backward(
+    kernel: Kernel,
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -159,25 +194,30 @@ def _rms_norm_backward_cpu(
     of_weight: bool,
     grad_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    others = [grad] if grad_sum is None else [grad, grad_sum]
-    if not _is_native(x, weight, *others) or weight.shape != x.shape[-1:]:
-        return _rms_norm_backward_reference(grad, x, weight, scale, of_x, of_weight, grad_sum)
-    grad, x, weight, scale = (each.contiguous() for each in (grad, x, weight, scale))
-    grad_sum = None if grad_sum is None else grad_sum.contiguous()
+    contiguous = Tensor.contiguous if x.is_cpu else aligned
+    grad, x, weight, scale = contiguous(grad), contiguous(x), contiguous(weight), scale.contiguous()
+    grad_sum = None if grad_sum is None else contiguous(grad_sum)
+    sizes = {"rows": scale.numel(), "width": x.shape[-1], "dtype": DTYPES[x.dtype]}
     grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
-    grad_weight = weight.new_empty(weight.shape if of_weight else (0,), dtype=torch.float32)
-    _core.rms_norm_backward(
+    # On CPUs the sums over rows are float32; GPUs form them in a workspace.
+    sums = scale if x.is_cpu else weight
+    grad_weight = sums.new_empty(weight.shape if of_weight else (0,))
+    workspace = {}
+    if x.is_cuda:
+        num_partial = cuda_kernels().norm_partial_rows(**sizes) if of_weight else 0
+        partial_sums = scale.new_empty(num_partial, x.shape[-1])
+        workspace["partial_sums"] = partial_sums.data_ptr()
+    kernel(
         grad_y=grad.data_ptr(),
         x=x.data_ptr(),
         weight=weight.data_ptr(),
         scale=scale.data_ptr(),
         grad_x=grad_x.data_ptr() if of_x else 0,
         grad_weight=grad_weight.data_ptr() if of_weight else 0,
-        rows=scale.numel(),
-        width=x.shape[-1],
-        is_bfloat16=x.dtype == torch.bfloat16,
-        num_threads=torch.get_num_threads(),
         grad_sum=0 if grad_sum is None else grad_sum.data_ptr(),
+        **workspace,
+        **sizes,
+        num_threads=torch.get_num_threads(),
     )
     return grad_x, grad_weight.to(weight.dtype)
 
@@ -212,26 +252,23 @@ def _rms_norm_backward_fake(
 
 _rms_norm = define_op(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    cpu=_rms_norm_cpu,
-    cuda=kernel_or(rms_norm_reference, layer_kernels.rms_norm, layer_kernels.takes_norm),
+    **native("rms_norm", _run_norm, rms_norm_reference, fits=_fits, cuda_fits=_cuda_fits),
     fake=_rms_norm_fake,
 )
 _add_rms_norm = define_op(
     "add_rms_norm(Tensor x, Tensor added, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    cpu=_add_rms_norm_cpu,
-    cuda=kernel_or(
-        _add_rms_norm_reference, layer_kernels.add_rms_norm, layer_kernels.takes_add_norm
-    ),
+    **native("rms_norm", _run_sum, _add_rms_norm_reference, fits=_sum_fits, cuda_fits=_cuda_fits),
     fake=_add_rms_norm_fake,
 )
 _rms_norm_backward = define_op(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, bool of_x, "
     "bool of_weight, Tensor? grad_sum=None) -> (Tensor, Tensor)",
-    cpu=_rms_norm_backward_cpu,
-    cuda=kernel_or(
+    **native(
+        "rms_norm_backward",
+        _run_backward,
         _rms_norm_backward_reference,
-        layer_kernels.rms_norm_backward,
-        layer_kernels.takes_norm_backward,
+        fits=_backward_fits,
+        cuda_fits=_cuda_fits,
     ),
     fake=_rms_norm_backward_fake,
 )

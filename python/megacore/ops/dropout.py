@@ -8,16 +8,14 @@ Shapes: S sequence (or this rank's slice of it), B batch, H features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore import _core
-from megacore.ops import token_kernels
 from megacore.ops.counter_random import token_numbers
-from megacore.ops.cuda_module import has_cuda_kernels
-from megacore.ops.library import define_gradient, define_op, describe
+from megacore.ops.library import DTYPES, define_gradient, define_op, describe, native
 
 
 def counter_dropout(
@@ -84,53 +82,32 @@ def _reference(
     return x * (keep * (1.0 / (1.0 - p))).to(x.dtype)
 
 
-def _arguments(
-    x: Tensor, y: Tensor, sample_ids: Tensor, positions: Tensor, p: float
-) -> dict[str, Any]:
+def _run(
+    kernel: Callable[..., None],
+    x: Tensor,
+    sample_ids: Tensor,
+    positions: Tensor,
+    key: Tensor | None,
+    value: int,
+    p: float,
+) -> Tensor:
+    x, y = x.contiguous(), _fake(x)
+    sample_ids, positions = sample_ids.contiguous(), positions.contiguous()
     sequence, batch, width = x.shape
-    return {
-        "x": x.data_ptr(),
-        "sample_ids": sample_ids.data_ptr(),
-        "positions": positions.data_ptr(),
-        "y": y.data_ptr(),
-        "sequence": sequence,
-        "batch": batch,
-        "width": width,
-        "threshold": _threshold(p),
-        "factor": 1.0 / (1.0 - p),
-    }
-
-
-def _cpu(
-    x: Tensor, sample_ids: Tensor, positions: Tensor, key: Tensor | None, value: int, p: float
-) -> Tensor:
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        return _reference(x, sample_ids, positions, key, value, p)
-    x, y = x.contiguous(), _fake(x)
-    ids, positions = sample_ids.contiguous(), positions.contiguous()
-    _core.dropout(
-        **_arguments(x, y, ids, positions, p),
-        key=value if key is None else int(key),
-        is_bfloat16=x.dtype == torch.bfloat16,
-        num_threads=torch.get_num_threads(),
-    )
-    return y
-
-
-def _cuda(
-    x: Tensor, sample_ids: Tensor, positions: Tensor, key: Tensor | None, value: int, p: float
-) -> Tensor:
-    if not has_cuda_kernels() or token_kernels.dtype_name(x) is None:
-        return _reference(x, sample_ids, positions, key, value, p)
-    x, y = x.contiguous(), _fake(x)
-    ids, positions = sample_ids.contiguous(), positions.contiguous()
-    token_kernels.launch(
-        "dropout",
-        x,
-        **_arguments(x, y, ids, positions, p),
-        key=token_kernels.pointer(key),
+    kernel(
+        x=x.data_ptr(),
+        sample_ids=sample_ids.data_ptr(),
+        positions=positions.data_ptr(),
+        key=0 if key is None else key.data_ptr(),
         key_value=value,
-        dtype=token_kernels.dtype_name(x),
+        y=y.data_ptr(),
+        sequence=sequence,
+        batch=batch,
+        width=width,
+        threshold=_threshold(p),
+        factor=1.0 / (1.0 - p),
+        dtype=DTYPES[x.dtype],
+        num_threads=torch.get_num_threads(),
     )
     return y
 
@@ -143,8 +120,7 @@ def _fake(x: Tensor, *others: Any) -> Tensor:
 _dropout = define_op(
     "counter_dropout(Tensor x, Tensor sample_ids, Tensor positions, Tensor? key, int value, "
     "float p) -> Tensor",
-    cpu=_cpu,
-    cuda=_cuda,
+    **native("dropout", _run, _reference),
     fake=_fake,
 )
 

@@ -6,18 +6,17 @@ its slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore import _core
-from megacore.ops.cuda_module import has_cuda_kernels
-from megacore.ops.library import define_op
-from megacore.ops.token_kernels import launch
+from megacore.ops.library import define_op, native
 
 # Order of the sums: cpp/include/megacore/moe/echo_counts.h.
 BYTES_SENT = 6
+_DTYPES = (torch.float64,)
 
 
 def count_plan_(
@@ -104,10 +103,9 @@ def _count_held_reference(
     sums[BYTES_SENT] += ((slot_expert >= first) & (slot_expert < end)).sum() * num_bytes
 
 
-def _plan_arguments(
-    sums: Tensor, slot_expert: Tensor, *args: Any
-) -> tuple[dict[str, int], tuple[Tensor, ...]]:
-    """Return addresses and sizes, and the tensors that the addresses are of."""
+def _count_plan(
+    kernel: Callable[..., None], sums: Tensor, slot_expert: Tensor, *args: Any
+) -> Tensor:
     rerouted, load_before, summary, elapsed_ns, copies_of_place, num_experts = args
     tensors = {
         "slot_expert": slot_expert.contiguous(),
@@ -118,50 +116,31 @@ def _plan_arguments(
         "copies_of_place": copies_of_place.contiguous(),
         "copies": copies_of_place.new_empty(num_experts),
     }
-    sizes = {"num_ranks": slot_expert.shape[0], "num_slots": slot_expert.shape[1]}
+    num_ranks, num_slots = slot_expert.shape
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    arguments = {"sums": sums.data_ptr(), **addresses, **sizes, "num_experts": num_experts}
-    return arguments, tuple(tensors.values())
+    sizes = {"num_ranks": num_ranks, "num_slots": num_slots, "num_experts": num_experts}
+    kernel(sums=sums.data_ptr(), **addresses, **sizes)
+    copies: Tensor = tensors["copies"]
+    return copies
 
 
-def _count_plan_cpu(sums: Tensor, *args: Any) -> Tensor:
-    arguments, tensors = _plan_arguments(sums, *args)
-    _core.count_plan(**arguments)
-    return tensors[-1]
-
-
-def _count_plan_cuda(sums: Tensor, *args: Any) -> Tensor:
-    if not has_cuda_kernels():
-        return _count_plan_reference(sums, *args)
-    arguments, tensors = _plan_arguments(sums, *args)
-    launch("count_plan", sums, **arguments)
-    return tensors[-1]
-
-
-def _held_arguments(
-    sums: Tensor, slot_expert: Tensor, first: int, end: int, num_bytes: int
-) -> dict[str, int]:
-    return {
-        "sums": sums.data_ptr(),
-        "slot_expert": slot_expert.data_ptr(),
-        "numel": slot_expert.numel(),
-        "first": first,
-        "end": end,
-        "num_bytes": num_bytes,
-    }
-
-
-def _count_held_cpu(sums: Tensor, slot_expert: Tensor, *args: int) -> None:
+def _count_held(
+    kernel: Callable[..., None],
+    sums: Tensor,
+    slot_expert: Tensor,
+    first: int,
+    end: int,
+    num_bytes: int,
+) -> None:
     slot_expert = slot_expert.contiguous()
-    _core.count_held(**_held_arguments(sums, slot_expert, *args))
-
-
-def _count_held_cuda(sums: Tensor, slot_expert: Tensor, *args: int) -> None:
-    if not has_cuda_kernels():
-        return _count_held_reference(sums, slot_expert, *args)
-    slot_expert = slot_expert.contiguous()
-    launch("count_held", sums, **_held_arguments(sums, slot_expert, *args))
-    return None
+    kernel(
+        sums=sums.data_ptr(),
+        slot_expert=slot_expert.data_ptr(),
+        numel=slot_expert.numel(),
+        first=first,
+        end=end,
+        num_bytes=num_bytes,
+    )
 
 
 def _count_plan_fake(sums: Tensor, *args: Any) -> Tensor:
@@ -178,14 +157,12 @@ def _count_held_fake(sums: Tensor, *args: Any) -> None:
 _count_plan_ = define_op(
     "count_plan_(Tensor(a!) sums, Tensor slot_expert, Tensor rerouted, Tensor load_before,"
     " Tensor summary, Tensor elapsed_ns, Tensor copies_of_place, SymInt num_experts) -> Tensor",
-    cpu=_count_plan_cpu,
-    cuda=_count_plan_cuda,
+    **native("count_plan", _count_plan, _count_plan_reference, dtypes=_DTYPES),
     fake=_count_plan_fake,
 )
 _count_held_ = define_op(
     "count_held_(Tensor(a!) sums, Tensor slot_expert, SymInt first, SymInt end, SymInt num_bytes)"
     " -> ()",
-    cpu=_count_held_cpu,
-    cuda=_count_held_cuda,
+    **native("count_held", _count_held, _count_held_reference, dtypes=_DTYPES),
     fake=_count_held_fake,
 )

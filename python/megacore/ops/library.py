@@ -1,19 +1,29 @@
 """Registration of operations in torch: schema, one implementation per device, shapes.
 
 Registered operations are visible to ``torch.compile``, autograd and fake tensors. torch chooses the
-implementation from the device of the tensors, so a new kernel is one more argument here.
+implementation from the device of the tensors. :func:`native` makes both from one function that
+calls a kernel, which has the same name and arguments in ``_core`` and ``_cuda``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, TypedDict
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from megacore import _core
+from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
+
 # torch has a process-wide registry of operations; this is the handle on our namespace in it.
 _LIBRARY = torch.library.Library("megacore", "DEF")  # type: ignore[no-untyped-call]
+# dtypes of kernels by their name there, on GPUs and on CPUs; others use torch operations.
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+# Address and size that GPU kernels need for loads of several elements, in bytes.
+ALIGNMENT = 16
 
 
 class Operation:
@@ -64,16 +74,26 @@ class Operation:
         self._differentiable = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
+# Bound once, as the checks below are made in each call.
+_is_compiling = torch.compiler.is_compiling
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_profiled = torch._C._autograd._profiler_enabled
+_is_transformed = torch._C._are_functorch_transforms_active
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+_tracing_state = torch._C._get_tracing_state
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _is_unobserved(first: torch.Tensor) -> bool:
     return (
-        not torch.compiler.is_compiling()
-        and (type(first) is torch.Tensor or type(first) is torch.nn.Parameter)
+        not _is_compiling()
+        and type(first) in _PLAIN
         and first.is_cpu
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._autograd._profiler_enabled()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._functorch.is_legacy_batchedtensor(first)
-        and torch._C._get_tracing_state() is None
+        and _num_dispatch_modes() == 0
+        and not _is_profiled()
+        and not _is_transformed()
+        and not _is_batched(first)
+        and _tracing_state() is None
     )
 
 
@@ -98,6 +118,73 @@ def define_op(
     _LIBRARY.impl(name, cuda, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"megacore::{name}", fake, lib=_LIBRARY)
     return Operation(name, cpu)
+
+
+class Implementations(TypedDict):
+    """Implementations for :func:`define_op`."""
+
+    cpu: Callable[..., Any]
+    cuda: Callable[..., Any]
+
+
+def native(
+    name: str,
+    run: Callable[..., Any],
+    reference: Callable[..., Any],
+    *,
+    fits: Callable[..., bool] | None = None,
+    cuda_fits: Callable[..., bool] | None = None,
+    dtypes: Collection[torch.dtype] | None = None,
+) -> Implementations:
+    """Implement an operation by the kernels ``_core.<name>`` and ``_cuda.<name>``.
+
+    Kernels take addresses and sizes as keywords. Those of GPUs may take a workspace too, and ignore
+    ``num_threads``; they are queued on the current stream, without host sync.
+
+    Args:
+        name: Name of the kernels.
+        run: ``(kernel, *args)``: allocates the results of the operation with arguments ``args``,
+            calls ``kernel`` once and returns the results.
+        reference: The operation with torch operations, where no kernel takes the arguments.
+        fits: Returns whether the kernels take the arguments. Default: always.
+        cuda_fits: Returns whether the GPU's kernel takes arguments that fit. Default: always.
+        dtypes: Supported dtypes of the first argument. Default: those of ``DTYPES`` on GPUs and of
+            ``CPU_DTYPES`` on CPUs.
+    """
+    on_cpu: Callable[..., Any] = getattr(_core, name)
+    cpu_dtypes = CPU_DTYPES if dtypes is None else dtypes
+    cuda_dtypes = DTYPES if dtypes is None else dtypes
+
+    def call_cpu(first: torch.Tensor, *args: Any) -> Any:
+        if first.dtype not in cpu_dtypes or not (fits is None or fits(first, *args)):
+            return reference(first, *args)
+        return run(on_cpu, first, *args)
+
+    def call_cuda(first: torch.Tensor, *args: Any) -> Any:
+        if (
+            not has_cuda_kernels()
+            or first.dtype not in cuda_dtypes
+            or not (fits is None or fits(first, *args))
+            or not (cuda_fits is None or cuda_fits(first, *args))
+        ):
+            return reference(first, *args)
+        return run(partial(launch, name, first), first, *args)
+
+    return {"cpu": call_cpu, "cuda": call_cuda}
+
+
+def launch(name: str, on: torch.Tensor, *, num_threads: int = 0, **arguments: Any) -> None:
+    """Launch a kernel of a GPU on the current stream of the device of ``on``."""
+    del num_threads  # of CPUs
+    with torch.cuda.device(on.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        getattr(cuda_kernels(), name)(**arguments, stream=stream)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, contiguous and at an address that kernels can load packs from."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def in_inference() -> bool:

@@ -9,17 +9,17 @@ Shapes: as in :mod:`megacore.ops.rotation`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore import _core
-from megacore.ops import layer_kernels
-from megacore.ops.cuda_module import has_cuda_kernels
-from megacore.ops.library import define_gradient, define_op
-from megacore.ops.rotation import NATIVE, fits
+from megacore.ops.cuda_module import cuda_kernels
+from megacore.ops.library import ALIGNMENT, DTYPES, aligned, define_gradient, define_op, native
+from megacore.ops.rotation import fits, head_sizes
 
+Kernel = Callable[..., None]
 Normed = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -51,47 +51,89 @@ def norm_and_rotate(
     return q, k, v
 
 
-def _is_native(
-    qkv: Tensor, weights: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, head_dim: int
+def _fits(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    eps: float,
 ) -> bool:
-    same = all(w.dtype == qkv.dtype and w.shape == (head_dim,) for w in weights)
-    if not same or not fits(cos, sin, qkv):
-        return False
-    if not qkv.is_cuda:
-        return qkv.dtype in NATIVE
-    return has_cuda_kernels() and layer_kernels.takes_normed_rotation(qkv, cos, head_dim)
+    del eps
+    same = all(w.dtype == qkv.dtype and w.shape == (head_dim,) for w in (q_weight, k_weight))
+    return same and fits(cos, sin, qkv)
+
+
+def _backward_fits(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    scale: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *needs: bool,
+) -> bool:
+    del grad_q, grad_k, grad_v, scale, needs
+    return _fits(qkv, q_weight, k_weight, cos, sin, len(q_weight), 0.0)
+
+
+def _cuda_fits(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, *rest: Any) -> bool:
+    """Return whether the GPU's kernel supports the sizes of the heads."""
+    del k_weight, rest
+    size, unit = qkv.element_size(), 2 * ALIGNMENT
+    num_bytes, num_rotated_bytes = len(q_weight) * size, 2 * cos.shape[-1] * size
+    limit: int = cuda_kernels().MAX_NORMED_HEAD_BYTES
+    return num_bytes <= limit and num_bytes % unit == 0 and num_rotated_bytes % unit == 0
+
+
+def _backward_cuda_fits(*args: Any) -> bool:
+    qkv, q_weight, k_weight, _, cos = args[3:8]
+    return _cuda_fits(qkv, q_weight, k_weight, cos)
 
 
 def _in_turn(
-    qkv: Tensor, weights: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, head_dim: int, eps: float
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    eps: float,
 ) -> Normed:
     heads = qkv.reshape(*qkv.shape[:3], -1, head_dim)
     norm = torch.ops.megacore.rms_norm
-    q, q_scale = norm(heads[..., :-2, :], weights[0], eps)
-    k, k_scale = norm(heads[..., -2:-1, :], weights[1], eps)
+    q, q_scale = norm(heads[..., :-2, :], q_weight, eps)
+    k, k_scale = norm(heads[..., -2:-1, :], k_weight, eps)
     normed = torch.cat((q, k, heads[..., -1:, :]), dim=-2).flatten(-2)
     scale = torch.cat((q_scale, k_scale), dim=-2).squeeze(-1)
     return *torch.ops.megacore.split_and_rotate(normed, cos, sin, head_dim), scale
 
 
 def _backward_in_turn(
-    grads: tuple[Tensor, Tensor, Tensor],
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
     qkv: Tensor,
-    weights: tuple[Tensor, Tensor],
+    q_weight: Tensor,
+    k_weight: Tensor,
     scale: Tensor,
     cos: Tensor,
     sin: Tensor,
-    needs: tuple[bool, bool],
+    *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad = torch.ops.megacore.split_and_rotate_backward(*grads, cos, sin)
-    grad, heads = (x.reshape(*x.shape[:3], -1, len(weights[0])) for x in (grad, qkv))
+    grad = torch.ops.megacore.split_and_rotate_backward(grad_q, grad_k, grad_v, cos, sin)
+    grad, heads = (x.reshape(*x.shape[:3], -1, len(q_weight)) for x in (grad, qkv))
     found = [
         torch.ops.megacore.rms_norm_backward(
             grad[..., part, :], heads[..., part, :], weight, scale[..., place, None], *needs
         )
         for weight, part, place in (
-            (weights[0], slice(None, -2), slice(None, -1)),
-            (weights[1], slice(-2, -1), slice(-1, None)),
+            (q_weight, slice(None, -2), slice(None, -1)),
+            (k_weight, slice(-2, -1), slice(-1, None)),
         )
     ]
     grad_qkv = qkv.new_empty(0)
@@ -101,24 +143,15 @@ def _backward_in_turn(
     return grad_qkv, found[0][1], found[1][1]
 
 
-def _forward(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    head_dim: int,
-    eps: float,
-) -> Normed:
-    weights = q_weight, k_weight
-    if not _is_native(qkv, weights, cos, sin, head_dim):
-        return _in_turn(qkv, weights, cos, sin, head_dim, eps)
-    results = _forward_fake(qkv, q_weight, k_weight, cos, sin, head_dim, eps)
-    _run(qkv, weights, cos, sin, results, eps=eps)
+def _forward(kernel: Kernel, qkv: Tensor, *args: Any) -> Normed:
+    q_weight, k_weight, cos, sin, _, eps = args
+    results = _forward_fake(qkv, *args)
+    _run(kernel, qkv, (q_weight, k_weight), cos, sin, results, eps=eps)
     return results
 
 
 def _backward(
+    kernel: Kernel,
     grad_q: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
@@ -131,21 +164,20 @@ def _backward(
     of_qkv: bool,
     of_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads, weights, needs = (grad_q, grad_k, grad_v), (q_weight, k_weight), (of_qkv, of_weights)
-    if not _is_native(qkv, weights, cos, sin, len(q_weight)):
-        return _backward_in_turn(grads, qkv, weights, scale, cos, sin, needs)
+    heads, weights = (grad_q, grad_k, grad_v, scale), (q_weight, k_weight)
     contiguous = torch.contiguous_format  # the kernel ignores the strides of a transposed input
     grad_qkv = torch.empty_like(qkv, memory_format=contiguous) if of_qkv else None
     # On CPUs the sums over heads are float32.
     sums = scale if qkv.is_cpu else q_weight
     of_each = [sums.new_empty(len(q_weight)) if of_weights else None for _ in weights]
-    _run(qkv, weights, cos, sin, (*grads, scale), grads=(grad_qkv, *of_each), backward=True)
+    _run(kernel, qkv, weights, cos, sin, heads, grads=(grad_qkv, *of_each), backward=True)
     found = [grad_qkv, *of_each]
     empty = q_weight.new_empty(0)
     return tuple(empty if each is None else each.to(qkv.dtype) for each in found)  # type: ignore[return-value]
 
 
 def _run(
+    kernel: Kernel,
     qkv: Tensor,
     weights: tuple[Tensor, Tensor],
     cos: Tensor,
@@ -153,23 +185,29 @@ def _run(
     heads: Normed,
     *,
     grads: tuple[Tensor | None, ...] = (None, None, None),
-    **others: Any,
+    eps: float = 0.0,
+    backward: bool = False,
 ) -> None:
     names = "qkv", "q_weight", "k_weight", "q", "k", "v", "scale", "cos", "sin"
-    tensors = [layer_kernels.aligned(x) for x in (qkv, *weights, *heads, cos, sin)]
-    arguments: dict[str, Any] = {"eps": 0.0, "backward": False, **others}
-    arguments |= layer_kernels.head_sizes(heads[0], heads[1], cos)
+    tensors = [aligned(x) for x in (qkv, *weights, *heads, cos, sin)]
+    arguments = head_sizes(heads[0], heads[1], cos)
     arguments |= {name: x.data_ptr() for name, x in zip(names, tensors, strict=True)}
     for name, grad in zip(("grad_qkv", "grad_q_weight", "grad_k_weight"), grads, strict=True):
         arguments[name] = 0 if grad is None else grad.data_ptr()
     if qkv.is_cuda:
-        layer_kernels.norm_and_rotate(qkv, arguments)
-        return
-    arguments |= {
-        "is_bfloat16": qkv.dtype == torch.bfloat16,
-        "num_threads": torch.get_num_threads(),
-    }
-    _core.norm_and_rotate(**arguments)
+        head_dim, num_partial = len(weights[0]), 0
+        if grads[1] is not None:
+            num_heads = qkv.numel() // head_dim
+            num_partial = cuda_kernels().norm_rotate_partial_rows(num_heads=num_heads)
+        partial_sums = heads[3].new_empty(num_partial, 2 * head_dim)
+        arguments["partial_sums"] = partial_sums.data_ptr()
+    kernel(
+        **arguments,
+        eps=eps,
+        backward=backward,
+        dtype=DTYPES[qkv.dtype],
+        num_threads=torch.get_num_threads(),
+    )
 
 
 def _forward_fake(
@@ -213,16 +251,20 @@ _HEADS = "Tensor qkv, Tensor q_weight, Tensor k_weight"
 _normed = define_op(
     f"norm_and_rotate({_HEADS}, Tensor cos, Tensor sin, SymInt head_dim, float eps) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_forward,
-    cuda=_forward,
+    **native("norm_and_rotate", _forward, _in_turn, fits=_fits, cuda_fits=_cuda_fits),
     fake=_forward_fake,
 )
 _normed_backward = define_op(
     f"norm_and_rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, {_HEADS}, "
     "Tensor scale, Tensor cos, Tensor sin, bool of_qkv, bool of_weights) "
     "-> (Tensor, Tensor, Tensor)",
-    cpu=_backward,
-    cuda=_backward,
+    **native(
+        "norm_and_rotate",
+        _backward,
+        _backward_in_turn,
+        fits=_backward_fits,
+        cuda_fits=_backward_cuda_fits,
+    ),
     fake=_backward_fake,
 )
 

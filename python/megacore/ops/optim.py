@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from megacore import _core
-from megacore.ops import token_kernels
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
-from megacore.ops.token_kernels import takes_float
+from megacore.ops.library import DTYPES, launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +121,7 @@ def adamw_step_(
         **_numbers(settings),
     }
     if kind == "cuda":
-        with torch.cuda.device(param.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            cuda_kernels().adamw_step(**arguments, stream=stream)
+        launch("adamw_step", param, **arguments)
     else:
         _core.adamw_step(**arguments, num_threads=torch.get_num_threads())
 
@@ -263,8 +260,7 @@ def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules)
         **asdict(rules),
     }
     if kind == "cuda":
-        with torch.cuda.device(state.device):
-            cuda_kernels().decide_step(**arguments, stream=torch.cuda.current_stream().cuda_stream)
+        launch("decide_step", state, **arguments)
     else:
         _core.decide_step(**arguments)
 
@@ -322,9 +318,20 @@ def sum_of_squares(values: Tensor) -> Tensor:
     """
     if not values.is_contiguous():
         raise ValueError(f"values {_describe(values)} must be contiguous")
-    if values.device.type == "cuda" and has_cuda_kernels() and takes_float(values):
-        return token_kernels.sum_of_squares(values)
-    if values.device.type != "cpu":
+    if values.is_cuda and has_cuda_kernels() and values.dtype in DTYPES:
+        total = values.new_empty((), dtype=torch.float64)
+        partial_sums = values.new_empty(cuda_kernels().SUM_BLOCKS, dtype=torch.float64)
+        launch(
+            "sum_of_squares",
+            values,
+            values=values.data_ptr(),
+            numel=values.numel(),
+            dtype=DTYPES[values.dtype],
+            partial_sums=partial_sums.data_ptr(),
+            total=total.data_ptr(),
+        )
+        return total
+    if not values.is_cpu:
         return sum_of_squares_reference(values)
     values = values.float()
     total = torch.empty((), dtype=torch.float64)

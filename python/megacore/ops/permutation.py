@@ -9,16 +9,15 @@ Shapes: T tokens, k choices per token, H features, R rows, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore import _core
-from megacore.ops import token_kernels
+from megacore.ops.cuda_module import cuda_kernels
 from megacore.ops.dense import wide_dtype
-from megacore.ops.library import define_gradient, define_op, describe
-from megacore.ops.token_kernels import kernel_or, takes_experts, takes_float
+from megacore.ops.library import DTYPES, define_gradient, define_op, describe, native
 
 
 def permute_probs(probs: Tensor, row_map: Tensor, num_rows: int) -> Tensor:
@@ -168,45 +167,61 @@ def _check_rows(tokens: Tensor | None, row_map: Tensor, weights: Tensor | None) 
         )
 
 
-# dtypes supported by the native kernels; others use the reference.
-_NATIVE = (torch.float32, torch.bfloat16)
+Kernel = Callable[..., None]
 
 
-def _sort_cpu(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _sort(kernel: Kernel, expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     expert_of = expert_of.contiguous()
     row_map, counts = torch.empty_like(expert_of), expert_of.new_empty(num_experts)
-    _core.sort_by_expert(
+    workspace = {}
+    if expert_of.is_cuda:
+        size = cuda_kernels().sort_workspace_numel(numel=expert_of.numel(), num_experts=num_experts)
+        scratch = expert_of.new_empty(size, dtype=torch.int32)
+        workspace["workspace"] = scratch.data_ptr()
+    kernel(
         expert_of=expert_of.data_ptr(),
         numel=expert_of.numel(),
         num_experts=num_experts,
         row_map=row_map.data_ptr(),
         tokens_per_expert=counts.data_ptr(),
+        **workspace,
     )
     return row_map, counts
 
 
-def _permute_cpu(tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None) -> Tensor:
-    if tokens.dtype not in _NATIVE:
-        return permute_reference(tokens, row_map, num_rows, weights)
+def _sorts(expert_of: Tensor, num_experts: int) -> bool:
+    """Return whether the GPU's kernel supports the sizes of the sort."""
+    limit: int = cuda_kernels().MAX_SORTED_EXPERTS
+    return 1 <= num_experts <= limit and expert_of.numel() < 2**31
+
+
+def _permute_rows(
+    kernel: Kernel, tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None
+) -> Tensor:
     tokens, row_map = tokens.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     rows = tokens.new_empty(num_rows, tokens.shape[1])
-    _core.permute(
+    workspace = {}
+    if tokens.is_cuda:
+        is_written = tokens.new_empty(num_rows, dtype=torch.uint8)
+        workspace["is_written"] = is_written.data_ptr()
+    kernel(
         tokens=tokens.data_ptr(),
         weights=0 if weights is None else weights.data_ptr(),
         rows=rows.data_ptr(),
+        **workspace,
         **_map_arguments(row_map, rows),
     )
     return rows
 
 
-def _unpermute_cpu(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
-    if rows.dtype not in _NATIVE:
-        return unpermute_reference(rows, row_map, weights)
+def _unpermute_rows(
+    kernel: Kernel, rows: Tensor, row_map: Tensor, weights: Tensor | None
+) -> Tensor:
     rows, row_map = rows.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     tokens = rows.new_empty(row_map.shape[0], rows.shape[1])
-    _core.unpermute(
+    kernel(
         rows=rows.data_ptr(),
         weights=0 if weights is None else weights.data_ptr(),
         tokens=tokens.data_ptr(),
@@ -215,12 +230,10 @@ def _unpermute_cpu(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Ten
     return tokens
 
 
-def _row_dots_cpu(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
-    if rows.dtype not in _NATIVE:
-        return _row_dots_reference(tokens, rows, row_map)
+def _dot_rows(kernel: Kernel, tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
     tokens, rows, row_map = tokens.contiguous(), rows.contiguous(), row_map.contiguous()
     dots = rows.new_empty(row_map.shape, dtype=torch.float32)
-    _core.row_dots(
+    kernel(
         tokens=tokens.data_ptr(),
         rows=rows.data_ptr(),
         dots=dots.data_ptr(),
@@ -237,7 +250,7 @@ def _map_arguments(row_map: Tensor, rows: Tensor) -> dict[str, Any]:
         "num_choices": num_choices,
         "num_rows": rows.shape[0],
         "width": rows.shape[1],
-        "is_bfloat16": rows.dtype == torch.bfloat16,
+        "dtype": DTYPES[rows.dtype],
         "num_threads": torch.get_num_threads(),
     }
 
@@ -263,26 +276,28 @@ def _row_dots_fake(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
 
 _sort_by_expert = define_op(
     "sort_by_expert(Tensor expert_of, SymInt num_experts) -> (Tensor, Tensor)",
-    cpu=_sort_cpu,
-    cuda=kernel_or(sort_by_expert_reference, token_kernels.sort_by_expert, takes_experts),
+    **native(
+        "sort_by_expert",
+        _sort,
+        sort_by_expert_reference,
+        cuda_fits=_sorts,
+        dtypes=(torch.int64,),
+    ),
     fake=_sort_fake,
 )
 _permute = define_op(
     "permute(Tensor tokens, Tensor row_map, SymInt num_rows, Tensor? weights) -> Tensor",
-    cpu=_permute_cpu,
-    cuda=kernel_or(permute_reference, token_kernels.permute, takes_float),
+    **native("permute", _permute_rows, permute_reference),
     fake=_permute_fake,
 )
 _unpermute = define_op(
     "unpermute(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
-    cpu=_unpermute_cpu,
-    cuda=kernel_or(unpermute_reference, token_kernels.unpermute, takes_float),
+    **native("unpermute", _unpermute_rows, unpermute_reference),
     fake=_unpermute_fake,
 )
 _row_dots = define_op(
     "row_dots(Tensor tokens, Tensor rows, Tensor row_map) -> Tensor",
-    cpu=_row_dots_cpu,
-    cuda=kernel_or(_row_dots_reference, token_kernels.row_dots, takes_float),
+    **native("row_dots", _dot_rows, _row_dots_reference),
     fake=_row_dots_fake,
 )
 

@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megacore import _core
 from megacore.ops.gemm_cuda import MAX_EXPERTS
-from megacore.ops.library import define_op
-from megacore.ops.token_kernels import dtype_name, kernel_or, launch, pointer, takes_float
+from megacore.ops.library import DTYPES, define_op, native
+
+Kernel = Callable[..., None]
 
 BLOCK = 128
 _FORMAT = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FORMAT).max
-# dtypes supported by the native kernels; others use the reference.
-_NATIVE = (torch.float32, torch.bfloat16)
 
 
 def quantize_rows(x_MK: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -196,20 +194,21 @@ def _blocks_fake(w: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     return w.new_empty(num, height, width, dtype=_FORMAT), scales
 
 
-def _rows_native(x: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _run_rows(kernel: Kernel, x: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
     x, results = x.contiguous(), _rows_fake(x)
-    _run("quantize_rows", x, results, num_rows=pointer(num_rows), rows=len(x), width=x.shape[1])
+    count = 0 if num_rows is None else num_rows.data_ptr()
+    kernel(**_arguments(x, results), num_rows=count, rows=len(x), width=x.shape[1])
     return results
 
 
-def _columns_native(x: Tensor, m_splits: Tensor | None, transposed: bool) -> tuple[Tensor, Tensor]:
+def _run_columns(
+    kernel: Kernel, x: Tensor, m_splits: Tensor | None, transposed: bool
+) -> tuple[Tensor, Tensor]:
     x, results = x.contiguous(), _columns_fake(x, m_splits, transposed)
     m_splits = None if m_splits is None else m_splits.contiguous()
-    _run(
-        "quantize_columns",
-        x,
-        results,
-        m_splits=pointer(m_splits),
+    kernel(
+        **_arguments(x, results),
+        m_splits=0 if m_splits is None else m_splits.data_ptr(),
         rows=x.shape[0],
         num_experts=1 if m_splits is None else len(m_splits),
         width=x.shape[1],
@@ -218,52 +217,42 @@ def _columns_native(x: Tensor, m_splits: Tensor | None, transposed: bool) -> tup
     return results
 
 
-def _blocks_native(w: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+def _run_blocks(kernel: Kernel, w: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     w, results = w.contiguous(), _blocks_fake(w, transposed)
     num, height, width = w.shape
     sizes = {"num_experts": num, "height": height, "width": width}
-    _run("quantize_blocks", w, results, **sizes, transposed=transposed)
+    kernel(**_arguments(w, results), **sizes, transposed=transposed)
     return results
 
 
-def _run(name: str, x: Tensor, results: tuple[Tensor, Tensor], **arguments: int) -> None:
-    """Run the kernel, or its twin on the CPU."""
-    values, scales = results
-    arguments |= {"x": x.data_ptr(), "values": values.data_ptr(), "scales": scales.data_ptr()}
-    if x.is_cuda:
-        launch(name, x, **arguments, dtype=dtype_name(x))
-    else:
-        is_bfloat16, num_threads = x.dtype == torch.bfloat16, torch.get_num_threads()
-        getattr(_core, name)(**arguments, is_bfloat16=is_bfloat16, num_threads=num_threads)
+def _arguments(x: Tensor, results: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    values, scales = (result.data_ptr() for result in results)
+    return {
+        "x": x.data_ptr(),
+        "values": values,
+        "scales": scales,
+        "dtype": DTYPES[x.dtype],
+        "num_threads": torch.get_num_threads(),
+    }
 
 
-def _native_or(reference: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
-    def run(x: Tensor, *args: Any) -> Any:
-        return (native if x.dtype in _NATIVE else reference)(x, *args)
-
-    return run
-
-
-def _takes_columns(x: Tensor, m_splits: Tensor | None, transposed: bool) -> bool:
-    del transposed
-    return takes_float(x) and (m_splits is None or 1 <= len(m_splits) <= MAX_EXPERTS)
+def _columns_fit(x: Tensor, m_splits: Tensor | None, transposed: bool) -> bool:
+    del x, transposed
+    return m_splits is None or 1 <= len(m_splits) <= MAX_EXPERTS
 
 
 _quantize_rows = define_op(
     "quantize_rows(Tensor x, Tensor? num_rows=None) -> (Tensor, Tensor)",
-    cpu=_native_or(quantize_rows_reference, _rows_native),
-    cuda=kernel_or(quantize_rows_reference, _rows_native, takes_float),
+    **native("quantize_rows", _run_rows, quantize_rows_reference),
     fake=_rows_fake,
 )
 _quantize_columns = define_op(
     "quantize_columns(Tensor x, Tensor? m_splits, bool transposed) -> (Tensor, Tensor)",
-    cpu=_native_or(quantize_columns_reference, _columns_native),
-    cuda=kernel_or(quantize_columns_reference, _columns_native, _takes_columns),
+    **native("quantize_columns", _run_columns, quantize_columns_reference, cuda_fits=_columns_fit),
     fake=_columns_fake,
 )
 _quantize_blocks = define_op(
     "quantize_blocks(Tensor w, bool transposed) -> (Tensor, Tensor)",
-    cpu=_native_or(quantize_blocks_reference, _blocks_native),
-    cuda=kernel_or(quantize_blocks_reference, _blocks_native, takes_float),
+    **native("quantize_blocks", _run_blocks, quantize_blocks_reference),
     fake=_blocks_fake,
 )

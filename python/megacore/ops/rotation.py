@@ -10,20 +10,17 @@ dimension, R rotated elements of a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacore import _core
-from megacore.ops import layer_kernels
-from megacore.ops.cuda_module import has_cuda_kernels
 from megacore.ops.dense import wide
-from megacore.ops.library import define_gradient, define_op
+from megacore.ops.library import DTYPES, define_gradient, define_op, native
 
-# dtypes supported by the native kernels; others use the reference.
-NATIVE = (torch.float32, torch.bfloat16)
+Kernel = Callable[..., None]
 
 
 def split_and_rotate(
@@ -103,20 +100,43 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         out.copy_(target)
 
 
+def head_sizes(q: Tensor, k: Tensor, cos: Tensor) -> dict[str, Any]:
+    """Return the sizes of heads ``(S, B, G * Q, D)`` and ``(S, B, G, D)`` as kernels name them."""
+    sequence, batch, groups, head_dim = k.shape
+    return {
+        "num_tokens": sequence * batch,
+        "batch": batch,
+        "num_groups": groups,
+        "q_per_kv": q.shape[2] // groups,
+        "head_dim": head_dim,
+        "num_rotated": 2 * cos.shape[-1],
+        "position_per_sample": cos.dim() == 3,
+    }
+
+
 def _rotate(
-    qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, backward: bool
+    kernel: Kernel,
+    qkv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    backward: bool,
 ) -> None:
+    """Write ``q``, ``k`` and ``v`` from ``qkv``, or backwards ``qkv`` from the others."""
     cos, sin = cos.contiguous(), sin.contiguous()
-    _core.split_and_rotate(
+    kernel(
         qkv=qkv.data_ptr(),
         q=q.data_ptr(),
         k=k.data_ptr(),
         v=v.data_ptr(),
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
-        **layer_kernels.head_sizes(q, k, cos),
+        **head_sizes(q, k, cos),
         backward=backward,
-        is_bfloat16=qkv.dtype == torch.bfloat16,
+        dtype=DTYPES[qkv.dtype],
         num_threads=torch.get_num_threads(),
     )
 
@@ -132,52 +152,34 @@ def fits(cos: Tensor, sin: Tensor, x: Tensor) -> bool:
     )
 
 
-def _split_and_rotate_cpu(
-    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+def _fits(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> bool:
+    del head_dim
+    return fits(cos, sin, qkv)
+
+
+def _backward_fits(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> bool:
+    del grad_k, grad_v
+    return fits(cos, sin, grad_q)
+
+
+def _run(
+    kernel: Kernel, qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if qkv.dtype not in NATIVE or not fits(cos, sin, qkv):
-        return split_and_rotate_reference(qkv, cos, sin, head_dim)
     qkv = qkv.contiguous()
     q, k, v = _split_and_rotate_fake(qkv, cos, sin, head_dim)
-    _rotate(qkv, q, k, v, cos, sin, backward=False)
+    _rotate(kernel, qkv, q, k, v, cos, sin, backward=False)
     return q, k, v
 
 
-def _backward_cpu(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+def _run_backward(
+    kernel: Kernel, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    if grad_q.dtype not in NATIVE or not fits(cos, sin, grad_k):
-        return _backward_reference(grad_q, grad_k, grad_v, cos, sin)
-    grad_q, grad_k, grad_v = (grad.contiguous() for grad in (grad_q, grad_k, grad_v))
+    grad_q, grad_k, grad_v = grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()
     grad = _backward_fake(grad_q, grad_k, grad_v, cos, sin)
-    _rotate(grad, grad_q, grad_k, grad_v, cos, sin, backward=True)
+    _rotate(kernel, grad, grad_q, grad_k, grad_v, cos, sin, backward=True)
     return grad
-
-
-def _split_and_rotate_cuda(
-    qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not _rotates_on_device(qkv, cos, sin, qkv, head_dim):
-        return split_and_rotate_reference(qkv, cos, sin, head_dim)
-    qkv = qkv.contiguous()
-    q, k, v = _split_and_rotate_fake(qkv, cos, sin, head_dim)
-    layer_kernels.split_and_rotate(qkv, q, k, v, cos, sin, backward=False)
-    return q, k, v
-
-
-def _backward_cuda(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
-) -> Tensor:
-    if not _rotates_on_device(grad_q, cos, sin, grad_k, grad_k.shape[-1]):
-        return _backward_reference(grad_q, grad_k, grad_v, cos, sin)
-    grad_q, grad_k, grad_v = (grad.contiguous() for grad in (grad_q, grad_k, grad_v))
-    grad = _backward_fake(grad_q, grad_k, grad_v, cos, sin)
-    layer_kernels.split_and_rotate(grad, grad_q, grad_k, grad_v, cos, sin, backward=True)
-    return grad
-
-
-def _rotates_on_device(x: Tensor, cos: Tensor, sin: Tensor, like: Tensor, head_dim: int) -> bool:
-    return has_cuda_kernels() and layer_kernels.rotates(x, head_dim) and fits(cos, sin, like)
 
 
 def _split_and_rotate_fake(
@@ -202,15 +204,13 @@ def _backward_fake(
 _split_and_rotate = define_op(
     "split_and_rotate(Tensor qkv, Tensor cos, Tensor sin, SymInt head_dim) "
     "-> (Tensor, Tensor, Tensor)",
-    cpu=_split_and_rotate_cpu,
-    cuda=_split_and_rotate_cuda,
+    **native("split_and_rotate", _run, split_and_rotate_reference, fits=_fits),
     fake=_split_and_rotate_fake,
 )
 _split_and_rotate_backward = define_op(
     "split_and_rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor cos, "
     "Tensor sin) -> Tensor",
-    cpu=_backward_cpu,
-    cuda=_backward_cuda,
+    **native("split_and_rotate", _run_backward, _backward_reference, fits=_backward_fits),
     fake=_backward_fake,
 )
 

@@ -8,6 +8,7 @@ token t is in pool ``t mod P``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacore import _core
-from megacore.ops import layer_kernels
-from megacore.ops.cuda_module import has_cuda_kernels
-from megacore.ops.library import define_op
-from megacore.ops.token_kernels import launch, pointer
+from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
+from megacore.ops.library import define_op, native
 from megacore.ops.topk import top_k
 
+Kernel = Callable[..., None]
+
+_DTYPES = (torch.float32,)
 # As in DeepSeek-V3; far below any sum of softmax scores.
 TINY = 1e-20
 
@@ -199,13 +200,8 @@ def _rule(
     }
 
 
-def _on_host(name: str, like: Tensor, **arguments: Any) -> None:
-    del like
-    getattr(_core, name)(**arguments, num_threads=torch.get_num_threads())
-
-
 def _run_route(
-    run: Any,
+    kernel: Kernel,
     logits: Tensor,
     bias: Tensor | None,
     chosen: Tensor | None,
@@ -218,26 +214,32 @@ def _run_route(
     probs, ids, stats, losses = _route_fake(logits, bias, chosen, seen, *args)
     if chosen is not None:
         ids.copy_(chosen)
-    run(
-        "route",
-        logits,
+    sizes, workspace = _rule(logits, *rule), {}
+    if logits.is_cuda:
+        names = "num_tokens", "num_experts", "num_pools"
+        numel = cuda_kernels().route_workspace_numel(**{name: sizes[name] for name in names})
+        scratch = logits.new_empty(numel if has_sums else 0)
+        workspace["workspace"] = scratch.data_ptr()
+    kernel(
         logits=logits.data_ptr(),
-        bias=pointer(bias),
+        bias=0 if bias is None else bias.data_ptr(),
         keeps_ids=chosen is not None,
         probs=probs.data_ptr(),
         ids=ids.data_ptr(),
         stats=stats.data_ptr(),
         losses=losses.data_ptr() if has_sums else 0,
-        seen=pointer(seen),
+        seen=0 if seen is None else seen.data_ptr(),
         aux_scale=aux_scale,
         z_scale=z_scale,
-        **_rule(logits, *rule),
+        **workspace,
+        **sizes,
+        num_threads=torch.get_num_threads(),
     )
     return probs, ids, stats, losses
 
 
 def _run_backward(
-    run: Any,
+    kernel: Kernel,
     grad_probs: Tensor,
     logits: Tensor,
     ids: Tensor,
@@ -250,14 +252,12 @@ def _run_backward(
     grad_probs, logits = grad_probs.contiguous(), logits.contiguous()
     counts = None if counts is None else counts.contiguous()
     grad = torch.empty_like(logits)
-    run(
-        "route_backward",
-        logits,
+    kernel(
         grad_probs=grad_probs.data_ptr(),
-        counts=pointer(counts),
-        aux_factors=pointer(aux_factor),
+        counts=0 if counts is None else counts.data_ptr(),
+        aux_factors=0 if aux_factor is None else aux_factor.data_ptr(),
         num_aux_factors=1 if aux_factor is None else aux_factor.numel(),
-        z_factors=pointer(z_factor),
+        z_factors=0 if z_factor is None else z_factor.data_ptr(),
         num_z_factors=1 if z_factor is None else z_factor.numel(),
         aux_scale=aux_scale,
         z_scale=z_scale,
@@ -265,6 +265,7 @@ def _run_backward(
         ids=ids.data_ptr(),
         grad_logits=grad.data_ptr(),
         **_rule(logits, ids.shape[1], *rule),
+        num_threads=torch.get_num_threads(),
     )
     return grad
 
@@ -275,31 +276,24 @@ def has_kernel(logits: Tensor, top_k: int, num_pools: int) -> bool:
         return False
     if not logits.is_cuda:
         return logits.is_cpu
-    return has_cuda_kernels() and layer_kernels.takes_route(logits.shape[1], top_k, num_pools)
+    return has_cuda_kernels() and _sizes_fit(logits.shape[1], top_k, num_pools)
 
 
-def _route_cpu(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if logits.dtype != torch.float32:
-        return route_reference(logits, *args)
-    return _run_route(_on_host, logits, *args)
+def _sizes_fit(num_experts: int, top_k: int, num_pools: int) -> bool:
+    """Return whether the GPU's kernels support a router of these sizes."""
+    kernels = cuda_kernels()
+    limits: tuple[int, int] = kernels.MAX_ROUTER_EXPERTS, kernels.MAX_ROUTER_CHOICES
+    return num_experts <= limits[0] and top_k <= limits[1] and num_pools < 65536
 
 
-def _route_cuda(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not has_kernel(logits, *args[3:5]):
-        return route_reference(logits, *args)
-    return _run_route(layer_kernels.launch_route, logits, *args)
+def _route_fits(logits: Tensor, bias: Any, chosen: Any, seen: Any, *rule: Any) -> bool:
+    del bias, chosen, seen
+    return _sizes_fit(logits.shape[1], *rule[:2])
 
 
-def _backward_cpu(grad_probs: Tensor, logits: Tensor, *args: Any) -> Tensor:
-    if logits.dtype != torch.float32:
-        return _backward_reference(grad_probs, logits, *args)
-    return _run_backward(_on_host, grad_probs, logits, *args)
-
-
-def _backward_cuda(grad_probs: Tensor, logits: Tensor, ids: Tensor, *args: Any) -> Tensor:
-    if not has_kernel(logits, ids.shape[1], args[3]):
-        return _backward_reference(grad_probs, logits, ids, *args)
-    return _run_backward(launch, grad_probs, logits, ids, *args)
+def _backward_fits(grad_probs: Tensor, logits: Tensor, ids: Tensor, *args: Any) -> bool:
+    del grad_probs
+    return _sizes_fit(logits.shape[1], ids.shape[1], args[3])
 
 
 def _route_fake(
@@ -328,15 +322,19 @@ _RULE = "SymInt num_pools, bool is_sigmoid, bool softmax_after_top_k, bool norma
 _route = define_op(
     "route(Tensor logits, Tensor? bias, Tensor? chosen, Tensor(a!)? seen, SymInt k, "
     f"{_RULE}, bool has_sums, float aux_scale, float z_scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_route_cpu,
-    cuda=_route_cuda,
+    **native("route", _run_route, route_reference, cuda_fits=_route_fits, dtypes=_DTYPES),
     fake=_route_fake,
 )
 _route_backward = define_op(
     "route_backward(Tensor grad_probs, Tensor logits, Tensor ids, Tensor? counts, "
     f"Tensor? aux_factor, Tensor? z_factor, {_RULE}, float aux_scale, float z_scale) -> Tensor",
-    cpu=_backward_cpu,
-    cuda=_backward_cuda,
+    **native(
+        "route_backward",
+        _run_backward,
+        _backward_reference,
+        cuda_fits=_backward_fits,
+        dtypes=_DTYPES,
+    ),
     fake=_backward_fake,
 )
 

@@ -5,13 +5,13 @@ Shapes: T tokens, E experts, k choices per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from megacore import _core
-from megacore.ops import token_kernels
-from megacore.ops.library import define_op, describe
-from megacore.ops.token_kernels import kernel_or, takes_scores
+from megacore.ops.cuda_module import cuda_kernels
+from megacore.ops.library import define_op, describe, native
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
@@ -54,13 +54,11 @@ def top_k_reference(scores: Tensor, k: int) -> Tensor:
     return order[:, :k].contiguous()
 
 
-def _top_k_cpu(scores: Tensor, k: int) -> Tensor:
-    if scores.dtype != torch.float32:
-        return top_k_reference(scores, k)
-    scores = scores.contiguous()
+def _choose(kernel: Callable[..., None], scores: Tensor, k: int) -> Tensor:
+    scores = scores.float().contiguous()  # widening preserves their order
     rows, columns = scores.shape
     chosen = scores.new_empty(rows, k, dtype=torch.int64)
-    _core.top_k(
+    kernel(
         scores=scores.data_ptr(),
         rows=rows,
         columns=columns,
@@ -71,13 +69,17 @@ def _top_k_cpu(scores: Tensor, k: int) -> Tensor:
     return chosen
 
 
+def _fits_kernel(scores: Tensor, k: int) -> bool:
+    limit: int = cuda_kernels().MAX_TOP_K_COLUMNS
+    return k <= scores.shape[1] <= limit
+
+
 def _top_k_fake(scores: Tensor, k: int) -> Tensor:
     return scores.new_empty(scores.shape[0], k, dtype=torch.int64)
 
 
 _top_k = define_op(
     "top_k(Tensor scores, SymInt k) -> Tensor",
-    cpu=_top_k_cpu,
-    cuda=kernel_or(top_k_reference, token_kernels.top_k, takes_scores),
+    **native("top_k", _choose, top_k_reference, cuda_fits=_fits_kernel),
     fake=_top_k_fake,
 )

@@ -29,7 +29,6 @@ from megacore._core import (
 )
 from megacore.errors import ConfigError, MegacoreError
 from megacore.moe.dispatchers.base import ExpertPlacement, constant
-from megacore.ops.token_kernels import pointer
 from megacore.parallel.host_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
 from megacore.parallel.turns import running_place
@@ -358,7 +357,7 @@ class HostPeers(Peers):
         memory.exchange.start_push(
             slot=ticket.slot,
             tokens=x_TH.data_ptr(),
-            probs=pointer(probs_Tk),
+            probs=0 if probs_Tk is None else probs_Tk.data_ptr(),
             width=x_TH.shape[1],
             dtype=_dtype(x_TH),
             **_map(copies),
@@ -372,7 +371,7 @@ class HostPeers(Peers):
         _exchange_of(ticket).finish_push(
             slot=ticket.slot,
             rows=rows_CH.data_ptr(),
-            probs=pointer(probs_C),
+            probs=0 if probs_C is None else probs_C.data_ptr(),
             width=rows_CH.shape[1],
             dtype=_dtype(rows_CH),
             num_arrived=_number(copies.num_arrived),
@@ -403,7 +402,7 @@ class HostPeers(Peers):
         _exchange_of(pull).start_pull(
             slot=pull.slot,
             rows=0 if pull.holds(rows_CH) else rows_CH.data_ptr(),
-            probs=pointer(probs_C),
+            probs=0 if probs_C is None else probs_C.data_ptr(),
             width=rows_CH.shape[1],
             dtype=_dtype(rows_CH),
             num_rows=_number(pull.copies.num_arrived),
@@ -416,7 +415,7 @@ class HostPeers(Peers):
         _exchange_of(pull).finish_pull(
             slot=pull.slot,
             tokens=x_TH.data_ptr(),
-            probs=pointer(probs_Tk),
+            probs=0 if probs_Tk is None else probs_Tk.data_ptr(),
             width=x_TH.shape[1],
             dtype=_dtype(x_TH),
             **_map(pull.copies),

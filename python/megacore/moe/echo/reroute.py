@@ -9,18 +9,17 @@ Shapes: T tokens, k choices or k slots, R ranks, E experts, L = E / R.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore import _core
 from megacore.moe.echo.plan import OffloadPlan
 from megacore.ops import cuda_kernels
-from megacore.ops.library import define_gradient, define_op
+from megacore.ops.library import define_gradient, define_op, native
 from megacore.ops.permutation import sort_by_expert
-from megacore.ops.token_kernels import kernel_or
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,28 +164,28 @@ def _row_for(expert_ids: Tensor, plan: OffloadPlan, ep_rank: int) -> SourceRow:
     )
 
 
-def _row_arguments(
-    total: Tensor, first: Tensor, slot_expert: Tensor, tokens: Tensor
-) -> dict[str, int]:
-    return {
-        "num_ranks": slot_expert.shape[0],
-        "num_experts": total.numel(),
-        "num_spare_slots": slot_expert.shape[1],
-        "total": total.data_ptr(),
-        "first": first.data_ptr(),
-        "slot_expert": slot_expert.data_ptr(),
-        "tokens": tokens.data_ptr(),
-    }
-
-
-def _reroute_cpu(expert_ids: Tensor, probs: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
-    expert_ids, row = expert_ids.contiguous(), tuple(part.contiguous() for part in row)
+def _run(
+    kernel: Callable[..., None], expert_ids: Tensor, probs: Tensor, *row: Tensor
+) -> tuple[Tensor, Tensor]:
+    expert_ids = expert_ids.contiguous()
+    total, first, slot_expert, tokens = (part.contiguous() for part in row)
     places = torch.empty_like(expert_ids)
-    _core.reroute_copies(
+    order = {}
+    if expert_ids.is_cuda:
+        row_map, counts = sort_by_expert(expert_ids, total.numel())
+        order = {"row_map": row_map.data_ptr(), "counts": counts.data_ptr()}
+    kernel(
         expert_of=expert_ids.data_ptr(),
         numel=expert_ids.numel(),
-        **_row_arguments(*row),
+        num_ranks=slot_expert.shape[0],
+        num_experts=total.numel(),
+        num_spare_slots=slot_expert.shape[1],
+        total=total.data_ptr(),
+        first=first.data_ptr(),
+        slot_expert=slot_expert.data_ptr(),
+        tokens=tokens.data_ptr(),
         place_of=places.data_ptr(),
+        **order,
     )
     return places, probs.masked_fill(places < 0, 0.0)
 
@@ -196,24 +195,8 @@ def _reroute_reference(expert_ids: Tensor, probs: Tensor, *row: Tensor) -> tuple
     return places, probs.masked_fill(places < 0, 0.0)
 
 
-def _reroute_kernel(expert_ids: Tensor, probs: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
-    expert_ids, row = expert_ids.contiguous(), tuple(part.contiguous() for part in row)
-    row_map, counts = sort_by_expert(expert_ids, row[0].numel())
-    places = torch.empty_like(expert_ids)
-    with torch.cuda.device(expert_ids.device):
-        cuda_kernels().reroute(
-            expert_of=expert_ids.data_ptr(),
-            row_map=row_map.data_ptr(),
-            counts=counts.data_ptr(),
-            numel=expert_ids.numel(),
-            **_row_arguments(*row),
-            place_of=places.data_ptr(),
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
-    return places, probs.masked_fill(places < 0, 0.0)
-
-
-def _takes_row(expert_ids: Tensor, probs: Tensor, total: Tensor, *rest: Tensor) -> bool:
+def _fits(expert_ids: Tensor, probs: Tensor, total: Tensor, *rest: Tensor) -> bool:
+    """Return whether the GPU's kernel supports the sizes."""
     del probs, rest
     limit: int = cuda_kernels().MAX_SORTED_EXPERTS
     return total.numel() <= limit and expert_ids.numel() < 2**31
@@ -227,8 +210,13 @@ def _reroute_fake(expert_ids: Tensor, probs: Tensor, *row: Tensor) -> tuple[Tens
 _reroute = define_op(
     "reroute(Tensor expert_ids, Tensor probs, Tensor total, Tensor first, Tensor slot_expert,"
     " Tensor tokens) -> (Tensor, Tensor)",
-    cpu=_reroute_cpu,
-    cuda=kernel_or(_reroute_reference, _reroute_kernel, _takes_row),
+    **native(
+        "reroute",
+        _run,
+        _reroute_reference,
+        cuda_fits=_fits,
+        dtypes=(torch.int64,),
+    ),
     fake=_reroute_fake,
 )
 
