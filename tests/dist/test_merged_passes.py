@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacore._core import Action, ActionKind
 from megacore.parallel import row_exchange
 from megacore.parallel.async_collectives import PendingCollective
-from megacore.pipeline.execution import Step
+from megacore.pipeline.execution import ProgramRun
 from megacore.plan.layout import train_schedule
 from megacore.train.trainer import Trainer, build_trainer
 from tests.dist.test_moe_invariance import EP2, PP2, make_config
@@ -124,9 +124,13 @@ class Log:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entries: list[tuple[str, str, Any]] = []
         numbers: dict[int, int] = {}
-        handle, start, wait = Step._handle, row_exchange.all_to_all_async, PendingCollective.wait
+        handle, start, wait = (
+            ProgramRun._handle,
+            row_exchange.all_to_all_async,
+            PendingCollective.wait,
+        )
 
-        def logged_handle(step: Step, handlers: Any, action: Action) -> None:
+        def logged_handle(step: ProgramRun, handlers: Any, action: Action) -> None:
             token = ACTION.set(action)
             try:
                 with _Products(lambda name: self._add("product", name)):
@@ -146,7 +150,7 @@ class Log:
                 self._add("wait", number)
             wait(pending)
 
-        monkeypatch.setattr(Step, "_handle", logged_handle)
+        monkeypatch.setattr(ProgramRun, "_handle", logged_handle)
         monkeypatch.setattr(row_exchange, "all_to_all_async", logged_start)
         monkeypatch.setattr(PendingCollective, "wait", logged_wait)
 

@@ -178,10 +178,7 @@ class MoELayer(nn.Module):
         read_splits = self.dispatcher.read_splits
         splits = read_splits(plan) if memo is None else memo.once(lambda: read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
-        # Both parts and their gradients overlap with an exchange in flight. A recomputed layer
-        # computes all of it now: the gradient of the second part would run the layer again during
-        # the exchange of the combine, for which peer memory has no third slot.
-        finish_shared = self._start_shared(x_SBH, in_two=not is_recomputed())
+        finish_shared = self._start_shared(x_SBH)
         arrived = pending.finish()
         combining = self.dispatcher.start_combine(self.experts(arrived, clones), arrived, splits)
         shared_SBH = None if finish_shared is None else finish_shared()
@@ -191,11 +188,16 @@ class MoELayer(nn.Module):
         output_SBH = routed_SBH if self._gather_tokens is None else self._gather_tokens(routed_SBH)
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH
 
-    def _start_shared(self, x_SBH: Tensor, *, in_two: bool) -> Callable[[], Tensor] | None:
-        """Compute the first part of the shared expert, or all; the result returns its output."""
+    def _start_shared(self, x_SBH: Tensor) -> Callable[[], Tensor] | None:
+        """Compute the first part of the shared expert, or all; the result returns its output.
+
+        Both parts and their gradients overlap with an exchange in flight.
+        """
         if self.shared is None:
             return None
-        if in_two and isinstance(self.shared, InTwoParts):
+        # A recomputed layer computes all of it now: the gradient of the second part would run the
+        # layer again during the exchange of the combine, for which peer memory has no third slot.
+        if isinstance(self.shared, InTwoParts) and not is_recomputed():
             return self.shared.start(x_SBH)
         output: Tensor = self.shared(x_SBH)
         return lambda: output

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +134,13 @@ class TopKRouter(nn.Module):
         self.force_balanced = force_balanced
         self.router_fp32 = router_fp32
         self.tape: Tape | None = None
+        self._rule: dict[str, Any] = {
+            "top_k": config.top_k,
+            "is_sigmoid": config.score_function == "sigmoid",
+            "softmax_after_top_k": config.softmax_after_top_k,
+            "normalize": config.normalize,
+            "scaling": config.scaling_factor,
+        }
         zeros = weight.detach().new_zeros(config.num_experts, dtype=torch.float32)
         biased = config.expert_bias_rate is not None
         self.register_buffer("expert_bias", zeros if biased else None)
@@ -255,12 +262,8 @@ class TopKRouter(nn.Module):
             logits_SBE.flatten(0, 1),
             self.expert_bias,
             memo.once(_unknown) if memo and is_replay else None,
-            top_k=config.top_k,
+            **self._rule,
             num_pools=num_pools,
-            is_sigmoid=config.score_function == "sigmoid",
-            softmax_after_top_k=config.softmax_after_top_k,
-            normalize=config.normalize,
-            scaling=config.scaling_factor,
             losses=losses,
             seen=self.tokens_seen if self.training and not is_replay else None,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +31,8 @@ def sum_shared_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) 
         Collective over ``groups.embedding``, one call per set of tied parameters.
     """
     by_name: dict[str, list[Tensor]] = {}
-    for info, grad in _grads(buffers):
-        if info.shared is not None:
-            by_name.setdefault(info.shared, []).append(grad)
+    for info, grad in _grads(buffers, lambda info: info.shared is not None):
+        by_name.setdefault(info.shared or "", []).append(grad)
     for _, grads in sorted(by_name.items()):
         total = grads[0]
         for other in grads[1:]:
@@ -54,9 +53,8 @@ def sum_sequence_parallel_grads(buffers: Sequence[ParamGradBuffer], groups: Proc
     if groups.tp.size == 1:
         return
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for info, grad in _grads(buffers):
-        if info.sequence_parallel:
-            by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
+    for _, grad in _grads(buffers, lambda info: info.sequence_parallel):
+        by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
     for grads in by_kind.values():
         sizes = [grad.numel() for grad in grads]
         flat = torch.cat([grad.flatten() for grad in grads])
@@ -65,11 +63,14 @@ def sum_sequence_parallel_grads(buffers: Sequence[ParamGradBuffer], groups: Proc
             grad.copy_(part.view_as(grad))
 
 
-def _grads(buffers: Sequence[ParamGradBuffer]) -> list[tuple[ParamInfo, Tensor]]:
+def _grads(
+    buffers: Sequence[ParamGradBuffer], is_summed: Callable[[ParamInfo], bool]
+) -> list[tuple[ParamInfo, Tensor]]:
     return [
         (info, buffer.main_grad(index))
         for buffer in buffers
         for index, (info, _) in enumerate(buffer.params)
+        if is_summed(info)
     ]
 
 

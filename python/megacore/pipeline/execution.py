@@ -102,12 +102,12 @@ class _Saved:
     output: GradientEdge | None  # None: nothing in the stage needs a gradient
 
 
-class Step:
-    """Runs a program once."""
+class ProgramRun:
+    """One run of a program on the chunks of a rank."""
 
     def __init__(
         self,
-        track: PreparedProgram,
+        prepared: PreparedProgram,
         chunks: Mapping[int, nn.Module],
         forward_step: ForwardStep,
         *,
@@ -117,7 +117,7 @@ class Step:
         turns: InterleavedPair | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
-        self._track = track
+        self._prepared = prepared
         self._clock = clock
         self._turns = turns
         self._chunks = chunks
@@ -125,7 +125,7 @@ class Step:
         self._activations = transport.activations
         self._recorder = recorder
         self._before_backward = before_backward
-        self._trains = not track.program.is_forward_only
+        self._trains = not prepared.program.is_forward_only
         self._messages = transport.start_step()
         # By stage and microbatch.
         self._inputs: dict[tuple[int, int], Tensor | Incoming] = {}
@@ -151,10 +151,10 @@ class Step:
             # only one layer exist at a time. The forward pass sets it up.
             ActionKind.RECOMPUTE: lambda _: None,
         }
-        machine = self._track.machine
+        machine = self._prepared.machine
         machine.reset()
         while (action := machine.next()) is not None:
-            if self._turns is not None and machine.position in self._track.pairs:
+            if self._turns is not None and machine.position in self._prepared.pairs:
                 self._run_pair(self._turns, handlers)
                 continue
             machine.start(action)
@@ -171,8 +171,8 @@ class Step:
         self, turns: InterleavedPair, handlers: Mapping[ActionKind, Callable[[Action], None]]
     ) -> None:
         """Run a forward and the backward behind it in turns."""
-        machine = self._track.machine
-        actions = self._track.pairs[machine.position]
+        machine = self._prepared.machine
+        actions = self._prepared.pairs[machine.position]
         machine.start(actions[0])
         turns.run(*(partial(self._handle, handlers, action) for action in actions))
         machine.complete(actions[0])
@@ -194,12 +194,12 @@ class Step:
 
     def _forward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
-        hidden = None if self._track.is_first(action.stage) else self._take(self._inputs, key)
+        hidden = None if self._prepared.is_first(action.stage) else self._take(self._inputs, key)
         if hidden is not None and self._trains:
             hidden.requires_grad_()
         with self._recorded(action), torch.set_grad_enabled(self._trains):
             result = self._forward_step(self._chunks[action.stage], hidden, action.microbatch)
-        is_last = self._track.is_last(action.stage)
+        is_last = self._prepared.is_last(action.stage)
         output = self._take_loss(result, action.microbatch) if is_last else _require_tensor(result)
         if self._trains:
             if is_last and not output.requires_grad:
@@ -232,7 +232,7 @@ class Step:
     def _backward_input(self, action: Action) -> None:
         saved, output_grad = self._take_backward(action)
         key = (action.stage, action.microbatch)
-        early = self._turns is not None and key in self._track.with_weights
+        early = self._turns is not None and key in self._prepared.with_weights
         if early:
             self._announce(action)
         grad = None
@@ -254,7 +254,7 @@ class Step:
 
     def _take_backward(self, action: Action) -> tuple[_Saved, Tensor | None]:
         key = (action.stage, action.microbatch)
-        is_last = self._track.is_last(action.stage)
+        is_last = self._prepared.is_last(action.stage)
         return self._saved.pop(key), None if is_last else self._take(self._output_grads, key)
 
     def _announce(self, action: Action) -> None:
@@ -287,13 +287,13 @@ class Step:
 
     def _send(self, action: Action) -> None:
         message = self._outgoing.pop((action.kind, action.stage, action.microbatch))
-        self._messages.send(action, self._track.peers[self._track.machine.position], message)
+        self._messages.send(action, self._prepared.peers[self._prepared.machine.position], message)
 
     def _receive(self, action: Action) -> None:
-        position = self._track.machine.position
+        position = self._prepared.machine.position
         received = self._inputs if action.kind == ActionKind.RECV_FORWARD else self._output_grads
         received[action.stage, action.microbatch] = self._messages.receive(
-            action, self._track.peers[position], self._track.acknowledged[position]
+            action, self._prepared.peers[position], self._prepared.acknowledged[position]
         )
 
     def _take(
@@ -321,11 +321,11 @@ class Step:
             yield
 
     def _describe(self, action: Action) -> str:
-        program = self._track.program
+        program = self._prepared.program
         return (
             f"in pipeline action {action} ({KIND_WORDS[action.kind]}, stage {action.stage}, "
             f"microbatch {action.microbatch}) on pipeline rank {program.rank}, "
-            f"step {self._track.machine.position} of {len(program)}"
+            f"step {self._prepared.machine.position} of {len(program)}"
         )
 
     def _require_nothing_left(self) -> None:

@@ -28,7 +28,7 @@ from megacore.pipeline.execution import (
     BeforeBackward,
     ForwardStep,
     PreparedProgram,
-    Step,
+    ProgramRun,
     StepLosses,
 )
 from megacore.pipeline.messages import Transport, connect, open_mailbox
@@ -112,7 +112,7 @@ class PipelineExecutor:
                 f"the channels have the ranks {to_higher.ranks} and {to_lower.ranks}, but group "
                 f"{group.name} has {group.ranks}"
             )
-        self._track = PreparedProgram(program)
+        self._prepared = PreparedProgram(program)
         self._recorder = recorder
         self._clock = clock
         self._turns = InterleavedPair() if overlap_pairs else None
@@ -129,9 +129,11 @@ class PipelineExecutor:
             connect(self._transport, {peer for peer in program.peers if peer >= 0})
 
     @cached_property
-    def _forward_track(self) -> PreparedProgram:
-        program = self._track.program
-        return self._track if program.is_forward_only else PreparedProgram(program.forward_only())
+    def _forward_only(self) -> PreparedProgram:
+        program = self._prepared.program
+        return (
+            self._prepared if program.is_forward_only else PreparedProgram(program.forward_only())
+        )
 
     def run(
         self,
@@ -173,17 +175,17 @@ class PipelineExecutor:
         Sync:
             Waits for messages on gloo; on NCCL only the stream waits.
         """
-        track = self._forward_track if forward_only else self._track
-        if track.program.is_forward_only and not forward_only:
+        prepared = self._forward_only if forward_only else self._prepared
+        if prepared.program.is_forward_only and not forward_only:
             raise ValueError(
                 "the program has no backward passes; pass forward_only=True, or give the executor "
                 "the program of a training schedule"
             )
-        by_stage = self._chunks if chunks is None else _by_stage(track.program, chunks)
+        by_stage = self._chunks if chunks is None else _by_stage(prepared.program, chunks)
         if by_stage is None:
             raise ValueError("the executor was made without model chunks; give them to run")
-        step = Step(
-            track,
+        return ProgramRun(
+            prepared,
             by_stage,
             forward_step,
             transport=self._transport,
@@ -191,8 +193,7 @@ class PipelineExecutor:
             before_backward=before_backward,
             turns=self._turns,
             clock=self._clock,
-        )
-        return step.run()
+        ).run()
 
 
 def _by_stage(program: Program, chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:
